@@ -1,0 +1,3 @@
+"""Distributed deep learning on HPC clusters."""
+
+__version__ = "0.1.0"

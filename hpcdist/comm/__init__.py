@@ -1,0 +1,1 @@
+"""Communicators: the protocol (`communicator`), real ranks (`mpi`), virtual ranks (`virtual`)."""

@@ -27,7 +27,8 @@ class Traffic:
     """What one rank has moved and waited for since the communicator was made. Counted where the transfer happens.
 
     `bytes_sent` and `messages_sent` count what this rank put on the network, one-sided puts and accumulates
-    included; `bytes_fetched` and `messages_fetched` count what it took by one-sided gets. `communicating_s` are the
+    included; `bytes_fetched` and `messages_fetched` count what it took by one-sided gets; calls on a rank's own window
+    move nothing and count nothing. `communicating_s` are the
     seconds inside calls that move data, `waiting_s` those spent until another rank acts (barrier, `Window.wait`,
     `probe`); the two don't overlap.
     """
@@ -135,6 +136,7 @@ class Communicator(abc.ABC):
     nodes: tuple[int, ...]  # nodes[r]: index of the node (shared memory) that rank r lives on; equal = same node
     traffic: Traffic
     deadline_s: float  # a blocking call that takes longer ends the run with a message
+    concurrent: bool  # another thread of this rank may use another communicator at the same time
 
     # --- point to point -------------------------------------------------------------------------------------------
     @abc.abstractmethod

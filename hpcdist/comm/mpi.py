@@ -76,6 +76,7 @@ class MpiCommunicator(Communicator):
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
         self.name, self.deadline_s, self.traffic = name, deadline_s, Traffic()
         self.nodes = nodes if nodes is not None else _find_nodes(mpi)
+        self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.staging = Staging(device_aware)
         self.pids = [int.from_bytes(p, "little") for p in self.exchange(os.getpid().to_bytes(8, "little"))]
         self._attachable = self._try_attach()

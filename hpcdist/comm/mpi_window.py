@@ -56,7 +56,8 @@ class MpiWindow(Window):
         else:
             self._shared.Sync()
             out.copy_(memory)
-        self.comm.traffic.fetched(out.nbytes)
+        if rank != self.comm.rank:
+            self.comm.traffic.fetched(out.nbytes)
         self.comm.traffic.communicating_s += self.comm.now() - start
 
     def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
@@ -73,7 +74,8 @@ class MpiWindow(Window):
                 getattr(self._agent, what)(self._id, host, rank, offset)
         else:
             here(values, rank, offset)
-        self.comm.traffic.sent(values.nbytes)
+        if rank != self.comm.rank:
+            self.comm.traffic.sent(values.nbytes)
         self.comm.traffic.communicating_s += self.comm.now() - start
 
     def store(self, values: Tensor, rank: int, offset: int) -> None:
@@ -121,7 +123,8 @@ class MpiWindow(Window):
             found = self._agent.atomic(self._id, what, rank, offset, *values)
         else:
             found = self.atomic(what, rank, offset, *values)
-        self.comm.traffic.sent(8)
+        if rank != self.comm.rank:
+            self.comm.traffic.sent(8)
         return found
 
     def atomic(self, what: str, rank: int, offset: int, *values: int) -> int:

@@ -1,0 +1,1 @@
+"""What happens when something goes wrong: exceptions that end every rank."""

@@ -51,6 +51,9 @@ class Traffic:
     def copy(self) -> Traffic:
         return Traffic(**vars(self))
 
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(**{k: v + getattr(other, k) for k, v in vars(self).items()})
+
     def __sub__(self, earlier: Traffic) -> Traffic:
         return Traffic(**{k: v - getattr(earlier, k) for k, v in vars(self).items()})
 

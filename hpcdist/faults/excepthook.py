@@ -6,6 +6,7 @@ Without it the other ranks would wait for the failed one until somebody cancels 
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
@@ -21,6 +22,8 @@ def install(rank: int, abort: Callable[[int], None]) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace) -> None:
         if previous is not sys.__excepthook__:
             previous(kind, error, trace)  # a debugger or a notebook wants to see it too
+        # Where all ranks fail alike the lowest speaks and ends the job; the others would only repeat it.
+        time.sleep(min(rank * 0.2, 2.0))
         lines = traceback.format_exception(kind, error, trace)
         text = "".join(f"[rank {rank}] {line}\n" for line in "".join(lines).splitlines())
         print(text, end="", file=sys.stderr, flush=True)

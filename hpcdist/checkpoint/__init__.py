@@ -1,0 +1,27 @@
+"""Save and resume: atomic, checksummed, no pickle.
+
+A checkpoint is a folder that appears under its name only once it is whole and durable::
+
+    <folder>/step-00001234/
+        manifest.json              format, step, ranks, meta; length and sha256 of every other file, and of itself
+        rank-0000.json             this rank's state, as a tree
+        rank-0000.safetensors      its tensors, each named by its place in the tree
+        rank-0001.json ...
+"""
+
+from hpcdist.checkpoint.generators import random_state, set_random_state
+from hpcdist.checkpoint.load import latest, load, load_all, verify
+from hpcdist.checkpoint.manifest import Manifest, read_manifest
+from hpcdist.checkpoint.save import save
+
+__all__ = [
+    "Manifest",
+    "latest",
+    "load",
+    "load_all",
+    "random_state",
+    "read_manifest",
+    "save",
+    "set_random_state",
+    "verify",
+]

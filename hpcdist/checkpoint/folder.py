@@ -1,0 +1,93 @@
+"""The folder that holds a run's checkpoints: names, order, and changes that a crash can't spoil.
+
+Every change is one rename, so that at any moment each entry is either a whole checkpoint or visibly none::
+
+    step-00001234                    a checkpoint
+    step-00001234.replaced           the former checkpoint of this step, until the new one is in its place
+    step-00001234.abandoned-<token>  of steps after the one that the run went back to; kept, never used
+    step-00001234.tmp-<token>        being written
+    step-00001234.deleted-<token>    being removed
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+import warnings
+from pathlib import Path
+
+from hpcdist.records import sync_folder
+
+_NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def temporary_name(step: int) -> str:
+    return f"{step_name(step)}.tmp-{secrets.token_hex(4)}"
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name; -1 for other names."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def listing(folder: Path) -> list[Path]:
+    """The checkpoints in the folder, the newest first."""
+    if not folder.is_dir():
+        return []
+    paths = [path for path in folder.iterdir() if step_of(path) >= 0 and path.is_dir()]
+    return sorted(paths, key=lambda path: (-step_of(path), path.name))
+
+
+def clean(folder: Path) -> None:
+    """Removes what crashed attempts have left behind."""
+    for pattern in ("step-*.tmp-*", "step-*.deleted-*"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def publish(temporary: Path, step: int, keep: int) -> None:
+    """Gives a complete checkpoint its name and removes all but the last `keep`."""
+    folder = temporary.parent
+    final = folder / step_name(step)
+    if final.exists():
+        replaced = folder / f"{final.name}.replaced"
+        if replaced.exists():
+            discard(replaced)
+        final.rename(replaced)
+    temporary.rename(final)
+    sync_folder(folder)
+    _prune(final, step, keep)
+
+
+def _prune(final: Path, step: int, keep: int) -> None:
+    # The run went back to an earlier step: what came after it then must not be taken for this run's latest.
+    newer = [path for path in listing(final.parent) if step_of(path) > step]
+    for path in newer:
+        abandoned = path.rename(path.with_name(f"{path.name}.abandoned-{secrets.token_hex(4)}"))
+        warnings.warn(
+            f"{path} is of a later step than {final.name}, which was just saved: the run went back. It is now "
+            f"{abandoned.name}; delete it if you don't need it.",
+            stacklevel=2,
+        )
+    kept = 0
+    for path in listing(final.parent):
+        superseded = path.with_suffix("") != path and path.with_suffix("").exists()
+        if superseded or kept >= keep:
+            discard(path)
+        else:
+            kept += 1
+
+
+def discard(path: Path) -> None:
+    """Removes a checkpoint; it stops being one before its first file goes."""
+    doomed = path.with_name(f"{path.name}.deleted-{secrets.token_hex(4)}")
+    try:
+        shutil.rmtree(path.rename(doomed))
+    except OSError as error:
+        warnings.warn(f"{path} could not be removed: {error}. Delete it by hand.", stacklevel=2)

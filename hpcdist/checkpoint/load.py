@@ -1,0 +1,103 @@
+"""Finding, verifying and loading checkpoints."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hpcdist.checkpoint.folder import listing, step_of
+from hpcdist.checkpoint.manifest import Manifest, check_file, read_manifest, tensor_file, tree_file
+from hpcdist.checkpoint.tensors import read_tensors
+from hpcdist.checkpoint.tree import decode
+from hpcdist.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+def latest(folder: str | Path, *, fallback: bool = False) -> Path | None:
+    """The newest checkpoint in the folder, None where there is none.
+
+    Args:
+        fallback: verify every file of it (which reads them all), and where it is damaged warn and take the next one.
+
+    Raises:
+        CheckpointError: with `fallback`, where there are checkpoints and all are damaged.
+    """
+    paths = listing(Path(folder))
+    if not paths or not fallback:
+        return paths[0] if paths else None
+    reasons = []
+    for path in paths:
+        try:
+            verify(path)
+        except CheckpointError as error:
+            reasons.append(str(error))
+            continue
+        for reason in reasons:
+            warnings.warn(f"A damaged checkpoint is passed over in favour of {path.name}: {reason}", stacklevel=2)
+        return path
+    raise CheckpointError(f"{folder} must hold a checkpoint that is whole; got {len(paths)} damaged. {' '.join(reasons)}")
+
+
+def verify(path: str | Path) -> Manifest:
+    """Checks every file of a checkpoint against the manifest, and returns that.
+
+    Raises:
+        CheckpointError: which file, and what is wrong with it.
+    """
+    path = Path(path)
+    return _or_advise(path, lambda: _verify(path, None))
+
+
+def load(path: str | Path, rank: int) -> tuple[Any, Manifest]:
+    """The state that `rank` saved, tensors on the CPU, and the manifest. Only this rank's files are read.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged one (which file, what is wrong, where an older one is), or no such
+            rank in it.
+    """
+    path = Path(path)
+    manifest = _or_advise(path, lambda: _verify(path, rank))
+    return _read(path, rank), manifest
+
+
+def load_all(path: str | Path) -> list[Any]:
+    """Every rank's state, in rank order, tensors on the CPU: for going on with another number of ranks.
+
+    Raises:
+        CheckpointError: as for `load`.
+    """
+    path = Path(path)
+    return [_read(path, rank) for rank in range(verify(path).ranks)]
+
+
+def _verify(path: Path, rank: int | None) -> Manifest:
+    manifest = read_manifest(path)
+    if rank is not None and not 0 <= rank < manifest.ranks:
+        raise CheckpointError(
+            f"rank must be one of the {manifest.ranks} that saved {path}; got {rank}. "
+            "To go on with another number of ranks, read all states with load_all."
+        )
+    names = manifest.files if rank is None else (tree_file(rank), tensor_file(rank))
+    for name in names:
+        check_file(path / name, manifest.files[name])
+    return manifest
+
+
+def _read(path: Path, rank: int) -> Any:
+    tree = json.loads((path / tree_file(rank)).read_bytes())
+    return decode(tree, read_tensors(path / tensor_file(rank)))
+
+
+def _or_advise(path: Path, action: Callable[[], T]) -> T:
+    """What `action` returns; where it raises, an older checkpoint is named, if there is one."""
+    try:
+        return action()
+    except CheckpointError as error:
+        older = [other for other in listing(path.parent) if step_of(other) < step_of(path)]
+        if not older:
+            raise
+        raise CheckpointError(f"{error} An older checkpoint is at {older[0]}.") from None

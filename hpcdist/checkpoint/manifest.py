@@ -1,0 +1,111 @@
+"""What a checkpoint consists of, and how one tells that it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hpcdist
+from hpcdist.checkpoint.tree import decode, encode
+from hpcdist.errors import CheckpointError
+from hpcdist.records import Stamp, stamp, write_durably
+
+FILE_NAME = "manifest.json"
+FORMAT = "hpcdist checkpoint"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's table of contents."""
+
+    step: int
+    ranks: int
+    meta: Any  # what the caller of `save` gave
+    version: str  # of hpcdist, that wrote it
+    files: dict[str, Stamp]
+
+
+def tree_file(rank: int) -> str:
+    return f"rank-{rank:04d}.json"
+
+
+def tensor_file(rank: int) -> str:
+    return f"rank-{rank:04d}.safetensors"
+
+
+def write_manifest(directory: Path, step: int, meta: Any, files: dict[str, Stamp]) -> None:
+    """Writes and fsyncs the manifest.
+
+    Raises:
+        CheckpointError: `meta` can't be stored; tensors are for the state.
+    """
+    tree, tensors = encode(meta, "meta")
+    if tensors:
+        raise CheckpointError(f"{next(iter(tensors))} must not be a tensor or array; got one. Put it in the state.")
+    content = {
+        "hpcdist": hpcdist.__version__,
+        "step": step,
+        "ranks": len(files) // 2,  # each rank has a tree and its tensors
+        "meta": tree,
+        "files": {name: file._asdict() for name, file in sorted(files.items())},
+    }
+    manifest = {"format": FORMAT, "version": VERSION, "sha256": _checksum(content), "content": content}
+    write_durably(directory / FILE_NAME, [json.dumps(manifest, indent=1).encode()])
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """The manifest of a checkpoint, verified against its own checksum.
+
+    Raises:
+        CheckpointError: `path` is no checkpoint, its manifest is damaged, or it is of a version not known here.
+    """
+    path = Path(path)
+    file = path / FILE_NAME
+    try:
+        manifest = json.loads(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        inside = "It holds checkpoints: give one of them, as latest(folder) does. " if any(path.glob("step-*/")) else ""
+        raise CheckpointError(
+            f"{path} must be a checkpoint, a folder with a {FILE_NAME}; got {_what(path)}. {inside}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} must be JSON; got damaged content ({error}).") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{file} must be the manifest of an {FORMAT}; got other JSON.")
+    if manifest.get("version") != VERSION:
+        raise CheckpointError(
+            f"{file} must be of version {VERSION}; got {manifest.get('version')!r}. "
+            f"Read it with the version of hpcdist that wrote it; this is {hpcdist.__version__}."
+        )
+    content = manifest.get("content")
+    if manifest.get("sha256") != _checksum(content):
+        raise CheckpointError(f"{file} must match its checksum; got damaged content.")
+    files = {name: Stamp(**file) for name, file in content["files"].items()}
+    return Manifest(content["step"], content["ranks"], decode(content["meta"], {}), content["hpcdist"], files)
+
+
+def check_file(path: Path, expected: Stamp) -> None:
+    """Raises CheckpointError unless the file is there, of the length and with the checksum that the manifest states."""
+    try:
+        n_bytes = path.stat().st_size
+        if n_bytes != expected.bytes:
+            raise CheckpointError(f"{path} must be {expected.bytes} bytes long; got {n_bytes}.")
+        sha256 = stamp(path).sha256
+    except OSError as error:
+        raise CheckpointError(f"{path} must be readable; got {error.strerror}.") from None
+    if sha256 != expected.sha256:
+        raise CheckpointError(f"{path} must have sha256 {expected.sha256[:12]}...; got {sha256[:12]}... (damaged).")
+
+
+def _checksum(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _what(path: Path) -> str:
+    if not path.exists():
+        return "nothing there"
+    return "a folder without one" if path.is_dir() else "a file"

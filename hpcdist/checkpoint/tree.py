@@ -1,0 +1,154 @@
+"""A nested state as JSON plus tensors, and back to the bit.
+
+What JSON has (strings, booleans, null, lists, dicts with string keys, integers and floats of ordinary size) stands as
+it is; all else is a dict of one entry whose key begins with "$".
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist.checkpoint.tensors import STORED
+from hpcdist.errors import CheckpointError
+
+MAX_DEPTH = 100
+_JSON_INTEGER = 1 << 63  # Python reads longer ones from text slowly, and past 4300 digits not at all
+_RULE = (
+    "must be None, a bool, int, float, str, bytes, list, tuple, dict, Counter, dense tensor, or a NumPy scalar or "
+    "array of a type that torch has"
+)
+
+
+def encode(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
+    """The state as a tree for JSON, and its tensors by their place in it, such as `state['model']['weight']`.
+
+    Tensors are not copied. Tensors that are the same view of the same memory are stored once, and are one tensor
+    again when decoded; views that merely overlap become independent ones. An OrderedDict is stored as a dict, a
+    torch.Size as a tuple, a Parameter as a tensor.
+
+    Raises:
+        CheckpointError: a value of another type, or nesting deeper than 100 (such as a list that contains itself).
+    """
+    encoder = _Encoder()
+    return encoder.encode(state, name, 0), encoder.tensors
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
+
+    def encode(self, value: Any, path: str, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise CheckpointError(
+                f"{path} must be nested at most {MAX_DEPTH} deep; got more. Does the state contain itself?"
+            )
+        kind = type(value)  # exact: subclasses (enumerations, np.float64) would come back as something else
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            return value if -_JSON_INTEGER <= value < _JSON_INTEGER else {"$int": hex(value)}
+        if kind is float:
+            return value if isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+        if kind is bytes:
+            return {"$bytes": base64.b64encode(value).decode()}
+        if kind in (list, tuple, torch.Size):
+            items = [self.encode(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)]
+            return items if kind is list else {"$tuple": items}
+        if kind in (dict, OrderedDict, Counter):
+            return self._encode_dict(value, path, depth)
+        if isinstance(value, Tensor):
+            return self._encode_tensor(value, path)
+        if kind is np.ndarray or isinstance(value, np.generic):
+            return self._encode_array(value, path)
+        raise _refusal(path, value)
+
+    def _encode_dict(self, value: dict[Any, Any], path: str, depth: int) -> dict[str, Any]:
+        for key in value:
+            if type(key) not in (str, int, float, bool, type(None), tuple):
+                raise CheckpointError(
+                    f"{path} must have keys that are None or of type str, int, float, bool, tuple; got {key!r:.60} "
+                    f"({_type_name(key)}). Convert it, or leave it out of the state."
+                )
+        values = {key: self.encode(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()}
+        plain = type(value) is not Counter and all(type(key) is str and not key.startswith("$") for key in values)
+        if plain:
+            return values
+        pairs = [[self.encode(key, f"{path}.keys()", depth + 1), item] for key, item in values.items()]
+        return {"$counter" if type(value) is Counter else "$dict": pairs}
+
+    def _encode_tensor(self, value: Tensor, path: str) -> dict[str, Any]:
+        dense = value.layout is torch.strided and not (value.is_nested or value.is_quantized or value.is_meta)
+        if not dense or type(value.data) is not Tensor:  # a subclass may not hold its elements itself
+            raise _refusal(path, value)
+        stored = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
+        if stored.dtype not in STORED:
+            raise _refusal(path, value)
+        view = (stored.data_ptr(), stored.dtype, stored.shape, stored.stride(), stored.device, stored.is_neg())
+        alias = self._names.setdefault(view, path) if stored.numel() else path
+        self.tensors[alias] = stored
+        return {"$complex" if value.is_complex() else "$tensor": alias}
+
+    def _encode_array(self, value: Any, path: str) -> dict[str, Any]:
+        array = np.asarray(value)
+        try:
+            # from_numpy warns of arrays that can't be written to
+            tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        except (TypeError, ValueError):  # a type that torch has not; strides below zero, bytes in foreign order
+            try:
+                tensor = torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
+            except (TypeError, ValueError):
+                raise _refusal(path, value) from None
+        return {"$array" if type(value) is np.ndarray else "$scalar": self._encode_tensor(tensor, path)}
+
+
+def decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The state that `encode` took apart. Tensors are on the CPU."""
+    if isinstance(node, list):
+        return [decode(item, tensors) for item in node]
+    if not isinstance(node, dict):
+        return node
+    tag = next(iter(node), "")
+    if not tag.startswith("$"):
+        return {key: decode(item, tensors) for key, item in node.items()}
+    content = node[tag]
+    if tag == "$tensor":
+        return tensors[content]
+    if tag == "$complex":
+        return torch.view_as_complex(tensors[content])
+    if tag == "$int":
+        return int(content, 16)
+    if tag == "$float":
+        return struct.unpack(">d", bytes.fromhex(content))[0]
+    if tag == "$bytes":
+        return base64.b64decode(content)
+    decoded = decode(content, tensors)
+    if tag == "$tuple":
+        return tuple(decoded)
+    if tag == "$array":
+        return decoded.numpy()
+    if tag == "$scalar":
+        return decoded.numpy()[()]
+    return (Counter if tag == "$counter" else dict)({key: item for key, item in decoded})
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def _refusal(path: str, value: Any) -> CheckpointError:
+    if isinstance(value, Tensor):
+        nested = ", nested" if value.is_nested else ""
+        got = f"{type(value).__name__} of {value.dtype}, {value.layout}{nested}, on {value.device}"
+    else:
+        got = f"{_type_name(value)} ({value!r:.60})"
+    return CheckpointError(f"{path} {_RULE}; got {got}. Convert it, or leave it out of the state.")

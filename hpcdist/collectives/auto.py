@@ -1,0 +1,77 @@
+"""The choice among the all-reduce algorithms by length."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from pathlib import Path
+from typing import final
+
+from torch import Tensor
+
+from hpcdist.collectives.base import SUMMED_AS, AllReduce
+from hpcdist.collectives.catalogue import load
+from hpcdist.collectives.table import predict_table
+from hpcdist.collectives.table_cache import DEFAULT_CACHE, cached_table
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.virtual_communicator import VirtualCommunicator
+
+_AS_THEY_ARE = dict.fromkeys(dtype for dtype, summed_as in SUMMED_AS.items() if dtype is summed_as)
+
+
+@final
+class Auto(AllReduce):
+    """The algorithm that was fastest on this machine for tensors of about that length.
+
+    Making it is Collective and, the first time on a machine with these ranks, measures for about a second; the table
+    is kept in a file. On virtual ranks the algorithms' cost formulas decide instead, at the network's figures.
+
+    Args:
+        comm: the ranks that sum.
+        cache_dir: where the table lies.
+
+    Reference: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH",
+    2005 (choice by length and number of ranks).
+    """
+
+    def __init__(self, comm: Communicator, cache_dir: Path = DEFAULT_CACHE):
+        super().__init__(comm)
+        self.ranges = _ranges(comm, cache_dir)
+        made = {name: load(name)(comm) for name in dict.fromkeys(name for _, name in self.ranges)}
+        self._ends = [end for end, _ in self.ranges]
+        self._algorithms = [made[name] for _, name in self.ranges]
+        self._native = comm.allreduce
+        self._native_bytes = self._ends[0] if self.ranges[0][1] == "native" and comm.size > 1 else -1
+
+    def __call__(self, tensor: Tensor) -> None:
+        """Collective. See `AllReduce.__call__`."""
+        # The library sums a short tensor in microseconds: what it can be handed as it is goes there at once.
+        if (
+            tensor.nbytes <= self._native_bytes
+            and tensor.dtype in _AS_THEY_ARE
+            and tensor.ndim == 1
+            and tensor.is_contiguous()
+        ):
+            self._native(tensor)
+        else:
+            super().__call__(tensor)
+
+    def _sum(self, tensor: Tensor) -> None:
+        self._algorithms[bisect_left(self._ends, tensor.nbytes)]._sum(tensor)
+
+    def close(self) -> None:
+        for algorithm in dict.fromkeys(self._algorithms):
+            algorithm.close()
+
+
+def _ranges(comm: Communicator, cache_dir: Path) -> list[tuple[float, str]]:
+    """Collective. Up to how many bytes which algorithm; see Table.ranges."""
+    if comm.size == 1:
+        return [(math.inf, "native")]
+    if isinstance(comm, VirtualCommunicator):
+        other = [r for r in range(comm.size) if comm.nodes[r] != comm.nodes[comm.rank]]
+        link = comm.path_to(other[0] if other else comm.rank - 1)
+        return predict_table(comm, link.latency_s, 1 / link.bandwidth_bytes_s).ranges()
+    from hpcdist.comm.mpi import library  # starts MPI, which virtual ranks do without
+
+    return cached_table(comm, library(), cache_dir).ranges()

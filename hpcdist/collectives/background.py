@@ -1,0 +1,84 @@
+"""All-reduce on a thread, beside the computation; and measuring whether that pays."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from statistics import median
+
+from hpcdist.comm.communicator import Communicator
+
+WARM_UP, MEASURED = 3, 7  # steps of each way that are left out and that count
+
+
+class Background:
+    """Runs functions one after the other on a thread; whatever they communicate on belongs to that thread."""
+
+    def __init__(self, name: str = "hpcdist-allreduce"):
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._lock, self._pending = threading.Lock(), 0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queues a task; returns at once."""
+        with self._lock:
+            self._pending += 1
+            self._idle.clear()
+        self._tasks.put(task)
+
+    def wait(self) -> None:
+        """Blocks until all tasks are done. Raises what the first failed one raised."""
+        self._idle.wait()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """Ends the thread once all tasks are done."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                if self._error is None:
+                    task()
+            except BaseException as error:
+                self._error = error
+            with self._lock:
+                self._pending -= 1
+                if self._pending == 0:
+                    self._idle.set()
+
+
+class Trial:
+    """Which of two ways makes steps shorter: tries `False`, then `True`, and has the ranks agree on the faster.
+
+    A way is kept for WARM_UP + MEASURED steps; the medians of the slowest rank decide.
+    """
+
+    def __init__(self, comm: Communicator):
+        self._comm, self._last = comm, comm.now()
+        self._taken_s: dict[bool, list[float]] = {False: [], True: []}
+        self.way = False
+        self.decided = False
+
+    def step(self) -> None:
+        """Collective at the step that decides. To be called at the end of each step; `way` is for the next one."""
+        now = self._comm.now()
+        self._taken_s[self.way].append(now - self._last)
+        self._last = now
+        if len(self._taken_s[self.way]) < WARM_UP + MEASURED:
+            return
+        if not self.way:
+            self.way = True
+            return
+        medians = [median(self._taken_s[way][WARM_UP:]) for way in (False, True)]
+        told = [tuple(float(x) for x in data.split()) for data in self._comm.exchange(b"%r %r" % (*medians,))]
+        apart_s, beside_s = (max(column) for column in zip(*told, strict=True))
+        self.way, self.decided = beside_s < apart_s, True

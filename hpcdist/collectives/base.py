@@ -1,0 +1,134 @@
+"""What all all-reduce algorithms share: the call, the checks, working memory, the division into chunks."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hpcdist.comm.communicator import TAG_LIMIT, Communicator, check_flat
+from hpcdist.errors import ConfigError
+
+TAG = TAG_LIMIT - 1  # apart from the low tags that strategies use on the same communicator
+
+# What torch adds as it is, and what it adds under another name: two's complement addition knows no sign, and the sum
+# of complex numbers is that of their parts.
+SUMMED_AS = {
+    **{dtype: dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)},
+    **{dtype: dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)},
+    **{torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64},
+    **{torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64},
+}
+
+
+class AllReduce(abc.ABC):
+    """Sums a tensor over the ranks of one communicator, in place; the result is bitwise the same on all ranks.
+
+    An object is made once per communicator (Collective, as are its calls and `close`) and keeps its working memory
+    between calls. Subclasses are final, one per module; the module's name is the algorithm's.
+    """
+
+    def __init__(self, comm: Communicator):
+        self.comm = comm
+
+    def __call__(self, tensor: Tensor) -> None:
+        """Collective. Replaces `tensor` by its sum over all ranks.
+
+        Args:
+            tensor: flat and contiguous, same length and dtype on all ranks; any float, complex or integer type.
+                Overwritten.
+
+        Raises:
+            CommunicationError: the tensor is not flat and contiguous, or a transfer fails.
+            ConfigError: its dtype has no sum.
+        """
+        check_flat(tensor)
+        dtype = SUMMED_AS.get(tensor.dtype)
+        if dtype is None:
+            raise ConfigError(
+                f"dtype must be a floating-point, complex or integer type that torch can add; got {tensor.dtype}. "
+                "Convert the tensor first."
+            )
+        if self.comm.size > 1 and tensor.numel() > 0:
+            with self.comm.host(tensor if dtype is tensor.dtype else tensor.view(dtype)) as host:
+                self._sum(host)
+
+    @abc.abstractmethod
+    def _sum(self, tensor: Tensor) -> None:
+        """Collective. The algorithm: 2 ranks or more, 1 element or more, a dtype that torch adds."""
+
+    def close(self) -> None:
+        """Collective. Releases what the object holds; it must not be called afterwards."""
+
+
+class Algorithm(AllReduce):
+    """An all-reduce of known cost. `ranks_per_node` matters only to algorithms that tell nodes apart."""
+
+    @staticmethod
+    def suits(comm: Communicator) -> bool:
+        """Whether the algorithm can run on these ranks, and has a point there. The same on all of them."""
+        return True
+
+    @staticmethod
+    @abc.abstractmethod
+    def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:
+        """Bytes and messages that the busiest rank sends for `n_bytes`, exact where `size` divides the length."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def cost_s(
+        n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
+    ) -> float:
+        """Seconds by the model of Hockney: a message of b bytes takes latency_s + b * byte_s, adding it b * reduce_s."""
+
+
+class Scratch:
+    """Working memory of one algorithm: kept between calls, grown on demand."""
+
+    def __init__(self):
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def like(self, tensor: Tensor, count: int) -> Tensor:
+        """`count` elements of arbitrary content, of `tensor`'s dtype and device, valid until the next call."""
+        n_bytes = count * tensor.itemsize
+        if self._memory.numel() < n_bytes or self._memory.device != tensor.device:
+            self._memory = torch.empty(n_bytes, dtype=torch.uint8, device=tensor.device)
+        return self._memory[:n_bytes].view(tensor.dtype)
+
+
+def sum_in_rank_order(
+    own: Tensor, rank: int, size: int, get: Callable[[Tensor, int], None], inbox: Scratch
+) -> None:
+    """Replaces `own`, rank's addend, by x_0 + x_1 + ... + x_(size - 1), added in this order.
+
+    `get(out, peer)` fetches the addend of another rank. The result is bitwise that of a loop over the ranks.
+    """
+    memory = inbox.like(own, 2 * own.numel())
+    total, theirs = memory[: own.numel()], memory[own.numel() :]
+    if rank == 0:
+        total = own
+    else:
+        get(total, 0)
+    for peer in range(1, size):
+        addend = own if peer == rank else theirs
+        if peer != rank:
+            get(theirs, peer)
+        torch.add(total, addend, out=own if peer == size - 1 else total)
+
+
+def bounds(count: int, parts: int) -> list[int]:
+    """Where to cut `count` elements into `parts` runs that differ by at most one: parts + 1 ascending offsets."""
+    return [count * part // parts for part in range(parts + 1)]
+
+
+def chunks(tensor: Tensor, parts: int) -> Sequence[Tensor]:
+    """`tensor` cut into `parts` consecutive views that differ by at most one element in length."""
+    cuts = bounds(tensor.numel(), parts)
+    return [tensor[start:end] for start, end in zip(cuts, cuts[1:])]
+
+
+def segment_count(n_bytes: int, segment_bytes: int) -> int:
+    """Into how many segments of at most about `segment_bytes` a run of `n_bytes` is cut: at least 1."""
+    return max(1, -(-n_bytes // segment_bytes))

@@ -1,0 +1,124 @@
+"""Hierarchical all-reduce: through shared memory inside each node, so that only n/g bytes per rank cross nodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import final
+
+import torch
+from torch import Tensor
+
+from hpcdist.collectives.base import Algorithm, Scratch, bounds, chunks, segment_count, sum_in_rank_order
+from hpcdist.collectives.recursive_doubling import RecursiveDoubling
+from hpcdist.collectives.ring import Ring
+from hpcdist.comm.communicator import Communicator
+
+SEGMENT_BYTES = 1 << 21  # three slots of it per rank in shared memory: small enough for 64 MiB of /dev/shm
+SLOTS = 3
+SHORT_BYTES = 1 << 15  # across nodes: up to here the number of steps matters more than the bytes
+
+
+@final
+class Hierarchical(Algorithm):
+    """Reduce-scatter in the node, all-reduce of each slice across the nodes, all-gather in the node.
+
+    The first g ranks of each node own a slice each, g being the fewest ranks on any node. The tensor passes through a
+    shared-memory window in segments, in three slots in turn: while segment i is collected from one slot, the next is
+    reduced in another, and the one after is copied into the third; so one barrier of the node per segment suffices.
+    Bytes sent per rank across q nodes: 2(n/g)(q-1)/q by a ring, (n/g) lg q by recursive doubling where slices are
+    short. Inside the node they are read from shared memory: up to 2n(g-1)/g.
+
+    Reference: M. Cho, U. Finkler, D. Kung, H. Hunter, "BlueConnect: decomposing all-reduce for deep learning on
+    heterogeneous network hierarchy", 2019.
+    """
+
+    def __init__(self, comm: Communicator):
+        super().__init__(comm)
+        self._owners = min(Counter(comm.nodes).values())
+        self._node = comm.split(comm.nodes[comm.rank])
+        self._across = comm.split(self._node.rank if self._node.rank < self._owners else None)
+        self._node.traffic = comm.traffic  # one account of all that the all-reduce moves
+        if self._across is not None:
+            self._across.traffic = comm.traffic
+            self._ring, self._doubling = Ring(self._across), RecursiveDoubling(self._across)
+        self._window = self._node.window(SLOTS * SEGMENT_BYTES, torch.uint8)
+        self._turn = 0  # slots go on in turn from call to call, as others may still collect from the last one
+        self._inbox = Scratch()
+
+    @staticmethod
+    def suits(comm: Communicator) -> bool:
+        return len(set(comm.nodes)) < comm.size
+
+    def _sum(self, tensor: Tensor) -> None:
+        segments = chunks(tensor, segment_count(tensor.nbytes, SEGMENT_BYTES))
+        self._publish(segments[0], self._turn)
+        self._node.barrier()
+        for i, segment in enumerate(segments):
+            if self._across is not None:
+                self._reduce(segment, self._turn)
+            if i + 1 < len(segments):
+                self._publish(segments[i + 1], self._turn + 1)
+            self._node.barrier()
+            self._collect(segment, self._turn)
+            self._turn += 1
+
+    def _slot(self, turn: int) -> int:
+        return turn % SLOTS * SEGMENT_BYTES
+
+    def _publish(self, segment: Tensor, turn: int) -> None:
+        start = self._slot(turn)
+        self._window.local[start : start + segment.nbytes].copy_(segment.view(torch.uint8))
+
+    def _slices(self, segment: Tensor) -> list[tuple[int, Tensor]]:
+        """Where each owner's slice of a segment starts in a slot, in bytes, and the slice."""
+        cuts = bounds(segment.numel(), self._owners)
+        return [(start * segment.itemsize, segment[start:end]) for start, end in zip(cuts, cuts[1:])]
+
+    def _reduce(self, segment: Tensor, turn: int) -> None:
+        """Sums this owner's slice over the node, then over the nodes, and leaves it in the owner's slot."""
+        node = self._node
+        offset, own = self._slices(segment)[node.rank]
+        start = self._slot(turn) + offset
+
+        def get(out: Tensor, peer: int) -> None:
+            self._window.get(out.view(torch.uint8), peer, start)
+
+        if own.numel() == 0:
+            return
+        sum_in_rank_order(own, node.rank, node.size, get, self._inbox)
+        if self._across.size > 1:
+            (self._doubling if own.nbytes <= SHORT_BYTES else self._ring)(own)
+        self._window.local[start : start + own.nbytes].copy_(own.view(torch.uint8))
+
+    def _collect(self, segment: Tensor, turn: int) -> None:
+        slices = self._slices(segment)
+        for step in range(1, len(slices) + 1):  # the neighbour's first, so that not all read the same memory at once
+            owner = (self._node.rank + step) % len(slices)
+            offset, part = slices[owner]
+            if owner != self._node.rank and part.numel() > 0:
+                self._window.get(part.view(torch.uint8), owner, self._slot(turn) + offset)
+
+    def close(self) -> None:
+        self._window.close()
+        if self._across is not None:
+            self._across.close()
+        self._node.close()
+
+    @staticmethod
+    def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:
+        segments = segment_count(n_bytes, SEGMENT_BYTES)
+        slice_bytes = n_bytes // segments // ranks_per_node
+        across = RecursiveDoubling if slice_bytes <= SHORT_BYTES else Ring
+        sent, messages = across.traffic(slice_bytes, size // ranks_per_node)
+        return segments * sent, segments * messages
+
+    @staticmethod
+    def cost_s(
+        n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
+    ) -> float:
+        """Inside the node at the network's latency and bandwidth: an upper bound where shared memory is faster."""
+        n_nodes, slice_bytes = size // ranks_per_node, n_bytes / ranks_per_node
+        across = RecursiveDoubling if slice_bytes <= SHORT_BYTES else Ring
+        inside_s = (ranks_per_node - 1) * (2 * (2 * latency_s + slice_bytes * byte_s) + slice_bytes * reduce_s)
+        # The slices of a node share its link to the others.
+        return inside_s + across.cost_s(slice_bytes, n_nodes, latency_s, ranks_per_node * byte_s, reduce_s)

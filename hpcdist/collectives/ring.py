@@ -1,0 +1,84 @@
+"""Ring all-reduce: bandwidth-optimal at any number of ranks, latency grows with it."""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import Tensor
+
+from hpcdist.collectives.base import TAG, Algorithm, Scratch, chunks, segment_count
+from hpcdist.comm.communicator import Communicator
+
+SEGMENT_BYTES = 1 << 20  # fits the second-level cache of current cores together with the memory it is added to
+
+
+@final
+class Ring(Algorithm):
+    """Reduce-scatter round the ring, then all-gather round the ring.
+
+    Steps: 2(p-1), each sending one of p chunks to the right and receiving one from the left. Bytes sent per rank:
+    2n(p-1)/p. Chunks longer than SEGMENT_BYTES travel in segments: while one is added the next is on its way, and
+    each goes on as soon as it is added.
+
+    Reference: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+    """
+
+    def __init__(self, comm: Communicator):
+        super().__init__(comm)
+        self._inbox = Scratch()
+
+    def _sum(self, tensor: Tensor) -> None:
+        self.reduce_scatter(tensor)
+        self.allgather(tensor)
+
+    def reduce_scatter(self, tensor: Tensor) -> None:
+        """Collective. Afterwards chunk r of `tensor` on rank r holds the sum; the other chunks hold partial sums."""
+        self._pass_round(tensor, first=self.comm.rank - 1, add=True)
+
+    def allgather(self, tensor: Tensor) -> None:
+        """Collective. Copies chunk r of `tensor` from rank r to all others."""
+        self._pass_round(tensor, first=self.comm.rank, add=False)
+
+    def _pass_round(self, tensor: Tensor, first: int, add: bool) -> None:
+        """Sends chunk `first` to the right and passes on what comes from the left, size - 1 times."""
+        comm, size = self.comm, self.comm.size
+        right, left = (comm.rank + 1) % size, (comm.rank - 1) % size
+        parts = chunks(tensor, size)
+        longest = max(part.numel() for part in parts)
+        segments = segment_count(longest * tensor.itemsize, SEGMENT_BYTES)
+        # In step s the chunk first - s leaves, and the one before it arrives, to leave in step s + 1.
+        route = [chunks(parts[(first - step) % size], segments) for step in range(size)]
+        leaving = [segment for chunk in route[:-1] for segment in chunk]
+        arriving = [segment for chunk in route[1:] for segment in chunk]
+        landing = self._landing(tensor, arriving, -(-longest // segments)) if add else arriving
+
+        sends = []
+        receive = comm.irecv(landing[0], left, TAG)
+        for i, segment in enumerate(leaving):
+            sends.append(comm.isend(segment, right, TAG))
+            current = receive
+            if i + 1 < len(arriving):
+                receive = comm.irecv(landing[i + 1], left, TAG)
+            current.wait()
+            if add:
+                arriving[i].add_(landing[i])
+        for send in sends:
+            send.wait()
+
+    def _landing(self, tensor: Tensor, arriving: list[Tensor], longest: int) -> list[Tensor]:
+        """Where the segments to be added land: two buffers in turn, one being added while the other fills."""
+        inbox = self._inbox.like(tensor, 2 * longest)
+        buffers = inbox[:longest], inbox[longest:]
+        return [buffers[i % 2][: segment.numel()] for i, segment in enumerate(arriving)]
+
+    @staticmethod
+    def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:
+        segments = segment_count(n_bytes // size, SEGMENT_BYTES)
+        return 2 * (size - 1) * n_bytes // size, 2 * (size - 1) * segments
+
+    @staticmethod
+    def cost_s(
+        n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
+    ) -> float:
+        steps, chunk = size - 1, n_bytes / size
+        return 2 * steps * (latency_s + chunk * byte_s) + steps * chunk * reduce_s

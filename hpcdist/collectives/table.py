@@ -1,0 +1,109 @@
+"""Which all-reduce is fastest at which length, by measurement."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, model_validator
+
+from hpcdist.collectives.base import Algorithm
+from hpcdist.collectives.catalogue import available, load
+from hpcdist.collectives.timing import interleaved
+from hpcdist.comm.communicator import Communicator
+
+SIZES = tuple(1 << exponent for exponent in range(11, 27, 2))  # bytes: 2 KiB to 32 MiB, whose winner takes the rest
+BUDGET_S = 0.3  # seconds of timed calls in all, beside one first call of each
+HOPELESS = 3.0  # an algorithm whose first call takes this many times as long as the best one's gets no second
+CLEARLY = 0.85  # the library's own all-reduce is kept unless another one takes less than this part of its time
+
+
+class Table(BaseModel):
+    """Seconds of each algorithm at each length."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sizes: tuple[PositiveInt, ...]  # bytes, ascending
+    seconds: dict[str, tuple[NonNegativeFloat | None, ...]]  # one figure per size; None where it was hopeless
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Table:
+        if not self.sizes or list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError(f"sizes of a table must ascend; got {list(self.sizes)}.")
+        if any(len(row) != len(self.sizes) for row in self.seconds.values()):
+            raise ValueError(f"a table must have one figure for each of its {len(self.sizes)} sizes.")
+        if any(all(s is None for s in column) for column in zip(*self.seconds.values())) or not self.seconds:
+            raise ValueError("a table must have a figure of at least one algorithm for each size.")
+        return self
+
+    def fastest(self, size: int) -> str:
+        """The algorithm for the size of that index."""
+        known = {name: row[size] for name, row in self.seconds.items() if row[size] is not None}
+        best = min(known, key=known.__getitem__)
+        return "native" if known.get("native", math.inf) * CLEARLY <= known[best] else best
+
+    def ranges(self) -> list[tuple[float, str]]:
+        """The choice as (up to how many bytes, algorithm), ascending; the last one is without limit.
+
+        A range ends half way between two measured sizes, geometrically.
+        """
+        ends = [*(math.sqrt(a * b) for a, b in zip(self.sizes, self.sizes[1:])), math.inf]
+        found: list[tuple[float, str]] = []
+        for size, end in enumerate(ends):
+            name = self.fastest(size)
+            if found and found[-1][1] == name:
+                found.pop()
+            found.append((end, name))
+        return found
+
+
+def candidates(comm: Communicator) -> list[str]:
+    """The algorithms to choose from on these ranks."""
+    return [name for name in available() if issubclass(load(name), Algorithm) and load(name).suits(comm)]
+
+
+def measure_table(
+    comm: Communicator, sizes: Sequence[int] = SIZES, algorithms: Sequence[str] | None = None, budget_s: float = BUDGET_S
+) -> Table:
+    """Collective. Times the algorithms against each other; the same table on all ranks.
+
+    Args:
+        comm: the ranks in question. Measured on a copy of it, so that its account of traffic shows nothing of this.
+        sizes: lengths in bytes, ascending, multiples of 4.
+        algorithms: names; by default all that can run here.
+        budget_s: seconds of timed calls in all, about.
+    """
+    own = comm.split(0)
+    sides = {name: load(name)(own) for name in algorithms or candidates(comm)}
+    seconds: dict[str, list[float | None]] = {name: [] for name in sides}
+    tensor = torch.empty(max(sizes) // 4).zero_()  # written, so that its pages exist; zeros never overflow
+    for size in sizes:
+        part = tensor[: size // 4]
+        first = interleaved(own, sides, part, rounds=1)
+        hopeful = {name: side for name, side in sides.items() if first[name] <= HOPELESS * min(first.values())}
+        calls = max(1, min(10, int(1e-3 / min(first.values()))))
+        rounds = int(budget_s / len(sizes) / sum(first[name] for name in hopeful) / calls)
+        measured = interleaved(own, hopeful, part, max(3, min(25, rounds)), calls)
+        best = min(measured, key=measured.__getitem__)
+        if best != "native" and "native" in measured:  # the best of many may just have been lucky
+            duel = {name: sides[name] for name in ("native", best)}
+            measured |= interleaved(own, duel, part, max(5, min(25, rounds)), calls)
+        for name, row in seconds.items():
+            row.append(measured.get(name))
+    for side in sides.values():
+        side.close()
+    own.close()
+    return Table(sizes=tuple(sizes), seconds={name: tuple(row) for name, row in seconds.items()})
+
+
+def predict_table(comm: Communicator, latency_s: float, byte_s: float) -> Table:
+    """The same by the algorithms' cost formulas, for links of that latency and that time per byte."""
+    sizes = tuple(1 << exponent for exponent in range(6, 31))
+    ranks_per_node = min(Counter(comm.nodes).values())
+    seconds = {}
+    for name in candidates(comm):
+        cost_s = load(name).cost_s
+        seconds[name] = tuple(cost_s(size, comm.size, latency_s, byte_s, 0.0, ranks_per_node) for size in sizes)
+    return Table(sizes=sizes, seconds=seconds)

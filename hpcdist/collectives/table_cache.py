@@ -1,0 +1,76 @@
+"""The measured table as a file, so that a machine is measured once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import tempfile
+import warnings
+from collections import Counter
+from pathlib import Path
+
+from hpcdist.collectives.table import Table, candidates, measure_table
+from hpcdist.comm.communicator import Communicator
+
+DEFAULT_CACHE = Path("~/.cache/hpcdist")
+
+
+def cached_table(comm: Communicator, library: str, cache_dir: Path = DEFAULT_CACHE) -> Table:
+    """Collective. The table of this machine: from its file, or measured and written there.
+
+    Rank 0 alone reads and writes; all ranks get the same table. A file that can't be used is measured anew, with a
+    warning; one that can't be written too.
+
+    Args:
+        library: name and version of the MPI library, part of what the table depends on.
+        cache_dir: where the file lies; `~` is the user's home. Made where it is missing.
+    """
+    path = cache_dir.expanduser() / f"allreduce-{_fingerprint(comm, library)}.json"
+    names = candidates(comm)
+    found = comm.exchange(_read(path, names) if comm.rank == 0 else b"")[0]
+    if found:
+        return Table.model_validate_json(found)
+    table = measure_table(comm, algorithms=names)
+    if comm.rank == 0:
+        _write(path, table)
+    return table
+
+
+def _fingerprint(comm: Communicator, library: str) -> str:
+    """Stands for all that the table depends on: processor, cores, ranks on each node, MPI library."""
+    ranks_per_node = sorted(Counter(comm.nodes).values())
+    return hashlib.sha256(repr((_processor(), os.cpu_count(), ranks_per_node, library)).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _read(path: Path, names: list[str]) -> bytes:
+    """The file's text if it is a table of these algorithms; empty if there is none."""
+    if not path.exists():
+        return b""
+    try:
+        text = path.read_bytes()
+        table = Table.model_validate_json(text)
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{path} is not a table of all-reduce times ({error}); measuring anew.", stacklevel=4)
+        return b""
+    return text if sorted(table.seconds) == sorted(names) else b""  # other algorithms can run now: out of date
+
+
+def _write(path: Path, table: Table) -> None:
+    """Whole or not at all, whoever else writes it at the same time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(table.model_dump_json(indent=1))
+        os.replace(file.name, path)
+    except OSError as error:
+        warnings.warn(f"the table of all-reduce times can't be kept in {path} ({error}).", stacklevel=4)

@@ -1,0 +1,53 @@
+"""Binomial tree: a reduction to rank 0, then a broadcast from it."""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import Tensor
+
+from hpcdist.collectives.base import TAG, Algorithm, Scratch
+from hpcdist.comm.communicator import Communicator
+
+
+@final
+class Tree(Algorithm):
+    """Sums flow up a binomial tree to rank 0, the result flows down it.
+
+    Steps: 2⌈lg p⌉. Bytes sent by the busiest rank (the root): n⌈lg p⌉; over all ranks: 2n(p-1), the fewest of all
+    algorithms that send whole vectors.
+
+    Reference: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH",
+    2005 (reduce and broadcast for short messages).
+    """
+
+    def __init__(self, comm: Communicator):
+        super().__init__(comm)
+        self._inbox = Scratch()
+        lowest_bit = comm.rank & -comm.rank or comm.size  # a rank's subtree: the ranks that differ below that bit
+        self._parent = comm.rank - lowest_bit  # unused on the root
+        distances = (1 << k for k in range(comm.size.bit_length()))
+        self._children = [comm.rank + d for d in distances if d < lowest_bit and comm.rank + d < comm.size]
+
+    def _sum(self, tensor: Tensor) -> None:
+        comm, theirs = self.comm, self._inbox.like(tensor, tensor.numel())
+        for child in self._children:
+            comm.irecv(theirs, child, TAG).wait()
+            tensor.add_(theirs)
+        if comm.rank != 0:
+            comm.isend(tensor, self._parent, TAG).wait()
+            comm.irecv(tensor, self._parent, TAG).wait()
+        for child in reversed(self._children):  # the largest subtree first: it has the longest way to go
+            comm.isend(tensor, child, TAG).wait()
+
+    @staticmethod
+    def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:
+        steps = (size - 1).bit_length()
+        return steps * n_bytes, steps
+
+    @staticmethod
+    def cost_s(
+        n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
+    ) -> float:
+        steps = (size - 1).bit_length()
+        return 2 * steps * (latency_s + n_bytes * byte_s) + steps * n_bytes * reduce_s

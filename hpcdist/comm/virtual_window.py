@@ -1,0 +1,240 @@
+"""Windows of virtual ranks: memory that others read and change at the virtual time of arrival.
+
+With latency a, bandwidth b and n bytes, on free links (`virtual_network` says how transfers queue):
+
+- get: the request takes a, then the data a + n/b on the owner's outgoing and the caller's incoming link;
+- put, accumulate: the data takes a + n/b, the acknowledgement a;
+- fetch_add, compare_and_swap: 2a, the element rides with the headers;
+- wait on another rank's memory: a for the request, and a from the change that fulfils it to the return.
+
+A transfer that takes time can be torn, like a real one. Put and accumulate change the first half of the elements when
+the first byte arrives and the second half with the last byte. A get reads the second half when the first byte leaves
+the owner and the first half with the last: MPI promises no order, and in this one every get that overlaps a put of
+equal length is torn, whereas two sweeps of one speed and direction never would be. So what must not rely on whole reads
+is put to the test, at times that the network model fixes. A transfer that takes no time is not torn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpcdist.comm.communicator import Window, check_flat
+from hpcdist.comm.virtual_clock import VirtualClock, VirtualRank
+from hpcdist.comm.virtual_collectives import addable
+from hpcdist.comm.virtual_network import Path
+from hpcdist.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from hpcdist.comm.virtual import VirtualCommunicator
+
+
+class Memory:
+    """One rank's part of a window, and those who wait for it to change."""
+
+    def __init__(self, tensor: Tensor, owner: VirtualRank):
+        self.tensor, self.owner = tensor.detach(), owner
+        self._waiters: list[Waiter] = []
+
+    def changed(self, first: int, stop: int) -> None:
+        """Elements [first, stop) may have changed."""
+        for waiter in tuple(self._waiters):
+            if waiter.first < stop and first < waiter.stop:
+                waiter.notice()
+
+    def look(self) -> None:
+        """Any element may have changed."""
+        for waiter in tuple(self._waiters):
+            waiter.notice()
+
+    def watch(self, waiter: Waiter) -> None:
+        self._waiters.append(waiter)
+        if self not in self.owner.watched:
+            self.owner.watched.append(self)
+        waiter.notice()
+
+    def unwatch(self, waiter: Waiter) -> None:
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+            if not self._waiters:
+                self.owner.watched.remove(self)
+
+
+class Waiter:
+    """A rank that waits until a predicate holds on elements [first, stop) of some memory."""
+
+    def __init__(self, rank: VirtualRank, predicate: Callable[[Tensor], bool], memory: Memory, first: int, stop: int):
+        self._rank, self._predicate = rank, predicate
+        self.first, self.stop = first, stop
+        self._elements = memory.tensor[first:stop]
+        self.wake: Callable[[], None] | None = None  # None: nobody waits (any more)
+
+    def notice(self) -> None:
+        """Wakes the rank if the predicate holds. Runs in the thread of whichever rank changed the memory."""
+        if self.wake is None:
+            return
+        try:
+            holds = bool(self._predicate(self._elements))
+        except Exception as error:
+            holds, self._rank.error = True, error
+        if holds:
+            self.wake()
+            self.wake = None
+
+
+class VirtualWindow(Window):
+    """A window over one memory per rank of a communicator."""
+
+    def __init__(self, comm: VirtualCommunicator, local: Tensor, memories: list[Memory]):
+        self.local, self._comm, self._clock, self._memories = local, comm, comm.clock, memories
+        self._closed = False
+
+    # --- transfers ------------------------------------------------------------------------------------------------
+    def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
+        memory = self._enter(rank, offset, out)
+        part = memory.tensor[offset : offset + out.numel()]
+        with self._comm.counted("communicating_s"):
+            effect = self._read(out.detach(), part, self._comm.path_from(rank))
+            self._clock.perform(effect, f"a get from rank {memory.owner.rank}")
+        self._comm.traffic.fetched(out.nbytes)
+
+    def _read(self, out: Tensor, part: Tensor, path: Path) -> Iterator[float]:
+        half, duration_s = out.numel() // 2, path.duration_s(out.nbytes)
+        yield self._clock.now_s + path.latency_s
+        start_s, end_s = path.out.reserve(self._clock.now_s, duration_s)
+        yield start_s
+        arrival_s = path.into.reserve(start_s + path.latency_s, duration_s)[1]
+        out[half:].copy_(part[half:])
+        yield end_s
+        out[:half].copy_(part[:half])
+        yield arrival_s
+
+    def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
+        self._change("put", values, rank, offset, Tensor.copy_)
+
+    def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
+        self._change("accumulate", values, rank, offset, lambda part, addend: addable(part).add_(addable(addend)))
+
+    def _change(self, what: str, values: Tensor, rank: int, offset: int, apply: Callable) -> None:
+        memory = self._enter(rank, offset, values)
+        with self._comm.counted("communicating_s"):
+            effect = self._write(values.detach(), memory, offset, self._comm.path_to(rank), apply)
+            self._clock.perform(effect, f"a {what} to rank {memory.owner.rank}")
+        self._comm.traffic.sent(values.nbytes)
+
+    def _write(self, values: Tensor, memory: Memory, offset: int, path: Path, apply: Callable) -> Iterator[float]:
+        n, half, duration_s = values.numel(), values.numel() // 2, path.duration_s(values.nbytes)
+        start_s, _ = path.out.reserve(self._clock.now_s, duration_s)
+        yield start_s
+        begin_s, arrival_s = path.into.reserve(start_s + path.latency_s, duration_s)
+        for at_s, first, stop in ((begin_s, 0, half), (arrival_s, half, n)):
+            yield at_s
+            apply(memory.tensor[offset + first : offset + stop], values[first:stop])
+            memory.changed(offset + first, offset + stop)
+        yield arrival_s + path.latency_s
+
+    # --- atomics --------------------------------------------------------------------------------------------------
+    def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
+        return self._atomic("fetch_add", rank, offset, lambda element: element.add_(value))
+
+    def compare_and_swap(self, expected: int, desired: int, rank: int, offset: int = 0) -> int:
+        def swap(element: Tensor) -> None:
+            if int(element) == expected:
+                element.fill_(desired)
+
+        return self._atomic("compare_and_swap", rank, offset, swap)
+
+    def _atomic(self, what: str, rank: int, offset: int, apply: Callable[[Tensor], object]) -> int:
+        memory = self._enter(rank, offset, count=1)
+        if memory.tensor.dtype != torch.int64:
+            raise CommunicationError(f"{what} must be used on an int64 window; got a window of {memory.tensor.dtype}.")
+        latency_s, element, found = self._comm.path_to(rank).latency_s, memory.tensor[offset], []
+
+        def effect() -> Iterator[float]:
+            yield self._clock.now_s + latency_s
+            found.append(int(element))
+            apply(element)
+            memory.changed(offset, offset + 1)
+            yield self._clock.now_s + latency_s
+
+        with self._comm.counted("communicating_s"):
+            self._clock.perform(effect(), f"a {what} on rank {memory.owner.rank}")
+        self._comm.traffic.sent(element.nbytes)
+        return found[0]
+
+    # --- waiting --------------------------------------------------------------------------------------------------
+    def wait(
+        self,
+        predicate: Callable[[Tensor], bool],
+        *,
+        rank: int | None = None,
+        offset: int = 0,
+        count: int | None = None,
+        what: str = "a change in a window",
+        deadline_s: float | None = None,
+    ) -> None:
+        rank = self._comm.rank if rank is None else rank
+        memory = self._enter(rank, offset, count=count or 0)
+        stop = memory.tensor.numel() if count is None else offset + count
+        me, latency_s = self._clock.current, self._comm.path_to(rank).latency_s
+        waiter = Waiter(me, predicate, memory, offset, stop)
+        waiter.wake = lambda: self._clock.wake(me, self._clock.now_s + latency_s)
+
+        def request() -> Iterator[float]:
+            yield self._clock.now_s + latency_s
+            memory.watch(waiter)
+
+        try:
+            with self._comm.counted("waiting_s"):
+                deadline_s = self._comm.deadline_s if deadline_s is None else deadline_s
+                self._clock.block(what, deadline_s, lambda: self._clock.spawn(request()))
+        finally:
+            waiter.wake = None
+            memory.unwatch(waiter)
+
+    def close(self) -> None:
+        self._comm.meet("close of a window")
+        self._release()
+
+    def _release(self) -> None:
+        self._closed = True
+        self._memories = []
+        del self.local
+
+    def _enter(self, rank: int, offset: int, tensor: Tensor | None = None, count: int = 0) -> Memory:
+        """Begins a call: checks what it means, and returns the memory of `rank`."""
+        self._comm.enter()
+        if self._closed:
+            raise CommunicationError("a window must not be used once it is closed. Close it after its last use.")
+        self._comm.check_peer(rank, "rank of a window")
+        memory = self._memories[rank]
+        if tensor is not None:
+            check_flat(tensor)
+            count = tensor.numel()
+            if tensor.dtype != memory.tensor.dtype:
+                raise CommunicationError(
+                    f"dtype must be that of the window, {memory.tensor.dtype}; got {tensor.dtype}. Convert the tensor."
+                )
+        length = memory.tensor.numel()
+        if offset < 0 or count < 0 or offset + count > length:
+            raise CommunicationError(
+                f"elements of a window call must lie within rank {rank}'s {length} elements; "
+                f"got [{offset}, {offset + count})."
+            )
+        return memory
+
+
+class AttachedWindow(VirtualWindow):
+    """A window over memory that the callers already had: `get` and `put` only, as on real ranks."""
+
+    def _refuse(self, *args: object, **options: object) -> None:
+        raise CommunicationError("an attached window must be used for get and put only. Make one with comm.window.")
+
+    accumulate = fetch_add = compare_and_swap = wait = _refuse
+
+    def close(self) -> None:
+        self._comm.enter()
+        self._release()

@@ -1,0 +1,33 @@
+"""Settings: where they come from, how they are checked, and what a training job consists of."""
+
+from hpcdist.config.compare import differences, fingerprint
+from hpcdist.config.job import (
+    CheckpointConfig,
+    DataConfig,
+    JobConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    StrategyConfig,
+    optimizers,
+    schedules,
+)
+from hpcdist.config.layers import load
+from hpcdist.config.settings import Option, Settings, describe, suggestion
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "JobConfig",
+    "Option",
+    "OptimizerConfig",
+    "ScheduleConfig",
+    "Settings",
+    "StrategyConfig",
+    "describe",
+    "differences",
+    "fingerprint",
+    "load",
+    "optimizers",
+    "schedules",
+    "suggestion",
+]

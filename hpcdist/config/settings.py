@@ -1,0 +1,210 @@
+"""The base of all configurations: frozen, strict, of TOML types, and with errors that say what to do."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from hpcdist.errors import ConfigError
+
+S = TypeVar("S", bound="Settings")
+
+# Where pydantic speaks of Python's types, and users write TOML.
+_PLAIN_RULES = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be a table",
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "list_type": "must be an array",
+    "model_type": "must be a table",
+    "string_type": "must be a string",
+    "tuple_type": "must be an array",
+}
+
+
+class _Refusing(type(BaseModel)):  # type: ignore[misc]
+    """Makes `Config(period=0)` raise ConfigError.
+
+    An `__init__` could do so too, but pydantic would also call that for nested settings, whose errors must reach the
+    outermost one, which knows the whole dotted key.
+    """
+
+    def __call__(cls: type[S], **values: Any) -> S:  # type: ignore[misc]
+        return cls.from_mapping(values)
+
+
+class Settings(BaseModel, metaclass=_Refusing):
+    """Base of configurations: `class Config(Settings): period: int = Field(1, ge=1, description="...")`.
+
+    Types are strict (no "4" for 4, no true for 1) but for what TOML can't write: an array is accepted for a tuple,
+    and "none" for None where a field may be None. Defaults are not checked. In validators raise ValueError with a
+    text that begins with "must", which is put behind the field's key, or with a whole message.
+
+    Raises:
+        ConfigError: on construction; one line for each setting that breaks its rule.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @classmethod
+    def from_mapping(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
+        """Settings from a table; `where` is the table's dotted key, for messages."""
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            raise _refusal(cls, error, where) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _from_toml(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, str) and value == "none" and _admits(annotation, NoneType):
+            return None
+        return _tuples(value) if isinstance(value, list) and _admits(annotation, tuple) else value
+
+
+class Option(NamedTuple):
+    """A setting as users see it."""
+
+    key: str
+    type: str
+    default: str  # empty where it must be given
+    description: str
+
+
+def describe(model: type[Settings], where: str = "") -> list[Option]:
+    """Every setting of the model, those of nested settings included, in the order of definition."""
+    options = []
+    for name, field in model.model_fields.items():
+        key, inner = _join(where, name), _settings_in(field.annotation)
+        if inner is not None:
+            options += describe(inner, key)
+        else:
+            options.append(Option(key, _type_text(field.annotation), _default_text(field), field.description or ""))
+    return options
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'period'?` where a known name is close, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _refusal(model: type[Settings], error: ValidationError, where: str) -> ConfigError:
+    details = error.errors(include_url=False)
+    raised = details[0].get("ctx", {}).get("error")
+    if len(details) == 1 and isinstance(raised, ConfigError):
+        return raised
+    # One line a key: the branches of a union each complain.
+    rules: dict[str, list[str]] = {}
+    endings: dict[str, str] = {}
+    for detail in details:
+        key, rule, ending = _explain(model, detail, where)
+        rules.setdefault(key, [])
+        if rule not in rules[key]:
+            rules[key].append(rule)
+        endings[key] = ending
+    lines = [f"{key} {' or '.join(rules[key])}{endings[key]}".strip() for key in rules]
+    return ConfigError("\n".join(lines))
+
+
+def _explain(model: type[Settings], detail: ErrorDetails, where: str) -> tuple[str, str, str]:
+    """Key, rule and the message's ending."""
+    loc, kind = detail["loc"], detail["type"]
+    if kind == "extra_forbidden":
+        parent, _, owner = _locate(model, loc[:-1], where)
+        known = sorted(_settings_in(owner).model_fields)  # type: ignore[union-attr]
+        name = str(loc[-1])
+        rule = f"must be one of {', '.join(known)}; got {name!r}.{suggestion(name, known)}"
+        return f"{parent or 'setting'}{'' if not parent else ' setting'}", rule, ""
+    key, field, _ = _locate(model, loc, where)
+    if kind == "missing":
+        return key, "must be given; got nothing.", _hint(field)
+    if kind == "value_error":
+        text = str(detail["ctx"]["error"])
+        return (key, text, "") if text.startswith("must") else ("", text, "")
+    rule = re.sub(r"^(Input|\w+) should ", "must ", detail["msg"])
+    rule = _PLAIN_RULES.get(kind, rule)
+    return key, rule, f"; got {_short(detail['input'])}.{_hint(field)}"
+
+
+def _locate(model: type[Settings], loc: Iterable[int | str], where: str) -> tuple[str, FieldInfo | None, Any]:
+    """The dotted key of a place in the settings, the field it belongs to, and the annotation there."""
+    key, field, annotation = where, None, model
+    for part in loc:
+        inner = _settings_in(annotation)
+        if isinstance(part, int):
+            key = f"{key}[{part}]"
+        elif inner is not None and part in inner.model_fields:
+            field = inner.model_fields[part]
+            key, annotation = _join(key, part), field.annotation
+        elif _admits(annotation, dict):
+            key, annotation = _join(key, part), Any
+        # else: pydantic's name of a branch of a union, which is no key
+    return key, field, annotation
+
+
+def _hint(field: FieldInfo | None) -> str:
+    if field is None or not field.description:
+        return ""
+    default = _default_text(field)
+    return f" {field.description[0].upper()}{field.description[1:]}" + (f" (default {default})." if default else ".")
+
+
+def _default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return ""
+    default = field.get_default(call_default_factory=True)
+    if default is None or isinstance(default, bool):
+        return str(default).lower()
+    return repr(default)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where else name
+
+
+def _branches(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _admits(annotation: Any, kind: type) -> bool:
+    return any(branch is kind or get_origin(branch) is kind for branch in _branches(annotation))
+
+
+def _settings_in(annotation: Any) -> type[Settings] | None:
+    for branch in _branches(annotation):
+        if isinstance(branch, type) and issubclass(branch, Settings):
+            return branch
+    return None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _type_text(annotation: Any) -> str:
+    if annotation is NoneType:
+        return "none"
+    if get_origin(annotation) is Literal:
+        return "|".join(map(str, get_args(annotation)))
+    branches = _branches(annotation)
+    if len(branches) > 1:
+        return "|".join(map(_type_text, branches))
+    if get_origin(annotation) in (tuple, list):
+        return f"[{', '.join('...' if arg is ... else _type_text(arg) for arg in get_args(annotation))}]"
+    if get_origin(annotation) is dict or annotation is dict:
+        return "table"
+    return getattr(annotation, "__name__", str(annotation))

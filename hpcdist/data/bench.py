@@ -1,0 +1,141 @@
+"""How fast batches are read, beside what NumPy does with a memory map of the same samples."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from hpcdist.data.hdf5 import HDF5Dataset
+from hpcdist.data.loader import Batch, Loader, ShardedBatchSampler
+from hpcdist.data.sharding import EpochPlan
+from hpcdist.data.writer import Split, create
+from hpcdist.errors import UnknownNameError
+
+Reader = Callable[[int], Iterator[Batch]]  # epoch -> its batches
+REFERENCE = "memory_map"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Samples like those of a well-known data set. `scale` makes float32 of them, as its importer does."""
+
+    samples: int
+    shape: tuple[int, ...]
+    scale: float | None = None
+
+
+KINDS = {
+    "mnist": Kind(60_000, (1, 28, 28)),
+    "mnist_scaled": Kind(60_000, (1, 28, 28), 1 / 255),
+    "cifar10": Kind(50_000, (3, 32, 32)),
+    "cifar10_scaled": Kind(50_000, (3, 32, 32), 1 / 255),
+    "imagenet": Kind(2_000, (3, 224, 224)),
+}
+
+
+def measure(
+    kinds: Sequence[str] = tuple(KINDS), *, batch_size: int = 128, repeats: int = 500, folder: str | Path | None = None
+) -> list[dict]:
+    """Times reading the same shuffled batches (x uint8, y int64) by each reader in turn, file in the page cache.
+
+    Readers: `memory_map` (NumPy fancy indexing, then torch.from_numpy), `batch` (HDF5Dataset.batch), `loader`
+    (Loader), `dataloader` (torch's DataLoader without workers).
+
+    Args:
+        kinds: Which of KINDS.
+        batch_size: Samples per batch.
+        repeats: Batches that each reader reads; an eighth of it of samples above 100 kB.
+        folder: Where the files are made (and removed again); by default the system's temporary folder.
+
+    Returns: one row per kind and reader: name, bytes (of a batch as stored), ranks (1), median_s (of one batch),
+    bytes_sent (0), ratio (the reader's speed relative to the memory map, 1.0 being equal).
+    """
+    rows = []
+    for name in kinds:
+        if name not in KINDS:
+            raise UnknownNameError("kind", name, KINDS)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            rows += _measure_kind(name, KINDS[name], batch_size, repeats, Path(scratch))
+    return rows
+
+
+def _measure_kind(name: str, kind: Kind, batch_size: int, repeats: int, scratch: Path) -> list[dict]:
+    sample_bytes = int(np.prod(kind.shape))
+    repeats = max(1, repeats // 8) if sample_bytes > 100_000 else repeats
+    plan = EpochPlan(kind.samples, 1, batch_size)
+    timings = _interleave(_readers(kind, plan, scratch), plan, repeats)
+    medians = {reader: statistics.median(seconds) for reader, seconds in timings.items()}
+    return [
+        {
+            "name": f"loader/{name}/{reader}",
+            "bytes": sample_bytes * batch_size,
+            "ranks": 1,
+            "median_s": median_s,
+            "bytes_sent": 0,
+            "ratio": medians[REFERENCE] / median_s,
+        }
+        for reader, median_s in medians.items()
+    ]
+
+
+def _readers(kind: Kind, plan: EpochPlan, scratch: Path) -> dict[str, Reader]:
+    """By name: what gives the batches of an epoch, in the plan's order."""
+    x = np.random.default_rng(0).integers(0, 256, (kind.samples, *kind.shape), dtype=np.uint8)
+    y = np.arange(kind.samples) % 10
+    classes = [str(label) for label in range(10)]
+    create(scratch / "data.h5", {"train": Split.of(x, y)}, task="classification", classes=classes, scale=kind.scale)
+    np.save(scratch / "x.npy", x)
+    np.save(scratch / "y.npy", y)
+    mapped_x, mapped_y = (np.load(scratch / f"{name}.npy", mmap_mode="r") for name in "xy")
+    dataset = HDF5Dataset(scratch / "data.h5")
+
+    def from_map(indices: np.ndarray) -> Batch:
+        x, y = torch.from_numpy(mapped_x[indices]), torch.from_numpy(mapped_y[indices])
+        return (x if kind.scale is None else x.float().mul_(kind.scale)), y
+
+    def by(fetch: Callable[[np.ndarray], Batch]) -> Reader:
+        return lambda epoch: map(fetch, ShardedBatchSampler(plan.at(epoch)).batches())
+
+    def by_loader(epoch: int) -> Iterator[Batch]:
+        loader = Loader(dataset, plan.batch_size)
+        loader.set_epoch(epoch)
+        return iter(loader)
+
+    def by_dataloader(epoch: int) -> Iterator[Batch]:
+        return iter(DataLoader(dataset, batch_sampler=ShardedBatchSampler(plan.at(epoch))))
+
+    return {REFERENCE: by(from_map), "batch": by(dataset.batch), "loader": by_loader, "dataloader": by_dataloader}
+
+
+def _interleave(readers: dict[str, Reader], plan: EpochPlan, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each full batch, by reader. One epoch first warms the memory maps, untimed.
+
+    The readers go through the same epochs, but are in different ones at any moment: the second to read a batch would
+    find it in the processor's cache.
+    """
+    for read in readers.values():
+        deque(read(0), maxlen=0)
+    timings: dict[str, list[float]] = {name: [] for name in readers}
+    order, shuffle = list(readers), random.Random(0).shuffle
+    for turn in count():
+        batches = {name: read((turn + place) % len(readers)) for place, (name, read) in enumerate(readers.items())}
+        for _ in range(plan.n_samples // plan.batch_size):
+            shuffle(order)
+            for name in order:
+                start = time.perf_counter()
+                batch = next(batches[name])
+                timings[name].append(time.perf_counter() - start)
+                del batch
+            if len(timings[REFERENCE]) == repeats:
+                return timings

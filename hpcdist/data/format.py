@@ -1,0 +1,183 @@
+"""hpcdist's layout of an HDF5 file, and opening one with every fault named.
+
+::
+
+    /                     format = "hpcdist", format_version, task, source, classes (classification), further notes
+    /train/x, /train/y    n samples in the first dimension of each; x may have `scale` and `offset`
+    /test/x, /test/y      the same; every other name for a split is as good
+
+`scale` and `offset` (numbers, or arrays that broadcast against one sample) turn stored x into what is trained on,
+x * scale + offset, so that images stay uint8 on disk.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from hpcdist.data.chunks import chunk_offsets, samples_per_chunk
+from hpcdist.errors import ConfigError, DataError
+
+FORMAT = "hpcdist"
+VERSION = 1
+TASKS = ("classification", "regression")
+DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")  # what torch has as well
+LOCKING = (True, False, "best-effort", None)
+RESERVED = ("format", "format_version", "task", "source", "classes")  # attributes of the file with a fixed meaning
+
+
+def damage(path: str | Path, fault: str, advice: str = "Import it again.") -> DataError:
+    """The error for a file that can't be used: which file, what is wrong, what to do."""
+    return DataError(f"{path} {fault}. {advice}")
+
+
+@dataclass(frozen=True)
+class Column:
+    """x or y of one split, as the file's header describes it."""
+
+    name: str
+    samples: int
+    shape: tuple[int, ...]  # of one sample
+    dtype: np.dtype  # as stored
+    chunk_samples: int
+    chunk_offsets: np.ndarray | None  # bytes from the start of the file; None where only HDF5 can read the chunks
+
+    @property
+    def sample_bytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+    @property
+    def end_bytes(self) -> int:
+        """Where the last sample's last byte must be in the file, as far as that is known."""
+        if self.chunk_offsets is None:
+            return 0
+        in_chunk = np.full(len(self.chunk_offsets), self.chunk_samples)
+        in_chunk[-1] = self.samples - self.chunk_samples * (len(in_chunk) - 1)
+        return int((self.chunk_offsets + in_chunk * self.sample_bytes).max())
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself, and of one of its splits."""
+
+    task: str
+    source: str
+    classes: tuple[str, ...]
+    notes: dict
+    x: Column
+    y: Column
+    scale: np.ndarray | None  # of x
+    offset: np.ndarray | None
+
+
+def open_file(
+    path: Path, *, locking: bool | str | None = "best-effort", cache_bytes: int = 1 << 20, mpi_comm: object = None
+) -> h5py.File:
+    """Opens `path` for reading. Collective where `mpi_comm` is given (then by parallel HDF5).
+
+    Raises:
+        DataError: the file is missing, locked, truncated or no HDF5 file.
+    """
+    if locking not in LOCKING:
+        raise ConfigError(f"locking must be one of {', '.join(map(repr, LOCKING))}; got {locking!r}.")
+    if not path.is_file():
+        raise damage(path, "is a folder" if path.is_dir() else "does not exist", "Name a file that `data import` made.")
+    if not os.access(path, os.R_OK):
+        raise damage(path, "may not be read by this user", "Change its permissions.")
+    if not h5py.is_hdf5(path):
+        raise damage(path, f"is not an HDF5 file (it has {path.stat().st_size} bytes and no HDF5 signature)")
+    parallel = {} if mpi_comm is None else {"driver": "mpio", "comm": mpi_comm}
+    try:
+        return h5py.File(path, "r", locking=locking, rdcc_nbytes=cache_bytes, rdcc_nslots=10_007, **parallel)
+    except BlockingIOError as error:
+        raise damage(path, f"is locked ({error})", "Wait for its writer to end, or pass locking=False.") from error
+    except (OSError, RuntimeError) as error:
+        raise damage(path, f"is truncated or corrupt ({error})") from error
+
+
+def read_header(file: h5py.File, split: str) -> Header:
+    """The checked header of an open file. Raises DataError where it breaks a rule of the layout."""
+    path = file.filename
+    try:
+        return _read_header(file, path, split)
+    except DataError:
+        raise
+    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:  # what h5py raises on damaged metadata
+        raise damage(path, f"is corrupt ({error})") from error
+
+
+def split_names(file: h5py.File) -> list[str]:
+    """The names of all splits, training first."""
+    groups = (name for name in file if isinstance(file.get(name, getclass=True), type(h5py.Group)))
+    return sorted(groups, key=lambda name: (name != "train", name))
+
+
+def _read_header(file: h5py.File, path: str, split: str) -> Header:
+    attributes = {name: _plain(value) for name, value in file.attrs.items()}
+    if attributes.get("format") != FORMAT:
+        raise damage(path, "is HDF5 but not in hpcdist's layout (no attribute format='hpcdist')")
+    version = attributes.get("format_version")
+    if version != VERSION:
+        advice = "Update hpcdist, or import it again."
+        raise damage(path, f"has format version {version}, this hpcdist reads {VERSION}", advice)
+    task, classes = attributes.get("task"), tuple(attributes.get("classes", ()))
+    if task not in TASKS:
+        raise damage(path, f"has task {task!r}, which must be one of {', '.join(TASKS)}")
+    if task == "classification" and not classes:
+        raise damage(path, "is for classification but names no classes")
+    if split not in file:
+        raise damage(path, f"has no split {split!r}", f"It has {', '.join(split_names(file)) or 'none'}.")
+    x, y = (_read_column(file, path, f"{split}/{name}") for name in "xy")
+    if x.samples != y.samples or x.samples == 0:
+        raise damage(path, f"has {x.samples} samples in {x.name} but {y.samples} in {y.name}: must be equal, above 0")
+    if task == "classification" and (y.dtype.kind not in "iu" or y.shape != ()):
+        raise damage(path, f"has labels {y.name} of dtype {y.dtype} and shape {y.shape}: must be one integer each")
+    notes = {name: value for name, value in attributes.items() if name not in RESERVED}
+    factors = (_read_factor(file[x.name], path, key) for key in ("scale", "offset"))
+    return Header(task, attributes.get("source", ""), classes, notes, x, y, *factors)
+
+
+def _read_column(file: h5py.File, path: str, name: str) -> Column:
+    dataset = file.get(name)
+    if not isinstance(dataset, h5py.Dataset):
+        raise damage(path, f"has no dataset {name}")
+    if dataset.dtype.newbyteorder("=").name not in DTYPES:
+        raise damage(path, f"has dtype {dataset.dtype} in {name}, which must be one of {', '.join(DTYPES)}")
+    if not dataset.ndim or 0 in dataset.shape:
+        raise damage(path, f"has shape {dataset.shape} in {name}, which must be (samples, ...) with no dimension of 0")
+    offsets = chunk_offsets(dataset)
+    column = Column(name, len(dataset), dataset.shape[1:], dataset.dtype, samples_per_chunk(dataset), offsets)
+    if column.end_bytes > os.path.getsize(path):
+        raise damage(path, f"is truncated: {name} should reach byte {column.end_bytes} of {os.path.getsize(path)}")
+    return column
+
+
+def _read_factor(dataset: h5py.Dataset, path: str, key: str) -> np.ndarray | None:
+    if key not in dataset.attrs:
+        return None
+    factor = np.asarray(dataset.attrs[key])
+    shape = dataset.shape[1:]
+    if factor.dtype.kind not in "iuf" or not np.isfinite(factor).all() or not _broadcasts(factor.shape, shape):
+        got = f"dtype {factor.dtype} and shape {factor.shape}"
+        raise damage(path, f"has a {key} of {got}: must be finite numbers that broadcast against {shape}")
+    return factor
+
+
+def _broadcasts(shape: tuple[int, ...], onto: tuple[int, ...]) -> bool:
+    try:
+        return np.broadcast_shapes(shape, onto) == onto
+    except ValueError:
+        return False
+
+
+def _plain(value):
+    """An attribute as plain Python or NumPy: texts as str, lists of texts as lists of str."""
+    if isinstance(value, bytes):
+        return value.decode()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OS":
+        return [_plain(item) for item in value.tolist()]
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,191 @@
+"""A data set in an HDF5 file of hpcdist's layout, as a map-style torch data set that also fetches whole batches."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import h5py
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hpcdist.data.format import Column, Header, damage, open_file, read_header
+from hpcdist.data.rows import MappedRows, StoredRows
+from hpcdist.errors import ConfigError
+
+
+class HDF5Dataset(Dataset):
+    """One split of a file that `create` wrote: (x, y) tensors by index, or many at once by `batch`.
+
+    The constructor reads and checks the header. Data are read by each process on its own, at its first access: from
+    a memory map where the chunks are stored as they are, through HDF5 where they are compressed or `mpi_comm` is in
+    use. So an instance may be pickled, and used in DataLoader's workers under fork and spawn. Where everything is
+    mapped the HDF5 file is closed after the header is read, and no lock remains.
+
+    Args:
+        path: The file.
+        split: Which part of it.
+        memory_map: False reads through HDF5 always (better where memory maps of a parallel file system are slow).
+        locking: HDF5's file locks: True, False, "best-effort" (not where the file system has none), or None for
+            what the environment variable HDF5_USE_FILE_LOCKING says, which some builds of HDF5 obey in any case.
+        cache_bytes: HDF5's cache of decompressed chunks, for x and y each; without effect on mapped data.
+        mpi_comm: An mpi4py communicator. Where h5py has parallel HDF5 the file is opened on it (driver "mpio"): the
+            constructor is then Collective, and reads are independent. Otherwise each rank opens the file by itself.
+
+    Raises:
+        DataError: the file is missing, truncated, corrupt or not of the layout.
+        ConfigError: an argument is none of its choices.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        split: str = "train",
+        *,
+        memory_map: bool = True,
+        locking: bool | str | None = "best-effort",
+        cache_bytes: int = 64 << 20,
+        mpi_comm: object = None,
+    ):
+        self.path, self.split = Path(path).absolute(), split
+        self._mpi_comm = mpi_comm if h5py.get_config().mpi else None
+        self._open_options = {"locking": locking, "cache_bytes": cache_bytes, "mpi_comm": self._mpi_comm}
+        self._memory_map = memory_map
+        self._pid: int | None = None  # of the process that the file is open in
+        self._file: h5py.File | None = None
+        file = open_file(self.path, **self._open_options)
+        try:
+            self._header = header = read_header(file, split)
+            self._identity = _identity(self.path)
+        except BaseException:
+            file.close()
+            raise
+        if self.parallel:
+            self._attach(file)
+        else:
+            file.close()
+        self.task, self.source, self.classes, self.notes = header.task, header.source, header.classes, header.notes
+        self.x_shape, self.y_shape = header.x.shape, header.y.shape
+        self._convert = Conversion(header)
+        self.x_dtype, self.y_dtype = self._convert.dtype, _torch_dtype(header.y.dtype)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether the file is read by parallel HDF5."""
+        return self._mpi_comm is not None
+
+    @property
+    def mapped(self) -> bool:
+        """Whether x and y are both read from a memory map."""
+        return all(self._is_mapped(column) for column in (self._header.x, self._header.y))
+
+    def __len__(self) -> int:
+        return self._header.x.samples
+
+    def batch(self, indices: Sequence[int] | np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
+        """x (len(indices), *x_shape) and y (len(indices), *y_shape): new tensors, in the order of `indices`.
+
+        Indices may be unsorted, repeated and negative, as in NumPy. Raises IndexError where one is out of bounds.
+        """
+        if self._pid != os.getpid():
+            self._open()
+        indices = np.asarray(indices)
+        if indices.dtype != np.int64 or indices.ndim != 1:
+            indices = _as_int64(indices)
+        return self._convert(self._x.take(indices)), torch.from_numpy(self._y.take(indices))
+
+    def __getitem__(self, index: int | Sequence[int] | np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
+        """One sample by an integer, a batch by several."""
+        if np.ndim(index):
+            return self.batch(index)
+        x, y = self.batch([index])
+        return x[0], y[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """The samples one by one, fetched together: what torch's DataLoader asks for and then collates."""
+        return list(zip(*(tensor.unbind() for tensor in self.batch(indices))))
+
+    def close(self) -> None:
+        """Releases file and map; the next access opens them again (but not with parallel HDF5). Collective there."""
+        if self._file is not None and self._pid == os.getpid():
+            self._file.close()
+        self._pid = self._file = self._x = self._y = None
+
+    def __enter__(self) -> HDF5Dataset:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict:
+        if self.parallel:
+            raise ConfigError(
+                "a dataset on parallel HDF5 must stay in its process; it can't be pickled. "
+                "Leave out mpi_comm where DataLoader has workers."
+            )
+        return {**vars(self), "_pid": None, "_file": None, "_x": None, "_y": None}
+
+    def _open(self) -> None:
+        if self.parallel:
+            raise ConfigError(
+                "a dataset on parallel HDF5 must be used in the process that opened it, before it is closed. "
+                "Leave out mpi_comm where DataLoader has workers."
+            )
+        self._attach(None if self.mapped else open_file(self.path, **self._open_options))
+
+    def _attach(self, file: h5py.File | None) -> None:
+        if _identity(self.path) != self._identity:
+            raise damage(self.path, "was changed or replaced since it was opened", "Make a new HDF5Dataset.")
+        self._file = file
+        self._x, self._y = (self._rows(column) for column in (self._header.x, self._header.y))
+        self._pid = os.getpid()
+
+    def _rows(self, column: Column) -> MappedRows | StoredRows:
+        if not self._is_mapped(column):
+            return StoredRows(column, self._file)
+        with open(self.path, "rb") as file:
+            return MappedRows(column, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+    def _is_mapped(self, column: Column) -> bool:
+        return self._memory_map and column.chunk_offsets is not None
+
+
+class Conversion:
+    """Stored x -> tensor: as it is, or times scale plus offset (integers become float32)."""
+
+    def __init__(self, header: Header):
+        stored = _torch_dtype(header.x.dtype)
+        self.plain = header.scale is None and header.offset is None
+        self.dtype = stored if self.plain or stored.is_floating_point else torch.float32
+        self.scale, self.offset = (
+            None if factor is None else torch.from_numpy(factor).to(self.dtype)
+            for factor in (header.scale, header.offset)
+        )
+
+    def __call__(self, stored: np.ndarray) -> Tensor:
+        values = torch.from_numpy(stored)
+        if self.plain:
+            return values
+        values = values.to(self.dtype)
+        if self.scale is not None:
+            values.mul_(self.scale)
+        return values if self.offset is None else values.add_(self.offset)
+
+
+def _torch_dtype(dtype: np.dtype) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    status = os.stat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _as_int64(indices: np.ndarray) -> np.ndarray:
+    if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
+        raise IndexError(f"indices must be a list of integers; got shape {indices.shape} of {indices.dtype}.")
+    return indices.astype(np.int64)

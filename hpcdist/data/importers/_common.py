@@ -1,0 +1,42 @@
+"""What several importers need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from sklearn.model_selection import train_test_split
+
+from hpcdist.errors import ConfigError, DataError
+
+
+def split_indices(
+    samples: int, test_fraction: float, seed: int, labels: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sorted indices of the training and of the test samples, drawn from `seed`; with labels, each class alike.
+
+    Raises:
+        ConfigError: test_fraction is not in [0, 1).
+        DataError: there are too few samples, or too few of a class, to have some in both splits.
+    """
+    if not 0 <= test_fraction < 1:
+        raise ConfigError(f"test_fraction must be at least 0 and below 1; got {test_fraction}.")
+    everything = np.arange(samples)
+    if test_fraction == 0:
+        return everything, everything[:0]
+    try:
+        train, test = train_test_split(everything, test_size=test_fraction, random_state=seed, stratify=labels)
+    except ValueError as error:
+        raise DataError(
+            f"{samples} samples can't be split with test_fraction {test_fraction} ({error}). "
+            "Take another fraction, or 0 for no test split."
+        ) from error
+    return np.sort(train), np.sort(test)
+
+
+def need_folder(source: str | Path, advice: str) -> Path:
+    """`source` as a path. Raises DataError unless it is a folder."""
+    path = Path(source)
+    if not path.is_dir():
+        raise DataError(f"{path} must be a folder; it {'is a file' if path.exists() else 'does not exist'}. {advice}")
+    return path

@@ -1,0 +1,64 @@
+"""CIFAR-10 from its binary version: records of one label byte and 3072 pixel bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hpcdist.data.importers._common import need_folder
+from hpcdist.data.writer import Block, Split, create
+from hpcdist.errors import DataError
+
+SHAPE = (3, 32, 32)
+RECORD_BYTES = 1 + 3 * 32 * 32
+BLOCK = 1024  # samples held in memory at once
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+ADVICE = "Unpack cifar-10-binary.tar.gz (the binary version) again and name its folder."
+
+
+def convert(source: str | Path, destination: str | Path, *, compression: str | None = None) -> Path:
+    """Writes CIFAR-10 from its binary files: x (3, 32, 32), stored as uint8, read as float32 in 0..1; y int64.
+
+    Args:
+        source: The folder with data_batch_1.bin and so on (as many as there are) and test_batch.bin.
+        destination: The file to write.
+        compression: None, "gzip" or "lzf".
+
+    Reference: A. Krizhevsky, Learning multiple layers of features from tiny images, 2009.
+    """
+    folder = need_folder(source, ADVICE)
+    files = {"train": sorted(folder.glob("data_batch_*.bin")), "test": sorted(folder.glob("test_batch.bin"))}
+    for name, pattern in (("train", "data_batch_*.bin"), ("test", "test_batch.bin")):
+        if not files[name]:
+            raise DataError(f"{folder} must have the file {pattern}; it has none. {ADVICE}")
+    return create(
+        destination,
+        {name: Split(sum(map(_records, paths)), _blocks(paths)) for name, paths in files.items()},
+        task="classification",
+        source=f"CIFAR-10, binary version, {sum(map(len, files.values()))} files",
+        classes=CLASSES,
+        scale=1 / 255,
+        compression=compression,
+    )
+
+
+def _records(path: Path) -> int:
+    records, rest = divmod(path.stat().st_size, RECORD_BYTES)
+    if rest or not records:
+        raise DataError(
+            f"{path} must have a whole number of records of {RECORD_BYTES} bytes, at least 1; "
+            f"got {path.stat().st_size} bytes. {ADVICE}"
+        )
+    return records
+
+
+def _blocks(paths: Sequence[Path]) -> Iterator[Block]:
+    for path in paths:
+        with open(path, "rb") as file:
+            while data := file.read(BLOCK * RECORD_BYTES):
+                records = np.frombuffer(data, np.uint8).reshape(-1, RECORD_BYTES)
+                if records[:, 0].max() >= len(CLASSES):
+                    raise DataError(f"{path} must have labels in 0..9; got {records[:, 0].max()}. {ADVICE}")
+                yield records[:, 1:].reshape(-1, *SHAPE), records[:, 0].astype(np.int64)

@@ -1,0 +1,123 @@
+"""Iterates one worker's batches of an epoch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from hpcdist.data.sharding import EpochPlan
+from hpcdist.errors import ConfigError
+
+Batch = tuple[Tensor, Tensor]
+
+
+class BatchSource(Protocol):
+    """What a Loader reads from: `HDF5Dataset`, or anything with a length that fetches many samples at once."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: np.ndarray) -> Batch: ...
+
+
+class Loader:
+    """The (x, y) batches of one worker, in the current epoch's order.
+
+    Iterating yields only batches that are not empty: where the last step leaves this worker without a sample it
+    yields nothing for that step, and `plan.sizes(step)` tells what the others have.
+
+    Args:
+        dataset: Where the samples are.
+        batch_size: Samples per worker and step.
+        worker, workers: Which one of how many.
+        seed, shuffle: As in EpochPlan.
+        transform: Applied to each batch: (x, y) -> (x, y).
+        prefetch: Batches that a background thread prepares ahead; 0 reads in the caller's thread. It lives while an
+            iteration does: after its end, an error, `break` or the generator's `close` it is gone.
+    """
+
+    def __init__(
+        self,
+        dataset: BatchSource,
+        batch_size: int,
+        *,
+        worker: int = 0,
+        workers: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        transform: Callable[[Tensor, Tensor], Batch] | None = None,
+        prefetch: int = 0,
+    ):
+        if prefetch < 0:
+            raise ConfigError(f"prefetch must be at least 0; got {prefetch}.")
+        self.dataset, self.transform, self.prefetch = dataset, transform, prefetch
+        self._sampler = ShardedBatchSampler(
+            EpochPlan(len(dataset), workers, batch_size, seed=seed, shuffle=shuffle), worker
+        )
+
+    @property
+    def plan(self) -> EpochPlan:
+        """The current epoch's plan."""
+        return self._sampler.plan
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Goes to `epoch`, of which `start` samples are consumed already (`plan.position` of the interrupted run)."""
+        self._sampler.set_epoch(epoch, start)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = self._sampler.batches()
+        return map(self._fetch, batches) if not self.prefetch else self._ahead(batches)
+
+    def _fetch(self, indices: np.ndarray) -> Batch:
+        batch = self.dataset.batch(indices)
+        return batch if self.transform is None else self.transform(*batch)
+
+    def _ahead(self, batches: Iterator[np.ndarray]) -> Iterator[Batch]:
+        thread = ThreadPoolExecutor(1, thread_name_prefix="hpcdist-prefetch")
+        try:
+            pending = deque(thread.submit(self._fetch, indices) for indices in islice(batches, self.prefetch))
+            while pending:
+                batch = pending.popleft().result()
+                pending.extend(thread.submit(self._fetch, indices) for indices in islice(batches, 1))
+                yield batch
+        finally:
+            thread.shutdown(wait=True, cancel_futures=True)
+
+
+class ShardedBatchSampler(Sampler):
+    """One worker's batches of sample indices, for torch's `DataLoader(dataset, batch_sampler=...)`.
+
+    With an HDF5Dataset, `DataLoader(dataset, sampler=..., batch_size=None)` is faster: it fetches each batch whole,
+    where `batch_sampler` takes it apart into samples and collates them again. Empty batches are left out.
+    """
+
+    def __init__(self, plan: EpochPlan, worker: int = 0):
+        if not 0 <= worker < plan.workers:
+            raise ConfigError(f"worker must be in 0..{plan.workers - 1}; got {worker}.")
+        self.plan, self.worker = plan, worker
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Goes to `epoch`, of which `start` samples are consumed already."""
+        self.plan = self.plan.at(epoch, start)
+
+    def batches(self) -> Iterator[np.ndarray]:
+        """The same as int64 arrays."""
+        plan = self.plan  # an iteration under way keeps its epoch
+        return (plan.indices(step, self.worker) for step in range(len(self)))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (indices.tolist() for indices in self.batches())
+
+    def __len__(self) -> int:
+        steps = self.plan.steps
+        last_is_empty = steps and self.plan.sizes(steps - 1)[self.worker] == 0
+        return steps - bool(last_is_empty)

@@ -1,0 +1,87 @@
+"""Samples by index, in any order and repeated: straight from a memory map of the file, or through HDF5."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from hpcdist.data.format import Column, damage
+
+
+class MappedRows:
+    """Gathers from a memory map, at the addresses of the chunks that HDF5 has told.
+
+    The map is valid as long as nobody truncates the file in place (the process would die of SIGBUS, as with every
+    memory map); replacing the file by rename, as `create` does, is harmless.
+    """
+
+    def __init__(self, column: Column, memory: mmap.mmap):
+        self._column = column
+        offsets, chunk_bytes = column.chunk_offsets, column.chunk_samples * column.sample_bytes
+        dense = bool((np.diff(offsets) == chunk_bytes).all()) and offsets[0] % column.dtype.itemsize == 0
+        if dense and column.dtype.isnative:  # the usual case: the samples are one array
+            count = column.samples * math.prod(column.shape)
+            values = np.frombuffer(memory, column.dtype, count, int(offsets[0])).reshape(-1, *column.shape)
+            self.take = lambda indices: values.take(indices, axis=0)
+        else:
+            self.take = self._take_windows
+            self._open_windows(memory)
+
+    def _open_windows(self, memory: mmap.mmap) -> None:
+        """Every sample is one element, as long as a sample, of a single array whose elements overlap.
+
+        They begin at multiples of the greatest common divisor of all distances between samples.
+        """
+        column, offsets = self._column, self._column.chunk_offsets
+        base = int(offsets.min())
+        grid = int(np.gcd.reduce(np.append(offsets - base, column.sample_bytes)))
+        self._chunk_windows, self._sample_windows = (offsets - base) // grid, column.sample_bytes // grid
+        count = (column.end_bytes - base - column.sample_bytes) // grid + 1
+        sample = np.dtype((np.void, column.sample_bytes))
+        self._windows = np.ndarray((count,), sample, memory, offset=base, strides=(grid,))
+
+    def _take_windows(self, indices: np.ndarray) -> np.ndarray:
+        column = self._column
+        chunk, within = np.divmod(in_range(indices, column.samples), column.chunk_samples)
+        samples = self._windows[self._chunk_windows[chunk] + within * self._sample_windows]
+        values = samples.view(column.dtype).reshape(-1, *column.shape)
+        return values.astype(column.dtype.newbyteorder("="), copy=False)
+
+
+class StoredRows:
+    """Reads through HDF5: one call for each chunk that is touched, from the first needed sample in it to the last."""
+
+    def __init__(self, column: Column, file: h5py.File):
+        self._column = column
+        self._dataset = file[column.name]
+        self._path = Path(file.filename)
+
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        column = self._column
+        indices = in_range(indices, column.samples)
+        out = np.empty((len(indices), *column.shape), column.dtype.newbyteorder("="))
+        order = np.argsort(indices, kind="stable")
+        ordered = indices[order]
+        new_chunk = np.flatnonzero(np.diff(ordered // column.chunk_samples)) + 1
+        for places, wanted in zip(np.split(order, new_chunk), np.split(ordered, new_chunk)):
+            if len(wanted):
+                out[places] = self._read(wanted[0], wanted[-1] + 1)[wanted - wanted[0]]
+        return out
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        try:
+            return self._dataset[start:stop]
+        except (OSError, RuntimeError) as error:
+            raise damage(self._path, f"is corrupt in {self._column.name}[{start}:{stop}] ({error})") from error
+
+
+def in_range(indices: np.ndarray, samples: int) -> np.ndarray:
+    """The indices as 0..samples-1, negative ones counted from the end as NumPy does. Raises IndexError beyond."""
+    indices = np.where(indices < 0, indices + samples, indices)
+    if ((indices < 0) | (indices >= samples)).any():
+        raise IndexError(f"an index is out of bounds for {samples} samples")
+    return indices

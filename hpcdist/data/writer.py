@@ -1,0 +1,176 @@
+"""Writes a data set into an HDF5 file of hpcdist's layout, sample block by sample block."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from hpcdist.data.chunks import preferred_chunk_samples
+from hpcdist.data.format import DTYPES, FORMAT, RESERVED, TASKS, VERSION
+from hpcdist.errors import ConfigError, DataError
+
+COMPRESSIONS = (None, "gzip", "lzf")
+Block = tuple[np.ndarray, np.ndarray]
+LIBRARY = ("v110", "v110")  # read by HDF5 1.10 and later; indexes chunks by arrays, not trees
+
+
+@dataclass(frozen=True)
+class Split:
+    """`samples` samples that arrive as blocks of (x, y) arrays, each block of any length above 0."""
+
+    samples: int
+    blocks: Iterable[Block]
+
+    @classmethod
+    def of(cls, x: np.ndarray, y: np.ndarray) -> Split:
+        """A split that is in memory already."""
+        return cls(len(x), [(x, y)])
+
+
+def create(
+    path: str | Path,
+    splits: Mapping[str, Split],
+    *,
+    task: str,
+    source: str = "",
+    classes: Sequence[str] = (),
+    scale: float | np.ndarray | None = None,
+    offset: float | np.ndarray | None = None,
+    notes: Mapping[str, object] | None = None,
+    chunk_samples: int | None = None,
+    compression: str | None = None,
+) -> Path:
+    """Writes `splits` to `path` and returns it. Whatever was there is replaced, at once and only on success.
+
+    Args:
+        path: Where to; missing folders are made.
+        splits: "train", "test" or others. Every dtype of `format.DTYPES`; the first block decides dtype and shape.
+        task: "classification" (y: one integer per sample, an index into `classes`) or "regression".
+        source: Where the data are from, in words.
+        classes: The classes' names, in the order of their labels.
+        scale, offset: x is stored as it is and read as x * scale + offset. Numbers, or arrays like one sample.
+        notes: Further attributes: numbers, texts, arrays, lists of texts.
+        chunk_samples: Samples of x per chunk; by default as many as make 256 to 512 KiB.
+        compression: None, "gzip" or "lzf". Compressed data are smaller and far slower to read in random order.
+
+    Raises:
+        ConfigError: an argument is none of its choices.
+        DataError: the blocks are not as described.
+    """
+    path = Path(path)
+    for name, value, choices in (("task", task, TASKS), ("compression", compression, COMPRESSIONS)):
+        if value not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.")
+    if chunk_samples is not None and chunk_samples < 1:
+        raise ConfigError(f"chunk_samples must be at least 1; got {chunk_samples}.")
+    if (task == "classification") != bool(classes):
+        raise ConfigError(f"classes must be named for classification and only there; got task {task!r}, {classes!r}.")
+    notes = dict(notes or {})
+    if taken := notes.keys() & set(RESERVED):
+        raise ConfigError(f"notes must not use the names {', '.join(RESERVED)}; got {', '.join(taken)}.")
+    with _replacing(path) as file:
+        header = {"format": FORMAT, "format_version": VERSION, "task": task, "source": source}
+        for name, value in {**header, **({"classes": list(classes)} if classes else {}), **notes}.items():
+            file.attrs[name] = value
+        for name, split in splits.items():
+            x = _write(file.create_group(name), split, len(classes), chunk_samples, compression)
+            for key, value in (("scale", scale), ("offset", offset)):
+                if value is not None:
+                    x.attrs[key] = value
+    return path
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[h5py.File]:
+    """A new HDF5 file that takes the place of `path` once it is complete and on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with h5py.File(temporary, "x", libver=LIBRARY, rdcc_nbytes=16 << 20) as file:
+            yield file
+        _sync(temporary)
+        os.replace(temporary, path)
+        _sync(path.parent)  # the new name, too
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(
+    group: h5py.Group, split: Split, n_classes: int, chunk_samples: int | None, compression: str | None
+) -> h5py.Dataset:
+    """Writes the blocks of one split and returns its x."""
+    blocks = iter(split.blocks)
+    first = next(blocks, None)
+    if first is None:
+        raise DataError(f"{group.name} must have at least 1 sample; got none.")
+    x, y = (np.asarray(values) for values in first)
+    stored_x = _dataset(group, "x", split.samples, x, chunk_samples, compression)
+    stored_y = _dataset(group, "y", split.samples, y, None, compression)
+    done = 0
+    for x, y in chain([(x, y)], blocks):
+        x, y = np.asarray(x), np.asarray(y)
+        _check(group.name, x, y, stored_x, stored_y, n_classes)
+        if done + len(x) <= split.samples:
+            stored_x[done : done + len(x)], stored_y[done : done + len(x)] = x, y
+        done += len(x)
+    if done != split.samples:
+        raise DataError(f"{group.name} must have the {split.samples} samples that were announced; got {done}.")
+    return stored_x
+
+
+def _check(name: str, x: np.ndarray, y: np.ndarray, stored_x: h5py.Dataset, stored_y: h5py.Dataset, n_classes: int):
+    """Raises DataError unless a block fits what came before it and its labels are classes."""
+    for values, stored in ((x, stored_x), (y, stored_y)):
+        if values.shape[1:] != stored.shape[1:] or values.dtype != stored.dtype:
+            raise DataError(
+                f"{stored.name} must have samples of shape {stored.shape[1:]} and dtype {stored.dtype} throughout; "
+                f"got {values.shape[1:]} and {values.dtype}."
+            )
+    if len(x) != len(y):
+        raise DataError(f"{name} must have as many y as x; got {len(y)} and {len(x)}.")
+    if n_classes and len(y) and (y.ndim != 1 or y.dtype.kind not in "iu" or y.min() < 0 or y.max() >= n_classes):
+        raise DataError(
+            f"{name}/y must be labels, one integer in 0..{n_classes - 1} per sample; "
+            f"got {y.dtype} of shape {y.shape}, {y.min()} to {y.max()}."
+        )
+
+
+def _dataset(
+    group: h5py.Group, name: str, samples: int, like: np.ndarray, chunk_samples: int | None, compression: str | None
+) -> h5py.Dataset:
+    if like.dtype.newbyteorder("=").name not in DTYPES or not like.ndim or 0 in like.shape[1:] or samples < 1:
+        raise DataError(
+            f"{group.name}/{name} must be of {', '.join(DTYPES)} and of shape (samples, ...) with at least 1 of each; "
+            f"got {like.dtype} of shape {(samples, *like.shape[1:])}."
+        )
+    sample_bytes = like.dtype.itemsize * int(np.prod(like.shape[1:]))
+    chunk_samples = min(chunk_samples or preferred_chunk_samples(sample_bytes, samples), samples)
+    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)  # every sample is written, so filling first would be waste
+    if compression is None:
+        layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)  # all chunks side by side: read as one array
+    return group.create_dataset(
+        name,
+        (samples, *like.shape[1:]),
+        like.dtype,
+        chunks=(chunk_samples, *like.shape[1:]),
+        compression=compression,
+        shuffle=compression is not None,
+        dcpl=layout,
+    )

@@ -1,0 +1,29 @@
+"""Tensors as bytes, and the checksum that tells whether two sets of tensors are the same to the bit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def tensor_bytes(tensor: Tensor) -> np.ndarray:
+    """The elements' bytes in row-major order, as a flat uint8 array.
+
+    A view of the tensor's memory where that is contiguous and on the CPU, else a copy. Any dense dtype, bfloat16 and
+    complex included.
+    """
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return dense.reshape(-1).view(torch.uint8).numpy()
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """The sha256 (hexadecimal) of the tensors' dtypes, shapes and bytes, in the order given."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
+        sha.update(tensor_bytes(tensor))
+    return sha.hexdigest()

@@ -1,0 +1,1 @@
+"""What the parameter-server strategies share: the mailbox of gradients."""

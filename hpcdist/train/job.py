@@ -1,0 +1,75 @@
+"""A job: what to train, on what, and how it is judged. The rest is configuration."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from hpcdist.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure of merit over a data set: `finish` of the mean of `per_sample` values.
+
+    Args:
+        per_sample: (outputs, targets) -> one value per sample, shape (batch,).
+        finish: applied to the mean over the data set, e.g. a square root.
+        higher_is_better: which way it is read.
+    """
+
+    per_sample: Callable[[Tensor, Tensor], Tensor]
+    finish: Callable[[float], float] = float
+    higher_is_better: bool = True
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a file in `jobs/` defines under the name `job`.
+
+    Args:
+        model: makes the model from the options under `model` in the configuration; seeded alike on every rank.
+        loss: (outputs, targets) -> the mean loss over a batch, a scalar to differentiate.
+        metrics: by name; the first one is the job's own measure.
+        data: writes the HDF5 file with splits `train` and `test` if it isn't there yet; called on rank 0 only.
+        defaults: configuration that the user's TOML file and `--set` override.
+    """
+
+    model: Callable[..., nn.Module]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    metrics: Mapping[str, Metric]
+    data: Callable[[Path], None]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_job(path: str | Path) -> Job:
+    """The job that a file defines.
+
+    Raises:
+        ConfigError: there is no such file, or it defines no `job`.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"job must be a Python file; got {path}, which does not exist. See jobs/ for examples.")
+    spec = importlib.util.spec_from_file_location(f"hpcdist_job_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    job = getattr(module, "job", None)
+    if not isinstance(job, Job):
+        raise ConfigError(f"job file must define `job = hpcdist.train.Job(...)`; got {path}, which does not.")
+    return job
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """1 for each sample whose largest output is its class, else 0. Shapes (batch, classes) and (batch,)."""
+    return (outputs.argmax(dim=1) == targets).double()
+
+
+def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Squared difference of each sample, averaged over its outputs."""
+    return (outputs.reshape(targets.shape) - targets).double().square().reshape(len(targets), -1).mean(dim=1)

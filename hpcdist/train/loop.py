@@ -1,0 +1,241 @@
+"""The training loop: the only one, for every job and every strategy, on real and on virtual ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from hpcdist import session, strategies
+from hpcdist.comm.communicator import Communicator
+from hpcdist.config import JobConfig
+from hpcdist.data.hdf5 import HDF5Dataset
+from hpcdist.data.loader import Batch, Loader
+from hpcdist.records import RecordWriter, StepRecord, Summary, digest, read_records, record_path, summarise, write_summary
+from hpcdist.session.world import require_equal
+from hpcdist.train import resume
+from hpcdist.train.evaluate import evaluate
+from hpcdist.train.job import Job
+from hpcdist.train.precision import Precision
+
+
+@dataclass
+class Position:
+    """Where a run stands, in numbers that don't depend on the number of ranks but for `step`."""
+
+    epoch: int = 0
+    consumed: int = 0  # samples of this epoch, all ranks together
+    step: int = 0  # since the run began
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run has to show while it goes on: rank 0's view."""
+
+    epoch: int
+    epochs: int
+    samples: int  # of all epochs, all ranks together
+    total_samples: int
+    seconds: float
+    loss: float | None
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """Collective. One run of a job.
+
+    Args:
+        config: as checked by `JobConfig`; the same on all ranks.
+        comm: the ranks that take part.
+        output: folder for records and `summary.json`; made by rank 0.
+        report: called on rank 0 now and then with the run's progress.
+    """
+
+    def __init__(
+        self, job: Job, config: JobConfig, comm: Communicator, output: Path, report: Callable[[Progress], None] | None
+    ):
+        self.job, self.config, self.comm, self.output = job, config, comm, output
+        self._report = report if comm.rank == 0 else None
+        session.init(comm=comm, deadline_s=config.deadline_s)
+        require_equal(comm, config.model_dump(exclude={"output", "data"}), "configuration")
+        self.position, self.train_s, self.metrics = Position(), 0.0, {}
+        self.device = _device(session.local_rank())
+        self._make_model()
+        self._open_data()
+        self.precision = Precision(config.amp, self.device)
+        self._writer: RecordWriter | None = None
+        self._losses: list[float] = []
+
+    def _make_model(self) -> None:
+        config = self.config
+        torch.manual_seed(config.seed)
+        module = self.job.model(**config.model).to(self.device)
+        self.optimizer = config.optimizer.build(module.parameters())
+        self.schedule = config.schedule.build(self.optimizer)
+        options = {"on_nonfinite": "skip" if config.amp == "fp16" else config.on_nonfinite, **config.strategy.options}
+        fields = strategies.load(config.strategy.name).Config.model_fields
+        if "seed" in fields:
+            options.setdefault("seed", config.seed)
+        if config.amp == "fp16" and "overlap" in fields:
+            options["overlap"] = "off"  # gradients are divided by the loss scale after the backward pass
+        session.DistributedOptimizer(
+            self.optimizer, module, config.strategy.name, clip_norm=config.clip_norm, **options
+        )
+        self.strategy, self.model = self.optimizer.strategy, self.optimizer.strategy.model
+        torch.manual_seed(config.seed + 1 + self.comm.rank)  # dropout and the like differ between ranks
+        self.strategy.on_record = self._write
+
+    def _open_data(self) -> None:
+        path = Path(self.config.data.path)
+        if self.comm.rank == 0 and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.job.data(path)
+        self.comm.barrier()
+        self.workers = self.strategy.worker_ranks(self.strategy.config, self.comm.size)
+        self._train, self._test = HDF5Dataset(path, "train"), HDF5Dataset(path, "test")
+        self.loader = Loader(
+            self._train,
+            self.config.batch_size,
+            worker=self.workers.index(self.comm.rank) if self.strategy.is_worker else 0,
+            workers=len(self.workers),
+            seed=self.config.seed,
+            prefetch=self.config.data.prefetch,
+        )
+
+    # --- the run --------------------------------------------------------------------------------------------------
+    def run(self, resume_from: Path | None = None) -> Summary:
+        """Collective. Trains to the end, evaluates, writes the summary; the same on every rank."""
+        if resume_from is not None:
+            resume.load(self, resume_from)
+        self._writer = RecordWriter(record_path(self.output, self.comm.rank), first_step=self.strategy.steps + 1)
+        try:
+            while self.position.epoch < self.config.epochs:
+                self._epoch()
+            if not self.metrics:  # resumed from the very end
+                self.metrics = evaluate(self.job, self.strategy, self.comm, self._test)
+        finally:
+            self._writer.close()
+        return self._summarise()
+
+    def _epoch(self) -> None:
+        position, every = self.position, self.config.checkpoint.every_steps
+        self.loader.set_epoch(position.epoch, position.consumed)
+        plan = self.loader.plan
+        batches, done = iter(self.loader), 0
+        while done < plan.steps:
+            count = min(plan.steps - done, every - position.step % every if every else plan.steps)
+            self._timed(lambda: self._steps(batches, done, count))
+            done, position.step = done + count, position.step + count
+            position.consumed = plan.position(done)
+            if done == plan.steps:
+                self._end_epoch()
+            if every and position.step % every == 0:
+                folder = Path(self.config.checkpoint.folder or self.output / "checkpoints")
+                resume.save(self, folder, self.config.checkpoint.keep)
+
+    def _end_epoch(self) -> None:
+        self.position.epoch, self.position.consumed = self.position.epoch + 1, 0
+        if self.schedule is not None and self.config.schedule.per == "epoch":
+            self.schedule.step()
+        if self.position.epoch % self.config.eval_every == 0 or self.position.epoch == self.config.epochs:
+            self.metrics = evaluate(self.job, self.strategy, self.comm, self._test)
+        self._show(self.position.epoch * len(self._train))
+
+    def _timed(self, work: Callable[[], None]) -> None:
+        self.strategy.start()
+        start = time.perf_counter()
+        work()
+        self.comm.barrier()
+        self.train_s += time.perf_counter() - start
+
+    def _steps(self, batches: Iterator[Batch], first: int, count: int) -> None:
+        """`count` steps of this epoch from step `first` on; servers serve meanwhile."""
+        if not self.strategy.is_worker:
+            self.strategy.serve(self._update)
+            return
+        plan, worker = self.loader.plan, self.workers.index(self.comm.rank)
+        for step in range(first, first + count):
+            sizes = plan.sizes(step)
+            self.model.weight = sizes[worker] * len(sizes) / sum(sizes)
+            if sizes[worker]:
+                self._step(*next(batches))
+            else:
+                record = self.strategy.join(self._update)
+                if record is not None:
+                    self._write(record)
+            if (step + 1) % self.config.log_every == 0:
+                self._show(self.position.epoch * len(self._train) + plan.position(step + 1))
+        self.strategy.pause()
+
+    def _step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        self.optimizer.zero_grad()
+        self.comm.compute()
+        with self.precision.autocast():
+            loss = self.job.loss(self.model.module(x), y)
+        self.precision.backward(loss, self.model)
+        record = self.strategy.step(self._update)
+        self.precision.step_done(skipped=record.event is not None)
+        self._losses.append(loss.item())
+        self._write(replace(record, samples=len(x), loss=self._losses[-1]))
+
+    def _update(self) -> None:
+        self.optimizer.update()
+        if self.schedule is not None and self.config.schedule.per == "step":
+            self.schedule.step()
+
+    # --- what is written ------------------------------------------------------------------------------------------
+    def _write(self, record: StepRecord) -> None:
+        self._writer.write(record)
+        if not self.strategy.is_worker and record.clock % self.config.log_every == 0:
+            self._show(min(record.clock * self.config.batch_size, self.config.epochs * len(self._train)))
+
+    def _show(self, samples: int) -> None:
+        if self._report is not None:
+            recent = self._losses[-self.config.log_every :]
+            self._report(
+                Progress(
+                    epoch=self.position.epoch,
+                    epochs=self.config.epochs,
+                    samples=samples,
+                    total_samples=self.config.epochs * len(self._train),
+                    seconds=self.train_s,
+                    loss=sum(recent) / len(recent) if recent else None,
+                    metrics=self.metrics,
+                )
+            )
+
+    def _summarise(self) -> Summary:
+        params, _ = self.strategy.consensus()
+        self.comm.barrier()  # all records are written
+        summary = None
+        if self.comm.rank == 0:
+            summary = summarise(
+                read_records(self.output),
+                strategy=self.config.strategy.name,
+                ranks=self.comm.size,
+                seed=self.config.seed,
+                wall_s=self.train_s,
+                metrics=self.metrics,
+                sha256=digest(params),
+            )
+            write_summary(self.output, summary)
+        found = self.comm.exchange(b"" if summary is None else summary.model_dump_json().encode())
+        return Summary.model_validate_json(found[0])
+
+    def close(self) -> None:
+        """Collective. Releases windows, threads and files."""
+        self.strategy.close()
+        self.strategy.comm.close()
+        self.model.close()
+        self._train.close()
+        self._test.close()
+
+
+def _device(local_rank: int) -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device("cpu")

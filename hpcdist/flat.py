@@ -31,9 +31,10 @@ class FlatModel:
 
     Tensors are grouped by (dtype, device), groups in order of first appearance. Within a group they lie in the order
     of `module.parameters()` (or `.buffers()`), row-major and without padding; a tied parameter lies there once.
-    Parameter objects stay the same, so an optimiser made before or after wrapping works. Shapes and values stay, but
-    strides become contiguous: a channels_last or transposed parameter is row-major from here on, which may change the
-    kernel that torch picks for it and so the last bits of a result.
+    Parameter objects stay the same, so an optimiser made before or after wrapping works. Shapes and values stay.
+    Strides become contiguous (a channels_last or transposed parameter is row-major from here on) and a parameter may
+    start at any element. Training is to the bit that of the plain module wherever torch's kernels don't look at these
+    two; MKL's matrix-vector product does look at 16-byte alignment, which changes last bits for batches of one.
 
     Gradients: `p.grad` is a view of `grads`. After `zero_grad(set_to_none=True)` autograd makes a fresh tensor, which
     a hook copies into the flat gradient: a read and a write per element, against a write, two reads and a write for
@@ -58,11 +59,9 @@ class FlatModel:
         module: initialised, dense, on its device, in its dtype: move it first, wrap it after.
         bucket_bytes: cap of a bucket. first_bucket_bytes: cap of each group's first one, if smaller.
 
-    Raises:
-        ConfigError: a cap is no positive integer, or a tensor can't lie in flat memory.
+    Raises ConfigError where a cap is no positive integer, or a tensor can't lie in flat memory.
 
-    Reference: buckets in reverse order with a small first one: Li et al., "PyTorch Distributed: Experiences on
-    Accelerating Data Parallel Training", 2020, section 3.2.
+    Reference: for buckets, Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
     """
 
     def __init__(self, module: nn.Module, *, bucket_bytes: int = 25 << 20, first_bucket_bytes: int = 1 << 20):
@@ -295,5 +294,4 @@ class FlatModel:
         """Removes the hooks. The module goes on alone, in the same memory. May be called twice."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
         self._announcer.callback = None

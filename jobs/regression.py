@@ -24,7 +24,7 @@ def data(path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "friedman1.npy"
         np.save(table, np.column_stack([x, y]).astype(np.float32))
-        importers.load("table")(table, path)
+        importers.load("table")(table, path, standardise="features")
 
 
 def loss(outputs, targets):

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from hpcdist.collectives.base import SUMMED_AS, AllReduce
 from hpcdist.collectives.catalogue import load
+from hpcdist.collectives.native import SATURATED
 from hpcdist.collectives.table import predict_table
 from hpcdist.collectives.table_cache import DEFAULT_CACHE, cached_table
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual_communicator import VirtualCommunicator
 
-_AS_THEY_ARE = dict.fromkeys(dtype for dtype, summed_as in SUMMED_AS.items() if dtype is summed_as)
+_AS_THEY_ARE = {dtype for dtype, summed_as in SUMMED_AS.items() if dtype is summed_as} - SATURATED
 
 
 @final

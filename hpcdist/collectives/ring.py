@@ -10,6 +10,7 @@ from hpcdist.collectives.base import TAG, Algorithm, Scratch, chunks, segment_co
 from hpcdist.comm.communicator import Communicator
 
 SEGMENT_BYTES = 1 << 20  # fits the second-level cache of current cores together with the memory it is added to
+AHEAD = 2  # segments under way: the latency of one is hidden by the transfer of the other
 
 
 @final
@@ -18,7 +19,7 @@ class Ring(Algorithm):
 
     Steps: 2(p-1), each sending one of p chunks to the right and receiving one from the left. Bytes sent per rank:
     2n(p-1)/p. Chunks longer than SEGMENT_BYTES travel in segments: while one is added the next is on its way, and
-    each goes on as soon as it is added.
+    each goes on soon after it is added, without waiting for the rest of its chunk.
 
     Reference: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
@@ -50,26 +51,25 @@ class Ring(Algorithm):
         route = [chunks(parts[(first - step) % size], segments) for step in range(size)]
         leaving = [segment for chunk in route[:-1] for segment in chunk]
         arriving = [segment for chunk in route[1:] for segment in chunk]
+        ahead = min(segments, AHEAD)  # no more can be sent before the first has been received
         landing = self._landing(tensor, arriving, -(-longest // segments)) if add else arriving
 
-        sends = []
-        receive = comm.irecv(landing[0], left, TAG)
-        for i, segment in enumerate(leaving):
-            sends.append(comm.isend(segment, right, TAG))
-            current = receive
-            if i + 1 < len(arriving):
-                receive = comm.irecv(landing[i + 1], left, TAG)
-            current.wait()
+        receives = [comm.irecv(buffer, left, TAG) for buffer in landing[:ahead]]
+        sends = [comm.isend(segment, right, TAG) for segment in leaving[:ahead]]
+        for i, segment in enumerate(arriving):
+            receives[i].wait()
             if add:
-                arriving[i].add_(landing[i])
+                segment.add_(landing[i])
+            if i + ahead < len(arriving):
+                receives.append(comm.irecv(landing[i + ahead], left, TAG))
+                sends.append(comm.isend(leaving[i + ahead], right, TAG))
         for send in sends:
             send.wait()
 
     def _landing(self, tensor: Tensor, arriving: list[Tensor], longest: int) -> list[Tensor]:
-        """Where the segments to be added land: two buffers in turn, one being added while the other fills."""
-        inbox = self._inbox.like(tensor, 2 * longest)
-        buffers = inbox[:longest], inbox[longest:]
-        return [buffers[i % 2][: segment.numel()] for i, segment in enumerate(arriving)]
+        """Where the segments to be added land: buffers in turn, one being added while the others fill."""
+        inbox = self._inbox.like(tensor, AHEAD * longest)
+        return [inbox[i % AHEAD * longest :][: segment.numel()] for i, segment in enumerate(arriving)]
 
     @staticmethod
     def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:

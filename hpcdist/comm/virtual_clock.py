@@ -45,6 +45,7 @@ class VirtualRank:
         self.error: BaseException | None = None  # to be raised in the rank when it resumes
         self.polled: set[Hashable] = set()  # fruitless polls since it last did something or time passed
         self.polled_s = 0.0
+        self.only_asks = False  # roused from polling, and has done nothing else since
         self.watched: list[Any] = []  # memory of this rank that others wait on; see enter()
         self.finished = False
         self.result: Any = None
@@ -62,6 +63,7 @@ class VirtualClock:
         self.ranks = [VirtualRank(rank, RandomState(seed, rank)) for rank in range(size)]
         self._queue: list[tuple[float, int, int, Any]] = []
         self._order = itertools.count()
+        self._polling: list[VirtualRank] = []
         self._ending = False
         self._failure: BaseException | None = None
         self._finished = threading.Lock()
@@ -71,7 +73,8 @@ class VirtualClock:
     def run(self, body: Callable[[int], Any]) -> list:
         """Runs `body(rank)` on every rank; the results in rank order. Raises what the first failing rank raised."""
         for me in self.ranks:
-            me.thread = threading.Thread(target=self._live, args=(me, body), name=f"virtual rank {me.rank}", daemon=True)
+            name = f"virtual rank {me.rank}"
+            me.thread = threading.Thread(target=self._live, args=(me, body), name=name, daemon=True)
             self._schedule(me, 0.0)
         try:
             self._resume(self._due())
@@ -122,6 +125,9 @@ class VirtualClock:
         self._look_at_memory(me)
         if not polling:
             me.polled.clear()
+            if me.only_asks:
+                me.only_asks = False
+                self._rouse()
 
     def advance(self, until_s: float) -> None:
         """Lets time pass for the rank that runs. Others go first if they are due before, or at the same time."""
@@ -171,10 +177,10 @@ class VirtualClock:
         self.wake(rank)
 
     def poll(self, key: Hashable, awaits: str, until_s: float = math.inf) -> None:
-        """A call that doesn't block has found nothing. Time must pass for a rank that asks the same again.
+        """A call that doesn't block has found nothing. Time must pass for a rank that only asks, again and again.
 
-        Its second fruitless poll at one time, with nothing done in between, moves the rank behind the next thing that
-        happens (or to `until_s` if that comes first); if nothing ever will, that is a deadlock like any other.
+        When it asks the same once more, having done nothing else, it goes on after the next thing that happens (at
+        `until_s` at the latest); if nothing ever will, that is a deadlock like any other.
         """
         me = self.current
         if me.polled_s != self.now_s:
@@ -184,12 +190,17 @@ class VirtualClock:
             me.polled.add(key)
             return
         me.polled.clear()
-        until_s = min(until_s, self._queue[0][0] if self._queue else math.inf)
         if until_s < math.inf:
-            self._schedule(me, until_s)
-        else:
-            me.awaits, me.since_s = f"(polling) {awaits}", self.now_s
-        self._hand_over(me)
+            self.spawn(iter((until_s,)))
+        self._polling.append(me)
+        self.block(f"(polling) {awaits}")
+
+    def _rouse(self) -> None:
+        """Something happens, so those that poll ask again. Their asking is nothing that others need to hear of."""
+        for rank in self._polling:
+            rank.only_asks = True
+            self.wake(rank)
+        self._polling.clear()
 
     # --- the simulation -------------------------------------------------------------------------------------------
     def _schedule(self, rank: VirtualRank, at_s: float) -> None:
@@ -199,10 +210,13 @@ class VirtualClock:
         """The rank that goes on next, after all that happens before; None once all have finished."""
         while self._queue and not self._ending:
             self.now_s, kind, _, task = heapq.heappop(self._queue)
+            if kind == _EFFECT:
+                self.spawn(task)
+            if kind == _EFFECT or not task.only_asks:
+                self._rouse()
             if kind == _RANK:
                 return task
-            self.spawn(task)
-        if not all(rank.finished for rank in self.ranks):
+        if not self._ending and not all(rank.finished for rank in self.ranks):
             self._end(DeadlockError(self._report()))
         return next((rank for rank in self.ranks if rank.begun() and not rank.finished), None)
 
@@ -246,10 +260,16 @@ class VirtualClock:
 
     def where(self, rank: VirtualRank) -> str:
         """The line outside this package at which a rank is."""
-        frame: FrameType | None = sys._current_frames().get(rank.thread.ident)
-        while frame is not None and os.path.dirname(frame.f_code.co_filename) == _HERE:
+        frame: FrameType = sys._current_frames()[rank.thread.ident]
+        while not _is_ours(frame):  # it may be inside `threading`, starting another rank
             frame = frame.f_back
-        return "at an unknown line" if frame is None else f"at {frame.f_code.co_filename}:{frame.f_lineno}"
+        while _is_ours(frame):
+            frame = frame.f_back
+        return f"at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return os.path.dirname(frame.f_code.co_filename) == _HERE
 
 
 def _add_note(error: BaseException, note: str) -> None:

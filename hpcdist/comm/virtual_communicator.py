@@ -218,7 +218,8 @@ class VirtualCommunicator(Communicator):
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
         if count < 0:
             raise CommunicationError(f"count of a window must be at least 0; got {count}.")
-        local = torch.zeros(count, dtype=dtype)
+        with torch.inference_mode(False):  # others, in other modes, may write it
+            local = torch.zeros(count, dtype=dtype)
         return VirtualWindow(self, local, self._expose(f"window of {dtype}", local))
 
     def attach(self, tensor: Tensor) -> Window:

@@ -99,7 +99,8 @@ class VirtualWindow(Window):
         with self._comm.counted("communicating_s"):
             effect = self._read(out.detach(), part, self._comm.path_from(rank))
             self._clock.perform(effect, f"a get from rank {memory.owner.rank}")
-        self._comm.traffic.fetched(out.nbytes)
+        if rank != self._comm.rank:
+            self._comm.traffic.fetched(out.nbytes)
 
     def _read(self, out: Tensor, part: Tensor, path: Path) -> Iterator[float]:
         half, duration_s = out.numel() // 2, path.duration_s(out.nbytes)
@@ -107,23 +108,24 @@ class VirtualWindow(Window):
         start_s, end_s = path.out.reserve(self._clock.now_s, duration_s)
         yield start_s
         arrival_s = path.into.reserve(start_s + path.latency_s, duration_s)[1]
-        out[half:].copy_(part[half:])
+        _copy(out[half:], part[half:])
         yield end_s
-        out[:half].copy_(part[:half])
+        _copy(out[:half], part[:half])
         yield arrival_s
 
     def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
-        self._change("put", values, rank, offset, Tensor.copy_)
+        self._change("put", values, rank, offset, _copy)
 
     def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
-        self._change("accumulate", values, rank, offset, lambda part, addend: addable(part).add_(addable(addend)))
+        self._change("accumulate", values, rank, offset, _add)
 
     def _change(self, what: str, values: Tensor, rank: int, offset: int, apply: Callable) -> None:
         memory = self._enter(rank, offset, values)
         with self._comm.counted("communicating_s"):
             effect = self._write(values.detach(), memory, offset, self._comm.path_to(rank), apply)
             self._clock.perform(effect, f"a {what} to rank {memory.owner.rank}")
-        self._comm.traffic.sent(values.nbytes)
+        if rank != self._comm.rank:
+            self._comm.traffic.sent(values.nbytes)
 
     def _write(self, values: Tensor, memory: Memory, offset: int, path: Path, apply: Callable) -> Iterator[float]:
         n, half, duration_s = values.numel(), values.numel() // 2, path.duration_s(values.nbytes)
@@ -132,18 +134,22 @@ class VirtualWindow(Window):
         begin_s, arrival_s = path.into.reserve(start_s + path.latency_s, duration_s)
         for at_s, first, stop in ((begin_s, 0, half), (arrival_s, half, n)):
             yield at_s
-            apply(memory.tensor[offset + first : offset + stop], values[first:stop])
-            memory.changed(offset + first, offset + stop)
+            if first < stop:
+                apply(memory.tensor[offset + first : offset + stop], values[first:stop])
+                memory.changed(offset + first, offset + stop)
         yield arrival_s + path.latency_s
 
     # --- atomics --------------------------------------------------------------------------------------------------
     def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
-        return self._atomic("fetch_add", rank, offset, lambda element: element.add_(value))
+        addend = torch.tensor(value, dtype=torch.int64)  # raises where an int64 can't hold it
+        return self._atomic("fetch_add", rank, offset, lambda element: element.add_(addend))
 
     def compare_and_swap(self, expected: int, desired: int, rank: int, offset: int = 0) -> int:
+        replacement = torch.tensor(desired, dtype=torch.int64)
+
         def swap(element: Tensor) -> None:
             if int(element) == expected:
-                element.fill_(desired)
+                element.copy_(replacement)
 
         return self._atomic("compare_and_swap", rank, offset, swap)
 
@@ -162,7 +168,8 @@ class VirtualWindow(Window):
 
         with self._comm.counted("communicating_s"):
             self._clock.perform(effect(), f"a {what} on rank {memory.owner.rank}")
-        self._comm.traffic.sent(element.nbytes)
+        if rank != self._comm.rank:
+            self._comm.traffic.sent(element.nbytes)
         return found[0]
 
     # --- waiting --------------------------------------------------------------------------------------------------
@@ -238,3 +245,15 @@ class AttachedWindow(VirtualWindow):
     def close(self) -> None:
         self._comm.enter()
         self._release()
+
+
+# An effect runs in whichever rank's thread is at hand, and only a thread in inference mode may write a tensor that was
+# made in inference mode (nor does it mind other tensors).
+@torch.inference_mode()
+def _copy(into: Tensor, values: Tensor) -> None:
+    into.copy_(values)
+
+
+@torch.inference_mode()
+def _add(into: Tensor, values: Tensor) -> None:
+    addable(into).add_(addable(values))

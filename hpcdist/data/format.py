@@ -80,14 +80,16 @@ def open_file(
     """Opens `path` for reading. Collective where `mpi_comm` is given (then by parallel HDF5).
 
     Raises:
-        DataError: the file is missing, locked, truncated or no HDF5 file.
+        DataError: the file is missing, unreadable, locked, truncated or no HDF5 file.
+        ConfigError: locking is none of its choices.
     """
     if locking not in LOCKING:
         raise ConfigError(f"locking must be one of {', '.join(map(repr, LOCKING))}; got {locking!r}.")
-    if not path.is_file():
-        raise damage(path, "is a folder" if path.is_dir() else "does not exist", "Name a file that `data import` made.")
-    if not os.access(path, os.R_OK):
-        raise damage(path, "may not be read by this user", "Change its permissions.")
+    try:
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise damage(path, f"can't be opened ({error.strerror})", "Name a file that `create` has made.") from error
     if not h5py.is_hdf5(path):
         raise damage(path, f"is not an HDF5 file (it has {path.stat().st_size} bytes and no HDF5 signature)")
     parallel = {} if mpi_comm is None else {"driver": "mpio", "comm": mpi_comm}
@@ -142,7 +144,7 @@ def _read_header(file: h5py.File, path: str, split: str) -> Header:
 
 
 def _read_column(file: h5py.File, path: str, name: str) -> Column:
-    dataset = file.get(name)
+    dataset = file[name] if name in file else None
     if not isinstance(dataset, h5py.Dataset):
         raise damage(path, f"has no dataset {name}")
     if dataset.dtype.newbyteorder("=").name not in DTYPES:

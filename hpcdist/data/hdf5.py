@@ -139,7 +139,7 @@ class HDF5Dataset(Dataset):
 
     def _attach(self, file: h5py.File | None) -> None:
         if _identity(self.path) != self._identity:
-            raise damage(self.path, "was changed or replaced since it was opened", "Make a new HDF5Dataset.")
+            raise damage(self.path, "was changed, replaced or removed since it was opened", "Make a new HDF5Dataset.")
         self._file = file
         self._x, self._y = (self._rows(column) for column in (self._header.x, self._header.y))
         self._pid = os.getpid()
@@ -180,8 +180,12 @@ def _torch_dtype(dtype: np.dtype) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
 
 
-def _identity(path: Path) -> tuple[int, int, int]:
-    status = os.stat(path)
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    """What tells one version of a file from another; None where there is none."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 

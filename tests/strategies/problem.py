@@ -1,0 +1,110 @@
+"""A small problem in float64, and training on it by any strategy or by one process, on the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcdist import strategies
+from hpcdist.comm.communicator import Communicator
+from hpcdist.data import EpochPlan
+from hpcdist.flat import FlatModel
+from hpcdist.records import StepRecord
+
+SAMPLES, FEATURES = 240, 6
+_generator = torch.Generator().manual_seed(7)
+X = torch.randn(SAMPLES, FEATURES, generator=_generator, dtype=torch.float64)
+Y = (X @ torch.randn(FEATURES, 2, generator=_generator, dtype=torch.float64)).tanh()
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.02),  # stable at the staleness of 15 workers
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+
+
+def model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 2)).to(dtype)
+
+
+def loss(module: nn.Module, indices: Any) -> Tensor:
+    dtype = next(module.parameters()).dtype
+    return nn.functional.mse_loss(module(X[indices].to(dtype)), Y[indices].to(dtype))
+
+
+class Run:
+    """What training gave on one rank."""
+
+    def __init__(self, strategy: strategies.Strategy, records: list[StepRecord]):
+        self.params = [p.clone() for p in strategy.model.params]
+        self.consensus = [p.clone() for p in strategy.consensus()[0]]
+        self.records = records
+        self.is_worker = strategy.is_worker
+
+
+def train(
+    comm: Communicator,
+    name: str,
+    options: dict | None = None,
+    *,
+    optimizer: str = "momentum",
+    batch: int = 4,
+    samples: int = SAMPLES,
+    epochs: int = 2,
+    dtype: torch.dtype = torch.float64,
+) -> Run:
+    """Collective. Trains by a strategy, with every step's computation on the virtual clock where there is one."""
+    cls = strategies.load(name)
+    module = model(dtype)
+    local = OPTIMIZERS[optimizer](module.parameters())
+    channel = comm.split(0)
+    strategy = cls(cls.Config(**(options or {})), channel, FlatModel(module))
+    records: list[StepRecord] = []
+    strategy.on_record = records.append
+    workers = strategy.worker_ranks(strategy.config, comm.size)
+    strategy.start()
+    for epoch in range(epochs):
+        plan = EpochPlan(samples, len(workers), batch, seed=1, epoch=epoch)
+        if strategy.is_worker:
+            _steps(strategy, local, module, plan, workers.index(comm.rank), records)
+        else:
+            strategy.serve(local.step)
+    run = Run(strategy, records)
+    strategy.close()
+    channel.close()
+    return run
+
+
+def _steps(strategy, local, module, plan: EpochPlan, worker: int, records: list[StepRecord]) -> None:
+    for step in range(plan.steps):
+        sizes = plan.sizes(step)
+        strategy.model.weight = sizes[worker] * len(sizes) / sum(sizes)
+        strategy.comm.compute()
+        if sizes[worker]:
+            local.zero_grad()
+            loss(module, plan.indices(step, worker)).backward()
+            records.append(strategy.step(local.step))
+        else:
+            strategy.join(local.step)
+    strategy.pause()
+
+
+def serial(
+    workers: int, *, optimizer: str = "momentum", batch: int = 4, samples: int = SAMPLES, epochs: int = 2
+) -> list[Tensor]:
+    """One process with the batches of all workers together; its parameters as one flat tensor."""
+    module = model()
+    local = OPTIMIZERS[optimizer](module.parameters())
+    for epoch in range(epochs):
+        plan = EpochPlan(samples, workers, batch, seed=1, epoch=epoch)
+        for step in range(plan.steps):
+            indices = [i for worker in range(workers) for i in plan.indices(step, worker)]
+            local.zero_grad()
+            loss(module, indices).backward()
+            local.step()
+    return [torch.cat([p.detach().reshape(-1) for p in module.parameters()])]

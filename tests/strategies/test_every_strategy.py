@@ -1,0 +1,152 @@
+"""What holds for every strategy; a new file in hpcdist/strategies is tested here without being named."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from strategies import problem
+
+from hpcdist import strategies
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.errors import ConfigError, MismatchError, NonFiniteError, UnknownNameError
+from hpcdist.flat import FlatModel
+
+every = pytest.mark.parametrize("name", strategies.available())
+
+
+def test_an_unknown_strategy_is_refused_with_the_known_ones():
+    with pytest.raises(UnknownNameError, match="strategy must be one of allreduce, .*; got 'gosip'"):
+        strategies.load("gosip")
+
+
+@every
+def test_it_says_what_it_does_and_where_it_comes_from(name):
+    text = inspect.getdoc(strategies.load(name))
+    assert "Reference: " in text and any(year in text for year in map(str, range(1990, 2030)))
+    for key, field in strategies.load(name).Config.model_fields.items():
+        assert field.description, f"option {key} of {name} has no description"
+
+
+@every
+def test_an_unknown_option_is_refused(name):
+    with pytest.raises(ConfigError, match="speling"):
+        strategies.load(name).Config(speling=1)
+
+
+@every
+@pytest.mark.parametrize("optimizer", problem.OPTIMIZERS)
+@pytest.mark.sizes(1, exact=True)
+def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit(ranks, name, optimizer):
+    (run,) = ranks(lambda comm: problem.train(comm, name, optimizer=optimizer))
+    expected = problem.serial(1, optimizer=optimizer)
+    for params in (run.params, run.consensus):
+        assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
+
+
+@every
+@pytest.mark.sizes(1, 3, 4, 16)
+def test_it_learns_on_any_number_of_ranks(ranks, name):
+    start = problem.loss(problem.model(), range(problem.SAMPLES)).item()
+
+    def body(comm):
+        run = problem.train(comm, name, optimizer="sgd", epochs=15, batch=2)
+        return run, [p.tolist() for p in run.consensus]
+
+    found = ranks(body)
+    assert all(consensus == found[0][1] for _, consensus in found), "ranks disagree on what they stand for"
+    module = problem.model()
+    FlatModel(module).load_params([torch.tensor(p, dtype=torch.float64) for p in found[0][1]])
+    assert problem.loss(module, range(problem.SAMPLES)).item() < 0.5 * start
+
+
+@every
+@pytest.mark.sizes(1, 2, 3, 4, 7)
+def test_every_gradient_is_recorded_once_with_its_staleness(ranks, name):
+    samples, batch, epochs = 50, 4, 2  # the last step is smaller, and on 7 ranks some have no sample in it
+    runs = ranks(lambda comm: problem.train(comm, name, batch=batch, samples=samples, epochs=epochs))
+    workers = sum(run.is_worker for run in runs)
+    full, rest = divmod(samples, workers * batch)
+    gradients = sum(len(record.staleness) for run in runs for record in run.records)
+    assert gradients == epochs * (full * workers + min(rest, workers))
+    for run in runs:
+        assert [record.step for record in run.records] == sorted(record.step for record in run.records)
+        assert all(min(record.staleness, default=0) >= 0 for record in run.records)
+        assert all(record.computing_s >= 0 and record.waiting_s >= 0 for record in run.records)
+
+
+@every
+@pytest.mark.sizes(2, 4)
+def test_all_ranks_start_from_rank_0(ranks, name):
+    def body(comm):
+        module = problem.model()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(comm.rank)
+        channel = comm.split(0)
+        cls = strategies.load(name)
+        strategy = cls(cls.Config(), channel, FlatModel(module))
+        params = [p.clone() for p in strategy.model.params]
+        strategy.close()
+        channel.close()
+        return params
+
+    expected = FlatModel(problem.model()).params
+    for params in ranks(body):
+        assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
+
+
+@every
+@pytest.mark.sizes(3)
+def test_models_that_differ_are_refused_on_all_ranks(ranks, name):
+    def body(comm):
+        module = torch.nn.Linear(3, 3 if comm.rank < 2 else 4)
+        channel = comm.split(0)
+        cls = strategies.load(name)
+        with pytest.raises(MismatchError, match="model must be the same on every rank; rank 2's parameters"):
+            cls(cls.Config(), channel, FlatModel(module))
+        channel.close()
+        return True
+
+    assert all(ranks(body))
+
+
+def _with_nan(comm, name, on_nonfinite):
+    """Three steps; in the second one the last rank's first bias has a NaN gradient."""
+    module = problem.model()
+    local = torch.optim.SGD(module.parameters(), lr=0.1)
+    cls = strategies.load(name)
+    strategy = cls(cls.Config(on_nonfinite=on_nonfinite), comm.split(0), FlatModel(module))
+    records = []
+    if not strategy.is_worker:
+        strategy.serve(local.step)
+    else:
+        for step in range(3):
+            local.zero_grad()
+            problem.loss(module, range(8)).backward()
+            if step == 1 and comm.rank == comm.size - 1:
+                module[0].bias.grad[2] = float("nan")
+            records.append(strategy.step(local.step))
+        strategy.pause()
+    params = [p.clone() for p in strategy.consensus()[0]]
+    strategy.close()
+    return records, params
+
+
+@every
+@pytest.mark.sizes(1, 2, 3)
+def test_a_nan_gradient_is_left_out_when_told_so(ranks, name):
+    results = ranks(lambda comm: _with_nan(comm, name, "skip"))
+    assert all(torch.isfinite(p).all() for _, params in results for p in params)
+    events = [record.event for record in results[-1][0]]
+    where = f"skipped: NaN or infinite gradient at step 2, rank {len(results) - 1}: 0.bias"
+    assert events == [None, where, None]
+
+
+@every
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_nan_gradient_ends_the_run_and_names_rank_parameter_and_step(name, size):
+    where = f"gradients must be finite; got NaN or infinite gradient at step 2, rank {size - 1}: 0.bias"
+    with pytest.raises(NonFiniteError, match=where):
+        run_virtual(lambda comm: _with_nan(comm, name, "stop"), size)

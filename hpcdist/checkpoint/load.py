@@ -39,7 +39,9 @@ def latest(folder: str | Path, *, fallback: bool = False) -> Path | None:
         for reason in reasons:
             warnings.warn(f"A damaged checkpoint is passed over in favour of {path.name}: {reason}", stacklevel=2)
         return path
-    raise CheckpointError(f"{folder} must hold a checkpoint that is whole; got {len(paths)} damaged. {' '.join(reasons)}")
+    raise CheckpointError(
+        f"{folder} must hold a checkpoint that is whole; got {len(paths)} damaged. {' '.join(reasons)}"
+    )
 
 
 def verify(path: str | Path) -> Manifest:

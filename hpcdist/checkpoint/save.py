@@ -18,7 +18,13 @@ from hpcdist.records import Stamp, sync_folder, write_durably
 
 
 def save(
-    comm: Communicator, folder: str | Path, step: int, state: Any, *, meta: Mapping[str, Any] | None = None, keep: int = 3
+    comm: Communicator,
+    folder: str | Path,
+    step: int,
+    state: Any,
+    *,
+    meta: Mapping[str, Any] | None = None,
+    keep: int = 3,
 ) -> Path:
     """Collective. Saves every rank's state as the checkpoint of `step` and returns its path.
 
@@ -65,7 +71,9 @@ def _together(comm: Communicator, step: int, work: Callable[[], Any]) -> list[An
     replies = [json.loads(reply) for reply in comm.exchange(json.dumps([result, reason]).encode())]
     failed = [f"on rank {rank}: {reason}" for rank, (_, reason) in enumerate(replies) if reason is not None]
     if failed:
-        raise CheckpointError(f"The checkpoint of step {step} must be saved by all ranks; got {' '.join(failed)}") from failure
+        raise CheckpointError(
+            f"The checkpoint of step {step} must be saved by all ranks; got {' '.join(failed)}"
+        ) from failure
     return [result for result, _ in replies]
 
 

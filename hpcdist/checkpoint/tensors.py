@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -40,7 +41,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Stamp:
     return write_durably(path, _pieces(tensors))
 
 
-def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
+def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | np.ndarray]:
     # The widest elements first, so that each tensor begins at a multiple of its element's width.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header, end = {}, 0

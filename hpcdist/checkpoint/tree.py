@@ -33,7 +33,7 @@ def encode(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
 
     Tensors are not copied. Tensors that are the same view of the same memory are stored once, and are one tensor
     again when decoded; views that merely overlap become independent ones. An OrderedDict is stored as a dict, a
-    torch.Size as a tuple, a Parameter as a tensor.
+    torch.Size as a tuple, a Parameter as a tensor, an array in the machine's byte order.
 
     Raises:
         CheckpointError: a value of another type, or nesting deeper than 100 (such as a list that contains itself).
@@ -87,16 +87,18 @@ class _Encoder:
         return {"$counter" if type(value) is Counter else "$dict": pairs}
 
     def _encode_tensor(self, value: Tensor, path: str) -> dict[str, Any]:
-        dense = value.layout is torch.strided and not (value.is_nested or value.is_quantized or value.is_meta)
+        dense = value.layout is torch.strided and not (value.is_nested or value.is_meta)
         if not dense or type(value.data) is not Tensor:  # a subclass may not hold its elements itself
             raise _refusal(path, value)
         stored = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
         if stored.dtype not in STORED:
             raise _refusal(path, value)
         view = (stored.data_ptr(), stored.dtype, stored.shape, stored.stride(), stored.device, stored.is_neg())
-        alias = self._names.setdefault(view, path) if stored.numel() else path
-        self.tensors[alias] = stored
-        return {"$complex" if value.is_complex() else "$tensor": alias}
+        if path in self.tensors:  # of two keys that are both NaN, or in two keys
+            path = f"{path} #{len(self.tensors)}"
+        name = self._names.setdefault(view, path) if stored.numel() else path
+        self.tensors[name] = stored
+        return {"$complex" if value.is_complex() else "$tensor": name}
 
     def _encode_array(self, value: Any, path: str) -> dict[str, Any]:
         array = np.asarray(value)
@@ -138,7 +140,7 @@ def decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
         return decoded.numpy()
     if tag == "$scalar":
         return decoded.numpy()[()]
-    return (Counter if tag == "$counter" else dict)({key: item for key, item in decoded})
+    return (Counter if tag == "$counter" else dict)(dict(decoded))
 
 
 def _type_name(value: Any) -> str:

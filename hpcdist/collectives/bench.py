@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 import torch
 from torch import Tensor
 
 from hpcdist.collectives.catalogue import load
-from hpcdist.collectives.timing import interleaved
+from hpcdist.collectives.timing import between, interleaved
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 
-CALLS_S = 1e-3  # one timing covers as many calls as fit in this, at least one and at most 20
+CALLS_S = 1e-3  # one timing covers as many calls as take about this long together
 
 
 def measure(
@@ -61,9 +62,9 @@ def _rows(
     comm: Communicator, sides: Mapping[str, Callable[[Tensor], object]], tensor: Tensor, repeats: int, counted: set[str]
 ) -> list[dict]:
     sent = {name: _sent(comm, sides[name], tensor) if name in counted else None for name in sides}
-    first = interleaved(comm, sides, tensor, rounds=1)
-    calls = max(1, min(20, int(CALLS_S / max(min(first.values()), 1e-9))))
-    median_s = interleaved(comm, sides, tensor, repeats, calls)
+    first_s = min(min(times) for times in interleaved(comm, sides, tensor, rounds=1).values())
+    calls = between(1, CALLS_S / (first_s or CALLS_S), 20)
+    median_s = {name: median(times) for name, times in interleaved(comm, sides, tensor, repeats, calls).items()}
     return [
         {
             "name": name,

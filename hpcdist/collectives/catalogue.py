@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from functools import cache
 
 from hpcdist.collectives.base import AllReduce
 from hpcdist.errors import UnknownNameError
 
 
+@cache
 def _found() -> dict[str, type[AllReduce]]:
     package = importlib.import_module("hpcdist.collectives")
     classes = {}

@@ -11,13 +11,17 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, model
 
 from hpcdist.collectives.base import Algorithm
 from hpcdist.collectives.catalogue import available, load
-from hpcdist.collectives.timing import interleaved
+from hpcdist.collectives.timing import between, interleaved
 from hpcdist.comm.communicator import Communicator
 
 SIZES = tuple(1 << exponent for exponent in range(11, 27, 2))  # bytes: 2 KiB to 32 MiB, whose winner takes the rest
 BUDGET_S = 0.3  # seconds of timed calls in all, beside one first call of each
+CALLS_S = 1e-3  # one timing covers as many calls as take about this long together
 HOPELESS = 3.0  # an algorithm whose first call takes this many times as long as the best one's gets no second
-CLEARLY = 0.85  # the library's own all-reduce is kept unless another one takes less than this part of its time
+
+# Choosing another algorithm than the library's own at one size, or than at the size before, must make up for this
+# factor: so the choice follows what is fast over a range of sizes, and not the luck of a single measurement.
+FOREIGN, SWITCHED = 1.15, 1.3
 
 
 class Table(BaseModel):
@@ -38,11 +42,29 @@ class Table(BaseModel):
             raise ValueError("a table must have a figure of at least one algorithm for each size.")
         return self
 
-    def fastest(self, size: int) -> str:
-        """The algorithm for the size of that index."""
-        known = {name: row[size] for name, row in self.seconds.items() if row[size] is not None}
-        best = min(known, key=known.__getitem__)
-        return "native" if known.get("native", math.inf) * CLEARLY <= known[best] else best
+    def choice(self) -> list[str]:
+        """One algorithm for each size: the sequence whose times, with what a change must make up for, are least.
+
+        The product of the factors counts by which each size takes longer than at its best; the shortest path through
+        the sizes, by dynamic programming.
+        """
+        paths: dict[str, tuple[float, list[str]]] = {name: (0.0, []) for name in self.seconds}
+        for size in range(len(self.sizes)):
+            cost, way = min(paths.values(), key=lambda path: path[0])
+            changed = (cost + math.log(SWITCHED) * bool(way), way)
+            paths = {
+                name: (before[0] + self._excess(name, size), [*before[1], name])
+                for name, path in paths.items()
+                for before in [min(path, changed, key=lambda path: path[0])]
+            }
+        return min(paths.values(), key=lambda path: path[0])[1]
+
+    def _excess(self, name: str, size: int) -> float:
+        """Logarithm of the factor by which an algorithm is worse than the best one at a size."""
+        best = min(row[size] for row in self.seconds.values() if row[size] is not None)
+        own = self.seconds[name][size]
+        factor = HOPELESS if own is None else own / best if best > 0 else 1.0
+        return math.log(factor if name == "native" else factor * FOREIGN)
 
     def ranges(self) -> list[tuple[float, str]]:
         """The choice as (up to how many bytes, algorithm), ascending; the last one is without limit.
@@ -50,13 +72,9 @@ class Table(BaseModel):
         A range ends half way between two measured sizes, geometrically.
         """
         ends = [*(math.sqrt(a * b) for a, b in zip(self.sizes, self.sizes[1:])), math.inf]
-        found: list[tuple[float, str]] = []
-        for size, end in enumerate(ends):
-            name = self.fastest(size)
-            if found and found[-1][1] == name:
-                found.pop()
-            found.append((end, name))
-        return found
+        chosen = self.choice()
+        following = [*chosen[1:], None]
+        return [(end, name) for end, name, after in zip(ends, chosen, following, strict=True) if name != after]
 
 
 def candidates(comm: Communicator) -> list[str]:
@@ -81,15 +99,13 @@ def measure_table(
     tensor = torch.empty(max(sizes) // 4).zero_()  # written, so that its pages exist; zeros never overflow
     for size in sizes:
         part = tensor[: size // 4]
-        first = interleaved(own, sides, part, rounds=1)
+        first = {name: times[0] for name, times in interleaved(own, sides, part, rounds=1).items()}
         hopeful = {name: side for name, side in sides.items() if first[name] <= HOPELESS * min(first.values())}
-        calls = max(1, min(10, int(1e-3 / min(first.values()))))
-        rounds = int(budget_s / len(sizes) / sum(first[name] for name in hopeful) / calls)
-        measured = interleaved(own, hopeful, part, max(3, min(25, rounds)), calls)
-        best = min(measured, key=measured.__getitem__)
-        if best != "native" and "native" in measured:  # the best of many may just have been lucky
-            duel = {name: sides[name] for name in ("native", best)}
-            measured |= interleaved(own, duel, part, max(5, min(25, rounds)), calls)
+        calls = between(1, CALLS_S / (min(first.values()) or CALLS_S), 10)
+        round_s = calls * sum(first[name] for name in hopeful) or budget_s
+        rounds = between(5, budget_s / len(sizes) / round_s, 25)
+        times = interleaved(own, hopeful, part, rounds, calls)
+        measured = {name: min(t) for name, t in times.items()}  # a disturbance only adds
         for name, row in seconds.items():
             row.append(measured.get(name))
     for side in sides.values():

@@ -10,6 +10,8 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from hpcdist.collectives.table import Table, candidates, measure_table
 from hpcdist.comm.communicator import Communicator
 
@@ -59,8 +61,9 @@ def _read(path: Path, names: list[str]) -> bytes:
     try:
         text = path.read_bytes()
         table = Table.model_validate_json(text)
-    except (OSError, ValueError) as error:
-        warnings.warn(f"{path} is not a table of all-reduce times ({error}); measuring anew.", stacklevel=4)
+    except (OSError, ValidationError) as error:
+        reason = error if isinstance(error, OSError) else error.errors()[0]["msg"]
+        warnings.warn(f"{path} is not a table of all-reduce times ({reason}); measuring anew.", stacklevel=4)
         return b""
     return text if sorted(table.seconds) == sorted(names) else b""  # other algorithms can run now: out of date
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from statistics import median
 
 from torch import Tensor
 
@@ -12,13 +11,9 @@ from hpcdist.comm.communicator import Communicator
 
 
 def interleaved(
-    comm: Communicator,
-    sides: Mapping[str, Callable[[Tensor], None]],
-    tensor: Tensor,
-    rounds: int,
-    calls: int = 1,
-) -> dict[str, float]:
-    """Collective. Seconds per call of each side: the median over the rounds, of the slowest rank.
+    comm: Communicator, sides: Mapping[str, Callable[[Tensor], object]], tensor: Tensor, rounds: int, calls: int = 1
+) -> dict[str, list[float]]:
+    """Collective. Seconds per call of each side, round by round, each of the rank that took longest.
 
     Every round runs every side, so that a disturbance of the machine meets them all alike.
 
@@ -28,18 +23,25 @@ def interleaved(
         rounds: how often each side is timed.
         calls: how many calls one timing covers.
     """
-    taken_s: dict[str, list[float]] = {name: [] for name in sides}
+    taken_s = []
     for _ in range(rounds):
-        for name, side in sides.items():
+        for side in sides.values():
             comm.barrier()
             start = comm.now()
             for _ in range(calls):
                 side(tensor)
-            taken_s[name].append((comm.now() - start) / calls)
-    return dict(zip(sides, slowest(comm, [median(times) for times in taken_s.values()]), strict=True))
+            taken_s.append((comm.now() - start) / calls)
+    slowest_s = slowest(comm, taken_s)
+    return {name: slowest_s[place :: len(sides)] for place, name in enumerate(sides)}
 
 
 def slowest(comm: Communicator, seconds: list[float]) -> list[float]:
     """Collective. Element by element the largest of all ranks' figures, the same on all of them."""
     layout = f"{len(seconds)}d"
-    return [max(column) for column in zip(*(struct.unpack(layout, told) for told in comm.exchange(struct.pack(layout, *seconds))))]
+    told = [struct.unpack(layout, data) for data in comm.exchange(struct.pack(layout, *seconds))]
+    return [max(column) for column in zip(*told, strict=True)]
+
+
+def between(least: int, wanted: float, most: int) -> int:
+    """`wanted` as a whole number within limits."""
+    return max(least, min(most, int(wanted)))

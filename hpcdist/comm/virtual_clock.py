@@ -23,6 +23,7 @@ from hpcdist.errors import CommunicationError, DeadlineError, DeadlockError
 
 Effect = Iterator[float]
 _EFFECT, _RANK = 0, 1  # which goes first at equal times
+_STANDSTILL = 100_000  # turns without time passing, while a rank waits for it to pass: somebody spins
 _HERE = os.path.dirname(__file__)
 
 
@@ -38,14 +39,13 @@ class VirtualRank:
         self.thread: threading.Thread | None = None
         self.baton = threading.Lock()
         self.baton.acquire()
-        self.awaits: str | None = None  # what it is blocked on, in words
+        self.awaits: object | None = None  # what it is blocked on; str() says it in words
         self.since_s = 0.0
         self.waits = 0  # number of the present wait
         self.expired = False
         self.error: BaseException | None = None  # to be raised in the rank when it resumes
         self.polled: set[Hashable] = set()  # fruitless polls since it last did something or time passed
         self.polled_s = 0.0
-        self.only_asks = False  # roused from polling, and has done nothing else since
         self.watched: list[Any] = []  # memory of this rank that others wait on; see enter()
         self.finished = False
         self.result: Any = None
@@ -64,6 +64,7 @@ class VirtualClock:
         self._queue: list[tuple[float, int, int, Any]] = []
         self._order = itertools.count()
         self._polling: list[VirtualRank] = []
+        self._turns = 0  # of ranks at the present time
         self._ending = False
         self._failure: BaseException | None = None
         self._finished = threading.Lock()
@@ -116,18 +117,16 @@ class VirtualClock:
         """Every call of the seam begins here."""
         if self._ending:
             raise RankEnded
-        if self.current is not me:
-            now = "after the run" if self.current is None else f"while rank {self.current.rank} ran"
+        if self.current is not me or threading.get_ident() != me.thread.ident:
+            runs = "no rank" if self.current is None else f"rank {self.current.rank}"
             raise CommunicationError(
-                f"a virtual communicator must be used by its own rank only; that of rank {me.rank} was used {now}. "
-                "Use the communicator that the body was called with, in the thread that called it."
+                f"a virtual communicator must be used by its own rank and thread only; that of rank {me.rank} was used "
+                f"in thread {threading.current_thread().name!r} while {runs} ran. Use the communicator that the body "
+                "was called with, in the thread that called it."
             )
         self._look_at_memory(me)
         if not polling:
             me.polled.clear()
-            if me.only_asks:
-                me.only_asks = False
-                self._rouse()
 
     def advance(self, until_s: float) -> None:
         """Lets time pass for the rank that runs. Others go first if they are due before, or at the same time."""
@@ -137,8 +136,11 @@ class VirtualClock:
         else:
             self.now_s = until_s
 
-    def block(self, awaits: str, deadline_s: float = math.inf, begin: Callable[[], None] | None = None) -> None:
-        """Blocks the rank that runs until somebody wakes it. `begin()` is called once it can be woken."""
+    def block(self, awaits: object, deadline_s: float = math.inf, begin: Callable[[], None] | None = None) -> None:
+        """Blocks the rank that runs until somebody wakes it. `begin()` is called once it can be woken.
+
+        `awaits` says, by str(), what the rank waits for.
+        """
         me = self.current
         me.awaits, me.since_s, me.expired, me.waits = awaits, self.now_s, False, me.waits + 1
         if deadline_s < math.inf:
@@ -159,7 +161,10 @@ class VirtualClock:
             self._schedule(rank, self.now_s if at_s is None else at_s)
 
     def spawn(self, effect: Effect) -> None:
-        """Starts an effect; what it does at the present time is done when this returns."""
+        """Starts an effect, or goes on with it; what it does at the present time is done when this returns."""
+        for rank in self._polling:
+            self.wake(rank)
+        self._polling.clear()
         for at_s in effect:
             if at_s > self.now_s:
                 heapq.heappush(self._queue, (at_s, _EFFECT, next(self._order), effect))
@@ -172,15 +177,15 @@ class VirtualClock:
     def _perform(self, effect: Effect, rank: VirtualRank) -> Effect:
         try:
             yield from effect
-        except Exception as error:  # whichever thread runs the effect, the fault is that of the rank that began it
+        except BaseException as error:  # whichever thread runs the effect, the fault is that of the rank that began it
             rank.error = error
         self.wake(rank)
 
     def poll(self, key: Hashable, awaits: str, until_s: float = math.inf) -> None:
         """A call that doesn't block has found nothing. Time must pass for a rank that only asks, again and again.
 
-        When it asks the same once more, having done nothing else, it goes on after the next thing that happens (at
-        `until_s` at the latest); if nothing ever will, that is a deadlock like any other.
+        When it asks the same once more, having done nothing else, it goes on with the next effect of any rank (at
+        `until_s` at the latest); if there will be none, that is a deadlock like any other.
         """
         me = self.current
         if me.polled_s != self.now_s:
@@ -191,16 +196,9 @@ class VirtualClock:
             return
         me.polled.clear()
         if until_s < math.inf:
-            self.spawn(iter((until_s,)))
+            heapq.heappush(self._queue, (until_s, _EFFECT, next(self._order), iter(())))
         self._polling.append(me)
         self.block(f"(polling) {awaits}")
-
-    def _rouse(self) -> None:
-        """Something happens, so those that poll ask again. Their asking is nothing that others need to hear of."""
-        for rank in self._polling:
-            rank.only_asks = True
-            self.wake(rank)
-        self._polling.clear()
 
     # --- the simulation -------------------------------------------------------------------------------------------
     def _schedule(self, rank: VirtualRank, at_s: float) -> None:
@@ -209,16 +207,28 @@ class VirtualClock:
     def _due(self) -> VirtualRank | None:
         """The rank that goes on next, after all that happens before; None once all have finished."""
         while self._queue and not self._ending:
-            self.now_s, kind, _, task = heapq.heappop(self._queue)
+            at_s, kind, _, task = heapq.heappop(self._queue)
+            self._turns = self._turns + 1 if at_s == self.now_s else 0
+            self.now_s = at_s
             if kind == _EFFECT:
                 self.spawn(task)
-            if kind == _EFFECT or not task.only_asks:
-                self._rouse()
-            if kind == _RANK:
+            elif self._turns < _STANDSTILL or not self._stands_still(task):
                 return task
         if not self._ending and not all(rank.finished for rank in self.ranks):
             self._end(DeadlockError(self._report()))
         return next((rank for rank in self.ranks if rank.begun() and not rank.finished), None)
+
+    def _stands_still(self, due: VirtualRank) -> bool:
+        later = [(at_s, task.rank) for at_s, kind, _, task in self._queue if kind == _RANK and at_s > self.now_s]
+        if later:
+            at_s, rank = min(later)
+            self._end(DeadlockError(
+                f"virtual time stands still at {self.now_s:g} s: ranks took {_STANDSTILL} turns without any time passing, "
+                f"and rank {rank} goes on at {at_s:g} s only. Rank {due.rank} is {self.where(due)}. Wait by a call that "
+                "waits (Window.wait, Request.wait, probe), or give the run a network on which calls take time."
+            ))  # fmt: skip
+        self._turns = 0
+        return bool(later)
 
     def _hand_over(self, me: VirtualRank) -> None:
         due = self._due()

@@ -65,11 +65,10 @@ class Mailbox:
     def find(self, source: int, tag: int) -> Message | None:
         return next((message for message in self._arrived if message.fits(source, tag)), None)
 
-    def await_message(self, source: int, tag: int, awaits: str, deadline_s: float) -> Message:
+    def await_message(self, source: int, tag: int, awaits: str, deadline_s: float) -> None:
         """Blocks until a message has arrived, and leaves it there."""
         if self.find(source, tag) is None:
             self._block((source, tag), awaits, deadline_s)
-        return self.find(source, tag)
 
     def await_receive(self, receive: ReceiveRequest, awaits: str, deadline_s: float) -> None:
         """Blocks until a receive has got its message."""

@@ -108,6 +108,6 @@ class Wiring:
             return Path(*self._intra, self._intra_links[source][0], self._intra_links[dest][1])
         return Path(*self._inter, self._inter_links[ours][0], self._inter_links[theirs][1])
 
-    def slowest(self, ranks: tuple[int, ...]) -> tuple[float, float]:
+    def slowest(self, ranks: list[int]) -> tuple[float, float]:
         """Latency and bandwidth that bound a collective of `ranks`: the network's unless all are on one node."""
         return self._intra if len({self.nodes[r] for r in ranks}) == 1 else self._inter

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import Window, check_flat
-from hpcdist.comm.virtual_clock import VirtualClock, VirtualRank
+from hpcdist.comm.virtual_clock import VirtualRank
 from hpcdist.comm.virtual_collectives import addable
 from hpcdist.comm.virtual_network import Path
 from hpcdist.errors import CommunicationError
@@ -78,7 +78,7 @@ class Waiter:
             return
         try:
             holds = bool(self._predicate(self._elements))
-        except Exception as error:
+        except BaseException as error:
             holds, self._rank.error = True, error
         if holds:
             self.wake()
@@ -141,15 +141,15 @@ class VirtualWindow(Window):
 
     # --- atomics --------------------------------------------------------------------------------------------------
     def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
-        addend = torch.tensor(value, dtype=torch.int64)  # raises where an int64 can't hold it
-        return self._atomic("fetch_add", rank, offset, lambda element: element.add_(addend))
+        _check_int64(value)
+        return self._atomic("fetch_add", rank, offset, lambda element: element.add_(value))
 
     def compare_and_swap(self, expected: int, desired: int, rank: int, offset: int = 0) -> int:
-        replacement = torch.tensor(desired, dtype=torch.int64)
+        _check_int64(desired)
 
         def swap(element: Tensor) -> None:
             if int(element) == expected:
-                element.copy_(replacement)
+                element.fill_(desired)
 
         return self._atomic("compare_and_swap", rank, offset, swap)
 
@@ -245,6 +245,11 @@ class AttachedWindow(VirtualWindow):
     def close(self) -> None:
         self._comm.enter()
         self._release()
+
+
+def _check_int64(value: int) -> None:
+    if not -(2**63) <= value < 2**63:
+        raise CommunicationError(f"operand of an atomic must fit in 64 bits; got {value}.")
 
 
 # An effect runs in whichever rank's thread is at hand, and only a thread in inference mode may write a tensor that was

@@ -45,15 +45,13 @@ def _merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(lower)
     for key, value in upper.items():
         below = merged.get(key)
-        if isinstance(value, str) and isinstance(below, dict) and "name" in below:
+        if isinstance(below, str) and isinstance(value, dict):
+            below = {"name": below}
+        elif isinstance(value, str) and isinstance(below, dict) and "name" in below:
             value = {"name": value}
-        if not isinstance(below, dict) or not isinstance(value, dict) or value.get("name", ...) not in (
-            below.get("name"),
-            ...,
-        ):
-            merged[key] = value
-        else:
-            merged[key] = _merge(below, value)
+        tables = isinstance(below, dict) and isinstance(value, dict)
+        same = tables and value.get("name", below.get("name")) == below.get("name")
+        merged[key] = _merge(below, value) if same else value
     return merged
 
 

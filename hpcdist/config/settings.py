@@ -123,21 +123,21 @@ def _explain(model: type[Settings], detail: ErrorDetails, where: str) -> tuple[s
         known = sorted(_settings_in(owner).model_fields)  # type: ignore[union-attr]
         name = str(loc[-1])
         rule = f"must be one of {', '.join(known)}; got {name!r}.{suggestion(name, known)}"
-        return f"{parent or 'setting'}{'' if not parent else ' setting'}", rule, ""
+        return f"{parent} setting".strip(), rule, ""
     key, field, _ = _locate(model, loc, where)
     if kind == "missing":
         return key, "must be given; got nothing.", _hint(field)
     if kind == "value_error":
         text = str(detail["ctx"]["error"])
         return (key, text, "") if text.startswith("must") else ("", text, "")
-    rule = re.sub(r"^(Input|\w+) should ", "must ", detail["msg"])
-    rule = _PLAIN_RULES.get(kind, rule)
+    rule = _PLAIN_RULES.get(kind) or re.sub(r"^\w+ should ", "must ", detail["msg"])
     return key, rule, f"; got {_short(detail['input'])}.{_hint(field)}"
 
 
 def _locate(model: type[Settings], loc: Iterable[int | str], where: str) -> tuple[str, FieldInfo | None, Any]:
     """The dotted key of a place in the settings, the field it belongs to, and the annotation there."""
-    key, field, annotation = where, None, model
+    annotation: Any = model
+    key, field = where, None
     for part in loc:
         inner = _settings_in(annotation)
         if isinstance(part, int):

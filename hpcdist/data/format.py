@@ -74,9 +74,7 @@ class Header:
     offset: np.ndarray | None
 
 
-def open_file(
-    path: Path, *, locking: bool | str | None = "best-effort", cache_bytes: int = 1 << 20, mpi_comm: object = None
-) -> h5py.File:
+def open_file(path: Path, *, locking: bool | str | None = "best-effort", mpi_comm: object = None) -> h5py.File:
     """Opens `path` for reading. Collective where `mpi_comm` is given (then by parallel HDF5).
 
     Raises:
@@ -94,7 +92,7 @@ def open_file(
         raise damage(path, f"is not an HDF5 file (it has {path.stat().st_size} bytes and no HDF5 signature)")
     parallel = {} if mpi_comm is None else {"driver": "mpio", "comm": mpi_comm}
     try:
-        return h5py.File(path, "r", locking=locking, rdcc_nbytes=cache_bytes, rdcc_nslots=10_007, **parallel)
+        return h5py.File(path, "r", locking=locking, **parallel)
     except BlockingIOError as error:
         raise damage(path, f"is locked ({error})", "Wait for its writer to end, or pass locking=False.") from error
     except (OSError, RuntimeError) as error:

@@ -32,7 +32,7 @@ class HDF5Dataset(Dataset):
         memory_map: False reads through HDF5 always (better where memory maps of a parallel file system are slow).
         locking: HDF5's file locks: True, False, "best-effort" (not where the file system has none), or None for
             what the environment variable HDF5_USE_FILE_LOCKING says, which some builds of HDF5 obey in any case.
-        cache_bytes: HDF5's cache of decompressed chunks, for x and y each; without effect on mapped data.
+        cache_bytes: HDF5's cache of decompressed chunks, for x and y each; without effect on uncompressed data.
         mpi_comm: An mpi4py communicator. Where h5py has parallel HDF5 the file is opened on it (driver "mpio"): the
             constructor is then Collective, and reads are independent. Otherwise each rank opens the file by itself.
 
@@ -53,8 +53,8 @@ class HDF5Dataset(Dataset):
     ):
         self.path, self.split = Path(path).absolute(), split
         self._mpi_comm = mpi_comm if h5py.get_config().mpi else None
-        self._open_options = {"locking": locking, "cache_bytes": cache_bytes, "mpi_comm": self._mpi_comm}
-        self._memory_map = memory_map
+        self._open_options = {"locking": locking, "mpi_comm": self._mpi_comm}
+        self._memory_map, self._cache_bytes = memory_map, cache_bytes
         self._pid: int | None = None  # of the process that the file is open in
         self._file: h5py.File | None = None
         file = open_file(self.path, **self._open_options)
@@ -146,7 +146,7 @@ class HDF5Dataset(Dataset):
 
     def _rows(self, column: Column) -> MappedRows | StoredRows:
         if not self._is_mapped(column):
-            return StoredRows(column, self._file)
+            return StoredRows(column, self._file, self._cache_bytes)
         with open(self.path, "rb") as file:
             return MappedRows(column, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 

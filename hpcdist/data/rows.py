@@ -11,6 +11,8 @@ import numpy as np
 
 from hpcdist.data.format import Column, damage
 
+CACHE_SLOTS = 10_007  # of HDF5's hash table of cached chunks: a prime, far above their number
+
 
 class MappedRows:
     """Gathers from a memory map, at the addresses of the chunks that HDF5 has told.
@@ -55,10 +57,14 @@ class MappedRows:
 class StoredRows:
     """Reads through HDF5: one call for each chunk that is touched, from the first needed sample in it to the last."""
 
-    def __init__(self, column: Column, file: h5py.File):
+    def __init__(self, column: Column, file: h5py.File, cache_bytes: int):
         self._column = column
-        self._dataset = file[column.name]
         self._path = Path(file.filename)
+        compressed = file[column.name].id.get_create_plist().get_nfilters() > 0
+        access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
+        # with a cache, HDF5 would read a whole chunk of uncompressed data for each sample that is wanted
+        access.set_chunk_cache(CACHE_SLOTS, cache_bytes if compressed else 0, 1.0)
+        self._dataset = h5py.Dataset(h5py.h5d.open(file.id, column.name.encode(), access))
 
     def take(self, indices: np.ndarray) -> np.ndarray:
         column = self._column

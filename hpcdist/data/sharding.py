@@ -7,7 +7,6 @@ may be resumed at any position on any number of workers.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 
@@ -50,7 +49,7 @@ class EpochPlan:
             _check_range(name, getattr(self, name), minimum)
         _check_range("start", self.start, 0, self.n_samples)
 
-    @property
+    @cached_property
     def global_batch(self) -> int:
         """Samples of one full step, over all workers."""
         return self.workers * self.batch_size
@@ -67,25 +66,26 @@ class EpochPlan:
 
     def sizes(self, step: int) -> tuple[int, ...]:
         """Every worker's batch size in `step`."""
-        bounds = [self._bound(step, worker) for worker in range(self.workers + 1)]
-        return tuple(high - low for low, high in zip(bounds, bounds[1:]))
+        _, share, extra = self._shares(step)
+        return tuple(share + (worker < extra) for worker in range(self.workers))
 
     def indices(self, step: int, worker: int) -> np.ndarray:
         """The samples of `worker` in `step`: int64, a copy of its own, possibly empty."""
         _check_range("worker", worker, 0, self.workers - 1)
-        low, high = self._bound(step, worker), self._bound(step, worker + 1)
+        first, share, extra = self._shares(step)
+        low = first + worker * share + min(worker, extra)
+        high = low + share + (worker < extra)
         return self._order[low:high].copy() if self.shuffle else np.arange(low, high)
 
     def at(self, epoch: int, start: int = 0) -> EpochPlan:
         """The plan of another epoch, everything else being equal."""
         return replace(self, epoch=epoch, start=start)
 
-    def _bound(self, step: int, worker: int) -> int:
-        """Where in the epoch's order the slice of `worker` begins in `step` (for `workers`: where the step ends)."""
+    def _shares(self, step: int) -> tuple[int, int, int]:
+        """Where `step` begins in the epoch's order, every worker's share, how many workers have one sample more."""
         _check_range("step", step, 0, self.steps - 1)
         first = self.start + step * self.global_batch
-        share, extra = divmod(min(self.global_batch, self.n_samples - first), self.workers)
-        return first + worker * share + min(worker, extra)
+        return first, *divmod(min(self.global_batch, self.n_samples - first), self.workers)
 
     @cached_property
     def _order(self) -> np.ndarray:
@@ -97,10 +97,8 @@ class EpochPlan:
 
 
 def _check_range(name: str, value: int, minimum: int, maximum: int | None = None) -> None:
-    try:
-        operator.index(value)
-    except TypeError:
-        raise ConfigError(f"{name} must be a whole number; got {value!r}.") from None
+    if not isinstance(value, (int, np.integer)):
+        raise ConfigError(f"{name} must be a whole number; got {value!r}.")
     if value < minimum or (maximum is not None and value > maximum):
         rule = f"at least {minimum}" if maximum is None else f"in {minimum}..{maximum}"
         raise ConfigError(f"{name} must be {rule}; got {value}.")

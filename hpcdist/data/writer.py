@@ -79,13 +79,27 @@ def create(
     with _replacing(path) as file:
         header = {"format": FORMAT, "format_version": VERSION, "task": task, "source": source}
         for name, value in {**header, **({"classes": list(classes)} if classes else {}), **notes}.items():
-            file.attrs[name] = value
+            set_attribute(file, name, value)
         for name, split in splits.items():
             x = _write(file.create_group(name), split, len(classes), chunk_samples, compression)
             for key, value in (("scale", scale), ("offset", offset)):
                 if value is not None:
                     x.attrs[key] = value
     return path
+
+
+def set_attribute(file: h5py.File, name: str, value: object) -> None:
+    """Stores numbers, arrays, a text or a list of texts.
+
+    Texts get a fixed length: those of variable length would lie in HDF5's global heap, which has no checksum, and
+    where a single damaged byte can make HDF5 loop for ever.
+    """
+    texts = np.asarray(value)
+    if texts.dtype.kind != "U":
+        file.attrs[name] = value
+        return
+    encoded = np.char.encode(texts, "utf-8")
+    file.attrs.create(name, encoded, dtype=h5py.string_dtype("utf-8", max(1, encoded.dtype.itemsize)))
 
 
 @contextmanager

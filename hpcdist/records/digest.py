@@ -17,7 +17,8 @@ def tensor_bytes(tensor: Tensor) -> np.ndarray:
     complex included.
     """
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return dense.reshape(-1).view(torch.uint8).numpy()
+    # With 0 or 1 elements any stride counts as contiguous, but only 1 allows another element size.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 CHUNK_BYTES = 1 << 20
 
 
@@ -20,7 +22,7 @@ class Stamp(NamedTuple):
     sha256: str
 
 
-def write_durably(path: Path, pieces: Iterable[bytes]) -> Stamp:
+def write_durably(path: Path, pieces: Iterable[bytes | np.ndarray]) -> Stamp:
     """Writes the pieces (bytes, or flat uint8 arrays) one after the other into a new file and fsyncs it.
 
     `pieces` may be a generator: each one is hashed and written before the next is asked for.

@@ -63,9 +63,7 @@ class RecordWriter:
         flush_s, flush_records: at the first record after so long, or so many, what is buffered goes to the file.
     """
 
-    def __init__(
-        self, path: str | Path, *, first_step: int = 0, flush_s: float = 2.0, flush_records: int = 1000
-    ):
+    def __init__(self, path: str | Path, *, first_step: int = 0, flush_s: float = 2.0, flush_records: int = 1000):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self.path, "a+b")

@@ -40,7 +40,8 @@ class Seconds(BaseModel):
 class Summary(BaseModel):
     """One run. Further keys are kept as they are."""
 
-    model_config = ConfigDict(extra="allow")
+    # A metric may be NaN or infinite, and must be read back as such.
+    model_config = ConfigDict(extra="allow", ser_json_inf_nan="constants")
 
     strategy: str
     ranks: int = Field(ge=1)
@@ -104,7 +105,7 @@ def write_summary(folder: str | Path, summary: Summary | Mapping[str, Any]) -> P
     checked = summary if isinstance(summary, Summary) else _checked(summary, "summary")
     path = Path(folder) / FILE_NAME
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_durably(path, (json.dumps(checked.model_dump(), indent=2) + "\n").encode())
+    replace_durably(path, (checked.model_dump_json(indent=2) + "\n").encode())
     return path
 
 

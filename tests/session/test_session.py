@@ -1,0 +1,298 @@
+"""The user's own loop, as the README shows it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+import hpcdist as hd
+from hpcdist import strategies
+from hpcdist.comm.launch import check_world, declared_size
+from hpcdist.errors import ConfigError, MismatchError, UnknownNameError, WorldError
+
+every = pytest.mark.parametrize("name", strategies.available())
+N = 101
+
+
+def _data():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, 5, generator=generator)
+    return TensorDataset(x, x.sum(dim=1, keepdim=True), torch.arange(N))
+
+
+def _loop(comm, name, epochs=3, loader=None, **options):
+    """The README's loop; returns the samples seen in each epoch, and the model."""
+    hd.init(comm=comm)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = hd.DistributedOptimizer(optimizer, model, strategy=name, **options)
+    loader = hd.shard(loader or DataLoader(_data(), batch_size=4, shuffle=True))
+    seen = []
+    for _ in range(epochs):
+        seen.append([])
+        for x, y, index in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            seen[-1] += index.tolist()
+    strategy = optimizer.strategy
+    params, _ = strategy.consensus()
+    length = len(loader)
+    strategy.close()
+    return seen, params[0], length, -(-len(seen[-1]) // 4)
+
+
+@every
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_the_same_loop_runs_every_strategy_and_sees_each_sample_once(ranks, name):
+    found = ranks(lambda comm: _loop(comm, name))
+    for epoch in range(3):
+        together = sorted(i for seen, *_ in found for i in seen[epoch])
+        assert together == list(range(N)), "not every sample exactly once"
+    orders = [[i for seen, *_ in found for i in seen[epoch]] for epoch in range(3)]
+    assert orders[0] != orders[1] != orders[2], "epochs are shuffled alike"
+    assert all(torch.equal(params, found[0][1]) for _, params, *_ in found)
+    assert torch.allclose(found[0][1], torch.tensor([1.0] * 5 + [0.0]), atol=0.4)  # of 1
+    assert all(length == batches for *_, length, batches in found)
+
+
+@pytest.mark.sizes(1, 3)
+def test_the_loop_equals_the_plain_one_on_one_rank_and_serial_batches_on_more(ranks):
+    found = ranks(lambda comm: _loop(comm, "allreduce", loader=DataLoader(_data(), batch_size=4)))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(3):
+        for x, y, _ in DataLoader(_data(), batch_size=4 * len(found)):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    expected = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    for _, params, *_ in found:
+        torch.testing.assert_close(params, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.sizes(2, 3)
+def test_other_samplers_are_followed_as_rank_0_draws_them(ranks):
+    def body(comm):
+        torch.manual_seed(comm.rank)  # ranks would draw differently
+        sampler = WeightedRandomSampler([float(i % 3 == 0) for i in range(N)], 50)
+        return _loop(comm, "allreduce", epochs=1, loader=DataLoader(_data(), batch_size=4, sampler=sampler))
+
+    together = [i for seen, *_ in ranks(body) for i in seen[0]]
+    assert len(together) == 50 and all(i % 3 == 0 for i in together)
+
+
+@pytest.mark.sizes(2, 3)
+def test_drop_last_leaves_out_the_steps_that_are_not_full(ranks):
+    loader = DataLoader(_data(), batch_size=4, drop_last=True)
+    found = ranks(lambda comm: _loop(comm, "allreduce", epochs=1, loader=loader))
+    assert all(len(seen[0]) == N // (4 * len(found)) * 4 for seen, *_ in found)
+
+
+@pytest.mark.virtual
+@pytest.mark.sizes(2)
+def test_dataloader_workers_read_each_sample_once(ranks):
+    loader = DataLoader(_data(), batch_size=4, num_workers=1)
+    found = ranks(lambda comm: _loop(comm, "allreduce", epochs=2, loader=loader))
+    for epoch in range(2):
+        assert sorted(i for seen, *_ in found for i in seen[epoch]) == list(range(N))
+
+
+@every
+@pytest.mark.sizes(3)
+def test_an_epoch_may_be_left_early_by_all_ranks(ranks, name):
+    def body(comm):
+        hd.init(comm=comm)
+        model = torch.nn.Linear(5, 1)
+        optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model, strategy=name)
+        loader, steps = hd.shard(DataLoader(_data(), batch_size=4)), 0
+        for _ in range(2):
+            for batch, (x, y, _) in enumerate(loader):
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                steps += 1
+                if batch == 2:
+                    break
+        optimizer.strategy.close()
+        return steps, optimizer.strategy.is_worker
+
+    assert all(steps == (6 if is_worker else 0) for steps, is_worker in ranks(body))
+
+
+@pytest.mark.sizes(1, 3)
+def test_an_evaluation_is_shared_without_an_optimiser(ranks):
+    def body(comm):
+        hd.init(comm=comm)
+        return [i for *_, index in hd.shard(DataLoader(_data(), batch_size=8), training=False) for i in index.tolist()]
+
+    assert sorted(i for part in ranks(body) for i in part) == list(range(N))
+
+
+@pytest.mark.parametrize("scheduled_first", [True, False])
+@pytest.mark.sizes(2)
+def test_learning_rate_schedules_work_made_before_or_after(ranks, scheduled_first):
+    def body(comm):
+        hd.init(comm=comm)
+        model = torch.nn.Linear(5, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if scheduled_first:
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        distributed = hd.DistributedOptimizer(optimizer, model)
+        if not scheduled_first:
+            schedule = torch.optim.lr_scheduler.StepLR(distributed, 1, 0.5)
+        rates = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(3):
+                model(torch.full((1, 5), float(comm.rank))).sum().backward()
+                distributed.step()
+                schedule.step()
+                distributed.zero_grad()
+                rates.append(distributed.param_groups[0]["lr"])
+        weights = model.weight.detach().clone()
+        distributed.strategy.close()
+        return rates, weights
+
+    found = ranks(body)
+    assert all(rates == [0.5, 0.25, 0.125] for rates, _ in found)
+    assert torch.equal(found[0][1], found[1][1]), "steps were not averaged"
+
+
+@pytest.mark.sizes(2)
+def test_gradients_are_clipped_where_the_update_is_made(ranks):
+    def body(comm):
+        hd.init(comm=comm)
+        model = torch.nn.Linear(4, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = hd.DistributedOptimizer(optimizer, model, clip_norm=0.5)
+        loss = optimizer.step(lambda: _backward(model, 100.0 * (comm.rank + 1)))
+        norm = model.weight.norm().item()
+        optimizer.strategy.close()
+        return loss.item(), norm
+
+    def _backward(model, scale):
+        loss = model(torch.full((1, 4), scale)).sum()
+        loss.backward()
+        return loss
+
+    assert all(norm == pytest.approx(0.5) and loss == 0.0 for loss, norm in ranks(body))
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_broadcast_of_tensors_modules_and_values(ranks):
+    def body(comm):
+        hd.init(comm=comm)
+        root = comm.size - 1
+        tensor = torch.full((2, 3), float(comm.rank)).t()
+        module = torch.nn.BatchNorm1d(2)
+        module.running_mean.fill_(comm.rank)
+        assert hd.broadcast(tensor, root) is tensor
+        hd.broadcast(module, root)
+        hd.broadcast(module.state_dict(), root)
+        value = hd.broadcast({"lr": 0.1 * comm.rank, "names": ["a"]}, root)
+        return tensor.unique().tolist(), module.running_mean.tolist(), value, (hd.rank(), hd.size(), hd.local_rank())
+
+    found = ranks(body)
+    last = len(found) - 1
+    for rank, (tensor, mean, value, who) in enumerate(found):
+        assert (tensor, mean) == ([last], [last, last]) and value == {"lr": 0.1 * last, "names": ["a"]}
+        assert who[:2] == (rank, len(found)) and 0 <= who[2] <= rank
+
+
+def _optimizer():
+    model = torch.nn.Linear(2, 1)
+    return torch.optim.SGD(model.parameters(), lr=0.1), model
+
+
+@pytest.mark.sizes(1)
+@pytest.mark.virtual
+def test_wrong_arguments_are_refused(ranks):
+    def body(comm):
+        hd.init(comm=comm)
+        with pytest.raises(UnknownNameError, match="strategy must be one of .*; got 'gossip'"):
+            hd.DistributedOptimizer(*_optimizer(), strategy="gossip")
+        with pytest.raises(ConfigError, match="strategy.accumulation must be greater than or equal to 1; got 0"):
+            hd.DistributedOptimizer(*_optimizer(), accumulation=0)
+        with pytest.raises(ConfigError, match="clip_norm must be greater than 0, or None; got -1"):
+            hd.DistributedOptimizer(*_optimizer(), clip_norm=-1)
+        optimizer, model = _optimizer()
+        distributed = hd.DistributedOptimizer(optimizer, model)
+        with pytest.raises(ConfigError, match="must be a plain torch optimiser; got one that is distributed already"):
+            hd.DistributedOptimizer(distributed, model)
+        with pytest.raises(ConfigError, match="must evaluate the loss once per step; got LBFGS"):
+            hd.DistributedOptimizer(torch.optim.LBFGS(torch.nn.Linear(2, 1).parameters()), model)
+        with pytest.raises(ConfigError, match="must have a batch_size"):
+            hd.shard(DataLoader(_data(), batch_sampler=[[0], [1]]))
+        with pytest.raises(ConfigError, match="data set must have a length; got Endless"):
+            hd.shard(DataLoader(Endless(), batch_size=1))
+        return True
+
+    class Endless(IterableDataset):
+        def __iter__(self):
+            return iter(int, 1)
+
+    assert all(ranks(body))
+
+
+@pytest.mark.sizes(2)
+def test_different_options_are_refused_on_all_ranks(ranks):
+    def body(comm):
+        hd.init(comm=comm)
+        optimizer, model = _optimizer()
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
+        with pytest.raises(MismatchError, match=r"strategy and optimiser must be the same on every rank; rank 1 .*lr"):
+            hd.DistributedOptimizer(optimizer, model)
+        return True
+
+    assert all(ranks(body))
+
+
+def test_before_init_there_is_a_message():
+    code = "import hpcdist as hd; hd.rank()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "hpcdist.init() must be called before this" in done.stderr
+
+
+@pytest.mark.sizes(1)
+@pytest.mark.virtual
+def test_a_training_loader_needs_the_optimiser_first(ranks):
+    def body(comm):
+        hd.init(comm=comm)
+        with pytest.raises(ConfigError, match="must be iterated after hpcdist.DistributedOptimizer"):
+            next(iter(hd.shard(DataLoader(_data(), batch_size=2))))
+        return True
+
+    assert ranks(body) == [True]
+
+
+# --- worlds ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("environ", "declared"),
+    [
+        ({}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, 4),
+        ({"PMI_SIZE": "3"}, 3),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "16"}, 8),
+        ({"SLURM_NTASKS": "16"}, None),
+        ({"PMI_SIZE": "many"}, None),
+    ],
+)
+def test_what_the_launcher_declared(environ, declared):
+    found = declared_size(environ)
+    assert (found and found[0]) == declared
+    if declared:
+        check_world(declared, "Open MPI", environ)
+        with pytest.raises(WorldError, match=f"must be the launcher's, {declared} .*; got 1 with Open MPI"):
+            check_world(1, "Open MPI", environ)
+    else:
+        check_world(np.random.default_rng(0).integers(1, 9), "Open MPI", environ)

@@ -1,0 +1,263 @@
+"""Buckets cut the gradients exactly, and are announced in order, complete, once."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hpcdist.buckets import Announcer, Bucket
+from hpcdist.errors import ConfigError
+from hpcdist.flat import FlatModel
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+tensors = st.lists(st.tuples(st.integers(0, 40), st.sampled_from(DTYPES)), max_size=12)
+few = settings(max_examples=60, deadline=None)
+
+
+class Bag(nn.Module):
+    """Parameters of given sizes and dtypes; the loss uses those in `order`, the last used arriving first."""
+
+    def __init__(self, specs: list[tuple[int, torch.dtype]]):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(n, dtype=dtype)) for n, dtype in specs])
+
+    def forward(self, order: list[int]) -> torch.Tensor:
+        total = torch.zeros(())
+        for position in order:
+            total = total * 0.5 + (self.weights[position] ** 2).sum()
+        return total
+
+
+@few
+@given(tensors, st.integers(1, 300), st.integers(1, 300))
+def test_every_element_is_in_exactly_one_bucket(specs, cap, first_cap):
+    model = FlatModel(Bag(specs), bucket_bytes=cap, first_bucket_bytes=first_cap)
+    hits = [torch.zeros(len(flat)) for flat in model.grads]
+    for bucket in model.buckets:
+        hits[bucket.group][bucket.start : bucket.stop] += 1
+        assert bucket.grads.data_ptr() == model.grads[bucket.group][bucket.start : bucket.stop].data_ptr()
+        assert len(bucket.grads) == bucket.stop - bucket.start
+    assert all((hit == 1).all() for hit in hits)
+    assert sorted(name for bucket in model.buckets for name in bucket.params) == sorted(model.names)
+    assert [bucket.index for bucket in model.buckets] == list(range(len(model.buckets)))
+
+
+@few
+@given(tensors, st.integers(1, 300), st.integers(1, 300))
+def test_buckets_keep_their_cap_and_waste_none_of_it(specs, cap, first_cap):
+    model = FlatModel(Bag(specs), bucket_bytes=cap, first_bucket_bytes=first_cap)
+    size = {name: (stop - start) * model.grads[g].element_size() for name, g, start, stop, _ in model.named_slices()}
+    for group in range(len(model.grads)):
+        mine = [bucket for bucket in model.buckets if bucket.group == group]
+        for k, bucket in enumerate(mine):
+            limit = min(cap, first_cap) if k == 0 else cap
+            n_bytes = sum(size[name] for name in bucket.params)
+            assert n_bytes <= limit or len(bucket.params) == 1
+            if k + 1 < len(mine):  # closed only because the next parameter would not have fitted
+                assert n_bytes + size[mine[k + 1].params[0]] > limit
+
+
+@few
+@given(tensors, st.integers(1, 300))
+def test_buckets_run_from_the_last_parameter_to_the_first(specs, cap):
+    model = FlatModel(Bag(specs), bucket_bytes=cap)
+    position = {name: k for k, name in enumerate(model.names)}
+    for bucket in model.buckets:
+        within = [position[name] for name in bucket.params]
+        assert within == sorted(within, reverse=True)
+        assert {specs[k][1] for k in within} == {model.grads[bucket.group].dtype}
+    completed_by = [position[bucket.params[-1]] for bucket in model.buckets]
+    assert completed_by == sorted(completed_by, reverse=True)
+
+
+def test_buckets_are_filled_up_to_their_cap():
+    model = FlatModel(Bag([(2, torch.float32)] * 7), bucket_bytes=24, first_bucket_bytes=16)
+    assert [len(bucket.params) for bucket in model.buckets] == [2, 3, 2]
+
+
+def test_a_tensor_larger_than_the_cap_is_a_bucket_by_itself():
+    specs = [(1, torch.float32), (0, torch.float32), (100, torch.float32), (1, torch.float32)]
+    model = FlatModel(Bag(specs), bucket_bytes=16)
+    assert [bucket.params for bucket in model.buckets] == [
+        ("weights.3",),
+        ("weights.2",),
+        ("weights.1", "weights.0"),
+    ]
+
+
+@few
+@given(st.data())
+def test_announced_in_order_and_complete_whatever_the_order_of_arrival(data):
+    specs = data.draw(st.lists(st.tuples(st.integers(1, 20), st.sampled_from(DTYPES)), min_size=1, max_size=10))
+    used = data.draw(st.permutations(range(len(specs))))[: data.draw(st.integers(0, len(specs)))]
+    model = FlatModel(Bag(specs), bucket_bytes=data.draw(st.integers(1, 200)))
+    complete = [all(int(name.split(".")[1]) in used for name in bucket.params) for bucket in model.buckets]
+    during = (complete + [False]).index(False)  # those before the first that waits for an unused parameter
+    for _ in range(2):
+        for grads in model.grads:
+            grads.fill_(float("nan"))  # whatever stands in the slice of an unused parameter must not be sent
+        seen: list[tuple[int, torch.Tensor]] = []
+        model.on_bucket_ready(lambda bucket, seen=seen: seen.append((bucket.index, bucket.grads.clone())))
+        model.module.zero_grad(set_to_none=True)
+        model.begin()
+        if used:
+            model.module(used).backward()
+        assert len(seen) == during
+        assert model.flush().tolist() == [k in used for k in range(len(specs))]
+        assert [index for index, _ in seen] == list(range(len(model.buckets)))
+        assert all(torch.equal(grads, model.buckets[index].grads) for index, grads in seen)
+        assert model.nonfinite() == []
+
+
+def test_two_passes_before_a_step_announce_once_and_send_the_sum():
+    model = FlatModel(Bag([(3, torch.float32)] * 3), bucket_bytes=12)
+    seen: list[int] = []
+    model.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    model.begin(announce=False)
+    model.module([0, 1]).backward()
+    assert seen == []
+    model.begin(announce=True)
+    model.module([1, 2]).backward()
+    assert seen == [0, 1]  # the first parameter has only its gradient of the first pass
+    assert model.flush().all()
+    assert seen == [0, 1, 2]
+    whole = Bag([(3, torch.float32)] * 3)
+    whole.load_state_dict(model.module.state_dict())
+    (whole([0, 1]) + whole([1, 2])).backward()
+    assert torch.allclose(model.grads[0], torch.cat([p.grad for p in whole.parameters()]))
+
+
+def test_passes_of_one_step_are_counted():
+    module = Bag([(3, torch.float32)] * 3)
+    model = FlatModel(module, bucket_bytes=12)
+    seen: list[int] = []
+    model.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    for _ in range(2):
+        seen.clear()
+        module.zero_grad()
+        model.begin(passes=2)
+        module([0, 1, 2]).backward()
+        assert seen == []
+        module([0, 2]).backward()
+        assert seen == [0]  # parameter 1 had one gradient; bucket 2 waits its turn behind it
+        assert model.flush().all() and seen == [0, 1, 2]
+        with pytest.raises(ConfigError, match="after its bucket was announced"):
+            module([1]).backward()
+
+
+def test_a_step_after_fewer_passes_than_announced_for_still_sends_everything():
+    model = FlatModel(Bag([(3, torch.float32)] * 2), bucket_bytes=12)
+    seen: list[int] = []
+    model.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    model.begin(announce=False)  # the epoch ends here, in the middle of an accumulation
+    model.module([0, 1]).backward()
+    assert model.flush().all() and seen == [0, 1]
+    assert model.flush().all() and seen == [0, 1]
+
+
+def test_a_gradient_after_its_bucket_was_announced_is_refused():
+    model = FlatModel(Bag([(3, torch.float32)] * 2))
+    model.begin()
+    model.module([0, 1]).backward()
+    with pytest.raises(ConfigError, match=r"one, or accumulation must be set; got a gradient of 'weights.1' after"):
+        model.module([0, 1]).backward()
+    model.begin(announce=False)
+    model.module([0, 1]).backward()
+    model.flush()
+    with pytest.raises(ConfigError, match=r"Set the number of backward passes per step"):
+        model.module([0, 1]).backward()
+    model.begin(announce=False)
+    model.module([0, 1]).backward()
+
+
+def test_reentrant_checkpointing_brings_a_shared_weight_in_parts():
+    """Two checkpointed uses of one weight are two arrivals: fine in one bucket with later ones, refused if sent."""
+    first, shared = nn.Linear(3, 3), nn.Linear(3, 3)
+    module = nn.Sequential(first, shared)
+    x = torch.randn(2, 3)
+
+    def forward() -> torch.Tensor:
+        return checkpoint(shared, checkpoint(shared, first(x), use_reentrant=True), use_reentrant=True).sum()
+
+    forward().backward()
+    expected = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    model = FlatModel(module)
+    seen: list[int] = []
+    model.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    model.begin()
+    forward().backward()
+    assert seen == [0]
+    assert all(torch.equal(p.grad, e) for p, e in zip(module.parameters(), expected, strict=True))
+    model.close()
+    small = FlatModel(module, bucket_bytes=1)
+    small.begin()
+    with pytest.raises(ConfigError, match="after its bucket was announced"):
+        forward().backward()
+
+
+def test_an_error_in_the_callback_ends_the_backward_pass():
+    model = FlatModel(Bag([(3, torch.float32)]))
+
+    def fail(bucket: Bucket) -> None:
+        raise ConnectionError(f"bucket {bucket.index}")
+
+    model.on_bucket_ready(fail)
+    model.begin()
+    with pytest.raises(ConnectionError, match="bucket 0"):
+        model.module([0]).backward()
+
+
+def test_arrivals_on_several_threads_keep_the_order():
+    count = 400
+    names = [f"p{k}" for k in range(count)]
+    buckets = [Bucket(k, 0, k, k + 1, torch.zeros(1), (name,)) for k, name in enumerate(names)]
+    announcer, seen = Announcer(buckets, names), []
+
+    def slow(bucket: Bucket) -> None:
+        time.sleep(0)  # lets another thread run in between, as sending does
+        seen.append(bucket.index)
+
+    announcer.callback = slow
+    announcer.begin(True)
+    threads = [
+        threading.Thread(target=lambda mine=mine: [announcer.arrive(k) for k in range(mine, count, 4)])
+        for mine in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == list(range(count))
+
+
+def test_moving_gradients_moves_the_buckets():
+    model = FlatModel(Bag([(3, torch.float32), (5, torch.float64)]), bucket_bytes=8)
+    held = model.buckets
+    memory = torch.empty(5, dtype=torch.float64)
+    model.module([0, 1]).backward()
+    before = [grads.clone() for grads in model.grads]
+    model.move_grads(1, memory)
+    assert model.grads[1] is memory and held is model.buckets
+    for bucket in held:
+        assert torch.equal(bucket.grads, before[bucket.group][bucket.start : bucket.stop])
+    memory.fill_(7)
+    assert (model.module.weights[1].grad == 7).all()
+    assert all((bucket.grads == 7).all() for bucket in held if bucket.group == 1)
+
+
+@pytest.mark.parametrize("setting", ["bucket_bytes", "first_bucket_bytes"])
+@pytest.mark.parametrize("value", [0, -5, 1.5, "4", True, None])
+def test_caps_are_positive_integers(setting, value):
+    module = nn.Linear(2, 2)
+    pointer = module.weight.data_ptr()
+    with pytest.raises(ConfigError, match=rf"{setting} must be an integer of at least 1; got {value!r}"):
+        FlatModel(module, **{setting: value})
+    assert module.weight.data_ptr() == pointer  # refused before anything was moved

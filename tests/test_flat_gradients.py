@@ -1,0 +1,176 @@
+"""Flat gradients: views after each backward pass, valid after collect(), given back by release(), checked for NaN."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hpcdist.errors import ConfigError
+from hpcdist.flat import FlatModel
+
+cuda = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU"))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_views_after_every_backward(set_to_none):
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    module[2].weight.requires_grad_(False)
+    plain = copy.deepcopy(module)
+    model = FlatModel(module)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    for _ in range(2):
+        for each in (module, plain):
+            each.zero_grad(set_to_none=set_to_none)
+        for _ in range(3):
+            x = torch.randn(5, 3)
+            for each in (module, plain):
+                each(x).square().sum().backward()
+            assert torch.equal(model.grads[0], torch.cat([p.grad.flatten() for p in trained]))
+            expected = [p.grad for p in plain.parameters() if p.requires_grad]
+            torch.testing.assert_close([p.grad for p in trained], expected)
+    model.grads[0].fill_(3)
+    assert all((p.grad == 3).all() for p in trained)
+
+
+def test_sparse_gradients_are_made_dense():
+    results = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        table = nn.Embedding(5, 2, sparse=True)
+        model = FlatModel(table) if wrap else None
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for rows in ([1, 1, 2], [2, 4]):
+                table(torch.tensor(rows)).sum().backward()
+            if model:
+                assert model.grads[0].tolist() == [0, 0, 2, 2, 2, 2, 0, 0, 1, 1]
+            optimizer.step()
+        results.append(table.weight.detach())
+    assert torch.equal(*results)
+
+
+def unused_pair() -> tuple[nn.ModuleList, FlatModel]:
+    module = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
+    return module, FlatModel(module)
+
+
+def test_collect_clears_stale_slices_and_tells_who_was_used():
+    module, model = unused_pair()
+    model.grads[0].fill_(float("nan"))
+    module[1](torch.ones(1, 2)).sum().backward()
+    assert model.collect().tolist() == [False, True]
+    assert model.grads[0].tolist() == [0, 0, 1, 1]
+    assert module[0].weight.grad is None
+
+
+def test_release_gives_views_to_what_any_rank_used():
+    module, model = unused_pair()
+    module[1](torch.ones(1, 2)).sum().backward()
+    model.collect()
+    model.grads[0].add_(torch.tensor([5.0, 5, 0, 0]))  # another rank's gradient comes in
+    model.release([True, False])
+    assert module[0].weight.grad.tolist() == [[5, 5]] and module[1].weight.grad is None
+    model.release(torch.tensor([False, True]))
+    assert module[0].weight.grad is None and module[1].weight.grad.tolist() == [[1, 1]]
+    with pytest.raises(ConfigError, match="used must be 2 flags, one per trainable parameter; got 1"):
+        model.release([True])
+
+
+def test_gradients_that_the_user_replaced_are_taken():
+    module, model = unused_pair()
+    module[0](torch.ones(1, 2)).sum().backward()
+    module[1](torch.ones(1, 2)).sum().backward()
+    module[0].weight.grad = module[0].weight.grad * 3
+    module[1].weight.grad.data = torch.full((1, 2), 7.0)
+    assert model.collect().all()
+    assert model.grads[0].tolist() == [3, 3, 7, 7]
+    model.release([True, True])
+    model.grads[0].zero_()
+    assert not module[0].weight.grad.any() and not module[1].weight.grad.any()
+
+
+def test_gradients_that_the_user_replaced_between_passes_are_announced_with_both():
+    module, model = unused_pair()
+    sent = []
+    model.on_bucket_ready(lambda bucket: sent.append(bucket.grads.tolist()))
+    loss = lambda: sum(layer(torch.ones(1, 2)).sum() for layer in module)  # noqa: E731
+    model.begin(announce=False)
+    loss().backward()
+    module[0].weight.grad.data = torch.full((1, 2), 7.0)
+    module[1].weight.grad = torch.full((1, 2), 4.0)
+    model.begin(announce=True)
+    loss().backward()
+    assert sent == [[8, 8, 5, 5]]
+
+
+@pytest.mark.parametrize(("new", "got"), [(None, "None"), (torch.zeros(1, 2), "another tensor")])
+def test_gradients_replaced_after_they_were_announced_are_refused(new, got):
+    module, model = unused_pair()
+    model.begin()
+    (module[0](torch.ones(1, 2)) + module[1](torch.ones(1, 2))).sum().backward()
+    module[1].weight.grad = new
+    with pytest.raises(ConfigError, match=rf"'1.weight' must be changed in place .* got {got}. Use p.grad.mul_"):
+        model.flush()
+
+
+def test_gradients_of_an_earlier_pass_replaced_after_they_were_announced_are_refused():
+    module, model = unused_pair()
+    model.begin(announce=False)
+    module[0](torch.ones(1, 2)).sum().backward()
+    model.begin(announce=True)
+    module[1](torch.ones(1, 2)).sum().backward()
+    assert model.flush().all()
+    module[0].weight.grad = torch.zeros(1, 2)
+    with pytest.raises(ConfigError, match="'0.weight' must be changed in place .* got another tensor"):
+        model.collect()
+
+
+def test_an_announced_slice_of_an_unused_parameter_is_not_cleared_again():
+    module, model = unused_pair()
+    model.begin()
+    module[1](torch.ones(1, 2)).sum().backward()
+    assert model.flush().tolist() == [False, True]
+    model.grads[0].add_(2)  # the sum over the ranks
+    assert model.collect().tolist() == [False, True]
+    assert model.grads[0].tolist() == [2, 2, 3, 3]
+
+
+def test_gradients_with_a_graph_are_refused():
+    module, _ = unused_pair()
+    with pytest.warns(UserWarning, match="create_graph"):  # torch's own
+        with pytest.raises(ConfigError, match="'0.weight' must be a plain tensor .* got one with a graph; use torch"):
+            module[0](torch.ones(1, 2)).square().sum().backward(create_graph=True)
+
+
+def test_gradients_taken_by_another_hook_are_refused():
+    module = nn.Linear(2, 1, bias=False)
+    module.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    FlatModel(module)
+    with pytest.raises(ConfigError, match="'weight' must be a plain tensor after backward.*; got none; let no other"):
+        module(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("device", ["cpu", cuda])
+def test_nonfinite_gradients_are_named(device):
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            module = nn.ModuleList([nn.Linear(2, 2, dtype=dtype, device=device) for _ in range(3)])
+            model = FlatModel(module, bucket_bytes=8)
+            sum(layer(torch.ones(1, 2, dtype=dtype, device=device)).abs().sum() for layer in module).backward()
+            assert model.nonfinite() == []
+            module[2].weight.grad[0, 1] = bad
+            module[0].bias.grad[0] = -bad
+            assert model.nonfinite() == ["0.bias", "2.weight"]
+            found = [name for bucket in model.buckets for name in model.nonfinite(bucket)]
+            assert sorted(found) == ["0.bias", "2.weight"]
+
+
+def test_large_finite_gradients_are_finite():
+    module, model = unused_pair()
+    module[0].weight.grad = torch.full((1, 2), 3e38)  # their sum overflows
+    model.collect()
+    assert model.nonfinite() == []

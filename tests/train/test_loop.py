@@ -1,0 +1,201 @@
+"""Whole runs of a small job, on virtual and on real ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from train import tiny
+
+from hpcdist import checkpoint, strategies
+from hpcdist.comm.virtual import Constant, run_virtual
+from hpcdist.errors import CheckpointError, MismatchError, NonFiniteError
+from hpcdist.records import load_summary, read_records
+
+every = pytest.mark.parametrize("name", strategies.available())
+
+
+def _run(comm, folder, *overrides, resume=None, report=None):
+    trainer = tiny.trainer(comm, folder, *overrides, report=report)
+    summary = trainer.run(resume)
+    tensors = [p.clone() for p in (*trainer.model.params, *trainer.model.buffers)]
+    trainer.close()
+    return summary, tensors
+
+
+@every
+@pytest.mark.sizes(1, 2, 4)
+def test_the_summary_tells_what_the_run_was(ranks, shared_tmp_path, name):
+    found = ranks(lambda comm: _run(comm, shared_tmp_path, f"strategy={name}"), compute=Constant(0.01))
+    summary = found[0][0]
+    assert all(other == summary for other, _ in found)
+    assert load_summary(shared_tmp_path / "run") == summary
+    train_samples = summary.samples / 3
+    assert train_samples == int(train_samples) and 340 < train_samples < 380
+    assert (summary.strategy, summary.ranks, summary.seed) == (name, len(found), 11)
+    assert summary.metrics["accuracy"] > 0.5 and summary.metrics["loss"] < 2.1
+    assert sum(summary.staleness.histogram.values()) == _gradients(shared_tmp_path)
+    assert summary.wall_s > 0 and summary.seconds.computing > 0
+    assert (summary.bytes_per_step > 0) == (len(found) > 1)
+
+
+def _gradients(folder):
+    return sum(record.samples > 0 for records in read_records(folder / "run").values() for record in records)
+
+
+@pytest.mark.sizes(1, 3, 4)
+@pytest.mark.parametrize("at", [1, 6, 13])
+def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_path, at):
+    """Interrupted inside an epoch, at its end or in a later one; every bit of parameters and buffers agrees."""
+    whole, interrupted = shared_tmp_path / "whole", shared_tmp_path / "interrupted"
+    saving = (f"checkpoint.every_steps={at}", "checkpoint.keep=100", "strategy.algorithm=ring")
+
+    def body(comm):
+        expected = _run(comm, whole, *saving)
+        trainer = tiny.trainer(comm, interrupted, *saving)
+        _interrupt_after(trainer, at)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run()
+        trainer.close()
+        path = checkpoint.latest(interrupted / "run" / "checkpoints")
+        assert path.name == f"step-{at:08d}"
+        return expected, _run(comm, interrupted, *saving, resume=path)
+
+    for (expected, tensors), (resumed, tensors_resumed) in ranks(body):
+        assert resumed.sha256 == expected.sha256
+        assert all(torch.equal(a, b) for a, b in zip(tensors, tensors_resumed, strict=True))
+        assert resumed.samples == expected.samples, "steps were recorded twice or not at all"
+        assert resumed.metrics == expected.metrics
+
+
+def _interrupt_after(trainer, step):
+    """Ends the run as if the job had been cancelled, once the checkpoint of `step` is written."""
+    steps = trainer._steps
+
+    def interrupted(batches, first, count):
+        if trainer.position.step >= step:
+            raise KeyboardInterrupt
+        steps(batches, first, count)
+
+    trainer._steps = interrupted
+
+
+@every
+@pytest.mark.sizes(1, 2, 3)
+def test_every_strategy_resumes(ranks, shared_tmp_path, name):
+    def body(comm):
+        first, _ = _run(comm, shared_tmp_path, f"strategy={name}", "epochs=1", "checkpoint.every_steps=3")
+        path = checkpoint.latest(shared_tmp_path / "run" / "checkpoints")
+        second, _ = _run(
+            comm, shared_tmp_path, f"strategy={name}", "epochs=2", "checkpoint.every_steps=3", resume=path
+        )
+        return first, second
+
+    for first, second in ranks(body):
+        assert second.samples == 2 * first.samples
+        assert second.metrics["accuracy"] > first.metrics["accuracy"] - 0.1
+
+
+@every
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 2), (2, 5)])
+def test_it_resumes_on_another_number_of_ranks(tmp_path, name, before, after):
+    options = (f"strategy={name}", "checkpoint.every_steps=2")
+    run_virtual(lambda comm: _run(comm, tmp_path, *options, "epochs=1"), before)
+    path = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    position = checkpoint.load_all(path)[0]["position"]
+    seen = []
+
+    def body(comm):
+        trainer = tiny.trainer(comm, tmp_path, *options, "epochs=2")
+        fetch = trainer._train.batch
+        trainer._train.batch = lambda indices: (seen.extend(indices.tolist()), fetch(indices))[1]
+        summary = trainer.run(path)
+        trainer.close()
+        return summary, len(trainer._train)
+
+    (summary, n_samples), *others = run_virtual(body, after)
+    assert all(other == summary for other, _ in others)
+    assert summary.metrics["accuracy"] > 0.4
+    assert len(seen) == 2 * n_samples - position["consumed"] - position["epoch"] * n_samples
+
+
+@pytest.mark.sizes(2, 4)
+def test_ranks_with_different_settings_are_refused(ranks, shared_tmp_path):
+    def body(comm):
+        with pytest.raises(
+            MismatchError, match=r"configuration must be the same on every rank; rank 1 differs .*seed: 0 against 1"
+        ):
+            tiny.trainer(comm, shared_tmp_path, f"seed={min(comm.rank, 1)}")
+        return True
+
+    assert all(ranks(body))
+
+
+def test_a_checkpoint_of_another_strategy_or_model_is_refused(tmp_path):
+    run_virtual(lambda comm: _run(comm, tmp_path, "epochs=1", "checkpoint.every_steps=5"), 2)
+    path = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    with pytest.raises(CheckpointError, match="strategy must be that of the checkpoint"):
+        run_virtual(lambda comm: _run(comm, tmp_path, "strategy=gossip_pull", resume=path), 2)
+    with pytest.raises(CheckpointError, match="model must be that of the checkpoint"):
+        run_virtual(lambda comm: _run(comm, tmp_path, "model.width=13", resume=path), 2)
+
+
+@pytest.mark.sizes(1, 3)
+def test_what_is_evaluated_is_the_mean_and_training_goes_on_from_ones_own(ranks, shared_tmp_path):
+    def body(comm):
+        trainer = tiny.trainer(comm, shared_tmp_path, "strategy=gossip_pull", "epochs=1")
+        from hpcdist.train.evaluate import evaluate
+
+        trainer.run()
+        before = [p.clone() for p in (*trainer.model.params, *trainer.model.buffers)]
+        once = evaluate(trainer.job, trainer.strategy, comm, trainer._test)
+        again = evaluate(trainer.job, trainer.strategy, comm, trainer._test)
+        after = (*trainer.model.params, *trainer.model.buffers)
+        untouched = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        mode = trainer.model.module.training
+        trainer.close()
+        return once, again, untouched, mode
+
+    found = ranks(body)
+    assert all(once == again == found[0][0] and untouched and mode for once, again, untouched, mode in found)
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_mixed_precision_learns(tmp_path, amp):
+    (summary, _), _ = run_virtual(lambda comm: _run(comm, tmp_path, f"amp={amp}"), 2)
+    assert summary.metrics["accuracy"] > 0.5
+
+
+def test_an_overflow_of_float16_is_left_out_and_halves_the_scale(tmp_path):
+    def body(comm):
+        trainer = tiny.trainer(comm, tmp_path, "amp=fp16", "epochs=1")
+        trainer.precision.scale = 2.0**20
+        summary = trainer.run()
+        scale = trainer.precision.scale
+        trainer.close()
+        return summary, scale
+
+    (summary, scale), (_, other) = run_virtual(body, 2)
+    assert scale == other < 2.0**20
+    events = [record.event for record in read_records(tmp_path / "run")[0] if record.event]
+    assert events and all(event.startswith("skipped: NaN or infinite gradient") for event in events)
+    assert summary.metrics["accuracy"] > 0.2
+
+
+def test_a_run_that_diverges_stops_and_says_where(tmp_path):
+    with pytest.raises(NonFiniteError, match=r"gradients must be finite; got NaN .* rank \d: \d\.(weight|bias)"):
+        run_virtual(
+            lambda comm: _run(comm, tmp_path, "optimizer=SGD", "optimizer.lr=1e30", "schedule=none", "clip_norm=none"),
+            2,
+        )
+
+
+def test_progress_is_reported_on_rank_0_only(tmp_path):
+    shown = []
+    run_virtual(lambda comm: _run(comm, tmp_path, "log_every=4", report=lambda p: shown.append((comm.rank, p))), 2)
+    assert {rank for rank, _ in shown} == {0}
+    last = shown[-1][1]
+    assert last.samples == last.total_samples and last.epoch == last.epochs == 3
+    assert json.dumps(last.metrics)
+    assert [p.samples for _, p in shown] == sorted(p.samples for _, p in shown)

@@ -1,0 +1,34 @@
+"""A job that takes a second: a few hundred digits, a model with everything that makes resuming hard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from hpcdist.config import JobConfig, load
+from hpcdist.data import importers
+from hpcdist.train import Job, Metric, Trainer, accuracy
+
+job = Job(
+    model=lambda width=12: nn.Sequential(
+        nn.Flatten(), nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 10)
+    ),
+    loss=nn.functional.cross_entropy,
+    metrics={"accuracy": Metric(accuracy)},
+    data=lambda path: importers.load("digits")(None, path, test_fraction=0.8),  # 360 or so to train on
+    defaults={
+        "epochs": 3,
+        "batch_size": 16,
+        "optimizer": {"name": "AdamW", "lr": 0.01},
+        "schedule": {"name": "StepLR", "step_size": 7, "gamma": 0.7, "per": "step"},
+        "clip_norm": 5.0,
+        "seed": 11,
+    },
+)
+
+
+def trainer(comm, folder: Path, *overrides: str, report=None) -> Trainer:
+    """Collective."""
+    values = load({**job.defaults, "data": {"path": str(folder / "digits.h5")}}, None, overrides)
+    return Trainer(job, JobConfig(**values), comm, folder / "run", report)

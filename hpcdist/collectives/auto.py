@@ -30,14 +30,15 @@ class Auto(AllReduce):
     Args:
         comm: the ranks that sum.
         cache_dir: where the table lies.
+        refresh: measure anew, whatever lies there.
 
     Reference: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH",
     2005 (choice by length and number of ranks).
     """
 
-    def __init__(self, comm: Communicator, cache_dir: Path = DEFAULT_CACHE):
+    def __init__(self, comm: Communicator, cache_dir: Path = DEFAULT_CACHE, *, refresh: bool = False):
         super().__init__(comm)
-        self.ranges = _ranges(comm, cache_dir)
+        self.ranges = _ranges(comm, cache_dir, refresh)
         made = {name: load(name)(comm) for name in dict.fromkeys(name for _, name in self.ranges)}
         self._ends = [end for end, _ in self.ranges]
         self._algorithms = [made[name] for _, name in self.ranges]
@@ -58,14 +59,17 @@ class Auto(AllReduce):
             super().__call__(tensor)
 
     def _sum(self, tensor: Tensor) -> None:
-        self._algorithms[bisect_left(self._ends, tensor.nbytes)]._sum(tensor)
+        if tensor.is_cpu:
+            self._algorithms[bisect_left(self._ends, tensor.nbytes)]._sum(tensor)
+        else:  # not staged, as the library reads device memory itself; the table tells nothing of that
+            self._native(tensor)
 
     def close(self) -> None:
         for algorithm in dict.fromkeys(self._algorithms):
             algorithm.close()
 
 
-def _ranges(comm: Communicator, cache_dir: Path) -> list[tuple[float, str]]:
+def _ranges(comm: Communicator, cache_dir: Path, refresh: bool) -> list[tuple[float, str]]:
     """Collective. Up to how many bytes which algorithm; see Table.ranges."""
     if comm.size == 1:
         return [(math.inf, "native")]
@@ -75,4 +79,4 @@ def _ranges(comm: Communicator, cache_dir: Path) -> list[tuple[float, str]]:
         return predict_table(comm, link.latency_s, 1 / link.bandwidth_bytes_s).ranges()
     from hpcdist.comm.mpi import library  # starts MPI, which virtual ranks do without
 
-    return cached_table(comm, library(), cache_dir).ranges()
+    return cached_table(comm, library(), cache_dir, refresh=refresh).ranges()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
+from hpcdist.collectives.auto import Auto
 from hpcdist.collectives.catalogue import load
+from hpcdist.collectives.table_cache import DEFAULT_CACHE
 from hpcdist.collectives.timing import between, interleaved
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
@@ -22,6 +25,7 @@ def measure(
     algorithms: Sequence[str],
     repeats: int,
     peers: Mapping[str, Callable[[Tensor], None]] | None = None,
+    cache_dir: Path = DEFAULT_CACHE,
 ) -> list[dict]:
     """Collective. Times the algorithms, other libraries' all-reduce and a plain copy, all sides in one run.
 
@@ -30,6 +34,7 @@ def measure(
         algorithms: names of `available()`.
         repeats: rounds; each times every side, and the median counts.
         peers: other in-place sums of a tensor over the same ranks, by name.
+        cache_dir: where the table of `auto` lies; it is measured anew.
 
     Returns:
         The same rows on all ranks, one per size and side: name, bytes, ranks, median_s (of the slowest rank),
@@ -45,7 +50,7 @@ def measure(
             raise ConfigError(f"sizes must be positive multiples of 4 bytes (float32); got {n_bytes}.")
     if repeats < 1:
         raise ConfigError(f"repeats must be at least 1; got {repeats}.")
-    own = {name: load(name)(comm) for name in algorithms}
+    own = {n: Auto(comm, cache_dir, refresh=True) if n == "auto" else load(n)(comm) for n in algorithms}
     count = max(sizes, default=0) // 4
     tensor, target = torch.empty(count).zero_(), torch.empty(count).zero_()  # written: their pages exist
     rows = []

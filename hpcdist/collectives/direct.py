@@ -40,6 +40,11 @@ class Direct(Algorithm):
         return comm.can_attach
 
     def _sum(self, tensor: Tensor) -> None:
+        if not tensor.is_cpu:
+            raise ConfigError(
+                f"tensors of the direct all-reduce must be in host memory; got one on {tensor.device}. Use native, or "
+                "a communicator that is not device-aware."
+            )
         comm = self.comm
         start, end = bounds(tensor.numel(), comm.size)[comm.rank : comm.rank + 2]
         others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # not all to the same one at once

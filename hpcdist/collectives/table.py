@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, model_validator
+from torch import Tensor
 
-from hpcdist.collectives.base import Algorithm
+from hpcdist.collectives.base import Algorithm, AllReduce
 from hpcdist.collectives.catalogue import available, load
 from hpcdist.collectives.timing import between, interleaved
 from hpcdist.comm.communicator import Communicator
 
 SIZES = tuple(1 << exponent for exponent in range(11, 27, 2))  # bytes: 2 KiB to 32 MiB, whose winner takes the rest
-BUDGET_S = 0.3  # seconds of timed calls in all, beside one first call of each
+BUDGET_S = 0.3  # seconds of timed calls in all, beside two first calls of each
 CALLS_S = 1e-3  # one timing covers as many calls as take about this long together
-HOPELESS = 3.0  # an algorithm whose first call takes this many times as long as the best one's gets no second
+HOPELESS = 2.0  # an algorithm that takes this many times as long as the best one is not measured further
+LATENCY_S, BYTE_S = 2e-6, 1e-10  # of shared memory or a fast network: where the formulas put algorithms beside others
 
 # Choosing another algorithm than the library's own at one size, or than at the size before, must make up for this
 # factor: so the choice follows what is fast over a range of sizes, and not the luck of a single measurement.
@@ -30,7 +32,7 @@ class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     sizes: tuple[PositiveInt, ...]  # bytes, ascending
-    seconds: dict[str, tuple[NonNegativeFloat | None, ...]]  # one figure per size; None where it was hopeless
+    seconds: dict[str, tuple[NonNegativeFloat | None, ...]]  # one figure per size; None: not worth it
 
     @model_validator(mode="after")
     def _is_complete(self) -> Table:
@@ -99,19 +101,30 @@ def measure_table(
     tensor = torch.empty(max(sizes) // 4).zero_()  # written, so that its pages exist; zeros never overflow
     for size in sizes:
         part = tensor[: size // 4]
-        first = {name: times[0] for name, times in interleaved(own, sides, part, rounds=1).items()}
-        hopeful = {name: side for name, side in sides.items() if first[name] <= HOPELESS * min(first.values())}
+        plausible = _plausible(list(sides), size, comm)
+        first = _times(own, {name: sides[name] for name in plausible}, part, rounds=2)
+        hopeful = {name: sides[name] for name in plausible if first[name] < HOPELESS * min(first.values())}
         calls = between(1, CALLS_S / (min(first.values()) or CALLS_S), 10)
         round_s = calls * sum(first[name] for name in hopeful) or budget_s
-        rounds = between(5, budget_s / len(sizes) / round_s, 25)
-        times = interleaved(own, hopeful, part, rounds, calls)
-        measured = {name: min(t) for name, t in times.items()}  # a disturbance only adds
+        measured = _times(own, hopeful, part, between(5, budget_s / len(sizes) / round_s, 25), calls)
         for name, row in seconds.items():
             row.append(measured.get(name))
     for side in sides.values():
         side.close()
     own.close()
     return Table(sizes=tuple(sizes), seconds={name: tuple(row) for name, row in seconds.items()})
+
+
+def _times(comm: Communicator, sides: Mapping[str, AllReduce], part: Tensor, rounds: int, calls: int = 1) -> dict:
+    """Collective. Seconds per call by name: the least of the rounds, as a disturbance only adds."""
+    return {name: min(times) for name, times in interleaved(comm, sides, part, rounds, calls).items()}
+
+
+def _plausible(names: list[str], size: int, comm: Communicator) -> list[str]:
+    """Those that by their formulas may be the fastest, and the library's own, whatever its formula says."""
+    ranks_per_node = min(Counter(comm.nodes).values())
+    cost_s = {n: load(n).cost_s(size, comm.size, LATENCY_S, BYTE_S, 0.0, ranks_per_node) for n in names}
+    return [n for n in names if n == "native" or cost_s[n] < HOPELESS * min(cost_s.values())]
 
 
 def predict_table(comm: Communicator, latency_s: float, byte_s: float) -> Table:

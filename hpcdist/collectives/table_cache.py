@@ -18,7 +18,9 @@ from hpcdist.comm.communicator import Communicator
 DEFAULT_CACHE = Path("~/.cache/hpcdist")
 
 
-def cached_table(comm: Communicator, library: str, cache_dir: Path = DEFAULT_CACHE) -> Table:
+def cached_table(
+    comm: Communicator, library: str, cache_dir: Path = DEFAULT_CACHE, *, refresh: bool = False
+) -> Table:
     """Collective. The table of this machine: from its file, or measured and written there.
 
     Rank 0 alone reads and writes; all ranks get the same table. A file that can't be used is measured anew, with a
@@ -27,10 +29,11 @@ def cached_table(comm: Communicator, library: str, cache_dir: Path = DEFAULT_CAC
     Args:
         library: name and version of the MPI library, part of what the table depends on.
         cache_dir: where the file lies; `~` is the user's home. Made where it is missing.
+        refresh: measure although there is a file, and replace it.
     """
     path = cache_dir.expanduser() / f"allreduce-{_fingerprint(comm, library)}.json"
     names = candidates(comm)
-    found = comm.exchange(_read(path, names) if comm.rank == 0 else b"")[0]
+    found = comm.exchange(_read(path, names) if comm.rank == 0 and not refresh else b"")[0]
     if found:
         return Table.model_validate_json(found)
     table = measure_table(comm, algorithms=names)

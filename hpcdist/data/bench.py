@@ -105,7 +105,7 @@ def _readers(kind: Kind, plan: EpochPlan, scratch: Path) -> dict[str, Reader]:
         return (x if kind.scale is None else x.float().mul_(kind.scale)), y
 
     def by(fetch: Callable[[np.ndarray], Batch]) -> Reader:
-        return lambda epoch: map(fetch, ShardedBatchSampler(plan.at(epoch)).batches())
+        return lambda epoch: map(fetch, _slices(plan.at(epoch)))
 
     def by_loader(epoch: int) -> Iterator[Batch]:
         loader = Loader(dataset, plan.batch_size)
@@ -116,6 +116,12 @@ def _readers(kind: Kind, plan: EpochPlan, scratch: Path) -> dict[str, Reader]:
         return iter(DataLoader(dataset, batch_sampler=ShardedBatchSampler(plan.at(epoch))))
 
     return {REFERENCE: by(from_map), "batch": by(dataset.batch), "loader": by_loader, "dataloader": by_dataloader}
+
+
+def _slices(plan: EpochPlan) -> list[np.ndarray]:
+    """The batches of one worker, without a plan's work at each step."""
+    order = np.concatenate([plan.indices(step, 0) for step in range(plan.steps)])
+    return np.split(order, range(plan.batch_size, len(order), plan.batch_size))
 
 
 def _interleave(readers: dict[str, Reader], plan: EpochPlan, repeats: int) -> dict[str, list[float]]:

@@ -35,8 +35,8 @@ def chunk_offsets(dataset: h5py.Dataset) -> np.ndarray | None:
         start = dataset.id.get_offset()
         return None if start is None else start + chunk_bytes * np.arange(chunks)
     plain = dataset.id.get_create_plist().get_nfilters() == 0 and dataset.chunks[1:] == dataset.shape[1:]
-    if not plain or not hasattr(dataset.id, "chunk_iter"):  # HDF5 before 1.12.3 has no such call
-        return None
+    if not plain or not hasattr(dataset.id, "chunk_iter") or dataset.id.get_num_chunks() != chunks:
+        return None  # HDF5 before 1.12.3 can't iterate
     offsets = np.full(chunks, -1, dtype=np.int64)
 
     def note(chunk) -> None:

@@ -27,6 +27,7 @@ VERSION = 1
 TASKS = ("classification", "regression")
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")  # what torch has as well
 LOCKING = (True, False, "best-effort", None)
+FAULTS = (OSError, RuntimeError, LookupError, ValueError, TypeError, OverflowError, MemoryError)  # of damaged metadata
 RESERVED = ("format", "format_version", "task", "source", "classes")  # attributes of the file with a fixed meaning
 
 
@@ -106,7 +107,7 @@ def read_header(file: h5py.File, split: str) -> Header:
         return _read_header(file, path, split)
     except DataError:
         raise
-    except (OSError, RuntimeError, KeyError, ValueError, TypeError) as error:  # what h5py raises on damaged metadata
+    except FAULTS as error:
         raise damage(path, f"is corrupt ({error})") from error
 
 

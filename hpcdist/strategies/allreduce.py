@@ -58,22 +58,19 @@ class AllReduce(Strategy):
 
     def _bucket_ready(self, bucket: Bucket) -> None:
         weight = self.model.weight
+        self._background.submit(lambda: self._average(bucket, weight))
 
-        def reduce() -> None:
-            if self.config.on_nonfinite != "ignore":
-                self._bad += self.model.nonfinite(bucket)
-            if weight != 1.0:
-                bucket.grads.mul_(weight)
-            self._reduce(bucket.grads)
-
-        self._background.submit(reduce)
+    def _average(self, bucket: Bucket, weight: float) -> None:
+        """Collective. The bucket's mean over the ranks, weighted by samples; notes what is not finite before."""
+        if self.config.on_nonfinite != "ignore":
+            self._bad += self.model.nonfinite(bucket)
+        if weight != 1.0:
+            bucket.grads.mul_(weight)
+        self._reduce(bucket.grads)
+        bucket.grads.div_(self.comm.size)
 
     def advance(self, update: Update) -> Outcome:
-        used = self._reduce_beside() if self._overlapped else self._reduce_now()
-        used, bad = self._agree(used)
-        if self.comm.size > 1:
-            for grads in self.model.grads:
-                grads.div_(self.comm.size)
+        used, bad = self._agree(self._average_beside() if self._overlapped else self._average_now())
         event = self.refuse_nonfinite(bad) if bad else None
         if not bad:
             self.model.release(used)
@@ -84,17 +81,16 @@ class AllReduce(Strategy):
         self._arm(self._trial.way if self._trial is not None else self._overlapped)
         return Outcome(self.updates, staleness=() if bad else (0,), event=event)
 
-    def _reduce_now(self) -> torch.Tensor:
+    def _average_now(self) -> torch.Tensor:
         used = self.model.collect()
-        self._bad = self.nonfinite()
-        if self.comm.size > 1:
+        if self.comm.size == 1:
+            self._bad = self.nonfinite()
+        else:
             for bucket in self.model.buckets:  # not the whole at once: sums must not depend on `overlap`
-                if self.model.weight != 1.0:
-                    bucket.grads.mul_(self.model.weight)
-                self._reduce(bucket.grads)
+                self._average(bucket, self.model.weight)
         return used
 
-    def _reduce_beside(self) -> torch.Tensor:
+    def _average_beside(self) -> torch.Tensor:
         used = self.model.flush()
         start = self.comm.now()
         self._background.wait()

@@ -1,0 +1,69 @@
+"""`hpcdist bench`: each command measures all sides in one run and prints a table, or writes a row per measurement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from hpcdist import console, session
+
+app = typer.Typer(no_args_is_help=True, help="Measure side by side in one run; launch with mpirun.")
+Json = Annotated[Optional[Path], typer.Option("--json", help="Write the rows to this file as well.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often each side is timed; the median counts.")]
+
+SIZES = tuple(4 << exponent for exponent in range(10, 27, 2))  # 4 KiB to 256 MiB
+
+
+def _show(title: str, rows: list[dict], path: Path | None, comm=None) -> None:
+    if comm is None or comm.rank == 0:
+        console.rows(title, rows)
+        if path is not None:
+            path.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+@app.command()
+def allreduce(
+    sizes: Annotated[Optional[list[int]], typer.Option(help="Bytes; may be repeated.")] = None,
+    algorithm: Annotated[Optional[list[str]], typer.Option(help="May be repeated; default auto and all others.")] = None,
+    rounds: Rounds = 15,
+    json_path: Json = None,
+) -> None:
+    """All-reduce in place, float32: our algorithms, MPI's own (native), gloo's, and a plain copy. Collective."""
+    from hpcdist.bench import peers
+    from hpcdist.collectives import bench
+    from hpcdist.collectives.table import candidates
+
+    comm = session.init()
+    names = algorithm or ["auto", *candidates(comm)]
+    with peers.gloo(comm):
+        rows = bench.measure(comm, sizes or SIZES, names, rounds, {"gloo": peers.gloo_allreduce})
+    _show(f"all-reduce on {comm.size} ranks", rows, json_path, comm)
+
+
+@app.command()
+def train(rounds: Rounds = 9, json_path: Json = None) -> None:
+    """A training step of the strategy allreduce beside torch's DistributedDataParallel on gloo. Collective."""
+    from hpcdist.bench import training
+
+    comm = session.init()
+    _show(f"training step on {comm.size} ranks", training.measure(comm, rounds=rounds), json_path, comm)
+
+
+@app.command()
+def loader(batch_size: int = 128, json_path: Json = None) -> None:
+    """Reading shuffled batches from HDF5 beside a NumPy memory map of the same samples."""
+    from hpcdist.data import bench
+
+    _show("loader", bench.measure(batch_size=batch_size), json_path)
+
+
+@app.command()
+def window(rounds: Rounds = 15, json_path: Json = None) -> None:
+    """One-sided operations, their cost to the owner, and a server's pull and push. Collective."""
+    from hpcdist.bench import window as bench
+
+    comm = session.init()
+    _show(f"windows on {comm.size} ranks", bench.measure(comm, rounds=rounds), json_path, comm)

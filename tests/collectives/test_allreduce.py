@@ -1,0 +1,322 @@
+"""Every algorithm: the right sum, the same bits on all ranks, for every length, dtype and number of ranks."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from making import addend, bits, make, summed_in_rank_order
+
+from hpcdist import collectives
+from hpcdist.collectives import allreduce, available, direct, hierarchical, load, ring
+from hpcdist.comm.virtual import Network, run_virtual
+from hpcdist.errors import CommunicationError, ConfigError, UnknownNameError
+
+NAMES = available()
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+UP_TO_9 = pytest.mark.sizes(*range(1, 10))
+SOME = pytest.mark.sizes(1, 3, 4, 7)
+FEW = pytest.mark.sizes(1, 4)
+
+
+def lengths(size: int) -> list[int]:
+    return sorted({0, 1, size - 1, size, size + 1, 2, 31, 101, 1000})
+
+
+@UP_TO_9
+@pytest.mark.parametrize("name", NAMES)
+def test_sum_equals_numpys(ranks, name, cache_dir):
+    def body(comm):
+        reduce = make(name, comm, cache_dir)
+        found = {}
+        for count in lengths(comm.size):
+            tensor = addend(comm.rank, count, torch.float64)
+            assert reduce(tensor) is None
+            found[count] = tensor.numpy()
+        reduce.close()
+        return found
+
+    for found in ranks(body):
+        for count, total in found.items():
+            expected = np.sum([addend(r, count, torch.float64).numpy() for r in range(ranks.size)], axis=0)
+            np.testing.assert_allclose(total, expected, rtol=1e-12, atol=1e-12)
+
+
+@SOME
+@pytest.mark.parametrize("name", NAMES)
+def test_integers_are_exact_and_wrap_around(ranks, name, cache_dir):
+    def body(comm):
+        reduce = make(name, comm, cache_dir)
+        found = []
+        for dtype in INTEGERS:
+            for count in (1, comm.size + 1, 53):
+                tensor = addend(comm.rank, count, dtype)
+                reduce(tensor)
+                found.append((dtype, count, tensor.numpy()))
+        reduce.close()
+        return found
+
+    for found in ranks(body):
+        for dtype, count, total in found:
+            addends = np.stack([addend(r, count, dtype).numpy() for r in range(ranks.size)])
+            np.testing.assert_array_equal(total, addends.sum(axis=0, dtype=addends.dtype))
+
+
+@SOME
+@pytest.mark.parametrize("name", NAMES)
+def test_floats_have_the_same_bits_on_all_ranks(ranks, name, cache_dir):
+    def body(comm):
+        reduce = make(name, comm, cache_dir)
+        found = {}
+        for dtype in FLOATS:
+            for count in (1, comm.size + 1, 257):
+                tensor = addend(comm.rank, count, dtype)
+                reduce(tensor)
+                found[dtype, count] = bits(tensor)
+        reduce.close()
+        return found
+
+    results = ranks(body)
+    assert all(found == results[0] for found in results)
+    for (dtype, count), total in results[0].items():
+        exact = summed_in_rank_order(count, torch.complex128 if dtype.is_complex else torch.float64, ranks.size)
+        total = torch.frombuffer(bytearray(total), dtype=dtype)
+        tolerance = 4 * ranks.size * torch.finfo(dtype).eps
+        np.testing.assert_allclose(total.to(exact.dtype).numpy(), exact.numpy(), rtol=tolerance, atol=tolerance)
+
+
+@SOME
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"native", "auto"}))  # MPI promises nothing about NaN
+def test_nan_and_infinity_have_the_same_bits_on_all_ranks(ranks, name, cache_dir):
+    def body(comm):
+        tensor = addend(comm.rank, 40, torch.float32)
+        tensor[comm.rank] = torch.inf
+        tensor[10] = torch.inf if comm.rank % 2 else -torch.inf
+        payload = torch.tensor([0x7FC00001 + comm.rank, -0x400000 + comm.rank], dtype=torch.int32)
+        tensor[20:22] = payload.view(torch.float32)  # NaNs that differ from rank to rank, in sign and payload
+        reduce = make(name, comm, cache_dir)
+        reduce(tensor)
+        reduce.close()
+        return bits(tensor)
+
+    results = ranks(body)
+    assert len(set(results)) == 1
+    total = torch.frombuffer(bytearray(results[0]), dtype=torch.float32)
+    assert total[20:22].isnan().all()
+    assert total[: ranks.size].isposinf().all()
+    assert total[10].isnan() if ranks.size > 1 else total[10].isneginf()
+
+
+@UP_TO_9
+@pytest.mark.parametrize("name", ["direct", "hierarchical"])
+def test_shared_memory_sums_in_rank_order_to_the_bit(ranks, name):
+    def body(comm):
+        reduce = load(name)(comm)
+        tensors = [addend(comm.rank, 1009, dtype) for dtype in FLOATS]
+        for tensor in tensors:
+            reduce(tensor)
+        reduce.close()
+        return [bits(tensor) for tensor in tensors]
+
+    expected = [bits(summed_in_rank_order(1009, dtype, ranks.size)) for dtype in FLOATS]
+    assert ranks(body, network=Network(1e-6, 1e9, ranks_per_node=9)) == [expected] * ranks.size
+
+
+@pytest.mark.virtual
+@UP_TO_9
+@pytest.mark.parametrize("name", ["native", "auto"])
+def test_virtual_native_sums_in_rank_order_to_the_bit(ranks, name):
+    def body(comm):
+        tensor = addend(comm.rank, 1009, torch.float32)
+        load(name)(comm)(tensor)
+        return bits(tensor)
+
+    assert ranks(body) == [bits(summed_in_rank_order(1009, torch.float32, ranks.size))] * ranks.size
+
+
+@settings(max_examples=80)
+@given(
+    name=st.sampled_from(NAMES),
+    size=st.integers(1, 9),
+    ranks_per_node=st.integers(1, 5),
+    counts=st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    dtype=st.sampled_from(INTEGERS + FLOATS),
+    segment_bytes=st.sampled_from([16, 64, 1 << 20]),
+)
+def test_any_ranks_nodes_lengths_dtypes_and_segments(
+    name, size, ranks_per_node, counts, dtype, segment_bytes, monkeypatch
+):
+    for module in (ring, direct, hierarchical):
+        monkeypatch.setattr(module, "SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr(hierarchical, "SHORT_BYTES", 32)
+
+    def body(comm):
+        reduce = load(name)(comm)
+        tensors = [addend(comm.rank, count, dtype) for count in counts]
+        for tensor in tensors:  # one object, lengths in any order: its memory grows and is used again
+            reduce(tensor)
+        reduce.close()
+        return [bits(tensor) for tensor in tensors]
+
+    results = run_virtual(body, size, network=Network(1e-6, 1e9, ranks_per_node=ranks_per_node))
+    assert all(found == results[0] for found in results)
+    for count, total in zip(counts, results[0], strict=True):
+        total = torch.frombuffer(bytearray(total), dtype=dtype) if count else torch.empty(0, dtype=dtype)
+        if dtype in INTEGERS:
+            addends = np.stack([addend(r, count, dtype).numpy() for r in range(size)])
+            np.testing.assert_array_equal(total.numpy(), addends.sum(axis=0, dtype=addends.dtype))
+        else:
+            exact = summed_in_rank_order(count, torch.complex128 if dtype.is_complex else torch.float64, size)
+            tolerance = 4 * size * torch.finfo(dtype).eps
+            np.testing.assert_allclose(total.to(exact.dtype).numpy(), exact.numpy(), rtol=tolerance, atol=tolerance)
+
+
+@FEW
+@pytest.mark.parametrize("name", NAMES)
+def test_long_tensors_pass_in_several_segments(ranks, name, cache_dir):
+    count = 1_500_001  # 6 MB: several segments per chunk, the last ones shorter
+
+    def body(comm):
+        tensor = torch.arange(count, dtype=torch.int32) * (comm.rank + 1)
+        reduce = make(name, comm, cache_dir)
+        reduce(tensor)
+        reduce.close()
+        return bool((tensor == torch.arange(count, dtype=torch.int32) * sum(range(1, comm.size + 1))).all())
+
+    assert all(ranks(body))
+
+
+@FEW
+@pytest.mark.parametrize("name", NAMES)
+def test_a_view_inside_a_longer_tensor_is_summed_and_its_surroundings_are_left_alone(ranks, name, cache_dir):
+    def body(comm):
+        tensor = torch.full((30,), float(comm.rank + 1))
+        reduce = make(name, comm, cache_dir)
+        reduce(tensor[7:23])
+        reduce.close()
+        return tensor
+
+    total = sum(range(1, ranks.size + 1))
+    for rank, tensor in enumerate(ranks(body)):
+        assert (tensor[7:23] == total).all()
+        assert (tensor[:7] == rank + 1).all() and (tensor[23:] == rank + 1).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank_keeps_its_tensor_to_the_bit_and_sends_nothing(name, cache_dir):
+    def body(comm):
+        tensor = addend(0, 100, torch.float32)
+        make(name, comm, cache_dir)(tensor)
+        return bits(tensor), comm.traffic.bytes_sent
+
+    assert run_virtual(body, 1) == [(bits(addend(0, 100, torch.float32)), 0)]
+
+
+@FEW
+@pytest.mark.parametrize("name", NAMES)
+def test_other_messages_on_the_communicator_are_left_alone(ranks, name, cache_dir):
+    def body(comm):
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        early, found = torch.tensor([comm.rank]), torch.tensor([-1])
+        sending = comm.isend(early, right, tag=0)
+        tensor = torch.ones(10)
+        reduce = make(name, comm, cache_dir)
+        reduce(tensor)
+        comm.irecv(found, left, tag=0).wait()
+        sending.wait()
+        reduce.close()
+        return int(found), float(tensor.sum())
+
+    assert ranks(body) == [((r - 1) % ranks.size, 10.0 * ranks.size) for r in range(ranks.size)]
+
+
+def test_allreduce_by_name_and_again_and_again(ranks):
+    def body(comm):
+        tensor = torch.ones(5)
+        for _ in range(3):
+            allreduce(comm, tensor, "hierarchical")
+        allreduce(comm, tensor, algorithm="ring")
+        return tensor.tolist()
+
+    assert ranks(body) == [[float(ranks.size**4)] * 5] * ranks.size
+
+
+@pytest.mark.virtual
+def test_allreduce_chooses_by_itself(ranks):
+    def body(comm):
+        tensor = torch.ones(5)
+        allreduce(comm, tensor)
+        return tensor.tolist()
+
+    assert ranks(body) == [[float(ranks.size)] * 5] * ranks.size
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+@FEW
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn])
+def test_what_has_no_sum_is_refused(ranks, name, dtype, cache_dir):
+    def body(comm):
+        reduce = make(name, comm, cache_dir)
+        with pytest.raises(ConfigError, match=f"dtype must be a floating-point, complex or integer .*; got {dtype}"):
+            reduce(torch.zeros(4, dtype=dtype))
+        reduce.close()
+
+    ranks(body)
+
+
+@FEW
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tensor", [torch.zeros(2, 3), torch.zeros(10)[::2], torch.tensor(1.0)])
+def test_what_is_not_flat_is_refused(ranks, name, tensor, cache_dir):
+    def body(comm):
+        reduce = make(name, comm, cache_dir)
+        with pytest.raises(CommunicationError, match=r"tensor must be flat .* got shape .* Call \.reshape"):
+            reduce(tensor)
+        reduce.close()
+
+    ranks(body)
+
+
+def test_direct_is_refused_where_memory_can_not_be_attached(ranks):
+    def body(comm):
+        comm.can_attach = False
+        assert not load("direct").suits(comm)
+        with pytest.raises(ConfigError, match="direct all-reduce must be on one node .* Use another algorithm"):
+            load("direct")(comm)
+
+    ranks(body)
+
+
+def test_direct_refuses_device_memory():
+    def body(comm):
+        with pytest.raises(ConfigError, match="direct all-reduce must be in host memory; got one on meta. Use native"):
+            load("direct")(comm)(torch.ones(4, device="meta"))
+
+    run_virtual(body, 2)
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    known = "all-reduce algorithm must be one of auto, direct, halving_doubling, .*; got 'butterfly'"
+    with pytest.raises(UnknownNameError, match=known):
+        load("butterfly")
+    with pytest.raises(UnknownNameError, match=known):
+        run_virtual(lambda comm: allreduce(comm, torch.zeros(1), "butterfly"), 1)
+
+
+# --- the catalogue ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_every_algorithm_is_documented_and_named_after_its_module(name):
+    algorithm = load(name)
+    assert algorithm.__module__ == f"{collectives.__name__}.{name}"
+    assert re.search(r"Reference: .+ \d{4}", algorithm.__doc__, re.DOTALL)
+
+
+def test_the_algorithms_of_the_literature_are_there():
+    expected = {"ring", "recursive_doubling", "halving_doubling", "tree", "hierarchical", "direct", "native", "auto"}
+    assert expected <= set(NAMES)

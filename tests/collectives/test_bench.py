@@ -1,0 +1,94 @@
+"""Timing several sides in one run, and the rows of the benchmark."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpcdist.collectives.bench import measure
+from hpcdist.collectives.timing import interleaved, slowest
+from hpcdist.comm.virtual import Constant, Network, Straggler, run_virtual
+from hpcdist.errors import ConfigError
+
+NETWORK = Network(1e-3, 1e9)  # slow, so that few calls fill the time for measuring
+
+
+def test_the_slowest_rank_counts_and_all_know_it(ranks):
+    found = ranks(lambda comm: slowest(comm, [float(comm.rank), -float(comm.rank), 7.0]))
+    assert found == [[ranks.size - 1.0, 0.0, 7.0]] * ranks.size
+    assert ranks(lambda comm: slowest(comm, [])) == [[]] * ranks.size
+
+
+def test_interleaved_gives_seconds_per_call_of_the_slowest_rank():
+    def body(comm):
+        sides = {"compute": lambda tensor: comm.compute(), "nothing": lambda tensor: None}
+        return interleaved(comm, sides, torch.zeros(1), rounds=3, calls=5)
+
+    found = run_virtual(body, 4, compute=Straggler(Constant(1e-3), 2, 4.0))
+    for times in found:
+        assert times == {"compute": pytest.approx([4e-3] * 3), "nothing": pytest.approx([0.0] * 3)}
+
+
+def test_every_round_runs_every_side():
+    def body(comm):
+        order = []
+        sides = {name: lambda tensor, name=name: order.append(name) for name in "ab"}
+        interleaved(comm, sides, torch.zeros(1), rounds=3, calls=2)
+        return "".join(order)
+
+    assert run_virtual(body, 2) == ["aabb" * 3] * 2
+
+
+def test_rows_of_the_benchmark(ranks):
+    def body(comm):
+        peers = {"other": lambda tensor: comm.allreduce(tensor)}
+        return measure(comm, [4096, 65536], ["native", "ring", "direct"], repeats=3, peers=peers)
+
+    results = ranks(body, network=NETWORK)
+    assert all(rows == results[0] for rows in results)
+    rows = {(row["name"], row["bytes"]): row for row in results[0]}
+    assert [key for key in rows] == [
+        (name, n_bytes) for n_bytes in (4096, 65536) for name in ("native", "ring", "direct", "other", "copy")
+    ]
+    for (name, n_bytes), row in rows.items():
+        assert set(row) == {"name", "bytes", "ranks", "median_s", "bytes_sent", "copies"}
+        assert row["ranks"] == ranks.size
+        if name == "other":
+            assert row["bytes_sent"] is None
+        elif name == "copy":
+            assert row["bytes_sent"] == 0 and row["copies"] in (None, 1.0)
+        elif ranks.size in (1, 2, 4):
+            shares = {"native": 2, "ring": 2, "direct": 1}[name]
+            assert row["bytes_sent"] == shares * n_bytes * (ranks.size - 1) // ranks.size
+        if ranks.real:
+            assert row["median_s"] > 0 and row["copies"] == row["median_s"] / rows["copy", n_bytes]["median_s"]
+
+
+@pytest.mark.virtual
+@pytest.mark.sizes(2, 5)
+def test_virtual_times_of_the_benchmark_are_the_formulas(ranks):
+    (row, copy) = ranks(lambda comm: measure(comm, [4000], ["native"], repeats=1), network=NETWORK)[0]
+    steps = 2 * (ranks.size - 1)
+    assert row["median_s"] == pytest.approx(steps * (1e-3 + 4000 / ranks.size * 1e-9))
+    assert copy["median_s"] == 0.0 and row["copies"] is None
+
+
+@pytest.mark.virtual
+def test_the_benchmark_measures_auto(ranks, tmp_path):
+    rows = ranks(lambda comm: measure(comm, [64], ["auto"], 1, cache_dir=tmp_path), network=NETWORK)[0]
+    assert [row["name"] for row in rows] == ["auto", "copy"]
+
+
+def test_nothing_to_measure_is_no_rows(ranks):
+    assert ranks(lambda comm: measure(comm, [], ["ring"], repeats=1)) == [[]] * ranks.size
+
+
+@pytest.mark.parametrize("n_bytes", [0, 2, 6, -4])
+def test_sizes_that_are_no_float32_are_refused(n_bytes):
+    with pytest.raises(ConfigError, match=f"sizes must be positive multiples of 4 bytes .*; got {n_bytes}"):
+        run_virtual(lambda comm: measure(comm, [n_bytes], ["ring"], repeats=1), 1)
+
+
+def test_no_repeats_are_refused():
+    with pytest.raises(ConfigError, match="repeats must be at least 1; got 0"):
+        run_virtual(lambda comm: measure(comm, [4], ["ring"], repeats=0), 1)

@@ -1,0 +1,395 @@
+"""How virtual runs end (deadlocks, exceptions, Ctrl-C), and that each rank is like a process of its own."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hpcdist.comm.virtual import Constant, Jitter, Network, run_virtual
+from hpcdist.errors import DeadlineError, DeadlockError
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks():
+    """No thread, and nothing of the process's state, outlives a run."""
+    np.random.randn(1)  # numpy keeps a second number for later
+    n_threads = torch.get_num_threads()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+    yield
+    assert not [t for t in threading.enumerate() if t.name.startswith("virtual rank")]
+    assert torch.get_num_threads() == n_threads
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    np.testing.assert_equal(np.random.get_state(legacy=False), states[2])
+
+
+def here(comment: str) -> str:
+    """`file:line` of the line of this file that ends in a comment."""
+    with open(__file__) as file:
+        lines = [n for n, line in enumerate(file, 1) if line.rstrip().endswith(f"# {comment}")]
+    return f"{__file__}:{lines[0]}"
+
+
+# --- deadlocks --------------------------------------------------------------------------------------------------------
+def test_a_deadlock_tells_what_each_rank_waits_for():
+    def body(comm):
+        comm.compute()
+        half = comm.split(comm.rank % 2)
+        window = comm.window(1)
+        if comm.rank == 0:
+            comm.irecv(torch.zeros(1), 1, 7).wait()  # receives
+        elif comm.rank == 1:
+            comm.probe()  # probes
+        elif comm.rank == 3:
+            half.barrier()  # meets
+        elif comm.rank == 4:
+            window.wait(lambda e: e[0] > 0, rank=5, what="the word of rank 5")  # watches
+        elif comm.rank == 5:
+            while comm.probe(4, 3, block=False) is None:  # polls
+                pass
+
+    with pytest.raises(DeadlockError) as raised:
+        run_virtual(body, 6, compute=Constant(0.25))
+    assert str(raised.value).splitlines() == [
+        "no virtual rank can go on at 0.25 virtual s:",
+        f"  rank 0 waits since 0.25 s for a message from rank 1, tag 7, at {here('receives')}",
+        f"  rank 1 waits since 0.25 s for a message from any rank, any tag, at {here('probes')}",
+        "  rank 2 has returned",
+        f"  rank 3 waits since 0.25 s for barrier: ranks 1, 5 missing, at {here('meets')}",
+        f"  rank 4 waits since 0.25 s for the word of rank 5, at {here('watches')}",
+        f"  rank 5 waits since 0.25 s for (polling) a message from rank 4, tag 3, at {here('polls')}",
+    ]
+
+
+def test_ranks_of_sub_communicators_are_named_by_their_number_in_the_run():
+    def body(comm):
+        half = comm.split(comm.rank // 2)
+        if comm.rank == 3:
+            half.irecv(torch.zeros(1), 0).wait()
+
+    with pytest.raises(DeadlockError, match="rank 3 waits since 0 s for a message from rank 2, any tag"):
+        run_virtual(body, 4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 128])
+def test_a_deadlock_of_all_is_seen_at_any_size(size):
+    with pytest.raises(DeadlockError, match=f"rank {size - 1} waits since 0 s for a message from any rank"):
+        run_virtual(lambda comm: comm.irecv(torch.zeros(1)).wait(), size)
+
+
+def test_a_deadlock_runs_finally_blocks_and_passes_by_except_blocks():
+    ended = []
+
+    def body(comm):
+        try:
+            comm.probe()
+        except Exception:
+            ended.append("wrong")
+        finally:
+            ended.append(comm.rank)
+
+    with pytest.raises(DeadlockError):
+        run_virtual(body, 3)
+    assert ended == [0, 1, 2]
+
+
+def test_a_rank_that_spins_where_nothing_takes_time_is_ended_with_its_line():
+    def body(comm):
+        lock = comm.window(1, torch.int64)
+        while lock.compare_and_swap(0, 1, 0) != 0:  # spins
+            pass
+        comm.compute()
+        lock.put(torch.zeros(1, dtype=torch.int64), 0)
+
+    with pytest.raises(DeadlockError) as raised:
+        run_virtual(body, 2, compute=Constant(0.5))
+    assert f"100000 turns without any time passing, and rank 0 goes on at 0.5 s only. Rank 1 is at {here('spins')}." in str(
+        raised.value
+    )
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "call, whom",
+    [
+        (lambda comm: comm.irecv(torch.zeros(1), 1, 2).wait(), "a message from rank 1, tag 2"),
+        (lambda comm: comm.probe(1), "a message from rank 1, any tag"),
+        (lambda comm: comm.barrier(), "barrier: rank 1 missing"),
+        (lambda comm: comm.allreduce(torch.zeros(3)), "allreduce of 3 x torch.float32: rank 1 missing"),
+    ],
+)
+def test_a_wait_past_the_deadline_is_an_error_at_that_time(call, whom):
+    times = []
+
+    def body(comm):
+        if comm.rank == 0:
+            comm.deadline_s = 2.5
+            comm.compute()
+            try:
+                call(comm)
+            finally:
+                times.append(comm.now())
+        for _ in range(9):
+            comm.compute()
+
+    with pytest.raises(DeadlineError, match=f"rank 0 waited past the deadline of 2.5 virtual s for {whom}"):
+        run_virtual(body, 2, compute=Constant(1.0))
+    assert times == [3.5]
+
+
+def test_a_deadline_that_is_kept_leaves_no_trace():
+    def body(comm):
+        comm.deadline_s = 5.0
+        window = comm.window(1)
+        if comm.rank == 0:
+            comm.compute()
+            comm.isend(torch.ones(1), 1)
+            window.put(torch.ones(1), 1)
+        else:
+            comm.irecv(torch.zeros(1)).wait()
+            window.wait(lambda e: e[0] > 0)
+        comm.barrier()
+        return comm.now()
+
+    assert run_virtual(body, 2, compute=Constant(1.0)) == [1.0, 1.0]
+
+
+def test_a_rank_that_catches_its_deadline_goes_on():
+    def body(comm):
+        window = comm.window(1)
+        if comm.rank == 0:
+            with pytest.raises(DeadlineError, match="deadline of 0.5 virtual s for a sign of rank 1"):
+                window.wait(lambda e: e[0] > 0, what="a sign of rank 1", deadline_s=0.5)
+            assert comm.now() == 0.5
+            comm.isend(torch.ones(1), 1)
+        else:
+            comm.irecv(torch.zeros(1), 0).wait()  # all wait, but a deadline is still to come: no deadlock
+        return comm.now()
+
+    assert run_virtual(body, 2) == [0.5, 0.5]
+
+
+# --- exceptions -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("size", [1, 2, 5, 128])
+@pytest.mark.parametrize("error", [ValueError, SystemExit, pytest.fail.Exception])
+def test_the_first_exception_ends_all_ranks_and_is_raised_with_its_rank(size, error):
+    failing, ended = size - 1, []
+
+    def body(comm):
+        try:
+            if comm.rank == failing:
+                raise error("the reason")
+            comm.barrier()
+        finally:
+            ended.append(comm.rank)
+            comm.barrier()  # a call made on the way out ends at once
+
+    with pytest.raises(error, match="the reason") as raised:
+        run_virtual(body, size)
+    assert raised.traceback[-1].name == "body"
+    assert ended == [failing, *range(failing)]
+    if sys.version_info >= (3, 11):
+        assert raised.value.__notes__ == [f"raised on virtual rank {failing} of {size} at 0 virtual s"]
+
+
+def test_where_exceptions_have_no_notes_the_message_says_the_rank():
+    class Old(Exception):
+        @property
+        def add_note(self):
+            raise AttributeError
+
+    def body(comm):
+        raise Old("the reason")
+
+    with pytest.raises(Old, match="raised on virtual rank 0 of 1 at 0 virtual s: the reason"):
+        run_virtual(body, 1)
+
+
+def test_ranks_that_have_not_begun_never_begin():
+    begun = []
+
+    def body(comm):
+        begun.append(comm.rank)
+        raise KeyError(comm.rank)
+
+    with pytest.raises(KeyError, match="0"):
+        run_virtual(body, 4)
+    assert begun == [0]
+
+
+def test_errors_on_the_way_out_do_not_hide_the_first():
+    def body(comm):
+        try:
+            comm.barrier()
+            if comm.rank == 1:
+                raise ValueError("first")
+            comm.barrier()
+        finally:
+            if comm.rank != 1:
+                raise RuntimeError("second")
+
+    with pytest.raises(ValueError, match="first"):
+        run_virtual(body, 3)
+
+
+def test_an_exception_can_be_caught_where_it_is_raised():
+    def body(comm):
+        try:
+            raise ValueError
+        except ValueError:
+            comm.barrier()
+        return comm.rank
+
+    assert run_virtual(body, 3) == [0, 1, 2]
+
+
+def test_ctrl_c_ends_all_ranks():
+    ended = []
+
+    def body(comm):
+        try:
+            while True:
+                comm.compute()
+                if comm.rank == 1 and comm.now() > 10:
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        finally:
+            ended.append(comm.rank)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_virtual(body, 3, compute=Constant(1.0))
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_a_run_can_follow_a_failed_one():
+    with pytest.raises(DeadlockError):
+        run_virtual(lambda comm: comm.probe(), 2)
+    assert run_virtual(lambda comm: comm.rank, 2) == [0, 1]
+
+
+# --- each rank is like a process of its own ---------------------------------------------------------------------------
+def draw() -> list:
+    odd = np.random.randn(1).tolist()  # an odd number, so that numpy keeps one for later
+    return [torch.rand(3).tolist(), torch.randn(17).tolist(), random.random(), random.gauss(0, 1), odd]
+
+
+@pytest.mark.parametrize("size", [2, 3, 16])
+def test_random_numbers_do_not_depend_on_the_other_ranks(size):
+    together = run_virtual(lambda comm: [(draw(), comm.compute())[0] for _ in range(7)], size, seed=5)
+    in_one_go = run_virtual(lambda comm: [draw() for _ in range(7)], size, seed=5)
+    assert together == in_one_go
+    assert all(a != b for a, b in zip(together, together[1:]))
+
+
+def test_seeds_set_by_the_body_are_its_own():
+    def seed_and_draw(comm, rank):
+        comm.compute()
+        torch.manual_seed(rank), np.random.seed(rank), random.seed(rank)
+        comm.compute()
+        first = draw()
+        comm.compute()
+        return [first, draw()]
+
+    together = run_virtual(lambda comm: seed_and_draw(comm, comm.rank), 4, compute=Jitter(1.0, 0.5))
+    alone = [run_virtual(lambda comm, rank=rank: seed_and_draw(comm, rank), 1, seed=9)[0] for rank in range(4)]
+    assert together == alone
+
+
+def test_a_generator_that_the_body_puts_into_numpy_is_its_own():
+    def body(comm):
+        if comm.rank == 0:
+            np.random.set_bit_generator(np.random.PCG64(3))
+        drawn = []
+        for _ in range(3):
+            comm.compute()
+            drawn.append(np.random.randn(1).item())
+        return drawn
+
+    expected = np.random.RandomState(np.random.PCG64(3)).randn(3).tolist()
+    first, second = run_virtual(body, 2)
+    assert first == expected and second != expected
+
+
+def test_torch_computes_with_one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert run_virtual(lambda comm: torch.get_num_threads(), 2) == [1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_grad_mode_is_a_ranks_own():
+    def body(comm):
+        with torch.set_grad_enabled(comm.rank % 2 == 0):
+            for _ in range(3):
+                comm.barrier()
+                assert torch.is_grad_enabled() == (comm.rank % 2 == 0)
+        return torch.is_grad_enabled()
+
+    with torch.no_grad():
+        assert run_virtual(body, 4) == [True] * 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 16])
+def test_ranks_switch_inside_the_backward_pass(size):
+    """Gradients reduced in hooks equal those of one process with all the data."""
+    inputs = torch.randn(size, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def net():
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+    def body(comm):
+        model, order = net(), []
+        for name, parameter in model.named_parameters():
+
+            def reduce(parameter, name=name):
+                order.append((name, threading.current_thread().name))
+                comm.compute()
+                comm.allreduce(parameter.grad.view(-1))
+
+            parameter.register_post_accumulate_grad_hook(reduce)
+        for _ in range(2):
+            model.zero_grad()
+            model(inputs[comm.rank]).square().sum().backward()
+        assert {thread for _, thread in order} == {f"virtual rank {comm.rank}"} and len(order) == 8
+        return [p.grad for p in model.parameters()]
+
+    serial = net()
+    serial(inputs.flatten(0, 1)).square().sum().backward()
+    for grads in run_virtual(body, size, network=Network(1e-6, 1e9), compute=Jitter(1.0, 0.3)):
+        for ours, theirs in zip(grads, serial.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_inference_tensors_can_be_sent_and_received_among_ranks_in_other_modes():
+    def body(comm):
+        with torch.inference_mode(comm.rank % 2 == 0):
+            window = comm.window(3)
+            mine, other = torch.full((3,), float(comm.rank)), torch.zeros(3)
+            peer = (comm.rank + 1) % comm.size
+            comm.sendrecv(mine, peer, other, (comm.rank - 1) % comm.size)
+            comm.allreduce(mine)
+            comm.broadcast(mine)
+            for _ in range(comm.rank + 1):
+                comm.compute()
+            window.put(mine, peer)
+            window.accumulate(mine, peer)
+            window.get(other, peer)
+            attached = comm.attach(mine)
+            attached.put(other, peer)
+            comm.barrier()
+        window.local.add_(1)
+        return mine.tolist(), other.tolist(), window.local.tolist()
+
+    results = run_virtual(body, 4, network=Network(1e-3, 1e3), compute=Constant(1e-3))
+    assert results == [([12.0] * 3, [12.0] * 3, [13.0] * 3)] * 4

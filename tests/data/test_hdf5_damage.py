@@ -1,0 +1,257 @@
+"""Data files that are missing, damaged or of another kind: each is refused with what is wrong and what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import h5py
+import numpy as np
+import pytest
+from hdf5_layouts import CHUNK, N, contiguous, gzip, hdf5_bytes, header, sample_data, scattered, side_by_side, write_layout
+
+from hpcdist.data import HDF5Dataset, Split, create, describe
+from hpcdist.data.chunks import chunk_offsets
+from hpcdist.errors import DataError
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A good file, chunks side by side, of about 100 kB."""
+    x = np.random.default_rng(0).integers(0, 255, (200, 512)).astype(np.uint8)
+    splits = {"train": Split.of(x, np.arange(200) % 3)}
+    return create(tmp_path / "a.h5", splits, task="classification", classes=["a", "b", "c"], chunk_samples=20)
+
+
+def refused(path, match):
+    """The same error from reading and from describing, which names the file."""
+    for use in (HDF5Dataset, describe):
+        with pytest.raises(DataError, match=match) as caught:
+            use(path)
+        assert str(path) in str(caught.value)
+
+
+def change(path, edit):
+    with h5py.File(path, "r+") as file:
+        edit(file)
+
+
+def test_missing(tmp_path):
+    refused(tmp_path / "none.h5", "can't be opened .No such file or directory.. Name a file that `create` has made.")
+
+
+def test_folder(tmp_path):
+    refused(tmp_path, "can't be opened .Is a directory")
+
+
+def test_no_permission(path):
+    path.chmod(0)
+    user = os.geteuid()
+    if user == 0:  # root may read everything
+        os.seteuid(65534)
+    try:
+        refused(path, "can't be opened .Permission denied.")
+    finally:
+        os.seteuid(user)
+
+
+def test_empty(path):
+    path.write_bytes(b"")
+    refused(path, r"is not an HDF5 file \(it has 0 bytes and no HDF5 signature\). Import it again.")
+
+
+def test_bad_magic(path):
+    data = bytearray(path.read_bytes())
+    data[:8] = b"\0" * 8
+    path.write_bytes(data)
+    refused(path, f"is not an HDF5 file .it has {len(data)} bytes")
+
+
+@pytest.mark.parametrize("kept", [0.01, 0.3, 0.9, 0.999])
+def test_truncated(path, kept):
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * kept)])
+    refused(path, "is truncated or corrupt .*Import it again.")
+
+
+def test_every_truncation_is_refused(path):
+    """Never a wrong value, never a dead process."""
+    data = path.read_bytes()
+    for length in np.linspace(0, len(data) - 1, 40).astype(int):
+        path.write_bytes(data[:length])
+        with pytest.raises(DataError):
+            HDF5Dataset(path)
+
+
+@pytest.mark.parametrize("how", [contiguous, scattered, gzip], ids=lambda how: how.__name__)
+def test_any_flipped_byte_is_refused_or_harmless_for_the_process(tmp_path, how):
+    """Metadata that is damaged anywhere: a DataError, or a file whose values can be read (they have no checksum)."""
+    x, y = sample_data("float32", (2,))
+    good = write_layout(tmp_path / "good.h5", how, x, y, libver="v110").read_bytes()
+    path, outcomes = tmp_path / "bad.h5", set()
+    for place in np.random.default_rng(0).permutation(len(good))[:250]:
+        data = bytearray(good)
+        data[place] ^= 0xFF
+        path.write_bytes(data)
+        try:
+            with HDF5Dataset(path) as dataset:
+                dataset.batch(np.arange(len(dataset)))
+            outcomes.add("read")
+        except DataError:
+            outcomes.add("refused")
+    assert outcomes == {"read", "refused"}
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [(contiguous, "is corrupt .*invalid dataset size"), (side_by_side, "is truncated: train/x should reach byte")],
+)
+def test_values_beyond_the_end_of_the_file(path, how, match):
+    """A damaged address, though the file has its whole length: using a memory map there would kill the process."""
+    write_layout(path, how, *sample_data(), libver="earliest")  # without checksums of the metadata
+    with h5py.File(path) as file:
+        address = int(chunk_offsets(file["train/x"])[-1] if file["train/x"].chunks else file["train/x"].id.get_offset())
+    data = path.read_bytes()
+    assert data.count(address.to_bytes(8, "little")) == 1
+    path.write_bytes(data.replace(address.to_bytes(8, "little"), (len(data) - 10).to_bytes(8, "little")))
+    refused(path, match)
+
+
+def test_another_programs_file(path):
+    path.write_bytes(hdf5_bytes())
+    refused(path, "is HDF5 but not in hpcdist's layout")
+
+
+def test_newer_format(path):
+    change(path, lambda file: file.attrs.modify("format_version", 2))
+    refused(path, "has format version 2, this hpcdist reads 1. Update hpcdist")
+
+
+def test_unknown_task(path):
+    change(path, lambda file: file.attrs.modify("task", "cooking"))
+    refused(path, "has task 'cooking', which must be one of classification, regression")
+
+
+def test_no_classes(path):
+    change(path, lambda file: file.attrs.pop("classes"))
+    refused(path, "is for classification but names no classes")
+
+
+def test_no_split(path):
+    with pytest.raises(DataError, match="has no split 'test'. It has train."):
+        HDF5Dataset(path, "test")
+    change(path, lambda file: file.pop("train"))
+    refused(path, "has no split 'train'. It has none.")
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_missing_dataset(path, name):
+    change(path, lambda file: file["train"].pop(name))
+    refused(path, f"has no dataset train/{name}")
+
+
+def test_group_in_place_of_a_dataset(path):
+    def edit(file):
+        del file["train/x"]
+        file.create_group("train/x")
+
+    change(path, edit)
+    refused(path, "has no dataset train/x")
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "match"),
+    [
+        ("y", np.zeros(199, int), "has 200 samples in train/x but 199 in train/y: must be equal"),
+        ("x", np.array([b"text"] * 200), r"has dtype \|S4 in train/x, which must be one of uint8, "),
+        ("x", np.zeros(200, np.uint16), "has dtype uint16 in train/x, which must be one of"),
+        ("x", np.zeros(200, complex), "has dtype complex128 in train/x, which must be one of"),
+        ("y", np.zeros(200), r"has labels train/y of dtype float64 and shape \(\): must be one integer each"),
+        ("y", np.zeros((200, 2), int), r"has labels train/y of dtype int64 and shape \(2,\)"),
+        ("x", np.float32(1), r"has shape \(\) in train/x, which must be \(samples, ...\)"),
+        ("x", np.zeros((200, 0)), r"has shape \(200, 0\) in train/x"),
+        ("x", np.zeros((0, 4)), r"has shape \(0, 4\) in train/x"),
+    ],
+)
+def test_arrays_of_another_kind(path, name, values, match):
+    def edit(file):
+        del file[f"train/{name}"]
+        file[f"train/{name}"] = values
+
+    change(path, edit)
+    refused(path, match)
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        (np.nan, r"dtype float64 and shape \(\)"),
+        (np.zeros(3), r"dtype float64 and shape \(3,\)"),
+        (np.zeros((1, 512)), r"dtype float64 and shape \(1, 512\)"),
+        ("one", r"dtype <U3 and shape \(\)"),
+    ],
+)
+def test_bad_scale(path, value, got):
+    change(path, lambda file: file["train/x"].attrs.create("scale", value))
+    refused(path, rf"has a scale of {got}: must be finite numbers that broadcast against \(512,\)")
+
+
+def test_labels_that_are_no_classes(path):
+    change(path, lambda file: file["train/y"].__setitem__(3, 7))
+    with pytest.raises(DataError, match="has labels 0 to 7 in train/y but 3 classes"):
+        describe(path)
+
+
+def test_damaged_compressed_values(tmp_path):
+    x, y = sample_data()
+    path = write_layout(tmp_path / "a.h5", gzip, x, y)
+    with h5py.File(path) as file:
+        chunk = file["train/x"].id.get_chunk_info(2)
+    with open(path, "r+b") as file:
+        file.seek(chunk.byte_offset)
+        file.write(b"\xff" * chunk.size)
+    with HDF5Dataset(path) as dataset:
+        dataset.batch([0, N - 1])
+        with pytest.raises(DataError, match=rf"is corrupt in train/x\[{2 * CHUNK}:{2 * CHUNK + 2}\]"):
+            dataset.batch([2 * CHUNK + 1, 0, 2 * CHUNK])
+
+
+def test_replaced_while_in_use(path):
+    dataset = HDF5Dataset(path)
+    before = dataset.batch([0])[0]
+    replacement = Split.of(np.zeros((9, 2)), np.zeros((9, 1)))
+    create(path, {"train": replacement}, task="regression")
+    assert (dataset.batch([0])[0] == before).all()  # the memory map keeps the old file
+    dataset.close()
+    with pytest.raises(DataError, match="was changed, replaced or removed since it was opened. Make a new HDF5Dataset."):
+        dataset.batch([0])
+
+
+def test_removed_while_closed(path):
+    dataset = HDF5Dataset(path)
+    path.unlink()
+    with pytest.raises(DataError, match="was changed, replaced or removed since it was opened"):
+        dataset.batch([0])
+
+
+def test_locked_by_a_writer(path):
+    with subprocess.Popen(
+        [sys.executable, "-c", "import h5py, sys; f = h5py.File(sys.argv[1], 'r+', locking=True); print(); input()", path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as writer:
+        writer.stdout.readline()
+        refused(path, "is locked .*Wait for its writer to end, or pass locking=False.")
+        with pytest.raises(DataError, match=re.escape(str(path))):
+            HDF5Dataset(path, locking=True)
+        writer.communicate("\n")
+    HDF5Dataset(path, locking=True).close()
+
+
+def test_header_only_is_written(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        header(file)
+    refused(tmp_path / "a.h5", "has no split 'train'. It has none.")

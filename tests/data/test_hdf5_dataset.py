@@ -1,0 +1,271 @@
+"""HDF5Dataset: any indices, any layout of the bytes, any process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import threading
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from hdf5_layouts import MAPPED, READ, N, contiguous, gzip, sample_data, scattered, write_layout
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from hpcdist.data import EpochPlan, HDF5Dataset, ShardedBatchSampler, Split, create
+from hpcdist.data.chunks import chunk_offsets
+from hpcdist.data.format import DTYPES
+from hpcdist.errors import ConfigError
+
+CLASSES = [str(i) for i in range(7)]
+INDICES = st.lists(st.integers(-N, N - 1), max_size=3 * N)
+EVERY_LAYOUT = pytest.mark.parametrize("how", [*MAPPED, *READ], ids=lambda how: how.__name__)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Layout -> (its file, x, y), written once."""
+    folder, made = tmp_path_factory.mktemp("layouts"), {}
+    for how in (*MAPPED, *READ):
+        x, y = sample_data()
+        made[how] = write_layout(folder / f"{how.__name__}.h5", how, x, y), x, y
+    return made
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A file as `create` writes it: path, x, y."""
+    x, y = sample_data("uint8", (1, 4, 4))
+    path = create(tmp_path / "plain.h5", {"train": Split.of(x, y)}, task="classification", classes=CLASSES, scale=0.5)
+    return path, x, y
+
+
+def assert_equals(batch, x, y):
+    """Same values, same dtype, writable, apart from the file."""
+    np.testing.assert_array_equal(batch[0].numpy(), x)
+    np.testing.assert_array_equal(batch[1].numpy(), y)
+    assert batch[0].numpy().dtype == x.dtype.newbyteorder("=") and batch[1].dtype == torch.int64
+
+
+@EVERY_LAYOUT
+@settings(max_examples=30, deadline=None)
+@given(indices=INDICES)
+def test_batch_equals_numpys_fancy_indexing(files, how, indices):
+    path, x, y = files[how]
+    with HDF5Dataset(path) as dataset:
+        assert_equals(dataset.batch(indices), x[np.array(indices, int)], y[np.array(indices, int)])
+
+
+@EVERY_LAYOUT
+def test_which_layouts_are_mapped(files, how):
+    path, _, _ = files[how]
+    with HDF5Dataset(path) as dataset:
+        assert dataset.mapped == (how in MAPPED)
+
+
+@EVERY_LAYOUT
+def test_a_layout_is_read_the_same_without_a_memory_map(files, how):
+    path, x, y = files[how]
+    with HDF5Dataset(path, memory_map=False) as dataset:
+        assert not dataset.mapped
+        assert_equals(dataset.batch(np.arange(N)[::-1]), x[::-1], y[::-1])
+
+
+@EVERY_LAYOUT
+@pytest.mark.parametrize("index", [N, -N - 1, 10**12])
+def test_an_index_out_of_bounds_is_refused(files, how, index):
+    with HDF5Dataset(files[how][0]) as dataset, pytest.raises(IndexError, match="out of bounds"):
+        dataset.batch([0, index])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", [contiguous, scattered, gzip], ids=lambda how: how.__name__)
+def test_every_dtype(tmp_path, how, dtype):
+    x, y = sample_data(dtype, (3,))  # 3 bytes a sample in the smallest: nothing is aligned
+    with HDF5Dataset(write_layout(tmp_path / "a.h5", how, x, y)) as dataset:
+        assert dataset.x_dtype == torch.from_numpy(x).dtype and dataset.x_shape == (3,)
+        assert_equals(dataset.batch([5, 0, 52]), x[[5, 0, 52]], y[[5, 0, 52]])
+
+
+def test_values_without_dimensions(tmp_path):
+    x, y = sample_data("float64", ())
+    with HDF5Dataset(write_layout(tmp_path / "a.h5", scattered, x, y)) as dataset:
+        assert_equals(dataset.batch([1, 52, 1]), x[[1, 52, 1]], y[[1, 52, 1]])
+
+
+def test_a_user_block_is_no_obstacle(tmp_path):
+    x, y = sample_data()
+    with HDF5Dataset(write_layout(tmp_path / "a.h5", contiguous, x, y, userblock_size=512)) as dataset:
+        assert_equals(dataset.batch([3, 1]), x[[3, 1]], y[[3, 1]])
+
+
+@pytest.mark.parametrize(
+    "indices", [[2, 0], (2, 0), range(4), np.array([2, 0]), np.array([2, 0], np.uint8), torch.tensor([2, 0]), []]
+)
+def test_every_kind_of_index_list(plain, indices):
+    path, x, y = plain
+    chosen = np.array([int(i) for i in indices], int)
+    with HDF5Dataset(path) as dataset:
+        assert_equals(dataset.batch(indices), x[chosen] * np.float32(0.5), y[chosen])
+
+
+@pytest.mark.parametrize("indices", [[True, False], [0.5], [[1, 2]], 3, np.zeros((2, 2), int)])
+def test_other_indices_are_refused(plain, indices):
+    with HDF5Dataset(plain[0]) as dataset, pytest.raises(IndexError, match="indices must be a list of integers; got"):
+        dataset.batch(indices)
+
+
+def test_items_and_length(plain):
+    path, x, y = plain
+    with HDF5Dataset(path) as dataset:
+        assert len(dataset) == N
+        for index in (0, N - 1, -1, np.int64(3)):
+            sample, label = dataset[index]
+            assert sample.shape == (1, 4, 4) and label.shape == ()
+            np.testing.assert_array_equal(sample, x[index] * np.float32(0.5))
+            assert label == y[index]
+        assert_equals(dataset[[1, 2]], x[1:3] * np.float32(0.5), y[1:3])
+        assert [int(label) for _, label in dataset.__getitems__([4, 3])] == [4, 3]
+        assert len(list(dataset)) == N  # Python's protocol for a sequence: until IndexError
+
+
+def test_a_batch_is_writable_and_apart_from_the_file(plain):
+    path, x, _ = plain
+    before = path.read_bytes()
+    with HDF5Dataset(path) as dataset:
+        dataset.batch([0])[0].fill_(9)
+        dataset.batch([0])[1].fill_(9)
+        np.testing.assert_array_equal(dataset[0][0], x[0] * np.float32(0.5))
+    assert path.read_bytes() == before
+
+
+def test_what_the_header_says(plain):
+    path, _, _ = plain
+    with HDF5Dataset(path) as dataset:
+        assert (dataset.task, dataset.classes, dataset.notes) == ("classification", tuple(CLASSES), {})
+        assert (dataset.x_shape, dataset.x_dtype, dataset.y_shape, dataset.y_dtype) == (
+            *((1, 4, 4), torch.float32),
+            *((), torch.int64),
+        )
+
+
+@pytest.mark.parametrize(
+    ("stored", "scale", "offset", "loaded"),
+    [
+        ("uint8", 1 / 255, None, torch.float32),
+        ("uint8", None, -1, torch.float32),
+        ("int16", np.array([[1.0], [2.0], [3.0]]), np.arange(5.0), torch.float32),
+        ("float64", 2.0, 1.0, torch.float64),
+        ("float32", 2.0, None, torch.float32),
+        ("uint8", None, None, torch.uint8),
+    ],
+)
+def test_scale_and_offset(tmp_path, stored, scale, offset, loaded):
+    x, y = sample_data(stored)
+    options = {"task": "classification", "classes": CLASSES, "scale": scale, "offset": offset}
+    with HDF5Dataset(create(tmp_path / "a.h5", {"train": Split.of(x, y)}, **options)) as dataset:
+        assert dataset.x_dtype == loaded
+        got, _ = dataset.batch([7, 0])
+        expected = x[[7, 0]] * (1.0 if scale is None else scale) + (0.0 if offset is None else offset)
+        assert got.dtype == loaded
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_close_and_use_again(files):
+    for how in (contiguous, gzip):
+        path, x, _ = files[how]
+        dataset = HDF5Dataset(path)
+        first = dataset.batch([1, 2])[0]
+        dataset.close()
+        dataset.close()
+        assert torch.equal(dataset.batch([1, 2])[0], first)
+        dataset.close()
+
+
+def test_a_mapped_file_is_not_held_open_by_hdf5(plain):
+    dataset = HDF5Dataset(plain[0], locking=True)
+    dataset.batch([0])
+    with h5py.File(plain[0], "r+", locking=True):  # would be refused while another handle has the lock
+        pass
+
+
+@pytest.mark.parametrize("locking", [True, False, "best-effort", None])
+def test_every_kind_of_locking(files, locking):
+    with HDF5Dataset(files[gzip][0], locking=locking) as dataset:
+        assert len(dataset.batch([0, 1])[0]) == 2
+
+
+def test_an_unknown_kind_of_locking_is_refused(plain):
+    with pytest.raises(ConfigError, match="locking must be one of True, False, 'best-effort', None; got 'yes'."):
+        HDF5Dataset(plain[0], locking="yes")
+
+
+@pytest.mark.parametrize("how", [contiguous, scattered, gzip], ids=lambda how: how.__name__)
+def test_pickled_before_and_after_use(files, how):
+    path, x, y = files[how]
+    dataset = HDF5Dataset(path)
+    for _ in range(2):
+        with pickle.loads(pickle.dumps(dataset)) as copy:
+            assert_equals(copy.batch([3, 3, 1]), x[[3, 3, 1]], y[[3, 3, 1]])
+        dataset.batch([0])
+    dataset.close()
+
+
+@pytest.mark.parametrize("how", [contiguous, gzip], ids=lambda how: how.__name__)
+def test_threads_share_a_dataset(files, how):
+    path, x, _ = files[how]
+    wrong = []
+    with HDF5Dataset(path) as dataset:
+
+        def read(seed):
+            for _ in range(50):
+                indices = np.random.default_rng(seed).integers(0, N, 10)
+                if not np.array_equal(dataset.batch(indices)[0], x[indices]):
+                    wrong.append(seed)
+
+        threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert not wrong
+
+
+@pytest.mark.parametrize(("context", "how"), [("fork", contiguous), ("fork", gzip), ("spawn", gzip)])
+def test_dataloader_with_two_workers(files, context, how):
+    path, x, y = files[how]
+    plan = EpochPlan(N, 2, 8, seed=3)
+    with HDF5Dataset(path) as dataset:
+        dataset.batch([0])  # open in this process already
+        loader = DataLoader(
+            dataset,
+            batch_sampler=ShardedBatchSampler(plan, 1),
+            num_workers=2,
+            multiprocessing_context=multiprocessing.get_context(context),
+        )
+        batches = list(loader)
+        assert len(batches) == plan.steps
+        for step, batch in enumerate(batches):
+            indices = plan.indices(step, 1)
+            assert_equals(batch, x[indices], y[indices])
+        assert_equals(dataset.batch([1]), x[[1]], y[[1]])
+
+
+def test_dataloader_that_fetches_whole_batches(files):
+    path, x, y = files[contiguous]
+    plan = EpochPlan(N, 1, 8)
+    with HDF5Dataset(path) as dataset:
+        loader = DataLoader(dataset, sampler=ShardedBatchSampler(plan), batch_size=None)
+        for step, batch in enumerate(loader):
+            assert_equals(batch, x[plan.indices(step, 0)], y[plan.indices(step, 0)])
+        assert step == plan.steps - 1
+
+
+def test_what_create_writes_is_one_array_in_the_file(tmp_path):
+    """The fast way: all chunks side by side, so that one `take` serves."""
+    x = np.arange(3000 * 300, dtype=np.uint16).view(np.int16).reshape(3000, 300)
+    path = create(tmp_path / "a.h5", {"train": Split.of(x, np.zeros((3000, 1)))}, task="regression")
+    with h5py.File(path) as file:
+        offsets = chunk_offsets(file["train/x"])
+        assert len(offsets) > 3 and set(np.diff(offsets)) == {file["train/x"].chunks[0] * 600}

@@ -1,0 +1,359 @@
+"""The importers on small files in the true formats, whole and damaged."""
+
+from __future__ import annotations
+
+import gzip
+import inspect
+import struct
+from pathlib import Path
+from typing import get_type_hints
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from hpcdist.data import HDF5Dataset, describe, importers
+from hpcdist.data.importers import _common
+from hpcdist.errors import ConfigError, DataError, UnknownNameError
+
+RNG = np.random.default_rng(0)
+
+
+def everything(path: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """All samples of a split as loaded, in the order of the file."""
+    with HDF5Dataset(path, split) as dataset:
+        x, y = dataset.batch(range(len(dataset)))
+        return x.numpy(), y.numpy()
+
+
+# --- the catalogue ------------------------------------------------------------------------------------------------
+def test_every_module_is_an_importer():
+    modules = [path.stem for path in Path(importers.__file__).parent.glob("[!_]*.py")]
+    assert importers.available() == sorted(modules) and {"digits", "mnist", "cifar10", "images", "table"} <= {*modules}
+
+
+@pytest.mark.parametrize("name", importers.available())
+def test_options_have_a_type_a_default_and_a_description(name):
+    convert = importers.load(name)
+    source, destination, *options = inspect.signature(convert).parameters.values()
+    hints = get_type_hints(convert)
+    assert (source.name, destination.name) == ("source", "destination") and hints["return"] is Path
+    for option in options:
+        assert option.kind is option.KEYWORD_ONLY and option.default is not option.empty
+        assert hints[option.name] in (int, float, str, str | None)
+        assert f"{option.name}" in convert.__doc__.split("Args:")[1]
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(UnknownNameError, match="importer must be one of cifar10, digits, .*; got 'cats'."):
+        importers.load("cats")
+    with pytest.raises(UnknownNameError, match="got '_common'."):
+        importers.load("_common")
+
+
+# --- splitting ----------------------------------------------------------------------------------------------------
+def test_split_is_whole_even_per_class_and_drawn_from_the_seed():
+    labels = np.repeat([0, 1, 2], [50, 100, 30])
+    train, test = _common.split_indices(180, 0.2, 3, labels)
+    assert np.sort(np.concatenate([train, test])).tolist() == list(range(180))
+    assert np.bincount(labels[test]).tolist() == [10, 20, 6]
+    assert (_common.split_indices(180, 0.2, 3, labels)[1] == test).all()
+    assert (_common.split_indices(180, 0.2, 4, labels)[1] != test).any()
+    assert [len(part) for part in _common.split_indices(5, 0, 0)] == [5, 0]
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
+def test_a_bad_fraction_is_refused(fraction):
+    with pytest.raises(ConfigError, match=f"test_fraction must be at least 0 and below 1; got {fraction}."):
+        _common.split_indices(10, fraction, 0)
+
+
+@pytest.mark.parametrize(("samples", "labels"), [(1, None), (3, [0, 0, 1])])
+def test_too_few_samples_to_split(samples, labels):
+    with pytest.raises(DataError, match=f"{samples} samples can't be split with test_fraction 0.5 .* Take another"):
+        _common.split_indices(samples, 0.5, 0, labels)
+
+
+# --- digits -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_digits(tmp_path, compression):
+    path = importers.load("digits")(None, tmp_path / "a.h5", seed=1, compression=compression)
+    (train_x, train_y), (test_x, test_y) = everything(path, "train"), everything(path, "test")
+    assert train_x.shape == (1437, 1, 8, 8) and test_x.shape == (360, 1, 8, 8)
+    assert train_x.dtype == np.float32 and train_x.min() == 0 and train_x.max() == 1 and train_y.dtype == np.int64
+    assert np.abs(np.bincount(test_y) / np.bincount(train_y) - 0.25).max() < 0.02
+    original = load_digits()
+    found = np.concatenate([np.column_stack([x.reshape(len(x), 64) * 16, y]) for x, y in
+                            ((train_x, train_y), (test_x, test_y))])  # fmt: skip
+    expected = np.column_stack([original.data, original.target])
+    np.testing.assert_array_equal(found[np.lexsort(found.T)], expected[np.lexsort(expected.T)])
+    assert describe(path)["splits"]["train"]["x"]["dtype"] == "uint8"
+    assert describe(path)["classes"] == list("0123456789")
+
+
+def test_digits_without_test_split_and_with_another_seed(tmp_path):
+    convert = importers.load("digits")
+    assert list(describe(convert("sklearn", tmp_path / "a.h5", test_fraction=0))["splits"]) == ["train"]
+    a, b, c = (everything(convert(None, tmp_path / "b.h5", seed=seed), "test")[0] for seed in (0, 1, 0))
+    assert (a == c).all() and (a != b).any()
+
+
+def test_digits_have_no_other_source(tmp_path):
+    with pytest.raises(ConfigError, match="source must be 'sklearn': these data come with scikit-learn; got '/data'."):
+        importers.load("digits")(Path("/data"), tmp_path / "a.h5")
+
+
+# --- MNIST --------------------------------------------------------------------------------------------------------
+def idx(values: np.ndarray, kind: int = 0x08) -> bytes:
+    return struct.pack(f">HBB{values.ndim}I", 0, kind, values.ndim, *values.shape) + values.tobytes()
+
+
+@pytest.fixture
+def mnist(tmp_path):
+    """A folder with the four files, and what is in them. More images to train on than are read at once."""
+    arrays = {}
+    for prefix, n in (("train", 5000), ("t10k", 30)):
+        arrays[prefix] = RNG.integers(0, 256, (n, 31, 30), np.uint8), RNG.integers(0, 10, n, np.uint8)
+        for kind, values in zip(("images-idx3", "labels-idx1"), arrays[prefix]):
+            (tmp_path / f"{prefix}-{kind}-ubyte").write_bytes(idx(values))
+    return tmp_path, arrays
+
+
+def assert_is_mnist(path, arrays):
+    for split, prefix in (("train", "train"), ("test", "t10k")):
+        x, y = everything(path, split)
+        np.testing.assert_array_equal(x, arrays[prefix][0][:, None] * np.float32(1 / 255))
+        np.testing.assert_array_equal(y, arrays[prefix][1])
+        assert y.dtype == np.int64
+
+
+def test_mnist(mnist):
+    folder, arrays = mnist
+    assert_is_mnist(importers.load("mnist")(folder, folder / "a.h5"), arrays)
+
+
+def test_mnist_gzipped_and_with_dots(mnist):
+    folder, arrays = mnist
+    for path in folder.glob("t10k-*"):
+        path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    for path in folder.glob("train-*"):
+        path.rename(path.with_name(path.name.replace("-idx", ".idx")))
+    classes = "top,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,boot"
+    path = importers.load("mnist")(folder, folder / "a.h5", classes=classes, compression="lzf")
+    assert_is_mnist(path, arrays)
+    assert describe(path)["classes"] == classes.split(",")
+
+
+def spoil_mnist(folder, how):
+    images, labels = folder / "train-images-idx3-ubyte", folder / "train-labels-idx1-ubyte"
+    data = images.read_bytes()
+    if how == "missing":
+        images.unlink()
+    elif how == "magic":
+        images.write_bytes(labels.read_bytes())
+    elif how == "floats":
+        images.write_bytes(idx(np.zeros((4, 2, 2), ">f4"), 0x0D))
+    elif how == "truncated":
+        images.write_bytes(data[:-7])
+    elif how == "no dimensions":
+        images.write_bytes(data[:9])
+    elif how == "zero":
+        images.write_bytes(idx(np.zeros((5000, 0, 4), np.uint8)))
+    elif how == "huge":
+        images.write_bytes(struct.pack(">HBB3I", 0, 8, 3, 2**32 - 1, 2**32 - 1, 2**32 - 1) + b"\0" * 100)
+    elif how == "longer":
+        images.write_bytes(data + b"\0")
+    elif how == "labels longer":
+        labels.write_bytes(labels.read_bytes() + b"\0")
+    elif how == "fewer labels":
+        labels.write_bytes(idx(np.zeros(4999, np.uint8)))
+    elif how == "unknown label":
+        labels.write_bytes(idx(np.full(5000, 10, np.uint8)))
+    else:
+        packed = gzip.compress(data)
+        images.unlink()
+        spoilt = {"gz cut": packed[:-20], "no gz": data, "gz flipped": packed[:50] + b"\xff" * 50 + packed[100:]}
+        images.with_name(images.name + ".gz").write_bytes(spoilt[how])
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ("missing", "must have one of the files train-images-idx3-ubyte, .*; it has none. Download it again."),
+        ("magic", r"must begin with the IDX magic number 00000803 .*; got 00000801. Download it again."),
+        ("floats", r"must begin with the IDX magic number 00000803 \(unsigned bytes, 3 dimensions\); got 00000d03."),
+        ("truncated", "is truncated: 7 bytes are missing."),
+        ("no dimensions", "is truncated: 7 bytes are missing."),
+        ("zero", r"must have at least 1 sample, and rows and columns in 1\.\.4096; got \(5000, 0, 4\)."),
+        ("huge", r"rows and columns in 1\.\.4096; got \(4294967295, 4294967295, 4294967295\)."),
+        ("longer", "images-idx3-ubyte must end after 5000 samples but goes on."),
+        ("labels longer", "labels-idx1-ubyte must end after 5000 samples but goes on."),
+        ("fewer labels", "has 5000 images but .* has 4999 labels. Take both from the same release."),
+        ("unknown label", r"train/y must be labels, one integer in 0\.\.9 per sample; got .* 10 to 10."),
+        ("gz cut", "must be a whole gzip file .*. Download it again."),
+        ("no gz", "must be a whole gzip file .*. Download it again."),
+        ("gz flipped", "must be a whole gzip file .*. Download it again."),
+    ],
+)
+def test_damaged_mnist(mnist, how, match):
+    folder, _ = mnist
+    spoil_mnist(folder, how)
+    with pytest.raises(DataError, match=match):
+        importers.load("mnist")(folder, folder / "out" / "a.h5")
+    assert not [*folder.glob("out/*"), *folder.glob("out/.*")]
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "images"])
+def test_source_must_be_a_folder(tmp_path, name):
+    (tmp_path / "file").touch()
+    for source, what in ((tmp_path / "none", "does not exist"), (tmp_path / "file", "is a file")):
+        with pytest.raises(DataError, match=f"{source} must be a folder; it {what}."):
+            importers.load(name)(source, tmp_path / "a.h5")
+
+
+# --- CIFAR-10 -----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def cifar10(tmp_path):
+    """Two files to train on, one of them with more records than are read at once, and one to test on."""
+    arrays = {}
+    for name, n in (("data_batch_1", 1500), ("data_batch_2", 10), ("test_batch", 20)):
+        arrays[name] = RNG.integers(0, 256, (n, 3, 32, 32), np.uint8), RNG.integers(0, 10, n, np.uint8)
+        x, y = arrays[name]
+        (tmp_path / f"{name}.bin").write_bytes(np.column_stack([y, x.reshape(n, -1)]).tobytes())
+    return tmp_path, arrays
+
+
+def test_cifar10(cifar10):
+    folder, arrays = cifar10
+    path = importers.load("cifar10")(folder, folder / "a.h5")
+    for split, names in (("train", ("data_batch_1", "data_batch_2")), ("test", ("test_batch",))):
+        x, y = everything(path, split)
+        np.testing.assert_array_equal(x, np.concatenate([arrays[n][0] for n in names]) * np.float32(1 / 255))
+        np.testing.assert_array_equal(y, np.concatenate([arrays[n][1] for n in names]))
+    assert describe(path)["classes"][3] == "cat"
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "match"),
+    [
+        ("data_batch_1.bin", lambda data: data[:-1], "data_batch_1.bin must have a whole number of records of 3073"),
+        ("test_batch.bin", lambda data: b"", "test_batch.bin must have .* at least 1; got 0 bytes. Unpack cifar-10"),
+        ("data_batch_2.bin", lambda data: b"\x0a" + data[1:], r"data_batch_2.bin must have labels in 0\.\.9; got 10."),
+        ("test_batch.bin", None, "must have the file test_batch.bin; it has none. Unpack cifar-10-binary.tar.gz"),
+        ("data_batch_*.bin", None, r"must have the file data_batch_\*.bin; it has none."),
+    ],
+)
+def test_damaged_cifar10(cifar10, name, edit, match):
+    folder, _ = cifar10
+    for path in folder.glob(name):
+        path.write_bytes(edit(path.read_bytes())) if edit else path.unlink()
+    with pytest.raises(DataError, match=match):
+        importers.load("cifar10")(folder, folder / "out" / "a.h5")
+    assert not [*folder.glob("out/*"), *folder.glob("out/.*")]
+
+
+# --- folders of images --------------------------------------------------------------------------------------------
+def paint(path: Path, color, size=(9, 7), mode: str = "RGB", **options) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, color).save(path, **options)
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Ten red "a" and twenty blue "b", of several formats and sizes."""
+    for name, color, n in (("b", (0, 0, 255), 20), ("a", (255, 0, 0), 10)):
+        for i in range(n):
+            paint(tmp_path / "images" / name / f"{i}{('.png', '.bmp', '.PNG')[i % 3]}", color, (5 + i, 30 - i))
+    (tmp_path / "images" / ".hidden").write_text("left out")
+    (tmp_path / "images" / "a" / ".DS_Store").write_text("left out")
+    return tmp_path / "images"
+
+
+def test_images(images, tmp_path):
+    path = importers.load("images")(images, tmp_path / "a.h5", height=6, width=4, test_fraction=0.3)
+    for split, counts in (("train", [7, 14]), ("test", [3, 6])):
+        x, y = everything(path, split)
+        assert x.shape == (sum(counts), 3, 6, 4) and x.dtype == np.float32 and np.bincount(y).tolist() == counts
+        red, blue = (np.array(color, np.float32).reshape(3, 1, 1) for color in ((1, 0, 0), (0, 0, 1)))
+        np.testing.assert_allclose(x[y == 0], np.broadcast_to(red, x[y == 0].shape))
+        np.testing.assert_allclose(x[y == 1], np.broadcast_to(blue, x[y == 1].shape))
+    assert describe(path)["classes"] == ["a", "b"]
+
+
+def test_images_keep_their_pixels_where_the_size_is_right(tmp_path):
+    pixels = RNG.integers(0, 256, (6, 5, 3), np.uint8)
+    for i in range(2):
+        (tmp_path / "in/only").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / f"in/only/{i}.png")
+    path = importers.load("images")(tmp_path / "in", tmp_path / "a.h5", height=6, width=5, test_fraction=0)
+    np.testing.assert_allclose(everything(path, "train")[0][1] * 255, pixels.transpose(2, 0, 1), rtol=1e-6)
+
+
+def test_images_turned_by_the_camera_stand_upright(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees
+    picture = Image.new("L", (2, 1))
+    picture.putdata([0, 255])
+    (tmp_path / "in/only").mkdir(parents=True)
+    picture.save(tmp_path / "in/only/a.png", exif=exif)
+    path = importers.load("images")(tmp_path / "in", tmp_path / "a.h5", height=2, width=1, mode="L", test_fraction=0)
+    assert everything(path, "train")[0].tolist() == [[[[0.0], [1.0]]]]
+
+
+def test_images_with_their_own_test_folder_in_grey(images, tmp_path):
+    source = tmp_path / "both"
+    source.mkdir()
+    images.rename(source / "train")
+    for name in "ab":
+        paint(source / "test" / name / "x.jpg", 128, mode="L")
+    path = importers.load("images")(source, tmp_path / "a.h5", height=2, width=2, mode="L")
+    assert everything(path, "train")[0].shape == (30, 1, 2, 2)
+    np.testing.assert_allclose(everything(path, "test")[0], 128 / 255, atol=0.01)
+    assert everything(path, "test")[1].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "match"),
+    [
+        ("a/3.png", lambda path: path.write_bytes(path.read_bytes()[:-30]), "a/3.png can't be read as an image .*trunc"),
+        ("a/0.png", lambda path: path.write_bytes(b"no image"), "a/0.png can't be read as an image .cannot identify"),
+        ("a/0.png", lambda path: path.write_bytes(b""), "a/0.png can't be read as an image .*Replace or remove it."),
+        ("a/notes.txt", lambda path: path.write_text("x"), "notes.txt must be an image in a format that Pillow knows."),
+        ("readme", lambda path: path.write_text("x"), "must have nothing but the folders a, b; got readme."),
+        ("c", lambda path: path.mkdir(), "images/c must have at least 1 image; got none. Add some, or remove the class."),
+        ("c/0.png", lambda path: paint(path, 0), "31 samples can't be split .*least populated class"),
+    ],
+)
+def test_damaged_images(images, tmp_path, name, edit, match):
+    edit(images / name)
+    with pytest.raises(DataError, match=match):
+        importers.load("images")(images, tmp_path / "out" / "a.h5")
+    assert not [*tmp_path.glob("out/*"), *tmp_path.glob("out/.*")]
+
+
+def test_images_without_classes(tmp_path):
+    with pytest.raises(DataError, match="must have one folder per class; it has none."):
+        importers.load("images")(tmp_path, tmp_path / "a.h5")
+
+
+def test_test_folder_with_an_unknown_class(images, tmp_path):
+    source = tmp_path / "both"
+    source.mkdir()
+    images.rename(source / "train")
+    paint(source / "test" / "c" / "x.png", (0, 0, 0))
+    with pytest.raises(DataError, match="test must have nothing but the folders a, b; got c."):
+        importers.load("images")(source, tmp_path / "a.h5")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"mode": "CMYK"}, "mode must be one of RGB, L; got 'CMYK'."),
+        ({"height": 0}, "height and width must be at least 1; got 0 and 64."),
+    ],
+)
+def test_bad_image_options(tmp_path, options, match):
+    with pytest.raises(ConfigError, match=match):
+        importers.load("images")(tmp_path, tmp_path / "a.h5", **options)

@@ -1,0 +1,197 @@
+"""The importer of regression tables: CSV, .npy and .npz."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpcdist.data import HDF5Dataset, importers
+from hpcdist.errors import ConfigError, DataError
+
+VALUES = np.random.default_rng(0).normal(3, 2, (50, 4))
+NAMES = ["length", "a width", "height", "price"]
+convert = importers.load("table")
+
+
+@pytest.fixture
+def csv(tmp_path):
+    np.savetxt(tmp_path / "a.csv", VALUES, fmt="%.17g", delimiter=",", header=",".join(NAMES), comments="")
+    return tmp_path / "a.csv"
+
+
+def everything(path, split="train"):
+    with HDF5Dataset(path, split) as dataset:
+        assert dataset.task == "regression"
+        return *(tensor.numpy() for tensor in dataset.batch(range(len(dataset)))), dataset.notes
+
+
+def save(path, **arrays):
+    np.savez(path, **arrays)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["csv", "npy", "npz"])
+def test_last_column_is_the_target(tmp_path, csv, suffix):
+    source = tmp_path / f"a.{suffix}"
+    if suffix != "csv":
+        {"npy": np.save, "npz": np.savez}[suffix](source, VALUES)
+    path = convert(source, tmp_path / "a.h5", test_fraction=0, dtype="float64")
+    x, y, notes = everything(path)
+    np.testing.assert_array_equal(x, VALUES[:, :3])
+    np.testing.assert_array_equal(y, VALUES[:, 3:])
+    assert notes["features"] == (NAMES[:3] if suffix == "csv" else ["0", "1", "2"])
+    assert notes["targets"] == (NAMES[3:] if suffix == "csv" else ["3"])
+
+
+def test_chosen_targets_and_float32(csv, tmp_path):
+    x, y, notes = everything(convert(csv, tmp_path / "a.h5", target="price,length", test_fraction=0))
+    np.testing.assert_array_equal(x, VALUES[:, [1, 2]].astype(np.float32))
+    np.testing.assert_array_equal(y, VALUES[:, [3, 0]].astype(np.float32))
+    assert x.dtype == y.dtype == np.float32 and notes["targets"] == ["price", "length"]
+
+
+@pytest.mark.parametrize("shape", [(50,), (50, 1), (50, 2)])
+def test_arrays_x_and_y(tmp_path, shape):
+    target = np.arange(np.prod(shape)).reshape(shape)
+    path = convert(save(tmp_path / "a.npz", x=VALUES, y=target), tmp_path / "a.h5", test_fraction=0, dtype="float64")
+    x, y, notes = everything(path)
+    np.testing.assert_array_equal(x, VALUES)
+    np.testing.assert_array_equal(y, target.reshape(50, -1))
+    assert notes["features"] == ["x0", "x1", "x2", "x3"] and len(notes["targets"]) == y.shape[1]
+
+
+def test_other_delimiter_quotes_and_byte_order_mark(tmp_path):
+    (tmp_path / "a.csv").write_text('"a; b";c#\r\n"1.5";2\r\n-3e2;4\r\n', encoding="utf-8-sig", newline="")
+    x, y, notes = everything(convert(tmp_path / "a.csv", tmp_path / "a.h5", delimiter=";", test_fraction=0))
+    assert x.tolist() == [[1.5], [-300.0]] and y.tolist() == [[2.0], [4.0]]
+    assert notes["features"] == ["a; b"] and notes["targets"] == ["c#"]
+
+
+def test_split_is_exact_and_drawn_from_the_seed(csv, tmp_path):
+    def rows(seed):
+        path = convert(csv, tmp_path / "a.h5", test_fraction=0.3, seed=seed, dtype="float64")
+        return [np.column_stack(everything(path, split)[:2]) for split in ("train", "test")]
+
+    train, test = rows(0)
+    assert len(test) == 15
+    together = np.concatenate([train, test])
+    np.testing.assert_array_equal(together[np.argsort(together[:, 0])], VALUES[np.argsort(VALUES[:, 0])])
+    np.testing.assert_array_equal(rows(0)[1], test)
+    assert (rows(1)[1] != test).any()
+
+
+@pytest.mark.parametrize("standardise", ["none", "features", "all"])
+def test_standardised_by_the_training_samples_alone(tmp_path, standardise):
+    values = VALUES.copy()
+    values[:, 1] = 7.0  # constant
+    np.save(tmp_path / "a.npy", values)
+    options = {"test_fraction": 0.4, "dtype": "float64"}
+    raw = convert(tmp_path / "a.npy", tmp_path / "raw.h5", **options)
+    path = convert(tmp_path / "a.npy", tmp_path / "a.h5", standardise=standardise, **options)
+    for i, name in enumerate("xy"):
+        train, notes = everything(path)[i], everything(path)[2]
+        if name not in {"none": "", "features": "x", "all": "xy"}[standardise]:
+            assert f"{name}_mean" not in notes
+            np.testing.assert_array_equal(train, everything(raw)[i])
+            continue
+        np.testing.assert_allclose(train.mean(axis=0), 0, atol=1e-12)
+        np.testing.assert_allclose(train.std(axis=0), [1, 0, 1] if name == "x" else [1], atol=1e-12)
+        for split in ("train", "test"):
+            restored = everything(path, split)[i] * notes[f"{name}_std"] + notes[f"{name}_mean"]
+            np.testing.assert_allclose(restored, everything(raw, split)[i], rtol=1e-12)
+
+
+def test_standardised_in_float64_before_it_is_rounded(tmp_path):
+    values = 1e9 + VALUES  # float32 alone would lose everything but the mean
+    np.save(tmp_path / "a.npy", values)
+    x, _, _ = everything(convert(tmp_path / "a.npy", tmp_path / "a.h5", standardise="features", test_fraction=0))
+    np.testing.assert_allclose(x, (VALUES[:, :3] - VALUES[:, :3].mean(0)) / VALUES[:, :3].std(0), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("a,b\n1,2\n3,x\n", "must have numbers only, below one line of names .*'x'"),
+        ("a,b\n1,2\n3,\n", "must have numbers only, below one line of names"),
+        ("a,b\n1,2\n3\n", "must have numbers only, below one line of names .*columns"),
+        ("a,b\n#1,2\n", "must have numbers only, below one line of names .*#1"),
+        ("a,b\n", "must have a sample or more, .* got 0 samples"),
+        ("", "must have a sample or more, .* got 0 samples"),
+        ("a,b,c\n1,2\n", "one name of its own for each column; got 1 samples of 2 columns, named a, b, c."),
+        ("a,a\n1,2\n", "one name of its own for each column"),
+        ("a\n1\n", r"must have at least 1 sample of at least 2 columns; got shape \(1, 1\)."),
+        ("a,b\n1,2\nnan,2\n", "must have finite numbers only; got nan in sample 1, column a, and 0 more. Fill or remove"),
+        ("a,b\n1,inf\nnan,2\n", "must have finite numbers only; got inf in sample 0, column b, and 1 more."),
+        ("a,b\n1,1e39\n2,0\n", r"must have numbers within the range of float32; got 1e\+39."),
+    ],
+)
+def test_bad_csv(tmp_path, text, match):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(DataError, match=match):
+        convert(tmp_path / "a.csv", tmp_path / "a.h5", test_fraction=0)
+    assert not (tmp_path / "a.h5").exists()
+
+
+def test_csv_that_is_no_text(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match="must have numbers only"):
+        convert(tmp_path / "a.csv", tmp_path / "a.h5")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "match"),
+    [
+        ({"a": VALUES, "b": VALUES}, "must have one array, or two called x and y; got a, b."),
+        ({}, "must have one array, or two called x and y; got none."),
+        ({"x": VALUES, "y": VALUES[:9]}, r"must have x of shape .* got \(50, 4\) and \(9, 4\)."),
+        ({"x": VALUES[:, 0], "y": VALUES[:, 0]}, r"must have x of shape .* got \(50,\) and \(50, 1\)."),
+        ({"x": VALUES, "y": VALUES[:, :0]}, "must have x of shape"),
+        ({"x": VALUES, "y": np.full(50, np.nan)}, "must have finite numbers only; got nan in sample 0, column y0,"),
+        ({"a": VALUES[0]}, r"must have at least 1 sample of at least 2 columns; got shape \(4,\)."),
+        ({"a": VALUES * 1j}, "must have real numbers; got complex128 in a."),
+        ({"a": np.array([["x", "y"]])}, "must have real numbers; got <U1 in a."),
+        ({"a": np.array([[{}]])}, "must be a NumPy file of numbers .*pickle"),
+    ],
+)
+def test_bad_npz(tmp_path, arrays, match):
+    with pytest.raises(DataError, match=match):
+        convert(save(tmp_path / "a.npz", **arrays), tmp_path / "a.h5")
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+@pytest.mark.parametrize("kept", [0, 5, 60, 400])
+def test_truncated_numpy_files(tmp_path, suffix, kept):
+    source = tmp_path / f"a.{suffix}"
+    {"npy": np.save, "npz": np.savez}[suffix](source, VALUES)
+    source.write_bytes(source.read_bytes()[:kept])
+    with pytest.raises(DataError, match="must be a NumPy file of numbers .*Save it again."):
+        convert(source, tmp_path / "a.h5")
+
+
+def test_other_files(tmp_path):
+    with pytest.raises(DataError, match="must be a .csv, .npy or .npz file; there is no such file."):
+        convert(tmp_path / "none.csv", tmp_path / "a.h5")
+    (tmp_path / "a.xls").touch()
+    with pytest.raises(DataError, match="must end in .csv, .npy or .npz; got '.xls'."):
+        convert(tmp_path / "a.xls", tmp_path / "a.h5")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"target": "cost"}, "target must be among the columns length, a width, height, price of .*; got cost."),
+        ({"target": ",".join(NAMES)}, "target must leave at least 1 column of .* as a feature"),
+        ({"standardise": "yes"}, "standardise must be one of none, features, all; got 'yes'."),
+        ({"dtype": "int8"}, "dtype must be one of float32, float64; got 'int8'."),
+        ({"test_fraction": 1}, "test_fraction must be at least 0 and below 1; got 1."),
+    ],
+)
+def test_bad_options(csv, tmp_path, options, match):
+    with pytest.raises(ConfigError, match=match):
+        convert(csv, tmp_path / "a.h5", **options)
+
+
+def test_a_target_beside_arrays_x_and_y_is_refused(tmp_path):
+    source = save(tmp_path / "a.npz", x=VALUES, y=VALUES)
+    with pytest.raises(ConfigError, match="target must be left out where .* has arrays x and y; got 'x0'."):
+        convert(source, tmp_path / "a.h5", target="x0")

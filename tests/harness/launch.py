@@ -1,0 +1,45 @@
+"""Starting a job from a test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from subprocess import PIPE
+
+# What a launcher, or an MPI started in this process, leaves in the environment; a new job must not inherit it.
+LAUNCHER_PREFIXES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_JOB", "HYDRA_")
+SETTINGS = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def find_mpirun() -> str | None:
+    """The mpirun beside this Python, else the one on PATH."""
+    beside = Path(sys.prefix) / "bin" / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def launch(
+    size: int, arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = None, timeout_s: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python *arguments` on `size` ranks; stdout, stderr (as text) and the exit status.
+
+    Raises subprocess.TimeoutExpired, after ending the job, if it takes longer than `timeout_s`.
+    """
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    command = [find_mpirun(), "-n", str(size), sys.executable, *map(str, arguments)]
+    environment = {**inherited, **SETTINGS, **(env or {})}
+    with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True, errors="replace") as job:
+        try:
+            stdout, stderr = job.communicate(timeout=timeout_s)
+        except BaseException:
+            job.terminate()  # mpirun ends its ranks; killed, it would leave them behind
+            raise
+    return subprocess.CompletedProcess(command, job.returncode, stdout, stderr)

@@ -1,0 +1,404 @@
+"""Settings: strictness, messages, layers of sources, the job's specification, comparison between ranks."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import Field, field_validator, model_validator
+
+from hpcdist.config import (
+    JobConfig,
+    Option,
+    OptimizerConfig,
+    ScheduleConfig,
+    Settings,
+    describe,
+    differences,
+    fingerprint,
+    load,
+    optimizers,
+    schedules,
+    suggestion,
+)
+from hpcdist.errors import ConfigError, UnknownNameError
+
+
+class Inner(Settings):
+    period: int = Field(10, ge=1, description="steps between two averages")
+    bound: float = math.inf
+    betas: tuple[float, float] = (0.9, 0.999)
+    grid: tuple[tuple[int, ...], ...] | None = None
+    names: list[str] = Field(default_factory=list)
+    every: int | Literal["auto"] = "auto"
+    overlap: bool | None = None
+
+
+class Outer(Settings):
+    name: str
+    inner: Inner = Field(default_factory=Inner)
+    maybe: Inner | None = None
+    options: dict[str, int] = Field(default_factory=dict)
+    even: int = 0
+
+    @field_validator("even")
+    @classmethod
+    def _even(cls, value: int) -> int:
+        if value % 2:
+            raise ValueError(f"must be even; got {value}. Take {value + 1}.")
+        return value
+
+    @model_validator(mode="after")
+    def _together(self) -> Outer:
+        if self.name == "plain" and self.even:
+            raise ValueError("even must be 0 for the name plain.")
+        if self.name == "known":
+            raise UnknownNameError("name", self.name, ["plain"])
+        return self
+
+
+def message(**values) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Outer(**values)
+    return str(caught.value)
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+def test_a_toml_table_becomes_settings():
+    values = {"period": 3, "bound": 2, "betas": [0.5, 1], "grid": [[1, 2], []], "names": ["a"], "overlap": True}
+    inner = Outer(name="x", inner=values, options={"depth": 3}).inner
+    assert inner == Inner(
+        period=3, bound=2.0, betas=(0.5, 1.0), grid=((1, 2), ()), names=["a"], overlap=True, every="auto"
+    )
+    assert Inner.from_mapping(values) == inner
+    assert Outer(name="x", inner=inner).inner == inner
+
+
+def test_none_is_written_as_a_word_where_a_setting_may_be_none_and_is_text_elsewhere():
+    inner = Inner(grid="none", overlap="none")
+    assert inner.grid is None and inner.overlap is None
+    assert Outer(name="none", maybe="none") == Outer(name="none")
+    with pytest.raises(ConfigError, match="period must be an integer; got 'none'"):
+        Inner(period="none")
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        Inner().period = 3
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"inner": {"period": 0}},
+         "inner.period must be greater than or equal to 1; got 0. Steps between two averages (default 10)."),
+        ({"maybe": {"period": 0}},
+         "maybe.period must be greater than or equal to 1; got 0. Steps between two averages (default 10)."),
+        ({"inner": {"period": "4"}},
+         "inner.period must be an integer; got '4'. Steps between two averages (default 10)."),
+        ({"inner": {"period": True}},
+         "inner.period must be an integer; got True. Steps between two averages (default 10)."),
+        ({"inner": {"period": 4.0}},
+         "inner.period must be an integer; got 4.0. Steps between two averages (default 10)."),
+        ({"inner": {"bound": "inf"}}, "inner.bound must be a number; got 'inf'."),
+        ({"inner": {"overlap": "True"}}, "inner.overlap must be true or false; got 'True'."),
+        ({"inner": {"names": "a"}}, "inner.names must be an array; got 'a'."),
+        ({"inner": {"names": ["a", 3]}}, "inner.names[1] must be a string; got 3."),
+        ({"inner": {"betas": 0.9}}, "inner.betas must be an array; got 0.9."),
+        ({"inner": {"betas": [0.9, "x"]}}, "inner.betas[1] must be a number; got 'x'."),
+        ({"inner": {"grid": [[1, 2.5]]}}, "inner.grid[0][1] must be an integer; got 2.5."),
+        ({"inner": {"every": 1.5}}, "inner.every must be an integer or must be 'auto'; got 1.5."),
+        ({"inner": 3}, "inner must be a table; got 3."),
+        ({"options": 3}, "options must be a table; got 3."),
+        ({"options": {"depth": "x"}}, "options.depth must be an integer; got 'x'."),
+        ({"name": ["x" * 100]}, f"name must be a string; got ['{'x' * 75}...."),
+        ({"even": 3}, "even must be even; got 3. Take 4."),
+        ({"name": "plain", "even": 2}, "even must be 0 for the name plain."),
+        ({"inner": {"perod": 3}},
+         "inner setting must be one of betas, bound, every, grid, names, overlap, period; got 'perod'. "
+         "Did you mean 'period'?"),
+        ({"zzz": 3}, "setting must be one of even, inner, maybe, name, options; got 'zzz'."),
+    ],
+)  # fmt: skip
+def test_a_broken_rule_is_told_with_key_rule_value_and_what_to_do(values, expected):
+    assert message(**{"name": "x"} | values) == expected
+
+
+def test_every_broken_rule_is_told_on_a_line_of_its_own():
+    assert message(inner={"period": 0, "x": 1}, even=1).splitlines() == [
+        "name must be given; got nothing.",
+        "inner.period must be greater than or equal to 1; got 0. Steps between two averages (default 10).",
+        "inner setting must be one of betas, bound, every, grid, names, overlap, period; got 'x'.",
+        "even must be even; got 1. Take 2.",
+    ]
+
+
+def test_keys_are_told_from_where_the_table_is():
+    with pytest.raises(ConfigError, match="^strategy.inner.period must be .*\nstrategy setting must be one of"):
+        Outer.from_mapping({"name": "x", "inner": {"period": 0}, "z": 1}, where="strategy")
+    with pytest.raises(ConfigError, match="^strategy.even must be even"):
+        Outer.from_mapping({"name": "x", "even": 1}, where="strategy")
+
+
+def test_an_error_of_our_own_tree_passes_as_it_is():
+    with pytest.raises(UnknownNameError, match="^name must be one of plain; got 'known'.$"):
+        Outer(name="known")
+
+
+def test_options_are_described_for_help():
+    assert describe(Outer, "job")[:4] == [
+        Option("job.name", "str", "", ""),
+        Option("job.inner.period", "int", "10", "steps between two averages"),
+        Option("job.inner.bound", "float", "inf", ""),
+        Option("job.inner.betas", "[float, float]", "(0.9, 0.999)", ""),
+    ]
+    assert {option.key: option.type for option in describe(Inner)} == {
+        "period": "int", "bound": "float", "betas": "[float, float]", "grid": "[[int, ...], ...]|none",
+        "names": "[str]", "every": "int|auto", "overlap": "bool|none",
+    }  # fmt: skip
+    for option in describe(JobConfig):
+        assert option.description and option.default, option
+    assert suggestion("strateg", ["strategy"]) == " Did you mean 'strategy'?" and suggestion("x", ["strategy"]) == ""
+
+
+# --- the job ----------------------------------------------------------------------------------------------------------
+def test_a_job_needs_no_settings():
+    job = JobConfig()
+    assert (job.strategy.name, job.optimizer.name, job.schedule.name) == ("allreduce", "SGD", None)
+    assert job.checkpoint.keep == 3 and job.checkpoint.every_steps == 0 and job.clip_norm is None
+    assert job == JobConfig.from_mapping(job.model_dump())
+
+
+def test_a_job_takes_names_alone_and_options_of_the_strategy_unseen():
+    job = JobConfig(strategy={"name": "softsync", "splits": 4, "deep": {"er": [1]}}, optimizer="Adam", schedule="none")
+    assert job.strategy.options == {"splits": 4, "deep": {"er": [1]}}
+    assert JobConfig(strategy="softsync").strategy.options == {}
+    assert job.optimizer.name == "Adam" and job.schedule.name is None
+
+
+def parameter() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("name", sorted(optimizers()))
+def test_every_optimizer_of_torch_is_built_by_name(name):
+    built = OptimizerConfig(name=name, lr=0.25).build([parameter()])
+    assert type(built) is getattr(torch.optim, name) and built.param_groups[0]["lr"] == 0.25
+    by_default = OptimizerConfig(name=name).build([parameter()])
+    assert by_default.param_groups[0]["lr"] == getattr(torch.optim, name)([parameter()]).param_groups[0]["lr"]
+
+
+SCHEDULES = {
+    "StepLR": {"step_size": 2},
+    "MultiStepLR": {"milestones": [1, 3]},
+    "ConstantLR": {},
+    "LinearLR": {"total_iters": 4},
+    "ExponentialLR": {"gamma": 0.5},
+    "PolynomialLR": {"power": 2.0},
+    "CosineAnnealingLR": {"T_max": 5},
+    "CosineAnnealingWarmRestarts": {"T_0": 2},
+    "CyclicLR": {"base_lr": 0.1, "max_lr": 1.0},
+    "OneCycleLR": {"max_lr": 1.0, "total_steps": 10},
+    "ReduceLROnPlateau": {"patience": 1},
+}
+
+
+def test_every_schedule_of_torch_that_a_table_can_hold_is_known():
+    missing = set(SCHEDULES) ^ set(schedules())
+    assert not missing, f"the table of this test lacks or has too many: {missing}"
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_every_schedule_is_built_by_name(name):
+    job = JobConfig(optimizer={"momentum": 0.5, "lr": 0.1}, schedule={"name": name, **SCHEDULES[name]})
+    optimizer = job.optimizer.build([parameter()])
+    built = job.schedule.build(optimizer)
+    assert type(built) is getattr(torch.optim.lr_scheduler, name) and built.optimizer is optimizer
+    assert ScheduleConfig().build(optimizer) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"optimizer": {"name": "Adm"}}, "optimizer.name must be one of ASGD, .*; got 'Adm'"),
+        ({"optimizer": {"momentun": 0.9}}, "optimizer option must be one of .* for SGD; got 'momentun'. Did you"),
+        ({"optimizer": {"params": []}}, "optimizer option must be one of .* for SGD; got 'params'."),
+        ({"optimizer": {"momentum": -1.0}}, "optimizer options must suit torch's SGD; got .'momentum': -1.0. .Invalid"),
+        ({"optimizer": {"name": "Adam", "betas": 3}}, "optimizer options must suit torch's Adam; got "),
+        ({"optimizer": {"lr": -0.1}}, "optimizer.lr must be greater than or equal to 0; got -0.1. Learning rate"),
+        ({"schedule": {"name": "StpLR"}}, "schedule.name must be one of .*StepLR; got 'StpLR'"),
+        ({"schedule": "LambdaLR"}, "schedule.name must be one of .*; got 'LambdaLR'"),
+        ({"schedule": "StepLR"}, "schedule options must suit torch's StepLR; got .* missing .*'step_size'"),
+        ({"schedule": {"name": "StepLR", "steps": 2}}, "schedule option must be one of .* for StepLR; got 'steps'"),
+        ({"schedule": {"gamma": 0.5}}, "schedule.name must be given with the options gamma; got none"),
+        ({"schedule": {"name": "CyclicLR", "base_lr": 0.1, "max_lr": 1.0}, "optimizer": {"name": "Adagrad"}},
+         "schedule options must suit torch's CyclicLR; got .* .optimizer must support momentum"),
+        ({"strategy": {"splits": [1]}, "bach_size": 3}, "setting must be one of .*; got 'bach_size'. Did you mean 'b"),
+        ({"strategy": 3}, "strategy must be a table; got 3"),
+        ({"clip_norm": 0}, "clip_norm must be greater than 0; got 0"),
+        ({"amp": "fp8"}, "amp must be 'off', 'bf16' or 'fp16'; got 'fp8'"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite must be 'stop' or 'skip'; got 'ignore'"),
+        ({"seed": 2**32}, "seed must be less than 4294967296; got 4294967296"),
+        ({"batch_size": 0, "epochs": 0}, "epochs must be .* 1; got 0.*\nbatch_size must be .* 1; got 0. Samples"),
+        ({"output": ""}, "output must have at least 1 character; got ''"),
+        ({"deadline_s": math.nan}, "deadline_s must be greater than 0; got nan"),
+        ({"checkpoint": {"keep": 0}}, "checkpoint.keep must be greater than or equal to 1; got 0"),
+    ],
+)  # fmt: skip
+def test_a_bad_job_is_refused(values, expected):
+    with pytest.raises(ConfigError, match=f"^{expected}"):
+        JobConfig(**values)
+
+
+def test_an_unknown_optimizer_or_schedule_is_an_unknown_name():
+    for values in ({"optimizer": "Adm"}, {"schedule": "StpLR"}):
+        with pytest.raises(UnknownNameError, match="must be one of"):
+            JobConfig(**values)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+DEFAULTS = {"epochs": 3, "strategy": {"name": "allreduce", "bucket_mb": 4}, "model": {"width": 8, "act": {"f": "relu"}}}
+
+
+def test_flags_win_over_the_file_which_wins_over_the_defaults(tmp_path):
+    file = tmp_path / "job.toml"
+    file.write_text('epochs = 5\nseed = 2\n[model]\nact = {f = "tanh"}\n', encoding="utf-8")
+    flags = ["seed=3", "model.width=16", "model.act.slope=0.5", "seed=4", "new.table.x=[1, 2]"]
+    assert load(DEFAULTS, file, flags) == {
+        "epochs": 5,
+        "seed": 4,
+        "strategy": {"name": "allreduce", "bucket_mb": 4},
+        "model": {"width": 16, "act": {"f": "tanh", "slope": 0.5}},
+        "new": {"table": {"x": [1, 2]}},
+    }
+    assert DEFAULTS["model"] == {"width": 8, "act": {"f": "relu"}}, "the defaults were changed"
+    merged = load(DEFAULTS)
+    merged["model"]["act"]["f"] = "gelu"
+    assert DEFAULTS["model"]["act"]["f"] == "relu"
+
+
+@pytest.mark.parametrize(
+    ("flags", "strategy"),
+    [
+        (["strategy.bucket_mb=8"], {"name": "allreduce", "bucket_mb": 8}),
+        (["strategy.name=allreduce"], {"name": "allreduce", "bucket_mb": 4}),
+        (["strategy=allreduce"], {"name": "allreduce", "bucket_mb": 4}),
+        (["strategy.name=softsync"], {"name": "softsync"}),
+        (["strategy=softsync"], {"name": "softsync"}),
+        (["strategy.splits=2", "strategy.name=softsync"], {"name": "softsync", "splits": 2}),
+        (["strategy=softsync", "strategy.splits=2"], {"name": "softsync", "splits": 2}),
+        (['strategy={name="softsync", splits=2}'], {"name": "softsync", "splits": 2}),
+    ],
+)
+def test_another_name_drops_the_options_of_the_former(flags, strategy):
+    assert load(DEFAULTS, overrides=flags)["strategy"] == strategy
+
+
+def test_a_name_alone_below_keeps_its_name_when_options_are_added():
+    assert load({"optimizer": "Adam"}, overrides=["optimizer.lr=0.1"]) == {"optimizer": {"name": "Adam", "lr": 0.1}}
+    assert load({"model": {"width": 8}}, overrides=["model=wide"]) == {"model": "wide"}, "no table with a name"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4", 4), ("-4", -4), ("1e-3", 1e-3), ("0x10", 16), ("true", True), ("False", "False"),
+        ("softsync", "softsync"), ("inf", math.inf), ("[1, 2.5, 'a']", [1, 2.5, "a"]), ("{a = 1}", {"a": 1}),
+        ('"4"', "4"), ("'a b'", "a b"), ("data/digits.h5", "data/digits.h5"), ("a b", "a b"), ("", ""), ("a=b", "a=b"),
+        ("2024-01-31", "2024-01-31"),
+        ("10:30:00", "10:30:00"), ("1\nother = 2", "1\nother = 2"), ("1.2.3", "1.2.3"), ("none", "none"),
+    ],
+)  # fmt: skip
+def test_a_flags_value_is_toml_or_a_bare_word(text, value):
+    parsed = load({}, overrides=[f"x-1.y_2={text}"])["x-1"]["y_2"]
+    assert parsed == value and type(parsed) is type(value)
+
+
+@settings(max_examples=50)
+@given(
+    value=st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.lists(st.integers(0, 9))
+)
+def test_numbers_and_arrays_pass_through_a_flag(value):
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    assert repr(load({}, overrides=[f"a={text}"])) == repr({"a": value})
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("epochs", "--set must be key=value, such as strategy.period=4; got 'epochs'."),
+        ("=4", "--set must be key=value, such as strategy.period=4; got '=4'."),
+        ("a..b=4", "--set must be key=value, such as strategy.period=4; got 'a..b=4'."),
+        ("a b=4", "--set must be key=value, such as strategy.period=4; got 'a b=4'."),
+        ("a=[1, 2", "--set a=[1, 2: the value must be TOML or a bare word; got "),
+        ("a='b", "--set a='b: the value must be TOML or a bare word; got "),
+    ],
+)
+def test_a_malformed_flag_is_refused(flag, expected):
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        load({}, overrides=[flag])
+    with pytest.raises(ConfigError, match=r"--set a.b=2: a must be a table; got 1 by an earlier --set."):
+        load({}, overrides=["a=1", "a.b=2"])
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"epochs = 3\nseed = \n", r"job.toml:2 must be TOML; got an error: Invalid value"),
+        (b"epochs = 3\n\nstrategy = softsync\n", r"job.toml:3 must be TOML; .* Strings need quotes there."),
+        (b"a = 1\na = 2\n", r"job.toml:2 must be TOML; got an error: Cannot overwrite a value"),
+        (b"[a", r"job.toml(:1)? must be TOML; got an error"),
+        (b"name = '\xff'\n", r"job.toml must be TOML in UTF-8; got other bytes at offset 8"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_its_line(tmp_path, content, expected):
+    file = tmp_path / "job.toml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=expected):
+        load({}, file)
+
+
+def test_a_missing_or_unreadable_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"configuration file must exist; got .*none.toml. Check the path."):
+        load({}, tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match=r"configuration file must be readable; got .* \(Is a directory\)"):
+        load({}, tmp_path)
+
+
+# --- comparison -------------------------------------------------------------------------------------------------------
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+tables = st.recursive(
+    plain | st.lists(plain, max_size=3), lambda t: st.dictionaries(st.text("ab", max_size=2), t), max_leaves=8
+)
+configs = st.dictionaries(st.sampled_from("abc"), tables, max_size=3)
+
+
+def shuffled(value):
+    return {k: shuffled(value[k]) for k in reversed(value)} if isinstance(value, dict) else value
+
+
+@settings(max_examples=80)
+@given(a=configs, b=configs)
+def test_fingerprints_agree_exactly_where_there_are_no_differences(a, b):
+    assert (fingerprint(a) == fingerprint(b)) == (differences(a, b) == []) == (differences(b, a) == [])
+    assert fingerprint(a) == fingerprint(shuffled(a)) and differences(a, shuffled(a)) == []
+
+
+def test_differences_name_the_key_and_both_values():
+    a = {"lr": 0.1, "strategy": {"name": "x", "n": 1}, "same": [1], "model": {}, "rate": math.nan}
+    b = {"lr": 0.2, "strategy": {"name": "x", "n": 1.0}, "same": [1], "model": {"width": 3}, "rate": math.nan}
+    assert differences(a, b) == [
+        "lr: 0.1 against 0.2",
+        "strategy.n: 1 against 1.0",
+        "model: {} against nothing",
+        "model.width: nothing against 3",
+    ]
+    job = JobConfig(seed=1)
+    assert differences(job, JobConfig(seed=2)) == ["seed: 1 against 2"]
+    assert fingerprint(job) == fingerprint(job.model_dump()) == fingerprint(JobConfig(seed=1))
+    assert re.fullmatch("[0-9a-f]{64}", fingerprint({}))

@@ -1,0 +1,254 @@
+"""The harness itself, on small test files that it runs under a real mpirun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import time_limit
+from harness.launch import find_mpirun, launch
+
+TESTS = Path(__file__).parent
+PYTEST = ["-m", "pytest", "-c", "pytest.ini", "--color=no", "-ra", "-p", "no:cacheprovider"]
+PATH = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+
+needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes a test file into an empty project that uses the harness, and goes there."""
+    (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
+    monkeypatch.chdir(tmp_path)
+    return lambda text: (tmp_path / "test_it.py").write_text(f"import pytest, time\nfrom mpi4py import MPI\n{text}")
+
+
+def run(size: int, *options: str) -> subprocess.CompletedProcess[str]:
+    """pytest on `size` ranks, or without a launcher for 0."""
+    if size:
+        return launch(size, [*PYTEST, *options], env={"PYTHONPATH": PATH})
+    env = {**os.environ, "PYTHONPATH": PATH}
+    return subprocess.run([sys.executable, *PYTEST, *options], env=env, capture_output=True, text=True, timeout=60)
+
+
+VERDICTS = """
+from hypothesis import given, strategies
+
+def test_without_ranks():
+    pass
+
+def test_all_pass(ranks):
+    assert ranks(lambda comm: comm.rank) == list(range(ranks.size))
+
+def test_rank_1_fails(ranks):
+    def body(comm):
+        print("output of rank", comm.rank)
+        assert comm.rank != 1, "rank one is unhappy"
+    ranks(body)
+
+def test_ranks_fail_differently(ranks):
+    def body(comm):
+        if comm.rank:
+            raise ValueError(f"way {comm.rank}")
+    ranks(body)
+
+def test_expected_everywhere(ranks):
+    def body(comm):
+        if comm.rank == 2:
+            raise ValueError("of rank 2")
+    with pytest.raises(ValueError, match="of rank 2"):
+        ranks(body)
+
+def test_some_skip(ranks):
+    if MPI.COMM_WORLD.rank == 2:
+        pytest.skip("not rank 2")
+
+def test_teardown_fails(ranks, request):
+    request.addfinalizer(lambda: [][not MPI.COMM_WORLD.rank == 1])  # everywhere
+
+@pytest.mark.sizes(4, 8)
+def test_more_ranks(ranks):
+    pass
+
+@pytest.mark.sizes(1, 2)
+def test_fewer_ranks(ranks):
+    assert ranks.size == 3
+
+@pytest.mark.sizes(2)
+def test_one_size(ranks):
+    pass
+
+@pytest.mark.sizes(1, 2, 4, exact=True)
+def test_powers_of_two(ranks):
+    pass
+
+@pytest.mark.mpi(min_size=4)
+def test_real_and_more_ranks():
+    pass
+
+@pytest.mark.mpi
+def test_real():
+    assert MPI.COMM_WORLD.size == 3
+
+@pytest.mark.virtual
+def test_virtual(ranks):
+    pass
+
+@given(values=strategies.lists(strategies.integers()))
+def test_property(ranks, values):
+    assert ranks(lambda comm: values) == [values] * ranks.size
+    assert sum(values) < 1000, "found"
+
+def test_shared_folder(ranks, shared_tmp_path, tmp_path):
+    assert len({str(path) for path in ranks(lambda comm: shared_tmp_path)}) == 1
+    assert len({str(path) for path in ranks(lambda comm: tmp_path)}) == ranks.size
+"""
+
+
+@needs_mpirun
+def test_one_verdict_for_all_ranks(write):
+    write(VERDICTS)
+    done = run(3, "-v")
+    assert done.returncode == 1, done.stdout + done.stderr
+    verdicts = dict(re.findall(r"^test_it.py::test_(\w+)(?:\[n3\])? ([A-Z]+)", done.stdout, re.MULTILINE))
+    assert verdicts == {
+        "all_pass": "PASSED",
+        "rank_1_fails": "FAILED",
+        "ranks_fail_differently": "FAILED",
+        "expected_everywhere": "PASSED",
+        "some_skip": "FAILED",
+        "teardown_fails": "ERROR",
+        "more_ranks": "SKIPPED",
+        "fewer_ranks": "PASSED",
+        "one_size": "SKIPPED",
+        "powers_of_two": "SKIPPED",
+        "real_and_more_ranks": "SKIPPED",
+        "real": "PASSED",
+        "property": "FAILED",
+        "shared_folder": "PASSED",
+    }
+    told = [
+        "ranks: 3 of ",
+        "2 tests deselected that run in plain pytest only",
+        "needs 4 or more ranks; this job has 3",
+        "needs 2 ranks; this job has 3",
+        "needs 1 or 2 or 4 ranks; this job has 3",
+        "test_rank_1_fails[n3] - [rank 1] AssertionError: rank one",
+        "failed on rank 1 of 3; shown is rank 1",
+        "output of rank 1",
+        "failed on ranks 1, 2 of 3; shown is rank 1",
+        "ValueError: way 2",
+        "every rank must skip a test or none:\nrank 0: passed\nrank 1: passed\nrank 2: skipped: Skipped: not rank 2",
+        "ERROR test_it.py::test_teardown_fails[n3] - [rank 0] IndexError",
+        "test_property[n3] - [rank 0] AssertionError: found",
+        "4 failed, 6 passed, 4 skipped, 2 deselected, 1 error",
+    ]
+    stdout = done.stdout.replace("\r\n", "\n")
+    assert [text for text in told if text not in stdout] == []
+    assert "output of rank 0" not in stdout
+    assert stdout.count("test session starts") == 1
+
+
+def test_plain_runs_virtual_ranks_only(write):
+    write("""
+def test_sizes(ranks):
+    assert ranks(lambda comm: comm.size) == [ranks.size] * ranks.size and not ranks.real
+
+@pytest.mark.sizes(2, 5)
+def test_given_sizes(ranks):
+    assert len(ranks(lambda comm: None, seed=3)) == ranks.size
+
+@pytest.mark.mpi
+def test_real():
+    assert False
+""")
+    done = run(0, "-v")
+    assert done.returncode == 0, done.stdout
+    ids = re.findall(r"::(\S+) PASSED", done.stdout)
+    assert ids == [*(f"test_sizes[n{n}]" for n in (1, 2, 3, 4)), "test_given_sizes[n2]", "test_given_sizes[n5]"]
+    assert "1 tests deselected that run under mpirun only" in done.stdout
+
+
+BLOCKED = """
+@pytest.mark.mpi
+def test_it():
+    if MPI.COMM_WORLD.rank == 1:
+        raise ValueError("only on rank 1")
+    MPI.COMM_WORLD.Barrier()
+"""
+DIFFERENT = """
+def test_it(ranks):
+    if MPI.COMM_WORLD.rank == 1:
+        raise ValueError("only on rank 1")
+    ranks(lambda comm: None)
+"""
+
+
+@needs_mpirun
+@pytest.mark.parametrize(
+    ("text", "grace_s", "why"),
+    [(BLOCKED, 1, "the other ranks did not come there within 1 s"), (DIFFERENT, 20, "ranks are at different places")],
+    ids=["blocked", "different places"],
+)
+def test_a_failing_rank_ends_the_others(write, text, grace_s, why):
+    write(text)
+    done = run(2, f"--grace={grace_s}")  # raises if it hangs
+    assert done.returncode == 1
+    assert re.search(r"^\[rank 1\] E +ValueError: only on rank 1$", done.stderr, re.MULTILINE)
+    assert why in done.stderr
+    assert "[rank 0] E  " not in done.stderr
+
+
+LIMIT = """
+@pytest.mark.mpi
+@pytest.mark.time_limit(0.5)
+def test_it():
+    rank_1_computes() if MPI.COMM_WORLD.rank == 1 else MPI.COMM_WORLD.Barrier()
+
+def rank_1_computes():
+    while True:
+        pass
+"""
+
+
+@needs_mpirun
+def test_time_limit_shows_the_stacks_of_every_rank(write):
+    write(LIMIT)
+    done = run(2)
+    assert done.returncode == time_limit.STATUS
+    for rank, where in enumerate(["in test_it", "in rank_1_computes"]):
+        lines = [line for line in done.stderr.splitlines() if line.startswith(f"[rank {rank}] ")]
+        assert any("test_it took longer than its limit of 0.5 s" in line for line in lines)
+        assert any(where in line for line in lines)
+
+
+def test_time_limit_without_launcher(write):
+    write("def test_it():\n    time.sleep(60)\n")
+    done = run(0, "--time-limit=0.5")
+    assert done.returncode == time_limit.STATUS
+    assert "test_it took longer than its limit of 0.5 s" in done.stderr
+    assert "time.sleep(60)" in done.stderr
+    assert "_pytest" not in done.stderr
+
+
+@needs_mpirun
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("@pytest.mark.parametrize('n', range(MPI.COMM_WORLD.rank + 1))\n", "every rank must collect the same tests"),
+        ("n = pytest.fixture(lambda: 0)\nassert MPI.COMM_WORLD.rank == 0, 'not here'\n", "collection failed on rank 1:"),
+    ],
+    ids=["parameters", "import"],
+)
+def test_collection_that_differs_between_ranks(write, text, why):
+    write(f"{text}@pytest.mark.mpi\ndef test_it(n):\n    pass\n")
+    done = run(2)
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+    assert why in done.stdout
+    assert "no tests ran" in done.stdout

@@ -1,0 +1,290 @@
+"""What can lie in flat memory, what breaks it later, buffers that modules replace, and descriptions."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hpcdist.errors import ConfigError
+from hpcdist.flat import FlatModel, describe_difference
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def holding(tensor: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    module.register_buffer("odd", tensor)
+    return module
+
+
+# --- refused when wrapping --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (nn.Sequential(nn.LazyLinear(2)), "'0.weight' must be .* an uninitialised one. Run one batch"),
+        (nn.Linear(2, 2, device="meta"), "'weight' must be .* device meta. Materialise the module"),
+        (holding(torch.eye(3).to_sparse()), "'odd' must be .* layout torch.sparse_coo. Convert it"),
+        (holding(torch.ones(3).as_subclass(Subclass)), "'odd' must be .* a Subclass. Wrap the plain"),
+    ],
+)
+def test_tensors_without_dense_memory_are_refused(module, message):
+    with pytest.raises(ConfigError, match=message):
+        FlatModel(module)
+
+
+def test_parameters_that_share_memory_without_being_one_object_are_refused():
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].weight = nn.Parameter(module[0].weight.data.t())
+    with pytest.raises(ConfigError, match="'1.weight' must have memory of its own; got that of parameter '0.weight'"):
+        FlatModel(module)
+    module[1].weight = nn.Parameter(torch.ones(3, 3))
+    module.register_buffer("alias", module[0].weight.data)
+    with pytest.raises(ConfigError, match="'alias' must have memory of its own"):
+        FlatModel(module)
+
+
+def test_buffers_may_share_memory():
+    module, base = nn.Module(), torch.arange(4.0)
+    module.register_buffer("long", base)
+    module.register_buffer("short", base[:2])
+    assert FlatModel(module).buffers[0].tolist() == [0, 1, 2, 3, 0, 1]
+
+
+def test_something_else_than_a_module_is_refused():
+    with pytest.raises(ConfigError, match="module must be a torch.nn.Module; got list. Pass the model itself"):
+        FlatModel([torch.ones(1)])
+
+
+# --- broken later ---------------------------------------------------------------------------------------------------
+def replaced(module):
+    module[0].weight = nn.Parameter(torch.ones(4, 3))
+
+
+def assigned(module):
+    module.load_state_dict({k: v.clone() for k, v in module.state_dict().items()}, assign=True)
+
+
+def added(module):
+    module.append(nn.Linear(2, 2))
+
+
+def removed(module):
+    del module[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replaced, "parameters must be the same .* got '0.weight' added, removed or replaced"),
+        (assigned, "parameters must be the same .* got '0.weight' added, removed or replaced"),
+        (added, "parameters must be the same .* got '3.weight' added"),
+        (removed, "parameters must be the same .* got '2.weight' added, removed"),
+        (lambda module: module.double(), "'0.weight' must stay in flat memory; got other memory"),
+        (lambda module: setattr(module[2].bias, "data", torch.ones(2)), "'2.bias' must stay in flat memory"),
+        (lambda module: module[1].requires_grad_(False), "requires_grad of '1.weight' must stay True; got False"),
+    ],
+)
+def test_check_names_what_broke_the_views(change, message):
+    module = net()
+    model = FlatModel(module)
+    model.check()
+    change(module)
+    with pytest.raises(ConfigError, match=message):
+        model.check()
+
+
+def test_check_passes_after_all_that_is_allowed():
+    module = net()
+    module[0].bias.requires_grad_(False)
+    model = FlatModel(module)
+    module(torch.ones(2, 3)).sum().backward()
+    module.zero_grad()
+    module.load_state_dict(net().state_dict())
+    module.eval().to("cpu").float()
+    model.move_params(0, torch.empty_like(model.params[0]))
+    with model.swapped(model.copy_params()):
+        model.check()
+    model.check()
+
+
+# --- buffers ----------------------------------------------------------------------------------------------------------
+def test_buffers_are_flat_and_follow_the_module():
+    module = net()
+    model = FlatModel(module)
+    norm = module[1]
+    assert [(b.dtype, len(b)) for b in model.buffers] == [(torch.float32, 8), (torch.int64, 1)]
+    module(torch.randn(5, 3))
+    assert torch.equal(model.buffers[0], torch.cat([norm.running_mean, norm.running_var]))
+    assert model.buffers[1].item() == norm.num_batches_tracked.item() == 1
+    model.buffers[0].fill_(2)
+    assert (norm.running_var == 2).all()
+
+
+def test_replaced_buffers_are_taken_back():
+    module = net()
+    model = FlatModel(module)
+    new = torch.arange(4.0, requires_grad=True) * 2
+    module[1].running_mean = new
+    module[1].running_var.data = torch.full((4,), 5.0)
+    model.sync_buffers()
+    assert model.buffers[0].tolist() == [0, 2, 4, 6, 5, 5, 5, 5]
+    model.buffers[0].zero_()
+    assert (module[1].running_mean == 0).all() and (module[1].running_var == 0).all()
+    assert new.tolist() == [0, 2, 4, 6]  # the tensor that the user put there is the user's
+
+
+def test_replaced_buffers_survive_a_swap():
+    module = net()
+    model = FlatModel(module)
+    module[1].running_mean = torch.ones(4)
+    with model.swapped(buffers=[torch.zeros_like(b) for b in model.buffers]):
+        assert not module[1].running_mean.any()
+    assert module[1].running_mean.tolist() == [1, 1, 1, 1]
+
+
+def test_a_tied_buffer_lies_there_once_and_stays_tied():
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    module[1].running_mean = module[0].running_mean
+    model = FlatModel(module)
+    assert len(model.buffers[0]) == 6
+    module[0].running_mean = module[1].running_mean = torch.ones(2)
+    model.sync_buffers()
+    assert module[0].running_mean is module[1].running_mean and model.buffers[0][:2].tolist() == [1, 1]
+    module[1].running_mean = torch.zeros(2)
+    with pytest.raises(ConfigError, match="'0.running_mean' and '1.running_mean' must stay one tensor, .* got two"):
+        model.sync_buffers()
+
+
+def test_buffers_of_a_replaced_layer_are_taken_over():
+    module = nn.Sequential(nn.BatchNorm1d(2, affine=False))
+    model = FlatModel(module)
+    module[0] = nn.BatchNorm1d(2, affine=False)
+    module[0].running_mean.fill_(3)
+    model.sync_buffers()
+    assert model.buffers[0].tolist() == [3, 3, 1, 1]
+    with model.swapped(buffers=[torch.zeros_like(b) for b in model.buffers]):
+        assert (module[0].running_var == 0).all()
+    assert module[0].running_var.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.register_buffer("late", torch.ones(1)), "buffers must be the same .* got 'late' added or removed"),
+        (lambda m: setattr(m[1], "running_var", None), "buffers must be the same .* got '1.running_var' added or"),
+        (lambda m: setattr(m[1], "running_var", torch.ones(5)), r"'1.running_var' must stay .*\(4,\) .* got .*\(5,\)"),
+        (lambda m: m[1].double(), "'1.running_mean' must stay torch.float32 .* got torch.float64"),
+    ],
+)
+def test_buffers_that_no_longer_fit_are_refused(change, message):
+    module = net()
+    model = FlatModel(module)
+    change(module)
+    with pytest.raises(ConfigError, match=message):
+        model.sync_buffers()
+
+
+# --- memory given by the caller ---------------------------------------------------------------------------------------
+def test_moving_parameters_keeps_values_optimiser_and_memory():
+    module = net()
+    model = FlatModel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    before = model.copy_params()
+    window = torch.full((100,), 9.0)
+    memory = window[1 : 1 + len(before[0])]
+    model.move_params(0, memory)
+    assert model.params[0] is memory and torch.equal(memory, before[0])
+    module(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(memory, before[0])
+    assert torch.equal(memory, torch.cat([p.detach().flatten() for p in module.parameters()]))
+    assert window[0] == 9 and (window[1 + len(memory) :] == 9).all()
+
+
+@pytest.mark.parametrize("move", ["move_params", "move_grads"])
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        (torch.ones(33), r"memory\[0\] must be torch.float32 of shape \(34,\); got torch.float32 of shape \(33,\)"),
+        (torch.ones(34).double(), r"memory\[0\] must be torch.float32 .* got torch.float64"),
+        (torch.ones(68)[::2], r"memory\[0\] must be contiguous, on cpu, .* got strides \(2,\)"),
+        (torch.ones(34, device="meta"), r"memory\[0\] must be contiguous, on cpu, .* got strides \(1,\), meta"),
+    ],
+)
+def test_memory_that_does_not_fit_is_refused(move, memory, message):
+    model = FlatModel(net())
+    with pytest.raises(ConfigError, match=message):
+        getattr(model, move)(0, memory)
+    model.check()
+
+
+@pytest.mark.parametrize("group", [1, -1, "0", None])
+def test_a_group_that_does_not_exist_is_refused(group):
+    model = FlatModel(net())
+    with pytest.raises(ConfigError, match=rf"group must be an index of the 1 groups of params; got {group!r}"):
+        model.move_params(group, model.params[0].clone())
+
+
+def test_complex_memory_must_be_aligned():
+    module = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    model = FlatModel(module)
+    with pytest.raises(ConfigError, match=r"even storage offset .* offset 1. Allocate a tensor for it alone"):
+        model.move_params(0, torch.ones(5)[1:])
+    model.move_params(0, torch.zeros(6)[2:])
+    model.params[0].copy_(torch.arange(4.0))
+    assert module[0].tolist() == [0 + 1j, 2 + 3j]
+
+
+# --- descriptions -----------------------------------------------------------------------------------------------------
+def test_equal_models_have_equal_signatures_whatever_their_values_and_buckets():
+    one, other = FlatModel(net()), FlatModel(net(), bucket_bytes=8)
+    assert one.signature() == other.signature() and len(one.signature()) == 64
+    assert describe_difference(one.description(), other.description()) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: setattr(m, "2", nn.Linear(4, 3)), "'2.weight: trainable float32 [2, 4] in group 0' here against "
+         "'2.weight: trainable float32 [3, 4] in group 0' there"),
+        (lambda m: m[2].requires_grad_(False), "'2.weight: trainable float32 [2, 4] in group 0' here against "
+         "'2.weight: frozen float32 [2, 4] in group 0' there"),
+        (lambda m: m[2].double(), "'2.weight: trainable float32 [2, 4] in group 0' here against "
+         "'2.weight: trainable float64 [2, 4] in group 1' there"),
+        (lambda m: m.register_buffer("late", torch.ones(1, dtype=torch.bool)),
+         "'1.running_mean: buffer float32 [4] in group 0' here against 'late: buffer bool [1] in group 0' there"),
+        (lambda m: m[1].register_buffer("late", torch.ones(1, dtype=torch.bool)),
+         "'nothing' here against '1.late: buffer bool [1] in group 2' there"),
+    ],
+)  # fmt: skip
+def test_the_first_difference_is_named(change, message):
+    changed = net()
+    change(changed)
+    one, other = FlatModel(net()), FlatModel(changed)
+    assert one.signature() != other.signature()
+    assert describe_difference(one.description(), other.description()) == message
+
+
+def test_a_copy_of_the_module_is_independent():
+    module = net()
+    model = FlatModel(module)
+    module(torch.randn(4, 3)).sum().backward()
+    twin = copy.deepcopy(module)
+    before = model.copy_params()
+    with torch.no_grad():
+        for tensor in [*twin.parameters(), twin[1].running_mean]:
+            tensor.fill_(7)
+    twin.zero_grad()
+    twin(torch.randn(4, 3)).sum().backward()
+    assert torch.equal(model.params[0], before[0]) and not (module[1].running_mean == 7).any()
+    model.check()
+    assert FlatModel(twin).signature() == model.signature()

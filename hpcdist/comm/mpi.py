@@ -6,11 +6,14 @@ for, which the watchdog (`comm/mpi_watchdog.py`) reads when the deadline passes.
 
 from __future__ import annotations
 
+import atexit
+import math
 import os
-import secrets
 import time
 import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,38 +21,58 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist.comm import cross_memory
-from hpcdist.comm.communicator import (
-    ANY,
-    TAG_LIMIT,
-    Communicator,
-    Envelope,
-    Request,
-    Traffic,
-    Window,
-    check_flat,
-)
+from hpcdist.comm.communicator import ANY, TAG_LIMIT, Communicator, Envelope, Request, Traffic, Window, check_flat
 from hpcdist.comm.mpi_buffers import NUMBERS, Staging, message, numbers
+from hpcdist.comm.mpi_node import find_nodes, try_attach, world_ranks
+from hpcdist.comm.mpi_request import ANYONE, EVERYONE, Call, MpiRequest
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, MismatchError
 
 DEADLINE_S = 600.0
 _clock = time.perf_counter
-live: weakref.WeakSet[MpiCommunicator] = weakref.WeakSet()  # what the watchdog looks at
+_live: weakref.WeakValueDictionary[int, MpiCommunicator] = weakref.WeakValueDictionary()
 _world: MpiCommunicator | None = None
+threads: list = []  # of this module's kind that run beside the script: each has stop(), which ends it
 
 
-def world(*, deadline_s: float = DEADLINE_S, nodes: tuple[int, ...] | None = None) -> MpiCommunicator:
-    """Collective at the first call. The communicator of all ranks; later calls return the same one."""
+def world(
+    *, deadline_s: float = DEADLINE_S, nodes: tuple[int, ...] | None = None, across: str = "auto"
+) -> MpiCommunicator:
+    """Collective at the first call. The communicator of all ranks; later calls return the same one.
+
+    Arguments are those of MpiCommunicator, and count at the first call only.
+    """
     global _world
     if _world is None:
         cross_memory.allow_peers()
-        _world = MpiCommunicator(MPI.COMM_WORLD.Dup(), deadline_s=deadline_s, nodes=nodes, name="world")
+        _world = MpiCommunicator(
+            MPI.COMM_WORLD.Dup(), deadline_s=deadline_s, nodes=nodes, across=across, name="world"
+        )
+        atexit.register(_leave, _world, MPI.COMM_WORLD.Dup())
     return _world
 
 
 def library() -> str:
     """The MPI library's name and version, one line."""
     return MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
+
+
+def live() -> list[MpiCommunicator]:
+    """The communicators in use, from whichever thread one asks."""
+    return [comm for reference in _live.valuerefs() if (comm := reference()) is not None]
+
+
+def _leave(comm: MpiCommunicator, all_ranks: MPI.Intracomm) -> None:
+    """Collective. Runs when the script has ended: waits for the other ranks, then ends this package's threads.
+
+    Until all ranks are here this one still serves its windows, and its watchdog still tells where it is. MPI must
+    not be finalised while a thread may be inside it (MPI 4.1, 11.10).
+    """
+    if not MPI.Is_finalized():
+        with comm.blocked("exit", EVERYONE, math.inf):
+            wait_until(all_ranks.Ibarrier().Test, math.inf, str)
+        for thread in list(threads):
+            thread.stop()
 
 
 class MpiCommunicator(Communicator):
@@ -60,6 +83,8 @@ class MpiCommunicator(Communicator):
         deadline_s: seconds after which a blocking call ends the run with a message.
         nodes: node index of each rank; by default ranks that can share memory are on one node.
         device_aware: the MPI library reads and writes device memory itself; off unless the user asks.
+        across: how windows are read and written across nodes: `agent`, `rma`, or `auto` for what a self-test finds
+            faster (`comm/mpi_across.py`).
         name: how messages call this communicator.
     """
 
@@ -70,37 +95,58 @@ class MpiCommunicator(Communicator):
         deadline_s: float = DEADLINE_S,
         nodes: tuple[int, ...] | None = None,
         device_aware: bool = False,
+        across: str = "auto",
         name: str = "communicator",
     ):
-        self._mpi = mpi
+        self.mpi = mpi
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
         self.name, self.deadline_s, self.traffic = name, deadline_s, Traffic()
-        self.nodes = nodes if nodes is not None else _find_nodes(mpi)
+        self.nodes = _checked_nodes(nodes, self.size) if nodes is not None else find_nodes(mpi)
+        self.world_ranks = world_ranks(mpi)
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self.staging = Staging(device_aware)
         self.pids = [int.from_bytes(p, "little") for p in self.exchange(os.getpid().to_bytes(8, "little"))]
-        self._attachable = self._try_attach()
-        self.can_attach = self._attachable and len(set(self.nodes)) == 1
+        self.can_attach = try_attach(self) and len(set(self.nodes)) == 1
         self._node_mpi: MPI.Intracomm | None = None
         self._agent = None
-        live.add(self)
+        self._across = across
+        _live[id(self)] = self
 
     # --- every blocking call passes here: timed, and visible to the watchdog ---------------------------------------
-    call: tuple[str, int, float] | None = None  # what this rank is blocked in: call, peer (-1: everyone), since
+    call: Call | None = None  # what this rank is blocked in
     calls = 0  # collective calls begun; ranks in step have equal counts
 
-    def _communicate(self, what: str, peer: int, function, *args) -> None:
+    @contextmanager
+    def blocked(self, what: str, peer: int, deadline_s: float) -> Iterator[None]:
+        """Lets the watchdog know that this rank waits."""
+        outer, self.call = self.call, Call(what, peer, _clock(), deadline_s)
+        try:
+            yield
+        finally:
+            self.call = outer
+
+    def communicate(self, what: str, peer: int, function: Callable, *args: Any) -> None:
+        """A call that moves data; counted as such."""
         start = _clock()
-        self.call = (what, peer, start)
+        outer, self.call = self.call, Call(what, peer, start, self.deadline_s)
         try:
             function(*args)
         except MPI.Exception as error:
             raise CommunicationError(self._explain(what, peer, error)) from error
         finally:
-            self.call = None
+            self.call = outer
             self.traffic.communicating_s += _clock() - start
 
+    def attempt(self, what: str, peer: int, function: Callable, *args: Any) -> Any:
+        """A call that returns at once."""
+        try:
+            return function(*args)
+        except MPI.Exception as error:
+            raise CommunicationError(self._explain(what, peer, error)) from error
+
     def _explain(self, what: str, peer: int, error: MPI.Exception) -> str:
+        if self.mpi == MPI.COMM_NULL:
+            return "a communicator must not be used once it is closed. Close it after its last use."
         whom = "" if peer < 0 else f" with rank {peer}"
         hint = ""
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
@@ -109,15 +155,18 @@ class MpiCommunicator(Communicator):
 
     # --- point to point -------------------------------------------------------------------------------------------
     def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:
+        check_flat(send, "send")
+        check_flat(recv, "recv")
         self.check_peer(dest, "dest")
         self.check_peer(source, "source")
+        _check_tag(tag)
         if self.staging.direct(send) and self.staging.direct(recv):
             args = (message(send), dest, tag, message(recv), source, tag)
-            self._communicate("sendrecv", source, self._mpi.Sendrecv, *args)
+            self.communicate("sendrecv", source, self.mpi.Sendrecv, *args)
         else:
             with self.staging.host(send, write=False, slot="send") as out, self.staging.host(recv, read=False) as into:
                 args = (message(out), dest, tag, message(into), source, tag)
-                self._communicate("sendrecv", source, self._mpi.Sendrecv, *args)
+                self.communicate("sendrecv", source, self.mpi.Sendrecv, *args)
         self.traffic.sent(send.nbytes)
 
     def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
@@ -125,33 +174,42 @@ class MpiCommunicator(Communicator):
         self.check_peer(dest, "dest")
         _check_tag(tag)
         host = tensor if self.staging.direct(tensor) else tensor.cpu()
+        request = self.attempt("isend", dest, self.mpi.Isend, message(host), dest, tag)
         self.traffic.sent(tensor.nbytes)
-        return MpiRequest(self, self._mpi.Isend(message(host), dest, tag), "isend", dest, host, None)
+        return MpiRequest(self, request, "isend", dest, host, None)
 
     def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
         check_flat(tensor)
-        if source != ANY:
-            self.check_peer(source, "source")
+        source, tag, peer = self._wanted(source, tag)
         host = tensor if self.staging.direct(tensor) else torch.empty_like(tensor, device="cpu", pin_memory=True)
-        source, tag = (MPI.ANY_SOURCE if source == ANY else source), (MPI.ANY_TAG if tag == ANY else tag)
-        request = self._mpi.Irecv(message(host), source, tag)
-        return MpiRequest(self, request, "irecv", source, host, None if host is tensor else tensor)
+        request = self.attempt("irecv", peer, self.mpi.Irecv, message(host), source, tag)
+        return MpiRequest(self, request, "irecv", peer, host, None if host is tensor else tensor)
 
     def probe(self, source: int = ANY, tag: int = ANY, *, block: bool = True) -> Envelope | None:
+        source, tag, peer = self._wanted(source, tag)
         status = MPI.Status()
-        wanted = (MPI.ANY_SOURCE if source == ANY else source, MPI.ANY_TAG if tag == ANY else tag)
 
         def arrived() -> bool:
-            return self._mpi.Iprobe(*wanted, status)
+            return self.attempt("probe", peer, self.mpi.Iprobe, source, tag, status)
 
         if block:
-            whom = "any rank" if source == ANY else f"rank {source}"
-            self.traffic.waiting_s += wait_until(
-                arrived, self.deadline_s, lambda: f"rank {self.rank}: a message from {whom} on {self.name}"
-            )
+            whom = "any rank" if peer == ANYONE else f"rank {source}"
+            with self.blocked("probe", peer, math.inf):
+                self.traffic.waiting_s += wait_until(
+                    arrived, self.deadline_s, lambda: f"rank {self.rank}: a message from {whom} on {self.name}"
+                )
         elif not arrived():
             return None
         return Envelope(status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE))
+
+    def _wanted(self, source: int, tag: int) -> tuple[int, int, int]:
+        """MPI's source and tag of a message to receive, and whom that waits for."""
+        if source != ANY:
+            self.check_peer(source, "source")
+        if tag != ANY:
+            _check_tag(tag)
+        any_tag = MPI.ANY_TAG if tag == ANY else tag
+        return (MPI.ANY_SOURCE, any_tag, ANYONE) if source == ANY else (source, any_tag, source)
 
     # --- collective -----------------------------------------------------------------------------------------------
     def allreduce(self, tensor: Tensor) -> None:
@@ -160,10 +218,11 @@ class MpiCommunicator(Communicator):
         MPI has no 16-bit floats: those are summed in float32 and rounded once. Bytes counted are those of a ring,
         2n(p-1)/p, the least that any algorithm sends for large n; MPI does not tell what it really sent.
         """
+        check_flat(tensor)
         if tensor.dtype not in NUMBERS or not self.staging.direct(tensor):
             return self._allreduce_converted(tensor)
         self.calls += 1
-        self._communicate("allreduce", -1, self._mpi.Allreduce, MPI.IN_PLACE, numbers(tensor))
+        self.communicate("allreduce", EVERYONE, self.mpi.Allreduce, MPI.IN_PLACE, numbers(tensor))
         self.traffic.sent(2 * tensor.nbytes * (self.size - 1) // self.size)
 
     def _allreduce_converted(self, tensor: Tensor) -> None:
@@ -175,50 +234,50 @@ class MpiCommunicator(Communicator):
             with self.staging.host(tensor) as host:
                 self.allreduce(host)
         else:
-            raise CommunicationError(f"dtype of an all-reduce must be a number; got {tensor.dtype}. Convert it first.")
+            raise CommunicationError(f"dtype of a sum must be a number; got {tensor.dtype}. Convert the tensor first.")
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         check_flat(tensor)
         self.check_peer(root, "root")
         self.calls += 1
         with self.staging.host(tensor, read=self.rank == root, write=self.rank != root) as host:
-            self._communicate("broadcast", root, self._mpi.Bcast, message(host), root)
+            self.communicate("broadcast", root, self.mpi.Bcast, message(host), root)
         if self.rank == root and self.size > 1:
             self.traffic.sent(tensor.nbytes)
 
     def exchange(self, data: bytes) -> list[bytes]:
         lengths = np.empty(self.size, np.int64)
         self.calls += 1
-        self._communicate("exchange", -1, self._mpi.Allgather, np.array([len(data)], np.int64), lengths)
-        gathered = bytearray(int(lengths.sum()))
-        into = [gathered, lengths, np.concatenate([[0], lengths[:-1].cumsum()]), MPI.BYTE]
-        self._communicate("exchange", -1, self._mpi.Allgatherv, [data, len(data), MPI.BYTE], into)
+        self.communicate("exchange", EVERYONE, self.mpi.Allgather, np.array([len(data)], np.int64), lengths)
+        gathered, ends = bytearray(int(lengths.sum())), lengths.cumsum()
+        into = [gathered, lengths, ends - lengths, MPI.BYTE]
+        self.communicate("exchange", EVERYONE, self.mpi.Allgatherv, [data, len(data), MPI.BYTE], into)
         self.traffic.sent(len(data) * (self.size - 1), self.size - 1)
-        ends = lengths.cumsum()
         return [bytes(gathered[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
 
     def barrier(self) -> None:
         start = _clock()
         self.calls += 1
-        self.call = ("barrier", -1, start)
-        self._mpi.Barrier()
-        self.call = None
+        with self.blocked("barrier", EVERYONE, self.deadline_s):
+            self.attempt("barrier", EVERYONE, self.mpi.Barrier)
         self.traffic.waiting_s += _clock() - start
 
     def split(self, color: int | None, key: int = 0, *, name: str | None = None) -> MpiCommunicator | None:
-        members = [int(c) for c in self.exchange(str(-1 if color is None else color).encode())]
-        mpi = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        if color is not None and color < 0:
+            raise CommunicationError(f"color must be an integer of at least 0, or None; got {color}.")
+        told = [data.decode().split() for data in self.exchange(f"{color} {key}".encode())]
+        mpi = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
         if color is None:
             return None
-        mine = [r for r in range(self.size) if members[r] == color]
-        world_ranks = MPI.Group.Translate_ranks(mpi.Get_group(), list(range(len(mine))), self._mpi.Get_group())
-        found = [self.nodes[r] for r in world_ranks]
-        dense = {node: i for i, node in enumerate(dict.fromkeys(found))}
+        members = sorted((int(k), r) for r, (c, k) in enumerate(told) if c == str(color))
+        found = [self.nodes[r] for _, r in members]
+        index = {node: i for i, node in enumerate(dict.fromkeys(found))}
         return MpiCommunicator(
             mpi,
             deadline_s=self.deadline_s,
-            nodes=tuple(dense[n] for n in found),
+            nodes=tuple(index[node] for node in found),
             device_aware=self.staging.device_aware,
+            across=self._across,
             name=name or f"{self.name}/{color}",
         )
 
@@ -235,11 +294,12 @@ class MpiCommunicator(Communicator):
                 f"{self.name} must lie within one node whose kernel allows cross-memory attach; "
                 "can_attach tells. Use a window, or another collective."
             )
+        check_flat(tensor)
         own = np.array([tensor.data_ptr(), tensor.nbytes], np.int64)
         found = np.empty((self.size, 2), np.int64)
         self.calls += 1
-        self._communicate("attach", -1, self._mpi.Allgather, own, found)
-        if (found[:, 1] != tensor.nbytes).any():
+        self.communicate("attach", EVERYONE, self.mpi.Allgather, own, found)
+        if (found[:, 1] != found[0, 1]).any():
             raise MismatchError(
                 f"tensors attached together must have the same number of bytes on every rank; "
                 f"got {found[:, 1].tolist()} in rank order."
@@ -262,20 +322,23 @@ class MpiCommunicator(Communicator):
         MPI.COMM_WORLD.Abort(status)
 
     def close(self) -> None:
-        live.discard(self)
+        global _world
+        _live.pop(id(self), None)
+        if _world is self:
+            _world = None
         if self._agent is not None:
             self._agent.close()
             self._agent = None
         if self._node_mpi is not None:
             self._node_mpi.Free()
             self._node_mpi = None
-        self._mpi.Free()
+        self.mpi.Free()
 
     # --- what windows need ----------------------------------------------------------------------------------------
     def node_mpi(self) -> MPI.Intracomm:
         """Collective at the first call. MPI's communicator of the ranks on this rank's node."""
         if self._node_mpi is None:
-            self._node_mpi = self._mpi.Split(self.nodes[self.rank], self.rank)
+            self._node_mpi = self.mpi.Split(self.nodes[self.rank], self.rank)
         return self._node_mpi
 
     def agent(self):
@@ -286,55 +349,23 @@ class MpiCommunicator(Communicator):
             self._agent = Agent(self)
         return self._agent
 
-    def _try_attach(self) -> bool:
-        """Collective. True if every rank could read a secret of every other rank of its node."""
-        secret = np.frombuffer(secrets.token_bytes(16), np.uint8).copy()
-        found = self.exchange(secret.ctypes.data.to_bytes(8, "little") + secret.tobytes())
-        seen, works = np.empty(16, np.uint8), True
-        for peer, (pid, told) in enumerate(zip(self.pids, found, strict=True)):
-            if self.nodes[peer] == self.nodes[self.rank] and peer != self.rank:
-                try:
-                    address = int.from_bytes(told[:8], "little")
-                    cross_memory.PeerMemory(pid).read(seen.ctypes.data, address, 16)
-                except CommunicationError:
-                    works = False
-                works = works and seen.tobytes() == told[8:]
-        return all(answer == b"y" for answer in self.exchange(b"y" if works else b"n"))
+    def choose_across(self) -> str:
+        """Collective. How windows are read and written across nodes; measured at the first call if need be."""
+        from hpcdist.comm.mpi_across import choose
+
+        self._across = choose(self, self._across)
+        return self._across
+
+    @property
+    def across(self) -> str | None:
+        """The way in use: `agent` or `rma`; `auto` before the first window; None where there is one node only."""
+        return self._across if len(set(self.nodes)) > 1 else None
 
 
-class MpiRequest(Request):
-    """A transfer under way; keeps its buffer alive, and copies it back to the device where it was staged."""
-
-    def __init__(self, comm: MpiCommunicator, request: MPI.Request, what: str, peer: int, host: Tensor, device):
-        self._comm, self._request, self._what, self._peer = comm, request, what, peer
-        self._host, self._device = host, device
-
-    def done(self) -> bool:
-        if self._request.Test():
-            self._finish()
-            return True
-        return False
-
-    def wait(self) -> None:
-        self._comm._communicate(self._what, self._peer, self._request.Wait)
-        self._finish()
-
-    def _finish(self) -> None:
-        if self._device is not None:
-            self._device.copy_(self._host)
-            self._device = None
-
-
-def _find_nodes(mpi: MPI.Intracomm) -> tuple[int, ...]:
-    """Collective. Node index of each rank: ranks that can share memory are on one node; nodes in order of rank."""
-    node = mpi.Split_type(MPI.COMM_TYPE_SHARED)
-    first = np.array([mpi.Get_rank()], np.int64)
-    node.Allreduce(MPI.IN_PLACE, first, MPI.MIN)
-    node.Free()
-    firsts = np.empty(mpi.Get_size(), np.int64)
-    mpi.Allgather(first, firsts)
-    index = {leader: i for i, leader in enumerate(sorted(set(firsts.tolist())))}
-    return tuple(index[leader] for leader in firsts.tolist())
+def _checked_nodes(nodes: tuple[int, ...], size: int) -> tuple[int, ...]:
+    if len(nodes) != size:
+        raise CommunicationError(f"nodes must have one index for each of the {size} ranks; got {len(nodes)}.")
+    return tuple(nodes)
 
 
 def _check_tag(tag: int) -> None:

@@ -42,7 +42,7 @@ class Agent:
                 "windows across nodes must have an MPI at MPI_THREAD_MULTIPLE; got level "
                 f"{MPI.Query_thread()}. Initialise MPI through mpi4py, or use an MPI built with threads."
             )
-        self._comm, self._mpi = comm, comm._mpi.Dup()
+        self._comm, self._mpi = comm, comm.mpi.Dup()
         self._windows: dict[int, object] = {}
         self._exposed = 0
         self._one_request = threading.Lock()  # a rank's threads ask one after the other
@@ -94,7 +94,7 @@ class Agent:
             sends = [self._mpi.Isend(header, rank, REQUEST)]
             if data is not None:
                 sends.append(self._mpi.Isend(data, rank, DATA))
-            self._comm._communicate(f"window {what}", rank, MPI.Request.Waitall, [answer, *sends])
+            self._comm.communicate(f"window {what}", rank, MPI.Request.Waitall, [answer, *sends])
 
     # --- answering ------------------------------------------------------------------------------------------------
     def _run(self) -> None:

@@ -22,6 +22,9 @@ NUMBERS = {
     torch.int16: MPI.INT16_T,
     torch.int32: MPI.INT32_T,
     torch.int64: MPI.INT64_T,
+    torch.uint16: MPI.UINT16_T,
+    torch.uint32: MPI.UINT32_T,
+    torch.uint64: MPI.UINT64_T,
     torch.complex64: MPI.C_FLOAT_COMPLEX,
     torch.complex128: MPI.C_DOUBLE_COMPLEX,
 }

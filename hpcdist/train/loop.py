@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hpcdist import session, strategies
 from hpcdist.comm.communicator import Communicator
@@ -137,10 +139,12 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         self.position.epoch, self.position.consumed = self.position.epoch + 1, 0
-        if self.schedule is not None and self.config.schedule.per == "epoch":
-            self.schedule.step()
         if self.position.epoch % self.config.eval_every == 0 or self.position.epoch == self.config.epochs:
             self.metrics = evaluate(self.job, self.strategy, self.comm, self._test)
+        if isinstance(self.schedule, ReduceLROnPlateau):
+            self.schedule.step(self.metrics.get("loss", math.inf))  # the same on all ranks
+        elif self.schedule is not None and self.config.schedule.per == "epoch":
+            self.schedule.step()
         self._show(self.position.epoch * len(self._train))
 
     def _timed(self, work: Callable[[], None]) -> None:
@@ -183,8 +187,9 @@ class Trainer:
 
     def _update(self) -> None:
         self.optimizer.update()
-        if self.schedule is not None and self.config.schedule.per == "step":
-            self.schedule.step()
+        if self.config.schedule.per == "step" and self.schedule is not None:
+            if not isinstance(self.schedule, ReduceLROnPlateau):  # which looks at evaluations
+                self.schedule.step()
 
     # --- what is written ------------------------------------------------------------------------------------------
     def _write(self, record: StepRecord) -> None:

@@ -18,8 +18,8 @@ from hpcdist.comm.launch import check_world, declared_size
 
 SIZES = (1, 2, 3, 4)
 MARKERS = (
-    "sizes(*sizes, exact=False): numbers of virtual ranks, default 1, 2, 3, 4. A real job runs the test if it is no "
-    "smaller than all of them; with exact=True, or where there is only one, if its size is one of them",
+    "sizes(*sizes, exact=False): numbers of virtual ranks, default 1, 2, 3, 4. A real job runs the test if it is not "
+    "smaller than the smallest; with exact=True, or where there is only one, if its size is one of them",
     "mpi(min_size=1): runs under a launcher only",
     "virtual: uses ranks, but runs on virtual ones only",
     "time_limit(seconds): how long the test may take before the run is ended; default --time-limit",

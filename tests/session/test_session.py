@@ -233,7 +233,7 @@ def test_wrong_arguments_are_refused(ranks):
             hd.DistributedOptimizer(torch.optim.LBFGS(torch.nn.Linear(2, 1).parameters()), model)
         with pytest.raises(ConfigError, match="must have a batch_size"):
             hd.shard(DataLoader(_data(), batch_sampler=[[0], [1]]))
-        with pytest.raises(ConfigError, match="data set must have a length; got Endless"):
+        with pytest.raises(ConfigError, match="loader's data set must have a length; got Endless"):
             hd.shard(DataLoader(Endless(), batch_size=1))
         return True
 
@@ -255,6 +255,11 @@ def test_different_options_are_refused_on_all_ranks(ranks):
         return True
 
     assert all(ranks(body))
+
+
+def test_the_package_has_no_other_names():
+    with pytest.raises(AttributeError, match="module 'hpcdist' has no attribute 'DistributedOptimiser'"):
+        hd.DistributedOptimiser  # noqa: B018
 
 
 def test_before_init_there_is_a_message():

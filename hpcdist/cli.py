@@ -1,64 +1,143 @@
-"""The command line: `hpcdist train|data|bench|strategies|report`. Parses, builds a specification, calls one function."""
+"""The command line: `hpcdist train|data|bench|strategies|report`. Parses, builds a specification, calls one function.
+
+Modules that need torch are imported by the commands that need them: it takes seconds, and `--help` should take none.
+"""
 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
 import typer
 
-from hpcdist import __version__, console, session
+from hpcdist import __version__, console
+from hpcdist.bench import commands
 from hpcdist.errors import ConfigError, HpcdistError
-from hpcdist.session.world import joined
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Train PyTorch models over MPI with any distribution strategy, and measure what it costs.",
+)
 data_app = typer.Typer(no_args_is_help=True, help="Data sets in HDF5.")
 app.add_typer(data_app, name="data")
+app.add_typer(commands.app, name="bench")
 
 Overrides = Annotated[
     Optional[list[str]], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated.")
 ]
 
+COLLECTIVE = {"train", "bench"}  # what all ranks take part in; the first one alone does the rest
+INTERRUPTED = 130  # as the shell's for a process that SIGINT ended
+# The launcher's own variable comes before Slurm's, which under mpirun is that of mpirun's daemon.
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
+
 
 def main() -> None:
-    """Runs the command line; an error of hpcdist's is one message, without a traceback, and ends every rank."""
+    """Runs the command line of this process and exits.
+
+    A failure is told once, whether one rank fails or all do, and ends every rank: status 2 for wrong usage, 1 for an
+    error, 130 for an interruption. Only an exception that is no HpcdistError has a traceback.
+    """
+    first = _launched_rank() == 0
+    status = _run(sys.argv[1:], first) if first or _is_collective(sys.argv[1:]) else 0
+    if status == INTERRUPTED and first:
+        console.note("interrupted")
+    comm = _joined()
+    if status and comm is not None and comm.size > 1:
+        comm.abort(status)
+    sys.exit(status)
+
+
+def _run(arguments: list[str], first: bool) -> int:
+    """The exit status. All ranks have the same arguments, so that the first one alone speaks of wrong ones."""
+    command = typer.main.get_command(app)  # called itself, `app` would put typer's hook in place of sys.excepthook
     try:
-        app()
+        return command.main(arguments, prog_name="hpcdist", standalone_mode=first) or 0
+    except SystemExit as exit:
+        return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
     except HpcdistError as error:
-        comm = joined()
-        if comm is not None:
-            time.sleep(min(0.2 * comm.rank, 2.0))  # where all ranks fail alike the lowest speaks and ends the job
-        console.error(str(error))
-        if comm is not None and comm.size > 1:
-            comm.abort(1)
-        sys.exit(1)
+        _tell(error, first)
+        return 1
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except Exception as error:
+        if first or not hasattr(error, "exit_code"):  # which typer's exceptions for wrong usage have
+            raise
+        return error.exit_code
 
 
-@app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
-    if version:
+def _tell(error: HpcdistError, first: bool) -> None:
+    comm = _joined()
+    if comm is None and not first:
+        return  # what is refused before the ranks have found each other, all refuse
+    if comm is not None and comm.rank > 0:
+        # Where all ranks fail alike the lowest one speaks and ends the job meanwhile.
+        time.sleep(min(1.0 + 0.25 * comm.rank, 3.0))
+    console.error(str(error))
+
+
+def _is_collective(arguments: list[str]) -> bool:
+    return bool(arguments) and arguments[0] in COLLECTIVE and "--help" not in arguments
+
+
+def _launched_rank() -> int:
+    """This process's number according to its launcher; 0 without one."""
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
+
+
+def _joined():
+    """The communicator of all ranks; None where this process has not joined them."""
+    world = sys.modules.get("hpcdist.session.world")
+    return None if world is None else world.joined()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
         print(__version__)
         raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
 def train(
     job: Annotated[Path, typer.Argument(help="Python file that defines `job`, such as jobs/digits.py.")],
-    config: Annotated[Optional[Path], typer.Option(help="TOML file of settings.")] = None,
+    config: Annotated[Optional[Path], typer.Option(metavar="TOML", help="File of settings.")] = None,
     overrides: Overrides = None,
-    output: Annotated[Optional[Path], typer.Option(help="Folder of this run; by default a new one in runs/.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
-    progress: Annotated[str, typer.Option(help="auto, live, lines or off.")] = "auto",
+    output: Annotated[
+        Optional[Path], typer.Option(metavar="FOLDER", help="This run's folder; by default a new one in runs/.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output; without one start anew.")
+    ] = False,
+    progress: Annotated[
+        console.ProgressMode,
+        typer.Option(help="One line that is rewritten, or lines; auto: live on a terminal with one rank, else lines."),
+    ] = console.ProgressMode.auto,
 ) -> None:
     """Train a job on the ranks that mpirun or srun started. Collective."""
+    from hpcdist import session
     from hpcdist.train import runs
 
     comm = session.init()
-    runs.train(comm, job, config, overrides or [], output, resume, console.progress(progress))
+    show = console.progress(progress, comm.size)
+    folder, summary = runs.train(comm, job, config, overrides or [], output, resume, show, console.note)
+    if comm.rank == 0:
+        console.result(folder, summary)
 
 
 @app.command()
@@ -66,7 +145,7 @@ def strategies() -> None:
     """List the strategies with their options and references."""
     from hpcdist import strategies as catalogue
 
-    console.strategies([catalogue.load(name) for name in catalogue.available()], catalogue.available())
+    console.strategies({name: catalogue.load(name) for name in catalogue.available()})
 
 
 @app.command()
@@ -74,15 +153,18 @@ def report(folders: Annotated[list[Path], typer.Argument(help="Folders of runs, 
     """Compare runs in one table."""
     from hpcdist.records import load_summary
 
-    found = sorted({path.parent for folder in folders for path in folder.glob("**/summary.json")})
+    found = list(dict.fromkeys(path.parent for folder in folders for path in sorted(folder.glob("**/summary.json"))))
     if not found:
-        raise ConfigError(f"folders must hold a run's summary.json; got {', '.join(map(str, folders))}.")
-    console.runs([(path, load_summary(path)) for path in found])
+        raise ConfigError(
+            f"folders must hold a run's summary.json; got none in {', '.join(map(str, folders))}. A run writes it at "
+            "its end."
+        )
+    console.runs({folder: load_summary(folder) for folder in found})
 
 
 @data_app.command("import")
 def data_import(
-    name: Annotated[str, typer.Argument(help="Importer: digits, mnist, cifar10, images, table...")],
+    name: Annotated[str, typer.Argument(help="Importer, such as digits or images; an unknown name lists all.")],
     source: Annotated[str, typer.Argument(help="File or folder to read; `sklearn` for digits.")],
     destination: Annotated[Path, typer.Argument(help="HDF5 file to write.")],
     overrides: Overrides = None,
@@ -104,7 +186,7 @@ def data_info(path: Annotated[Path, typer.Argument(help="HDF5 file.")]) -> None:
     console.facts(describe(path))
 
 
-def _checked_options(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+def _checked_options(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword-only options of a function, checked against its signature."""
     from pydantic import create_model
 
@@ -117,7 +199,3 @@ def _checked_options(function: Callable[..., Any], given: dict[str, Any]) -> dic
         if p.kind is p.KEYWORD_ONLY
     }
     return create_model("Options", __base__=Settings, **fields).from_mapping(given).model_dump()
-
-
-if __name__ == "__main__":
-    main()

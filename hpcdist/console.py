@@ -1,106 +1,162 @@
-"""What the command line shows: progress, tables, errors."""
+"""What the command line shows: progress, tables, errors. Results go to standard output, all else to standard error."""
 
 from __future__ import annotations
 
+import enum
 import inspect
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:  # they import torch, which takes seconds
+    from hpcdist.records import Summary
+    from hpcdist.strategies import Strategy
+    from hpcdist.train import Progress
 
-from hpcdist.config import describe
-from hpcdist.errors import ConfigError
-from hpcdist.records import Summary
-from hpcdist.strategies import Strategy
-from hpcdist.train import Progress
-
-_out = Console(highlight=False)
-WIDTH = 120  # of a table that does not go to a terminal
-MODES = ("auto", "live", "lines", "off")
+PIPED_COLUMNS = 140  # of a table that does not go to a terminal
+TEXT_COLUMNS = 100  # longer lines are hard to read
 
 
 def error(message: str) -> None:
-    """One error, on standard error."""
-    print(f"hpcdist: error: {message}", file=sys.stderr, flush=True)
+    """One error."""
+    note(f"error: {message}")
 
 
-def progress(mode: str) -> Callable[[str, Progress], None] | None:
-    """What shows a run's progress: a line that is rewritten (live), a line per report, or nothing.
+def note(message: str) -> None:
+    """Something that the user should know."""
+    print(f"hpcdist: {message}", file=sys.stderr, flush=True)
 
-    Under mpirun no rank has a terminal, so `auto` gives lines there; a script that has one asks for `live`.
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+class ProgressMode(str, enum.Enum):
+    auto = "auto"
+    live = "live"
+    lines = "lines"
+    off = "off"
+
+
+def progress(mode: ProgressMode, ranks: int) -> Callable[[str, Progress], None] | None:
+    """What shows a run's progress: one line that is rewritten (live), a line per report, or nothing.
+
+    A launcher may give ranks a terminal of its own while its output goes to a file, so that with several ranks `auto`
+    means lines; whoever knows that there is a terminal asks for `live`.
     """
-    if mode not in MODES:
-        raise ConfigError(f"--progress must be one of {', '.join(MODES)}; got {mode!r}.")
-    if mode == "off":
+    if mode is ProgressMode.off:
         return None
-    live = mode == "live" or (mode == "auto" and sys.stdout.isatty())
-
-    def show(name: str, now: Progress) -> None:
-        done = now.samples >= now.total_samples
-        loss = "" if now.loss is None else f"  loss {now.loss:.4f}"
-        metrics = "".join(f"  test {k} {v:.4f}" for k, v in now.metrics.items() if k != "loss")
-        speed = now.samples / now.seconds if now.seconds > 0 else 0.0
-        bar = _bar(now.samples / now.total_samples)
-        text = f"{name:>18} {bar} epoch {now.epoch:>3}/{now.epochs}  {speed:7.0f} samples/s{loss}{metrics}"
-        if live:
-            print(f"\r\x1b[2K{text}", end="\n" if done else "", flush=True)
-        else:
-            print(text, flush=True)
-
-    return show
+    if mode is ProgressMode.live or (mode is ProgressMode.auto and ranks == 1 and sys.stdout.isatty()):
+        return _show_live
+    return _show_line
 
 
-def _bar(fraction: float, width: int = 20) -> str:
-    full = round(min(fraction, 1.0) * width)
-    return "█" * full + "·" * (width - full)
+def _show_line(name: str, now: Progress) -> None:
+    print(f"{name:<16} {now.samples / now.total_samples:4.0%}  {_figures(now)}", flush=True)
 
 
-def runs(found: Sequence[tuple[Path, Summary]]) -> None:
-    """One row per run."""
-    metrics = list(dict.fromkeys(name for _, s in found for name in s.metrics if name != "loss"))
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("strategy")
-    for heading in (
-        "ranks", *(f"test {m}" for m in metrics), "seconds", "samples/s", "staleness mean", "max", "kB/step", "waiting s"
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
-    for _, s in found:
-        values = [f"{s.metrics[m]:.4f}" if m in s.metrics else "" for m in metrics]
-        table.add_row(
-            s.strategy, str(s.ranks), *values, f"{s.wall_s:.1f}", f"{s.samples / max(s.wall_s, 1e-9):.0f}",
-            f"{s.staleness.mean:.2f}", str(s.staleness.max), f"{s.bytes_per_step / 1e3:.1f}", f"{s.seconds.waiting:.2f}",
-        )  # fmt: skip
-    _print(table)
+def _show_live(name: str, now: Progress) -> None:
+    columns = shutil.get_terminal_size().columns - 1  # writing the last one may begin a new line
+    figures = _figures(now)
+    bar = _bar(now.samples / now.total_samples, min(24, max(4, columns - 18 - len(figures))))
+    end = "\n" if now.epoch == now.epochs else ""
+    print(f"\r\x1b[2K{f'{name:<16} {bar} {figures}'[:columns]}", end=end, flush=True)
 
 
-def strategies(classes: Sequence[type[Strategy]], names: Sequence[str]) -> None:
-    """Every strategy: what it does, its options, its reference."""
-    for name, cls in zip(names, classes, strict=True):
-        text = inspect.getdoc(cls) or ""
-        head, _, reference = text.partition("Reference:")
-        _out.print(f"[bold]{name}[/bold]: {head.strip().splitlines()[0]}")
-        for option in describe(cls.Config):
-            default = f", default {option.default}" if option.default else ""
-            _out.print(f"    {option.key} ({option.type}{default}): {option.description}", markup=False)
-        _out.print(f"    Reference: {' '.join(reference.split())}\n", markup=False)
+def _figures(now: Progress) -> str:
+    """What matters most first: a narrow terminal cuts off the rest."""
+    epoch = max(1, -(-now.samples * now.epochs // now.total_samples))  # the one under way, or that has just ended
+    parts = [f"epoch {epoch:>{len(str(now.epochs))}}/{now.epochs}"]
+    parts += [f"test {name} {value:.4f}" for name, value in now.metrics.items() if name != "loss"]
+    parts += [] if now.loss is None else [f"loss {now.loss:.4f}"]
+    parts += [f"{now.samples / now.seconds:.0f} samples/s"] if now.seconds > 0 else []
+    return "  ".join(parts)
+
+
+def _bar(fraction: float, width: int) -> str:
+    full, rest = "█·" if "utf" in (sys.stdout.encoding or "").lower() else "#."
+    done = round(min(fraction, 1.0) * width)
+    return full * done + rest * (width - done)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+def result(folder: Path, summary: Summary) -> None:
+    """How a run ended, in one line."""
+    metrics = ", ".join(f"test {name} {value:.4f}" for name, value in summary.metrics.items())
+    ranks = f"{summary.ranks} rank{'s' * (summary.ranks > 1)}"
+    print(f"{summary.strategy} on {ranks}: {metrics}, {summary.wall_s:.1f} s; records in {folder}", flush=True)
+
+
+def runs(found: Mapping[Path, Summary]) -> None:
+    """One row per run, with its folder where the strategy does not tell which one it is."""
+    metrics = dict.fromkeys(name for summary in found.values() for name in summary.metrics if name != "loss")
+    named = len({summary.strategy for summary in found.values()}) < len(found)
+    _print_table(
+        [
+            {
+                **({"run": str(folder)} if named else {}),
+                "strategy": s.strategy,
+                "ranks": s.ranks,
+                **{f"test\n{name}": f"{s.metrics[name]:.4f}" if name in s.metrics else "" for name in metrics},
+                "seconds": f"{s.wall_s:.1f}",
+                "samples\n/s": f"{s.samples / max(s.wall_s, 1e-9):.0f}",
+                "staleness\nmean": f"{s.staleness.mean:.2f}",
+                "max": s.staleness.max,
+                "kB/step": f"{s.bytes_per_step / 1e3:.1f}",
+                "waiting\ns": f"{s.seconds.waiting:.2f}",
+            }
+            for folder, s in found.items()
+        ],
+        left=("run", "strategy"),
+    )
 
 
 def rows(title: str, found: Sequence[Mapping[str, Any]]) -> None:
     """Measurements as a table: one column per key of the first row."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for key in found[0]:
-        table.add_column(key, justify="left" if isinstance(found[0][key], str) else "right")
-    for row in found:
-        table.add_row(*(_figure(row.get(key)) for key in found[0]))
-    _print(table)
+    left = [key for key, value in found[0].items() if isinstance(value, str)]
+    _print_table([{key: _figure(row.get(key)) for key in found[0]} for row in found], left, title)
 
 
 def _figure(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def _print_table(found: Sequence[Mapping[str, Any]], left: Sequence[str], title: str | None = None) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
+    for key in found[0]:
+        table.add_column(key, justify="left" if key in left else "right", overflow="fold")
+    for row in found:
+        table.add_row(*map(str, row.values()))
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = PIPED_COLUMNS
+    console.print(table)
+
+
+# --- descriptions -----------------------------------------------------------------------------------------------------
+def strategies(found: Mapping[str, type[Strategy]]) -> None:
+    """Every strategy by its name: what it does, its options, its reference."""
+    from hpcdist.config import describe
+
+    for name, strategy in found.items():
+        head, _, reference = (inspect.getdoc(strategy) or "").partition("Reference:")
+        print(name)
+        _print_text(head.split("\n\n")[0])
+        for option in describe(strategy.Config, "strategy"):
+            default = f", default {option.default}" if option.default else ""
+            _print_text(f"{option.key} ({option.type}{default}): {option.description}", hanging=True)
+        _print_text(f"Reference: {reference}", hanging=True)
+        print()
+
+
+def _print_text(text: str, hanging: bool = False) -> None:
+    columns = min(TEXT_COLUMNS, shutil.get_terminal_size((TEXT_COLUMNS, 24)).columns)
+    after = " " * (8 if hanging else 4)
+    print(textwrap.fill(" ".join(text.split()), columns, initial_indent=" " * 4, subsequent_indent=after))
 
 
 def facts(found: Mapping[str, Any], indent: int = 0) -> None:
@@ -111,8 +167,3 @@ def facts(found: Mapping[str, Any], indent: int = 0) -> None:
             facts(value, indent + 1)
         else:
             print(f"{'  ' * indent}{key}: {value}")
-
-
-def _print(table: Table) -> None:
-    console = _out if _out.is_terminal else Console(width=WIDTH, highlight=False)
-    console.print(table)

@@ -132,7 +132,7 @@ def test_one_verdict_for_all_ranks(write):
         "real": "PASSED",
         "property": "FAILED",
         "shared_folder": "PASSED",
-    }
+    }, done.stdout + done.stderr
     told = [
         "ranks: 3 of ",
         "2 tests deselected that run in plain pytest only",
@@ -235,6 +235,14 @@ def test_time_limit_without_launcher(write):
     assert "test_it took longer than its limit of 0.5 s" in done.stderr
     assert "time.sleep(60)" in done.stderr
     assert "_pytest" not in done.stderr
+
+
+def test_time_limit_where_the_interpreter_lock_is_never_given_back(write):
+    write("import ctypes\n\ndef test_it():\n    ctypes.PyDLL(None).sleep(60)\n")
+    done = run(0, "--time-limit=0.5")
+    assert done.returncode == 1
+    assert "Timeout (0:00:05.500000)!" in done.stderr
+    assert "in test_it" in done.stderr
 
 
 @needs_mpirun

@@ -15,9 +15,10 @@ LINES = 400
 
 # Imports go downwards only. One line is one layer; packages on the same line may import each other.
 LAYERS = """
+__main__
 cli
 console
-study
+bench study
 slurm
 train
 session

@@ -47,13 +47,9 @@ class Auto(AllReduce):
 
     def __call__(self, tensor: Tensor) -> None:
         """Collective. See `AllReduce.__call__`."""
-        # The library sums a short tensor in microseconds: what it can be handed as it is goes there at once.
-        if (
-            tensor.nbytes <= self._native_bytes
-            and tensor.dtype in _AS_THEY_ARE
-            and tensor.ndim == 1
-            and tensor.is_contiguous()
-        ):
+        # The library sums a short tensor in microseconds, so what it can take as it is goes there at once, to be
+        # checked there.
+        if tensor.nbytes <= self._native_bytes and tensor.dtype in _AS_THEY_ARE:
             self._native(tensor)
         else:
             super().__call__(tensor)

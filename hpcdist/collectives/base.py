@@ -81,7 +81,7 @@ class Algorithm(AllReduce):
     def cost_s(
         n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
     ) -> float:
-        """Seconds by the model of Hockney: a message of b bytes takes latency_s + b * byte_s, adding it b * reduce_s."""
+        """Seconds if a message of b bytes takes latency_s + b * byte_s, and adding it b * reduce_s."""
 
 
 class Scratch:
@@ -98,9 +98,7 @@ class Scratch:
         return self._memory[:n_bytes].view(tensor.dtype)
 
 
-def sum_in_rank_order(
-    own: Tensor, rank: int, size: int, get: Callable[[Tensor, int], None], inbox: Scratch
-) -> None:
+def sum_in_rank_order(own: Tensor, rank: int, size: int, get: Callable[[Tensor, int], None], inbox: Scratch) -> None:
     """Replaces `own`, rank's addend, by x_0 + x_1 + ... + x_(size - 1), added in this order.
 
     `get(out, peer)` fetches the addend of another rank. The result is bitwise that of a loop over the ranks.
@@ -130,5 +128,5 @@ def chunks(tensor: Tensor, parts: int) -> Sequence[Tensor]:
 
 
 def segment_count(n_bytes: int, segment_bytes: int) -> int:
-    """Into how many segments of at most about `segment_bytes` a run of `n_bytes` is cut: at least 1."""
+    """Into how many segments of at most `segment_bytes` a run of `n_bytes` is cut: at least 1."""
     return max(1, -(-n_bytes // segment_bytes))

@@ -16,14 +16,14 @@ from hpcdist.collectives.timing import between, interleaved
 from hpcdist.comm.communicator import Communicator
 
 SIZES = tuple(1 << exponent for exponent in range(11, 27, 2))  # bytes: 2 KiB to 32 MiB, whose winner takes the rest
-BUDGET_S = 0.3  # seconds of timed calls in all, beside two first calls of each
+BUDGET_S = 0.5  # seconds of timed calls in all, beside two first calls of each
 CALLS_S = 1e-3  # one timing covers as many calls as take about this long together
-HOPELESS = 2.0  # an algorithm that takes this many times as long as the best one is not measured further
+HOPELESS = 1.9  # an algorithm that takes longer than this many times the best one's time is not measured further
 LATENCY_S, BYTE_S = 2e-6, 1e-10  # of shared memory or a fast network: where the formulas put algorithms beside others
 
 # Choosing another algorithm than the library's own at one size, or than at the size before, must make up for this
 # factor: so the choice follows what is fast over a range of sizes, and not the luck of a single measurement.
-FOREIGN, SWITCHED = 1.15, 1.3
+FOREIGN, SWITCHED = 1.25, 1.3
 
 
 class Table(BaseModel):
@@ -85,7 +85,10 @@ def candidates(comm: Communicator) -> list[str]:
 
 
 def measure_table(
-    comm: Communicator, sizes: Sequence[int] = SIZES, algorithms: Sequence[str] | None = None, budget_s: float = BUDGET_S
+    comm: Communicator,
+    sizes: Sequence[int] = SIZES,
+    algorithms: Sequence[str] | None = None,
+    budget_s: float = BUDGET_S,
 ) -> Table:
     """Collective. Times the algorithms against each other; the same table on all ranks.
 
@@ -103,7 +106,7 @@ def measure_table(
         part = tensor[: size // 4]
         plausible = _plausible(list(sides), size, comm)
         first = _times(own, {name: sides[name] for name in plausible}, part, rounds=2)
-        hopeful = {name: sides[name] for name in plausible if first[name] < HOPELESS * min(first.values())}
+        hopeful = {name: sides[name] for name in plausible if first[name] <= HOPELESS * min(first.values())}
         calls = between(1, CALLS_S / (min(first.values()) or CALLS_S), 10)
         round_s = calls * sum(first[name] for name in hopeful) or budget_s
         measured = _times(own, hopeful, part, between(5, budget_s / len(sizes) / round_s, 25), calls)
@@ -124,7 +127,7 @@ def _plausible(names: list[str], size: int, comm: Communicator) -> list[str]:
     """Those that by their formulas may be the fastest, and the library's own, whatever its formula says."""
     ranks_per_node = min(Counter(comm.nodes).values())
     cost_s = {n: load(n).cost_s(size, comm.size, LATENCY_S, BYTE_S, 0.0, ranks_per_node) for n in names}
-    return [n for n in names if n == "native" or cost_s[n] < HOPELESS * min(cost_s.values())]
+    return [n for n in names if n == "native" or cost_s[n] <= HOPELESS * min(cost_s.values())]
 
 
 def predict_table(comm: Communicator, latency_s: float, byte_s: float) -> Table:

@@ -139,6 +139,7 @@ class Communicator(abc.ABC):
     nodes: tuple[int, ...]  # nodes[r]: index of the node (shared memory) that rank r lives on; equal = same node
     traffic: Traffic
     deadline_s: float  # a blocking call that takes longer ends the run with a message
+    mpi: object = None  # mpi4py's communicator of the same ranks, for libraries that want one; None on virtual ranks
     concurrent: bool = False  # another thread of this rank may use another communicator at the same time
 
     # --- point to point -------------------------------------------------------------------------------------------

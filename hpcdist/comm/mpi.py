@@ -54,7 +54,7 @@ def world(
 
 def library() -> str:
     """The MPI library's name and version, one line."""
-    return MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
+    return " ".join(MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0").split())
 
 
 def live() -> list[MpiCommunicator]:
@@ -279,6 +279,13 @@ class MpiCommunicator(Communicator):
             device_aware=self.staging.device_aware,
             across=self._across,
             name=name or f"{self.name}/{color}",
+        )
+
+    def apart(self, across: str = "auto") -> MpiCommunicator:
+        """Collective. A copy whose ranks count as being on nodes of their own: for tests and measurements."""
+        nodes = tuple(range(self.size))
+        return MpiCommunicator(
+            self.mpi.Dup(), deadline_s=self.deadline_s, nodes=nodes, across=across, name=f"{self.name}/apart"
         )
 
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:

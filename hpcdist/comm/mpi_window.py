@@ -1,12 +1,12 @@
-"""Windows of real ranks: shared memory inside a node, the owner's agent (`comm/mpi_agent.py`) across nodes.
+"""Windows of real ranks: shared memory inside a node; across nodes whatever `comm/mpi_across.py` finds faster.
 
 Inside a node every rank's memory is mapped by all: `get` and `put` are plain copies that need nobody's help. Atomic
-operations are MPI's own on the same memory. Across nodes MPI's one-sided calls progress only while the owner is
-inside MPI, so the request goes to a thread of the owner's instead.
+operations are MPI's own on the same memory, and across nodes the owner's agent does them there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -16,15 +16,21 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Window, check_flat
 from hpcdist.comm.cross_memory import PeerMemory
+from hpcdist.comm.mpi_across import Across
 from hpcdist.comm.mpi_buffers import NUMBERS, numbers
+from hpcdist.comm.mpi_rma import OneSided
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError
 
 
 class MpiWindow(Window):
-    """Collective. A window over `count` zeroed elements of `dtype` on this rank."""
+    """Collective. A window over `count` zeroed elements of `dtype` on this rank.
 
-    def __init__(self, comm, count: int, dtype: torch.dtype):
+    Args:
+        across: how other nodes are reached, instead of the communicator's own way.
+    """
+
+    def __init__(self, comm, count: int, dtype: torch.dtype, across: str | None = None):
         if count < 0:
             raise CommunicationError(f"count of a window must be at least 0; got {count}.")
         self.comm, self.dtype = comm, dtype
@@ -32,82 +38,77 @@ class MpiWindow(Window):
         itemsize = torch.empty(0, dtype=dtype).itemsize
         self.counts = [int(n) for n in comm.exchange(str(count).encode())]
         self._shared = MPI.Win.Allocate_shared(count * itemsize, itemsize, comm=node)
-        self._locks = MPI.Win.Allocate_shared(8, 8, comm=node)  # one word per rank: see _accumulate_locked
+        self._shared.Lock_all()
         ranks = [r for r in range(comm.size) if comm.nodes[r] == comm.nodes[comm.rank]]
         self._node_rank = {rank: i for i, rank in enumerate(ranks)}
         self._memory = {rank: _mapped(self._shared, i, dtype) for rank, i in self._node_rank.items()}
         self.local = self._memory[comm.rank]
         self.local.zero_()
-        Tensor.zero_(_mapped(self._locks, self._node_rank[comm.rank], torch.int64))
-        self._shared.Lock_all()
-        self._locks.Lock_all()
-        self._agent = comm.agent() if len(ranks) < comm.size else None
-        if self._agent is not None:
-            self._id = self._agent.expose(self)
+        self._locks = None if dtype in NUMBERS else MpiWindow(comm, 1, torch.int64, "agent")  # see _add_locked
+        self._served, self._bulk = None, None
+        if len(ranks) < comm.size:
+            self._served = comm.agent().expose(self)
+            way = across or comm.choose_across()
+            self._bulk: Across = OneSided(comm, self.local) if way == "rma" else self._served
         comm.barrier()
 
     # --- transfers ------------------------------------------------------------------------------------------------
     def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
         memory = self._at(rank, offset, out)
-        start = self.comm.now()
         if memory is None:
             with self.comm.staging.host(out, read=False) as host:
-                self._agent.get(self._id, host, rank, offset)
+                self._bulk.get(host, rank, offset)
         else:
+            start = self.comm.now()
             self._shared.Sync()
             out.copy_(memory)
+            self.comm.traffic.communicating_s += self.comm.now() - start
         if rank != self.comm.rank:
             self.comm.traffic.fetched(out.nbytes)
-        self.comm.traffic.communicating_s += self.comm.now() - start
 
     def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
-        self._change(values, rank, offset, "put", self.store)
-
-    def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
-        self._change(values, rank, offset, "accumulate", self.add)
-
-    def _change(self, values: Tensor, rank: int, offset: int, what: str, here: Callable) -> None:
         memory = self._at(rank, offset, values)
-        start = self.comm.now()
         if memory is None:
             with self.comm.staging.host(values, write=False) as host:
-                getattr(self._agent, what)(self._id, host, rank, offset)
+                self._bulk.put(host, rank, offset)
         else:
-            here(values, rank, offset)
+            start = self.comm.now()
+            memory.copy_(values)
+            self._shared.Sync()
+            self.comm.traffic.communicating_s += self.comm.now() - start
         if rank != self.comm.rank:
             self.comm.traffic.sent(values.nbytes)
-        self.comm.traffic.communicating_s += self.comm.now() - start
 
-    def store(self, values: Tensor, rank: int, offset: int) -> None:
-        """`put` on this node."""
-        self._memory[rank][offset : offset + values.numel()].copy_(values)
-        self._shared.Sync()
+    def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
+        memory = self._at(rank, offset, values)
+        with self.comm.staging.host(values, write=False) as host:
+            if memory is None:
+                self._served.accumulate(host, rank, offset)
+            else:
+                start = self.comm.now()
+                self.add(host, rank, offset)
+                self.comm.traffic.communicating_s += self.comm.now() - start
+        if rank != self.comm.rank:
+            self.comm.traffic.sent(values.nbytes)
 
     def add(self, values: Tensor, rank: int, offset: int) -> None:
-        """`accumulate` on this node."""
-        if values.dtype in NUMBERS and values.is_cpu:
-            target = self._node_rank[rank]
-            self._shared.Accumulate(numbers(values), target, [offset, values.numel(), NUMBERS[values.dtype]])
-            self._shared.Flush(target)
-        else:
-            self._accumulate_locked(values, rank, offset)
-
-    def _accumulate_locked(self, values: Tensor, rank: int, offset: int) -> None:
-        # MPI can't add 16-bit floats, so these exclude each other by the owner's lock word.
-        one, zero, seen = np.ones(1, np.int64), np.zeros(1, np.int64), np.empty(1, np.int64)
+        """`accumulate` on this node, of values on the host."""
+        if self._locks is not None:
+            return self._add_locked(values, rank, offset)
         target = self._node_rank[rank]
+        self._shared.Accumulate(numbers(values), target, [offset, values.numel(), NUMBERS[values.dtype]])
+        self._shared.Flush(target)
 
+    def _add_locked(self, values: Tensor, rank: int, offset: int) -> None:
+        # MPI can't add 16-bit floats, so these exclude each other by a word of the owner's.
         def locked() -> bool:
-            self._locks.Compare_and_swap(one, zero, seen, target, 0)
-            self._locks.Flush(target)
-            return seen[0] == 0
+            return self._locks.atomic("compare_and_swap", rank, 0, 0, 1) == 0
 
         wait_until(locked, self.comm.deadline_s, lambda: f"the lock of rank {rank}'s window")
         self._shared.Sync()
         self._memory[rank][offset : offset + values.numel()].add_(values)
         self._shared.Sync()
-        self._locks.Accumulate(zero, target, op=MPI.REPLACE)
-        self._locks.Flush(target)
+        self._locks.atomic("compare_and_swap", rank, 0, 1, 0)
 
     # --- atomics --------------------------------------------------------------------------------------------------
     def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
@@ -119,10 +120,15 @@ class MpiWindow(Window):
     def _atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
         if self.dtype != torch.int64:
             raise CommunicationError(f"{what} must be used on an int64 window; got a window of {self.dtype}.")
+        for value in values:
+            if not -(2**63) <= value < 2**63:
+                raise CommunicationError(f"operand of an atomic must fit in 64 bits; got {value}.")
         if self._at(rank, offset, None) is None:
-            found = self._agent.atomic(self._id, what, rank, offset, *values)
+            found = self._served.atomic(what, rank, offset, *values)
         else:
+            start = self.comm.now()
             found = self.atomic(what, rank, offset, *values)
+            self.comm.traffic.communicating_s += self.comm.now() - start
         if rank != self.comm.rank:
             self.comm.traffic.sent(8)
         return found
@@ -150,43 +156,47 @@ class MpiWindow(Window):
         deadline_s: float | None = None,
     ) -> None:
         rank = self.comm.rank if rank is None else rank
-        if rank in self._memory:
-            stop = None if count is None else offset + count
-            seen, refresh = self._memory[rank][offset:stop], self._shared.Sync
-        else:
-            count = self.counts[rank] - offset if count is None else count
-            seen = torch.empty(count, dtype=self.dtype)
-
-            def refresh() -> None:
-                self._agent.get(self._id, seen, rank, offset)
+        self.comm.check_peer(rank, "rank of a window")
+        count = self.counts[rank] - offset if count is None else count
+        here = self._at(rank, offset, None, count)
+        seen = torch.empty(count, dtype=self.dtype) if here is None else here
 
         def ready() -> bool:
-            refresh()
+            if here is None:
+                self._bulk.get(seen, rank, offset)
+            else:
+                self._shared.Sync()
             return predicate(seen)
 
         deadline_s = self.comm.deadline_s if deadline_s is None else deadline_s
-        self.comm.traffic.waiting_s += wait_until(ready, deadline_s, lambda: f"rank {self.comm.rank}: {what}")
+        with self.comm.blocked(f"Window.wait for {what}", rank, math.inf):
+            waited_s = wait_until(ready, deadline_s, lambda: f"rank {self.comm.rank}: {what}")
+        self.comm.traffic.waiting_s += waited_s
 
     def close(self) -> None:
         self.comm.barrier()  # nobody may still be in a transfer
-        if self._agent is not None:
-            self._agent.withdraw(self._id)
+        for remote in {self._served, self._bulk} - {None}:
+            remote.close()
+        if self._locks is not None:
+            self._locks.close()
         self._memory.clear()
         del self.local
-        for win in (self._shared, self._locks):
-            win.Unlock_all()
-            win.Free()
+        self._shared.Unlock_all()
+        self._shared.Free()
 
-    def _at(self, rank: int, offset: int, tensor: Tensor | None) -> Tensor | None:
+    def _at(self, rank: int, offset: int, tensor: Tensor | None, count: int = 1) -> Tensor | None:
         """The part of `rank`'s memory that a call means; None if it lies on another node."""
+        if not self._memory:
+            raise CommunicationError("a window must not be used once it is closed. Close it after its last use.")
         self.comm.check_peer(rank, "rank of a window")
-        count = 1
         if tensor is not None:
             check_flat(tensor)
             count = tensor.numel()
             if tensor.dtype != self.dtype:
-                raise CommunicationError(f"dtype must be that of the window, {self.dtype}; got {tensor.dtype}.")
-        if offset < 0 or offset + count > self.counts[rank]:
+                raise CommunicationError(
+                    f"dtype must be that of the window, {self.dtype}; got {tensor.dtype}. Convert the tensor."
+                )
+        if offset < 0 or count < 0 or offset + count > self.counts[rank]:
             raise CommunicationError(out_of_range(rank, self.counts[rank], offset, count))
         memory = self._memory.get(rank)
         return None if memory is None else memory[offset : offset + count]

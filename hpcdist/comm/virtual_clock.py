@@ -223,9 +223,9 @@ class VirtualClock:
         if later:
             at_s, rank = min(later)
             self._end(DeadlockError(
-                f"virtual time stands still at {self.now_s:g} s: ranks took {_STANDSTILL} turns without any time passing, "
-                f"and rank {rank} goes on at {at_s:g} s only. Rank {due.rank} is {self.where(due)}. Wait by a call that "
-                "waits (Window.wait, Request.wait, probe), or give the run a network on which calls take time."
+                f"virtual time stands still at {self.now_s:g} s: ranks took {_STANDSTILL} turns without any time "
+                f"passing, and rank {rank} goes on at {at_s:g} s only. Rank {due.rank} is {self.where(due)}. Wait by a "
+                "call that waits (Window.wait, Request.wait, probe), or give the run a network that takes time."
             ))  # fmt: skip
         self._turns = 0
         return bool(later)

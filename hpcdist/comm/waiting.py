@@ -11,11 +11,14 @@ SPIN_S = 50e-6  # most answers inside a node come within this time; sleeping cos
 SHORTEST_S, LONGEST_S = 20e-6, 1e-3
 
 
-def wait_until(ready: Callable[[], bool], deadline_s: float, describe: Callable[[], str]) -> float:
+def wait_until(
+    ready: Callable[[], bool], deadline_s: float, describe: Callable[[], str], longest_s: float = LONGEST_S
+) -> float:
     """Returns once `ready()` holds; the seconds waited. Raises DeadlineError, saying `describe()`, past the deadline.
 
-    Spins for a moment, then sleeps a little longer each time, up to a millisecond: a rank that waits for long uses
-    about a hundredth of a core.
+    Spins for a moment, then sleeps a little longer each time, up to `longest_s`: with a millisecond, a rank that waits
+    for long uses about a hundredth of a core. Sleeping also answers sooner than spinning where ranks outnumber cores:
+    the kernel lets a sleeper in when its time has come, and makes a rank that yields wait for everybody's turn.
     """
     if ready():
         return 0.0
@@ -31,4 +34,4 @@ def wait_until(ready: Callable[[], bool], deadline_s: float, describe: Callable[
             time.sleep(0)  # yields the core and the interpreter lock
         else:
             time.sleep(pause_s)
-            pause_s = min(pause_s * 1.25, LONGEST_S)
+            pause_s = min(pause_s * 1.25, longest_s)

@@ -96,6 +96,7 @@ class DataConfig(Settings):
     """What the model is trained on."""
 
     path: str | None = Field(None, description="HDF5 file of the data set; none is the job's own")
+    parallel: bool = Field(True, description="read through parallel HDF5 (mpio) where h5py has it")
     prefetch: int = Field(0, ge=0, description="batches that a thread reads ahead; worth it on slow file systems")
 
 

@@ -4,7 +4,7 @@
 rank's batches, `describe` tells what a file holds, `importers` makes such files from other formats.
 """
 
-from hpcdist.data.describe import describe
+from hpcdist.data.description import describe
 from hpcdist.data.hdf5 import HDF5Dataset
 from hpcdist.data.loader import Loader, ShardedBatchSampler
 from hpcdist.data.sharding import EpochPlan

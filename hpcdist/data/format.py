@@ -13,6 +13,8 @@ x * scale + offset, so that images stay uint8 on disk.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +36,17 @@ RESERVED = ("format", "format_version", "task", "source", "classes")  # attribut
 def damage(path: str | Path, fault: str, advice: str = "Import it again.") -> DataError:
     """The error for a file that can't be used: which file, what is wrong, what to do."""
     return DataError(f"{path} {fault}. {advice}")
+
+
+@contextmanager
+def named_faults(path: str | Path) -> Iterator[None]:
+    """Turns whatever h5py raises on damaged data into DataError."""
+    try:
+        yield
+    except DataError:
+        raise
+    except FAULTS as error:
+        raise damage(path, f"is corrupt ({error})") from error
 
 
 @dataclass(frozen=True)
@@ -102,18 +115,14 @@ def open_file(path: Path, *, locking: bool | str | None = "best-effort", mpi_com
 
 def read_header(file: h5py.File, split: str) -> Header:
     """The checked header of an open file. Raises DataError where it breaks a rule of the layout."""
-    path = file.filename
-    try:
-        return _read_header(file, path, split)
-    except DataError:
-        raise
-    except FAULTS as error:
-        raise damage(path, f"is corrupt ({error})") from error
+    with named_faults(file.filename):
+        return _read_header(file, file.filename, split)
 
 
 def split_names(file: h5py.File) -> list[str]:
-    """The names of all splits, training first."""
-    groups = (name for name in file if isinstance(file.get(name, getclass=True), type(h5py.Group)))
+    """The names of all splits, training first. Raises DataError where they can't be read."""
+    with named_faults(file.filename):
+        groups = [name for name in file if file.get(name, getclass=True) is h5py.Group]
     return sorted(groups, key=lambda name: (name != "train", name))
 
 

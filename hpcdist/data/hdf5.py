@@ -34,7 +34,8 @@ class HDF5Dataset(Dataset):
             what the environment variable HDF5_USE_FILE_LOCKING says, which some builds of HDF5 obey in any case.
         cache_bytes: HDF5's cache of decompressed chunks, for x and y each; without effect on uncompressed data.
         mpi_comm: An mpi4py communicator. Where h5py has parallel HDF5 the file is opened on it (driver "mpio"): the
-            constructor is then Collective, and reads are independent. Otherwise each rank opens the file by itself.
+            constructor is then Collective, and reads are independent (from another thread only where MPI allows
+            it). Otherwise each rank opens the file by itself.
 
     Raises:
         DataError: the file is missing, truncated, corrupt or not of the layout.
@@ -57,10 +58,10 @@ class HDF5Dataset(Dataset):
         self._memory_map, self._cache_bytes = memory_map, cache_bytes
         self._pid: int | None = None  # of the process that the file is open in
         self._file: h5py.File | None = None
+        self._identity = _identity(self.path)
         file = open_file(self.path, **self._open_options)
         try:
             self._header = header = read_header(file, split)
-            self._identity = _identity(self.path)
         except BaseException:
             file.close()
             raise
@@ -181,10 +182,10 @@ def _torch_dtype(dtype: np.dtype) -> torch.dtype:
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
-    """What tells one version of a file from another; None where there is none."""
+    """What tells one version of a file from another; None where it can't be reached."""
     try:
         status = os.stat(path)
-    except FileNotFoundError:
+    except OSError:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns
 

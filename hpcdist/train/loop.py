@@ -97,7 +97,8 @@ class Trainer:
             self.job.data(path)
         self.comm.barrier()
         self.workers = self.strategy.worker_ranks(self.strategy.config, self.comm.size)
-        self._train, self._test = HDF5Dataset(path, "train"), HDF5Dataset(path, "test")
+        mpi = self.comm.mpi if self.config.data.parallel else None
+        self._train, self._test = (HDF5Dataset(path, split, mpi_comm=mpi) for split in ("train", "test"))
         self.loader = Loader(
             self._train,
             self.config.batch_size,

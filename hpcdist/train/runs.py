@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -25,25 +26,26 @@ def train(
     output: Path | None = None,
     resume: bool = False,
     show: Callable[[str, Progress], None] | None = None,
-) -> Summary:
-    """Collective. Runs a job to its end; the run's summary, the same on all ranks.
+    say: Callable[[str], None] | None = None,
+) -> tuple[Path, Summary]:
+    """Collective. Runs a job to its end; its folder and its summary, the same on all ranks.
 
     Args:
         toml_path, overrides: settings over the job's defaults.
         output: the run's folder; None makes a new one under the configured one.
         resume: go on from the newest whole checkpoint in `output`; start anew where there is none yet.
         show: called on rank 0 with the strategy's name and the progress.
+        say: called on rank 0 with what the user should know about resuming.
 
     Raises:
         ConfigError: a setting breaks its rule, or the folder holds another run.
     """
     job, config = together(comm, lambda: _specify(job_path, toml_path, overrides))
-    chosen = together(comm, lambda: _choose(job_path, config, output, resume) if comm.rank == 0 else "")
-    folder = Path(comm.exchange(chosen.encode())[0].decode())
+    folder = _decided(comm, lambda: _choose(job_path, config, output, resume))
     trainer = Trainer(job, config, comm, folder, None if show is None else lambda p: show(config.strategy.name, p))
-    summary = trainer.run(checkpoint.latest(trainer.checkpoints, fallback=True) if resume else None)
+    summary = trainer.run(_decided(comm, lambda: _newest(trainer.checkpoints, say)) if resume else None)
     trainer.close()
-    return summary
+    return folder, summary
 
 
 def together(comm: Communicator, work: Callable[[], T]) -> T:
@@ -65,29 +67,51 @@ def together(comm: Communicator, work: Callable[[], T]) -> T:
     return result
 
 
+def _decided(comm: Communicator, work: Callable[[], Path | None]) -> Path | None:
+    """Collective. What `work()` finds on rank 0, on every rank: other nodes may see a shared folder later."""
+    found = together(comm, lambda: work() if comm.rank == 0 else None)
+    text = comm.exchange(str(found or "").encode())[0].decode()
+    return Path(text) if text else None
+
+
 def _specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) -> tuple[Job, JobConfig]:
     job = load_job(job_path)
     values = load({"data": {"path": f"data/{job_path.stem}.h5"}, **job.defaults}, toml_path, overrides)
     return job, JobConfig(**values)
 
 
-def _choose(job_path: Path, config: JobConfig, output: Path | None, resume: bool) -> str:
-    """The run's folder, made; on rank 0."""
-    if output is None:
-        if resume:
-            raise ConfigError("--output must be given with --resume; got none. It names the run to go on with.")
-        output = _new_folder(Path(config.output), f"{job_path.stem}-{config.strategy.name}")
-    elif not resume and any(output.glob("records-rank*.jsonl")):
+def _choose(job_path: Path, config: JobConfig, output: Path | None, resume: bool) -> Path:
+    """The run's folder, made."""
+    if output is None and resume:
+        raise ConfigError("--output must be given with --resume; got none. It names the run to go on with.")
+    if output is not None and not resume and any(output.glob("records-rank*.jsonl")):
         raise ConfigError(
             f"--output must be a folder without records; got {output}, which holds a run. Add --resume to go on with "
             "it, or give another folder."
         )
-    output.mkdir(parents=True, exist_ok=True)
-    return str(output)
+    try:
+        if output is None:
+            return _new_folder(Path(config.output), f"{job_path.stem}-{config.strategy.name}")
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--output must be a folder that can be made; got {error.filename} ({error.strerror}). Give another one."
+        ) from None
+    return output
 
 
 def _new_folder(parent: Path, name: str) -> Path:
-    number = 1
-    while (parent / f"{name}-{number}").exists():
-        number += 1
-    return parent / f"{name}-{number}"
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        try:
+            (folder := parent / f"{name}-{number}").mkdir()
+        except FileExistsError:  # another job may be making its own at this moment
+            continue
+        return folder
+
+
+def _newest(checkpoints: Path, say: Callable[[str], None] | None) -> Path | None:
+    found = checkpoint.latest(checkpoints, fallback=True)
+    if say is not None:
+        say(f"going on from {found}" if found else f"no checkpoint in {checkpoints} yet: starting anew")
+    return found

@@ -34,8 +34,8 @@ def test_ranges_end_half_way_between_sizes_and_join_neighbours():
 
 
 def test_native_is_kept_unless_another_is_clearly_faster():
-    assert table(native=(1.0, 1.0, 1.0), ring=(0.9, 0.9, 0.95)).choice() == ["native"] * 3
-    assert table(native=(1.0, 1.0, 1.0), ring=(0.8, 0.8, 0.8)).choice() == ["ring"] * 3
+    assert table(native=(1.0, 1.0, 1.0), ring=(0.9, 0.85, 0.9)).choice() == ["native"] * 3
+    assert table(native=(1.0, 1.0, 1.0), ring=(0.7, 0.7, 0.7)).choice() == ["ring"] * 3
 
 
 def test_one_lucky_measurement_changes_nothing():
@@ -132,15 +132,20 @@ def test_measured_tables_agree_and_leave_the_account_alone(ranks):
 
 
 def test_measured_on_a_virtual_clock_the_formulas_come_out():
-    def body(comm):
-        return measure_table(comm, (8000,), ["ring", "recursive_doubling", "native"], budget_s=1e-9)
+    names = ["ring", "recursive_doubling", "native"]
 
-    network = Network(1e-3, 1e9)
-    for name, (seconds,) in run_virtual(body, 2, network=network)[0].seconds.items():
-        assert seconds == pytest.approx(load(name).cost_s(8000, 2, 1e-3, 1e-9))
-    found = run_virtual(body, 16, network=network)[0].seconds
-    assert found["ring"] == (None,) and found["recursive_doubling"][0] is not None  # 30 steps against 4: hopeless
-    assert found["native"] == (None,)  # plausible whatever its formula says, but found hopeless
+    def seconds(size, n_bytes):
+        def body(comm):
+            return measure_table(comm, (n_bytes,), names, budget_s=1e-9).seconds
+
+        return run_virtual(body, size, network=Network(1e-3, 1e8))[0]
+
+    for name, (found_s,) in seconds(2, 800_000).items():
+        assert found_s == pytest.approx(load(name).cost_s(800_000, 2, 1e-3, 1e-8))
+    found = seconds(16, 8000)
+    assert found["ring"] == (None,)  # 30 steps against 4: not plausible
+    assert found["native"] == (None,)  # plausible whatever its formula says, but seen to be hopeless
+    assert found["recursive_doubling"][0] == pytest.approx(load("recursive_doubling").cost_s(8000, 16, 1e-3, 1e-8))
 
 
 # --- its file -----------------------------------------------------------------------------------------------------
@@ -182,7 +187,8 @@ def test_refreshing_measures_although_there_is_a_file(tmp_path, measurements):
 
 
 def test_a_file_per_ranks_and_nodes_and_library(tmp_path, measurements):
-    for size, network, library in [(2, NETWORK, "A"), (3, Network(1e-3, 1e9), "A"), (3, NETWORK, "A"), (3, NETWORK, "B")]:
+    flat = Network(1e-3, 1e9)
+    for size, network, library in [(2, NETWORK, "A"), (3, flat, "A"), (3, NETWORK, "A"), (3, NETWORK, "B")]:
         run_virtual(lambda comm: once(comm, tmp_path, library), size, network=network)
     run_virtual(lambda comm: once(comm, tmp_path, "B"), 3, network=NETWORK)
     assert len(measurements) == 2 + 3 + 3 + 3

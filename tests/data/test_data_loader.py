@@ -154,6 +154,7 @@ def test_reads_a_file(tmp_path):
             assert torch.equal(torch.cat([y for _, y in batches]), together % 3)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # said by Python 3.12 and later
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_sampler_in_a_dataloader(num_workers):
     dataset = TensorDataset(torch.arange(N), -torch.arange(N))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import h5py
 import numpy as np
 import pytest
-from hdf5_layouts import MAPPED, READ, N, sample_data, write_layout
+from hdf5_layouts import MAPPED, READ, N, contiguous, sample_data, write_layout
 
 from hpcdist.data import Split, create, describe
+from hpcdist.errors import DataError
 
 
 def test_classification(tmp_path):
@@ -60,4 +62,25 @@ def test_every_layout(tmp_path, how):
     found = describe(write_layout(tmp_path / "a.h5", how, x, y))
     assert json.loads(json.dumps(found)) == found
     train = found["splits"]["train"]
-    assert train["samples"] == N and train["x"]["mean"] == pytest.approx(x.mean()) and sum(train["counts"].values()) == N
+    assert train["samples"] == sum(train["counts"].values()) == N
+    assert train["x"]["mean"] == pytest.approx(x.mean())
+
+
+def test_what_is_no_group_is_no_split(tmp_path):
+    path = write_layout(tmp_path / "a.h5", contiguous, *sample_data())
+    with h5py.File(path, "r+") as file:
+        file["table"] = np.arange(3)
+    assert list(describe(path)["splits"]) == ["train"]
+
+
+def test_damaged_labels(tmp_path):
+    """Compressed y that can't be decompressed; opening the file does not notice."""
+    x = np.zeros((50, 1))
+    path = create(tmp_path / "a.h5", {"train": Split.of(x, x)}, task="regression", compression="gzip")
+    with h5py.File(path) as file:
+        chunk = file["train/y"].id.get_chunk_info(0)
+    with open(path, "r+b") as file:
+        file.seek(chunk.byte_offset)
+        file.write(b"\xff" * chunk.size)
+    with pytest.raises(DataError, match="a.h5 is corrupt .*Import it again."):
+        describe(path)

@@ -10,7 +10,18 @@ import sys
 import h5py
 import numpy as np
 import pytest
-from hdf5_layouts import CHUNK, N, contiguous, gzip, hdf5_bytes, header, sample_data, scattered, side_by_side, write_layout
+from hdf5_layouts import (
+    CHUNK,
+    N,
+    contiguous,
+    gzip,
+    hdf5_bytes,
+    header,
+    sample_data,
+    scattered,
+    side_by_side,
+    write_layout,
+)
 
 from hpcdist.data import HDF5Dataset, Split, create, describe
 from hpcdist.data.chunks import chunk_offsets
@@ -91,7 +102,7 @@ def test_any_flipped_byte_is_refused_or_harmless_for_the_process(tmp_path, how):
     x, y = sample_data("float32", (2,))
     good = write_layout(tmp_path / "good.h5", how, x, y, libver="v110").read_bytes()
     path, outcomes = tmp_path / "bad.h5", set()
-    for place in np.random.default_rng(0).permutation(len(good))[:250]:
+    for place in np.random.default_rng(0).permutation(len(good))[:120]:
         data = bytearray(good)
         data[place] ^= 0xFF
         path.write_bytes(data)
@@ -225,7 +236,7 @@ def test_replaced_while_in_use(path):
     create(path, {"train": replacement}, task="regression")
     assert (dataset.batch([0])[0] == before).all()  # the memory map keeps the old file
     dataset.close()
-    with pytest.raises(DataError, match="was changed, replaced or removed since it was opened. Make a new HDF5Dataset."):
+    with pytest.raises(DataError, match="was changed, replaced or removed since it was opened. Make a new"):
         dataset.batch([0])
 
 
@@ -237,8 +248,9 @@ def test_removed_while_closed(path):
 
 
 def test_locked_by_a_writer(path):
+    hold = "import h5py, sys; file = h5py.File(sys.argv[1], 'r+', locking=True); print(); input()"
     with subprocess.Popen(
-        [sys.executable, "-c", "import h5py, sys; f = h5py.File(sys.argv[1], 'r+', locking=True); print(); input()", path],
+        [sys.executable, "-c", hold, path],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -232,6 +232,7 @@ def test_threads_share_a_dataset(files, how):
     assert not wrong
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # said by Python 3.12 and later
 @pytest.mark.parametrize(("context", "how"), [("fork", contiguous), ("fork", gzip), ("spawn", gzip)])
 def test_dataloader_with_two_workers(files, context, how):
     path, x, y = files[how]

@@ -317,12 +317,12 @@ def test_images_with_their_own_test_folder_in_grey(images, tmp_path):
 @pytest.mark.parametrize(
     ("name", "edit", "match"),
     [
-        ("a/3.png", lambda path: path.write_bytes(path.read_bytes()[:-30]), "a/3.png can't be read as an image .*trunc"),
+        ("a/3.png", lambda path: path.write_bytes(path.read_bytes()[:-30]), "a/3.png can't be read as an image"),
         ("a/0.png", lambda path: path.write_bytes(b"no image"), "a/0.png can't be read as an image .cannot identify"),
         ("a/0.png", lambda path: path.write_bytes(b""), "a/0.png can't be read as an image .*Replace or remove it."),
         ("a/notes.txt", lambda path: path.write_text("x"), "notes.txt must be an image in a format that Pillow knows."),
         ("readme", lambda path: path.write_text("x"), "must have nothing but the folders a, b; got readme."),
-        ("c", lambda path: path.mkdir(), "images/c must have at least 1 image; got none. Add some, or remove the class."),
+        ("c", lambda path: path.mkdir(), "images/c must have at least 1 image; got none. Add some, or"),
         ("c/0.png", lambda path: paint(path, 0), "31 samples can't be split .*least populated class"),
     ],
 )

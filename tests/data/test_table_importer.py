@@ -120,7 +120,7 @@ def test_standardised_in_float64_before_it_is_rounded(tmp_path):
         ("a,b,c\n1,2\n", "one name of its own for each column; got 1 samples of 2 columns, named a, b, c."),
         ("a,a\n1,2\n", "one name of its own for each column"),
         ("a\n1\n", r"must have at least 1 sample of at least 2 columns; got shape \(1, 1\)."),
-        ("a,b\n1,2\nnan,2\n", "must have finite numbers only; got nan in sample 1, column a, and 0 more. Fill or remove"),
+        ("a,b\n1,2\nnan,2\n", "must have finite numbers only; got nan in sample 1, column a, and 0 more. Fill"),
         ("a,b\n1,inf\nnan,2\n", "must have finite numbers only; got inf in sample 0, column b, and 1 more."),
         ("a,b\n1,1e39\n2,0\n", r"must have numbers within the range of float32; got 1e\+39."),
     ],
@@ -166,6 +166,15 @@ def test_truncated_numpy_files(tmp_path, suffix, kept):
     source.write_bytes(source.read_bytes()[:kept])
     with pytest.raises(DataError, match="must be a NumPy file of numbers .*Save it again."):
         convert(source, tmp_path / "a.h5")
+
+
+def test_numpy_files_are_known_by_their_contents(tmp_path):
+    np.save(tmp_path / "a.npy", VALUES)
+    np.savez(tmp_path / "b.npz", VALUES)
+    (tmp_path / "a.npy").rename(tmp_path / "a.npz")
+    (tmp_path / "b.npz").rename(tmp_path / "b.npy")
+    for source in ("a.npz", "b.npy"):
+        assert len(everything(convert(tmp_path / source, tmp_path / "a.h5"))[0]) == 40
 
 
 def test_other_files(tmp_path):

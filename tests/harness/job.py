@@ -29,7 +29,7 @@ class Job:
     def __init__(self, console: Console, grace_s: float):
         self._mpi = MPI.COMM_WORLD.Dup()
         self.rank, self.size = self._mpi.Get_rank(), self._mpi.Get_size()
-        self.library = MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0 ")
+        self.library = " ".join(MPI.Get_library_version().strip("\0").split("\n")[0].split(",")[0].split())
         self.console, self.grace_s = console, grace_s
         console.label = f"[rank {self.rank}] "
 

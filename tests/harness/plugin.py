@@ -110,7 +110,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
     for item in items:
-        min_size = item.get_closest_marker("mpi").kwargs.get("min_size", 1) if item.get_closest_marker("mpi") else 1
+        marker = item.get_closest_marker("mpi")
+        min_size = marker.kwargs.get("min_size", 1) if marker else 1
         if job and job.size < min_size:
             reason = f"needs {min_size} or more ranks; this job has {job.size}"
             item.add_marker(pytest.mark.skip(reason=reason))

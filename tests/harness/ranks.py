@@ -34,12 +34,11 @@ class RealRanks:
         If it raised on some ranks, it raises on all: a rank's own exception, else that of the lowest rank that has
         one. `seed`, `network` and `compute` are for virtual ranks.
         """
-        from hpcdist.comm.mpi import world
-
         __tracebackhide__ = True
-
         self._calls += 1
         self._job.meet(f"before call {self._calls} of ranks(...)")
+        from hpcdist.comm.mpi import world
+
         comm = world().split(0)
         error, result = None, b""
         try:

@@ -16,7 +16,7 @@ import pytest
 from harness.console import Console
 
 STATUS = 124  # as that of timeout(1)
-BACKSTOP_S = 10.0  # after the limit, for code that never lets go of the interpreter lock
+BACKSTOP_S = 5.0  # after the limit, for code that never lets go of the interpreter lock
 RUNNERS = (*(os.path.dirname(module.__file__) for module in (_pytest, pytest, pluggy)), "<frozen runpy>")
 
 

@@ -120,8 +120,9 @@ def _read_csv(path: Path, delimiter: str) -> tuple[list[str], np.ndarray]:
 
 def _read_numpy(path: Path) -> dict[str, np.ndarray]:
     try:
-        loaded = np.load(path, allow_pickle=False)
-        arrays = dict(loaded) if path.suffix == ".npz" else {"table": loaded}
+        with open(path, "rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            arrays = {"table": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
     except (ValueError, OSError, EOFError, BadZipFile) as error:
         raise DataError(f"{path} must be a NumPy file of numbers ({error}). Save it again.") from error
     for name, values in arrays.items():

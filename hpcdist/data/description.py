@@ -7,7 +7,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from hpcdist.data.format import VERSION, damage, open_file, split_names
+from hpcdist.data.format import VERSION, damage, named_faults, open_file, split_names
 from hpcdist.data.hdf5 import HDF5Dataset
 
 SAMPLED = 1024  # samples, evenly spaced, that the statistics of x are taken over
@@ -24,7 +24,7 @@ def describe(path: str | Path) -> dict:
         DataError: as `HDF5Dataset`.
     """
     path = Path(path)
-    with open_file(path) as file:
+    with open_file(path) as file, named_faults(path):
         names = split_names(file) or ["train"]  # none at all: HDF5Dataset says so
         splits = {name: _describe_split(path, name, file) for name in names}
     with HDF5Dataset(path, names[0]) as dataset:

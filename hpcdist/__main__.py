@@ -1,0 +1,5 @@
+"""`python -m hpcdist` is the command `hpcdist`."""
+
+from hpcdist.cli import main
+
+main()

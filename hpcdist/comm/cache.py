@@ -1,0 +1,38 @@
+"""Measurements that are kept, so that a machine is measured once: small files under the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import secrets
+import warnings
+from pathlib import Path
+
+FOLDER = Path("~/.cache/hpcdist")
+
+
+def cache_file(kind: str, *depends_on: object, folder: Path = FOLDER) -> Path:
+    """Where a measurement is kept that depends on this machine and on what else is named."""
+    key = repr((_processor(), os.cpu_count(), *depends_on))
+    return folder.expanduser() / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def keep(path: Path, text: str) -> None:
+    """Writes a measurement, whole or not at all, whoever else writes it at the same time; warns where that fails."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        warnings.warn(f"a measurement can't be kept in {path} ({error}).", stacklevel=2)

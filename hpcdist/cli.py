@@ -45,7 +45,7 @@ def main() -> None:
     A failure is told once, whether one rank fails or all do, and ends every rank: status 2 for wrong usage, 1 for an
     error, 130 for an interruption. Only an exception that is no HpcdistError has a traceback.
     """
-    first = _launched_rank() == 0
+    first = launched_rank() == 0
     status = _run(sys.argv[1:], first) if first or _is_collective(sys.argv[1:]) else 0
     if status == INTERRUPTED and first:
         console.note("interrupted")
@@ -87,7 +87,7 @@ def _is_collective(arguments: list[str]) -> bool:
     return bool(arguments) and arguments[0] in COLLECTIVE and "--help" not in arguments
 
 
-def _launched_rank() -> int:
+def launched_rank() -> int:
     """This process's number according to its launcher; 0 without one."""
     return next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
 

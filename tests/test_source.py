@@ -17,8 +17,9 @@ LINES = 400
 LAYERS = """
 __main__
 cli
+bench
 console
-bench study
+study
 slurm
 train
 session

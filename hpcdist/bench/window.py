@@ -16,6 +16,7 @@ from hpcdist.comm.mpi import MpiCommunicator
 from hpcdist.comm.snapshot import Publication
 from hpcdist.errors import ConfigError
 
+SIZES = (40_000, 4_000_000, 40_000_000)  # bytes
 OWNER = 0
 END_TAG = 1
 STEP_S = 2e-3  # the owner's step is as many matrix products as take about this long
@@ -23,7 +24,7 @@ STEPS = 25  # steps of one phase
 Side = Callable[[Tensor], object]
 
 
-def measure(comm: MpiCommunicator, sizes: Sequence[int], *, repeats: int = 15) -> list[dict]:
+def measure(comm: MpiCommunicator, sizes: Sequence[int] = SIZES, *, rounds: int = 15) -> list[dict]:
     """Collective. Times one-sided calls of one rank on the memory of rank 0, and rank 0's own steps meanwhile.
 
     Rows `node/...` are between two ranks of one node, `across/...` between two nodes; where all ranks share a node
@@ -31,7 +32,7 @@ def measure(comm: MpiCommunicator, sizes: Sequence[int], *, repeats: int = 15) -
 
     Args:
         sizes: lengths in bytes, multiples of 4 (float32).
-        repeats: rounds, of which the median counts.
+        rounds: how often each side is timed; the median counts.
 
     Returns: the same rows on all ranks: name, bytes, ranks, median_s (of a call, or of an owner's step), bytes_sent
     (by the asking rank, in one call), ratio_to_copy (median_s as a multiple of a plain copy of the same bytes),
@@ -40,18 +41,18 @@ def measure(comm: MpiCommunicator, sizes: Sequence[int], *, repeats: int = 15) -
     for n_bytes in sizes:
         if n_bytes < 4 or n_bytes % 4:
             raise ConfigError(f"sizes must be positive multiples of 4 bytes (float32); got {n_bytes}.")
-    if repeats < 1:
-        raise ConfigError(f"repeats must be at least 1; got {repeats}.")
+    if rounds < 1:
+        raise ConfigError(f"rounds must be at least 1; got {rounds}.")
     if comm.size < 2:
         raise ConfigError(f"ranks of this measurement must be at least 2; got {comm.size}. Use mpirun -n 2.")
     rows = []
     near = next((r for r in range(1, comm.size) if comm.nodes[r] == comm.nodes[OWNER]), None)
     if near is not None:
-        rows += _calls(comm, "node", near, sizes, repeats)
+        rows += _calls(comm, "node", near, sizes, rounds)
     with _apart(comm) as far:
         asker = next(r for r in range(1, far.size) if far.nodes[r] != far.nodes[OWNER])
-        rows += _calls(far, f"across/{far.choose_across()}", asker, sizes, repeats)
-    rows += _owner_steps(comm, max(sizes), max(1, repeats // 3))
+        rows += _calls(far, f"across/{far.choose_across()}", asker, sizes, rounds)
+    rows += _owner_steps(comm, max(sizes), max(1, rounds // 3))
     return rows
 
 
@@ -64,7 +65,7 @@ def _apart(comm: MpiCommunicator) -> Iterator[MpiCommunicator]:
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
-def _calls(comm: Communicator, where: str, asker: int, sizes: Sequence[int], repeats: int) -> list[dict]:
+def _calls(comm: Communicator, where: str, asker: int, sizes: Sequence[int], rounds: int) -> list[dict]:
     rows, tensor = [], torch.empty(max(sizes) // 4).zero_()  # written: its pages exist
     target = torch.empty_like(tensor).zero_()
     with _exposed(comm, tensor) as (window, words, published, slots):
@@ -77,19 +78,19 @@ def _calls(comm: Communicator, where: str, asker: int, sizes: Sequence[int], rep
                 "put": lambda t: window.put(t, OWNER),
                 "accumulate": lambda t: window.accumulate(t, OWNER),
             }
-            rows += _rows(comm, where, asker, sides, part, repeats)
+            rows += _rows(comm, where, asker, sides, part, rounds)
         sides = {
             "copy": target.copy_,
             "snapshot read": lambda t: published.read([t], OWNER),
             "pull + push": lambda t: (published.read([t], OWNER), slots.put(t, OWNER)),
         }
-        rows += _rows(comm, where, asker, sides, tensor, repeats)
+        rows += _rows(comm, where, asker, sides, tensor, rounds)
         sides = {
             "copy": torch.zeros(2).copy_,
             "fetch_add": lambda t: words.fetch_add(1, OWNER),
             "compare_and_swap": lambda t: words.compare_and_swap(0, 0, OWNER),
         }
-        rows += _rows(comm, where, asker, sides, torch.zeros(2), repeats)
+        rows += _rows(comm, where, asker, sides, torch.zeros(2), rounds)
     return rows
 
 
@@ -108,7 +109,7 @@ def _exposed(comm: Communicator, tensor: Tensor):
 
 
 def _rows(
-    comm: Communicator, where: str, asker: int, sides: dict[str, Side], tensor: Tensor, repeats: int
+    comm: Communicator, where: str, asker: int, sides: dict[str, Side], tensor: Tensor, rounds: int
 ) -> list[dict]:
     """Collective. Times the sides on rank `asker`, while the others wait for it."""
     mine = sides if comm.rank == asker else dict.fromkeys(sides, lambda t: None)
@@ -118,7 +119,7 @@ def _rows(
         side(tensor)
         sent[name] = comm.traffic.bytes_sent - before
     bytes_sent = [int(n) for n in slowest(comm, [float(n) for n in sent.values()])]
-    times = {name: median(seconds) for name, seconds in interleaved(comm, mine, tensor, repeats).items()}
+    times = {name: median(seconds) for name, seconds in interleaved(comm, mine, tensor, rounds).items()}
     return [
         {
             "name": f"{where}/{name}",

@@ -19,8 +19,9 @@ from hpcdist.errors import ConfigError
 class EpochPlan:
     """The batches of one epoch, each sample in exactly one of them, uneven tails included.
 
-    In a full step every worker has `batch_size` samples. The last step shares out what is left as evenly as can be:
-    sizes differ by at most one, the lower workers have the larger ones, and some may be empty.
+    In a full step every worker has `batch_size` samples. The last step deals out what is left in full batches: the
+    lower workers have them, one has the rest, and the others have none. Spread evenly it would leave batches of one
+    or two samples, which batch normalisation refuses and a server would apply as a whole step each.
 
     Args:
         n_samples: Samples in the data set.
@@ -66,26 +67,24 @@ class EpochPlan:
 
     def sizes(self, step: int) -> tuple[int, ...]:
         """Every worker's batch size in `step`."""
-        _, share, extra = self._shares(step)
-        return tuple(share + (worker < extra) for worker in range(self.workers))
+        bounds = self._bounds(step)
+        return tuple(high - low for low, high in zip(bounds, bounds[1:]))
 
     def indices(self, step: int, worker: int) -> np.ndarray:
         """The samples of `worker` in `step`: int64, a copy of its own, possibly empty."""
         _check_range("worker", worker, 0, self.workers - 1)
-        first, share, extra = self._shares(step)
-        low = first + worker * share + min(worker, extra)
-        high = low + share + (worker < extra)
+        low, high = self._bounds(step)[worker : worker + 2]
         return self._order[low:high].copy() if self.shuffle else np.arange(low, high)
 
     def at(self, epoch: int, start: int = 0) -> EpochPlan:
         """The plan of another epoch, everything else being equal."""
         return replace(self, epoch=epoch, start=start)
 
-    def _shares(self, step: int) -> tuple[int, int, int]:
-        """Where `step` begins in the epoch's order, every worker's share, how many workers have one sample more."""
+    def _bounds(self, step: int) -> list[int]:
+        """Where in the epoch's order each worker's slice of `step` begins, and where the last one ends."""
         _check_range("step", step, 0, self.steps - 1)
         first = self.start + step * self.global_batch
-        return first, *divmod(min(self.global_batch, self.n_samples - first), self.workers)
+        return [min(first + worker * self.batch_size, self.n_samples) for worker in range(self.workers + 1)]
 
     @cached_property
     def _order(self) -> np.ndarray:

@@ -1,0 +1,331 @@
+"""The command line in one process; tests/test_cli_ranks.py has what needs a launcher."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+from hpcdist import __version__, cli
+from hpcdist import strategies as catalogue
+from hpcdist.config import describe
+from hpcdist.data import importers
+from hpcdist.records import load_summary
+from hpcdist.session import world
+
+ROOT = Path(__file__).parents[1]
+TINY = str(ROOT / "tests" / "train" / "tiny.py")
+QUICK = ("--set", "data.path=digits.h5", "--set", "epochs=1")
+
+
+@pytest.fixture
+def hpcdist(monkeypatch, capsys, tmp_path):
+    """Runs a command line in an empty folder: exit status, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+    for name in cli.RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for session in (world._process, world._thread):  # what the command joins is left again
+        for attribute in ("comm", "optimizer", "watchdog"):
+            monkeypatch.setattr(session, attribute, None)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hpcdist", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+        return exit.value.code, *capsys.readouterr()
+
+    return run
+
+
+# --- the command itself -----------------------------------------------------------------------------------------------
+def test_the_version(hpcdist):
+    assert hpcdist("--version") == (0, f"{__version__}\n", "")
+
+
+@pytest.mark.parametrize("argument", ["--version", "--help"])
+def test_it_starts_quickly(argument):
+    """As a module, too, and without torch, which takes seconds to import."""
+    command = [sys.executable, "-X", "importtime", "-m", "hpcdist", argument]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout
+    assert not [line for line in done.stderr.splitlines() if line.split("|")[-1].strip() in ("torch", "mpi4py.MPI")]
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["train", TINY, "--sett", "a=1"], ["nonsense"], ["data", "import"]])
+def test_wrong_usage_has_status_2(hpcdist, arguments):
+    status, out, err = hpcdist(*arguments)
+    assert status == 2 and "Usage: hpcdist" in err + out
+
+
+def test_an_interruption_has_status_130(hpcdist, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hpcdist.records.load_summary", interrupted)
+    Path("summary.json").touch()
+    assert hpcdist("report", ".") == (130, "", "hpcdist: interrupted\n")
+
+
+def test_an_exception_that_is_no_error_of_ours_keeps_its_traceback(hpcdist, monkeypatch):
+    monkeypatch.setattr("hpcdist.records.load_summary", lambda path: 1 / 0)
+    Path("summary.json").touch()
+    with pytest.raises(ZeroDivisionError):
+        hpcdist("report", ".")
+
+
+@pytest.mark.parametrize("variable", cli.RANK_VARIABLES)
+@pytest.mark.parametrize("arguments", [["--version"], ["strategies"], ["train", "--help"], []])
+def test_only_the_first_rank_does_what_is_not_collective(hpcdist, monkeypatch, variable, arguments):
+    monkeypatch.setenv(variable, "3")
+    assert hpcdist(*arguments) == (0, "", "")
+
+
+def test_only_the_first_rank_speaks_of_wrong_usage(hpcdist, monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert hpcdist("train", "--nonsense") == (2, "", "")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_world_of_one_under_a_launcher_of_four_is_refused_once(hpcdist, monkeypatch, rank):
+    monkeypatch.setenv("PMI_SIZE", "4")
+    monkeypatch.setenv("PMI_RANK", str(rank))
+    status, out, err = hpcdist("train", TINY, *QUICK)
+    assert (status, out) == (1, "")
+    assert ("the number of ranks in MPI's world must be the launcher's, 4" in err) == (rank == 0) == bool(err)
+
+
+# --- train ------------------------------------------------------------------------------------------------------------
+def test_flags_override_the_file_and_the_file_the_job(hpcdist):
+    Path("it.toml").write_text("epochs = 2\nseed = 5\nstrategy = 'gossip_pull'\n")
+    status, out, err = hpcdist("train", TINY, *QUICK[:2], "--config", "it.toml", "--set", "seed=7", "--output", "it")
+    assert (status, err) == (0, "")
+    summary = load_summary("it")
+    assert (summary.seed, summary.strategy, summary.ranks) == (7, "gossip_pull", 1)
+    assert summary.samples == 2 * 359, "epochs: 3 in the job, 2 in the file"
+    assert out.splitlines()[-1].startswith("gossip_pull on 1 rank: test accuracy 0.")
+    assert out.endswith("; records in it\n")
+
+
+def test_every_run_has_a_new_folder(hpcdist):
+    for _ in range(2):
+        assert hpcdist("train", TINY, *QUICK)[0] == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["tiny-allreduce-1", "tiny-allreduce-2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "epoch=3"], "got 'epoch'. Did you mean 'epochs'?"),
+        (["--set", "optimizer.momentun=0.9"], "got 'momentun'. Did you mean 'momentum'?"),
+        (["--set", "strategy.algoritm=ring"], "got 'algoritm'. Did you mean 'algorithm'?"),
+        (["--set", "strategy=hardsink"], "strategy must be one of allreduce"),
+        (["--set", "epochs=many"], "epochs must be an integer; got 'many'."),
+        (["--set", "epochs"], "--set must be key=value"),
+        (["--config", "none.toml"], "configuration file must exist; got none.toml."),
+        (["--resume"], "--output must be given with --resume; got none."),
+        (["--output", "taken/below"], "--output must be a folder that can be made; got taken"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(hpcdist, arguments, message):
+    Path("taken").touch()
+    status, out, err = hpcdist("train", TINY, *QUICK[:2], *arguments)
+    assert (status, out) == (1, "")
+    assert err.startswith("hpcdist: error: ") and message in err and err.count("\n") == 1
+
+
+def test_a_job_that_does_not_exist(hpcdist):
+    status, _, err = hpcdist("train", "none.py")
+    assert status == 1 and "job must be a Python file; got none.py" in err
+
+
+def test_a_folder_with_a_run_is_not_overwritten(hpcdist):
+    assert hpcdist("train", TINY, *QUICK, "--output", "it")[0] == 0
+    before = {path: path.read_bytes() for path in Path("it").iterdir()}
+    status, out, err = hpcdist("train", TINY, *QUICK, "--output", "it")
+    assert (status, out) == (1, "") and "--output must be a folder without records; got it, which holds a run." in err
+    assert {path: path.read_bytes() for path in Path("it").iterdir()} == before
+
+
+def test_resuming(hpcdist):
+    """Starts anew where there is no checkpoint; else goes on from the newest one, also to more epochs."""
+    arguments = ["train", TINY, *QUICK[:2], "--set", "checkpoint.every_steps=10", "--output", "it", "--resume"]
+    status, _, err = hpcdist(*arguments, "--set", "epochs=1")
+    assert status == 0 and err == "hpcdist: no checkpoint in it/checkpoints yet: starting anew\n"
+    status, _, err = hpcdist(*arguments, "--set", "epochs=2")
+    assert status == 0 and err == "hpcdist: going on from it/checkpoints/step-00000020\n"
+    assert hpcdist("train", TINY, *QUICK[:2], "--set", "epochs=2", "--output", "whole")[0] == 0
+    resumed, whole = load_summary("it"), load_summary("whole")
+    assert (resumed.sha256, resumed.samples) == (whole.sha256, whole.samples)
+
+
+@pytest.mark.parametrize("mode", ["auto", "live", "lines", "off"])
+def test_progress(hpcdist, mode):
+    status, out, _ = hpcdist("train", TINY, *QUICK, "--set", "log_every=4", "--progress", mode)
+    *shown, result, end = out.split("\n")
+    assert status == 0 and result.startswith("allreduce on 1 rank") and end == ""
+    if mode == "live":
+        (line,) = shown
+        updates = line.split("\r\x1b[2K")[1:]
+        assert len(updates) == 6 and "epoch 1/1  test accuracy 0." in updates[-1]
+        assert max(map(len, updates)) < 80
+    else:
+        assert len(shown) == (0 if mode == "off" else 6) and "\r" not in out and "\x1b" not in out
+        assert mode == "off" or shown[-1].startswith("allreduce        100%  epoch 1/1  test accuracy 0.")
+
+
+def test_an_unknown_way_to_show_progress(hpcdist):
+    status, _, err = hpcdist("train", TINY, "--progress", "loud")
+    assert status == 2 and "loud" in err
+
+
+# --- strategies -------------------------------------------------------------------------------------------------------
+def test_strategies_are_listed_with_options_and_reference(hpcdist):
+    status, out, _ = hpcdist("strategies")
+    sections = {text.split("\n")[0]: " ".join(text.split()) for text in out.strip().split("\n\n")}
+    assert status == 0 and list(sections) == catalogue.available()
+    for name, text in sections.items():
+        reference = text.partition("Reference: ")[2]
+        assert reference.endswith(".") and any(year in reference for year in map(str, range(1951, 2030)))
+        for option in describe(catalogue.load(name).Config, "strategy"):
+            assert f"{option.key} ({option.type}" in text and option.description in text
+    assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("columns", [40, 80, 300])
+def test_strategies_are_wrapped_to_the_terminal(hpcdist, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = hpcdist("strategies")[1].splitlines()
+    assert max(map(len, lines)) <= min(columns, 100) and "\x1b" not in "".join(lines)
+
+
+# --- report -----------------------------------------------------------------------------------------------------------
+SUMMARY = {
+    "strategy": "allreduce", "ranks": 4, "workers": 4, "seed": 0, "samples": 1000, "wall_s": 2.0,
+    "metrics": {"accuracy": 0.9876, "loss": 0.1}, "staleness": {"mean": 1.25, "max": 5, "histogram": {0: 1}},
+    "bytes_per_step": 12345.0, "messages_per_step": 3.0, "sha256": "0" * 64,
+    "seconds": {"computing": 1.0, "communicating": 0.5, "waiting": 0.25},
+}  # fmt: skip
+
+
+def _write_summary(folder: str, **changes: object) -> None:
+    Path(folder).mkdir(parents=True)
+    (Path(folder) / "summary.json").write_text(json.dumps(SUMMARY | changes))
+
+
+def test_a_report_of_several_runs(hpcdist):
+    _write_summary("runs/a")
+    _write_summary("runs/deep/b", strategy="gossip_pull", metrics={"rmse": 1.5})
+    status, out, err = hpcdist("report", "runs", "runs/a")
+    rows = [line.split() for line in out.splitlines()]
+    assert (status, err) == (0, "")
+    assert ["allreduce", "4", "0.9876", "2.0", "500", "1.25", "5", "12.3", "0.25"] in rows
+    assert ["gossip_pull", "4", "1.5000", "2.0", "500", "1.25", "5", "12.3", "0.25"] in rows
+    assert out.count("allreduce") == 1, "each run once"
+
+
+def test_a_report_names_the_folders_of_runs_of_one_strategy(hpcdist):
+    for number in (1, 2):
+        _write_summary(f"runs/it-{number}")
+    out = hpcdist("report", "runs")[1]
+    assert "runs/it-1" in out and "runs/it-2" in out and "\x1b" not in out
+
+
+def test_a_report_of_nothing(hpcdist):
+    status, out, err = hpcdist("report", "none", ".")
+    assert (status, out) == (1, "") and "folders must hold a run's summary.json; got none in none, ." in err
+
+
+def test_a_report_of_a_damaged_summary(hpcdist):
+    _write_summary("it", ranks="four")
+    status, _, err = hpcdist("report", "it")
+    assert status == 1 and "it/summary.json must hold the fields of a run's summary; ranks" in err
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+def _make_digits(folder: Path) -> str:
+    return "sklearn"
+
+
+def _make_mnist(folder: Path) -> Path:
+    for prefix in ("train", "t10k"):
+        images = struct.pack(">HBBIII", 0, 8, 3, 6, 5, 4) + bytes(range(120))
+        labels = struct.pack(">HBBI", 0, 8, 1, 6) + bytes([0, 1, 2, 0, 1, 2])
+        (folder / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(labels)
+    return folder
+
+
+def _make_cifar10(folder: Path) -> Path:
+    for name in ("data_batch_1.bin", "test_batch.bin"):
+        (folder / name).write_bytes(b"".join(bytes([label]) + bytes(3072) for label in range(4)))
+    return folder
+
+
+def _make_images(folder: Path) -> Path:
+    for name in ("cat", "dog"):
+        (folder / name).mkdir()
+        for number in range(5):
+            Image.new("RGB", (9, 7), (number, 0, 0)).save(folder / name / f"{number}.png")
+    return folder
+
+
+def _make_table(folder: Path) -> Path:
+    lines = ["a;b;c", *(f"{i};{2 * i};{3 * i}" for i in range(10))]
+    (folder / "it.csv").write_text("\n".join(lines))
+    return folder / "it.csv"
+
+
+CASES = {  # importer: source, options, what they make of the training split's x, and its samples
+    "digits": (_make_digits, ["test_fraction=0.5", "seed=3"], (1, 8, 8), 898),
+    "mnist": (_make_mnist, ["classes=zero,one,two", "compression=gzip"], (1, 5, 4), 6),
+    "cifar10": (_make_cifar10, ["compression=lzf"], (3, 32, 32), 4),
+    "images": (_make_images, ["height=6", "width=8", "mode=L", "test_fraction=0.4"], (1, 6, 8), 6),
+    "table": (_make_table, ["target=a", "delimiter=;", "dtype=float64", "test_fraction=0"], (2,), 10),
+}
+
+
+def test_every_importer_is_tested():
+    assert sorted(CASES) == importers.available()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_import_with_options_and_info(hpcdist, name):
+    make, options, shape, samples = CASES[name]
+    Path("source").mkdir()
+    flags = [word for option in options for word in ("--set", option)]
+    status, out, err = hpcdist("data", "import", name, make(Path("source")), "it.h5", *flags)
+    assert (status, err) == (0, "")
+    with h5py.File("it.h5") as file:
+        assert file["train/x"].shape == (samples, *shape)
+        assert name != "table" or file["train/x"].dtype == np.float64
+        assert name != "mnist" or file["train/x"].compression == "gzip"
+    assert f"samples: {samples}" in out and f"shape: {list(shape)}" in out
+    assert hpcdist("data", "info", "it.h5") == (0, out, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mnits", "x"], "importer must be one of cifar10, digits, images, mnist, table; got 'mnits'."),
+        (["digits", "sklearn", "--set", "sed=1"], "got 'sed'. Did you mean 'seed'?"),
+        (["digits", "sklearn", "--set", "seed=one"], "seed must be an integer; got 'one'."),
+        (["mnist", "none"], "none must be a folder; it does not exist."),
+    ],
+)
+def test_an_import_that_is_refused(hpcdist, arguments, message):
+    name, source, *flags = arguments
+    status, out, err = hpcdist("data", "import", name, source, "it.h5", *flags)
+    assert (status, out) == (1, "") and message in err and not Path("it.h5").exists()
+
+
+def test_info_about_nothing(hpcdist):
+    status, out, err = hpcdist("data", "info", "none.h5")
+    assert (status, out) == (1, "") and err.startswith("hpcdist: error: none.h5")

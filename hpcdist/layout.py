@@ -130,7 +130,7 @@ def check_values(setting: str, tensors: Sequence[Tensor], like: Sequence[Tensor]
         raise ConfigError(f"{setting} must be {len(like)} flat tensors, one per group; got {len(tensors)}.")
     for group, (tensor, own) in enumerate(zip(tensors, like, strict=True)):
         if tensor.shape != own.shape or tensor.dtype != own.dtype:
-            raise ConfigError(f"{setting}[{group}] must be {_kind(own)}; got {_kind(tensor)}.")
+            raise ConfigError(f"{setting}, group {group}, must be {_kind(own)}; got {_kind(tensor)}.")
 
 
 def check_memory(setting: str, tensors: Sequence[Tensor], like: Sequence[Tensor], slots: Iterable[Slot]) -> None:
@@ -141,7 +141,7 @@ def check_memory(setting: str, tensors: Sequence[Tensor], like: Sequence[Tensor]
         aligned = group not in complex_groups or tensor.storage_offset() % 2 == 0
         if tensor.device != own.device or not tensor.is_contiguous() or not aligned:
             raise ConfigError(
-                f"{setting}[{group}] must be contiguous, on {own.device}, and at an even storage offset where "
+                f"{setting}, group {group}, must be contiguous, on {own.device}, and at an even storage offset where "
                 f"parameters are complex; got strides {tensor.stride()}, {tensor.device}, offset "
                 f"{tensor.storage_offset()}. Allocate a tensor for it alone."
             )

@@ -124,7 +124,7 @@ def test_every_run_has_a_new_folder(hpcdist):
     ("arguments", "message"),
     [
         (["--set", "epoch=3"], "got 'epoch'. Did you mean 'epochs'?"),
-        (["--set", "optimizer.momentun=0.9"], "got 'momentun'. Did you mean 'momentum'?"),
+        (["--set", "optimizer.weight_decai=0.9"], "got 'weight_decai'. Did you mean 'weight_decay'?"),
         (["--set", "strategy.algoritm=ring"], "got 'algoritm'. Did you mean 'algorithm'?"),
         (["--set", "strategy=hardsink"], "strategy must be one of allreduce"),
         (["--set", "epochs=many"], "epochs must be an integer; got 'many'."),
@@ -139,6 +139,7 @@ def test_what_is_wrong_is_told_in_one_line(hpcdist, arguments, message):
     status, out, err = hpcdist("train", TINY, *QUICK[:2], *arguments)
     assert (status, out) == (1, "")
     assert err.startswith("hpcdist: error: ") and message in err and err.count("\n") == 1
+    assert not Path("runs").exists()
 
 
 def test_a_job_that_does_not_exist(hpcdist):

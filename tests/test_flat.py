@@ -318,9 +318,9 @@ def test_values_that_do_not_fit_are_refused():
     model = FlatModel(nn.BatchNorm1d(2))
     with pytest.raises(ConfigError, match="tensors must be 1 flat tensors, one per group; got 0"):
         model.load_params([])
-    with pytest.raises(ConfigError, match=r"tensors\[0\] must be torch.float32 of shape \(4,\); got .* \(3,\)"):
+    with pytest.raises(ConfigError, match=r"tensors, group 0, must be torch.float32 of shape \(4,\); got .* \(3,\)"):
         model.load_params([torch.ones(3)])
-    with pytest.raises(ConfigError, match=r"params\[0\] must be contiguous"), model.swapped([torch.ones(8)[::2]]):
+    with pytest.raises(ConfigError, match=r"params, group 0, must be contiguous"), model.swapped([torch.ones(8)[::2]]):
         pass
     with pytest.raises(ConfigError, match="buffers must be 2 flat tensors"), model.swapped(buffers=[]):
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -112,7 +113,7 @@ class AllReduce(Strategy):
     def join(self, update: Update) -> StepRecord:
         self.model.release([False] * len(self.model.names))
         self.model.weight = 0.0
-        return self.step(update)
+        return replace(self.step(update), staleness=())  # no gradient of this rank's was applied
 
     def traffic(self) -> Traffic:
         return self.comm.traffic + self._channel.traffic

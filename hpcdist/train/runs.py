@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from hpcdist import checkpoint
+from hpcdist import checkpoint, strategies
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig, load
 from hpcdist.errors import ConfigError, HpcdistError
@@ -77,7 +77,9 @@ def _decided(comm: Communicator, work: Callable[[], Path | None]) -> Path | None
 def _specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) -> tuple[Job, JobConfig]:
     job = load_job(job_path)
     values = load({"data": {"path": f"data/{job_path.stem}.h5"}, **job.defaults}, toml_path, overrides)
-    return job, JobConfig(**values)
+    config = JobConfig(**values)
+    strategies.load(config.strategy.name).Config.from_mapping(config.strategy.options, "strategy")  # before any folder
+    return job, config
 
 
 def _choose(job_path: Path, config: JobConfig, output: Path | None, resume: bool) -> Path:

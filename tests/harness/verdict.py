@@ -39,7 +39,7 @@ class Verdict:
                 other = [test for test in tests if test not in found[0][0]] or ["(the same ones in another order)"]
                 raise session.Interrupted(
                     f"every rank must collect the same tests; rank 0 has {len(found[0][0])} and rank {rank} has "
-                    f"{len(tests)}, among them {other[0]}. Parameters must not depend on the rank, time or a set's order."
+                    f"{len(tests)}, among them {other[0]}. Parameters must not depend on rank, time or a set's order."
                 )
 
     # --- tests ----------------------------------------------------------------------------------------------------

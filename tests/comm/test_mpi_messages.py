@@ -1,0 +1,393 @@
+"""Messages and collectives: one contract for virtual and real ranks, and what only real ones have."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcdist.comm.communicator import ANY, TAG_LIMIT
+from hpcdist.errors import CommunicationError, DeadlineError, MismatchError
+
+DTYPES = [
+    torch.bool,
+    *(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+]
+SUMMED = [d for d in DTYPES if d is not torch.bool]
+
+
+def numbered(count: int, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
+    """Small whole numbers, which every dtype holds exactly."""
+    return (torch.arange(start, start + count) % 13).to(dtype)
+
+
+def ring(comm) -> tuple[int, int]:
+    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+
+# --- point to point ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_travels_bit_by_bit(ranks, dtype):
+    def body(comm):
+        after, before = ring(comm)
+        for count in (0, 1, 7, 20_000):  # empty, short, and longer than MPI sends at once
+            out = torch.zeros(count, dtype=dtype)
+            comm.sendrecv(numbered(count, dtype, comm.rank), after, out, before, tag=count % 5)
+            assert torch.equal(out, numbered(count, dtype, before))
+            out = torch.zeros(count, dtype=dtype)
+            receiving = comm.irecv(out, before, tag=3)
+            sending = comm.isend(numbered(count, dtype, comm.rank), after, tag=3)
+            receiving.wait()
+            sending.wait()
+            assert receiving.done() and sending.done()
+            assert torch.equal(out, numbered(count, dtype, before))
+
+    ranks(body)
+
+
+def test_nan_payloads_and_negative_zero_survive(ranks):
+    def body(comm):
+        bits = torch.tensor([0x7FC00123, -(2**31), 0x7F800001, -1], dtype=torch.int32)
+        out = torch.zeros(4)
+        comm.sendrecv(bits.view(torch.float32), comm.rank, out, comm.rank)
+        assert torch.equal(out.view(torch.int32), bits)
+
+    ranks(body)
+
+
+def test_messages_are_matched_by_source_and_tag_and_do_not_overtake(ranks):
+    def body(comm):
+        after, before = ring(comm)
+        sends = [comm.isend(torch.tensor([i]), after, tag=i % 2) for i in range(6)]
+        got = [torch.zeros(1, dtype=torch.int64) for _ in range(6)]
+        for place, tag in enumerate((1, 1, 0, 1, 0, 0)):
+            comm.irecv(got[place], before, tag).wait()
+        for send in sends:
+            send.wait()
+        return [int(g) for g in got]
+
+    assert ranks(body) == [[1, 3, 0, 5, 2, 4]] * ranks.size
+
+
+def test_probe_tells_what_has_arrived_and_leaves_it_there(ranks):
+    def body(comm):
+        assert comm.probe(block=False) is None
+        comm.barrier()
+        sends = [comm.isend(torch.zeros(comm.rank + 1, dtype=torch.int16), 0, tag=7)]
+        seen = set()
+        for _ in range(comm.size if comm.rank == 0 else 0):
+            envelope = comm.probe(ANY, 7)
+            assert comm.probe(envelope.source, envelope.tag) == envelope
+            out = torch.ones(envelope.n_bytes // 2, dtype=torch.int16)
+            comm.irecv(out, envelope.source, envelope.tag).wait()
+            seen.add((envelope.source, envelope.tag, len(out), int(out.sum())))
+        sends[0].wait()
+        return seen
+
+    assert ranks(body)[0] == {(rank, 7, rank + 1, 0) for rank in range(ranks.size)}
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_any_source_receives_from_all(ranks):
+    def body(comm):
+        if comm.rank > 0:
+            comm.isend(torch.tensor([comm.rank]), 0, tag=comm.rank).wait()
+            return []
+        got = [torch.zeros(1, dtype=torch.int64) for _ in range(comm.size - 1)]
+        for tensor in got:
+            comm.irecv(tensor).wait()
+        return sorted(int(g) for g in got)
+
+    assert ranks(body)[0] == list(range(1, ranks.size))
+
+
+def test_a_message_longer_than_its_tensor_is_an_error(ranks):
+    def body(comm):
+        send = comm.isend(torch.zeros(9), comm.rank, tag=1)
+        with pytest.raises(CommunicationError, match="engths and dtypes must agree"):
+            comm.irecv(torch.zeros(4), comm.rank, 1).wait()
+        send.wait()
+
+    ranks(body)
+
+
+@pytest.mark.mpi
+def test_a_longer_message_is_an_error_of_done_and_sendrecv_too(ranks):
+    def body(comm):
+        with pytest.raises(CommunicationError, match=r"sendrecv with rank \d .* failed .*longer than the tensor it was"):
+            comm.sendrecv(torch.zeros(9), comm.rank, torch.zeros(4), comm.rank)
+        send, late = comm.isend(torch.zeros(9), comm.rank, tag=1), comm.irecv(torch.zeros(4), comm.rank, 1)
+        with pytest.raises(CommunicationError, match=r"irecv with rank \d .* longer than the tensor it was received"):
+            while not late.done():
+                pass
+        send.wait()
+
+    ranks(body)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c, t: c.sendrecv(t, c.size, t, 0), r"dest must be a rank in 0\.\.\d; got \d"),
+        (lambda c, t: c.sendrecv(t, 0, t, -1), r"source must be a rank in .* got -1"),
+        (lambda c, t: c.isend(t, -2), r"dest must be a rank in .* got -2"),
+        (lambda c, t: c.irecv(t, c.size), r"source must be a rank in"),
+        (lambda c, t: c.probe(c.size, block=False), r"source must be a rank in"),
+        (lambda c, t: c.broadcast(t, c.size), r"root must be a rank in"),
+        (lambda c, t: c.isend(t, 0, TAG_LIMIT), r"tag must be in 0\.\.32767; got 32768"),
+        (lambda c, t: c.irecv(t, 0, -2), r"tag must be in .* got -2"),
+        (lambda c, t: c.sendrecv(t, 0, t, 0, -1), r"tag must be in .* got -1"),
+        (lambda c, t: c.probe(0, TAG_LIMIT, block=False), r"tag must be in"),
+        (lambda c, t: c.isend(t.view(2, 3), 0), r"flat \(1 dimension\) and contiguous; got shape \(2, 3\)"),
+        (lambda c, t: c.irecv(t[::2], 0), r"contiguous; got shape \(3,\), strides \(2,\)"),
+        (lambda c, t: c.sendrecv(t[::2], 0, t, 0), r"flat .* contiguous"),
+        (lambda c, t: c.sendrecv(t[:3], 0, t[::2], 0), r"flat .* contiguous"),
+        (lambda c, t: c.allreduce(t[::2]), r"flat .* contiguous"),
+        (lambda c, t: c.broadcast(t.view(2, 3)), r"flat .* contiguous"),
+        (lambda c, t: c.allreduce(t > 0), r"dtype of a sum must be a number; got torch.bool. Convert the tensor"),
+        (lambda c, t: c.split(-1), r"color must be an integer of at least 0, or None; got -1"),
+        (lambda c, t: c.window(-1), r"count of a window must be at least 0; got -1"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_sent(ranks, call, message):
+    def body(comm):
+        before = comm.traffic.copy()
+        with pytest.raises(CommunicationError, match=message):
+            call(comm, torch.zeros(6))
+        assert comm.traffic.messages_sent == before.messages_sent
+
+    ranks(body)
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", SUMMED, ids=str)
+def test_allreduce_sums(ranks, dtype):
+    def body(comm):
+        for count in (0, 1, 5, 3000):
+            tensor = numbered(count, dtype, comm.rank)
+            comm.allreduce(tensor)
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            expected = sum(numbered(count, dtype, r).to(wide) for r in range(comm.size))
+            assert tensor.dtype == dtype and torch.equal(tensor.to(wide), expected)
+
+    ranks(body)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_16_bit_floats_are_rounded_once(ranks):
+    def body(comm):
+        for dtype, one_ulp in ((torch.float16, 2**-10), (torch.bfloat16, 2**-7)):
+            tensor = torch.tensor([1.0 if comm.rank == 0 else one_ulp / 2], dtype=dtype)
+            comm.allreduce(tensor)
+            exact = torch.tensor([1.0 + (comm.size - 1) * one_ulp / 2])
+            assert torch.equal(tensor, exact.to(dtype)), "summed in 16 bits each half would be lost"
+
+    ranks(body)
+
+
+def test_broadcast_from_every_root(ranks):
+    def body(comm):
+        for root in range(comm.size):
+            tensor = torch.full((300,), comm.rank, dtype=torch.bfloat16)
+            comm.broadcast(tensor, root)
+            assert (tensor == root).all()
+
+    ranks(body)
+
+
+@settings(max_examples=15)
+@given(data=st.lists(st.binary(max_size=40), min_size=4, max_size=4))
+def test_exchange_gives_every_ranks_bytes(ranks, data):
+    assert ranks(lambda comm: comm.exchange(data[comm.rank])) == [data[: ranks.size]] * ranks.size
+
+
+def test_exchange_of_much(ranks):
+    def body(comm):
+        return [len(part) for part in comm.exchange(bytes([comm.rank]) * (100_000 * comm.rank))]
+
+    assert ranks(body)[0] == [100_000 * rank for rank in range(ranks.size)]
+
+
+def test_split_orders_by_key_and_keeps_messages_apart(ranks):
+    def body(comm):
+        part = comm.split(comm.rank % 2, key=-comm.rank)
+        members = [int(r) for r in part.exchange(str(comm.rank).encode())]
+        assert members == sorted((r for r in range(comm.size) if r % 2 == comm.rank % 2), reverse=True)
+        assert [comm.nodes[r] == comm.nodes[comm.rank] for r in members] == [
+            n == part.nodes[part.rank] for n in part.nodes
+        ]
+        copy, out = comm.split(0), torch.zeros(1)
+        after, before = ring(comm)
+        first, second = comm.isend(torch.tensor([1.0]), after), copy.isend(torch.tensor([2.0]), after)
+        copy.irecv(out, before).wait()
+        assert out == 2
+        comm.irecv(out, before).wait()
+        assert out == 1
+        first.wait()
+        second.wait()
+        copy.close()
+        part.close()
+        assert (comm.split(None) is None) and (comm.split(0 if comm.rank == 0 else None) is None) == (comm.rank > 0)
+
+    ranks(body)
+
+
+@pytest.mark.mpi
+def test_a_thousand_splits_leave_nothing_behind(ranks):
+    """MPI has some thousands of communicators at most; each must be freed."""
+
+    def body(comm):
+        for _ in range(300):
+            part = comm.split(0)
+            part.node_mpi()
+            part.close()
+
+    ranks(body)
+
+
+def test_what_is_closed_can_not_be_used(ranks):
+    def body(comm):
+        copy = comm.split(0)
+        window = copy.window(2)
+        window.close()
+        with pytest.raises(CommunicationError, match="a window must not be used once it is closed"):
+            window.get(torch.zeros(1), 0)
+        copy.close()
+        with pytest.raises(CommunicationError, match="a communicator must not be used once it is closed"):
+            copy.barrier()
+
+    ranks(body)
+
+
+@pytest.mark.mpi
+def test_ranks_of_one_machine_share_a_node_unless_told_otherwise(ranks):
+    def body(comm):
+        assert comm.nodes == (0,) * comm.size
+        apart = comm.apart("agent")
+        assert apart.nodes == tuple(range(comm.size)) and apart.can_attach == (comm.size == 1)
+        assert apart.across == (None if comm.size == 1 else "agent") and comm.across is None
+        part = apart.split(comm.rank % 2)
+        assert part.nodes == tuple(range(part.size)) and part.across in ("agent", None)
+        part.close()
+        apart.close()
+        with pytest.raises(CommunicationError, match=r"nodes must have one index for each of the \d ranks; got 0"):
+            type(comm)(comm.mpi, nodes=())
+
+    ranks(body)
+
+
+@pytest.mark.mpi
+def test_a_wait_for_a_message_that_never_comes_ends_at_the_deadline(ranks):
+    def body(comm):
+        comm.deadline_s = 0.05
+        start = time.perf_counter()
+        with pytest.raises(DeadlineError, match=rf"rank {comm.rank}: a message from rank 0 on .* within 0.05 s"):
+            comm.probe(0, 9)
+        with pytest.raises(DeadlineError, match="a message from any rank"):
+            comm.probe()
+        assert time.perf_counter() - start < 1
+        comm.deadline_s = 60.0
+
+    ranks(body)
+
+
+# --- accounts ---------------------------------------------------------------------------------------------------------
+@pytest.mark.mpi
+def test_traffic_counts_bytes_and_messages(ranks):
+    def body(comm):
+        after, before = ring(comm)
+        counts = []
+
+        def counted(call):
+            start = comm.traffic.copy()
+            call()
+            spent = comm.traffic - start
+            assert spent.communicating_s >= 0 and spent.waiting_s >= 0
+            counts.append((spent.bytes_sent, spent.messages_sent))
+
+        four, out = torch.zeros(4), torch.zeros(4)
+        counted(lambda: comm.sendrecv(four, after, out, before))
+        counted(lambda: (comm.irecv(out, before), comm.isend(four, after), comm.probe(before)))
+        counted(lambda: comm.allreduce(torch.zeros(10 * comm.size, dtype=torch.bfloat16)))
+        counted(lambda: comm.broadcast(four, 0))
+        counted(lambda: comm.exchange(b"12345"))
+        counted(comm.barrier)
+        return counts
+
+    for rank, counts in enumerate(ranks(body)):
+        p = ranks.size
+        root = (16, 1) if rank == 0 and p > 1 else (0, 0)
+        ring_bytes = 2 * 40 * p * (p - 1) // p  # summed in float32
+        assert counts == [(16, 1), (16, 1), (ring_bytes, 1), root, (5 * (p - 1), p - 1), (0, 0)]
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+def test_waiting_is_told_from_communicating(ranks):
+    def body(comm):
+        comm.barrier()
+        start = comm.traffic.copy()
+        if comm.rank == 0:
+            time.sleep(0.2)
+        comm.barrier()
+        spent = comm.traffic - start
+        return spent.waiting_s, spent.communicating_s
+
+    for waiting_s, communicating_s in ranks(body)[1:]:
+        assert waiting_s > 0.1 and communicating_s == 0
+
+
+# --- memory that is there already -------------------------------------------------------------------------------------
+def test_attached_memory_is_read_and_written_in_place(ranks):
+    def body(comm):
+        if not comm.can_attach:
+            pytest.skip("the kernel lets no process read another's memory")
+        tensor, out = torch.full((5,), comm.rank, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)
+        window = comm.attach(tensor)
+        after, before = ring(comm)
+        window.get(out, after, 3)
+        assert (out == after).all()
+        comm.barrier()
+        window.put(out + 10, after, 1)
+        comm.barrier()
+        assert tensor.tolist() == [comm.rank, comm.rank + 10, comm.rank + 10, comm.rank, comm.rank]
+        for offset in (4, -1):
+            with pytest.raises(CommunicationError, match=rf"within rank 0's 5 elements; got \[{offset}, {offset + 2}\)"):
+                window.get(out, 0, offset)
+        for call in (lambda: window.fetch_add(1, 0), lambda: window.wait(bool), lambda: window.accumulate(out, 0)):
+            with pytest.raises(CommunicationError, match="an attached window must be used for get and put only"):
+                call()
+        comm.barrier()
+        window.close()
+
+    ranks(body)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_tensors_attached_together_have_one_length(ranks):
+    def body(comm):
+        if comm.can_attach:
+            with pytest.raises(MismatchError, match=r"same number of bytes on every rank; got \[4, 8"):
+                comm.attach(torch.zeros(comm.rank + 1))
+        comm.barrier()
+
+    ranks(body)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_attaching_across_nodes_is_refused(ranks):
+    def body(comm):
+        apart = comm.apart("agent")
+        with pytest.raises(CommunicationError, match="must lie within one node whose kernel allows cross-memory attach"):
+            apart.attach(torch.zeros(1))
+        apart.close()
+
+    ranks(body)

@@ -1,0 +1,181 @@
+"""The command line on several ranks: whatever fails, and wherever, is told once, and every rank ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from train import tiny
+
+from harness.launch import LAUNCHER_PREFIXES, SETTINGS, find_mpirun, launch
+from hpcdist import checkpoint
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.records import load_summary
+
+ROOT = Path(__file__).parents[1]
+TINY = str(ROOT / "tests" / "train" / "tiny.py")
+ENV = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_osc": "^ucx",
+}
+QUICK = ("--set", "data.path=digits.h5", "--set", "epochs=1")
+
+pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def hpcdist(size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return launch(size, ["-m", "hpcdist", *arguments], env=ENV)
+
+
+def test_wrong_usage_is_told_once():
+    done = hpcdist(4, "train", TINY, "--nonsense")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("No such option: --nonsense") == 1 and done.stderr.count("Usage:") == 1
+
+
+def test_what_is_not_collective_is_done_once():
+    done = hpcdist(3, "data", "import", "digits", "sklearn", "digits.h5")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("path: digits.h5") == 1
+
+
+def test_a_setting_that_all_ranks_refuse_is_told_once():
+    done = hpcdist(4, "train", TINY, "--set", "epochs=0")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("hpcdist: error: epochs must be greater than or equal to 1; got 0.") == 1
+    assert done.stderr.count("hpcdist: ") == 1 and "Traceback" not in done.stderr
+
+
+BY_RANK = "import sys; from hpcdist import cli; sys.argv = [a.replace('%', str(cli.launched_rank())) for a in sys.argv]"
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (("seed = 1", None, "seed = 1"), "on rank 1: configuration file must exist; got 1.toml."),
+        (("seed = 1", "seed = 1", "seed = 2"), "rank 2 differs from rank 0: seed: 1 against 2"),
+    ],
+    ids=["missing", "different"],
+)
+def test_a_file_of_settings_that_one_rank_lacks_or_has_otherwise_is_told_once(files, message):
+    for rank, text in enumerate(files):
+        if text:
+            Path(f"{rank}.toml").write_text(text)
+    done = launch(3, ["-c", f"{BY_RANK}; cli.main()", "train", TINY, *QUICK, "--config", "%.toml"], env=ENV)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count(message) == 1 and done.stderr.count("hpcdist: ") == 1 and "Traceback" not in done.stderr
+
+
+FAILING = """
+import dataclasses, time
+from hpcdist import session
+from train import tiny
+
+calls = 0
+
+def loss(outputs, targets):
+    global calls
+    calls += 1
+    if session.rank() == 2 and calls == 5:
+        {failure}
+    return tiny.job.loss(outputs, targets)
+
+job = dataclasses.replace(tiny.job, loss=loss)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "parameter_server"])
+def test_an_exception_on_one_rank_is_shown_and_ends_the_others(strategy):
+    Path("failing.py").write_text(FAILING.format(failure="raise KeyError('rank two is unhappy')"))
+    start = time.monotonic()
+    done = hpcdist(4, "train", "failing.py", *QUICK, "--set", f"strategy={strategy}")
+    assert done.returncode == 1 and "records in" not in done.stdout
+    shown = [line for line in done.stderr.splitlines() if line.startswith("[rank ")]
+    assert shown[0] == "[rank 2] Traceback (most recent call last):"
+    assert shown[-1] == "[rank 2] KeyError: 'rank two is unhappy'"
+    assert {line[:8] for line in shown} == {"[rank 2]"} and done.stderr.count("rank two is unhappy") <= 3
+    assert time.monotonic() - start < 50, "far below the deadline of 300 s"
+
+
+def test_an_error_of_ours_on_one_rank_has_no_traceback():
+    Path("failing.py").write_text(FAILING.format(failure="return outputs.sum() * float('nan')"))
+    done = hpcdist(3, "train", "failing.py", *QUICK, "--set", "strategy=gossip_pull")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.count("hpcdist: error: gradients must be finite; got NaN or infinite gradient at step 5") == 1
+
+
+def test_progress_on_several_ranks_is_in_lines_of_rank_0():
+    """Also where the launcher gives each rank a terminal."""
+    done = hpcdist(2, "train", TINY, *QUICK, "--set", "log_every=4")
+    lines = done.stdout.replace("\r\n", "\n").splitlines()
+    assert done.returncode == 0 and "\r" not in "".join(lines) and "\x1b" not in done.stdout
+    assert [line.split()[0:2] for line in lines[:-1]] == [["allreduce", p] for p in ("36%", "71%", "100%", "100%")]
+    assert lines[-1].startswith("allreduce on 2 ranks: test accuracy 0.")
+
+
+SLOW = """
+import dataclasses, os, pathlib, time
+from train import tiny
+
+def loss(outputs, targets):
+    pathlib.Path(f"pid-{os.getpid()}").touch()
+    time.sleep(0.03)
+    return tiny.job.loss(outputs, targets)
+
+job = dataclasses.replace(tiny.job, loss=loss)
+"""
+
+
+def test_a_killed_run_resumes_to_the_same_bits():
+    """A rank is killed in the middle (SIGKILL); the resumed run ends where one on virtual ranks ends uninterrupted."""
+    Path("slow.py").write_text(SLOW)
+    settings = ("checkpoint.every_steps=2", "strategy.algorithm=ring", "data.path=digits.h5")
+    arguments = ["train", "slow.py", *(word for s in settings for word in ("--set", s)), "--output", "it"]
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    command = [find_mpirun(), "-n", "2", sys.executable, "-m", "hpcdist", *arguments]
+    with open("log", "wb") as log:
+        job = subprocess.Popen(command, env={**inherited, **SETTINGS, **ENV}, stdout=log, stderr=log)
+        try:
+            _wait_until(lambda: _newest_step() >= 6 or job.poll() is not None)
+            victim = next(int(path.name.split("-")[1]) for path in sorted(Path().glob("pid-*")))
+            os.kill(victim, signal.SIGKILL)
+            assert job.wait(timeout=30) != 0, Path("log").read_text()
+        finally:
+            job.terminate()
+    assert not Path("it/summary.json").exists() and _newest_step() >= 6
+
+    done = hpcdist(2, *arguments, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert "hpcdist: going on from it/checkpoints/step-0000" in done.stderr
+
+    def whole(comm):
+        trainer = tiny.trainer(comm, Path("virtual").resolve(), *settings)
+        summary = trainer.run()
+        trainer.close()
+        return summary
+
+    resumed, uninterrupted = load_summary("it"), run_virtual(whole, 2)[0]
+    assert (resumed.sha256, resumed.metrics) == (uninterrupted.sha256, uninterrupted.metrics)
+    assert resumed.samples == uninterrupted.samples
+
+
+def _newest_step() -> int:
+    newest = checkpoint.latest("it/checkpoints")
+    return int(newest.name[5:13]) if newest else 0
+
+
+def _wait_until(condition, limit_s: float = 40.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -94,11 +94,10 @@ job = dataclasses.replace(tiny.job, loss=loss)
 """
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", "parameter_server"])
-def test_an_exception_on_one_rank_is_shown_and_ends_the_others(strategy):
+def test_an_exception_on_one_rank_is_shown_and_ends_the_others():
     Path("failing.py").write_text(FAILING.format(failure="raise KeyError('rank two is unhappy')"))
     start = time.monotonic()
-    done = hpcdist(4, "train", "failing.py", *QUICK, "--set", f"strategy={strategy}")
+    done = hpcdist(4, "train", "failing.py", *QUICK, "--set", "strategy=parameter_server")
     assert done.returncode == 1 and "records in" not in done.stdout
     shown = [line for line in done.stderr.splitlines() if line.startswith("[rank ")]
     assert shown[0] == "[rank 2] Traceback (most recent call last):"
@@ -139,20 +138,20 @@ job = dataclasses.replace(tiny.job, loss=loss)
 def test_a_killed_run_resumes_to_the_same_bits():
     """A rank is killed in the middle (SIGKILL); the resumed run ends where one on virtual ranks ends uninterrupted."""
     Path("slow.py").write_text(SLOW)
-    settings = ("checkpoint.every_steps=2", "strategy.algorithm=ring", "data.path=digits.h5")
+    settings = ("checkpoint.every_steps=4", "strategy.algorithm=ring", "data.path=digits.h5")
     arguments = ["train", "slow.py", *(word for s in settings for word in ("--set", s)), "--output", "it"]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
     command = [find_mpirun(), "-n", "2", sys.executable, "-m", "hpcdist", *arguments]
     with open("log", "wb") as log:
         job = subprocess.Popen(command, env={**inherited, **SETTINGS, **ENV}, stdout=log, stderr=log)
         try:
-            _wait_until(lambda: _newest_step() >= 6 or job.poll() is not None)
+            _wait_until(lambda: _newest_step() >= 8 or job.poll() is not None)
             victim = next(int(path.name.split("-")[1]) for path in sorted(Path().glob("pid-*")))
             os.kill(victim, signal.SIGKILL)
             assert job.wait(timeout=30) != 0, Path("log").read_text()
         finally:
             job.terminate()
-    assert not Path("it/summary.json").exists() and _newest_step() >= 6
+    assert not Path("it/summary.json").exists() and _newest_step() >= 8
 
     done = hpcdist(2, *arguments, "--resume")
     assert done.returncode == 0, done.stderr

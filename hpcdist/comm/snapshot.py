@@ -53,15 +53,16 @@ class Publication:
 
         Raises DeadlineError if writers overtake every attempt until the communicator's deadline.
         """
-        until, begun = self._comm.now() + self._comm.deadline_s, torch.empty(1, dtype=torch.int64)
+        until = self._comm.now() + self._comm.deadline_s
         while True:
-            words = self.read_torn(out, rank)
-            done = int(words[_DONE])
-            self._words.get(begun, rank, _BEGUN)
-            if done > 0 and int(begun) <= done + 1:
-                return int(words[_CLOCK + done % 2])  # read before `begun`, so it is this publication's too
+            done = self.read_torn(out, rank)
+            clock = self._word(rank, _CLOCK + done % 2)
+            # Read last, and each word by a call of its own: elements of one call may be of different moments.
+            if self._word(rank, _BEGUN) <= done + 1 and done > 0:
+                return clock
             if done == 0:
-                self._words.wait(lambda w: w[_DONE] > 0, rank=rank, what=f"the first publication of rank {rank}")
+                what = f"the first publication of rank {rank}"
+                self._words.wait(lambda w: w[0] > 0, rank=rank, offset=_DONE, count=1, what=what)
             self.retries += 1
             if self._comm.now() > until:
                 raise DeadlineError(
@@ -69,17 +70,20 @@ class Publication:
                     f"{self._comm.deadline_s:g} s and {self.retries} attempts. Publish less often, or read torn."
                 )
 
-    def read_torn(self, out: Sequence[Tensor], rank: int) -> Tensor:
-        """Copies the last publication without a check: elements of a later one may be among them.
+    def read_torn(self, out: Sequence[Tensor], rank: int) -> int:
+        """Copies the last publication without a check: elements of later ones may be among them.
 
-        Returns the words that were read before the copy: begun, done, and the clocks of both copies.
+        Returns the number of the publication (1 for the first) that was the last when the copy began; 0 if none was.
         """
-        words = torch.empty(_WORDS, dtype=torch.int64)
-        self._words.get(words, rank)
-        half = int(words[_DONE]) % 2
+        done = self._word(rank, _DONE)
         for window, tensor in zip(self._copies, out, strict=True):
-            window.get(tensor, rank, half * tensor.numel())
-        return words
+            window.get(tensor, rank, done % 2 * tensor.numel())
+        return done
+
+    def _word(self, rank: int, index: int) -> int:
+        word = torch.empty(1, dtype=torch.int64)
+        self._words.get(word, rank, index)
+        return int(word)
 
     def close(self) -> None:
         """Collective."""

@@ -1,0 +1,41 @@
+"""Scripts of users, run as jobs of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+from harness.launch import LAUNCHER_PREFIXES, SETTINGS, launch
+
+ROOT = Path(__file__).parents[2]
+TCP = {"OMPI_MCA_btl": "self,tcp", "UCX_TLS": "self,tcp", "MPIR_CVAR_NOLOCAL": "1"}
+
+
+def write(folder: Path, text: str) -> Path:
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(text))
+    return script
+
+
+def run(folder: Path, text: str, size: int, *, env: dict | None = None, timeout_s: float = 60):
+    """Runs a script on `size` ranks; the finished process, and the seconds that it took."""
+    start = time.monotonic()
+    environment = {"PYTHONPATH": str(ROOT), "HOME": str(folder), "OMPI_MCA_mpi_yield_when_idle": "1", **(env or {})}
+    return launch(size, [write(folder, text)], env=environment, timeout_s=timeout_s), time.monotonic() - start
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """As a login shell has it: no launcher, no MPI started before."""
+    import os
+
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    return {**inherited, **SETTINGS, "PYTHONPATH": str(ROOT), **more}
+
+
+def run_alone(folder: Path, text: str, **more: str) -> subprocess.CompletedProcess:
+    """Runs a script without a launcher."""
+    command = [sys.executable, str(write(folder, text))]
+    return subprocess.run(command, env=clean_environment(**more), capture_output=True, text=True, timeout=60)

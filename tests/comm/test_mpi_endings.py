@@ -1,0 +1,192 @@
+"""How real jobs end: ranks that are missing, that fail, that are killed, that leave early, and that just finish."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from comm.jobs_here import TCP, clean_environment, run, run_alone, write
+from harness.launch import find_mpirun
+
+pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+
+START = """
+import os, signal, sys, time
+import torch
+import hpcdist as hd
+comm = hd.init(deadline_s=2)
+"""
+
+
+def ends(tmp_path, text, size, *, within_s: float = 40):
+    """Runs a script that must fail; what it wrote on standard error."""
+    job, seconds = run(tmp_path, START + text, size)
+    assert job.returncode != 0, job.stderr
+    assert seconds < within_s
+    return job.stderr
+
+
+# --- ranks that are missing -------------------------------------------------------------------------------------------
+def test_a_rank_that_never_comes_to_a_collective_is_named_with_its_line(tmp_path):
+    shown = ends(
+        tmp_path,
+        """
+if comm.rank == 1:
+    time.sleep(60)  # a slow disk
+comm.allreduce(torch.zeros(1))  # the call
+""",
+        3,
+    )
+    assert re.search(r"hpcdist: rank 0 waited \d\.\d s for every rank in allreduce on world \(call \d+\), at \S+script.py:", shown)
+    assert "comm.allreduce(torch.zeros(1))  # the call. The deadline is 2 s. Missing:" in shown
+    assert re.search(r"  rank 1: not in a call of hpcdist; at .*script.py:\d+ in <module>: time.sleep\(60\)  # a slow", shown)
+    assert "rank 2:" not in shown and shown.count("hpcdist: rank") == 1, "one rank speaks, of the missing one only"
+
+
+def test_ranks_in_different_calls_are_told_apart(tmp_path):
+    shown = ends(tmp_path, "comm.barrier() if comm.rank == 1 else comm.broadcast(torch.zeros(1), 1)\ncomm.barrier()", 2)
+    assert re.search(r"rank [01]: in (barrier|broadcast) .*on world \(call \d+\)", shown)
+
+
+def test_a_missing_rank_of_a_part_is_named_as_the_launcher_names_it(tmp_path):
+    shown = ends(
+        tmp_path,
+        """
+part = comm.split(0 if comm.rank > 0 else 1)  # ranks 1 and 2 are 0 and 1 of it
+if comm.rank == 1:
+    part.irecv(torch.zeros(1), 1, 5).wait()
+time.sleep(60)
+""",
+        3,
+    )
+    assert re.search(r"rank 1 waited \d\.\d s for rank 2 in irecv on world/0", shown)
+    assert re.search(r"Missing:\n  rank 2: not in a call of hpcdist; at .*time.sleep\(60\)", shown)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("comm.probe(1, 7)", r"DeadlineError: rank 0: a message from rank 1 on world did not happen within 2 s"),
+        (
+            "window.wait(lambda e: e[0] > 0, what='the answer of rank 1')",
+            r"DeadlineError: rank 0: the answer of rank 1 did not happen within 2 s",
+        ),
+    ],
+)
+def test_waits_that_never_end_name_whom_and_the_line(tmp_path, call, message):
+    shown = ends(tmp_path, f"window = comm.window(1)\nif comm.rank == 0:\n    {call}\ntime.sleep(60)", 2)
+    assert re.search(rf"\[rank 0\] .*{message}", shown)
+    assert re.search(rf"\[rank 0\]   File .*script.py.*\n\[rank 0\]     {re.escape(call)}", shown)
+
+
+def test_a_rank_that_leaves_early_is_named(tmp_path):
+    shown = ends(tmp_path, "if comm.rank == 1:\n    sys.exit(0)\ncomm.barrier()", 2)
+    assert re.search(r"rank 0 waited \d\.\d s for every rank in barrier on world", shown)
+    assert re.search(r"  rank 1: in exit on world .*, at the end of its script", shown)
+
+
+def test_a_rank_that_is_stopped_does_not_answer(tmp_path):
+    shown = ends(
+        tmp_path,
+        "if comm.rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\ncomm.barrier()",
+        2,
+    )
+    assert "rank 1: does not answer: it has ended, is stopped, or can't be reached" in shown
+
+
+# --- ranks that fail --------------------------------------------------------------------------------------------------
+def test_an_exception_is_shown_with_its_rank_and_ends_all(tmp_path):
+    shown = ends(tmp_path, "if comm.rank == 2:\n    raise ValueError('no such file')\ncomm.barrier()", 3, within_s=20)
+    assert "[rank 2] Traceback (most recent call last):" in shown
+    assert "[rank 2] ValueError: no such file" in shown and "waited" not in shown
+
+
+def test_where_all_fail_alike_the_lowest_speaks(tmp_path):
+    shown = ends(tmp_path, "raise ValueError('the same for all')", 3, within_s=20)
+    assert shown.count("ValueError: the same for all") < 3 and "[rank 0] ValueError" in shown
+
+
+def test_a_rank_that_is_killed_ends_the_others(tmp_path):
+    ends(tmp_path, "if comm.rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ncomm.barrier()", 3)
+
+
+def test_an_agent_that_fails_ends_the_job(tmp_path):
+    text = """
+apart = comm.apart("agent")
+window = apart.window(1)
+if comm.rank == 0:
+    window._served._agent._windows.clear()  # as if the thread had met an error of its own
+    time.sleep(60)
+window.get(torch.zeros(1), 0)
+"""
+    assert "[rank 0] KeyError: 1" in ends(tmp_path, text, 2)
+
+
+# --- ranks that just finish -------------------------------------------------------------------------------------------
+NOTHING_CLOSED = """
+window = comm.window(4)
+apart = comm.apart("{way}")
+far, words = apart.window(4, torch.bfloat16), apart.window(1, torch.int64)
+part = comm.split(comm.rank % 2)
+far.accumulate(torch.ones(4, dtype=torch.bfloat16), 0)
+words.fetch_add(1, 0)
+if comm.rank == 0:
+    time.sleep(0.3)  # the others are at their end before; they still serve
+    far.get(torch.zeros(4, dtype=torch.bfloat16), comm.size - 1)
+print("rank", comm.rank, "is done")
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("way", ["agent", "rma"])
+def test_a_script_that_closes_nothing_ends_with_0(tmp_path, size, way):
+    job, seconds = run(tmp_path, START.replace("deadline_s=2", "deadline_s=20") + NOTHING_CLOSED.format(way=way), size)
+    assert (job.returncode, job.stdout.count("is done")) == (0, size), job.stderr
+    assert "rror" not in job.stderr and "Traceback" not in job.stderr
+    assert seconds < 40
+
+
+def test_one_rank_needs_no_launcher(tmp_path):
+    text = START + "x = torch.ones(3)\ncomm.allreduce(x)\ncomm.window(2).put(x[:2], 0)\nprint(comm.size, comm.nodes)"
+    job = run_alone(tmp_path, text)
+    assert (job.returncode, job.stdout.split()) == (0, ["1", "(0,)"]), job.stderr
+
+
+# --- wrong worlds -----------------------------------------------------------------------------------------------------
+def test_a_world_of_one_where_the_launcher_started_two_is_refused(tmp_path):
+    job = run_alone(tmp_path, "import os\nos.environ['OMPI_COMM_WORLD_SIZE'] = '2'\n" + START)
+    assert job.returncode != 0
+    assert "the number of ranks in MPI's world must be the launcher's, 2 (Open MPI's mpirun); got 1" in job.stderr
+
+
+MPICH = Path(__file__).parents[2] / ".venv-mpich"
+
+
+@pytest.mark.skipif(not MPICH.exists(), reason="tests/run.sh makes .venv-mpich; it is not there")
+@pytest.mark.skipif(MPICH == Path(sys.prefix), reason="runs from .venv")
+def test_the_mpirun_of_another_mpi_is_refused(tmp_path):
+    """MPICH's mpiexec starts processes that find Open MPI: worlds of size 1."""
+    command = [str(MPICH / "bin" / "mpiexec"), "-n", "2", sys.executable, str(write(tmp_path, START))]
+    env = clean_environment(MPI4PY_LIBMPI=str(Path(sys.prefix) / "lib" / "libmpi.so.40"))
+    job = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert job.returncode != 0
+    assert "must be the launcher's, 2 (a PMI launcher" in job.stderr
+
+
+# --- MPI without threads ----------------------------------------------------------------------------------------------
+def test_without_threads_it_warns_and_refuses_windows_across_nodes(tmp_path):
+    text = "import mpi4py\nmpi4py.rc.thread_level = 'serialized'\n" + START + "comm.apart('agent').window(1)"
+    job, _ = run(tmp_path, text, 2)
+    assert job.returncode != 0
+    assert "UserWarning: MPI runs without MPI_THREAD_MULTIPLE, so no rank can be watched" in job.stderr
+    assert "CommunicationError: windows across nodes must have an MPI at MPI_THREAD_MULTIPLE; got level" in job.stderr
+
+
+def test_jobs_over_tcp_end_cleanly_too(tmp_path):
+    text = START.replace("deadline_s=2", "deadline_s=20") + NOTHING_CLOSED.format(way="rma")
+    job, _ = run(tmp_path, text, 2, env=TCP)
+    assert (job.returncode, job.stdout.count("is done")) == (0, 2), job.stderr

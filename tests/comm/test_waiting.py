@@ -1,0 +1,49 @@
+"""Waiting with a deadline."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from hpcdist.comm.waiting import wait_until
+from hpcdist.errors import DeadlineError
+
+
+def test_what_holds_already_costs_no_wait():
+    assert wait_until(lambda: True, 0.0, str) == 0.0
+
+
+def test_it_returns_soon_after_the_condition_holds():
+    until = time.perf_counter() + 0.1
+    waited_s = wait_until(lambda: time.perf_counter() >= until, math.inf, str)
+    assert 0.09 < waited_s < 0.5
+
+
+def test_a_long_wait_asks_seldom():
+    asked, used = [], time.process_time()
+    until = time.perf_counter() + 0.3
+    wait_until(lambda: asked.append(1) or time.perf_counter() >= until, 10, str)
+    assert len(asked) < 1000, "back-off must leave the core to others"
+    assert time.process_time() - used < 0.15
+
+
+def test_pauses_stay_below_their_longest():
+    asked = []
+    until = time.perf_counter() + 0.2
+    wait_until(lambda: asked.append(time.perf_counter()) or time.perf_counter() >= until, 10, str, longest_s=1e-4)
+    gaps = sorted(b - a for a, b in zip(asked, asked[1:]))
+    assert gaps[len(gaps) // 2] < 1e-3
+
+
+def test_past_the_deadline_it_says_what_did_not_happen():
+    start = time.perf_counter()
+    with pytest.raises(DeadlineError, match=r"^the kettle's whistle did not happen within 0.05 s\.$"):
+        wait_until(lambda: False, 0.05, lambda: "the kettle's whistle")
+    assert 0.05 <= time.perf_counter() - start < 1
+
+
+def test_an_error_of_the_condition_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        wait_until(lambda: 1 / 0, 1, str)

@@ -1,0 +1,51 @@
+"""Exceptions that nobody catches."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from hpcdist.faults import excepthook
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    """Installs the hook for a rank and shows it an exception; the exit statuses that it asked for."""
+
+    def show(rank: int, error: Exception) -> list[int]:
+        statuses: list[int] = []
+        monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+        excepthook.install(rank, statuses.append)
+        try:
+            raise error
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+        return statuses
+
+    return show
+
+
+def test_every_line_is_labelled_and_the_job_ends(hook, capsys):
+    assert hook(3, ValueError("two\nlines")) == [1]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "[rank 3] Traceback (most recent call last):"
+    assert lines[-2:] == ["[rank 3] ValueError: two", "[rank 3] lines"]
+    assert all(line.startswith("[rank 3] ") for line in lines)
+
+
+def test_causes_are_shown(hook, capsys):
+    error = RuntimeError("outer")
+    error.__cause__ = KeyError("inner")
+    hook(0, error)
+    shown = capsys.readouterr().err
+    assert "KeyError: 'inner'" in shown and "direct cause" in shown and "RuntimeError: outer" in shown
+
+
+def test_a_hook_that_was_there_is_called_first(monkeypatch, capsys):
+    order = []
+    monkeypatch.setattr(sys, "excepthook", lambda *args: order.append(args[0]))
+    excepthook.install(0, lambda status: order.append(status))
+    sys.excepthook(ValueError, ValueError("x"), None)
+    assert order == [ValueError, 1]
+    assert "[rank 0] ValueError: x" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""The jobs that come with the project, and what their runs leave behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcdist import strategies
+from hpcdist.comm.virtual import Constant, run_virtual
+from hpcdist.config import JobConfig, load
+from hpcdist.console import runs as show_runs
+from hpcdist.data import HDF5Dataset
+from hpcdist.records import Summary, load_summary, read_records
+from hpcdist.train import Trainer, load_job
+
+JOBS = Path(__file__).parents[1] / "jobs"
+NAMES = sorted(path.stem for path in JOBS.glob("*.py"))
+EPOCHS = 2
+TRAIN_SAMPLES = {"digits": 1437, "regression": 1000}
+
+
+def run(name: str, folder: Path, size: int, *overrides: str) -> Summary:
+    """A job on virtual ranks."""
+    job = load_job(JOBS / f"{name}.py")
+    path = folder / f"{name}.h5"
+    values = load({**job.defaults, "data": {"path": str(path)}}, None, [f"epochs={EPOCHS}", *overrides])
+
+    def body(comm):
+        trainer = Trainer(job, JobConfig(**values), comm, folder / "run", None)
+        summary = trainer.run()
+        trainer.close()
+        return summary
+
+    summary, *others = run_virtual(body, size, compute=Constant(0.01))
+    assert all(other == summary for other in others)
+    return summary
+
+
+def test_the_jobs_are_known():
+    assert sorted(TRAIN_SAMPLES) == NAMES
+
+
+@pytest.mark.parametrize("strategy", strategies.available())
+@pytest.mark.parametrize("name", NAMES)
+def test_a_job_learns_and_its_summary_is_whole(name, strategy, tmp_path, capsys):
+    summary = run(name, tmp_path, 4, f"strategy={strategy}", "seed=3")
+    serving = strategy == "parameter_server"
+    records = read_records(tmp_path / "run")
+    steps = [record for of_rank in records.values() for record in of_rank if record.samples]
+
+    assert (summary.strategy, summary.ranks, summary.workers, summary.seed) == (strategy, 4, 4 - serving, 3)
+    assert summary.samples == EPOCHS * TRAIN_SAMPLES[name]
+    assert summary.metrics["loss"] > 0
+    if name == "digits":
+        assert summary.metrics["accuracy"] > 0.85
+    else:
+        assert summary.metrics["rmse"] < 4.9, "the deviation of the targets: better than their mean"
+    histogram = summary.staleness.histogram
+    assert sum(histogram.values()) == len(steps)
+    assert summary.staleness.max == max(histogram) and (summary.staleness.max >= 2) == serving
+    assert summary.staleness.mean == pytest.approx(2 if serving else 0, abs=0.1), "λ − 1 for λ workers of one speed"
+    assert summary.bytes_per_step > 0 and summary.messages_per_step > 0 and summary.wall_s > 0
+    computing_s = sum(record.computing_s for record in steps) / summary.workers
+    assert summary.seconds.computing == pytest.approx(computing_s)
+    assert computing_s == pytest.approx(0.01 * len(steps) / summary.workers, rel=0.05), "as the compute model has it"
+    assert summary.seconds.communicating >= 0 and summary.seconds.waiting >= 0
+    assert len(summary.sha256) == 64
+    assert load_summary(tmp_path / "run") == summary
+
+    show_runs({tmp_path / "run": summary})
+    measure = next(iter(load_job(JOBS / f"{name}.py").metrics))
+    assert f"{summary.metrics[measure]:.4f}" in capsys.readouterr().out.splitlines()[4]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_job_is_the_same_again(name, tmp_path):
+    first, second = (run(name, tmp_path / str(i), 2, "epochs=1") for i in range(2))
+    assert first.sha256 == second.sha256 and first.metrics == second.metrics
+    assert run(name, tmp_path / "other", 2, "epochs=1", "seed=1").sha256 != first.sha256
+
+
+def test_the_data_of_the_jobs(tmp_path):
+    for name, samples in TRAIN_SAMPLES.items():
+        load_job(JOBS / f"{name}.py").data(tmp_path / f"{name}.h5")
+        with HDF5Dataset(tmp_path / f"{name}.h5", "train") as train, HDF5Dataset(tmp_path / f"{name}.h5", "test") as test:
+            assert len(train) == samples and len(test) == pytest.approx(samples / 4, abs=1)

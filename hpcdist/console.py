@@ -126,7 +126,7 @@ def _print_table(found: Sequence[Mapping[str, Any]], left: Sequence[str], title:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=0)  # fits 80 columns
     for key in found[0]:
         table.add_column(key, justify="left" if key in left else "right", overflow="fold")
     for row in found:

@@ -12,10 +12,10 @@ from pathlib import Path
 FOLDER = Path("~/.cache/hpcdist")
 
 
-def cache_file(kind: str, *depends_on: object, folder: Path = FOLDER) -> Path:
+def cache_file(kind: str, *depends_on: object, folder: Path | None = None) -> Path:
     """Where a measurement is kept that depends on this machine and on what else is named."""
     key = repr((_processor(), os.cpu_count(), *depends_on))
-    return folder.expanduser() / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return (folder or FOLDER).expanduser() / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def _processor() -> str:

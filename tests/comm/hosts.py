@@ -54,7 +54,7 @@ class Hosts:
         command = [*how, "-n", size, sys.executable, *map(str, arguments)]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
         settings = {**SETTINGS, "OMPI_MCA_btl_tcp_if_include": "eth0", "PRTE_ALLOW_RUN_AS_ROOT": "1"}
-        settings["PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+        settings |= {"PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "UCX_TLS": "self,tcp"}
         settings["PATH"] = f"{sys.prefix}/bin:{os.environ['PATH']}"
         inside = ["nsenter", "-t", (self.folder / "n1.pid").read_text().strip(), "-n", "-u", "-m", f"--wd={os.getcwd()}"]
         return subprocess.run(

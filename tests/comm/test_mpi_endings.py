@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from comm.jobs_here import TCP, clean_environment, run, run_alone, write
+from comm.jobs_here import clean_environment, run, run_alone, write
 from harness.launch import find_mpirun
 
 pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
@@ -100,18 +100,18 @@ def test_a_rank_that_is_stopped_does_not_answer(tmp_path):
 
 # --- ranks that fail --------------------------------------------------------------------------------------------------
 def test_an_exception_is_shown_with_its_rank_and_ends_all(tmp_path):
-    shown = ends(tmp_path, "if comm.rank == 2:\n    raise ValueError('no such file')\ncomm.barrier()", 3, within_s=20)
-    assert "[rank 2] Traceback (most recent call last):" in shown
-    assert "[rank 2] ValueError: no such file" in shown and "waited" not in shown
+    shown = ends(tmp_path, "if comm.rank == 1:\n    raise ValueError('no such file')\ncomm.barrier()", 2, within_s=20)
+    assert "[rank 1] Traceback (most recent call last):" in shown
+    assert "[rank 1] ValueError: no such file" in shown and "waited" not in shown
 
 
 def test_where_all_fail_alike_the_lowest_speaks(tmp_path):
-    shown = ends(tmp_path, "raise ValueError('the same for all')", 3, within_s=20)
-    assert shown.count("ValueError: the same for all") < 3 and "[rank 0] ValueError" in shown
+    shown = ends(tmp_path, "raise ValueError('the same for all')", 2, within_s=20)
+    assert shown.count("ValueError: the same for all") == 1 and "[rank 0] ValueError" in shown
 
 
 def test_a_rank_that_is_killed_ends_the_others(tmp_path):
-    ends(tmp_path, "if comm.rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ncomm.barrier()", 3)
+    ends(tmp_path, "if comm.rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ncomm.barrier()", 2)
 
 
 def test_an_agent_that_fails_ends_the_job(tmp_path):
@@ -141,8 +141,7 @@ print("rank", comm.rank, "is done")
 """
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("way", ["agent", "rma"])
+@pytest.mark.parametrize(("way", "size"), [("agent", 1), ("agent", 4), ("rma", 2)])
 def test_a_script_that_closes_nothing_ends_with_0(tmp_path, size, way):
     job, seconds = run(tmp_path, START.replace("deadline_s=2", "deadline_s=20") + NOTHING_CLOSED.format(way=way), size)
     assert (job.returncode, job.stdout.count("is done")) == (0, size), job.stderr
@@ -184,9 +183,3 @@ def test_without_threads_it_warns_and_refuses_windows_across_nodes(tmp_path):
     assert job.returncode != 0
     assert "UserWarning: MPI runs without MPI_THREAD_MULTIPLE, so no rank can be watched" in job.stderr
     assert "CommunicationError: windows across nodes must have an MPI at MPI_THREAD_MULTIPLE; got level" in job.stderr
-
-
-def test_jobs_over_tcp_end_cleanly_too(tmp_path):
-    text = START.replace("deadline_s=2", "deadline_s=20") + NOTHING_CLOSED.format(way="rma")
-    job, _ = run(tmp_path, text, 2, env=TCP)
-    assert (job.returncode, job.stdout.count("is done")) == (0, 2), job.stderr

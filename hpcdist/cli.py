@@ -34,6 +34,7 @@ Overrides = Annotated[
 ]
 
 COLLECTIVE = {"train", "bench"}  # what all ranks take part in; the first one alone does the rest
+SILENT_S = 10.0  # in which the first rank speaks: a launcher ends all ranks when one of them leaves with a failure
 INTERRUPTED = 130  # as the shell's for a process that SIGINT ended
 # The launcher's own variable comes before Slurm's, which under mpirun is that of mpirun's daemon.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
@@ -70,13 +71,15 @@ def _run(arguments: list[str], first: bool) -> int:
     except Exception as error:
         if first or not hasattr(error, "exit_code"):  # which typer's exceptions for wrong usage have
             raise
+        time.sleep(SILENT_S)
         return error.exit_code
 
 
 def _tell(error: HpcdistError, first: bool) -> None:
     comm = _joined()
-    if comm is None and not first:
-        return  # what is refused before the ranks have found each other, all refuse
+    if comm is None and not first:  # what is refused before the ranks have found each other, all refuse
+        time.sleep(SILENT_S)
+        return
     if comm is not None and comm.rank > 0:
         # Where all ranks fail alike the lowest one speaks and ends the job meanwhile.
         time.sleep(min(1.0 + 0.25 * comm.rank, 3.0))

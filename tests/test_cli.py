@@ -30,6 +30,7 @@ QUICK = ("--set", "data.path=digits.h5", "--set", "epochs=1")
 def hpcdist(monkeypatch, capsys, tmp_path):
     """Runs a command line in an empty folder: exit status, standard output, standard error."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "SILENT_S", 0.0)
     for name in cli.RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for session in (world._process, world._thread):  # what the command joins is left again

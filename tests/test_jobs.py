@@ -82,6 +82,6 @@ def test_a_job_is_the_same_again(name, tmp_path):
 
 def test_the_data_of_the_jobs(tmp_path):
     for name, samples in TRAIN_SAMPLES.items():
-        load_job(JOBS / f"{name}.py").data(tmp_path / f"{name}.h5")
-        with HDF5Dataset(tmp_path / f"{name}.h5", "train") as train, HDF5Dataset(tmp_path / f"{name}.h5", "test") as test:
+        load_job(JOBS / f"{name}.py").data(path := tmp_path / f"{name}.h5")
+        with HDF5Dataset(path, "train") as train, HDF5Dataset(path, "test") as test:
             assert len(train) == samples and len(test) == pytest.approx(samples / 4, abs=1)

@@ -109,7 +109,7 @@ def measure_table(
         hopeful = {name: sides[name] for name in plausible if first[name] <= HOPELESS * min(first.values())}
         calls = between(1, CALLS_S / (min(first.values()) or CALLS_S), 10)
         round_s = calls * sum(first[name] for name in hopeful) or budget_s
-        measured = _times(own, hopeful, part, between(5, budget_s / len(sizes) / round_s, 25), calls)
+        measured = _times(own, hopeful, part, between(7, budget_s / len(sizes) / round_s, 25), calls)
         for name, row in seconds.items():
             row.append(measured.get(name))
     for side in sides.values():

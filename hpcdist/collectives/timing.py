@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 from collections.abc import Callable, Mapping
 
@@ -15,7 +16,8 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Collective. Seconds per call of each side, round by round, each of the rank that took longest.
 
-    Every round runs every side, so that a disturbance of the machine meets them all alike.
+    Every round runs every side, so that a disturbance of the machine meets them all alike, and in another order, as
+    each finds in the caches what the one before has left there.
 
     Args:
         sides: what to time, by name; the same names in the same order on all ranks.
@@ -23,16 +25,16 @@ def interleaved(
         rounds: how often each side is timed.
         calls: how many calls one timing covers.
     """
-    taken_s = []
+    taken_s: dict[str, list[float]] = {name: [] for name in sides}
+    shuffled = random.Random(0)  # the same order on all ranks
     for _ in range(rounds):
-        for side in sides.values():
+        for name in shuffled.sample(list(sides), len(sides)):
             comm.barrier()
             start = comm.now()
             for _ in range(calls):
-                side(tensor)
-            taken_s.append((comm.now() - start) / calls)
-    slowest_s = slowest(comm, taken_s)
-    return {name: slowest_s[place :: len(sides)] for place, name in enumerate(sides)}
+                sides[name](tensor)
+            taken_s[name].append((comm.now() - start) / calls)
+    return {name: slowest(comm, times) for name, times in taken_s.items()}
 
 
 def slowest(comm: Communicator, seconds: list[float]) -> list[float]:

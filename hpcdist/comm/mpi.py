@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, MismatchError
 
 DEADLINE_S = 600.0
+SETTLE_S = 0.5
 _clock = time.perf_counter
 _live: weakref.WeakValueDictionary[int, MpiCommunicator] = weakref.WeakValueDictionary()
 _world: MpiCommunicator | None = None
@@ -55,6 +57,14 @@ def world(
 def library() -> str:
     """The MPI library's name and version, one line."""
     return " ".join(MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0").split())
+
+
+def end(status: int) -> None:
+    """Ends every rank of the job, once the launcher has had time to pass on what this rank has written."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(SETTLE_S)  # MPICH's launcher drops what it has not read yet
+    MPI.COMM_WORLD.Abort(status)
 
 
 def live() -> list[MpiCommunicator]:
@@ -325,8 +335,8 @@ class MpiCommunicator(Communicator):
         return _clock()
 
     def abort(self, status: int = 1) -> None:
-        """Ends every rank of the job at once, with this exit status."""
-        MPI.COMM_WORLD.Abort(status)
+        """Ends every rank of the job, with this exit status."""
+        end(status)
 
     def close(self) -> None:
         global _world

@@ -125,7 +125,7 @@ class Watchdog:
         report += [f"  rank {r}: {answers.get(r, 'this rank itself')}" for r in sorted(missing)]
         report += ["Set a longer deadline_s if that is expected. Ending the job."]
         print("\n".join(report), file=sys.stderr, flush=True)
-        MPI.COMM_WORLD.Abort(STATUS)
+        mpi.end(STATUS)
 
     def _ask(self) -> dict[int, str]:
         """Every other rank's answer to where it is."""

@@ -23,7 +23,7 @@ def install(rank: int, abort: Callable[[int], None]) -> None:
         if previous is not sys.__excepthook__:
             previous(kind, error, trace)  # a debugger or a notebook wants to see it too
         # Where all ranks fail alike the lowest speaks and ends the job; the others would only repeat it.
-        time.sleep(min(rank * 0.2, 2.0))
+        time.sleep(min(1.0 + 0.2 * rank, 3.0) if rank else 0.0)
         lines = traceback.format_exception(kind, error, trace)
         text = "".join(f"[rank {rank}] {line}\n" for line in "".join(lines).splitlines())
         print(text, end="", file=sys.stderr, flush=True)

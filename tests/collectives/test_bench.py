@@ -29,14 +29,17 @@ def test_interleaved_gives_seconds_per_call_of_the_slowest_rank():
         assert times == {"compute": pytest.approx([4e-3] * 3), "nothing": pytest.approx([0.0] * 3)}
 
 
-def test_every_round_runs_every_side():
+def test_every_round_runs_every_side_in_another_order_alike_on_all_ranks():
     def body(comm):
         order = []
-        sides = {name: lambda tensor, name=name: order.append(name) for name in "ab"}
-        interleaved(comm, sides, torch.zeros(1), rounds=3, calls=2)
-        return "".join(order)
+        sides = {name: lambda tensor, name=name: order.append(2 * name) for name in "abc"}
+        interleaved(comm, sides, torch.zeros(1), rounds=8, calls=2)
+        return ["".join(order[start : start + 6]) for start in range(0, 48, 6)]
 
-    assert run_virtual(body, 2) == ["aabb" * 3] * 2
+    first, second = run_virtual(body, 2)
+    assert first == second
+    assert all(sorted(done[::4]) == ["a", "b", "c"] for done in first)
+    assert len(set(first)) > 3
 
 
 def test_rows_of_the_benchmark(ranks):

@@ -15,7 +15,8 @@ from harness.launch import LAUNCHER_PREFIXES, SETTINGS
 
 NET = "10.78.0"
 INIT = """
-mount --bind {folder}/hosts /etc/hosts && mount -t tmpfs tmpfs /dev/shm && hostname {name} && ip link set lo up || exit 1
+mount --bind {folder}/hosts /etc/hosts && mount -t tmpfs tmpfs /dev/shm || exit 1
+hostname {name} && ip link set lo up || exit 1
 echo $$ > {folder}/{name}.pid
 exec sleep 600
 """
@@ -43,22 +44,26 @@ class Hosts:
     def __init__(self, folder: Path, names: list[str]):
         self.folder, self.names = folder, names
 
-    def launch(self, arguments: list, *, env: dict | None = None, timeout_s: float = 90) -> subprocess.CompletedProcess:
+    def launch(
+        self, arguments: list, *, env: dict | None = None, timeout_s: float = 90
+    ) -> subprocess.CompletedProcess[str]:
         """Runs `python *arguments` with one rank on each host."""
         shell, hosts = str(self.folder / "shell"), ",".join(self.names)
         if (Path(sys.prefix) / "bin" / "mpiexec.hydra").exists():
             how = ["mpiexec", "-launcher", "ssh", "-launcher-exec", shell, "-hosts", hosts, "-iface", "eth0"]
         else:
-            how = ["mpirun", "--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", shell, "--host", hosts, "--map-by", "ppr:1:node"]
+            how = ["mpirun", "--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", shell]
+            how += ["--host", hosts, "--map-by", "ppr:1:node"]
         size = str(len(self.names))
         command = [*how, "-n", size, sys.executable, *map(str, arguments)]
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
         settings = {**SETTINGS, "OMPI_MCA_btl_tcp_if_include": "eth0", "PRTE_ALLOW_RUN_AS_ROOT": "1"}
         settings |= {"PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "UCX_TLS": "self,tcp"}
         settings["PATH"] = f"{sys.prefix}/bin:{os.environ['PATH']}"
-        inside = ["nsenter", "-t", (self.folder / "n1.pid").read_text().strip(), "-n", "-u", "-m", f"--wd={os.getcwd()}"]
+        first = (self.folder / "n1.pid").read_text().strip()
+        inside = ["nsenter", "-t", first, "-n", "-u", "-m", f"--wd={os.getcwd()}", "--"]
         return subprocess.run(
-            [*inside, "--", *command],
+            [*inside, *command],
             env={**inherited, **settings, **(env or {})},
             capture_output=True,
             text=True,
@@ -94,7 +99,10 @@ def _connect(folder: Path, names: list[str]) -> None:
     """A switch on the first host, and a cable from every host to it."""
     pids = [(folder / f"{name}.pid").read_text().strip() for name in names]
     first = ["nsenter", "-t", pids[0], "-n"]
-    commands = [[*first, "ip", "link", "add", "switch", "type", "bridge"], [*first, "ip", "link", "set", "switch", "up"]]
+    commands = [
+        [*first, "ip", "link", "add", "switch", "type", "bridge"],
+        [*first, "ip", "link", "set", "switch", "up"],
+    ]
     for i, pid in enumerate(pids):
         cable, inside = f"port{i}", ["nsenter", "-t", pid, "-n", "ip"]
         commands += [

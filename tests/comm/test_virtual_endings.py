@@ -238,7 +238,15 @@ def test_an_exception_can_be_caught_where_it_is_raised():
     assert run_virtual(body, 3) == [0, 1, 2]
 
 
-def test_ctrl_c_ends_all_ranks():
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C raises KeyboardInterrupt; a shell's background jobs are started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_all_ranks(ctrl_c):
     ended = []
 
     def body(comm):

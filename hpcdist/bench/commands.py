@@ -8,7 +8,8 @@ from typing import Annotated, Optional
 
 import typer
 
-from hpcdist import console, session
+import hpcdist as hd  # its init imports torch when it is called, and not before
+from hpcdist import console
 
 app = typer.Typer(no_args_is_help=True, help="Measure side by side in one run; launch with mpirun.")
 Json = Annotated[Optional[Path], typer.Option("--json", help="Write the rows to this file as well.")]
@@ -38,7 +39,7 @@ def allreduce(
 
     from hpcdist.comm.mpi_plain import plain_allreduce
 
-    comm = session.init()
+    comm = hd.init()
     names = algorithm or ["auto", *candidates(comm)]
     with peers.gloo(comm):
         others = {"mpi": plain_allreduce(comm), "gloo": peers.gloo_allreduce}
@@ -54,7 +55,7 @@ def train(rounds: Rounds = 9, json_path: Json = None) -> None:
     """A training step of the strategy allreduce beside torch's DistributedDataParallel on gloo. Collective."""
     from hpcdist.bench import training
 
-    comm = session.init()
+    comm = hd.init()
     _show(f"training step on {comm.size} ranks", training.measure(comm, rounds=rounds), json_path, comm)
 
 
@@ -71,5 +72,5 @@ def window(rounds: Rounds = 15, json_path: Json = None) -> None:
     """One-sided operations, their cost to the owner, and a server's pull and push. Collective."""
     from hpcdist.bench import window as bench
 
-    comm = session.init()
+    comm = hd.init()
     _show(f"windows on {comm.size} ranks", bench.measure(comm, rounds=rounds), json_path, comm)

@@ -42,7 +42,6 @@ class _Distributed:
             parameters = [p for group in self.param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(parameters, self.clip_norm)
         self.local_step()
-        self._opt_called = True  # ... and where they find none before their own
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -82,6 +81,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     vars(optimizer).pop("step", None)  # a learning-rate schedule puts its own there, which would pass by ours
     optimizer.__class__ = type(local_class.__name__, (_Distributed, local_class), {})
     optimizer.clip_norm, optimizer.record = clip_norm, None
+    optimizer._opt_called = True  # ... and where they find none before their own; a server's worker never makes one
     optimizer.strategy = cls(config, session.comm.split(0), flat)
     session.optimizer = optimizer
     return optimizer

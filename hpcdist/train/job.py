@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,7 @@ def load_job(path: str | Path) -> Job:
         raise ConfigError(f"job must be a Python file; got {path}, which does not exist. See jobs/ for examples.")
     spec = importlib.util.spec_from_file_location(f"hpcdist_job_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # as an import would: dataclasses and pickle look for it there
     spec.loader.exec_module(module)
     job = getattr(module, "job", None)
     if not isinstance(job, Job):

@@ -136,6 +136,7 @@ class Trainer:
             if done == plan.steps:
                 self._end_epoch()
             if every and position.step % every == 0:
+                self._writer.flush()  # what a checkpoint stands for has been recorded, even if this process is killed
                 resume.save(self, self.checkpoints, self.config.checkpoint.keep)
 
     def _end_epoch(self) -> None:
@@ -196,7 +197,8 @@ class Trainer:
     def _write(self, record: StepRecord) -> None:
         self._writer.write(record)
         if not self.strategy.is_worker and record.clock % self.config.log_every == 0:
-            self._show(min(record.clock * self.config.batch_size, self.config.epochs * len(self._train)))
+            # An estimate, for not all batches are full.
+            self._show(min(record.clock * self.config.batch_size, (self.position.epoch + 1) * len(self._train)))
 
     def _show(self, samples: int) -> None:
         if self._report is not None:

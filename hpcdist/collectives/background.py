@@ -10,6 +10,7 @@ from statistics import median
 from hpcdist.comm.communicator import Communicator
 
 WARM_UP, MEASURED = 3, 7  # steps of each way that are left out and that count
+WORTH = 0.95  # the second way must take less than this part of the first one's time: the rest is noise
 
 
 class Background:
@@ -81,4 +82,4 @@ class Trial:
         medians = [median(self._taken_s[way][WARM_UP:]) for way in (False, True)]
         told = [tuple(float(x) for x in data.split()) for data in self._comm.exchange(b"%r %r" % (*medians,))]
         apart_s, beside_s = (max(column) for column in zip(*told, strict=True))
-        self.way, self.decided = beside_s < apart_s, True
+        self.way, self.decided = beside_s < WORTH * apart_s, True

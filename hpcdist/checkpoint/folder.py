@@ -17,7 +17,7 @@ import shutil
 import warnings
 from pathlib import Path
 
-from hpcdist.records import sync_folder
+from hpcdist.records import sync
 
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 
@@ -61,7 +61,7 @@ def publish(temporary: Path, step: int, keep: int) -> None:
             discard(replaced)
         final.rename(replaced)
     temporary.rename(final)
-    sync_folder(folder)
+    sync(folder)
     _prune(final, step, keep)
 
 

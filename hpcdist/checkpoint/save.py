@@ -14,7 +14,7 @@ from hpcdist.checkpoint.tensors import write_tensors
 from hpcdist.checkpoint.tree import encode
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import CheckpointError, MismatchError
-from hpcdist.records import Stamp, sync_folder, write_durably
+from hpcdist.records import Stamp, sync, write_durably
 
 
 def save(
@@ -90,7 +90,7 @@ def _prepare(folder: Path, step: int, keep: int) -> str:
         raise CheckpointError(f"step and keep must be at least 0 and 1; got {step} and {keep}.")
     if not folder.is_dir():
         folder.mkdir(parents=True)
-        sync_folder(folder.parent)
+        sync(folder.parent)
     folders.clean(folder)
     return folders.temporary_name(step)
 
@@ -102,7 +102,7 @@ def _write_rank(temporary: Path, rank: int, state: Any) -> dict[str, Stamp]:
         tensor_file(rank): write_tensors(temporary / tensor_file(rank), tensors),
         tree_file(rank): write_durably(temporary / tree_file(rank), [json.dumps(tree).encode()]),
     }
-    sync_folder(temporary)
+    sync(temporary)
     return files
 
 
@@ -114,5 +114,5 @@ def _finish(temporary: Path, step: int, meta: Mapping[str, Any] | None, files: d
                 "Give a folder on a file system that all ranks share."
             )
     write_manifest(temporary, step, dict(meta or {}), files)
-    sync_folder(temporary)
+    sync(temporary)
     folders.publish(temporary, step, keep)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
-import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -13,9 +9,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hpcdist.collectives.table import Table, candidates, measure_table
+from hpcdist.comm.cache import FOLDER as DEFAULT_CACHE
+from hpcdist.comm.cache import cache_file, keep
 from hpcdist.comm.communicator import Communicator
-
-DEFAULT_CACHE = Path("~/.cache/hpcdist")
 
 
 def cached_table(
@@ -31,30 +27,15 @@ def cached_table(
         cache_dir: where the file lies; `~` is the user's home. Made where it is missing.
         refresh: measure although there is a file, and replace it.
     """
-    path = cache_dir.expanduser() / f"allreduce-{_fingerprint(comm, library)}.json"
+    path = cache_file("allreduce", sorted(Counter(comm.nodes).values()), library, folder=cache_dir)
     names = candidates(comm)
     found = comm.exchange(_read(path, names) if comm.rank == 0 and not refresh else b"")[0]
     if found:
         return Table.model_validate_json(found)
     table = measure_table(comm, algorithms=names)
     if comm.rank == 0:
-        _write(path, table)
+        keep(path, table.model_dump_json(indent=1), "the table of all-reduce times")
     return table
-
-
-def _fingerprint(comm: Communicator, library: str) -> str:
-    """Stands for all that the table depends on: processor, cores, ranks on each node, MPI library."""
-    ranks_per_node = sorted(Counter(comm.nodes).values())
-    return hashlib.sha256(repr((_processor(), os.cpu_count(), ranks_per_node, library)).encode()).hexdigest()[:16]
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
 
 
 def _read(path: Path, names: list[str]) -> bytes:
@@ -69,14 +50,3 @@ def _read(path: Path, names: list[str]) -> bytes:
         warnings.warn(f"{path} is not a table of all-reduce times ({reason}); measuring anew.", stacklevel=4)
         return b""
     return text if sorted(table.seconds) == sorted(names) else b""  # other algorithms can run now: out of date
-
-
-def _write(path: Path, table: Table) -> None:
-    """Whole or not at all, whoever else writes it at the same time."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(table.model_dump_json(indent=1))
-        os.replace(file.name, path)
-    except OSError as error:
-        warnings.warn(f"the table of all-reduce times can't be kept in {path} ({error}).", stacklevel=4)

@@ -27,7 +27,7 @@ def _processor() -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
-def keep(path: Path, text: str) -> None:
+def keep(path: Path, text: str, what: str = "a measurement") -> None:
     """Writes a measurement, whole or not at all, whoever else writes it at the same time; warns where that fails."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
@@ -35,4 +35,4 @@ def keep(path: Path, text: str) -> None:
         temporary.write_text(text)
         os.replace(temporary, path)
     except OSError as error:
-        warnings.warn(f"a measurement can't be kept in {path} ({error}).", stacklevel=2)
+        warnings.warn(f"{what} can't be kept in {path} ({error}).", stacklevel=2)

@@ -16,6 +16,7 @@ import numpy as np
 from hpcdist.data.chunks import preferred_chunk_samples
 from hpcdist.data.format import DTYPES, FORMAT, RESERVED, TASKS, VERSION
 from hpcdist.errors import ConfigError, DataError
+from hpcdist.records import sync
 
 COMPRESSIONS = (None, "gzip", "lzf")
 Block = tuple[np.ndarray, np.ndarray]
@@ -110,19 +111,11 @@ def _replacing(path: Path) -> Iterator[h5py.File]:
     try:
         with h5py.File(temporary, "x", libver=LIBRARY, rdcc_nbytes=16 << 20) as file:
             yield file
-        _sync(temporary)
+        sync(temporary)
         os.replace(temporary, path)
-        _sync(path.parent)  # the new name, too
+        sync(path.parent)  # the new name, too
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write(

@@ -52,9 +52,9 @@ def stamp(path: Path) -> Stamp:
     return Stamp(total, sha.hexdigest())
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes the folder's entries (files made, renamed, removed) durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Makes a file's content, or a folder's entries (files made, renamed, removed), durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -69,4 +69,4 @@ def replace_durably(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync(path.parent)

@@ -7,7 +7,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,6 +36,8 @@ class StepRecord:
     computing_s: float = 0.0
     communicating_s: float = 0.0  # in calls that move data
     waiting_s: float = 0.0  # for another rank to act
+    dropped: int = 0  # gradients that were too stale to be applied
+    waited_for: dict[int, float] = field(default_factory=dict)  # seconds that a server held it up, by the rank to blame
     event: str | None = None  # what else happened: a checkpoint, a skipped update...
 
     # A loss may be NaN or infinite, and must be read back as such.

@@ -1,110 +1,215 @@
-"""A server's mailbox: one slot per worker, filled by one-sided puts, emptied by the server in order of arrival.
+"""Mailboxes: one slot per child in its parent's memory, filled by one-sided puts, emptied in order of arrival.
 
-A worker posts by copying its tensors into its slot, drawing a ticket from the server's counter and raising its flag,
-the ticket. The server takes the flag with the lowest ticket, deals with the letter where it lies, and answers by
-writing into the worker's own windows, where the worker waits.
+A child posts by copying its tensors into its slot at each of its parents, drawing a ticket from the parent's counter
+and raising its flag, the ticket. The parent takes the new flag with the lowest ticket, and answers by writing into
+the child's own windows, where the child waits. So only a rank's own memory is ever waited on, and a child that has an
+answer from every parent owns its slots again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import DeadlineError
+from hpcdist.server.roles import Roles
+from hpcdist.server.shards import Shard
 
-_TICKET, _KIND, _CLOCK = 0, 1, 2  # a worker's words on the server
-_WORDS = 3
-_COUNT, _REPLY_CLOCK = 0, 1  # a worker's own words
-GRADIENT, PAUSE = 1, 2
+# Kinds of letters: a gradient, or a sum of weighted ones, to be answered with parameters; a push without; a question
+# for parameters without a gradient; the end of a period.
+GRADIENT, SUM, PUSH, FETCH, PAUSE = 1, 2, 3, 4, 5
+NOBODY = -1
+
+_COUNTER = 1  # words at the front of a parent's: the ticket drawn last
+_TICKET, _KIND, _WEIGHT, _CLOCKS = 0, 1, 2, 3  # a slot's words; then the number of clocks, and the clocks
+_COUNT, _CLOCK, _BLOCKER, _HELD_US = 0, 1, 2, 3  # a child's words for each parent
+_ANSWER = 4
+
+
+@dataclass
+class Letter:
+    """A letter in its slot. `tensors` and `used` are views that stay valid until it is answered.
+
+    `clocks` has one entry per gradient that the tensors are the sum of, `weight` is the sum of their weights.
+    """
+
+    source: int
+    kind: int
+    weight: float
+    clocks: tuple[int, ...]
+    tensors: list[Tensor] = field(repr=False)
+    used: Tensor = field(repr=False)
 
 
 @dataclass(frozen=True)
-class Letter:
-    """A letter in its slot: `tensors` are views that stay valid until it is dealt with."""
+class Answer:
+    """What a parent said: its clock, and for how many seconds it held the answer back because of which rank."""
 
-    worker: int
-    kind: int
     clock: int
-    tensors: list[Tensor]
+    blocker: int
+    held_s: float
 
 
 class Mailbox:
-    """Collective. The mailbox of rank `server` for the ranks `workers`.
+    """Collective. The slots and answers of all ranks with parents or children.
 
     Args:
-        like: the tensors of a letter, flat; only lengths and dtypes are used, which agree on all ranks.
-        answer_like: likewise those of an answer.
+        shards: what each server's letters and answers cover; an aggregator's cover all.
+        like: flat tensors as long as a whole letter; lengths and dtypes, which agree on all ranks, are all that is used.
+        names: how many flags say which parameters have a gradient.
+        clocks: the most gradients that a letter is the sum of.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        server: int,
-        workers: Sequence[int],
+        roles: Roles,
+        shards: Mapping[int, Shard],
         like: Sequence[Tensor],
-        answer_like: Sequence[Tensor],
+        names: int,
+        clocks: int = 1,
     ):
-        self._comm, self._server, self._workers = comm, server, list(workers)
-        here = comm.rank == server
-        slots = len(self._workers) if here else 0
-        self._slots = [comm.window(slots * t.numel(), t.dtype) for t in like]
-        self._lengths = [t.numel() for t in like]
-        self._words = comm.window(slots * _WORDS, torch.int64)
-        self._tickets = comm.window(1 if here else 0, torch.int64)
-        self._answers = [comm.window(0 if here else t.numel(), t.dtype) for t in answer_like]
-        self._answered = comm.window(2, torch.int64)  # how many letters of this rank the server has dealt with, clock
-        self._posted = 0
-        self._dealt_with = [0] * len(self._workers)
+        self._comm, self._roles, rank = comm, roles, comm.rank
+        self._parents = roles.parents.get(rank, ())
+        self._children = {r: roles.children(r) for r in (rank, *self._parents)}
+        self._shards = shards
+        own = self._children[rank]
+        self._words_per_slot = _CLOCKS + 1 + clocks
+        self._here = shards[rank].of(like) if own else [t[:0] for t in like]
+        self._lengths = {p: [t.numel() for t in shards[p].of(like)] for p in self._parents}
+        self._slots = [comm.window(len(own) * part.numel(), part.dtype) for part in self._here]
+        self._used = comm.window(len(own) * names, torch.bool)
+        self._names = names
+        self._answers = [comm.window(t.numel() if self._parents else 0, t.dtype) for t in like]
+        self._answers_at = _COUNTER + len(own) * self._words_per_slot
+        self._words = comm.window(self._answers_at + len(self._parents) * _ANSWER, torch.int64)
+        words = self._words.local.numpy()  # the same memory; NumPy looks at a few words sooner than torch
+        self._inbox = words[_COUNTER : self._answers_at].reshape(len(own), self._words_per_slot)
+        self._told = words[self._answers_at :].reshape(len(self._parents), _ANSWER)
+        self._taken = [0] * len(own)  # the ticket of the last letter taken from each slot
+        self._answered = [0] * len(own)  # how many letters of each child have been answered
+        self._reply_at = {child: self._answer_of(child) for child in own}
+        self.posted = 0
 
-    # --- a worker -------------------------------------------------------------------------------------------------
-    def post(self, tensors: Sequence[Tensor], clock: int, kind: int = GRADIENT) -> None:
-        """Copies `tensors` (none: leaves the slot's as they are) into this rank's slot, once that is free."""
-        self.wait()
-        slot = self._workers.index(self._comm.rank)
-        for window, tensor, length in zip(self._slots, tensors, self._lengths, strict=bool(tensors)):
-            window.put(tensor, self._server, slot * length)
-        self._words.put(torch.tensor([kind, clock]), self._server, slot * _WORDS + _KIND)
-        ticket = self._tickets.fetch_add(1, self._server) + 1
-        self._words.put(torch.tensor([ticket]), self._server, slot * _WORDS + _TICKET)
-        self._posted += 1
+    # --- a child --------------------------------------------------------------------------------------------------
+    def post(
+        self,
+        kind: int,
+        clocks: Sequence[Sequence[int]] | None = None,
+        tensors: Sequence[Tensor] = (),
+        used: Tensor | None = None,
+        weight: float = 0.0,
+    ) -> None:
+        """Copies a letter into this rank's slot at every parent. The last one must have been answered by all.
 
-    def wait(self) -> int:
-        """Blocks until the server has dealt with this rank's last letter; the clock that came with its answer."""
-        self._answered.wait(
-            lambda w: int(w[_COUNT]) == self._posted, what=f"the answer of the server, rank {self._server}"
-        )
-        return int(self._answered.local[_REPLY_CLOCK])
+        Args:
+            clocks: for each parent those of the gradients in the letter.
+            tensors: the whole letter, of which each parent gets its shard; none leaves what lies in the slots.
+        """
+        flags = []
+        for i, parent in enumerate(self._parents):
+            slot = self._children[parent].index(self._comm.rank)
+            if tensors:
+                parts = self._shards[parent].of(tensors)
+                for window, part, length in zip(self._slots, parts, self._lengths[parent], strict=True):
+                    if length:
+                        window.put(part, parent, slot * length)
+            if used is not None:
+                self._used.put(used, parent, slot * self._names)
+            head = [kind, *struct.unpack("q", struct.pack("d", weight))]
+            stamps = [] if clocks is None else list(clocks[i])
+            at = _COUNTER + slot * self._words_per_slot
+            self._words.put(torch.tensor([*head, len(stamps), *stamps]), parent, at + _KIND)
+            flags.append((parent, at + _TICKET))
+        self.posted += 1
+        for parent, at in flags:
+            ticket = self._words.fetch_add(1, parent) + 1
+            self._words.put(torch.tensor([ticket]), parent, at)
+
+    def answered(self) -> bool:
+        """Whether every parent has answered this rank's last letter."""
+        return bool((self._told[:, _COUNT] == self.posted).all())
+
+    def wait(self) -> list[Answer]:
+        """Blocks until every parent has answered; what each one said."""
+        if not self.answered():
+            who = ", ".join(map(str, self._parents))
+            self._words.wait(lambda _: self.answered(), offset=self._answers_at, what=f"the answer of server rank {who}")
+        return [Answer(int(w[_CLOCK]), int(w[_BLOCKER]), int(w[_HELD_US]) * 1e-6) for w in self._told]
 
     @property
     def answer(self) -> list[Tensor]:
-        """The tensors of the last answer, where they arrived; valid until the next `post`."""
+        """The tensors of the last answers, where they arrived, of all shards together; valid until the next `post`."""
         return [window.local for window in self._answers]
 
-    # --- the server -----------------------------------------------------------------------------------------------
-    def next(self) -> Letter:
-        """Blocks until there is a letter; the one that came first."""
-        self._words.wait(lambda w: bool((w[_TICKET::_WORDS] > 0).any()), what="a letter from any worker")
-        words = self._words.local.reshape(-1, _WORDS)
-        tickets = words[:, _TICKET].tolist()
-        slot = min((t, i) for i, t in enumerate(tickets) if t > 0)[1]
-        _, kind, clock = words[slot].tolist()
-        views = [w.local[slot * n : (slot + 1) * n] for w, n in zip(self._slots, self._lengths, strict=True)]
-        return Letter(self._workers[slot], kind, clock, views)
+    # --- a parent -------------------------------------------------------------------------------------------------
+    def next(self, timeout_s: float | None = None) -> Letter | None:
+        """Blocks until there is a letter, and takes the one that came first; None where none came in time.
 
-    def deal(self, letter: Letter, clock: int, answer: Sequence[Tensor] = ()) -> None:
-        """Frees the letter's slot, and lets its worker go on with `answer` (none: nothing new) and `clock`."""
-        slot = self._workers.index(letter.worker)
-        for window, tensor in zip(self._answers, answer, strict=bool(answer)):
-            window.put(tensor, letter.worker)
-        self._words.put(torch.tensor([0]), self._server, slot * _WORDS + _TICKET)
-        self._dealt_with[slot] += 1
-        self._answered.put(torch.tensor([clock]), letter.worker, _REPLY_CLOCK)
-        self._answered.put(torch.tensor([self._dealt_with[slot]]), letter.worker, _COUNT)
+        Without `timeout_s` the communicator's deadline holds, and ends the run.
+        """
+        if not self._arrived():
+            try:
+                self._words.wait(
+                    lambda _: self._arrived(), count=self._answers_at, what="a letter from any worker",
+                    deadline_s=timeout_s,
+                )  # fmt: skip
+            except DeadlineError:
+                if timeout_s is None:
+                    raise
+                return None
+        tickets = self._inbox[:, _TICKET].tolist()
+        slot = min((t, i) for i, t in enumerate(tickets) if t > self._taken[i])[1]
+        self._taken[slot] = tickets[slot]
+        return self._read(slot)
+
+    def wait_event(self) -> None:
+        """Blocks until there is a letter to take or every parent has answered: for a rank that is child and parent."""
+        self._words.wait(lambda _: self._arrived() or self.answered(), what="a letter or an answer from any rank")
+
+    def poll(self) -> Letter | None:
+        """The letter that came first; None where there is none."""
+        return self.next() if self._arrived() else None
+
+    def _arrived(self) -> bool:
+        return any(ticket > taken for ticket, taken in zip(self._inbox[:, _TICKET].tolist(), self._taken))
+
+    def _read(self, slot: int) -> Letter:
+        words = self._inbox[slot].tolist()
+        (weight,) = struct.unpack("d", struct.pack("q", words[_WEIGHT]))
+        clocks = tuple(words[_CLOCKS + 1 : _CLOCKS + 1 + words[_CLOCKS]])
+        views = [
+            window.local[slot * part.numel() : (slot + 1) * part.numel()]
+            for window, part in zip(self._slots, self._here, strict=True)
+        ]
+        used = self._used.local[slot * self._names : (slot + 1) * self._names]
+        return Letter(self._children[self._comm.rank][slot], words[_KIND], weight, clocks, views, used)
+
+    def reply(
+        self, letter: Letter, clock: int, tensors: Sequence[Tensor] = (), blocker: int = NOBODY, held_s: float = 0.0
+    ) -> None:
+        """Answers a letter: its child may go on, with this shard's `tensors` (none: nothing new) and `clock`."""
+        rank, child = self._comm.rank, letter.source
+        for window, tensor, (start, _) in zip(self._answers, tensors, self._shards[rank].ranges, strict=bool(tensors)):
+            if tensor.numel():
+                window.put(tensor, child, start)
+        slot = self._children[rank].index(child)
+        self._answered[slot] += 1
+        at = self._reply_at[child]
+        self._words.put(torch.tensor([clock, blocker, round(held_s * 1e6)]), child, at + _CLOCK)
+        self._words.put(torch.tensor([self._answered[slot]]), child, at + _COUNT)
+
+    def _answer_of(self, child: int) -> int:
+        """Where this rank's words lie in a child's window."""
+        slots = len(self._roles.children(child)) * self._words_per_slot
+        return _COUNTER + slots + self._roles.parents[child].index(self._comm.rank) * _ANSWER
 
     def close(self) -> None:
         """Collective."""
-        for window in (*self._slots, self._words, self._tickets, *self._answers, self._answered):
+        for window in (*self._slots, self._used, *self._answers, self._words):
             window.close()

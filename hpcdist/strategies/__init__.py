@@ -1,6 +1,7 @@
 """Distribution strategies: one file per algorithm, found by the file's name.
 
-A strategy is the final subclass of `Strategy` in its file, and its `Config` holds its options.
+A strategy is the final subclass of `Strategy` in its file, and its `Config` holds its options. What several of them
+share lies in `families`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _NOT_STRATEGIES = {"base"}
 
 def available() -> list[str]:
     """The names of all strategies, sorted."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _NOT_STRATEGIES)
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _NOT_STRATEGIES and not m.ispkg)
 
 
 def load(name: str) -> type[Strategy]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -26,12 +26,15 @@ class Outcome:
     """What one step of a strategy did.
 
     `clock` counts the updates of the parameters this rank now has; `staleness` has one entry per gradient applied on
-    this rank; `event` says what was out of the ordinary.
+    this rank; `event` says what was out of the ordinary; `dropped` counts gradients that were too stale; `waited_for`
+    has the seconds that a server held this rank up because of each other rank.
     """
 
     clock: int
     staleness: tuple[int, ...] = ()
     event: str | None = None
+    dropped: int = 0
+    waited_for: dict[int, float] = field(default_factory=dict)
 
 
 class Strategy(abc.ABC):
@@ -134,9 +137,16 @@ class Strategy(abc.ABC):
             clock=outcome.clock,
             staleness=outcome.staleness,
             event=outcome.event,
+            dropped=outcome.dropped,
+            waited_for=outcome.waited_for,
             computing_s=max(0.0, passed_s - spent.communicating_s - spent.waiting_s),
             **vars(spent),
         )
+
+    @property
+    def pending(self) -> int:
+        """Gradients that this rank has taken and no update has applied yet."""
+        return 0
 
     def traffic(self) -> Traffic:
         """All that this strategy has moved so far."""

@@ -45,6 +45,7 @@ class Run:
         self.consensus = [p.clone() for p in strategy.consensus()[0]]
         self.records = records
         self.is_worker = strategy.is_worker
+        self.pending = strategy.pending
 
 
 def train(

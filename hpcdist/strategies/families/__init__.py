@@ -1,0 +1,1 @@
+"""What strategies of one family share; the strategies themselves are the files beside this folder."""

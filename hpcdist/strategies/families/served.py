@@ -1,0 +1,208 @@
+"""What all strategies with parameter servers share: roles, shards, mailboxes, periods of service."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+from pydantic import Field
+from torch import Tensor
+
+from hpcdist.records import StepRecord
+from hpcdist.server.mailbox import GRADIENT, PAUSE, Answer, Letter, Mailbox
+from hpcdist.server.roles import Roles, Servers, assign
+from hpcdist.server.shards import Shard, cut
+from hpcdist.strategies.base import Outcome, Strategy, Update
+
+
+class Served(Strategy):
+    """Workers post letters to servers, which deal with them in order of arrival and answer with parameters.
+
+    Each server holds one shard, and treats its part of every letter as if there were no other server; they are not
+    synchronised with each other. A server that is a worker too (`servers = "colocated"`) serves while it is inside a
+    step: there the shard's parameters are those that lie in its model, which nobody computes with meanwhile.
+
+    A period of service (an epoch, or the steps until a checkpoint) ends when every worker has paused. A letter of a
+    worker that has begun its next period already waits until this rank begins it too.
+    """
+
+    class Config(Strategy.Config):
+        """Options that all strategies with servers have."""
+
+        servers: Servers = Field(
+            1, description="how many ranks only serve, each a shard of the parameters; colocated: every worker serves"
+        )
+
+        def roles(self, size: int) -> Roles:
+            """Who does what among `size` ranks."""
+            return assign(size, self.servers, getattr(self, "fan_in", None))
+
+    joins = False  # whether a worker without samples takes part in a step all the same
+
+    def __init__(self, config: Config, comm, model):
+        super().__init__(config, comm, model)
+        self.roles = config.roles(comm.size)
+        self.clock = 0  # updates of this rank's shard; on a rank that only works, of the parameters it has
+        self.applied: list[int] = []  # staleness of gradients applied on this rank since its last record
+        self.everything = Shard(tuple((0, flat.numel()) for flat in model.params))
+        shards = cut(model.params, max(1, len(self.roles.servers)))
+        self.shards = dict(zip(self.roles.servers, shards)) | dict.fromkeys(self.roles.aggregators, self.everything)
+        self.shard = self.shards.get(comm.rank)  # None: this rank doesn't serve
+        self.children = self.roles.children(comm.rank)
+        self.parents = self.roles.parents.get(comm.rank, ())
+        self._clocks = [0] * len(self.parents)  # of the parameters that have come from each parent
+        self._pauses = dict.fromkeys(self.children, 0)  # periods that each child has ended
+        self.period = 1
+        self._early: list[Letter] = []  # of children that have begun the next period
+        self._update: Update = _none_yet
+        if comm.size > 1:
+            letters = max(1, len(self.roles.workers)) if self.roles.aggregators else 1
+            self.mailbox = Mailbox(comm, self.roles, self.shards, model.grads, len(model.names), letters)
+
+    @classmethod
+    def worker_ranks(cls, config: Config, size: int) -> tuple[int, ...]:
+        return config.roles(size).workers
+
+    @property
+    def alone(self) -> bool:
+        return self.comm.size == 1
+
+    @property
+    def colocated(self) -> bool:
+        return self.is_worker and bool(self.children)
+
+    # --- what a subclass defines ----------------------------------------------------------------------------------
+    @abc.abstractmethod
+    def receive(self, letter: Letter) -> None:
+        """A server deals with a letter; it may answer this one, or earlier ones, or none yet."""
+
+    def child_paused(self) -> None:
+        """A server deals with what a child's pause has changed for others."""
+
+    def master(self) -> list[Tensor]:
+        """The parameters of this server's shard, one flat tensor per group."""
+        return self.shard.of(self.model.params)
+
+    # --- workers --------------------------------------------------------------------------------------------------
+    def exchange(self, update: Update, kind: int, **letter) -> list[Answer]:
+        """Posts a letter to all parents and waits for their answers, serving meanwhile where this rank serves too."""
+        self.post(update, kind, **letter)
+        return self.await_answers()
+
+    def post(self, update: Update, kind: int, clocks: Sequence[int] | None = None, **letter) -> None:
+        """Posts a letter. The last one must have been answered.
+
+        Args:
+            clocks: of the parameters that the letter was computed from, shard by shard: those in the model.
+        """
+        self._update = update
+        clocks = self.model_clocks() if clocks is None else clocks
+        self.mailbox.post(kind, [[clock] for clock in clocks], **letter)
+
+    def await_answers(self) -> list[Answer]:
+        """Blocks until the last letter has been answered."""
+        if self.colocated:
+            while not self.mailbox.answered():
+                self.mailbox.wait_event()
+                self._serve_waiting()
+        return self.mailbox.wait()
+
+    def take_answer(self, answers: Sequence[Answer]) -> None:
+        """Copies the parameters that came with the answers into the model; a shard that lies there already stays."""
+        others = [self.shards[parent] for parent in self.parents if parent != self.comm.rank]
+        arrived = self.mailbox.answer
+        for shard in [self.everything] if len(others) == len(self.parents) else others:
+            for own, new in zip(shard.of(self.model.params), shard.of(arrived), strict=True):
+                own.copy_(new)
+        self._clocks = [answer.clock for answer in answers]
+        if not self.children:
+            self.clock = self._clocks[0]
+
+    def model_clocks(self) -> list[int]:
+        """The clock of the parameters in this worker's model, shard by shard."""
+        own = self.comm.rank
+        return [self.clock if parent == own else clock for parent, clock in zip(self.parents, self._clocks)]
+
+    def join(self, update: Update) -> StepRecord | None:
+        if self.alone or not self.joins:
+            self._update = update
+            return None
+        self.model.release([False] * len(self.model.names))
+        self.take_answer(self.exchange(update, GRADIENT))
+        self.steps += 1
+        return self.record(Outcome(self.clock, staleness=self._take_applied()))
+
+    def pause(self) -> None:
+        if self.alone:
+            return
+        self.exchange(self._update, PAUSE)
+        if self.colocated:
+            self._serve_period()
+            if self.applied and self.on_record is not None:
+                self.on_record(self.record(Outcome(self.clock, staleness=self._take_applied())))
+
+    def _take_applied(self) -> tuple[int, ...]:
+        applied, self.applied = tuple(self.applied), []
+        return applied
+
+    # --- servers --------------------------------------------------------------------------------------------------
+    def serve(self, update: Update) -> None:
+        if not self.alone:
+            self._update = update
+            self._serve_period()
+            if self.parents:  # an aggregator is a child too
+                self.exchange(update, PAUSE)
+
+    def active(self) -> list[int]:
+        """The children that have not paused in this period."""
+        return [child for child, pauses in self._pauses.items() if pauses < self.period]
+
+    def _serve_period(self) -> None:
+        while self.active():
+            self._deal(self.mailbox.next())
+        self.period += 1
+        early, self._early = self._early, []
+        for letter in early:
+            self._deal(letter)
+
+    def _serve_waiting(self) -> None:
+        while (letter := self.mailbox.poll()) is not None:
+            self._deal(letter)
+
+    def _deal(self, letter: Letter) -> None:
+        if self._pauses[letter.source] >= self.period:
+            self._early.append(letter)
+        elif letter.kind == PAUSE:
+            self._pauses[letter.source] += 1
+            self.mailbox.reply(letter, self.clock)
+            self.child_paused()
+        else:
+            self.receive(letter)
+
+    # --- common ---------------------------------------------------------------------------------------------------
+    def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Collective. The servers' parameters; buffers, which only workers compute, averaged over the workers."""
+        params = [flat.clone() for flat in self.model.params]
+        for server in self.roles.servers:
+            if server == self.comm.rank:
+                for part, own in zip(self.shard.of(params), self.master(), strict=True):
+                    part.copy_(own)
+            for part in self.shards[server].of(params):
+                if part.numel():
+                    self.comm.broadcast(part, server)
+        return params, self._means(self.model.buffers, over=self.roles.workers)
+
+    def state(self) -> dict:
+        return {**super().state(), "clock": self.clock, "clocks": self._clocks}
+
+    def load_state(self, state: dict) -> None:
+        super().load_state(state)
+        self.clock, self._clocks = state["clock"], list(state["clocks"])
+
+    def close(self) -> None:
+        if not self.alone:
+            self.mailbox.close()
+
+
+def _none_yet() -> None:
+    """Stands for the local optimiser until the first step hands it over."""

@@ -84,7 +84,8 @@ def result(folder: Path, summary: Summary) -> None:
     """How a run ended, in one line."""
     metrics = ", ".join(f"test {name} {value:.4f}" for name, value in summary.metrics.items())
     ranks = f"{summary.ranks} rank{'s' * (summary.ranks > 1)}"
-    print(f"{summary.strategy} on {ranks}: {metrics}, {summary.wall_s:.1f} s; records in {folder}", flush=True)
+    lost = f", went on without rank {', '.join(map(str, summary.lost_ranks))}" if summary.lost_ranks else ""
+    print(f"{summary.strategy} on {ranks}{lost}: {metrics}, {summary.wall_s:.1f} s; records in {folder}", flush=True)
 
 
 def runs(found: Mapping[Path, Summary]) -> None:

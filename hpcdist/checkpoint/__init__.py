@@ -10,7 +10,7 @@ A checkpoint is a folder that appears under its name only once it is whole and d
 """
 
 from hpcdist.checkpoint.generators import random_state, set_random_state
-from hpcdist.checkpoint.load import latest, load, load_all, verify
+from hpcdist.checkpoint.load import latest, load, load_all, read, verify, verify_together
 from hpcdist.checkpoint.manifest import Manifest, read_manifest
 from hpcdist.checkpoint.save import save
 
@@ -20,8 +20,10 @@ __all__ = [
     "load",
     "load_all",
     "random_state",
+    "read",
     "read_manifest",
     "save",
     "set_random_state",
     "verify",
+    "verify_together",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from hpcdist.checkpoint.folder import listing, step_of
 from hpcdist.checkpoint.manifest import Manifest, check_file, read_manifest, tensor_file, tree_file
 from hpcdist.checkpoint.tensors import read_tensors
 from hpcdist.checkpoint.tree import decode
+from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import CheckpointError
 
 T = TypeVar("T")
@@ -54,6 +55,25 @@ def verify(path: str | Path) -> Manifest:
     return _or_advise(path, lambda: _verify(path, None))
 
 
+def verify_together(comm: Communicator, path: str | Path) -> Manifest:
+    """Collective. As `verify`, with the files shared out: each is checked by one rank, the manifest by all.
+
+    Rank r of p checks the files of the saved ranks r, r + p, r + 2p...: where as many ranks go on as saved, its own.
+
+    Raises:
+        CheckpointError: on all ranks, which files, and what is wrong with them.
+    """
+    path = Path(path)
+    return _or_advise(path, lambda: _verify_together(comm, path))
+
+
+def read(path: str | Path, rank: int) -> Any:
+    """The state that `rank` saved, tensors on the CPU, from files that have been verified."""
+    path = Path(path)
+    tree = json.loads((path / tree_file(rank)).read_bytes())
+    return decode(tree, read_tensors(path / tensor_file(rank)))
+
+
 def load(path: str | Path, rank: int) -> tuple[Any, Manifest]:
     """The state that `rank` saved, tensors on the CPU, and the manifest. Only this rank's files are read.
 
@@ -63,7 +83,7 @@ def load(path: str | Path, rank: int) -> tuple[Any, Manifest]:
     """
     path = Path(path)
     manifest = _or_advise(path, lambda: _verify(path, rank))
-    return _read(path, rank), manifest
+    return read(path, rank), manifest
 
 
 def load_all(path: str | Path) -> list[Any]:
@@ -72,8 +92,7 @@ def load_all(path: str | Path) -> list[Any]:
     Raises:
         CheckpointError: as for `load`.
     """
-    path = Path(path)
-    return [_read(path, rank) for rank in range(verify(path).ranks)]
+    return [read(path, rank) for rank in range(verify(path).ranks)]
 
 
 def _verify(path: Path, rank: int | None) -> Manifest:
@@ -83,15 +102,28 @@ def _verify(path: Path, rank: int | None) -> Manifest:
             f"rank must be one of the {manifest.ranks} that saved {path}; got {rank}. "
             "To go on with another number of ranks, read all states with load_all."
         )
-    names = manifest.files if rank is None else (tree_file(rank), tensor_file(rank))
-    for name in names:
-        check_file(path / name, manifest.files[name])
+    _check_files(path, manifest, manifest.files if rank is None else (tree_file(rank), tensor_file(rank)))
     return manifest
 
 
-def _read(path: Path, rank: int) -> Any:
-    tree = json.loads((path / tree_file(rank)).read_bytes())
-    return decode(tree, read_tensors(path / tensor_file(rank)))
+def _verify_together(comm: Communicator, path: Path) -> Manifest:
+    failure = None
+    try:
+        manifest = read_manifest(path)
+        for rank in range(comm.rank, manifest.ranks, comm.size):
+            _check_files(path, manifest, (tree_file(rank), tensor_file(rank)))
+    except (CheckpointError, OSError) as error:  # whatever it is: the other ranks wait to hear of it
+        failure = error
+    told = comm.exchange(b"" if failure is None else str(failure).encode())
+    damage = dict.fromkeys(text.decode() for text in told if text)  # all ranks may have found the same
+    if damage:
+        raise CheckpointError(" ".join(damage)) from failure
+    return manifest
+
+
+def _check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    for name in names:
+        check_file(path / name, manifest.files[name])
 
 
 def _or_advise(path: Path, action: Callable[[], T]) -> T:

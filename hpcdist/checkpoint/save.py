@@ -29,7 +29,7 @@ def save(
     """Collective. Saves every rank's state as the checkpoint of `step` and returns its path.
 
     It returns once the checkpoint is durable on all ranks. Until then the ones before it stay. What crashed attempts
-    have left in the folder is removed; two runs must not share a folder. A checkpoint of the same step is replaced;
+    have left in the folder is removed; where ranks have died the others save, and count as that many; two runs must not share a folder. A checkpoint of the same step is replaced;
     those of later steps (the run went back) are renamed and kept, with a warning. Messages: three small exchanges.
 
     Args:
@@ -51,7 +51,7 @@ def save(
         raise MismatchError(f"step must be the same on all ranks; got {steps} on ranks 0 to {comm.size - 1}.")
     temporary = folder / proposals[0][1]
     try:
-        stamps = _together(comm, step, lambda: _write_rank(temporary, comm.rank, state))
+        stamps = _together(comm, step, lambda: _write_rank(temporary, comm.living.index(comm.rank), state))
         files = {name: Stamp(*stamp) for of_rank in stamps for name, stamp in of_rank.items()}
         _together(comm, step, lambda: _finish(temporary, step, meta, files, keep) if comm.rank == 0 else None)
     except BaseException:
@@ -68,13 +68,14 @@ def _together(comm: Communicator, step: int, work: Callable[[], Any]) -> list[An
     except Exception as error:  # whatever it is: the other ranks wait to hear of it
         failure = error
     reason = None if failure is None else _describe(failure)
-    replies = [json.loads(reply) for reply in comm.exchange(json.dumps([result, reason]).encode())]
-    failed = [f"on rank {rank}: {reason}" for rank, (_, reason) in enumerate(replies) if reason is not None]
+    told = comm.exchange(json.dumps([result, reason]).encode())
+    replies = {rank: json.loads(told[rank]) for rank in comm.living}
+    failed = [f"on rank {rank}: {reason}" for rank, (_, reason) in replies.items() if reason is not None]
     if failed:
         raise CheckpointError(
             f"The checkpoint of step {step} must be saved by all ranks; got {' '.join(failed)}"
         ) from failure
-    return [result for result, _ in replies]
+    return [result for result, _ in replies.values()]
 
 
 def _describe(failure: Exception) -> str:

@@ -40,3 +40,8 @@ def check_world(size: int, library: str, environ: Mapping[str, str]) -> None:
         "(`python -m mpi4py --mpi-lib-version` names it), or under Slurm with the matching PMI: "
         "`srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH."
     )
+
+
+def tolerates_deaths(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher keeps the job going when a rank dies, and MPI tells the others: mpirun --with-ft ulfm."""
+    return environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true")

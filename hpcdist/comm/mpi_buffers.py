@@ -55,8 +55,12 @@ class Staging:
         self._pinned: dict[tuple[int, torch.dtype, str], Tensor] = {}
 
     def direct(self, tensor: Tensor) -> bool:
-        """True if MPI may use the tensor's own memory."""
-        return tensor.is_cpu or self.device_aware
+        """True if MPI may use the tensor's own memory; the device has then done what was to be done with it."""
+        if tensor.is_cpu:
+            return True
+        if self.device_aware:
+            torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows nothing of torch's streams
+        return self.device_aware
 
     @contextmanager
     def host(self, tensor: Tensor, *, read: bool = True, write: bool = True, slot: str = "") -> Iterator[Tensor]:

@@ -119,6 +119,8 @@ class JobConfig(Settings):
     log_every: int = Field(50, ge=1, description="steps between lines of progress")
     output: str = Field("runs", min_length=1, description="folder for records, summary and checkpoints")
     deadline_s: float = Field(300.0, gt=0, description="longest wait for another rank, in seconds")
+    across: str = Field("auto", description="how windows reach other nodes: auto, tcp, rma, or tcp:INTERFACE")
+    gpu_aware_mpi: bool = Field(False, description="give MPI the memory of GPUs itself; false stages it on the host")
 
     @field_validator("strategy", "optimizer", "schedule", mode="before")
     @classmethod

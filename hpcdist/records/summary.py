@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,12 @@ class Summary(BaseModel):
     wall_s: float = Field(ge=0)
     metrics: dict[str, float] = Field(description="evaluated at the end on the mean of the ranks' parameters")
     staleness: Staleness
+    dropped: int = Field(0, ge=0, description="gradients that were too stale to be applied")
+    pending: int = Field(0, ge=0, description="gradients that no update had applied when the run ended")
+    lost_ranks: list[int] = Field(default_factory=list, description="ranks that died, and the run went on without")
+    waited_for_s: dict[int, dict[int, float]] = Field(
+        default_factory=dict, description="by worker: seconds that a server held it up, by the rank it waited for"
+    )
     bytes_per_step: float = Field(ge=0, description="sent and fetched by all ranks, per step of a worker")
     messages_per_step: float = Field(ge=0, description="sent and fetched by all ranks, per step of a worker")
     seconds: Seconds
@@ -85,6 +92,8 @@ def summarise(records: Mapping[int, Sequence[StepRecord]], **given: Any) -> Summ
         "workers": len(workers),
         "samples": sum(record.samples for record in work),
         "staleness": {"mean": ledger.mean, "max": ledger.max, "histogram": ledger.histogram},
+        "dropped": sum(record.dropped for record in everything),
+        "waited_for_s": {rank: held for rank, of_rank in records.items() if (held := _waited_for(of_rank))},
         "bytes_per_step": sum(r.bytes_sent + r.bytes_fetched for r in everything) / steps,
         "messages_per_step": sum(r.messages_sent + r.messages_fetched for r in everything) / steps,
         "seconds": {
@@ -94,6 +103,13 @@ def summarise(records: Mapping[int, Sequence[StepRecord]], **given: Any) -> Summ
         },
     }
     return _checked(measured | given, "summary")
+
+
+def _waited_for(records: Iterable[StepRecord]) -> dict[int, float]:
+    held: Counter[int] = Counter()
+    for record in records:
+        held.update(record.waited_for)
+    return dict(held)
 
 
 def write_summary(folder: str | Path, summary: Summary | Mapping[str, Any]) -> Path:

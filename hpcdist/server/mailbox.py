@@ -135,6 +135,15 @@ class Mailbox:
         """Whether every parent has answered this rank's last letter."""
         return bool((self._told[:, _COUNT] == self.posted).all())
 
+    def wait_for(self, timeout_s: float) -> bool:
+        """Blocks until every parent has answered, but no longer than that; whether they have."""
+        if not self.answered():
+            try:
+                self._words.wait(lambda _: self.answered(), offset=self._answers_at, deadline_s=max(0.0, timeout_s))
+            except DeadlineError:
+                return self.answered()
+        return True
+
     def wait(self) -> list[Answer]:
         """Blocks until every parent has answered; what each one said."""
         if not self.answered():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from hpcdist.errors import ConfigError
 
 COLOCATED = "colocated"
-Servers = int | Literal["colocated"]
+Servers = Annotated[int, Field(ge=1)] | Literal["colocated"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,13 @@ def assign(size: int, servers: Servers = 1, fan_in: int | None = None) -> Roles:
             workers form as many levels as that takes. None: all workers post to the servers themselves.
 
     Raises:
-        ConfigError: no rank is left to be a worker.
+        ConfigError: no rank is left to be a worker, or a tree has several roots.
     """
+    if fan_in is not None and servers != 1:
+        raise ConfigError(
+            f"strategy.fan_in must go with one server, the root of the tree; got strategy.servers {servers}. Leave "
+            "one of the two out."
+        )
     if size == 1:
         return Roles((), (), (0,), {})
     if servers == COLOCATED:
@@ -73,8 +80,8 @@ def _levels(ranks: int, fan_in: int) -> list[int]:
             below = -(-below // fan_in)
             levels.insert(0, below)
         if workers + sum(levels) <= ranks:
-            while levels and (left := ranks - workers - sum(levels)):
-                levels.insert(0, min(left, levels[0]))  # one worker more would take more aggregators than are left
+            while left := ranks - workers - sum(levels):  # one worker more would take more aggregators than are left
+                levels.insert(0, min(left, levels[0] if levels else workers))
             return levels
     return []
 

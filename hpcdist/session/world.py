@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hpcdist
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.launch import check_world
+from hpcdist.comm.launch import check_world, tolerates_deaths
 from hpcdist.config import differences
 from hpcdist.errors import ConfigError, MismatchError
 from hpcdist.faults import excepthook
@@ -43,7 +43,13 @@ def current() -> Session:
     return session
 
 
-def init(*, comm: Communicator | None = None, deadline_s: float | None = None) -> Communicator:
+def init(
+    *,
+    comm: Communicator | None = None,
+    deadline_s: float | None = None,
+    gpu_aware_mpi: bool | None = None,
+    across: str | None = None,
+) -> Communicator:
     """Collective. Joins the ranks that mpirun or srun started (one rank without them); safe to call again.
 
     From here on an exception that nobody catches ends every rank, and a blocking call past the deadline ends the job
@@ -52,33 +58,67 @@ def init(*, comm: Communicator | None = None, deadline_s: float | None = None) -
     Args:
         comm: ranks to use instead, e.g. virtual ones; then for the calling thread only.
         deadline_s: seconds that a blocking call may take; 600 by default.
+        gpu_aware_mpi: whether MPI is given device memory itself; by default messages from and to a GPU go through
+            pinned host memory, for sites warn that such an MPI beside NCCL can deadlock.
+        across: how windows reach other nodes: `tcp`, `rma` (MPI's one-sided calls), or by default `auto`, the one that
+            is measured to be faster. TCP uses the fastest network that hosts share; `tcp:ib0` and `auto:10.1.0.0/16`
+            name its interface or network instead.
 
     Raises:
+        ConfigError: gpu_aware_mpi without a CUDA device, or where MPI was built without CUDA.
         WorldError: the launcher started more ranks than MPI found.
-        MismatchError: ranks run different versions of hpcdist, torch or Python.
+        MismatchError: ranks run different versions of hpcdist, torch or Python, or differ in gpu_aware_mpi.
     """
     if comm is not None:
         _thread.comm = comm
     elif _process.comm is None:
-        _process.comm = _join_world(deadline_s)
+        _process.comm = _join_world(deadline_s, gpu_aware_mpi)
     session = current()
     if deadline_s is not None:
         session.comm.deadline_s = deadline_s
+    if across is not None:
+        session.comm.across = across
+    if gpu_aware_mpi is not None:
+        _give_device_memory(session.comm, gpu_aware_mpi)
     return session.comm
 
 
-def _join_world(deadline_s: float | None) -> Communicator:
+def _join_world(deadline_s: float | None, gpu_aware_mpi: bool | None) -> Communicator:
     from hpcdist.comm import mpi  # starts MPI: not at import, so that `import hpcdist` works without it
     from hpcdist.comm.mpi_watchdog import Watchdog
 
-    comm = mpi.world(**({} if deadline_s is None else {"deadline_s": deadline_s}))
-    check_world(comm.size, mpi.library(), os.environ)  # reading the launcher's variables, no setting
+    tolerant = tolerates_deaths(os.environ)  # reading the launcher's variables, no setting
+    comm = mpi.world(tolerant=tolerant, **({} if deadline_s is None else {"deadline_s": deadline_s}))
+    check_world(comm.size, mpi.library(), os.environ)
     if comm.size > 1:
         excepthook.install(comm.rank, comm.abort)
     versions = {"hpcdist": hpcdist.__version__, "torch": torch.__version__, "mpi": mpi.library()}
-    require_equal(comm, versions | {"python": ".".join(platform.python_version_tuple()[:2])}, "versions")
+    versions["python"] = ".".join(platform.python_version_tuple()[:2])
+    require_equal(comm, versions | {"gpu_aware_mpi": gpu_aware_mpi}, "versions and settings")
     _process.watchdog = Watchdog(comm)
     return comm
+
+
+def _give_device_memory(comm: Communicator, wanted: bool) -> None:
+    """Collective. Makes `comm`, and what is split from it from here on, give device memory to MPI, or stage it."""
+    require_equal(comm, {"gpu_aware_mpi": wanted}, "gpu_aware_mpi")
+    for rank, reason in enumerate(comm.exchange(_obstacle(comm).encode()) if wanted else ()):
+        if reason:
+            raise ConfigError(
+                f"gpu_aware_mpi must be false where MPI can't read the memory of a GPU; got true, and on rank {rank} "
+                f"{reason.decode()}. Leave it out: messages then go through pinned host memory."
+            )
+    if comm.mpi is not None:
+        comm.staging.device_aware = wanted
+
+
+def _obstacle(comm: Communicator) -> str:
+    """Why this rank can't give device memory to MPI; empty where it can."""
+    if comm.mpi is None:
+        return "there is no MPI: the ranks are virtual"
+    from hpcdist.comm import mpi_device
+
+    return mpi_device.obstacle()
 
 
 def joined() -> Communicator | None:

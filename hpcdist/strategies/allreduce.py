@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from hpcdist import collectives
 from hpcdist.collectives.background import Background, Trial
@@ -71,16 +73,61 @@ class AllReduce(Strategy):
         bucket.grads.div_(self.comm.size)
 
     def advance(self, update: Update) -> Outcome:
-        used, bad = self._agree(self._average_beside() if self._overlapped else self._average_now())
+        bad = self._merge()
         event = self.refuse_nonfinite(bad) if bad else None
         if not bad:
-            self.model.release(used)
             update()
             self.updates += 1
+        return Outcome(self.updates, staleness=() if bad else (0,), event=event)
+
+    def minimise(
+        self, solve: Callable[[Callable[[], Tensor]], Any], closure: Callable[[], Any] | None
+    ) -> tuple[StepRecord, Any]:
+        """Collective. One step of an optimiser that evaluates the loss as often as it likes, such as L-BFGS.
+
+        After each evaluation gradients and loss are their means over the ranks, so that line searches decide alike
+        everywhere, as in one process with the joint batch. A gradient that is not finite ends the run (or is looked
+        away from): the step can't be left out once it is half made. Messages: at each evaluation those of a step.
+
+        Args:
+            solve: the optimiser's own step, which is given the closure to evaluate.
+            closure: zeroes the gradients, runs this rank's backward pass and returns its loss; None on a rank without
+                samples, which takes part with weight 0.
+
+        Returns:
+            The step's record, and what `solve` returned; losses are float64 scalars, shape ().
+
+        Reference: Dong Liu, Jorge Nocedal, "On the limited memory BFGS method for large scale optimization", 1989.
+        """
+
+        def evaluate() -> Tensor:
+            loss = self._nothing() if closure is None else torch.as_tensor(closure(), dtype=torch.float64).item()
+            bad = self._merge()
+            if bad:
+                self.refuse_nonfinite(bad)
+            return self._mean(loss)
+
+        result = solve(evaluate)
+        self.updates += 1
+        self.steps += 1
+        return self.record(Outcome(self.updates, staleness=() if closure is None else (0,))), result
+
+    def _mean(self, loss: float) -> Tensor:
+        """Collective. The loss averaged as gradients are, the same to the bit on all ranks."""
+        losses = torch.zeros(self.comm.size, dtype=torch.float64)  # one place each: a sum of zeros and one is exact
+        losses[self.comm.rank] = self.model.weight * loss
+        self.comm.allreduce(losses)
+        return torch.tensor(sum(losses.tolist()) / self.comm.size, dtype=torch.float64)
+
+    def _merge(self) -> dict[int, list[str]]:
+        """Collective. Gives all ranks the mean gradients; where some were not finite tells which, by rank, instead."""
+        used, bad = self._agree(self._average_beside() if self._overlapped else self._average_now())
+        if not bad:
+            self.model.release(used)
         if self._trial is not None and not self._trial.decided:
             self._trial.step()
         self._arm(self._trial.way if self._trial is not None else self._overlapped)
-        return Outcome(self.updates, staleness=() if bad else (0,), event=event)
+        return bad
 
     def _average_now(self) -> torch.Tensor:
         used = self.model.collect()
@@ -110,9 +157,14 @@ class AllReduce(Strategy):
         names = [text.decode() for text in self.comm.exchange("\n".join(bad).encode())]
         return word[:-1] > 0, {rank: text.split("\n") for rank, text in enumerate(names) if text}
 
-    def join(self, update: Update) -> StepRecord:
+    def _nothing(self) -> float:
+        """This rank's part of an average for which it has no samples; returns their loss."""
         self.model.release([False] * len(self.model.names))
         self.model.weight = 0.0
+        return 0.0
+
+    def join(self, update: Update) -> StepRecord:
+        self._nothing()
         return replace(self.step(update), staleness=())  # no gradient of this rank's was applied
 
     def traffic(self) -> Traffic:

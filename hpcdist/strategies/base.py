@@ -102,9 +102,21 @@ class Strategy(abc.ABC):
         """One state for each rank of a world of another size, from the states of all ranks of the saved one."""
         return states[0]
 
+    def adapted_params(self, params: list[list[Tensor]], states: list[dict]) -> list[Tensor]:
+        """The parameters from which a world of another size goes on, from those of all ranks of the saved one."""
+        return mean(params)
+
+    def adapted_optimizer(self, states: list[dict]) -> dict:
+        """Likewise the state of every rank's optimiser."""
+        return states[0]
+
     def load_state(self, state: dict) -> None:
         """Collective. Takes up a state that `state()` gave; the model's parameters have been restored before."""
         self.steps = state["steps"]
+
+    def heal(self) -> None:
+        """Collective among the living. Goes on without ranks that have died, where that is possible."""
+        self.comm.heal()
 
     def close(self) -> None:
         """Collective. Releases windows and threads."""
@@ -175,7 +187,7 @@ class Strategy(abc.ABC):
     def _means(self, tensors: Sequence[Tensor], over: Sequence[int] | None = None) -> list[Tensor]:
         """Collective. The mean of each tensor over the ranks `over` (default: all), on every rank."""
         # Summed in float64, so that the mean of equal float32 replicas is that same float32 to the bit.
-        over = range(self.comm.size) if over is None else over
+        over = self.comm.living if over is None else over
         means = []
         for tensor in tensors:
             mean = tensor.clone()
@@ -188,6 +200,15 @@ class Strategy(abc.ABC):
                 part.copy_(wide if part.is_floating_point() or part.is_complex() else wide.round())
             means.append(mean)
         return means
+
+
+def mean(columns: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The mean of several ranks' lists of tensors, taken in float64; of integers rounded."""
+    means = []
+    for tensors in zip(*columns, strict=True):
+        wide = torch.stack([t.to(torch.float64) for t in tensors]).mean(dim=0)
+        means.append((wide if tensors[0].is_floating_point() else wide.round()).to(tensors[0].dtype))
+    return means
 
 
 def _require_equal_models(comm: Communicator, model: FlatModel) -> None:

@@ -41,7 +41,7 @@ class Downpour(Served):
         server_rule: Literal["adagrad", "optimizer"] = Field(
             "adagrad", description="what applies a push on the server: Adagrad, or the job's own optimiser"
         )
-        rate: float = Field(0.01, gt=0, description="γ of the server's Adagrad")
+        rate: float = Field(0.05, gt=0, description="γ of the server's Adagrad")
         warm_start: int = Field(0, ge=0, description="pushes of the first worker before the others begin")
 
         @model_validator(mode="after")
@@ -127,7 +127,7 @@ class Downpour(Served):
     def _deal_with(self, letter: Letter) -> None:
         if letter.kind != FETCH:
             self._apply(letter)
-        self.mailbox.reply(letter, self.clock, () if letter.kind == PUSH else self.master())
+        self.reply(letter, self.clock, () if letter.kind == PUSH else self.master())
 
     def _apply(self, letter: Letter) -> None:
         if self.config.server_rule == "adagrad":
@@ -141,22 +141,39 @@ class Downpour(Served):
         self.clock += 1
         if not self.colocated:
             self.steps += 1
-            if self.on_record is not None:
-                self.on_record(self.record(Outcome(self.clock, staleness=self._take_applied())))
+            self.tell(Outcome(self.clock, staleness=self._take_applied()))
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def state(self) -> dict:
         own = {"sum": self._sum, "used": self._used.tolist()}
         if self.children and self.config.server_rule == "adagrad":
-            own |= {"params": self.master(), "adagrad": self._adagrad.state_dict()}
+            own |= {"params": self.master(), "squares": self._squares()}
         return super().state() | own
 
     def load_state(self, state: dict) -> None:
         super().load_state(state)
-        for total, saved in zip(self._sum, state["sum"]):
+        for total, saved in zip(self._sum, state.get("sum", [])):
             total.copy_(saved)
-        self._used = torch.tensor(state["used"], dtype=torch.bool)
-        if "params" in state:
-            for param, saved in zip(self.master(), state["params"], strict=True):
-                param.copy_(saved)
-            self._adagrad.load_state_dict(state["adagrad"])
+        self._used = torch.tensor(state.get("used", [False] * len(self._used)), dtype=torch.bool)
+        if self.children and self.config.server_rule == "adagrad":
+            # From a world of another size whole tensors come, and from one rank, which has no server, no Σg².
+            params, squares = state.get("params"), state.get("squares", self._squares())
+            if params is None:
+                params = self.shard.of(self.model.params)
+                squares = self.shard.of(squares) if "squares" in state else squares
+            for own, saved in zip([*self.master(), *self._squares()], [*params, *squares], strict=True):
+                own.copy_(saved)
+
+    def _squares(self) -> list[torch.Tensor]:
+        """Σg² of this server's shard, in the optimiser's own memory."""
+        return [self._adagrad.state[param]["sum"] for param in self._params]
+
+    def saved_master(self, params: list[torch.Tensor], state: dict) -> list[torch.Tensor]:
+        return state.get("params", params)
+
+    def adapted_state(self, states: list[dict]) -> dict:
+        """Σg² of all shards, put together; what workers had not pushed yet is dropped."""
+        adapted = super().adapted_state(states)
+        if self.config.server_rule == "adagrad" and any("squares" in state for state in states):
+            adapted["squares"] = self.put_together([state.get("squares", self.model.params) for state in states])
+        return adapted

@@ -46,5 +46,5 @@ class EAMSGD(Elastic):
 
     def load_state(self, state: dict) -> None:
         super().load_state(state)
-        for velocity, saved in zip(self._velocity, state["velocity"]):
+        for velocity, saved in zip(self._velocity, state.get("velocity", [])):
             velocity.copy_(saved)

@@ -6,6 +6,7 @@ from typing import final
 
 from pydantic import Field
 
+from hpcdist.server.mailbox import Letter
 from hpcdist.strategies.families.gradients import Gradients, Held
 
 
@@ -14,7 +15,9 @@ class Hardsync(Gradients):
     """Synchronous SGD through servers: every update is of the mean of one gradient of each worker.
 
     Equals `allreduce`, and one process with the batches of all workers together; the sum is taken in rank order. No
-    gradient is stale. Workers that have no sample left in an epoch's last step take part with weight 0.
+    gradient is stale. A worker that is left out (`learner_deadline_s`, or dead) is not waited for: updates are of those
+    that remain, weighted by their samples; what it posts later was computed from old parameters and is dropped, and it
+    is part of the updates again. Workers that have no sample left in an epoch's last step take part with weight 0.
 
     Bytes per worker and step: one gradient vector put by the worker, one parameter vector put by the servers. With
     `servers = "colocated"` and p ranks each rank moves 2n(p − 1)/p, as a ring all-reduce does.
@@ -37,3 +40,7 @@ class Hardsync(Gradients):
 
     def may_go(self, held: Held) -> bool:
         return held.applied
+
+    def refused(self, letter: Letter) -> str | None:
+        behind = self.clock - min(letter.clocks)
+        return f"dropped: a gradient of rank {letter.source} missed {behind} updates" if behind else None

@@ -47,6 +47,11 @@ class SSP(Gradients):
         self._completed[letter.source] += 1
         super().receive(letter)
 
+    def child_returned(self, child: int) -> None:
+        # Its steps while it was left out were nobody's to wait for.
+        others = [self._completed[rank] for rank in self.active() if rank != child]
+        self._completed[child] = max(self._completed[child], min(others, default=0))
+
     def _slowest(self) -> int:
         """The rank that has completed the fewest steps, of those that still take some."""
         return min(self.active(), key=lambda rank: self._completed[rank], default=NOBODY)
@@ -65,7 +70,7 @@ class SSP(Gradients):
         return self._slowest()
 
     def divisor(self) -> float:
-        return len(self.roles.workers)
+        return len(self.roles.workers) - len(self.left_out)
 
     def state(self) -> dict:
         return {**super().state(), "completed": [[rank, steps] for rank, steps in self._completed.items()]}

@@ -25,7 +25,8 @@ def evaluate(job: Job, strategy: Strategy, comm: Communicator, dataset: HDF5Data
     module.eval()
     try:
         with model.swapped(*strategy.consensus()), torch.no_grad():
-            for x, y in Loader(dataset, BATCH, worker=comm.rank, workers=comm.size, shuffle=False):
+            share = comm.living.index(comm.rank)
+            for x, y in Loader(dataset, BATCH, worker=share, workers=len(comm.living), shuffle=False):
                 x, y = x.to(device), y.to(device)
                 outputs = module(x)
                 values = [job.loss(outputs, y).double() * len(x)]

@@ -60,10 +60,16 @@ class Trainer:
     ):
         self.job, self.config, self.comm, self.output = job, config, comm, output
         self._report = report if comm.rank == 0 else None
-        session.init(comm=comm, deadline_s=config.deadline_s)
+        session.init(
+            comm=comm,
+            deadline_s=config.deadline_s,
+            gpu_aware_mpi=config.gpu_aware_mpi,
+            across=config.across,
+        )
         require_equal(comm, config.model_dump(exclude={"output", "data"}), "configuration")
         self.checkpoints = Path(config.checkpoint.folder or output / "checkpoints")
         self.position, self.train_s, self.metrics = Position(), 0.0, {}
+        self.lost: tuple[int, ...] = ()  # ranks that have died on the way
         self.device = _device(session.local_rank())
         self._make_model()
         self._open_data()
@@ -87,6 +93,9 @@ class Trainer:
             self.optimizer, module, config.strategy.name, clip_norm=config.clip_norm, **options
         )
         self.strategy, self.model = self.optimizer.strategy, self.optimizer.strategy.model
+        # A plateau's schedule looks at evaluations.
+        if self.schedule and config.schedule.per == "step" and not isinstance(self.schedule, ReduceLROnPlateau):
+            self.optimizer.register_step_post_hook(lambda *_: self.schedule.step())  # where updates are made
         torch.manual_seed(config.seed + 1 + self.comm.rank)  # dropout and the like differ between ranks
         self.strategy.on_record = self._write
 
@@ -96,9 +105,13 @@ class Trainer:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.job.data(path)
         self.comm.barrier()
-        self.workers = self.strategy.worker_ranks(self.strategy.config, self.comm.size)
         mpi = self.comm.mpi if self.config.data.parallel else None
         self._train, self._test = (HDF5Dataset(path, split, mpi_comm=mpi) for split in ("train", "test"))
+        self._deal_samples(self.strategy.worker_ranks(self.strategy.config, self.comm.size))
+
+    def _deal_samples(self, workers: tuple[int, ...]) -> None:
+        """Shares the samples of the epochs to come among these ranks."""
+        self.workers = workers
         self.loader = Loader(
             self._train,
             self.config.batch_size,
@@ -143,6 +156,9 @@ class Trainer:
         self.position.epoch, self.position.consumed = self.position.epoch + 1, 0
         if self.position.epoch % self.config.eval_every == 0 or self.position.epoch == self.config.epochs:
             self.metrics = evaluate(self.job, self.strategy, self.comm, self._test)
+        left = tuple(rank for rank in self.workers if rank in self.comm.living)
+        if left != self.workers:
+            self._deal_samples(left)
         if isinstance(self.schedule, ReduceLROnPlateau):
             self.schedule.step(self.metrics.get("loss", math.inf))  # the same on all ranks
         elif self.schedule is not None and self.config.schedule.per == "epoch":
@@ -153,13 +169,15 @@ class Trainer:
         self.strategy.start()
         start = self.comm.now()
         work()
+        self.lost += self.comm.heal()
+        self.strategy.heal()
         self.comm.barrier()
         self.train_s += self.comm.now() - start
 
     def _steps(self, batches: Iterator[Batch], first: int, count: int) -> None:
         """`count` steps of this epoch from step `first` on; servers serve meanwhile."""
         if not self.strategy.is_worker:
-            self.strategy.serve(self._update)
+            self.strategy.serve(self.optimizer.update)
             return
         plan, worker = self.loader.plan, self.workers.index(self.comm.rank)
         for step in range(first, first + count):
@@ -168,30 +186,28 @@ class Trainer:
             if sizes[worker]:
                 self._step(*next(batches))
             else:
-                record = self.strategy.join(self._update)
-                if record is not None:
-                    self._write(record)
+                self.optimizer.join()
+                if self.optimizer.record is not None:
+                    self._write(self.optimizer.record)
             if (step + 1) % self.config.log_every == 0:
                 self._show(self.position.epoch * len(self._train) + plan.position(step + 1))
         self.strategy.pause()
 
     def _step(self, x: torch.Tensor, y: torch.Tensor) -> None:
         x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
-        self.optimizer.zero_grad()
-        self.comm.compute()
-        with self.precision.autocast():
-            loss = self.job.loss(self.model.module(x), y)
-        self.precision.backward(loss, self.model)
-        record = self.strategy.step(self._update)
-        self.precision.step_done(skipped=record.event is not None)
-        self._losses.append(loss.item())
-        self._write(replace(record, samples=len(x), loss=self._losses[-1]))
 
-    def _update(self) -> None:
-        self.optimizer.update()
-        if self.config.schedule.per == "step" and self.schedule is not None:
-            if not isinstance(self.schedule, ReduceLROnPlateau):  # which looks at evaluations
-                self.schedule.step()
+        def evaluate() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            self.comm.compute()
+            with self.precision.autocast():
+                loss = self.job.loss(self.model.module(x), y)
+            self.precision.backward(loss, self.model)
+            return loss
+
+        self._losses.append(self.optimizer.step(evaluate).item())
+        record = self.optimizer.record
+        self.precision.step_done(skipped=record.event is not None)
+        self._write(replace(record, samples=len(x), loss=self._losses[-1]))
 
     # --- what is written ------------------------------------------------------------------------------------------
     def _write(self, record: StepRecord) -> None:
@@ -217,6 +233,8 @@ class Trainer:
 
     def _summarise(self) -> Summary:
         params, _ = self.strategy.consensus()
+        pending = torch.tensor([self.strategy.pending])
+        self.comm.allreduce(pending)
         self.comm.barrier()  # all records are written
         summary = None
         if self.comm.rank == 0:
@@ -228,6 +246,8 @@ class Trainer:
                 wall_s=self.train_s,
                 metrics=self.metrics,
                 sha256=digest(params),
+                pending=int(pending),
+                lost_ranks=list(self.lost),
             )
             write_summary(self.output, summary)
         found = self.comm.exchange(b"" if summary is None else summary.model_dump_json().encode())

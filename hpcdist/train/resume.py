@@ -10,6 +10,7 @@ import torch
 from hpcdist import checkpoint
 from hpcdist.errors import CheckpointError
 from hpcdist.strategies import Strategy
+from hpcdist.strategies.base import mean
 
 if TYPE_CHECKING:
     from hpcdist.train.loop import Trainer
@@ -52,14 +53,15 @@ def load(trainer: Trainer, path: Path) -> None:
     Raises:
         CheckpointError: it is damaged, or of another model or strategy.
     """
-    manifest = checkpoint.verify(path)
+    manifest = checkpoint.verify_together(trainer.comm, path)
     _require("strategy", manifest.meta.get("strategy"), trainer.config.strategy.name, path)
     _require("model", manifest.meta.get("model"), trainer.model.signature(), path)
     if manifest.ranks == trainer.comm.size:
-        state, _ = checkpoint.load(path, trainer.comm.rank)
+        state = checkpoint.read(path, trainer.comm.rank)
         checkpoint.set_random_state(state["random"])
     else:
-        state = _merged(checkpoint.load_all(path), trainer.strategy, manifest.ranks)
+        states = [checkpoint.read(path, rank) for rank in range(manifest.ranks)]
+        state = _merged(states, trainer.strategy, manifest.ranks)
     _apply(trainer, state)
 
 
@@ -89,16 +91,9 @@ def _merged(states: list[dict[str, Any]], strategy: Strategy, ranks: int) -> dic
     """One state for every rank of a world of another size."""
     merged = dict(states[0])
     workers = strategy.worker_ranks(strategy.config, ranks)
-    if 0 in workers:  # else rank 0 is the server, whose parameters are the run's
-        merged["params"] = _mean([state["params"] for state in states])
-    merged["buffers"] = _mean([states[rank]["buffers"] for rank in workers])
-    merged["strategy"] = strategy.adapted_state([state["strategy"] for state in states])
+    saved = [state["strategy"] for state in states]
+    merged["params"] = strategy.adapted_params([state["params"] for state in states], saved)
+    merged["buffers"] = mean([states[rank]["buffers"] for rank in workers])
+    merged["optimizer"] = strategy.adapted_optimizer([state["optimizer"] for state in states])
+    merged["strategy"] = strategy.adapted_state(saved)
     return merged
-
-
-def _mean(columns: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-    means = []
-    for tensors in zip(*columns, strict=True):
-        wide = torch.stack([t.to(torch.float64) for t in tensors]).mean(dim=0)
-        means.append((wide if tensors[0].is_floating_point() else wide.round()).to(tensors[0].dtype))
-    return means

@@ -27,14 +27,19 @@ def find_mpirun() -> str | None:
 
 
 def launch(
-    size: int, arguments: Sequence[str | Path], *, env: Mapping[str, str] | None = None, timeout_s: float = 60.0
+    size: int,
+    arguments: Sequence[str | Path],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+    options: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python *arguments` on `size` ranks; stdout, stderr (as text) and the exit status.
+    """Runs `python *arguments` on `size` ranks, with further `options` of mpirun; stdout, stderr (as text) and the exit status.
 
     Raises subprocess.TimeoutExpired, after ending the job, if it takes longer than `timeout_s`.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
-    command = [find_mpirun(), "-n", str(size), sys.executable, *map(str, arguments)]
+    command = [find_mpirun(), *options, "-n", str(size), sys.executable, *map(str, arguments)]
     environment = {**inherited, **SETTINGS, **(env or {})}
     with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True, errors="replace") as job:
         try:

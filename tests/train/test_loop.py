@@ -116,7 +116,7 @@ def test_it_resumes_on_another_number_of_ranks(tmp_path, name, before, after):
 
     (summary, n_samples), *others = run_virtual(body, after)
     assert all(other == summary for other, _ in others)
-    assert summary.metrics["accuracy"] > 0.4
+    assert summary.metrics["accuracy"] > 0.3  # of ten classes, after few steps
     assert len(seen) == 2 * n_samples - position["consumed"] - position["epoch"] * n_samples
 
 

@@ -21,7 +21,7 @@ class Elastic(Served):
     class Config(Served.Config):
         """Options of elastic averaging."""
 
-        period: int = Field(10, ge=1, description="steps of a worker between two exchanges with the centre")
+        period: int = Field(4, ge=1, description="steps of a worker between two exchanges with the centre")
         beta: float = Field(0.9, ge=0, lt=2, description="p * a for p workers: how strongly these hang on the centre")
 
     def __init__(self, config: Config, comm, model):
@@ -57,14 +57,13 @@ class Elastic(Served):
     # --- servers --------------------------------------------------------------------------------------------------
     def receive(self, letter: Letter) -> None:
         pulls = [self._pull(x.to(c.device), c) for x, c in zip(letter.tensors, self._centre, strict=True)]
-        self.mailbox.reply(letter, self.clock, self._centre)
+        self.reply(letter, self.clock, self._centre)
         for centre, pull in zip(self._centre, pulls, strict=True):
             centre.add_(pull)
         self.clock += 1
         if not self.colocated:
             self.steps += 1
-            if self.on_record is not None:
-                self.on_record(self.record(Outcome(self.clock)))
+            self.tell(Outcome(self.clock))
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def state(self) -> dict:
@@ -72,5 +71,10 @@ class Elastic(Served):
 
     def load_state(self, state: dict) -> None:
         super().load_state(state)
-        for centre, saved in zip(self._centre, state["centre"]):
-            centre.copy_(saved)
+        # Of a world of another size there is none: all begin at the centre, which the parameters are then.
+        if self.children:
+            for centre, saved in zip(self._centre, state.get("centre") or self.shard.of(self.model.params)):
+                centre.copy_(saved)
+
+    def saved_master(self, params: list[Tensor], state: dict) -> list[Tensor]:
+        return state["centre"] or params

@@ -95,8 +95,8 @@ class Gradients(Served):
     def receive(self, letter: Letter) -> None:
         reason = self.refused(letter) if letter.weight else None
         if reason is not None:
-            self.mailbox.reply(letter, self.clock, self.master())
-            self._tell(Outcome(self.clock, event=reason, dropped=len(letter.clocks)))
+            self.reply(letter, self.clock, self.master())
+            self.tell(Outcome(self.clock, event=reason, dropped=len(letter.clocks)))
             return
         self.held.append(Held(letter, self.comm.now(), added=letter.weight == 0.0))
         self._settle()
@@ -113,7 +113,7 @@ class Gradients(Served):
             if self.may_go(held):
                 self._add(held)
                 held_s = self.comm.now() - held.since if held.blocker != NOBODY else 0.0
-                self.mailbox.reply(held.letter, self.clock, self.master(), held.blocker, held_s)
+                self.reply(held.letter, self.clock, self.master(), held.blocker, held_s)
             else:
                 if held.blocker == NOBODY:
                     held.blocker = self.blocker(held)
@@ -129,7 +129,7 @@ class Gradients(Served):
         for held in sorted(self.held, key=lambda h: h.letter.source):
             self._add(held)
             held.applied = True
-        if self.parents:
+        if self.comm.rank in self.roles.aggregators:
             self._pass_on()
         elif self.store.weights:
             self._make_update()
@@ -144,7 +144,7 @@ class Gradients(Served):
         self.applied += staleness
         if not self.colocated:
             self.steps += 1
-            self._tell(Outcome(self.clock, staleness=self._take_applied()))
+            self.tell(Outcome(self.clock, staleness=self._take_applied()))
 
     def _pass_on(self) -> None:
         """An aggregator posts the sum of its children's gradients to its own parent, and has its answer to give."""
@@ -160,10 +160,6 @@ class Gradients(Served):
 
     def _staleness(self, clock: int) -> int:
         return self.clock - clock
-
-    def _tell(self, outcome: Outcome) -> None:
-        if self.on_record is not None:
-            self.on_record(self.record(outcome))
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     @property
@@ -181,8 +177,7 @@ class Gradients(Served):
 
     def adapted_state(self, states: list[dict]) -> dict:
         """The largest clock of a shard for all; gradients in a sum that no update has applied yet are dropped."""
-        clock = max(state["clock"] for state in states)
-        return {"steps": states[0]["steps"], "clock": clock, "clocks": [clock] * len(self.parents)}
+        return super().adapted_state(states)
 
 
 class Stale(Gradients):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 
-from pydantic import Field
+import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from hpcdist.errors import RankFailedError
 from hpcdist.records import StepRecord
 from hpcdist.server.mailbox import GRADIENT, PAUSE, Answer, Letter, Mailbox
 from hpcdist.server.roles import Roles, Servers, assign
 from hpcdist.server.shards import Shard, cut
+from hpcdist.server.silence import CHECK_S, Silence
 from hpcdist.strategies.base import Outcome, Strategy, Update
 
 
@@ -33,6 +36,19 @@ class Served(Strategy):
             1, description="how many ranks only serve, each a shard of the parameters; colocated: every worker serves"
         )
 
+        learner_deadline_s: float | None = Field(
+            None, gt=0, description="a worker that posts nothing for so long is left out until it does; none: wait"
+        )
+
+        @model_validator(mode="after")
+        def _shards_wait_for_their_owners(self):
+            if self.servers == "colocated" and self.learner_deadline_s is not None:
+                raise ValueError(
+                    "strategy.learner_deadline_s must be none where strategy.servers is 'colocated', where all wait for "
+                    f"every rank's shard; got {self.learner_deadline_s}. Give ranks of their own to the servers."
+                )
+            return self
+
         def roles(self, size: int) -> Roles:
             """Who does what among `size` ranks."""
             return assign(size, self.servers, getattr(self, "fan_in", None))
@@ -53,6 +69,7 @@ class Served(Strategy):
         self._clocks = [0] * len(self.parents)  # of the parameters that have come from each parent
         self._pauses = dict.fromkeys(self.children, 0)  # periods that each child has ended
         self.period = 1
+        self.left_out = Silence(self.children, config.learner_deadline_s)
         self._early: list[Letter] = []  # of children that have begun the next period
         self._update: Update = _none_yet
         if comm.size > 1:
@@ -79,6 +96,9 @@ class Served(Strategy):
     def child_paused(self) -> None:
         """A server deals with what a child's pause has changed for others."""
 
+    def child_returned(self, child: int) -> None:
+        """A worker that was left out has posted again."""
+
     def master(self) -> list[Tensor]:
         """The parameters of this server's shard, one flat tensor per group."""
         return self.shard.of(self.model.params)
@@ -100,11 +120,26 @@ class Served(Strategy):
         self.mailbox.post(kind, [[clock] for clock in clocks], **letter)
 
     def await_answers(self) -> list[Answer]:
-        """Blocks until the last letter has been answered."""
+        """Blocks until the last letter has been answered.
+
+        Raises:
+            RankFailedError: a server has died.
+        """
         if self.colocated:
             while not self.mailbox.answered():
                 self.mailbox.wait_event()
                 self._serve_waiting()
+        if not self.comm.tolerant:
+            return self.mailbox.wait()
+        until = self.comm.now() + self.comm.deadline_s
+        while not self.mailbox.wait_for(min(CHECK_S, until - self.comm.now())):
+            for parent in set(self.parents) & set(self.comm.failed()):
+                raise RankFailedError(
+                    f"server rank {parent} has died, and its part of the parameters and of the optimiser's state with "
+                    "it. Resume from the last checkpoint."
+                )
+            if self.comm.now() > until:
+                break
         return self.mailbox.wait()
 
     def take_answer(self, answers: Sequence[Answer]) -> None:
@@ -138,8 +173,8 @@ class Served(Strategy):
         self.exchange(self._update, PAUSE)
         if self.colocated:
             self._serve_period()
-            if self.applied and self.on_record is not None:
-                self.on_record(self.record(Outcome(self.clock, staleness=self._take_applied())))
+            if self.applied:
+                self.tell(Outcome(self.clock, staleness=self._take_applied()))
 
     def _take_applied(self) -> tuple[int, ...]:
         applied, self.applied = tuple(self.applied), []
@@ -154,27 +189,59 @@ class Served(Strategy):
                 self.exchange(update, PAUSE)
 
     def active(self) -> list[int]:
-        """The children that have not paused in this period."""
-        return [child for child, pauses in self._pauses.items() if pauses < self.period]
+        """The children that still take steps in this period: they have neither paused, nor been left out."""
+        return [child for child in self._unpaused() if child not in self.left_out]
+
+    def _unpaused(self) -> list[int]:
+        """The living children that have not paused in this period."""
+        dead = self.comm.failed()
+        return [child for child, pauses in self._pauses.items() if pauses < self.period and child not in dead]
 
     def _serve_period(self) -> None:
-        while self.active():
-            self._deal(self.mailbox.next())
+        self.left_out.listen(self._unpaused(), self.comm.now())
+        while self._unpaused():
+            patience_s = self.left_out.patience_s(self.active(), self.comm.now(), self.comm.tolerant)
+            letter = self.mailbox.next(patience_s)
+            if letter is not None:
+                self._deal(letter)
+            self._leave_out()
         self.period += 1
         early, self._early = self._early, []
         for letter in early:
             self._deal(letter)
 
+    def _leave_out(self) -> None:
+        """Goes on without workers that have died or been silent for too long."""
+        stepping = [c for c, pauses in self._pauses.items() if pauses < self.period and c not in self.left_out]
+        found = self.left_out.look(stepping, self.comm.failed(), self.comm.now())
+        for child, reason in found.items():
+            self.tell(Outcome(self.clock, event=f"goes on without rank {child}: {reason}"))
+        if found:
+            self.child_paused()
+
+    def tell(self, outcome: Outcome) -> None:
+        """A server's record."""
+        if self.on_record is not None:
+            self.on_record(self.record(outcome))
+
     def _serve_waiting(self) -> None:
         while (letter := self.mailbox.poll()) is not None:
             self._deal(letter)
 
+    def reply(self, letter: Letter, *args, **options) -> None:
+        """Answers a letter; from now on its worker is expected to post the next one. See Mailbox.reply."""
+        self.mailbox.reply(letter, *args, **options)
+        self.left_out.answered(letter.source, self.comm.now())
+
     def _deal(self, letter: Letter) -> None:
+        if self.left_out.posted(letter.source):
+            self.tell(Outcome(self.clock, event=f"rank {letter.source} is back"))
+            self.child_returned(letter.source)
         if self._pauses[letter.source] >= self.period:
             self._early.append(letter)
         elif letter.kind == PAUSE:
             self._pauses[letter.source] += 1
-            self.mailbox.reply(letter, self.clock)
+            self.reply(letter, self.clock)
             self.child_paused()
         else:
             self.receive(letter)
@@ -190,7 +257,8 @@ class Served(Strategy):
             for part in self.shards[server].of(params):
                 if part.numel():
                     self.comm.broadcast(part, server)
-        return params, self._means(self.model.buffers, over=self.roles.workers)
+        workers = [rank for rank in self.roles.workers if rank in self.comm.living]
+        return params, self._means(self.model.buffers, over=workers)
 
     def state(self) -> dict:
         return {**super().state(), "clock": self.clock, "clocks": self._clocks}
@@ -198,6 +266,36 @@ class Served(Strategy):
     def load_state(self, state: dict) -> None:
         super().load_state(state)
         self.clock, self._clocks = state["clock"], list(state["clocks"])
+
+    def adapted_state(self, states: list[dict]) -> dict:
+        """The largest clock of a shard for all."""
+        clock = max(state["clock"] for state in states)
+        return {"steps": states[0]["steps"], "clock": clock, "clocks": [clock] * len(self.parents)}
+
+    def adapted_params(self, params: list[list[Tensor]], states: list[dict]) -> list[Tensor]:
+        """The servers' shards, put together."""
+        return self.put_together([self.saved_master(p, s) for p, s in zip(params, states, strict=True)])
+
+    def saved_master(self, params: list[Tensor], state: dict) -> list[Tensor] | None:
+        """The parameters of a saved rank's shard; None: they lie where the shard is in its whole ones."""
+        return params
+
+    def put_together(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Whole flat tensors from the shards of a saved world: from each server its part, or whole tensors."""
+        servers = self.config.roles(len(parts)).servers or (0,)
+        whole = [torch.empty_like(flat) for flat in self.model.params]
+        for server, shard in zip(servers, cut(self.model.params, len(servers)), strict=True):
+            for into, part, (start, stop) in zip(shard.of(whole), parts[server], shard.ranges, strict=True):
+                into.copy_(part if part.numel() == into.numel() else part[start:stop])
+        return whole
+
+    def adapted_optimizer(self, states: list[dict]) -> dict:
+        """The servers' optimisers together; of a parameter that a shard's border cuts, the first one's."""
+        servers = self.config.roles(len(states)).servers or (0,)
+        together: dict = {}
+        for server in reversed(servers):
+            together |= states[server]["state"]
+        return {**states[servers[0]], "state": together}
 
     def close(self) -> None:
         if not self.alone:

@@ -1,0 +1,277 @@
+"""Optimisers that evaluate their closure several times per step: L-BFGS equals itself on the joint batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from strategies import problem
+from torch.utils.data import DataLoader, TensorDataset
+from train import tiny
+
+import hpcdist as hd
+from hpcdist import checkpoint, strategies
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.errors import ConfigError, NonFiniteError
+
+searches = pytest.mark.parametrize("search", [None, "strong_wolfe"])
+STEPS = 4  # rounding differences grow with each
+
+
+def _lbfgs(module, search):
+    rate = 0.3 if search is None else 1.0
+    return torch.optim.LBFGS(module.parameters(), lr=rate, max_iter=5, history_size=6, line_search_fn=search)
+
+
+def _closure(optimizer, module, indices, seen=None):
+    def closure():
+        optimizer.zero_grad()
+        loss = problem.loss(module, indices)
+        loss.backward()
+        if seen is not None:
+            seen.append(loss.item())
+        return loss
+
+    return closure
+
+
+def _flat(module):
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+
+
+def _train(comm, search, sizes, **options):
+    """STEPS steps on the same batches, rank r with sizes[r] samples; parameters, losses, evaluations of each rank."""
+    hd.init(comm=comm)
+    module = problem.model()
+    optimizer = hd.DistributedOptimizer(_lbfgs(module, search), module, **options)
+    begin = sum(sizes[: comm.rank])
+    indices, losses, seen = range(begin, begin + sizes[comm.rank]), [], []
+    for _ in range(STEPS):
+        optimizer.strategy.model.weight = sizes[comm.rank] * len(sizes) / sum(sizes)
+        if len(indices):
+            losses.append(optimizer.step(_closure(optimizer, module, indices, seen)).item())
+        else:
+            optimizer.join()
+    (evaluations,) = {state["func_evals"] for state in optimizer.state.values()}
+    record = optimizer.record
+    optimizer.strategy.close()
+    return _flat(module), losses, evaluations, len(seen), record
+
+
+def _plain(search, samples):
+    module = problem.model()
+    optimizer = _lbfgs(module, search)
+    losses = [optimizer.step(_closure(optimizer, module, range(samples))).item() for _ in range(STEPS)]
+    (evaluations,) = {state["func_evals"] for state in optimizer.state.values()}
+    return _flat(module), losses, evaluations
+
+
+@searches
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_it_equals_the_plain_one_on_the_joint_batch(ranks, search, uneven):
+    """Also where batches differ in size, and where the last rank has none."""
+    sizes = [24 + 8 * rank for rank in range(ranks.size - 1)] + [0] if uneven and ranks.size > 1 else [24] * ranks.size
+    found = ranks(lambda comm: _train(comm, search, sizes))
+    expected, expected_losses, expected_evaluations = _plain(search, sum(sizes))
+    assert expected_losses[-1] < 0.5 * expected_losses[0] and expected_evaluations > 3 * STEPS
+    for size, (params, losses, evaluations, seen, record) in zip(sizes, found, strict=True):
+        assert torch.equal(params, found[0][0]), "replicas drifted apart"
+        torch.testing.assert_close(params, expected, rtol=0, atol=1e-12)
+        assert evaluations == expected_evaluations and seen == (evaluations if size else 0)
+        assert losses == (pytest.approx(expected_losses, rel=1e-12) if size else [])
+        assert (record.step, record.clock, record.staleness) == (STEPS, STEPS, (0,) if size else ())
+        assert record.event is None and (record.bytes_sent > 0) == (ranks.size > 1)
+
+
+@searches
+@pytest.mark.sizes(1, 2, 3, 4)
+@pytest.mark.virtual
+def test_it_equals_sums_in_rank_order_to_the_bit(ranks, search):
+    found = ranks(lambda comm: _train(comm, search, [24] * ranks.size, algorithm="native"))
+    size, module = ranks.size, problem.model()
+    optimizer = _lbfgs(module, search)
+
+    def closure():
+        total, losses = None, 0.0
+        for rank in range(size):
+            optimizer.zero_grad()
+            loss = problem.loss(module, range(24 * rank, 24 * (rank + 1)))
+            loss.backward()
+            grads = [p.grad.clone() for p in module.parameters()]
+            total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
+            losses += loss.item()
+        for parameter, gradient in zip(module.parameters(), total, strict=True):
+            parameter.grad = gradient / size
+        return torch.tensor(losses / size, dtype=torch.float64)
+
+    losses = [optimizer.step(closure).item() for _ in range(STEPS)]
+    assert all(torch.equal(params, _flat(module)) and its == losses for params, its, *_ in found)
+
+
+@pytest.mark.mpi(min_size=2)
+@searches
+def test_overlap_changes_no_bit(ranks, search):
+    def body(comm):
+        return [_train(comm, search, [24] * comm.size, overlap=way, algorithm="ring")[0] for way in ("off", "on", "auto")]
+
+    assert all(torch.equal(apart, beside) and torch.equal(apart, auto) for apart, beside, auto in ranks(body))
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_it_follows_a_sharded_loader_and_a_schedule(ranks):
+    """70 samples: an uneven last step, on 3 ranks without samples for the last one."""
+    data = TensorDataset(torch.arange(70))
+    batch = 24 // ranks.size
+
+    def body(comm):
+        hd.init(comm=comm)
+        module = problem.model()
+        optimizer = hd.DistributedOptimizer(_lbfgs(module, "strong_wolfe"), module)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for (indices,) in hd.shard(DataLoader(data, batch_size=batch)):
+            optimizer.step(_closure(optimizer, module, indices))
+        schedule.step()
+        optimizer.strategy.close()
+        return _flat(module), optimizer.param_groups[0]["lr"]
+
+    found = ranks(body)
+    module = problem.model()
+    optimizer = _lbfgs(module, "strong_wolfe")
+    for begin in range(0, 70, 24):
+        optimizer.step(_closure(optimizer, module, range(begin, min(begin + 24, 70))))
+    for params, rate in found:
+        assert torch.equal(params, found[0][0]) and rate == 0.5
+        torch.testing.assert_close(params, _flat(module), rtol=0, atol=1e-11)
+
+
+class Twice(torch.optim.SGD):
+    """Somebody's own: a step along the gradient half a step ahead."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        (group,) = self.param_groups
+        before = [p.clone() for p in group["params"]]
+        for p in group["params"]:
+            p.sub_(p.grad, alpha=group["lr"] / 2)
+        with torch.enable_grad():
+            loss = closure()
+        for p, start in zip(group["params"], before, strict=True):
+            p.copy_(start - group["lr"] * p.grad)
+        return loss
+
+
+@pytest.mark.sizes(1, 3)
+def test_any_optimiser_that_needs_a_closure_is_served(ranks):
+    def body(comm):
+        hd.init(comm=comm)
+        module = problem.model()
+        optimizer = hd.DistributedOptimizer(Twice(module.parameters(), lr=0.1), module)
+        losses = [
+            optimizer.step(_closure(optimizer, module, range(8 * comm.rank, 8 * comm.rank + 8))).item()
+            for _ in range(STEPS)
+        ]
+        optimizer.strategy.close()
+        return _flat(module), losses
+
+    found = ranks(body)
+    module = problem.model()
+    optimizer = Twice(module.parameters(), lr=0.1)
+    expected = [optimizer.step(_closure(optimizer, module, range(8 * ranks.size))).item() for _ in range(STEPS)]
+    for params, losses in found:
+        torch.testing.assert_close(params, _flat(module), rtol=0, atol=1e-12)
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.sizes(2)
+def test_a_nan_in_a_line_search_stops_all_ranks(ranks):
+    def body(comm):
+        hd.init(comm=comm)
+        module = problem.model()
+        optimizer = hd.DistributedOptimizer(_lbfgs(module, "strong_wolfe"), module)
+        evaluations = []
+
+        def closure():
+            loss = _closure(optimizer, module, range(24), evaluations)()
+            if comm.rank == 1 and len(evaluations) == 2:
+                module[0].weight.grad[0, 0] = math.nan
+            return loss
+
+        with pytest.raises(NonFiniteError, match=r"gradients must be finite; got NaN .* step 1, rank 1: 0.weight"):
+            optimizer.step(closure)
+        return len(evaluations)
+
+    assert ranks(body) == [2, 2]
+
+
+@pytest.mark.sizes(2)
+def test_what_does_not_suit_it_is_refused(ranks):
+    def body(comm):
+        hd.init(comm=comm)
+        module = problem.model()
+
+        def make(**options):
+            return hd.DistributedOptimizer(_lbfgs(module, None), module, **options)
+
+        for name in strategies.available():
+            if name != "allreduce":
+                with pytest.raises(ConfigError, match=f"strategy must be allreduce with LBFGS, whose .*; got {name}"):
+                    make(strategy=name)
+        with pytest.raises(ConfigError, match="clip_norm must be None with LBFGS, .*; got 1.0. Leave it out"):
+            make(clip_norm=1.0)
+        with pytest.raises(ConfigError, match="strategy.on_nonfinite must be stop or ignore with LBFGS, .*; got skip"):
+            make(on_nonfinite="skip")
+        optimizer = make()
+        with pytest.raises(ConfigError, match="closure must be given to each step of LBFGS, which .*; got none. Pass"):
+            optimizer.step()
+        optimizer.strategy.close()
+        return True
+
+    assert all(ranks(body))
+
+
+# --- in a job ---------------------------------------------------------------------------------------------------------
+JOB = ("optimizer=LBFGS", "optimizer.max_iter=3", "optimizer.line_search_fn=strong_wolfe", "schedule=none")
+JOB += ("clip_norm=none", "strategy.algorithm=ring")
+
+
+def _run(comm, folder, *overrides, resume=None):
+    trainer = tiny.trainer(comm, folder, *JOB, *overrides)
+    summary = trainer.run(resume)
+    params = trainer.model.params[0].clone()
+    trainer.close()
+    return summary, params
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_a_job_learns_with_it_and_resumes_to_the_bit(ranks, shared_tmp_path):
+    whole, halves = shared_tmp_path / "whole", shared_tmp_path / "halves"
+    settings = (f"batch_size={96 // ranks.size}", "checkpoint.every_steps=3")  # of 4 steps in an epoch
+
+    def body(comm):
+        expected = _run(comm, whole, "epochs=3", *settings)
+        _run(comm, halves, "epochs=1", *settings)
+        path = checkpoint.latest(halves / "run" / "checkpoints")
+        return expected, _run(comm, halves, "epochs=3", *settings, resume=path)
+
+    found = ranks(body)
+    for (summary, params), (resumed, its) in found:
+        assert torch.equal(params, found[0][0][1]) and torch.equal(params, its)
+        assert summary.sha256 == resumed.sha256 and summary.metrics["accuracy"] > 0.6
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("strategy=gossip_pull", "strategy must be allreduce with LBFGS"),
+        ("clip_norm=1.0", "clip_norm must be None with LBFGS"),
+        ("amp=fp16", "strategy.on_nonfinite must be stop or ignore with LBFGS"),
+    ],
+)
+def test_a_job_says_what_does_not_suit_it(tmp_path, setting, message):
+    overrides = (*(s for s in JOB if not s.startswith("strategy")), setting)
+    with pytest.raises(ConfigError, match=message):
+        run_virtual(lambda comm: tiny.trainer(comm, tmp_path, *overrides), 2)

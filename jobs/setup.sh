@@ -80,7 +80,7 @@ find_python() {
 verify() {
     say "checking that everything imports and that two ranks find each other"
     "$VENV/bin/python" -c 'import h5py, hpcdist, hypothesis, mpi4py, numpy, PIL, pydantic, pytest, rich, safetensors'
-    "$VENV/bin/python" -c 'import sklearn, torch, typer'
+    "$VENV/bin/python" -c 'import matplotlib, scipy, sklearn, torch, typer'
     (use_openmpi; check_ranks mpirun)
 }
 

@@ -53,6 +53,10 @@ def test_conda_takes_hdf5_built_for_the_same_mpi():
     assert conda()["h5py"][1] == "mpi_openmpi*"
 
 
+def test_the_tests_bring_what_plots_need():
+    assert set(EXTRAS["plots"]) <= set(EXTRAS["test"])
+
+
 @pytest.mark.parametrize("python", MARKED_PYTHONS)
 def test_every_dependency_is_pinned_within_its_range(python):
     wanted = {**required(), **{r.name: r.specifier for r in map(Requirement, EXTRAS["mpich"])}}

@@ -74,3 +74,17 @@ def window(rounds: Rounds = 15, json_path: Json = None) -> None:
 
     comm = hd.init()
     _show(f"windows on {comm.size} ranks", bench.measure(comm, rounds=rounds), json_path, comm)
+
+
+@app.command()
+def server(
+    sizes: Annotated[Optional[list[int]], typer.Option(help="Parameters, float32; may be repeated.")] = None,
+    rounds: Rounds = 5,
+    json_path: Json = None,
+) -> None:
+    """Updates through parameter servers beside the same exchange by send and recv on gloo. Collective."""
+    from hpcdist.bench import server as bench
+
+    comm = hd.init()
+    rows = bench.measure(comm, sizes or bench.SIZES, rounds=rounds)
+    _show(f"parameter servers on {comm.size} ranks", rows, json_path, comm)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -16,11 +19,11 @@ from hpcdist.comm.mpi import MpiCommunicator
 from hpcdist.comm.snapshot import Publication
 from hpcdist.errors import ConfigError
 
-SIZES = (40_000, 4_000_000, 40_000_000)  # bytes
+SIZES = (4, 40_000, 4_000_000, 40_000_000)  # bytes
 OWNER = 0
 END_TAG = 1
 STEP_S = 2e-3  # the owner's step is as many matrix products as take about this long
-STEPS = 25  # steps of one phase
+STEPS = 50  # steps of one phase
 Side = Callable[[Tensor], object]
 
 
@@ -35,8 +38,9 @@ def measure(comm: MpiCommunicator, sizes: Sequence[int] = SIZES, *, rounds: int 
         rounds: how often each side is timed; the median counts.
 
     Returns: the same rows on all ranks: name, bytes, ranks, median_s (of a call, or of an owner's step), bytes_sent
-    (by the asking rank, in one call), ratio_to_copy (median_s as a multiple of a plain copy of the same bytes),
-    slowdown_percent (of the owner's step; None elsewhere).
+    (by the asking rank, in one call), ratio_to_copy (median_s as a multiple of a plain copy of the same bytes), and for
+    the owner's step only slowdown_percent and spare_cores: how many of the cores that the owner may use were idle
+    meanwhile. Where there was none to spare without a window, a slower step says little about the window.
     """
     for n_bytes in sizes:
         if n_bytes < 4 or n_bytes % 4:
@@ -52,8 +56,7 @@ def measure(comm: MpiCommunicator, sizes: Sequence[int] = SIZES, *, rounds: int 
     with _apart(comm) as far:
         asker = next(r for r in range(1, far.size) if far.nodes[r] != far.nodes[OWNER])
         rows += _calls(far, f"across/{far.choose_across()}", asker, sizes, rounds)
-    rows += _owner_steps(comm, max(sizes), max(1, rounds // 3))
-    return rows
+    return rows + _owner_steps(comm, sizes, max(1, rounds // 3))
 
 
 @contextmanager
@@ -129,6 +132,7 @@ def _rows(
             "bytes_sent": n_sent,
             "ratio_to_copy": times[name] / times["copy"] if times["copy"] > 0 else None,
             "slowdown_percent": None,
+            "spare_cores": None,
         }
         for name, n_sent in zip(sides, bytes_sent, strict=True)
         if name != "copy" or len(sides) == 4
@@ -136,52 +140,95 @@ def _rows(
 
 
 # --- the owner's step -------------------------------------------------------------------------------------------------
-def _owner_steps(comm: MpiCommunicator, n_bytes: int, rounds: int) -> list[dict]:
-    """Collective. The owner's step without a window, with an idle one, and while another rank reads it all the time.
+def _owner_steps(comm: MpiCommunicator, sizes: Sequence[int], rounds: int) -> list[dict]:
+    """Collective. The owner's step without a window, with an idle one, and while another rank reads it about once a
+    step, as in pull gossip; and how long those reads take. Whoever has nothing to do sleeps.
 
-    The others sleep, so that there is a core to spare for the owner's threads if the machine has more cores than
-    ranks that work.
+    Whether the owner's threads had a core of their own is measured, not assumed: a launcher may bind a rank to one
+    core, and others may use the machine.
     """
+    phases = ("missing", "idle", *(f"read, {n_bytes} bytes" for n_bytes in sizes))
     products = _products_per_step()
-    taken_s: dict[str, list[float]] = {"none": [], "idle": [], "read": []}
+    taken_s: dict[str, list[float]] = {phase: [] for phase in phases}  # steps on the owner, calls on the asker
+    idle_s, lasted_s = dict.fromkeys(phases, 0.0), dict.fromkeys(phases, 0.0)
+
+    def phase(name: str, place: MpiCommunicator, transfer: Callable[[], None] | None) -> None:
+        idle_before_s, start = _idle_s(), comm.now()
+        taken_s[name] += _phase(place, products, transfer)
+        idle_s[name] += _idle_s() - idle_before_s
+        lasted_s[name] += comm.now() - start
+
     for _ in range(rounds):
-        taken_s["none"] += _phase(comm, products, None)
+        phase("missing", comm, None)
         with _apart(comm) as far:
-            window = far.window(n_bytes // 4 if far.rank == OWNER else 0)
-            taken_s["idle"] += _phase(far, products, None)
-            out = torch.empty(n_bytes // 4)
-            taken_s["read"] += _phase(far, products, lambda: window.get(out, OWNER))
+            window = far.window(max(sizes) // 4 if far.rank == OWNER else 0)
+            phase("idle", far, None)
+            for n_bytes in sizes:
+                out = torch.zeros(n_bytes // 4)
+                phase(f"read, {n_bytes} bytes", far, lambda out=out: window.get(out, OWNER))
             window.close()
-    medians = slowest(comm, [median(seconds) if seconds else 0.0 for seconds in taken_s.values()])
-    return [
+            way = far.across
+    mine = [median(seconds) if seconds else 0.0 for seconds in taken_s.values()]
+    steps_s = slowest(comm, mine if comm.rank == OWNER else [0.0] * len(mine))
+    calls_s = slowest(comm, mine if comm.rank != OWNER else [0.0] * len(mine))
+    spare = slowest(comm, [idle_s[p] / lasted_s[p] if comm.rank == OWNER else -math.inf for p in phases])
+    common = {"ranks": comm.size, "bytes_sent": 0, "ratio_to_copy": None}
+    rows = [
         {
-            "name": f"owner's step/window {'missing' if name == 'none' else name}",
+            "name": f"across/{way}/get, owner computes",
             "bytes": n_bytes,
-            "ranks": comm.size,
-            "median_s": step_s,
-            "bytes_sent": 0,
-            "ratio_to_copy": None,
-            "slowdown_percent": 100 * (step_s / medians[0] - 1),
+            "median_s": call_s,
+            "slowdown_percent": None,
+            "spare_cores": None,
+            **common,
         }
-        for name, step_s in zip(taken_s, medians, strict=True)
+        for n_bytes, call_s in zip(sizes, calls_s[2:], strict=True)
+    ]
+    return rows + [
+        {
+            "name": f"owner's step/window {phase.partition(',')[0]}",
+            "bytes": n_bytes,
+            "median_s": step_s,
+            "slowdown_percent": 100 * (step_s / steps_s[0] - 1),
+            "spare_cores": None if math.isnan(cores) else round(cores, 2),
+            **common,
+        }
+        for phase, n_bytes, step_s, cores in zip(phases, (0, max(sizes), *sizes), steps_s, spare, strict=True)
     ]
 
 
 def _phase(comm: Communicator, products: int, transfer: Callable[[], None] | None) -> list[float]:
-    """Collective. Seconds of the owner's steps; meanwhile one rank transfers, if told to, and the others sleep."""
+    """Collective. Seconds of the owner's step: one mean of all, since a long read slows some of them and not others.
+    Meanwhile one rank transfers, if told to, and has the seconds of each transfer; the others sleep, and have none.
+    """
     comm.barrier()
-    token = torch.zeros(1)
+    token, seconds = torch.zeros(1), []
     if comm.rank == OWNER:
-        seconds = [_step(products) for _ in range(STEPS)]
+        step_s = sum(_step(products) for _ in range(STEPS)) / STEPS
         for request in [comm.isend(token, rank, END_TAG) for rank in range(1, comm.size)]:
             request.wait()
-        return seconds
+        return [step_s]
     asker = next((r for r in range(1, comm.size) if comm.nodes[r] != comm.nodes[OWNER]), None)
     while transfer and comm.rank == asker and comm.probe(OWNER, END_TAG, block=False) is None:
+        start = comm.now()
         transfer()
+        seconds.append(comm.now() - start)
+        time.sleep(STEP_S)
     comm.probe(OWNER, END_TAG)
     comm.irecv(token, OWNER, END_TAG).wait()
-    return []
+    return seconds
+
+
+def _idle_s() -> float:
+    """Seconds since boot that the cores this process may run on were idle, together; NaN where the system doesn't tell.
+    """
+    try:
+        cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+    except (AttributeError, OSError):  # not Linux
+        return math.nan
+    ticks = sum(int(fields[4]) + int(fields[5]) for fields in lines if fields[0] in cores)  # idle, waiting for a disk
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _step(products: int) -> float:

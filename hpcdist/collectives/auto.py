@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from pathlib import Path
 from typing import final
@@ -15,7 +16,6 @@ from hpcdist.collectives.native import SATURATED
 from hpcdist.collectives.table import predict_table
 from hpcdist.collectives.table_cache import DEFAULT_CACHE, cached_table
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.virtual_communicator import VirtualCommunicator
 
 _AS_THEY_ARE = {dtype for dtype, summed_as in SUMMED_AS.items() if dtype is summed_as} - SATURATED
 
@@ -43,7 +43,8 @@ class Auto(AllReduce):
         self._ends = [end for end, _ in self.ranges]
         self._algorithms = [made[name] for _, name in self.ranges]
         self._native = comm.allreduce
-        self._native_bytes = self._ends[0] if self.ranges[0][1] == "native" and comm.size > 1 else -1
+        library_first = self.ranges[0][1] == "native" and comm.size > 1
+        self._native_bytes = int(min(self._ends[0], sys.maxsize)) if library_first else -1
 
     def __call__(self, tensor: Tensor) -> None:
         """Collective. See `AllReduce.__call__`."""
@@ -52,7 +53,7 @@ class Auto(AllReduce):
         if tensor.nbytes <= self._native_bytes and tensor.dtype in _AS_THEY_ARE:
             self._native(tensor)
         else:
-            super().__call__(tensor)
+            AllReduce.__call__(self, tensor)  # not by super(), which costs the other branch time
 
     def _sum(self, tensor: Tensor) -> None:
         if tensor.is_cpu:
@@ -69,10 +70,6 @@ def _ranges(comm: Communicator, cache_dir: Path, refresh: bool) -> list[tuple[fl
     """Collective. Up to how many bytes which algorithm; see Table.ranges."""
     if comm.size == 1:
         return [(math.inf, "native")]
-    if isinstance(comm, VirtualCommunicator):
-        other = [r for r in range(comm.size) if comm.nodes[r] != comm.nodes[comm.rank]]
-        link = comm.path_to(other[0] if other else comm.rank - 1)
-        return predict_table(comm, link.latency_s, 1 / link.bandwidth_bytes_s).ranges()
-    from hpcdist.comm.mpi import library  # starts MPI, which virtual ranks do without
-
-    return cached_table(comm, library(), cache_dir, refresh=refresh).ranges()
+    link = comm.link()
+    table = predict_table(comm, *link) if link is not None else cached_table(comm, cache_dir, refresh=refresh)
+    return table.ranges()

@@ -98,22 +98,19 @@ class Scratch:
         return self._memory[:n_bytes].view(tensor.dtype)
 
 
-def sum_in_rank_order(own: Tensor, rank: int, size: int, get: Callable[[Tensor, int], None], inbox: Scratch) -> None:
+def sum_in_rank_order(
+    own: Tensor, rank: int, size: int, read: Callable[[int], Tensor], partial: Callable[[], Tensor]
+) -> None:
     """Replaces `own`, rank's addend, by x_0 + x_1 + ... + x_(size - 1), added in this order.
 
-    `get(out, peer)` fetches the addend of another rank. The result is bitwise that of a loop over the ranks.
+    `read(peer)` is the addend of another rank, valid until the next call. `partial()` is memory for the sum so far,
+    asked for where `own` can't take it yet; it may be where `read(0)` is. The result is bitwise that of a loop over
+    the ranks.
     """
-    memory = inbox.like(own, 2 * own.numel())
-    total, theirs = memory[: own.numel()], memory[own.numel() :]
-    if rank == 0:
-        total = own
-    else:
-        get(total, 0)
+    total = own if rank == 0 else read(0)
     for peer in range(1, size):
-        addend = own if peer == rank else theirs
-        if peer != rank:
-            get(theirs, peer)
-        torch.add(total, addend, out=own if peer == size - 1 else total)
+        addend = own if peer == rank else read(peer)
+        total = torch.add(total, addend, out=own if rank == 0 or peer == size - 1 else partial())
 
 
 def bounds(count: int, parts: int) -> list[int]:

@@ -12,11 +12,13 @@ from torch import Tensor
 from hpcdist.collectives.auto import Auto
 from hpcdist.collectives.catalogue import load
 from hpcdist.collectives.table_cache import DEFAULT_CACHE
-from hpcdist.collectives.timing import between, interleaved
+from hpcdist.collectives.timing import between, calls_within, interleaved
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 
 CALLS_S = 1e-3  # one timing covers as many calls as take about this long together
+ROUNDS_S = 0.5  # there are more rounds than asked for, up to MORE times as many, while they take less than that
+MORE = 8
 
 
 def measure(
@@ -32,7 +34,7 @@ def measure(
     Args:
         sizes: lengths in bytes, each a multiple of 4 (float32) and at least 4.
         algorithms: names of `available()`.
-        repeats: rounds; each times every side, and the median counts.
+        repeats: rounds; each times every side, and the median counts. Short tensors get more.
         peers: other in-place sums of a tensor over the same ranks, by name.
         cache_dir: where the table of `auto` lies; it is measured anew.
 
@@ -67,9 +69,11 @@ def _rows(
     comm: Communicator, sides: Mapping[str, Callable[[Tensor], object]], tensor: Tensor, repeats: int, counted: set[str]
 ) -> list[dict]:
     sent = {name: _sent(comm, sides[name], tensor) if name in counted else None for name in sides}
-    first_s = min(min(times) for times in interleaved(comm, sides, tensor, rounds=1).values())
-    calls = between(1, CALLS_S / (first_s or CALLS_S), 20)
-    median_s = {name: median(times) for name, times in interleaved(comm, sides, tensor, repeats, calls).items()}
+    once_s = {name: min(times) for name, times in interleaved(comm, sides, tensor, rounds=2).items()}
+    calls = calls_within(CALLS_S, once_s, 20)
+    round_s = sum(calls[name] * once_s[name] for name in sides) or ROUNDS_S
+    rounds = between(repeats, ROUNDS_S / round_s, MORE * repeats)
+    median_s = {name: median(times) for name, times in interleaved(comm, sides, tensor, rounds, calls).items()}
     return [
         {
             "name": name,

@@ -52,9 +52,15 @@ class Direct(Algorithm):
         for segment in chunks(tensor[start:end], segment_count((end - start) * tensor.itemsize, SEGMENT_BYTES)):
             offset = segment.storage_offset() - tensor.storage_offset()
             if segment.numel() > 0:
-                sum_in_rank_order(
-                    segment, comm.rank, comm.size, lambda out, peer: window.get(out, peer, offset), self._inbox
-                )
+                memory = self._inbox.like(segment, 2 * segment.numel())
+                first, theirs = memory[: segment.numel()], memory[segment.numel() :]
+
+                def read(peer: int) -> Tensor:
+                    out = first if peer == 0 else theirs
+                    window.get(out, peer, offset)
+                    return out
+
+                sum_in_rank_order(segment, comm.rank, comm.size, read, lambda: first)
                 for peer in others:
                     window.put(segment, peer, offset)
         comm.barrier()

@@ -80,12 +80,12 @@ class Hierarchical(Algorithm):
         offset, own = self._slices(segment)[node.rank]
         start = self._slot(turn) + offset
 
-        def get(out: Tensor, peer: int) -> None:
-            self._window.get(out.view(torch.uint8), peer, start)
+        def read(peer: int) -> Tensor:
+            return self._window.read(peer, start, own.nbytes).view(own.dtype)
 
         if own.numel() == 0:
             return
-        sum_in_rank_order(own, node.rank, node.size, get, self._inbox)
+        sum_in_rank_order(own, node.rank, node.size, read, lambda: self._inbox.like(own, own.numel()))
         if self._across.size > 1:
             (self._doubling if own.nbytes <= SHORT_BYTES else self._ring)(own)
         self._window.local[start : start + own.nbytes].copy_(own.view(torch.uint8))

@@ -12,18 +12,27 @@ from torch import Tensor
 
 from hpcdist.collectives.base import Algorithm, AllReduce
 from hpcdist.collectives.catalogue import available, load
-from hpcdist.collectives.timing import between, interleaved
+from hpcdist.collectives.timing import between, calls_within, interleaved
 from hpcdist.comm.communicator import Communicator
 
-SIZES = tuple(1 << exponent for exponent in range(11, 27, 2))  # bytes: 2 KiB to 32 MiB, whose winner takes the rest
-BUDGET_S = 0.5  # seconds of timed calls in all, beside two first calls of each
-CALLS_S = 1e-3  # one timing covers as many calls as take about this long together
-HOPELESS = 1.9  # an algorithm that takes longer than this many times the best one's time is not measured further
+# Bytes: 4 KiB to 16 MiB, and one length that no cache holds, whose winner takes the rest.
+SIZES = (*(1 << exponent for exponent in range(12, 25)), 1 << 26)
+LONG = 1 << 25  # from here on only what did well at the size before is timed, and only once
+BUDGET_S = 0.6  # seconds of timed calls in all, beside the first ones
+CALLS_S = 3e-4  # one timing covers as many calls as take about this long together
+ROUNDS = 6  # timings of an algorithm at a size in one pass through the sizes, at most
+
+# After each pass those are dropped from a size that took longer than so many times the best one's time: in the first
+# one, which is not counted, memory is touched for the first time.
+LIMITS = (3.0, 1.9, 1.6, 1.4, 1.3, 1.3)
+HOPELESS = 1.9  # what having no figure counts as
 LATENCY_S, BYTE_S = 2e-6, 1e-10  # of shared memory or a fast network: where the formulas put algorithms beside others
+PLAUSIBLE = 2.5  # an algorithm whose formula gives more than this many times the least is not measured at all
 
 # Choosing another algorithm than the library's own at one size, or than at the size before, must make up for this
 # factor: so the choice follows what is fast over a range of sizes, and not the luck of a single measurement.
-FOREIGN, SWITCHED = 1.25, 1.3
+FOREIGN, SWITCHED = 1.15, 1.2
+LAST = 3  # so many sizes does the last one count for, as it stands for all that are longer
 
 
 class Table(BaseModel):
@@ -48,7 +57,7 @@ class Table(BaseModel):
         """One algorithm for each size: the sequence whose times, with what a change must make up for, are least.
 
         The product of the factors counts by which each size takes longer than at its best; the shortest path through
-        the sizes, by dynamic programming.
+        the sizes, by dynamic programming. Where the library's own was the faster one, no other is chosen.
         """
         paths: dict[str, tuple[float, list[str]]] = {name: (0.0, []) for name in self.seconds}
         for size in range(len(self.sizes)):
@@ -62,11 +71,15 @@ class Table(BaseModel):
         return min(paths.values(), key=lambda path: path[0])[1]
 
     def _excess(self, name: str, size: int) -> float:
-        """Logarithm of the factor by which an algorithm is worse than the best one at a size."""
+        """Logarithm of the factor by which an algorithm is worse than the best one at a size, times what it counts."""
         best = min(row[size] for row in self.seconds.values() if row[size] is not None)
+        library = self.seconds["native"][size] if "native" in self.seconds else None
         own = self.seconds[name][size]
+        if name != "native" and library is not None and (own is None or own > library):
+            return math.inf
         factor = HOPELESS if own is None else own / best if best > 0 else 1.0
-        return math.log(factor if name == "native" else factor * FOREIGN)
+        weight = LAST if size == len(self.sizes) - 1 else 1
+        return weight * math.log(factor if name == "native" else factor * FOREIGN)
 
     def ranges(self) -> list[tuple[float, str]]:
         """The choice as (up to how many bytes, algorithm), ascending; the last one is without limit.
@@ -100,36 +113,69 @@ def measure_table(
     """
     own = comm.split(0)
     sides = {name: load(name)(own) for name in algorithms or candidates(comm)}
-    seconds: dict[str, list[float | None]] = {name: [] for name in sides}
     tensor = torch.empty(max(sizes) // 4).zero_()  # written, so that its pages exist; zeros never overflow
-    for size in sizes:
-        part = tensor[: size // 4]
-        plausible = _plausible(list(sides), size, comm)
-        first = _times(own, {name: sides[name] for name in plausible}, part, rounds=2)
-        # The library's own stays whatever the first calls say: what it sets up in them it does not set up again.
-        limit_s = HOPELESS * min(first.values())
-        hopeful = {name: sides[name] for name in plausible if name == "native" or first[name] <= limit_s}
-        calls = between(1, CALLS_S / (min(first.values()) or CALLS_S), 10)
-        round_s = calls * sum(first[name] for name in hopeful) or budget_s
-        measured = _times(own, hopeful, part, between(7, budget_s / len(sizes) / round_s, 25), calls)
-        for name, row in seconds.items():
-            row.append(measured.get(name))
+    races = [_Race(own, sides, tensor[: size // 4]) for size in sizes if size < LONG]
+    share_s = budget_s / len(sizes) / (len(LIMITS) - 1)
+    for turn, limit in enumerate(LIMITS):
+        for race in races:  # a disturbance that lasts falls on all sizes, and on a part of each one's timings
+            race.run(share_s, limit) if turn else race.warm_up(limit)
+    for size in sizes[len(races) :]:
+        hopeful = _near(races[-1].figures_s(), HOPELESS) if races else list(sides)
+        races.append(_Race(own, {name: sides[name] for name in hopeful}, tensor[: size // 4]))
+        races[-1].warm_up(HOPELESS)
     for side in sides.values():
         side.close()
     own.close()
-    return Table(sizes=tuple(sizes), seconds={name: tuple(row) for name, row in seconds.items()})
+    figures = [race.figures_s() for race in races]
+    return Table(sizes=tuple(sizes), seconds={name: tuple(found.get(name) for found in figures) for name in sides})
 
 
-def _times(comm: Communicator, sides: Mapping[str, AllReduce], part: Tensor, rounds: int, calls: int = 1) -> dict:
-    """Collective. Seconds per call by name: the least of the rounds, as a disturbance only adds."""
-    return {name: min(times) for name, times in interleaved(comm, sides, part, rounds, calls).items()}
+class _Race:
+    """The algorithms that may be the fastest for one tensor. Its methods are Collective."""
+
+    def __init__(self, comm: Communicator, sides: Mapping[str, AllReduce], tensor: Tensor):
+        self._comm, self._tensor = comm, tensor
+        self._racing = {name: sides[name] for name in _plausible(list(sides), tensor.nbytes, comm)}
+        self._once_s: dict[str, float] = {}
+        self._taken_s: dict[str, list[float]] = {}
+
+    def warm_up(self, limit: float) -> None:
+        times = interleaved(self._comm, self._racing, self._tensor, rounds=2)
+        self._once_s = {name: min(taken_s) for name, taken_s in times.items()}
+        self._drop(self._once_s, limit)
+
+    def run(self, budget_s: float, limit: float) -> None:
+        """A few more timings, and out with those beyond the limit."""
+        if len(self._racing) > 1:
+            once_s = {name: self._once_s[name] for name in self._racing}
+            calls = calls_within(CALLS_S, once_s, 20)
+            round_s = sum(calls[name] * once_s[name] for name in once_s) or budget_s
+            rounds = between(1, budget_s / round_s, ROUNDS)
+            for name, times in interleaved(self._comm, self._racing, self._tensor, rounds, calls).items():
+                self._taken_s.setdefault(name, []).extend(times)
+            self._drop(self.figures_s(), limit)
+
+    def _drop(self, seconds: Mapping[str, float], limit: float) -> None:
+        near = _near({name: seconds[name] for name in self._racing}, limit)
+        self._racing = {name: self._racing[name] for name in near}
+
+    def figures_s(self) -> dict[str, float]:
+        """The lower quartile of each one's timings: a disturbance mostly adds, and yet the least is luck."""
+        figures_s = {name: sorted(times)[len(times) // 4] for name, times in self._taken_s.items()}
+        return figures_s or {name: self._once_s[name] for name in self._racing}
+
+
+def _near(seconds: Mapping[str, float], factor: float) -> list[str]:
+    """Those that take at most `factor` times the least, and the library's own, against which all are measured."""
+    limit_s = factor * min(seconds.values())
+    return [name for name, each_s in seconds.items() if name == "native" or each_s <= limit_s]
 
 
 def _plausible(names: list[str], size: int, comm: Communicator) -> list[str]:
     """Those that by their formulas may be the fastest, and the library's own, whatever its formula says."""
     ranks_per_node = min(Counter(comm.nodes).values())
     cost_s = {n: load(n).cost_s(size, comm.size, LATENCY_S, BYTE_S, 0.0, ranks_per_node) for n in names}
-    return [n for n in names if n == "native" or cost_s[n] <= HOPELESS * min(cost_s.values())]
+    return _near(cost_s, PLAUSIBLE)
 
 
 def predict_table(comm: Communicator, latency_s: float, byte_s: float) -> Table:

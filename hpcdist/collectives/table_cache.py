@@ -14,20 +14,17 @@ from hpcdist.comm.cache import cache_file, keep
 from hpcdist.comm.communicator import Communicator
 
 
-def cached_table(
-    comm: Communicator, library: str, cache_dir: Path = DEFAULT_CACHE, *, refresh: bool = False
-) -> Table:
+def cached_table(comm: Communicator, cache_dir: Path = DEFAULT_CACHE, *, refresh: bool = False) -> Table:
     """Collective. The table of this machine: from its file, or measured and written there.
 
     Rank 0 alone reads and writes; all ranks get the same table. A file that can't be used is measured anew, with a
     warning; one that can't be written too.
 
     Args:
-        library: name and version of the MPI library, part of what the table depends on.
         cache_dir: where the file lies; `~` is the user's home. Made where it is missing.
         refresh: measure although there is a file, and replace it.
     """
-    path = cache_file("allreduce", sorted(Counter(comm.nodes).values()), library, folder=cache_dir)
+    path = cache_file("allreduce", sorted(Counter(comm.nodes).values()), comm.library, folder=cache_dir)
     names = candidates(comm)
     found = comm.exchange(_read(path, names) if comm.rank == 0 and not refresh else b"")[0]
     if found:

@@ -12,7 +12,11 @@ from hpcdist.comm.communicator import Communicator
 
 
 def interleaved(
-    comm: Communicator, sides: Mapping[str, Callable[[Tensor], object]], tensor: Tensor, rounds: int, calls: int = 1
+    comm: Communicator,
+    sides: Mapping[str, Callable[[Tensor], object]],
+    tensor: Tensor,
+    rounds: int,
+    calls: Mapping[str, int] | None = None,
 ) -> dict[str, list[float]]:
     """Collective. Seconds per call of each side, round by round, each of the rank that took longest.
 
@@ -23,17 +27,18 @@ def interleaved(
         sides: what to time, by name; the same names in the same order on all ranks.
         tensor: handed to every call.
         rounds: how often each side is timed.
-        calls: how many calls one timing covers.
+        calls: how many calls one timing of a side covers; by default one.
     """
     taken_s: dict[str, list[float]] = {name: [] for name in sides}
     shuffled = random.Random(0)  # the same order on all ranks
     for _ in range(rounds):
         for name in shuffled.sample(list(sides), len(sides)):
+            side, times = sides[name], calls[name] if calls else 1
             comm.barrier()
             start = comm.now()
-            for _ in range(calls):
-                sides[name](tensor)
-            taken_s[name].append((comm.now() - start) / calls)
+            for _ in range(times):
+                side(tensor)
+            taken_s[name].append((comm.now() - start) / times)
     return {name: slowest(comm, times) for name, times in taken_s.items()}
 
 
@@ -42,6 +47,11 @@ def slowest(comm: Communicator, seconds: list[float]) -> list[float]:
     layout = f"{len(seconds)}d"
     told = [struct.unpack(layout, data) for data in comm.exchange(struct.pack(layout, *seconds))]
     return [max(column) for column in zip(*told, strict=True)]
+
+
+def calls_within(seconds: float, once_s: Mapping[str, float], most: int) -> dict[str, int]:
+    """How many calls of each side take about `seconds` together, 1 to `most`, if one takes `once_s`."""
+    return {name: between(1, seconds / (each_s or seconds), most) for name, each_s in once_s.items()}
 
 
 def between(least: int, wanted: float, most: int) -> int:

@@ -93,6 +93,15 @@ class Window(abc.ABC):
     def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
         """Copies `len(out)` elements of `rank`'s memory, from `offset` on, into `out` (overwritten)."""
 
+    def read(self, rank: int, offset: int, count: int) -> Tensor:
+        """`count` elements of `rank`'s memory: where they lie if that memory is mapped here, else a copy.
+
+        Not to be written; what lies in place stays what it is only until somebody changes it there.
+        """
+        out = torch.empty(count, dtype=self.local.dtype)
+        self.get(out, rank, offset)
+        return out
+
     @abc.abstractmethod
     def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
         """Copies `values` into `rank`'s memory from `offset` on."""
@@ -139,7 +148,10 @@ class Communicator(abc.ABC):
     nodes: tuple[int, ...]  # nodes[r]: index of the node (shared memory) that rank r lives on; equal = same node
     traffic: Traffic
     deadline_s: float  # a blocking call that takes longer ends the run with a message
+    library: str  # what moves the data: its name and version, one line
     mpi: object = None  # mpi4py's communicator of the same ranks, for libraries that want one; None on virtual ranks
+    living: tuple[int, ...]  # the ranks that take part in collectives: all, less those that `heal` found dead
+    tolerant: bool = False  # the library underneath survives a rank that dies
     concurrent: bool = False  # another thread of this rank may use another communicator at the same time
 
     # --- point to point -------------------------------------------------------------------------------------------
@@ -203,6 +215,22 @@ class Communicator(abc.ABC):
         For algorithms that do arithmetic between many small transfers: device memory is then staged once.
         """
         return nullcontext(tensor)
+
+    def link(self) -> tuple[float, float] | None:
+        """Latency and seconds per byte of the slowest link among these ranks; None where they must be measured."""
+        return None
+
+    # --- failures -------------------------------------------------------------------------------------------------
+    def failed(self) -> tuple[int, ...]:
+        """Ranks that are known to have died. Never blocks; empty where a death would end the job anyway."""
+        return ()
+
+    def heal(self) -> tuple[int, ...]:
+        """Collective among the living. Agrees on who has died; collectives are the others' from here on.
+
+        Ranks keep their numbers; `exchange` gives b"" for the dead. Returns those found dead since the last call.
+        """
+        return ()
 
     # --- time -----------------------------------------------------------------------------------------------------
     @abc.abstractmethod

@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,11 @@ from torch import Tensor
 
 from hpcdist.comm import cross_memory
 from hpcdist.comm.communicator import ANY, Communicator, Envelope, Request, Traffic, Window, check_flat, check_tag
-from hpcdist.comm.mpi_buffers import NUMBERS, Staging, memory_at, message, numbers
+from hpcdist.comm.mpi_allreduce import Summing
+from hpcdist.comm.mpi_buffers import Staging, message
 from hpcdist.comm.mpi_node import find_nodes, try_attach, world_ranks
 from hpcdist.comm.mpi_request import ANYONE, EVERYONE, Call, MpiRequest
+from hpcdist.comm.mpi_surviving import Surviving
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, MismatchError
 
@@ -38,14 +40,20 @@ threads: list = []  # of this module's kind that run beside the script: each has
 
 
 def world(
-    *, deadline_s: float = DEADLINE_S, nodes: tuple[int, ...] | None = None, across: str = "auto"
+    *,
+    deadline_s: float = DEADLINE_S,
+    nodes: tuple[int, ...] | None = None,
+    across: str = "auto",
+    tolerant: bool = False,
 ) -> MpiCommunicator:
     """Collective at the first call. The communicator of all ranks; later calls return the same one.
 
-    Arguments are those of MpiCommunicator, and count at the first call only.
+    Arguments count at the first call only. They are those of MpiCommunicator, and `tolerant`: the launcher keeps the
+    job going when a rank dies, and the library tells (`mpirun --with-ft ulfm`).
     """
     global _world
     if _world is None:
+        Surviving.tolerant = tolerant
         cross_memory.allow_peers()
         _world = MpiCommunicator(
             MPI.COMM_WORLD.Dup(), deadline_s=deadline_s, nodes=nodes, across=across, name="world"
@@ -79,13 +87,13 @@ def _leave(comm: MpiCommunicator, all_ranks: MPI.Intracomm) -> None:
     not be finalised while a thread may be inside it (MPI 4.1, 11.10).
     """
     if not MPI.Is_finalized():
-        with comm.blocked("exit", EVERYONE, math.inf):
-            wait_until(all_ranks.Ibarrier().Test, math.inf, str)
+        with comm.blocked("exit", EVERYONE, math.inf), suppress(MPI.Exception if comm.tolerant else ()):  # a rank died
+            wait_until((all_ranks if comm.whole else comm.members).Ibarrier().Test, math.inf, str)
         for thread in list(threads):
             thread.stop()
 
 
-class MpiCommunicator(Communicator):
+class MpiCommunicator(Summing, Surviving, Communicator):
     """Collective. The seam over one MPI communicator, which it owns and frees.
 
     Args:
@@ -93,8 +101,8 @@ class MpiCommunicator(Communicator):
         deadline_s: seconds after which a blocking call ends the run with a message.
         nodes: node index of each rank; by default ranks that can share memory are on one node.
         device_aware: the MPI library reads and writes device memory itself; off unless the user asks.
-        across: how windows are read and written across nodes: `agent`, `rma`, or `auto` for what a self-test finds
-            faster (`comm/mpi_across.py`).
+        across: how windows are read and written across nodes: `tcp`, `rma`, or `auto` for what a self-test finds
+            faster (`comm/mpi_across.py`). `tcp:ib0`, `auto:10.1.0.0/16`: by this interface or network.
         name: how messages call this communicator.
     """
 
@@ -110,7 +118,10 @@ class MpiCommunicator(Communicator):
     ):
         self.mpi = mpi
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
+        self.begin_whole()
         self.name, self.deadline_s, self.traffic = name, deadline_s, Traffic()
+        self.library = library()
+        self.prepare_sums()
         self.nodes = _checked_nodes(nodes, self.size) if nodes is not None else find_nodes(mpi)
         self.world_ranks = world_ranks(mpi)
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -118,7 +129,7 @@ class MpiCommunicator(Communicator):
         self.pids = [int.from_bytes(p, "little") for p in self.exchange(os.getpid().to_bytes(8, "little"))]
         self.can_attach = try_attach(self) and len(set(self.nodes)) == 1
         self._node_mpi: MPI.Intracomm | None = None
-        self._agent = None
+        self._server = None
         self._across = across
         _live[id(self)] = self
 
@@ -161,6 +172,9 @@ class MpiCommunicator(Communicator):
         hint = ""
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
             hint = " A message was longer than the tensor it was received into: lengths and dtypes must agree."
+        if dead := self.failed():
+            ranks = f"ranks {', '.join(map(str, dead))} have" if len(dead) > 1 else f"rank {dead[0]} has"
+            hint = f" {ranks} died; this call needs all of them. Resume from the last checkpoint."
         return f"{what}{whom} on {self.name} failed on rank {self.rank}: {error.Get_error_string()}.{hint}"
 
     # --- point to point -------------------------------------------------------------------------------------------
@@ -222,67 +236,34 @@ class MpiCommunicator(Communicator):
         return (MPI.ANY_SOURCE, any_tag, ANYONE) if source == ANY else (source, any_tag, source)
 
     # --- collective -----------------------------------------------------------------------------------------------
-    def allreduce(self, tensor: Tensor) -> None:
-        """Collective. Sums `tensor` over all ranks in place, by MPI's own all-reduce.
-
-        MPI has no 16-bit floats: those are summed in float32 and rounded once. Bytes counted are those of a ring,
-        2n(p-1)/p, the least that any algorithm sends for large n; MPI does not tell what it really sent.
-        """
-        kind = NUMBERS.get(tensor.dtype)
-        if kind is None or not tensor.is_cpu or tensor.ndim != 1 or not tensor.is_contiguous():
-            return self._allreduce_converted(tensor)
-        # As `communicate` does, written out: MPI sums a short tensor in 3 µs, to which each call here adds a tenth.
-        traffic, n_bytes, start = self.traffic, tensor.nbytes, _clock()
-        self.calls += 1
-        outer, self.call = self.call, Call("allreduce", EVERYONE, start, self.deadline_s)
-        try:
-            self.mpi.Allreduce(MPI.IN_PLACE, [memory_at(tensor.data_ptr(), n_bytes), tensor.numel(), kind])
-        except MPI.Exception as error:
-            raise CommunicationError(self._explain("allreduce", EVERYONE, error)) from error
-        finally:
-            self.call = outer
-            traffic.communicating_s += _clock() - start
-        traffic.bytes_sent += 2 * n_bytes * (self.size - 1) // self.size
-        traffic.messages_sent += 1
-
-    def _allreduce_converted(self, tensor: Tensor) -> None:
-        check_flat(tensor)
-        if tensor.dtype in (torch.float16, torch.bfloat16):
-            wide = tensor.float()
-            self.allreduce(wide)
-            tensor.copy_(wide)
-        elif tensor.dtype in NUMBERS:
-            with self.staging.host(tensor) as host:
-                self.calls += 1
-                self.communicate("allreduce", EVERYONE, self.mpi.Allreduce, MPI.IN_PLACE, numbers(host))
-                self.traffic.sent(2 * tensor.nbytes * (self.size - 1) // self.size)
-        else:
-            raise CommunicationError(f"dtype of a sum must be a number; got {tensor.dtype}. Convert the tensor first.")
-
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         check_flat(tensor)
         self.check_peer(root, "root")
         self.calls += 1
         with self.staging.host(tensor, read=self.rank == root, write=self.rank != root) as host:
-            self.communicate("broadcast", root, self.mpi.Bcast, message(host), root)
+            self.communicate("broadcast", root, self.members.Bcast, message(host), self.living.index(root))
         if self.rank == root and self.size > 1:
             self.traffic.sent(tensor.nbytes)
 
     def exchange(self, data: bytes) -> list[bytes]:
-        lengths = np.empty(self.size, np.int64)
+        lengths = np.empty(len(self.living), np.int64)
         self.calls += 1
-        self.communicate("exchange", EVERYONE, self.mpi.Allgather, np.array([len(data)], np.int64), lengths)
+        self.communicate("exchange", EVERYONE, self.members.Allgather, np.array([len(data)], np.int64), lengths)
         gathered, ends = bytearray(int(lengths.sum())), lengths.cumsum()
         into = [gathered, lengths, ends - lengths, MPI.BYTE]
-        self.communicate("exchange", EVERYONE, self.mpi.Allgatherv, [data, len(data), MPI.BYTE], into)
-        self.traffic.sent(len(data) * (self.size - 1), self.size - 1)
-        return [bytes(gathered[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
+        self.communicate("exchange", EVERYONE, self.members.Allgatherv, [data, len(data), MPI.BYTE], into)
+        others = len(self.living) - 1
+        self.traffic.sent(len(data) * others, others)
+        found = [b""] * self.size
+        for rank, n, end in zip(self.living, lengths, ends, strict=True):
+            found[rank] = bytes(gathered[end - n : end])
+        return found
 
     def barrier(self) -> None:
         start = _clock()
         self.calls += 1
         with self.blocked("barrier", EVERYONE, self.deadline_s):
-            self.attempt("barrier", EVERYONE, self.mpi.Barrier)
+            self.attempt("barrier", EVERYONE, self.members.Barrier)
         self.traffic.waiting_s += _clock() - start
 
     def split(self, color: int | None, key: int = 0, *, name: str | None = None) -> MpiCommunicator | None:
@@ -312,7 +293,7 @@ class MpiCommunicator(Communicator):
         )
 
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
-        from hpcdist.comm.mpi_window import MpiWindow  # the window's module needs this one
+        from hpcdist.comm.mpi_window import MpiWindow  # which needs this module
 
         return MpiWindow(self, count, dtype)
 
@@ -356,9 +337,11 @@ class MpiCommunicator(Communicator):
         _live.pop(id(self), None)
         if _world is self:
             _world = None
-        if self._agent is not None:
-            self._agent.close()
-            self._agent = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if not self.whole:
+            return  # freeing is collective among all that there were; the job's end does it
         if self._node_mpi is not None:
             self._node_mpi.Free()
             self._node_mpi = None
@@ -371,25 +354,30 @@ class MpiCommunicator(Communicator):
             self._node_mpi = self.mpi.Split(self.nodes[self.rank], self.rank)
         return self._node_mpi
 
-    def agent(self):
-        """Collective at the first call. The thread that serves windows to ranks of other nodes."""
-        if self._agent is None:
-            from hpcdist.comm.mpi_agent import Agent
+    def server(self):
+        """Collective at the first call. What serves windows to ranks of other nodes."""
+        if self._server is None:
+            from hpcdist.comm.mpi_tcp import Server
 
-            self._agent = Agent(self)
-        return self._agent
+            self._server = Server(self, self._across.partition(":")[2])
+        return self._server
 
     def choose_across(self) -> str:
         """Collective. How windows are read and written across nodes; measured at the first call if need be."""
         from hpcdist.comm.mpi_across import choose
 
-        self._across = choose(self, self._across)
-        return self._across
+        way, colon, interface = self._across.partition(":")
+        self._across = choose(self, way) + colon + interface
+        return self.across
 
     @property
     def across(self) -> str | None:
-        """The way in use: `agent` or `rma`; `auto` before the first window; None where there is one node only."""
-        return self._across if len(set(self.nodes)) > 1 else None
+        """The way in use: `tcp` or `rma`; `auto` before the first window; None where there is one node only."""
+        return self._across.partition(":")[0] if len(set(self.nodes)) > 1 else None
+
+    @across.setter
+    def across(self, wanted: str) -> None:
+        self._across = wanted  # counts for windows made from now on, by the interface of the first
 
 
 def _checked_nodes(nodes: tuple[int, ...], size: int) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """How windows are read and written across nodes: two ways, and the self-test that chooses between them.
 
-Which one is faster depends on the network and on the MPI library by a factor of a hundred either way, and the
-question is not how fast it is while the owner waits inside MPI, but while it computes. So that is measured, once per
-machine, library and number of nodes.
+Requests over TCP to the owner's threads (`comm/mpi_tcp.py`), or MPI's one-sided calls (`comm/mpi_rma.py`). Which one
+is faster depends on the network and on the MPI library by a factor of a hundred either way, and the question is not
+how fast it is while the owner waits inside MPI, but while it computes. So that is measured, once per machine, library
+and number of nodes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from hpcdist.comm import cache, mpi
 from hpcdist.errors import UnknownNameError
 
-WAYS = ("agent", "rma")  # messages to the owner's thread; MPI's one-sided calls
+WAYS = ("tcp", "rma")  # requests to the owner's threads; MPI's one-sided calls
 COUNT = 1 << 16  # elements of float32 in a large transfer of the self-test
 SPAN_S = 0.1  # how long the owner computes for each way and kind of computation
 WORTH = 1.2  # one-sided calls must be faster by this factor: the difference must be more than noise
@@ -44,12 +45,12 @@ def choose(comm: mpi.MpiCommunicator, wanted: str) -> str:
     if wanted != "auto":
         return wanted
     hosts = len(set(comm.exchange(platform.node().encode())))
-    path = cache.cache_file("window", mpi.library(), len(set(comm.nodes)), hosts)
+    path = cache.cache_file("across", mpi.library(), len(set(comm.nodes)), hosts)
     found = comm.exchange(_read(path).encode() if comm.rank == 0 else b"")[0].decode()
     if found:
         return found
     seconds = measure(comm)
-    way = "rma" if seconds["rma"] * WORTH < seconds["agent"] else "agent"
+    way = "rma" if seconds["rma"] * WORTH < seconds["tcp"] else "tcp"
     if comm.rank == 0:
         cache.keep(path, json.dumps({"way": way, "seconds": seconds}, indent=1))
     return way
@@ -84,6 +85,8 @@ def measure(comm: mpi.MpiCommunicator) -> dict[str, float]:
     for way in WAYS:
         window = MpiWindow(own, COUNT if own.rank == 0 else 0, torch.float32, across=way)
         taken_s[way] = 0.0
+        if own.rank == asker:
+            window.get(torch.empty(1), 0)  # connects
         for keeps_lock in (False, True):
             own.barrier()
             if own.rank == 0:

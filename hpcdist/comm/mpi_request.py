@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from mpi4py import MPI
 from torch import Tensor
@@ -12,7 +12,8 @@ from hpcdist.comm.communicator import Request
 EVERYONE, ANYONE = -1, -2  # whom a call waits for where that is no single rank
 
 
-class Call(NamedTuple):
+@dataclass(slots=True)
+class Call:
     """What a rank is blocked in, for messages and for the watchdog.
 
     `peer` is a rank of the communicator, EVERYONE or ANYONE; `deadline_s` is infinite where the call itself minds it.

@@ -35,7 +35,7 @@ class Watchdog:
     """
 
     def __init__(self, comm: mpi.MpiCommunicator):
-        self._mpi = comm.mpi.Dup()
+        self._comm, self._mpi = comm, comm.mpi.Dup()
         self.rank, self.size = comm.rank, comm.size
         self._watched = threading.get_ident()
         self._stopped = threading.Event()
@@ -66,8 +66,13 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stopped.wait(POLL_S):
-            self._answer()
-            self._sent = [(request, text) for request, text in self._sent if not request.Test()]
+            try:
+                self._answer()
+                self._sent = [(request, text) for request, text in self._sent if not request.Test()]
+            except MPI.Exception:
+                if not self._comm.tolerant:
+                    raise
+                self._mpi.Ack_failed(self._mpi.Get_failed().size)  # a rank has died: so much is known now
             late = self._late()
             if late is not None:
                 self._end(*late)

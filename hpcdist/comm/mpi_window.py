@@ -1,7 +1,7 @@
 """Windows of real ranks: shared memory inside a node; across nodes whatever `comm/mpi_across.py` finds faster.
 
 Inside a node every rank's memory is mapped by all: `get` and `put` are plain copies that need nobody's help. Atomic
-operations are MPI's own on the same memory, and across nodes the owner's agent does them there.
+operations are MPI's own on the same memory, and across nodes the owner's threads do them there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from hpcdist.comm.communicator import Window, check_flat
 from hpcdist.comm.cross_memory import PeerMemory
 from hpcdist.comm.mpi_across import Across
-from hpcdist.comm.mpi_buffers import NUMBERS, numbers
+from hpcdist.comm.mpi_buffers import NUMBERS, Staging, numbers
 from hpcdist.comm.mpi_rma import OneSided
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError
@@ -44,10 +44,11 @@ class MpiWindow(Window):
         self._memory = {rank: _mapped(self._shared, i, dtype) for rank, i in self._node_rank.items()}
         self.local = self._memory[comm.rank]
         self.local.zero_()
-        self._locks = None if dtype in NUMBERS else MpiWindow(comm, 1, torch.int64, "agent")  # see _add_locked
+        self._locks = None if dtype in NUMBERS else MpiWindow(comm, 1, torch.int64, "tcp")  # see _add_locked
+        self._staging = Staging()  # never device-aware: MPI may read what it adds with plain loads
         self._served, self._bulk = None, None
         if len(ranks) < comm.size:
-            self._served = comm.agent().expose(self)
+            self._served = comm.server().expose(self)
             way = across or comm.choose_across()
             self._bulk: Across = OneSided(comm, self.local) if way == "rma" else self._served
         comm.barrier()
@@ -56,7 +57,7 @@ class MpiWindow(Window):
     def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
         memory = self._at(rank, offset, out)
         if memory is None:
-            with self.comm.staging.host(out, read=False) as host:
+            with self._staging.host(out, read=False) as host:
                 self._bulk.get(host, rank, offset)
         else:
             start = self.comm.now()
@@ -66,10 +67,19 @@ class MpiWindow(Window):
         if rank != self.comm.rank:
             self.comm.traffic.fetched(out.nbytes)
 
+    def read(self, rank: int, offset: int, count: int) -> Tensor:
+        memory = self._at(rank, offset, None, count)
+        if memory is None:
+            return super().read(rank, offset, count)
+        self._shared.Sync()
+        if rank != self.comm.rank:
+            self.comm.traffic.fetched(memory.nbytes)
+        return memory
+
     def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
         memory = self._at(rank, offset, values)
         if memory is None:
-            with self.comm.staging.host(values, write=False) as host:
+            with self._staging.host(values, write=False) as host:
                 self._bulk.put(host, rank, offset)
         else:
             start = self.comm.now()
@@ -81,7 +91,7 @@ class MpiWindow(Window):
 
     def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
         memory = self._at(rank, offset, values)
-        with self.comm.staging.host(values, write=False) as host:
+        with self._staging.host(values, write=False) as host:
             if memory is None:
                 self._served.accumulate(host, rank, offset)
             else:
@@ -181,6 +191,8 @@ class MpiWindow(Window):
             self._locks.close()
         self._memory.clear()
         del self.local
+        if not self.comm.whole:
+            return  # freeing is collective among all that there were; the job's end does it
         self._shared.Unlock_all()
         self._shared.Free()
 

@@ -53,9 +53,11 @@ class VirtualCommunicator(Communicator):
     """
 
     can_attach = True
+    library = "virtual ranks"
 
     def __init__(self, group: Group, rank: int):
         self.rank, self.size = rank, len(group.members)
+        self.living = tuple(range(self.size))
         self.traffic, self.deadline_s = Traffic(), math.inf
         self._group, self._cluster = group, group.cluster
         self.clock = group.cluster.clock
@@ -231,6 +233,9 @@ class VirtualCommunicator(Communicator):
             return [memories] * self.size, self._group.rounds_s()
 
         return self.meet(call, Memory(local, self._me), conclude)
+
+    def link(self) -> tuple[float, float]:
+        return self._group.latency_s, 1 / self._group.bandwidth_bytes_s
 
     # --- time and end ---------------------------------------------------------------------------------------------
     def compute(self) -> float:

@@ -91,6 +91,8 @@ class Mailbox:
         words = self._words.local.numpy()  # the same memory; NumPy looks at a few words sooner than torch
         self._inbox = words[_COUNTER : self._answers_at].reshape(len(own), self._words_per_slot)
         self._told = words[self._answers_at :].reshape(len(self._parents), _ANSWER)
+        self._views = [self._slot_views(slot) for slot in range(len(own))]
+        self._last_used: Tensor | None = None  # what lies in this rank's slots
         self._taken = [0] * len(own)  # the ticket of the last letter taken from each slot
         self._answered = [0] * len(own)  # how many letters of each child have been answered
         self._reply_at = {child: self._answer_of(child) for child in own}
@@ -112,6 +114,8 @@ class Mailbox:
             tensors: the whole letter, of which each parent gets its shard; none leaves what lies in the slots.
         """
         flags = []
+        if used is not None and self._last_used is not None and torch.equal(used, self._last_used):
+            used = None
         for i, parent in enumerate(self._parents):
             slot = self._children[parent].index(self._comm.rank)
             if tensors:
@@ -127,13 +131,14 @@ class Mailbox:
             self._words.put(torch.tensor([*head, len(stamps), *stamps]), parent, at + _KIND)
             flags.append((parent, at + _TICKET))
         self.posted += 1
+        self._last_used = self._last_used if used is None else used.clone()
         for parent, at in flags:
             ticket = self._words.fetch_add(1, parent) + 1
             self._words.put(torch.tensor([ticket]), parent, at)
 
     def answered(self) -> bool:
         """Whether every parent has answered this rank's last letter."""
-        return bool((self._told[:, _COUNT] == self.posted).all())
+        return all(count == self.posted for count in self._told[:, _COUNT].tolist())
 
     def wait_for(self, timeout_s: float) -> bool:
         """Blocks until every parent has answered, but no longer than that; whether they have."""
@@ -192,12 +197,15 @@ class Mailbox:
         words = self._inbox[slot].tolist()
         (weight,) = struct.unpack("d", struct.pack("q", words[_WEIGHT]))
         clocks = tuple(words[_CLOCKS + 1 : _CLOCKS + 1 + words[_CLOCKS]])
+        return Letter(self._children[self._comm.rank][slot], words[_KIND], weight, clocks, *self._views[slot])
+
+    def _slot_views(self, slot: int) -> tuple[list[Tensor], Tensor]:
+        """The tensors of a letter in that slot, and its flags."""
         views = [
             window.local[slot * part.numel() : (slot + 1) * part.numel()]
             for window, part in zip(self._slots, self._here, strict=True)
         ]
-        used = self._used.local[slot * self._names : (slot + 1) * self._names]
-        return Letter(self._children[self._comm.rank][slot], words[_KIND], weight, clocks, views, used)
+        return views, self._used.local[slot * self._names : (slot + 1) * self._names]
 
     def reply(
         self, letter: Letter, clock: int, tensors: Sequence[Tensor] = (), blocker: int = NOBODY, held_s: float = 0.0
@@ -220,5 +228,6 @@ class Mailbox:
 
     def close(self) -> None:
         """Collective."""
+        self._views.clear()  # their memory goes
         for window in (*self._slots, self._used, *self._answers, self._words):
             window.close()

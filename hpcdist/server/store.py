@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -74,21 +73,15 @@ class Store:
         self._model.release(self.used & self._owned)
         params = self._shard.of(self._model.params)
         before = [p.clone() for p in params] if rate != 1.0 else []
-        with torch.no_grad(), self._kept_outside():
-            with torch.enable_grad():
-                update()
-            for old, new in zip(before, params):
-                torch.lerp(old, new, rate, out=new)
-        self.forget()
-
-    @contextmanager
-    def _kept_outside(self) -> Iterator[None]:
-        """An optimiser changes whole parameters, also where a shard's border cuts one; the other side stays."""
-        views = [self._model.params[group][start:stop] for group, start, stop in self._outside]
-        saved = [view.clone() for view in views]
-        yield
-        for view, values in zip(views, saved, strict=True):
+        # An optimiser changes whole parameters, also where a shard's border cuts one; the other side stays.
+        outside = [self._model.params[group][start:stop] for group, start, stop in self._outside]
+        saved = [view.clone() for view in outside]
+        update()
+        for view, values in zip(outside, saved, strict=True):
             view.copy_(values)
+        for old, new in zip(before, params):
+            torch.lerp(old, new, rate, out=new)
+        self.forget()
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def state(self) -> dict:

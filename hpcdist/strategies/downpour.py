@@ -107,6 +107,11 @@ class Downpour(Served):
             total.zero_()
         self._used.zero_()
 
+    def pause(self) -> None:
+        if not self.alone:
+            self.await_answers()  # to a push, whose slot the pause takes
+        super().pause()
+
     # --- servers --------------------------------------------------------------------------------------------------
     def receive(self, letter: Letter) -> None:
         if letter.source != self._leader and not self._warm():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from making import addend, bits, make, summed_in_rank_order
 
 from hpcdist import collectives
-from hpcdist.collectives import allreduce, available, direct, hierarchical, load, ring
+from hpcdist.collectives import allreduce, available, direct, hierarchical, load, ring, shared_memory
 from hpcdist.comm.virtual import Network, run_virtual
 from hpcdist.errors import CommunicationError, ConfigError, UnknownNameError
 
@@ -113,7 +113,7 @@ def test_nan_and_infinity_have_the_same_bits_on_all_ranks(ranks, name, cache_dir
 
 
 @UP_TO_9
-@pytest.mark.parametrize("name", ["direct", "hierarchical"])
+@pytest.mark.parametrize("name", ["direct", "hierarchical", "shared_memory"])
 def test_shared_memory_sums_in_rank_order_to_the_bit(ranks, name):
     def body(comm):
         reduce = load(name)(comm)
@@ -151,7 +151,7 @@ def test_virtual_native_sums_in_rank_order_to_the_bit(ranks, name):
 def test_any_ranks_nodes_lengths_dtypes_and_segments(
     name, size, ranks_per_node, counts, dtype, segment_bytes, monkeypatch
 ):
-    for module in (ring, direct, hierarchical):
+    for module in (ring, direct, hierarchical, shared_memory):
         monkeypatch.setattr(module, "SEGMENT_BYTES", segment_bytes)
     monkeypatch.setattr(hierarchical, "SHORT_BYTES", 32)
 
@@ -319,4 +319,4 @@ def test_every_algorithm_is_documented_and_named_after_its_module(name):
 
 def test_the_algorithms_of_the_literature_are_there():
     expected = {"ring", "recursive_doubling", "halving_doubling", "tree", "hierarchical", "direct", "native", "auto"}
-    assert expected <= set(NAMES)
+    assert expected | {"shared_memory"} <= set(NAMES)

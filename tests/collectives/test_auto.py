@@ -38,6 +38,16 @@ def test_native_is_kept_unless_another_is_clearly_faster():
     assert table(native=(1.0, 1.0, 1.0), ring=(0.7, 0.7, 0.7)).choice() == ["ring"] * 3
 
 
+def test_no_other_is_chosen_where_native_was_faster():
+    assert table(native=(2.0, 1.0, 2.0), ring=(1.0, 1.01, 1.0)).choice() == ["ring", "native", "ring"]
+    assert table(native=(2.0, 1.0, 1.0), ring=(1.0, 1.01, 1.01)).choice() == ["ring", "native", "native"]
+
+
+def test_the_last_size_counts_for_all_longer_ones():
+    assert table(native=(1.0, 1.0, 1.0), ring=(1.5, 1.5, 0.8)).choice() == ["native", "native", "ring"]
+    assert table(native=(1.0, 1.0, 1.0), ring=(1.5, 0.8, 1.5)).choice() == ["native"] * 3
+
+
 def test_one_lucky_measurement_changes_nothing():
     assert table(native=(1.0, 1.0, 1.0), tree=(2.0, 0.7, 2.0)).choice() == ["native"] * 3
     assert table(native=(1.0, 1.0, 1.0), tree=(2.0, 0.4, 2.0)).choice() == ["native", "tree", "native"]
@@ -113,9 +123,11 @@ def test_candidates_are_what_has_a_point_on_these_ranks():
 
     flat = {"halving_doubling", "native", "recursive_doubling", "ring", "tree"}
     assert [set(c) for c in run_virtual(body, 4, network=NETWORK)[0]] == [
-        flat | {"direct", "hierarchical"}, flat | {"hierarchical"}
+        flat | {"direct", "hierarchical", "shared_memory"}, flat | {"hierarchical", "shared_memory"}
     ]  # fmt: skip
     assert [set(c) for c in run_virtual(body, 4)[0]] == [flat | {"direct"}, flat]
+    crowded = run_virtual(candidates, 9, network=Network(1e-3, 1e9, ranks_per_node=9))[0]
+    assert set(crowded) == flat | {"direct", "hierarchical"}  # nine ranks read too much
 
 
 def test_measured_tables_agree_and_leave_the_account_alone(ranks):
@@ -129,6 +141,19 @@ def test_measured_tables_agree_and_leave_the_account_alone(ranks):
     results = ranks(body, network=NETWORK)
     assert len({text for text, _ in results}) == 1
     assert all(alone for _, alone in results)
+
+
+def test_what_did_badly_is_not_tried_on_long_tensors(monkeypatch):
+    monkeypatch.setattr("hpcdist.collectives.table.LONG", 500_000)
+    names = ["ring", "recursive_doubling", "native"]
+
+    def body(comm):
+        return measure_table(comm, (400_000, 800_000), names, budget_s=1e-9).seconds
+
+    found = run_virtual(body, 16, network=Network(1e-6, 1e8))[0]  # 4n/b beside 15n/8b
+    assert found["recursive_doubling"][0] > 0 and found["recursive_doubling"][1] is None
+    assert found["ring"][1] == pytest.approx(load("ring").cost_s(800_000, 16, 1e-6, 1e-8))
+    assert found["native"][1] == pytest.approx(load("native").cost_s(800_000, 16, 1e-6, 1e-8))
 
 
 def test_measured_on_a_virtual_clock_the_formulas_come_out():
@@ -149,6 +174,15 @@ def test_measured_on_a_virtual_clock_the_formulas_come_out():
     assert found["recursive_doubling"][0] == pytest.approx(load("recursive_doubling").cost_s(8000, 16, 1e-3, 1e-8))
 
 
+def test_ranks_tell_what_moves_their_data(ranks):
+    def body(comm):
+        return comm.library, comm.link()
+
+    for library, link in ranks(body, network=Network(1e-3, 1e9)):
+        assert library and "\n" not in library
+        assert link == (None if ranks.real else (1e-3, 1e-9))
+
+
 # --- its file -----------------------------------------------------------------------------------------------------
 @pytest.fixture
 def measurements(monkeypatch):
@@ -163,8 +197,12 @@ def measurements(monkeypatch):
     return done
 
 
-def once(comm, folder, library="MPI 1"):
-    return cached_table(comm, library, folder).model_dump_json()
+def once(comm, folder, library="MPI 1", **options):
+    part = comm.split(0)
+    part.library = library
+    found = cached_table(part, folder, **options).model_dump_json()
+    part.close()
+    return found
 
 
 def test_a_machine_is_measured_once(ranks, tmp_path, measurements):
@@ -183,7 +221,7 @@ def test_refreshing_measures_although_there_is_a_file(tmp_path, measurements):
     (path,) = tmp_path.iterdir()
     path.write_text('{"sizes": [2], "seconds": {"ring": [1.0]}}')
     measurements.clear()
-    run_virtual(lambda comm: cached_table(comm, "MPI 1", tmp_path, refresh=True), 2, network=NETWORK)
+    run_virtual(lambda comm: once(comm, tmp_path, refresh=True), 2, network=NETWORK)
     assert len(measurements) == 2 and "native" in path.read_text()
 
 

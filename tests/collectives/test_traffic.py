@@ -48,6 +48,19 @@ def test_direct_writes_its_share_to_every_other_rank(size):
     assert counted("direct", size, 16 * size)[:2] == (bytes_sent, messages + synchronisation)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_shared_memory_is_read_and_nothing_sent(size):
+    def body(comm):
+        reduce = load("shared_memory")(comm)
+        before = comm.traffic.copy()
+        reduce(torch.ones(100))
+        return comm.traffic - before
+
+    for spent in run_virtual(body, size, network=NETWORK):
+        assert spent.bytes_sent == 0 and spent.messages_sent == (size - 1).bit_length()  # the barrier's are empty
+        assert (spent.bytes_fetched, spent.messages_fetched) == (400 * (size - 1), size - 1)
+
+
 @pytest.mark.parametrize("n_nodes, ranks_per_node", [(1, 3), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3), (4, 2), (4, 3)])
 @pytest.mark.parametrize("short", [True, False])
 def test_hierarchical_sends_only_slices_across_nodes(ranks_per_node, n_nodes, short, monkeypatch):
@@ -135,6 +148,17 @@ def test_hierarchical_is_faster_than_a_flat_ring_where_nodes_are_far_apart():
 
     assert seconds("hierarchical", 100) < 0.4 * seconds("ring", 100)
     assert seconds("hierarchical", 100_000) < seconds("ring", 100_000)
+
+
+@pytest.mark.sizes(1, 2, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_messages_of_the_librarys_own_are_a_rings_over_any_network(ranks, dtype):
+    def body(comm):
+        before = comm.traffic.copy()
+        load("native")(comm)(torch.ones(100, dtype=dtype))
+        return (comm.traffic - before).messages_sent
+
+    assert ranks(body) == [load("native").traffic(400, ranks.size)[1]] * ranks.size
 
 
 @pytest.mark.sizes(1, 2, 4)

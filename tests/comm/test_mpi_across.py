@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import pytest
@@ -22,9 +23,8 @@ import json, time
 import torch
 import hpcdist as hd
 from hpcdist.comm.mpi import library
-comm = hd.init(deadline_s=30)
+comm = hd.init(deadline_s=30, across="WAY")
 place = comm.apart("WAY") if len(set(comm.nodes)) == 1 else comm.split(0)
-place._across = "WAY"
 window, words = place.window(100_000), place.window(1, torch.int64)
 worst, taken_s, calls = {}, 0.0, 0
 def timed(name, call):
@@ -70,7 +70,7 @@ def check(job, size):
 
 
 @needs_mpirun
-@pytest.mark.parametrize("way", ["agent", "rma"])
+@pytest.mark.parametrize("way", ["tcp", "rma"])
 def test_a_busy_owner_over_tcp(tmp_path, way):
     """Ranks of one machine that count as being on nodes of their own, and talk by TCP."""
     job, _ = run(tmp_path, BUSY_OWNER.replace("WAY", way), 2, env=TCP)
@@ -79,13 +79,13 @@ def test_a_busy_owner_over_tcp(tmp_path, way):
 
 @needs_mpirun
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize(("way", "size"), [("agent", 3), ("rma", 2)])
+@pytest.mark.parametrize(("way", "size"), [("tcp", 3), ("tcp:eth0", 2), ("tcp:10.78.0.0/16", 2), ("rma", 2)])
 def test_a_busy_owner_on_another_host(tmp_path, way, size):
     script = write(tmp_path, BUSY_OWNER.replace("WAY", way))
     with hosts(tmp_path, size) as made:
         job = made.launch([script], env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)})
     found = check(job, size)
-    assert found[0]["nodes"] == list(range(size)) and {told["way"] for told in found} == {way}
+    assert found[0]["nodes"] == list(range(size)) and {told["way"] for told in found} == {way.partition(":")[0]}
     assert sum(told["received"] for told in found) > 25 * 120_000, "what was put and got went through the network"
 
 
@@ -95,7 +95,7 @@ import json, pathlib, time
 import hpcdist as hd
 from hpcdist.comm import mpi
 comm = hd.init(deadline_s=30)
-for way in ("auto", "auto", "agent"):
+for way in ("auto", "auto", "tcp"):
     apart = comm.apart(way)
     before, start = apart.across, time.perf_counter()
     window = apart.window(3)
@@ -116,12 +116,12 @@ def test_the_way_is_measured_once_and_kept(tmp_path):
     first, second, told = [json.loads(line) for line in job.stdout.splitlines()]
     (kept,) = (tmp_path / ".cache" / "hpcdist").iterdir()
     way = json.loads(kept.read_text())["way"]
-    assert set(json.loads(kept.read_text())["seconds"]) == {"agent", "rma"} and way in ("agent", "rma")
+    assert set(json.loads(kept.read_text())["seconds"]) == {"tcp", "rma"} and way in ("tcp", "rma")
     assert first[:3] == second[:3] == ["auto", way, way]
-    assert told[:3] == ["agent"] * 3
+    assert told[:3] == ["tcp"] * 3
     assert 0.3 < first[3] < 5 and second[3] < 0.3, "measured the first time only"
 
-    other = "agent" if way == "rma" else "rma"
+    other = "tcp" if way == "rma" else "rma"
     kept.write_text(json.dumps({"way": other}))
     job, _ = run(tmp_path, CHOICE, 2, env=TCP)
     assert json.loads(job.stdout.splitlines()[0])[1] == other, "the file decides"
@@ -129,14 +129,14 @@ def test_the_way_is_measured_once_and_kept(tmp_path):
     kept.write_text('{"way": "carrier pigeon"}')
     job, _ = run(tmp_path, CHOICE, 2, env=TCP)
     assert re.search(r"does not say how windows are read across nodes \(unknown way 'carrier pigeon'\)", job.stderr)
-    assert json.loads(kept.read_text())["way"] in ("agent", "rma")
+    assert json.loads(kept.read_text())["way"] in ("tcp", "rma")
 
 
 @pytest.mark.mpi(min_size=2)
 def test_an_unknown_way_is_refused(ranks):
     def body(comm):
         apart = comm.apart("pigeon")
-        with pytest.raises(UnknownNameError, match="across must be one of agent, auto, rma; got 'pigeon'"):
+        with pytest.raises(UnknownNameError, match="across must be one of auto, rma, tcp; got 'pigeon'"):
             apart.choose_across()
         apart.close()
 
@@ -148,7 +148,7 @@ def test_the_self_test_takes_well_under_two_seconds_and_agrees(ranks):
     def body(comm):
         from hpcdist.comm.mpi_across import measure
 
-        apart = comm.apart("agent")
+        apart = comm.apart("tcp")
         before, start = apart.traffic.copy(), comm.now()
         seconds = measure(apart)
         spent = apart.traffic - before
@@ -157,7 +157,7 @@ def test_the_self_test_takes_well_under_two_seconds_and_agrees(ranks):
 
     results = ranks(body)
     assert all(seconds == results[0][0] and fetched == 0 for seconds, _, fetched in results)
-    assert set(results[0][0]) == {"agent", "rma"} and all(0 < s < 1 for s in results[0][0].values())
+    assert set(results[0][0]) == {"tcp", "rma"} and all(0 < s < 1 for s in results[0][0].values())
     assert max(took_s for _, took_s, _ in results) < 4  # on a machine that others use too
 
 
@@ -199,10 +199,14 @@ def test_the_benchmark_has_a_row_for_each_call_and_for_the_owners_step(ranks, tm
         assert rows[f"{where}/snapshot read", 400_000]["bytes_sent"] == 0
         assert rows[f"{where}/pull + push", 400_000]["bytes_sent"] == 400_000
         assert rows[f"{where}/fetch_add", 8]["bytes_sent"] == rows[f"{where}/compare_and_swap", 8]["bytes_sent"] == 8
+        assert rows[f"across/{way}/get, owner computes", n_bytes]["ratio_to_copy"] is None
+    steps = [row for row in results[0] if row["name"].startswith("owner's step/window ")]
+    assert [row["name"].split()[-1] for row in steps] == ["missing", "idle", "read", "read"]
+    assert [row["bytes"] for row in steps] == [0, 400_000, 4000, 400_000] and steps[0]["slowdown_percent"] == 0
     for row in results[0]:
         assert row["ranks"] == len(results) and row["median_s"] > 0
-        assert (row["ratio_to_copy"] is None) == row["name"].startswith("owner's step")
-    assert [row["slowdown_percent"] for row in results[0][-3:]][0] == 0
+        assert (row["slowdown_percent"] is None) == (row["spare_cores"] is None) == (row not in steps)
+        assert row not in steps or -0.1 <= row["spare_cores"] <= os.cpu_count() + 0.5
 
 
 @pytest.mark.mpi

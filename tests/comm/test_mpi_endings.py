@@ -114,12 +114,12 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path):
     ends(tmp_path, "if comm.rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ncomm.barrier()", 2)
 
 
-def test_an_agent_that_fails_ends_the_job(tmp_path):
+def test_a_serving_thread_that_fails_ends_the_job(tmp_path):
     text = """
-apart = comm.apart("agent")
+apart = comm.apart("tcp")
 window = apart.window(1)
 if comm.rank == 0:
-    window._served._agent._windows.clear()  # as if the thread had met an error of its own
+    window._served._server._windows.clear()  # as if the thread had met an error of its own
     time.sleep(60)
 window.get(torch.zeros(1), 0)
 """
@@ -141,7 +141,7 @@ print("rank", comm.rank, "is done")
 """
 
 
-@pytest.mark.parametrize(("way", "size"), [("agent", 1), ("agent", 4), ("rma", 2)])
+@pytest.mark.parametrize(("way", "size"), [("tcp", 1), ("tcp", 4), ("rma", 2)])
 def test_a_script_that_closes_nothing_ends_with_0(tmp_path, size, way):
     job, seconds = run(tmp_path, START.replace("deadline_s=2", "deadline_s=20") + NOTHING_CLOSED.format(way=way), size)
     assert (job.returncode, job.stdout.count("is done")) == (0, size), job.stderr
@@ -178,7 +178,7 @@ def test_the_mpirun_of_another_mpi_is_refused(tmp_path):
 
 # --- MPI without threads ----------------------------------------------------------------------------------------------
 def test_without_threads_it_warns_and_refuses_windows_across_nodes(tmp_path):
-    text = "import mpi4py\nmpi4py.rc.thread_level = 'serialized'\n" + START + "comm.apart('agent').window(1)"
+    text = "import mpi4py\nmpi4py.rc.thread_level = 'serialized'\n" + START + "comm.apart('tcp').window(1)"
     job, _ = run(tmp_path, text, 2)
     assert job.returncode != 0
     assert "UserWarning: MPI runs without MPI_THREAD_MULTIPLE, so no rank can be watched" in job.stderr

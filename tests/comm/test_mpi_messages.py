@@ -271,11 +271,11 @@ def test_what_is_closed_can_not_be_used(ranks):
 def test_ranks_of_one_machine_share_a_node_unless_told_otherwise(ranks):
     def body(comm):
         assert comm.nodes == (0,) * comm.size
-        apart = comm.apart("agent")
+        apart = comm.apart("tcp")
         assert apart.nodes == tuple(range(comm.size)) and apart.can_attach == (comm.size == 1)
-        assert apart.across == (None if comm.size == 1 else "agent") and comm.across is None
+        assert apart.across == (None if comm.size == 1 else "tcp") and comm.across is None
         part = apart.split(comm.rank % 2)
-        assert part.nodes == tuple(range(part.size)) and part.across in ("agent", None)
+        assert part.nodes == tuple(range(part.size)) and part.across in ("tcp", None)
         part.close()
         apart.close()
         with pytest.raises(CommunicationError, match=r"nodes must have one index for each of the \d ranks; got 0"):
@@ -326,7 +326,7 @@ def test_traffic_counts_bytes_and_messages(ranks):
         p = ranks.size
         root = (16, 1) if rank == 0 and p > 1 else (0, 0)
         ring_bytes = 2 * 40 * p * (p - 1) // p  # summed in float32
-        assert counts == [(16, 1), (16, 1), (ring_bytes, 1), root, (5 * (p - 1), p - 1), (0, 0)]
+        assert counts == [(16, 1), (16, 1), (ring_bytes, 2 * (p - 1)), root, (5 * (p - 1), p - 1), (0, 0)]
 
 
 @pytest.mark.mpi
@@ -385,7 +385,7 @@ def test_tensors_attached_together_have_one_length(ranks):
 @pytest.mark.mpi(min_size=2)
 def test_attaching_across_nodes_is_refused(ranks):
     def body(comm):
-        apart = comm.apart("agent")
+        apart = comm.apart("tcp")
         with pytest.raises(CommunicationError, match="must lie within one node whose kernel allows"):
             apart.attach(torch.zeros(1))
         apart.close()

@@ -18,7 +18,7 @@ DTYPES = [
     torch.complex64,
 ]
 REAL = pytest.mark.mpi(min_size=2)
-ways = pytest.mark.parametrize("way", ["node", pytest.param("agent", marks=REAL), pytest.param("rma", marks=REAL)])
+ways = pytest.mark.parametrize("way", ["node", pytest.param("tcp", marks=REAL), pytest.param("rma", marks=REAL)])
 
 
 @pytest.fixture
@@ -277,7 +277,7 @@ def test_windows_and_their_threads_leave_nothing_behind(placed):
 
 
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("way", ["agent", "rma"])
+@pytest.mark.parametrize("way", ["tcp", "rma"])
 def test_two_ranks_of_one_node_and_others_elsewhere(ranks, way):
     """Node-mates go through shared memory, others through the network; accumulates of both exclude each other."""
 

@@ -60,7 +60,7 @@ def test_a_torn_read_happens_and_a_whole_read_never_mixes(size, seed):
     assert any(retries > 0 for *_, (_, _, retries) in read[1:]), "no read was ever overtaken"
 
 
-@pytest.mark.parametrize("way", ["node", "agent", "rma"])
+@pytest.mark.parametrize("way", ["node", "tcp", "rma"])
 @pytest.mark.mpi(min_size=2)
 def test_whole_reads_while_the_writer_never_stops(ranks, way):
     """Longer tensors, so that a read takes about as long as a publication."""

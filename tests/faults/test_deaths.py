@@ -45,7 +45,7 @@ def loss(outputs, y):
     return torch.nn.functional.cross_entropy(outputs, y)
 
 job = Job(
-    model=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Tanh(), torch.nn.Linear(16, 10)),
+    model=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)),
     loss=loss,
     metrics={{"accuracy": Metric(accuracy)}},
     data=lambda path: importers.load("digits")(None, path),
@@ -92,7 +92,8 @@ def test_a_killed_worker_is_gone_on_without(tmp_path, options):
     assert summary.metrics["accuracy"] > 0.8
     if options[0] == "strategy=hardsync":
         assert summary.staleness.max == 0
-        assert {len(r.staleness) for r in read_records(tmp_path / "run")[0] if r.staleness} >= {2 if len(options) == 1 else 1}
+        left = 2 if len(options) == 1 else 1
+        assert left in {len(record.staleness) for record in read_records(tmp_path / "run")[0]}
 
 
 def test_what_is_left_saves_a_checkpoint_from_which_as_many_ranks_go_on(tmp_path):
@@ -109,11 +110,13 @@ def test_what_is_left_saves_a_checkpoint_from_which_as_many_ranks_go_on(tmp_path
 def test_a_killed_server_ends_the_run_with_a_message(tmp_path):
     done = job(tmp_path, 3, "strategy=parameter_server", "epochs=2000", "checkpoint.every_steps=20", victim=0)
     assert done.returncode != 0
-    assert "server rank 0 has died, and its part of the parameters" in done.stderr
+    # In a step, or between two steps, where all ranks take part.
+    met = "server rank 0 has died, and its part of the parameters", "rank 0 has died; this call needs all of them"
+    assert any(message in done.stderr for message in met), done.stderr
     assert "Resume from the last checkpoint" in done.stderr
 
 
 def test_a_strategy_that_needs_all_ranks_ends_with_a_message(tmp_path):
     done = job(tmp_path, 3, "strategy=allreduce", "epochs=50", victim=2)
     assert done.returncode != 0
-    assert re.search(r"failed on rank [01]: MPI_ERR_PROC_FAILED", done.stderr), done.stderr
+    assert re.search(r"failed on rank [01]: MPI_ERR_PROC_FAILED.*rank 2 has died; this call needs", done.stderr)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -37,6 +37,11 @@ def loss(module: nn.Module, indices: Any) -> Tensor:
     return nn.functional.mse_loss(module(X[indices].to(dtype)), Y[indices].to(dtype))
 
 
+def load(module: nn.Module, params: Collection[Tensor]) -> None:
+    """Copies flat parameters into a module."""
+    FlatModel(module).load_params(list(params))
+
+
 class Run:
     """What training gave on one rank."""
 
@@ -46,23 +51,33 @@ class Run:
         self.records = records
         self.is_worker = strategy.is_worker
         self.pending = strategy.pending
+        self.seconds = strategy.comm.now()
+
+    @property
+    def staleness(self) -> list[int]:
+        """Of every gradient applied on this rank, in order."""
+        return [s for record in self.records for s in record.staleness]
 
 
 def train(
     comm: Communicator,
-    name: str,
+    name: str | type[strategies.Strategy],
     options: dict | None = None,
     *,
-    optimizer: str = "momentum",
+    optimizer: str | Callable[[Any], torch.optim.Optimizer] = "momentum",
     batch: int = 4,
     samples: int = SAMPLES,
     epochs: int = 2,
     dtype: torch.dtype = torch.float64,
+    poison: Collection[tuple[int, int]] = (),
 ) -> Run:
-    """Collective. Trains by a strategy, with every step's computation on the virtual clock where there is one."""
-    cls = strategies.load(name)
+    """Collective. Trains by a strategy, with every step's computation on the virtual clock where there is one.
+
+    In every epoch the gradient of each (worker, step) in `poison` is NaN.
+    """
+    cls = strategies.load(name) if isinstance(name, str) else name
     module = model(dtype)
-    local = OPTIMIZERS[optimizer](module.parameters())
+    local = OPTIMIZERS.get(optimizer, optimizer)(module.parameters())
     channel = comm.split(0)
     strategy = cls(cls.Config(**(options or {})), channel, FlatModel(module))
     records: list[StepRecord] = []
@@ -72,7 +87,7 @@ def train(
     for epoch in range(epochs):
         plan = EpochPlan(samples, len(workers), batch, seed=1, epoch=epoch)
         if strategy.is_worker:
-            _steps(strategy, local, module, plan, workers.index(comm.rank), records)
+            _steps(strategy, local, module, plan, workers.index(comm.rank), records, poison)
         else:
             strategy.serve(local.step)
     run = Run(strategy, records)
@@ -81,7 +96,7 @@ def train(
     return run
 
 
-def _steps(strategy, local, module, plan: EpochPlan, worker: int, records: list[StepRecord]) -> None:
+def _steps(strategy, local, module, plan: EpochPlan, worker: int, records: list[StepRecord], poison) -> None:
     for step in range(plan.steps):
         sizes = plan.sizes(step)
         strategy.model.weight = sizes[worker] * len(sizes) / sum(sizes)
@@ -89,6 +104,8 @@ def _steps(strategy, local, module, plan: EpochPlan, worker: int, records: list[
         if sizes[worker]:
             local.zero_grad()
             loss(module, plan.indices(step, worker)).backward()
+            if (worker, step) in poison:
+                next(module.parameters()).grad.fill_(float("nan"))
             records.append(strategy.step(local.step))
         else:
             strategy.join(local.step)
@@ -96,15 +113,27 @@ def _steps(strategy, local, module, plan: EpochPlan, worker: int, records: list[
 
 
 def serial(
-    workers: int, *, optimizer: str = "momentum", batch: int = 4, samples: int = SAMPLES, epochs: int = 2
+    workers: int,
+    *,
+    optimizer: str = "momentum",
+    batch: int = 4,
+    samples: int = SAMPLES,
+    epochs: int = 2,
+    leave_out: Collection[tuple[int, int]] = (),
 ) -> list[Tensor]:
-    """One process with the batches of all workers together; its parameters as one flat tensor."""
+    """One process with the batches of all workers together; its parameters as one flat tensor.
+
+    In every epoch the batch of each (worker, step) in `leave_out` is missing; without any there is no step.
+    """
     module = model()
     local = OPTIMIZERS[optimizer](module.parameters())
     for epoch in range(epochs):
         plan = EpochPlan(samples, workers, batch, seed=1, epoch=epoch)
         for step in range(plan.steps):
-            indices = [i for worker in range(workers) for i in plan.indices(step, worker)]
+            present = [worker for worker in range(workers) if (worker, step) not in leave_out]
+            indices = [i for worker in present for i in plan.indices(step, worker)]
+            if not indices:
+                continue
             local.zero_grad()
             loss(module, indices).backward()
             local.step()

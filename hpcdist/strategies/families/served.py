@@ -66,6 +66,7 @@ class Served(Strategy):
         self.shard = self.shards.get(comm.rank)  # None: this rank doesn't serve
         self.children = self.roles.children(comm.rank)
         self.parents = self.roles.parents.get(comm.rank, ())
+        self.colocated = comm.rank in self.roles.workers and bool(self.children)
         self._clocks = [0] * len(self.parents)  # of the parameters that have come from each parent
         self._pauses = dict.fromkeys(self.children, 0)  # periods that each child has ended
         self.period = 1
@@ -83,10 +84,6 @@ class Served(Strategy):
     @property
     def alone(self) -> bool:
         return self.comm.size == 1
-
-    @property
-    def colocated(self) -> bool:
-        return self.is_worker and bool(self.children)
 
     # --- what a subclass defines ----------------------------------------------------------------------------------
     @abc.abstractmethod

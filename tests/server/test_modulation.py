@@ -1,0 +1,112 @@
+"""How much less a stale gradient counts: the rules' factors, and what a server makes of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hpcdist import strategies
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.errors import UnknownNameError
+from hpcdist.flat import FlatModel
+from hpcdist.server.mailbox import GRADIENT, Letter
+from hpcdist.server.modulation import RULES, factor
+
+STALENESS = (0, 1, 2, 5)
+RATE, SIZE = 0.1, 7
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("none", (1, 1, 1, 1)),
+        ("average", (1 / 4, 1 / 4, 1 / 4, 1 / 4)),
+        ("per-gradient", (1, 1, 1 / 2, 1 / 5)),
+        ("plus-one", (1, 1 / 2, 1 / 3, 1 / 6)),
+        ("exponential", (1, math.exp(-0.3), math.exp(-0.6), math.exp(-1.5))),
+    ],
+)
+def test_factors_of_staleness_0_1_2_5(rule, expected):
+    assert tuple(factor(rule, s, expected=4.0, decay=0.3) for s in STALENESS) == pytest.approx(expected, rel=1e-15)
+
+
+def test_no_rule_makes_a_gradient_count_for_more():
+    assert all(0 < factor(rule, s, expected=e) <= 1 for rule in RULES for s in range(40) for e in (0.0, 0.5, 1.0, 30.0))
+
+
+def test_an_unknown_rule_is_refused():
+    with pytest.raises(UnknownNameError, match="modulation must be one of average, .*; got 'by-luck'"):
+        factor("by-luck", 1)
+
+
+def _scripted(name, options, letters, workers, optimizer):
+    """A server that is given letters of (worker, clock, gradient) and nothing else; its parameters after each one."""
+
+    def body(comm):
+        module = torch.nn.Linear(SIZE, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.ones_(module.weight)
+        cls = strategies.load(name)
+        strategy = cls(cls.Config(**options), comm.split(0), FlatModel(module))
+        found, records = [strategy.model.params[0].clone()], []
+        strategy.on_record = records.append
+        if comm.rank == 0:
+            local = optimizer(module.parameters())
+            strategy._update = local.step  # as `serve` hands it over; the period is the script
+            for worker, clock, gradient in letters:
+                used = torch.ones(1, dtype=torch.bool)
+                strategy.receive(Letter(1 + worker, GRADIENT, 1.0, (clock,), [gradient.clone()], used))
+                found.append(strategy.model.params[0].clone())
+        comm.barrier()
+        strategy.close()
+        return found, [s for record in records for s in record.staleness]
+
+    return run_virtual(body, workers + 1)[0]
+
+
+def _gradients(count):
+    return list(torch.randn(count, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_update_is_the_mean_of_modulated_gradients(rule):
+    """(α/c) Σ f(τᵢ) gᵢ for 1-softsync of 4 workers, after 5 updates of zero gradients, at τ = 0, 1, 2, 5."""
+    gradients, zero = _gradients(4), torch.zeros(SIZE, dtype=torch.float64)
+    letters = [(worker, update, zero) for update in range(5) for worker in range(4)]
+    letters += [(worker, 5 - s, g) for worker, (s, g) in enumerate(zip(STALENESS, gradients, strict=True))]
+    options = {"splits": 1, "modulation": rule, "decay": 0.3}
+    found, staleness = _scripted("softsync", options, letters, 4, lambda p: torch.optim.SGD(p, lr=RATE))
+    factors = [factor(rule, s, expected=1.0, decay=0.3) for s in STALENESS]
+    expected = 1 - RATE / 4 * sum(f * g for f, g in zip(factors, gradients, strict=True))
+    assert staleness == [0] * 20 + list(STALENESS)
+    assert torch.equal(found[-2], torch.ones(SIZE, dtype=torch.float64)), "an update before its last gradient"
+    torch.testing.assert_close(found[-1], expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
+def test_every_optimisers_step_is_smaller_by_the_factor(rule, make):
+    """Adam undoes a constant factor of its gradients; the step must be smaller all the same."""
+    letters = [(0, 0, gradient) for gradient in _gradients(4)]  # one worker's, at staleness 0, 1, 2, 3
+    runs = {}
+    for modulation in ("none", rule):
+        options = {"modulation": modulation, "decay": 0.3}
+        found, staleness = _scripted("parameter_server", options, letters, 3, lambda p: make(p, lr=RATE))
+        runs[modulation] = found
+        assert staleness == [0, 1, 2, 3]
+    first = [b - a for a, b in zip(runs["none"], runs["none"][1:])]
+    second = [b - a for a, b in zip(runs[rule], runs[rule][1:])]
+    expected = [factor(rule, s, expected=3.0, decay=0.3) for s in range(4)]
+    if make is torch.optim.AdamW:  # its decay looks at the parameters, which differ from the second step on
+        first, second, expected = first[:1], second[:1], expected[:1]
+    for plain, modulated, less in zip(first, second, expected, strict=True):
+        torch.testing.assert_close(modulated, less * plain, rtol=1e-9, atol=1e-15)
+
+
+def test_average_divides_by_the_number_of_splits():
+    gradients = _gradients(6)
+    letters = [(worker, 0, gradient) for worker, gradient in enumerate(gradients)]
+    options = {"splits": 3, "modulation": "average"}
+    found, _ = _scripted("softsync", options, letters, 6, lambda p: torch.optim.SGD(p, lr=RATE))
+    torch.testing.assert_close(found[-1], 1 - RATE / 3 * sum(gradients) / 2, rtol=1e-14, atol=0)

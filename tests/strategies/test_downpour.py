@@ -1,0 +1,186 @@
+"""Downpour: pushes and fetches by their own schedules, Adagrad on the servers, and a warm start by one worker."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from strategies import problem
+
+from hpcdist import strategies
+from hpcdist.comm.virtual import Constant, Exponential, Jitter, Network, Straggler, run_virtual
+from hpcdist.errors import ConfigError
+from hpcdist.flat import FlatModel
+from hpcdist.server.mailbox import FETCH, GRADIENT, PAUSE, PUSH
+
+NAME = "downpour"
+
+
+def _train(options, size, name=NAME, **settings):
+    simulation = {key: settings.pop(key) for key in ("compute", "seed", "network") if key in settings}
+    return run_virtual(lambda comm: problem.train(comm, name, options, **settings), size, **simulation)
+
+
+def _noting():
+    """Downpour that notes which letters each server gets."""
+
+    class Noting(strategies.load(NAME)):
+        letters: list[tuple[int, int, int]] = []  # server, source, kind
+
+        def _deal(self, letter):
+            self.letters.append((self.comm.rank, letter.source, letter.kind))
+            super()._deal(letter)
+
+    return Noting
+
+
+# --- the server's rule ------------------------------------------------------------------------------------------------
+@pytest.mark.sizes(2, 3, 4)
+def test_the_kth_step_under_a_constant_gradient_is_the_rate_over_the_root_of_k(ranks):
+    """For one worker and any number of servers."""
+    rate, gradient = 0.3, torch.tensor([[2.0, -0.01, 5e3, -7.0, 1.0]], dtype=torch.float64)
+
+    def body(comm):
+        module = torch.nn.Linear(5, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.zeros_(module.weight)
+        cls = strategies.load(NAME)
+        channel = comm.split(0)
+        strategy = cls(cls.Config(rate=rate, servers=comm.size - 1), channel, FlatModel(module))
+        local, found = torch.optim.SGD(module.parameters(), lr=1.0), [module.weight.detach().clone()]
+        if strategy.is_worker:
+            for _ in range(20):
+                module.weight.grad = gradient.clone()
+                strategy.step(local.step)
+                found.append(module.weight.detach().clone())
+            strategy.pause()
+        else:
+            strategy.serve(local.step)
+        strategy.close()
+        channel.close()
+        return torch.stack(found)
+
+    params = ranks(body)[-1]
+    steps = params[:-1] - params[1:]
+    expected = rate / torch.arange(1, 21, dtype=torch.float64).sqrt()
+    torch.testing.assert_close(steps[:, 0], expected[:, None] * gradient.sign(), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("rule", ["adagrad", "optimizer"])
+@pytest.mark.parametrize("period", [{}, {"n_push": 3, "n_fetch": 5}], ids=str)
+def test_the_number_of_shards_does_not_change_the_trajectory_of_one_worker(rule, period):
+    found = []
+    for servers in (1, 2, 3, 5):
+        runs = _train({"servers": servers, "server_rule": rule, **period}, servers + 1, optimizer="adam", samples=50)
+        assert all(torch.equal(run.consensus[0], runs[0].consensus[0]) for run in runs)
+        found.append((runs[0].consensus[0], runs[-1].params[0]))
+    assert all(torch.equal(a, b) for other in found for a, b in zip(other, found[0], strict=True))
+
+
+def test_the_local_optimiser_of_colocated_servers_cannot_be_theirs_too():
+    with pytest.raises(ConfigError, match="must be 'adagrad' where strategy.servers is 'colocated'"):
+        strategies.load(NAME).Config(servers="colocated", server_rule="optimizer")
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("servers", [1, 2])
+def test_it_pushes_and_fetches_when_it_should(servers):
+    """31 steps: 10 pushes and 6 fetches, of which steps 15 and 30 are both; whole gradients, whole parameters."""
+    noting, workers, steps = _noting(), 2, 31
+    options = {"n_push": 3, "n_fetch": 5, "servers": servers}
+    settings = {"batch": 2, "samples": 2 * workers * steps, "epochs": 1}
+    runs = _train(options, servers + workers, name=noting, compute=Jitter(0.1, 0.2), **settings)
+    counts = Counter(noting.letters)
+    for worker in range(servers, servers + workers):
+        for server in range(servers):
+            kinds = {kind: counts[server, worker, kind] for kind in (PUSH, FETCH, GRADIENT, PAUSE)}
+            assert kinds == {PUSH: 8, FETCH: 4, GRADIENT: 2, PAUSE: 1}
+    n_bytes, word, names = problem.FlatModel(problem.model()).n_bytes, 8, 4
+    for run in runs[servers:]:
+        pushes = 10 * (n_bytes + servers * names)
+        letters = 14 * servers * 6 * word  # kind, weight, number of clocks, clock; ticket drawn and raised
+        assert sum(record.bytes_sent for record in run.records) == pushes + letters
+    assert [len(run.staleness) for run in runs[:servers]] == [10 * workers] * servers
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("servers", [1, "colocated"])
+def test_the_last_push_before_a_pause_is_not_lost(ranks, servers):
+    """Nobody waits for the answer to a push; the pause that follows must."""
+    options = {"n_push": 1, "n_fetch": 1000, "servers": servers}
+    slow = Network(latency_s=1.0, bandwidth_bytes_s=1e9)
+    runs = ranks(lambda comm: problem.train(comm, NAME, options, samples=40, epochs=3), network=slow)
+    workers = [run for run in runs if run.is_worker]
+    shards = len(runs) if servers == "colocated" else 1
+    steps = 3 * (40 // (4 * len(workers)) * len(workers) + -(-(40 % (4 * len(workers))) // 4))
+    assert sum(len(run.staleness) for run in runs) == shards * steps
+
+
+def test_gradients_in_the_sum_at_the_end_of_an_epoch_stay_for_the_next():
+    """5 steps an epoch, a push every 3: after 2 epochs 3 pushes, and one gradient left."""
+    runs = _train({"n_push": 3}, 2, samples=20, epochs=2)
+    assert len(runs[0].staleness) == 3
+
+
+def test_between_fetches_a_worker_is_on_its_own():
+    runs = _train({"n_fetch": 1000, "n_push": 2}, 4, compute=Jitter(0.1, 0.2))
+    steps = problem.SAMPLES // 12
+    for worker, run in enumerate(runs[1:]):
+        others = {(w, step) for w in range(3) if w != worker for step in range(steps)}
+        assert torch.equal(run.params[0], problem.serial(3, leave_out=others)[0])
+    assert not torch.equal(runs[0].consensus[0], runs[1].params[0])
+
+
+def test_staleness_counts_from_the_last_fetch():
+    """One worker, a fetch every 4 steps: the pushes in between are 0, 1, 2 and 3 updates after it."""
+    runs = _train({"n_fetch": 4}, 2, samples=80, epochs=1)
+    assert runs[0].staleness == [0, 1, 2, 3] * 5
+
+
+# --- warm start -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("servers", [1, 2, "colocated"])
+@pytest.mark.parametrize("compute", [Exponential(0.1), Straggler(Constant(0.1), 2, 5.0)], ids=repr)
+def test_the_first_pushes_are_the_first_workers_alone(servers, compute):
+    noting, warm = _noting(), 9
+    runs = _train({"warm_start": warm, "servers": servers}, 5, name=noting, compute=compute, epochs=1)
+    leader = 0 if servers == "colocated" else servers
+    for server in range(5 if servers == "colocated" else servers):
+        kinds = [(source, kind) for at, source, kind in noting.letters if at == server]
+        first = next(i for i, (source, kind) in enumerate(kinds) if source != leader and kind == GRADIENT)
+        before = [source for source, kind in kinds[:first] if kind == GRADIENT]
+        assert before == [leader] * len(before) and len(before) >= warm
+    for rank, run in enumerate(runs):
+        if run.is_worker:
+            dropped = [(record.step, record.dropped, record.event) for record in run.records if record.dropped]
+            text = "dropped: the gradient of before the warm start"
+            assert dropped == ([] if rank == leader else [(1, 1, text)])
+
+
+@pytest.mark.parametrize("servers", [1, 2, "colocated"])
+def test_a_leader_that_ends_its_epoch_before_the_warm_start_is_over_holds_nobody_up(servers):
+    runs = _train({"warm_start": 10_000, "servers": servers}, 4, compute=Jitter(0.1, 0.2), samples=50, epochs=3)
+    workers = [run for run in runs if run.is_worker]
+    assert sum(record.dropped for run in workers for record in run.records) == len(workers) - 1
+
+
+# --- learning ---------------------------------------------------------------------------------------------------------
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"n_push": 2, "n_fetch": 3}, {"servers": 2}, {"servers": "colocated"}, {"server_rule": "optimizer"}],
+    ids=str,
+)
+def test_it_learns_and_all_ranks_agree_in_the_end(ranks, options):
+    if options.get("servers") == 2 and ranks.size == 2:
+        options = {}
+
+    def body(comm):
+        run = problem.train(comm, NAME, {"rate": 0.05, **options}, optimizer="sgd", epochs=6)
+        return run, [p.tolist() for p in run.consensus]
+
+    found = ranks(body, compute=Jitter(0.1, 0.2), network=Network(1e-4, 1e9))
+    assert all(consensus == found[0][1] for _, consensus in found)
+    module = problem.model()
+    start = problem.loss(module, range(problem.SAMPLES)).item()
+    problem.load(module, found[0][0].consensus)
+    assert problem.loss(module, range(problem.SAMPLES)).item() < 0.9 * start

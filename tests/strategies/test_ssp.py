@@ -1,0 +1,157 @@
+"""Stale synchronous parallel: a bound on how far ahead anybody reads, kept at every read under any straggler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from strategies import problem
+
+from hpcdist import strategies
+from hpcdist.comm.virtual import Constant, Exponential, Jitter, Straggler, run_virtual
+
+NAME = "ssp"
+SLOW = Straggler(Constant(0.1), 2, 4.0)
+
+
+def _train(options, size, name=NAME, **settings):
+    simulation = {key: settings.pop(key) for key in ("compute", "seed", "network") if key in settings}
+    return run_virtual(lambda comm: problem.train(comm, name, options, **settings), size, **simulation)
+
+
+def _watched():
+    """SSP that notes at every answer how far ahead its reader is, by clocks of our own, and right after every step."""
+
+    class Watched(strategies.load(NAME)):
+        reads: list[int] = []
+        gaps: list[int] = []
+
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.clocks = dict.fromkeys(self.roles.workers, 0)
+
+        def receive(self, letter):
+            self.clocks[letter.source] += 1
+            self.gaps.append(self.clocks[letter.source] - min(self.clocks.values()))
+            super().receive(letter)
+
+        def may_go(self, held):
+            answered = super().may_go(held)
+            if answered and self.active() == list(self.clocks):
+                self.reads.append(self.clocks[held.letter.source] - min(self.clocks.values()))
+            return answered
+
+    return Watched
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+@pytest.mark.parametrize("compute", [SLOW, Exponential(0.1)], ids=repr)
+def test_nobody_reads_further_ahead_than_the_bound(bound, compute):
+    watched = _watched()
+    runs = _train({"bound": bound}, 5, name=watched, compute=compute, batch=2, epochs=1)
+    assert len(watched.reads) > 100
+    assert max(watched.reads) <= bound
+    assert max(watched.gaps) == bound + 1, "right after a step it is one more"
+    if compute is SLOW or bound < 3:
+        assert max(watched.reads) == bound, "the bound isn't used"
+    assert sum(len(run.staleness) for run in runs) == sum(len(run.records) for run in runs[1:])
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_read_includes_what_every_worker_had_done_by_then_and_ones_own_step(bound):
+    """The gradients in an answer's parameters, counted: 1 per gradient at a learning rate of 1."""
+    size, steps = 4, 12
+    workers = size - 1
+
+    def body(comm):
+        module = torch.nn.Linear(workers, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.zeros_(module.weight)
+        cls = strategies.load(NAME)
+        strategy = cls(cls.Config(bound=bound), comm.split(0), problem.FlatModel(module))
+        local = torch.optim.SGD(module.parameters(), lr=1.0)
+        found = []
+        if not strategy.is_worker:
+            strategy.serve(local.step)
+        else:
+            for step in range(steps):
+                comm.compute()
+                gradient = torch.zeros(1, workers, dtype=torch.float64)
+                gradient[0, comm.rank - 1] = -workers  # divided by the number of workers: 1
+                module.weight.grad = gradient
+                strategy.step(local.step)
+                found.append((step + 1, module.weight.detach().flatten().round(decimals=9).tolist()))
+            strategy.pause()
+        strategy.close()
+        return found
+
+    for rank, found in enumerate(run_virtual(body, size, compute=Straggler(Exponential(0.1), 1, 3.0))[1:]):
+        for clock, seen in found:
+            assert seen[rank] == clock, "not its own writes"
+            assert min(seen) >= clock - bound, "not all updates of workers with clock < c - s"
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("servers", [1, 2, "colocated"])
+def test_a_bound_of_0_is_hardsync_to_the_bit(optimizer, servers):
+    size = 3 if servers == "colocated" else 3 + servers
+    settings = {"optimizer": optimizer, "samples": 50, "compute": Exponential(0.1)}
+    runs = _train({"bound": 0, "servers": servers}, size, **settings)
+    hard = _train({"servers": servers}, size, name="hardsync", **settings)
+    assert all(torch.equal(a.consensus[0], b.consensus[0]) for a, b in zip(runs, hard, strict=True))
+    assert {s for run in runs for s in run.staleness} == {0}
+    assert runs[0].seconds == hard[0].seconds
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("servers", [1, "colocated"])
+def test_on_these_ranks_a_bound_of_0_equals_one_process(ranks, servers):
+    runs = ranks(lambda comm: problem.train(comm, NAME, {"bound": 0, "servers": servers}, samples=50))
+    (expected,) = problem.serial(ranks.size - (servers == 1), samples=50)
+    for run in runs:
+        torch.testing.assert_close(run.consensus[0], expected, rtol=0, atol=1e-12)
+
+
+def test_a_large_bound_never_waits():
+    runs = _train({"bound": 10**6}, 4, compute=SLOW, epochs=1, batch=2)
+    steps = len(runs[1].records)
+    for rank, run in enumerate(runs[1:], 1):
+        assert all(record.waited_for == {} and record.waiting_s == 0.0 for record in run.records)
+        assert sum(record.computing_s for record in run.records) == pytest.approx((0.4 if rank == 2 else 0.1) * steps)
+
+
+def test_the_records_say_who_held_a_worker_up_and_for_how_long():
+    """Once the fast ones are 2 steps ahead, they are held up 0.3 s of the straggler's 0.4 s at every step."""
+    runs = _train({"bound": 2}, 4, compute=SLOW, epochs=1, batch=2)
+    steps = len(runs[1].records)
+    assert all(record.waited_for == {} for record in runs[2].records)
+    for run in (runs[1], runs[3]):
+        held = [record.waited_for for record in run.records if record.waited_for]
+        assert all(set(found) == {2} for found in held)
+        assert sum(found[2] for found in held) == pytest.approx(0.3 * steps, rel=0.1)
+        assert [found[2] for found in held][3:-3] == pytest.approx([0.3] * (len(held) - 6), abs=1e-6)
+        assert sum(record.waiting_s for record in run.records) == pytest.approx(sum(f[2] for f in held), rel=1e-5)
+    assert runs[0].seconds == pytest.approx(0.4 * steps)
+
+
+@pytest.mark.parametrize("samples", [1, 5, 41])
+def test_workers_without_samples_hold_nobody_up(samples):
+    runs = _train({"bound": 1}, 5, compute=SLOW, samples=samples, epochs=3)
+    full, rest = divmod(samples, 4 * 4)
+    assert sum(len(run.staleness) for run in runs) == 3 * (4 * full + -(-rest // 4))
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize("servers", [1, 2, "colocated"])
+def test_it_learns_and_all_ranks_agree_in_the_end(ranks, servers):
+    if servers == 2 and ranks.size == 2:
+        servers = 1
+
+    def body(comm):
+        run = problem.train(comm, NAME, {"servers": servers}, optimizer="sgd", epochs=6)
+        return run, [p.tolist() for p in run.consensus]
+
+    found = ranks(body, compute=Jitter(0.1, 0.2))
+    assert all(consensus == found[0][1] for _, consensus in found)
+    module = problem.model()
+    start = problem.loss(module, range(problem.SAMPLES)).item()
+    problem.load(module, found[0][0].consensus)
+    assert problem.loss(module, range(problem.SAMPLES)).item() < 0.8 * start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ class Inner(Settings):
     betas: tuple[float, float] = (0.9, 0.999)
     grid: tuple[tuple[int, ...], ...] | None = None
     names: list[str] = Field(default_factory=list)
-    every: int | Literal["auto"] = "auto"
+    every: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     overlap: bool | None = None
 
 

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
@@ -198,6 +198,8 @@ def _tuples(value: Any) -> Any:
 def _type_text(annotation: Any) -> str:
     if annotation is NoneType:
         return "none"
+    if get_origin(annotation) is Annotated:
+        return _type_text(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return "|".join(map(str, get_args(annotation)))
     branches = _branches(annotation)

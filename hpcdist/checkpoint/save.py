@@ -29,8 +29,9 @@ def save(
     """Collective. Saves every rank's state as the checkpoint of `step` and returns its path.
 
     It returns once the checkpoint is durable on all ranks. Until then the ones before it stay. What crashed attempts
-    have left in the folder is removed; where ranks have died the others save, and count as that many; two runs must not share a folder. A checkpoint of the same step is replaced;
-    those of later steps (the run went back) are renamed and kept, with a warning. Messages: three small exchanges.
+    have left in the folder is removed; two runs must not share a folder. Where ranks have died the others save, and
+    count as that many. A checkpoint of the same step is replaced; those of later steps (the run went back) are renamed
+    and kept, with a warning. Messages: three small exchanges.
 
     Args:
         folder: on a file system that all ranks see; made where it is missing.

@@ -60,7 +60,7 @@ class Mailbox:
 
     Args:
         shards: what each server's letters and answers cover; an aggregator's cover all.
-        like: flat tensors as long as a whole letter; lengths and dtypes, which agree on all ranks, are all that is used.
+        like: flat tensors as long as a whole letter; only lengths and dtypes are used, the same on all ranks.
         names: how many flags say which parameters have a gradient.
         clocks: the most gradients that a letter is the sum of.
     """
@@ -152,8 +152,8 @@ class Mailbox:
     def wait(self) -> list[Answer]:
         """Blocks until every parent has answered; what each one said."""
         if not self.answered():
-            who = ", ".join(map(str, self._parents))
-            self._words.wait(lambda _: self.answered(), offset=self._answers_at, what=f"the answer of server rank {who}")
+            what = f"the answer of server rank {', '.join(map(str, self._parents))}"
+            self._words.wait(lambda _: self.answered(), offset=self._answers_at, what=what)
         return [Answer(int(w[_CLOCK]), int(w[_BLOCKER]), int(w[_HELD_US]) * 1e-6) for w in self._told]
 
     @property

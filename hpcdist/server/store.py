@@ -65,14 +65,15 @@ class Store:
         The rate is modulated by taking only that part of the optimiser's step, which is the same for every optimiser
         whose step is proportional to its rate: all of torch's but LBFGS and Rprop.
         """
-        for grad, total in zip(self._shard.of(self._model.grads), self.sums, strict=True):
-            if self._apart:
+        if self._apart:
+            for grad, total in zip(self._shard.of(self._model.grads), self.sums, strict=True):
                 grad.copy_(total)
-            if divisor != 1.0:
+        if divisor != 1.0:
+            for grad in self._shard.of(self._model.grads):
                 grad.div_(divisor)
         self._model.release(self.used & self._owned)
-        params = self._shard.of(self._model.params)
-        before = [p.clone() for p in params] if rate != 1.0 else []
+        params = self._shard.of(self._model.params) if rate != 1.0 else []
+        before = [p.clone() for p in params]
         # An optimiser changes whole parameters, also where a shard's border cuts one; the other side stays.
         outside = [self._model.params[group][start:stop] for group, start, stop in self._outside]
         saved = [view.clone() for view in outside]

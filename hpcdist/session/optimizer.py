@@ -93,7 +93,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     Args:
         strategy: a name of `hpcdist.strategies.available()`.
-        clip_norm: largest 2-norm of all gradients together, applied where the update is made.
+        clip_norm: largest 2-norm of all gradients together, applied where the update is made; on one of several servers
+            that of its shard's gradients.
         bucket_bytes: gradients are reduced in buckets of about this size.
         options: the strategy's own, see its Config or `hpcdist strategies`.
 

@@ -41,6 +41,8 @@ class AllReduce(Strategy):
         )
         accumulation: int = Field(1, ge=1, description="backward passes per step, whose gradients add up")
 
+    reduces_in_backward = True
+
     def __init__(self, config: Config, comm, model):
         super().__init__(config, comm, model)
         self.updates = 0

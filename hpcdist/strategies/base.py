@@ -58,6 +58,8 @@ class Strategy(abc.ABC):
             "stop", description="a NaN or infinite gradient: end the run, leave the update out, or look away"
         )
 
+    reduces_in_backward = False  # takes gradients, where `overlap` is not "off", before the backward pass has ended
+
     def __init__(self, config: Config, comm: Communicator, model: FlatModel):
         self.config, self.comm, self.model = config, comm, model
         self.steps = 0  # taken by this rank

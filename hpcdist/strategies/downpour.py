@@ -24,7 +24,8 @@ class Downpour(Served):
     optimiser instead; then `n_push = n_fetch = 1` is `parameter_server`, to the bit for the same order of arrival.
 
     `warm_start` pushes are the first worker's alone: each other one drops its first gradient and starts from what that
-    has reached. Gradients in a worker's sum at the end of an epoch stay for the next one.
+    has reached. An epoch's end or a checkpoint ends the warm start early, since all ranks meet there. Gradients in a
+    worker's sum at the end of an epoch stay for the next one.
 
     The staleness in the records is that of pushes: the server's clock at application minus that of the parameters
     last fetched before the push. Bytes per worker: one gradient vector per push, one parameter vector per fetch.

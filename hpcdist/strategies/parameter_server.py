@@ -18,7 +18,7 @@ class ParameterServer(Stale):
     the gradient's; its mean is λ − 1 for λ workers. On one rank the optimiser runs locally.
 
     With several servers each has a shard of the parameters, with a clock of its own. `overlap` is the communication
-    of Rudra-adv*: the worker computes its next gradient while the last one travels.
+    of Rudra-adv*: the worker computes its next gradient while the last one travels; the mean staleness is 2λ − 1 then.
 
     Bytes per worker and step: one gradient vector put by the worker, one parameter vector put by the servers.
 

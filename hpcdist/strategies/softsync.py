@@ -18,7 +18,8 @@ class Softsync(Stale):
     gradients, but is not hardsync, since nobody waits: staleness is 0, 1 or 2. n = λ is the asynchronous
     `parameter_server`. The mean staleness is (λ − 1)/c when each worker pulls right after its gradient is taken, "about
     n"; one below 2n holds for workers of about equal speed, not by protocol: `max_staleness` gives a hard bound.
-    `modulation = "average"` divides the learning rate by n.
+    `modulation = "average"` divides the learning rate by n. Aggregators answer with what they were given last, which
+    adds less than n updates of staleness per level of a tree; `overlap` adds n.
 
     Gradients that wait for their update at the end of an epoch are part of the next one's first update.
 

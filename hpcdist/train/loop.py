@@ -76,6 +76,7 @@ class Trainer:
         self.precision = Precision(config.amp, self.device)
         self._writer: RecordWriter | None = None
         self._losses: list[float] = []
+        self._gradients = 0  # that a server has applied in this epoch
 
     def _make_model(self) -> None:
         config = self.config
@@ -87,7 +88,7 @@ class Trainer:
         fields = strategies.load(config.strategy.name).Config.model_fields
         if "seed" in fields:
             options.setdefault("seed", config.seed)
-        if config.amp == "fp16" and "overlap" in fields:
+        if config.amp == "fp16" and strategies.load(config.strategy.name).reduces_in_backward:
             options["overlap"] = "off"  # gradients are divided by the loss scale after the backward pass
         session.DistributedOptimizer(
             self.optimizer, module, config.strategy.name, clip_norm=config.clip_norm, **options
@@ -154,6 +155,7 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         self.position.epoch, self.position.consumed = self.position.epoch + 1, 0
+        self._gradients = 0
         if self.position.epoch % self.config.eval_every == 0 or self.position.epoch == self.config.epochs:
             self.metrics = evaluate(self.job, self.strategy, self.comm, self._test)
         left = tuple(rank for rank in self.workers if rank in self.comm.living)
@@ -212,9 +214,12 @@ class Trainer:
     # --- what is written ------------------------------------------------------------------------------------------
     def _write(self, record: StepRecord) -> None:
         self._writer.write(record)
-        if not self.strategy.is_worker and record.clock % self.config.log_every == 0:
-            # An estimate, for not all batches are full.
-            self._show(min(record.clock * self.config.batch_size, (self.position.epoch + 1) * len(self._train)))
+        if not self.strategy.is_worker and record.staleness:
+            before, self._gradients = self._gradients, self._gradients + len(record.staleness)
+            if before // self.config.log_every < self._gradients // self.config.log_every:
+                # An estimate, for not all batches are full.
+                epoch, samples = self.position.epoch, len(self._train)
+                self._show(min(epoch * samples + self._gradients * self.config.batch_size, (epoch + 1) * samples))
 
     def _show(self, samples: int) -> None:
         if self._report is not None:

@@ -34,7 +34,7 @@ def launch(
     timeout_s: float = 60.0,
     options: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python *arguments` on `size` ranks, with further `options` of mpirun; stdout, stderr (as text) and the exit status.
+    """Runs `python *arguments` on `size` ranks, with further `options` of mpirun; stdout, stderr and the exit status.
 
     Raises subprocess.TimeoutExpired, after ending the job, if it takes longer than `timeout_s`.
     """

@@ -49,7 +49,8 @@ def test_few_workers_need_no_aggregators(workers, fan_in):
 
 
 @pytest.mark.parametrize(
-    ("size", "fan_in", "aggregators", "workers"), [(7, 2, 2, 4), (15, 2, 6, 8), (13, 3, 3, 9), (31, 5, 5, 25), (4, 2, 1, 2)]
+    ("size", "fan_in", "aggregators", "workers"),
+    [(7, 2, 2, 4), (15, 2, 6, 8), (13, 3, 3, 9), (31, 5, 5, 25), (4, 2, 1, 2)],
 )
 def test_as_many_ranks_work_as_can(size, fan_in, aggregators, workers):
     roles = assign(size, 1, fan_in)
@@ -69,7 +70,7 @@ def test_one_rank_works_alone(servers):
 
 @pytest.mark.parametrize(("size", "servers"), [(2, 2), (2, 3), (4, 9)])
 def test_a_rank_must_be_left_to_work(size, servers):
-    with pytest.raises(ConfigError, match=f"servers must leave at least one rank to be a worker; got {servers} on {size}"):
+    with pytest.raises(ConfigError, match=f"must leave at least one rank to be a worker; got {servers} on {size} r"):
         assign(size, servers)
 
 
@@ -78,7 +79,7 @@ def test_a_rank_must_be_left_to_work(size, servers):
 @pytest.mark.parametrize("size", [1, 5])
 def test_a_tree_has_one_root(name, servers, size):
     cls = strategies.load(name)
-    with pytest.raises(ConfigError, match=f"fan_in must go with one server, the root .*; got strategy.servers {servers}"):
+    with pytest.raises(ConfigError, match=f"fan_in must go with one server, .*; got strategy.servers {servers}"):
         cls.worker_ranks(cls.Config(servers=servers, fan_in=2), size)
 
 

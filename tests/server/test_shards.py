@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from hpcdist.server.shards import Shard, cut
 
-groups = st.lists(
-    st.tuples(st.integers(0, 40), st.sampled_from([torch.float64, torch.float32, torch.bfloat16])), min_size=1, max_size=4
-).map(lambda found: [torch.zeros(length, dtype=dtype) for length, dtype in found])
+dtypes = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
+groups = st.lists(st.tuples(st.integers(0, 40), dtypes), min_size=1, max_size=4).map(
+    lambda found: [torch.zeros(length, dtype=dtype) for length, dtype in found]
+)
 
 
 @given(groups, st.integers(1, 9))

@@ -93,8 +93,8 @@ def test_a_shard_is_updated_as_in_the_whole_and_the_rest_stays(count, apart):
     stores = []
     for shard in shards:
         module, model = _model()
-        stores.append((Store(model, shard, apart=apart), torch.optim.Adam(module.parameters(), lr=0.1, weight_decay=0.1),
-                       model, model.copy_params()[0]))  # fmt: skip
+        local = torch.optim.Adam(module.parameters(), lr=0.1, weight_decay=0.1)
+        stores.append((Store(model, shard, apart=apart), local, model, model.copy_params()[0]))
     for step in range(5):
         reference_store.add(_letter(whole, everything, step))
         reference_store.apply(optimizer.step, 1.0)

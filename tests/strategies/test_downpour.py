@@ -97,7 +97,7 @@ def test_it_pushes_and_fetches_when_it_should(servers):
             assert kinds == {PUSH: 8, FETCH: 4, GRADIENT: 2, PAUSE: 1}
     n_bytes, word, names = problem.FlatModel(problem.model()).n_bytes, 8, 4
     for run in runs[servers:]:
-        pushes = 10 * (n_bytes + servers * names)
+        pushes = 10 * n_bytes + servers * names  # which parameters have a gradient is told once, as it stays the same
         letters = 14 * servers * 6 * word  # kind, weight, number of clocks, clock; ticket drawn and raised
         assert sum(record.bytes_sent for record in run.records) == pushes + letters
     assert [len(run.staleness) for run in runs[:servers]] == [10 * workers] * servers

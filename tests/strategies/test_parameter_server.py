@@ -12,6 +12,7 @@ from strategies.replay import asynchronous, logged
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Exponential, Jitter, Network, Straggler, run_virtual
 from hpcdist.errors import ConfigError
+from hpcdist.flat import FlatModel
 
 NAME = "parameter_server"
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["momentum", "adam"])
@@ -70,7 +71,7 @@ def test_a_bound_of_staleness_drops_and_counts(bound):
 
 @pytest.mark.parametrize("workers", [1, 4, 10])
 def test_overlap_costs_as_many_updates_of_staleness_as_there_are_workers(workers):
-    """A gradient is of the parameters that came with the last answer but one: two rounds of everybody's, less itself."""
+    """A gradient is of the parameters that came with the last answer but one: two rounds of all, less itself."""
     network = Network(latency_s=1e-5, bandwidth_bytes_s=1e9)
     runs = run_virtual(
         lambda comm: problem.train(comm, NAME, {"overlap": True}, batch=1, epochs=2),
@@ -166,6 +167,55 @@ def test_one_worker_equals_one_process_to_the_bit_whatever_the_number_of_servers
     (expected,) = problem.serial(1, optimizer=optimizer, samples=50)
     assert all(torch.equal(run.consensus[0], expected) for run in runs)
     assert set(_staleness(runs)) == {0}
+
+
+class Mixed(torch.nn.Module):
+    """Parameters of three dtypes, one of them complex, one frozen, one that has no gradient in some steps."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        for name, shape, dtype in [
+            ("a", (3, 2), torch.float32), ("b", (5,), torch.float64), ("c", (2,), torch.complex64),
+            ("d", (4,), torch.float32), ("e", (1,), torch.bfloat16), ("f", (2,), torch.float64),
+        ]:  # fmt: skip
+            value = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+            setattr(self, name, torch.nn.Parameter(value, requires_grad=name != "f"))
+
+    def backward(self, step):
+        total = sum((p * p.conj()).real.sum().double() * (step + 1) for p in (self.a, self.b, self.c, self.e))
+        (total if step % 2 else total + self.d.double().sum()).backward()
+
+
+@OPTIMIZERS
+@pytest.mark.sizes(2, 3, 4, 10)
+@pytest.mark.parametrize("name", [NAME, "hardsync", "downpour"])
+def test_one_worker_of_any_model_equals_one_process_to_the_bit(ranks, optimizer, name):
+    """Several dtypes, more servers than some of them have elements, parameters without a gradient."""
+    rule = {"server_rule": "optimizer"} if name == "downpour" else {}
+
+    def trained(strategy, module):
+        local = problem.OPTIMIZERS[optimizer](module.parameters())
+        for step in range(4 if strategy is None or strategy.is_worker else 0):
+            local.zero_grad()
+            module.backward(step)
+            local.step() if strategy is None else strategy.step(local.step)
+        if strategy is not None:
+            strategy.pause() if strategy.is_worker else strategy.serve(local.step)
+
+    def body(comm):
+        module, channel, cls = Mixed(), comm.split(0), strategies.load(name)
+        strategy = cls(cls.Config(servers=comm.size - 1, **rule), channel, FlatModel(module))
+        trained(strategy, module)
+        params = strategy.consensus()[0]
+        strategy.close()
+        channel.close()
+        return params
+
+    expected = FlatModel(Mixed())
+    trained(None, expected.module)
+    for params in ranks(body):
+        assert all(torch.equal(a, b) for a, b in zip(params, expected.params, strict=True))
 
 
 @pytest.mark.sizes(2, 3, 4)

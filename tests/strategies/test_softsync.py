@@ -11,6 +11,7 @@ from strategies import problem
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Exponential, Jitter, Network, Straggler, run_virtual
 from hpcdist.errors import ConfigError
+from hpcdist.flat import FlatModel
 
 NAME = "softsync"
 
@@ -69,6 +70,16 @@ def test_a_bound_of_staleness_holds_under_a_straggler():
     posted = sum(len(run.records) for run in runs[1:])
     assert dropped > 0 and max(_staleness(runs)) <= 8
     assert len(_staleness(runs)) + dropped + runs[0].pending == posted
+
+
+@pytest.mark.parametrize("splits", [2, 4])
+def test_overlap_costs_n_updates_of_staleness(splits):
+    means = []
+    for overlap in (False, True):
+        options = {"splits": splits, "overlap": overlap}
+        runs = _train(options, 9, batch=1, epochs=1, compute=Jitter(0.1, 0.1), network=Network(1e-5, 1e9))
+        means.append(_mean(_staleness(runs)))
+    assert means[1] - means[0] == pytest.approx(splits, rel=0.12)
 
 
 # --- updates ----------------------------------------------------------------------------------------------------------
@@ -181,18 +192,29 @@ def test_a_tree_adds_less_than_n_of_staleness_per_level(size, fan_in, splits, le
     assert 0 < more < levels * splits
 
 
+def test_in_a_tree_the_learning_rate_is_divided_by_n_once():
+    """All 4 gradients are of the first parameters: two updates, each of two, at half the rate."""
+    start, moved = FlatModel(problem.model()).params[0], {}
+    for modulation in ("none", "average"):
+        options = {"splits": 2, "fan_in": 2, "modulation": modulation}
+        runs = _train(options, 7, optimizer="sgd", samples=16, epochs=1)
+        assert sum(run.is_worker for run in runs) == 4 and len(runs[0].records) == 2
+        moved[modulation] = runs[0].consensus[0] - start
+    torch.testing.assert_close(moved["average"], moved["none"] / 2, rtol=1e-12, atol=1e-15)
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("options", "size", "message"),
     [
         ({"splits": 4}, 4, "strategy.splits must be at most the number of workers, 3; got 4"),
         ({"splits": 3, "servers": "colocated"}, 2, "strategy.splits must be at most the number of workers, 2; got 3"),
-        ({"fan_in": 2, "modulation": "per-gradient"}, 7, "fan_in must go with modulation .* got modulation per-gradient"),
+        ({"fan_in": 2, "modulation": "plus-one"}, 7, "fan_in must go with modulation .* got modulation plus-one"),
         ({"fan_in": 2, "max_staleness": 3}, 7, "fan_in must go with .* max_staleness 3. Leave fan_in out"),
         ({"fan_in": 2, "servers": 2}, 7, "fan_in must go with one server"),
         ({"overlap": True, "servers": "colocated"}, 3, "strategy.overlap must be false where .*; got true"),
     ],
-)  # fmt: skip
+)
 def test_combinations_that_contradict_each_other_are_refused(options, size, message):
     with pytest.raises(ConfigError, match=message):
         _train(options, size)

@@ -9,9 +9,10 @@ import torch
 from train import tiny
 
 from hpcdist import checkpoint, strategies
-from hpcdist.comm.virtual import Constant, run_virtual
+from hpcdist.comm.virtual import ComputeModel, Constant, run_virtual
 from hpcdist.errors import CheckpointError, MismatchError, NonFiniteError
-from hpcdist.records import load_summary, read_records
+from hpcdist.records import digest, load_summary, read_records
+from hpcdist.train import resume as resuming
 
 every = pytest.mark.parametrize("name", strategies.available())
 
@@ -67,6 +68,87 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_p
         assert all(torch.equal(a, b) for a, b in zip(tensors, tensors_resumed, strict=True))
         assert resumed.samples == expected.samples, "steps were recorded twice or not at all"
         assert resumed.metrics == expected.metrics
+
+
+class Paces(ComputeModel):
+    """Every rank has a pace of its own, so that letters arrive in one order only, whenever the clock began."""
+
+    def draw(self, rank, generator):
+        return 0.1 * (rank + 2) ** (1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        (("hardsync",), 3),
+        (("hardsync", "servers=2"), 4),
+        (("hardsync", "servers=colocated"), 3),
+        (("hardsync", "fan_in=2"), 5),
+        (("parameter_server", "servers=2"), 4),
+        (("parameter_server", "overlap=true"), 4),
+        (("softsync", "splits=2"), 6),  # 5 workers, c = 2: after 5 or 7 steps of each a gradient is left
+        (("softsync", "splits=2", "servers=colocated"), 5),
+        (("softsync", "fan_in=2"), 7),
+        (("ssp", "bound=2"), 4),
+        (("downpour", "n_push=3", "n_fetch=4", "rate=0.003"), 3),
+        (("downpour", "servers=2", "server_rule=optimizer"), 4),
+        (("downpour", "servers=colocated", "n_push=2"), 3),
+        (("downpour", "warm_start=9"), 3),
+        (("easgd", "period=2"), 3),
+        (("easgd", "period=3", "servers=colocated"), 3),
+        (("eamsgd", "period=2", "servers=2"), 4),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_with_servers_ends_where_the_uninterrupted_one_ends(tmp_path, options, size):
+    """With what servers and workers hold between steps: sums, centres, clocks, momentum, gradients not yet applied."""
+    whole, interrupted, at = tmp_path / "whole", tmp_path / "interrupted", 5
+    name, *rest = options
+    rest = [f"strategy.{option}" for option in rest]
+    saving = (f"strategy={name}", *rest, f"checkpoint.every_steps={at}", "epochs=1", "batch_size=8")
+
+    def body(comm):
+        expected = _run(comm, whole, *saving)
+        trainer = tiny.trainer(comm, interrupted, *saving)
+        _interrupt_after(trainer, at)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run()
+        pending = trainer.strategy.pending
+        trainer.close()
+        path = checkpoint.latest(interrupted / "run" / "checkpoints")
+        return expected, _run(comm, interrupted, *saving, resume=path), pending
+
+    found = run_virtual(body, size, compute=Paces())
+    for (expected, tensors), (resumed, tensors_resumed), _ in found:
+        assert resumed.sha256 == expected.sha256
+        assert all(torch.equal(a, b) for a, b in zip(tensors, tensors_resumed, strict=True))
+        assert (resumed.samples, resumed.metrics) == (expected.samples, expected.metrics)
+        assert resumed.staleness == expected.staleness
+    if "splits=2" in options:
+        assert any(pending for *_, pending in found), "no gradient without an update: the test shows nothing"
+
+
+SERVED = [name for name in strategies.available() if "servers" in strategies.load(name).Config.model_fields]
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize(
+    ("servers", "before", "after"),
+    [(1, 4, 1), (1, 1, 4), (2, 4, 3), (2, 3, 5), ("colocated", 4, 2), ("colocated", 1, 3)],
+)
+def test_on_another_number_of_ranks_it_goes_on_from_what_the_servers_had(tmp_path, name, servers, before, after):
+    options = (f"strategy={name}", f"strategy.servers={servers}", "epochs=1", "checkpoint.every_steps=1")
+    summary = run_virtual(lambda comm: _run(comm, tmp_path, *options)[0], before, compute=Paces())[0]
+    path = checkpoint.latest(tmp_path / "run" / "checkpoints")
+
+    def body(comm):
+        trainer = tiny.trainer(comm, tmp_path, *options)
+        resuming.load(trainer, path)
+        found = digest(trainer.strategy.consensus()[0])
+        trainer.close()
+        return found
+
+    assert run_virtual(body, after) == [summary.sha256] * after
 
 
 def _interrupt_after(trainer, step):

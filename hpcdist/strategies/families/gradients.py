@@ -92,6 +92,11 @@ class Gradients(Served):
         return Outcome(self.clock, staleness=self._take_applied(), event=event, waited_for=waited)
 
     # --- the server -----------------------------------------------------------------------------------------------
+    @property
+    def _aggregates(self) -> bool:
+        """Whether this rank passes sums on to its own parent, instead of making updates of them."""
+        return self.comm.rank in self.roles.aggregators
+
     def receive(self, letter: Letter) -> None:
         reason = self.refused(letter) if letter.weight else None
         if reason is not None:
@@ -123,13 +128,15 @@ class Gradients(Served):
     def _add(self, held: Held) -> None:
         if not held.added:
             held.added = True
-            self.store.add(held.letter, self.factor(self._staleness(held.letter.clocks[0])))
+            # An aggregator leaves it to the server, which knows how stale a gradient is when it is applied.
+            less = 1.0 if self._aggregates else self.factor(self._staleness(held.letter.clocks[0]))
+            self.store.add(held.letter, less)
 
     def _apply(self) -> None:
         for held in sorted(self.held, key=lambda h: h.letter.source):
             self._add(held)
             held.applied = True
-        if self.comm.rank in self.roles.aggregators:
+        if self._aggregates:
             self._pass_on()
         elif self.store.weights:
             self._make_update()
@@ -187,7 +194,7 @@ class Stale(Gradients):
         """Options of servers of gradients that may be stale."""
 
         overlap: bool = Field(
-            False, description="compute the next gradient while the last one travels, at one update more of staleness"
+            False, description="compute the next gradient while the last one travels: n more updates of staleness"
         )
         modulation: Rule = Field("none", description="how the learning rate falls with staleness")
         decay: float = Field(0.1, ge=0, description="k of the exponential modulation exp(-k * staleness)")

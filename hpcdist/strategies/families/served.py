@@ -44,8 +44,8 @@ class Served(Strategy):
         def _shards_wait_for_their_owners(self):
             if self.servers == "colocated" and self.learner_deadline_s is not None:
                 raise ValueError(
-                    "strategy.learner_deadline_s must be none where strategy.servers is 'colocated', where all wait for "
-                    f"every rank's shard; got {self.learner_deadline_s}. Give ranks of their own to the servers."
+                    "strategy.learner_deadline_s must be none where strategy.servers is 'colocated', where all wait "
+                    f"for every rank's shard; got {self.learner_deadline_s}. Give ranks of their own to the servers."
                 )
             return self
 

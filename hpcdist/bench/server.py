@@ -1,6 +1,4 @@
-"""Updates per second through parameter servers, beside the same exchange by send and recv on gloo: the figures of
-`hpcdist bench server`.
-"""
+"""Updates per second through parameter servers, beside send and recv on gloo: the figures of `hpcdist bench server`."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from hpcdist.strategies.parameter_server import ParameterServer
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 50_000_000)  # float32 parameters
 WORKERS = (1, 2, 4)
 SERVERS = (1, 2)
-SIDES = ("parameter_server", "gloo")
+SIDES = ("ours", "gloo")
 RATE = 1e-3
 PHASE_S, MOST_STEPS = 0.25, 2000  # one timing of a side takes about so long, if its steps are that short
 IDLE_STEPS, IDLE_STEP_S = 20, 0.1  # a worker's steps that leave the server idle
@@ -37,18 +35,18 @@ def measure(comm: Communicator, sizes: Sequence[int] = SIZES, *, rounds: int = 5
     """Collective. Times workers that each post a gradient, which the server applies (x ← x − rate·g, in place), and
     get the new parameters back; with 1, 2 and 4 workers, 1 and 2 servers, as far as the ranks allow.
 
-    Sides: the strategy `parameter_server` as it is by default, so that it looks for NaNs and writes records; and
+    Sides: ours, the strategy `parameter_server` as it is by default, so that it looks for NaNs and writes records; and
     torch.distributed's send and recv on gloo between the same tensors, which do neither. Every round times both.
 
     Args:
         sizes: numbers of parameters.
         rounds: how often each side is timed; the median counts.
 
-    Returns: the same rows on all ranks: name, bytes (of the gradient), servers, workers (that take part), ranks, median_s
-    (per update, of all workers together), bytes_sent (per update, by all ranks; None for gloo, which doesn't tell),
-    updates_per_s, per_worker (updates_per_s of one), bytes_per_s (of gradients and parameters), speedup (over gloo) and
-    cpu_percent (of one core, used by rank 0, the server). Rows `.../idle` are with workers that compute 0.1 s a step;
-    in `.../waiting` cpu_percent is that of workers whose server comes late.
+    Returns: the same rows on all ranks: name, bytes (of the gradient), servers, workers (that take part), ranks,
+    median_s (per update, of all workers together), bytes_sent (per update, by all ranks; None for gloo, which doesn't
+    tell), updates_per_s, per_worker (updates_per_s of one), bytes_per_s (of gradients and parameters), speedup (over
+    gloo) and cpu_percent (of one core, used by rank 0, the server). Rows `idle` are with workers that sleep 0.1 s a
+    step; in rows `waiting` cpu_percent is that of workers whose server comes late.
     """
     for count in sizes:
         if count < max(SERVERS):
@@ -81,8 +79,8 @@ def _check_memory(comm: Communicator, count: int) -> None:
     worst = slowest(comm, [short, needed])
     if worst[0] > 0:
         raise ConfigError(
-            f"sizes must fit into the memory that is free; got {count} parameters, for which {worst[0] / 1e9:.1f} GB of "
-            f"{worst[1] / 1e9:.1f} GB are missing on a node. Pass smaller --sizes."
+            f"sizes must fit into the memory that is free; got {count} parameters, for which {worst[0] / 1e9:.1f} GB "
+            f"of {worst[1] / 1e9:.1f} GB are missing on a node. Pass smaller --sizes."
         )
 
 
@@ -115,7 +113,7 @@ class _Place:
                     parameter.add_(parameter.grad, alpha=-RATE)
 
     # --- the sides ------------------------------------------------------------------------------------------------
-    def parameter_server(self, active: int, steps: int, step_s: float = 0.0) -> None:
+    def ours(self, active: int, steps: int, step_s: float = 0.0) -> None:
         """The first `active` workers take `steps` steps each, after `step_s` of sleep."""
         rank = self.comm.rank
         if rank in self.workers[:active]:
@@ -219,7 +217,7 @@ def _bytes_sent(place: _Place, active: int) -> int:
     sent = []
     for steps in (1, 2):
         before = place.strategy.traffic().bytes_sent
-        place.parameter_server(active, steps)
+        place.ours(active, steps)
         here = place.strategy.traffic().bytes_sent - before
         sent.append(sum(int.from_bytes(told, "little") for told in place.comm.exchange(here.to_bytes(8, "little"))))
     return (sent[1] - sent[0]) // active
@@ -230,11 +228,12 @@ def _idle(place: _Place) -> list[dict]:
     active = max(n for n in WORKERS if n <= len(place.workers))
     taken = {side: place.time(side, active, IDLE_STEPS, step_s=IDLE_STEP_S) for side in SIDES}
     rows = [
-        _row(place, f"{side}/idle", active, t.update_s, None, taken["gloo"].update_s, t.cores) for side, t in taken.items()
+        _row(place, f"{side} idle", active, t.update_s, None, taken["gloo"].update_s, t.cores)
+        for side, t in taken.items()
     ]
     for side in SIDES:
         cores, update_s = _waiting(place, side, active)
-        rows.append(_row(place, f"{side}/waiting", active, update_s, None, None, cores))
+        rows.append(_row(place, f"{side} waiting", active, update_s, None, None, cores))
     return rows
 
 

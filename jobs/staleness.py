@@ -1,6 +1,6 @@
 """How staleness, batch and number of learners trade accuracy against time: a systematic study on virtual ranks.
 
-    python jobs/staleness.py                # about ten minutes on 2 cores; --quick: half a minute
+    python jobs/staleness.py                # about 15 minutes on 2 busy cores; --quick: half a minute
     pip install -e '.[plots]'               # what it needs beside the library
 
 After Suyog Gupta, Wei Zhang, Fei Wang, "Model accuracy and runtime tradeoff in distributed deep learning: a systematic
@@ -21,35 +21,38 @@ learners and one server on a virtual cluster, batches of μ per learner. What wa
   (gamma-distributed, independent between steps: no learner is always slow). The network: 20 µs, 10 Gbit/s per link. The
   server's arithmetic takes no virtual time.
 
-Runs that are finished are kept in `runs.jsonl` in the output folder and not repeated.
+Runs that are finished are kept in `runs.jsonl` in the output folder and not repeated, as long as hpcdist's code is the
+same: who sends how many messages when changes every figure.
 """
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from staleness_study.grid import BASELINE, QUICK, Cell, Grid, Results
+from studies import run_with_progress
 from torch import nn
 
-from hpcdist import __version__, console
+import hpcdist
+from hpcdist import console
 from hpcdist.comm.virtual import Jitter, Network, run_virtual
 from hpcdist.config import JobConfig
 from hpcdist.data.writer import Split, create
-from hpcdist.study import Run, interval, run_all
+from hpcdist.study import Run, interval
 from hpcdist.train import Job, Metric, Trainer, accuracy
 
 RATES = tuple(2.0**power for power in range(-3, 4))  # α/(1 − β)
@@ -59,10 +62,8 @@ FIXED = {
     "hidden": 32,
     "step_s": 2e-3,
     "sample_s": 0.25e-3,
-    "jitter": 0.2,
     "latency_s": 20e-6,
     "bandwidth_bytes_s": 1.25e9,
-    "version": __version__,
 }
 
 
@@ -91,7 +92,16 @@ def model(hidden: int) -> nn.Module:
 def settings_of(cell: Cell, grid: Grid, momentum: float, rate: float, seed: int) -> dict:
     """All that a run depends on."""
     changing = {"passes": grid.passes, "momentum": momentum, "rate": cell.rate(rate), "seed": seed}
-    return {**vars(cell), **FIXED, **changing}
+    return {**vars(cell), **FIXED, **changing, "code": code()}
+
+
+@cache
+def code() -> str:
+    """A checksum of the library's source."""
+    sha = hashlib.sha256()
+    for path in sorted(Path(hpcdist.__file__).parent.rglob("*.py")):
+        sha.update(path.read_bytes())
+    return sha.hexdigest()[:16]
 
 
 def train(data: Path, settings: dict) -> dict:
@@ -162,19 +172,6 @@ def study(grid: Grid, momentum: float, output: Path, workers: int) -> tuple[Resu
         spread("all cells", [settings_of(c, grid, momentum, rate, seed) for c in cells for seed in range(grid.seeds)])
     )
     return Results(grid, rate, {cell: list(islice(runs, grid.seeds)) for cell in cells}), rates
-
-
-def run_with_progress(work: Callable, path: Path, workers: int, title: str, wanted: list[dict]) -> list[Run]:
-    columns = (f"{title:<12}", BarColumn(), MofNCompleteColumn(), "runs", TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, disable=not sys.stdout.isatty()) as progress:
-        bar, started_s = progress.add_task(title, total=len(wanted)), time.monotonic()
-
-        def show(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total)
-            if progress.disable and done and done * 10 // total > (done - 1) * 10 // total:
-                console.note(f"{title}: {done} of {total} runs, {time.monotonic() - started_s:.0f} s")
-
-        return run_all(work, wanted, path, workers=workers, show=show)
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:

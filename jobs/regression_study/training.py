@@ -1,8 +1,9 @@
-"""One run of a protocol on virtual ranks: a user's loop, with batches from the samples that a worker has."""
+"""One run on virtual ranks: of a protocol, in a user's own loop, or of the job as it is."""
 
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,21 +14,29 @@ from torch.optim.swa_utils import AveragedModel
 
 import hpcdist as hd
 from hpcdist.comm.virtual import Jitter, Network, run_virtual
+from hpcdist.config import JobConfig
 from hpcdist.data import HDF5Dataset
-from hpcdist.train import load_job
+from hpcdist.train import Trainer, load_job
 
 JOB = Path(__file__).parents[1] / "regression.py"
 
 
 def train(data: Path, settings: dict) -> dict:
-    """Trains with plain SGD to the last of `marks`, numbers of updates at each of which the test set is looked at.
+    """One run: of the job as it is, whose settings name a strategy, or of a protocol."""
+    started_s = time.perf_counter()
+    measured = (train_job if "strategy" in settings else train_protocol)(data, settings)
+    return {**measured, "real_s": time.perf_counter() - started_s}
 
-    The parameters' initialisation depends on the seed alone; the order of the samples on seed and worker.
+
+def train_protocol(data: Path, settings: dict) -> dict:
+    """Trains with plain SGD of constant rate; looks at the test set after every so many updates.
+
+    The initialisation depends on the seed alone, the order of the samples on seed and worker.
     """
-    started_s, job = time.perf_counter(), load_job(JOB)
+    job = load_job(JOB)
     splits = {name: HDF5Dataset(data, name) for name in ("train", "test")}
     (x, y), test = (split.batch(range(len(split))) for split in splits.values())
-    workers, marks = settings["workers"], settings["marks"]
+    workers, updates = settings["workers"], settings["updates"]
     rmse: dict[int, float] = {}
     staleness: list[int] = []
 
@@ -42,9 +51,9 @@ def train(data: Path, settings: dict) -> dict:
         def updated(record) -> None:
             """Where updates are made: on the server, or in the one process."""
             staleness.extend(record.staleness)
-            if average is not None and record.clock > marks[-1] / 2:
+            if average is not None and record.clock > updates / 2:
                 average.update_parameters(model)
-            if record.clock in marks:
+            if record.clock % settings["every"] == 0:
                 rmse[record.clock] = root_mean_square_error(average or model, *test)
 
         strategy = optimizer.strategy
@@ -54,7 +63,7 @@ def train(data: Path, settings: dict) -> dict:
             return comm.now()
         worker = comm.rank - (workers > 1)
         drawn = batches(rows_of(worker, workers, settings["own"], len(x)), settings["batch"], settings["seed"], worker)
-        for _, chosen in zip(range(marks[-1] // workers), drawn):
+        for _, chosen in zip(range(updates // workers), drawn):
             comm.compute()
             optimizer.zero_grad()
             job.loss(model(x[chosen]), y[chosen]).backward()
@@ -64,19 +73,12 @@ def train(data: Path, settings: dict) -> dict:
         strategy.pause()
         return comm.now()
 
-    seconds = run_virtual(
-        body,
-        workers + (workers > 1),
-        seed=settings["seed"],
-        network=Network(settings["latency_s"], settings["bandwidth_bytes_s"]),
-        compute=Jitter(settings["step_s"] + settings["sample_s"] * settings["batch"], settings["jitter"]),
-    )
+    seconds = run_virtual(body, workers + (workers > 1), seed=settings["seed"], **_cluster(settings))
     return {
-        "rmse": {str(mark): rmse[mark] for mark in marks},
+        "rmse": {str(clock): value for clock, value in rmse.items()},
         "staleness_mean": sum(staleness) / len(staleness),
         "staleness_max": max(staleness),
         "virtual_s": max(seconds),
-        "real_s": time.perf_counter() - started_s,
     }
 
 
@@ -99,3 +101,29 @@ def batches(rows: Tensor, batch: int, seed: int, worker: int) -> Iterator[Tensor
 @torch.no_grad()
 def root_mean_square_error(model: torch.nn.Module, x: Tensor, y: Tensor) -> float:
     return math.sqrt((model(x) - y).double().square().mean())
+
+
+def train_job(data: Path, settings: dict) -> dict:
+    """A run of the job with its own defaults, as `hpcdist train` makes it."""
+    job = load_job(JOB)
+    chosen = {key: settings[key] for key in ("strategy", "epochs", "seed")}
+    chosen |= {"batch_size": settings["batch"], "eval_every": settings["epochs"], "data": {"path": str(data)}}
+    config = JobConfig(**{**job.defaults, **chosen})
+    with tempfile.TemporaryDirectory() as folder:
+
+        def body(comm):
+            trainer = Trainer(job, config, comm, Path(folder), None)
+            summary = trainer.run()
+            trainer.close()
+            return summary
+
+        summary, *_ = run_virtual(body, settings["ranks"], seed=settings["seed"], **_cluster(settings))
+    return {"rmse": summary.metrics["rmse"]}
+
+
+def _cluster(settings: dict) -> dict:
+    batch = settings["batch"]
+    return {
+        "network": Network(settings["latency_s"], settings["bandwidth_bytes_s"]),
+        "compute": Jitter(settings["step_s"] + settings["sample_s"] * batch, settings["jitter"]),
+    }

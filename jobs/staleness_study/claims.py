@@ -8,7 +8,7 @@ from statistics import fmean
 
 from hpcdist.study import Interval, interval
 from staleness_study.grid import MODULATIONS, PROTOCOLS, REFERENCE_BATCH
-from staleness_study.grid import Cell, Results, asynchronous, hardsync, one_softsync, softsync
+from staleness_study.grid import Cell, Results, asynchronous, even, hardsync, one_softsync, softsync
 
 CLOSE = 1.0  # points of error that count as no difference
 FLAT = 0.25  # part of the spread over μ that the spread along μλ = B may have
@@ -70,21 +70,24 @@ def batches(results: Results) -> Found:
 
 
 def runtime(results: Results) -> Found:
-    slower = _ratios(results, hardsync, one_softsync)
-    faster = _ratios(results, one_softsync, asynchronous)
+    grid = results.grid
+    every = [(batch, learners) for batch in grid.batches for learners in grid.learners]
+    slower = {pair: _ratio(results, hardsync(*pair), one_softsync(*pair)) for pair in every}
+    faster = {pair: _ratio(results, one_softsync(*pair), asynchronous(*pair)) for pair in every}
     slowest, fastest = ([ratio.low > LONGER for ratio in ratios.values()] for ratios in (slower, faster))
-    means = {p: fmean(r.mean for (_, q), r in slower.items() if q == p) for p in results.grid.learners}
-    most = max(slower, key=lambda pair: slower[pair].mean)
+    batch = grid.probe[0]
+    jittered = {p: slower[batch, p].mean for p in grid.learners}
+    controls = {p: _ratio(results, even(hardsync(batch, p)), even(one_softsync(batch, p))).mean for p in grid.learners}
     apart = max(abs(ratio.mean - 1) for ratio in faster.values())
     return (
         "Hardsync is slowest under jitter, async fastest.",
         [all(slowest), all(fastest)],
         f"Hardsync takes longer than 1-softsync (by more than {LONGER - 1:.0%}) at {sum(slowest)} of {len(slower)} "
-        f"(μ, λ): {'; '.join(f'{ratio:.2f} times as long at λ = {p}' for p, ratio in means.items())} on average over "
-        f"μ, most at {most} with {slower[most]:.2f}. Async is faster than 1-softsync at {sum(fastest)} of "
-        f"{len(faster)}; their mean times differ by {apart:.1%} at most. Neither waits for anyone, both move the "
-        "same messages, and the virtual server's updates take no time, so that nothing here could make async the "
-        "faster one.",
+        f"(μ, λ), at μ = {batch} {_times(jittered)}. Not all of that is jitter: with steps that all take equally "
+        f"long it is {_times(controls)}, because hardsync's server has all learners to answer at the same moment, "
+        f"and does it one after the other. Async is faster than 1-softsync at {sum(fastest)} of {len(faster)} (μ, "
+        f"λ); their mean times differ by {apart:.1%} at most. Neither waits for anyone, both move the same messages, "
+        "and the virtual server's updates take no time, so that nothing here could make async the faster one.",
     )
 
 
@@ -105,8 +108,8 @@ def staleness(results: Results) -> Found:
         f"At μ = {batch}, λ = {learners}: {listed}. Over all {len(stale)} cells the mean deviates from (λ − 1)/c by "
         f"{off[low]:+.1%} ({_name(low)}) to {off[high]:+.1%} ({_name(high)}), and up to {NEAR:.0%} counts as about. "
         "A run's first gradients are all of the same parameters and its last meet learners that have ended, which "
-        f"lowers the mean of short runs. More than 2n updates stale is no gradient in {beyond.count(0)} cells, and "
-        f"in the worst one {max(beyond):.2%} of them.",
+        "lowers the mean of short runs. The largest part of a cell's gradients that are more than 2n updates stale "
+        f"is {max(beyond):.2%}.",
     )
 
 
@@ -134,14 +137,15 @@ def _spread(results: Results, cells: Iterable[Cell]) -> float:
     return max(means) - min(means)
 
 
-def _ratios(results: Results, first, second) -> dict[tuple[int, int], Interval]:
-    """Virtual time of one protocol over another's, of runs of the same seed, by μ and λ."""
-    found = {}
-    for batch in results.grid.batches:
-        for learners in results.grid.learners:
-            times = (results.measured(protocol(batch, learners), "virtual_s") for protocol in (first, second))
-            found[batch, learners] = interval([a / b for a, b in zip(*times, strict=True)])
-    return found
+def _ratio(results: Results, first: Cell, second: Cell) -> Interval:
+    """Virtual time of one cell over another's, of runs of the same seed."""
+    times = (results.measured(cell, "virtual_s") for cell in (first, second))
+    return interval([a / b for a, b in zip(*times, strict=True)])
+
+
+def _times(ratios: dict[int, float]) -> str:
+    """Ratios of times by number of learners."""
+    return "; ".join(f"{ratio:.2f} times as long at λ = {learners}" for learners, ratio in ratios.items())
 
 
 def _share_beyond(results: Results, cell: Cell) -> float:

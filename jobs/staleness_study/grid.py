@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpcdist.study import Interval, Run, interval
@@ -19,6 +19,7 @@ class Cell:
     modulation: str
     batch: int
     learners: int
+    jitter: float = 0.2  # deviation of a step's time over its mean
 
     @property
     def protocol(self) -> str:
@@ -58,6 +59,11 @@ def asynchronous(batch: int, learners: int, modulation: str = "average") -> Cell
     return softsync(learners, modulation, batch, learners)
 
 
+def even(cell: Cell) -> Cell:
+    """The same on learners whose steps all take equally long."""
+    return replace(cell, jitter=0.0)
+
+
 PROTOCOLS = {"hardsync": hardsync, "1-softsync": one_softsync, "async": asynchronous}
 BASELINE = hardsync(REFERENCE_BATCH, 1)
 MODULATIONS = ("none", "average", "per-gradient")
@@ -65,7 +71,7 @@ MODULATIONS = ("none", "average", "per-gradient")
 
 @dataclass(frozen=True)
 class Grid:
-    """Three protocols on every batch and number of learners; every n and modulation at one of these."""
+    """Three protocols on every batch and number of learners; every n and modulation at one of these; controls."""
 
     batches: tuple[int, ...] = (4, 8, 16, 32)
     learners: tuple[int, ...] = (4, 8, 16, 32)
@@ -91,6 +97,7 @@ class Grid:
                 found += [protocol(batch, learners) for protocol in PROTOCOLS.values()]
         found += [softsync(n, modulation, *self.probe) for n in self.splits for modulation in MODULATIONS]
         found += [asynchronous(batch, learners, "none") for batch, learners in self.diagonal]
+        found += [even(protocol(self.probe[0], p)) for p in self.learners for protocol in (hardsync, one_softsync)]
         return sorted(dict.fromkeys(found), key=lambda cell: cell.batch)
 
 
@@ -139,7 +146,7 @@ class Results:
 
     def rows(self) -> Iterable[dict[str, Any]]:
         """The table: one row per cell."""
-        for cell in sorted(self.runs, key=lambda c: (c.learners, c.batch, c.splits, c.modulation)):
+        for cell in sorted(self.runs, key=lambda c: (c.jitter == 0, c.learners, c.batch, c.splits, c.modulation)):
             yield {
                 "protocol": cell.protocol,
                 "n": cell.splits or None,
@@ -147,6 +154,7 @@ class Results:
                 "μ": cell.batch,
                 "λ": cell.learners,
                 "μλ": cell.total_batch,
+                "jitter": f"{cell.jitter:.0%}",
                 "error %": f"{self.error(cell):.2f}",
                 "diverged": f"{self.diverged(cell)}/{len(self.runs[cell])}",
                 "virtual s": f"{self.seconds(cell):.2f}",

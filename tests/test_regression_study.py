@@ -1,0 +1,174 @@
+"""The study of accuracy: its quick version is run as a user would, and its answers are held against numbers made up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+
+JOBS = Path(__file__).parents[1] / "jobs"
+TIME_LIMIT_S = 300  # it takes 15 s on two free cores
+
+pytestmark = pytest.mark.time_limit(TIME_LIMIT_S)
+
+
+def start(output: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, JOBS / "regression.py", "--quick", "--workers", "2", "--output", output]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S - 20)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory) -> tuple[Path, str]:
+    """The folder of a quick run, and what it printed."""
+    folder = tmp_path_factory.mktemp("regression")
+    job = start(folder)
+    assert job.returncode == 0, job.stderr
+    return folder, job.stdout
+
+
+@pytest.fixture
+def study(monkeypatch):
+    """The modules of the study."""
+    monkeypatch.syspath_prepend(str(JOBS))
+    from regression_study import answer, protocols, training
+
+    return protocols, training, answer
+
+
+def test_every_run_is_a_whole_one(quick, study):
+    protocols, *_ = study
+    runs = json.loads((quick[0] / "results.json").read_text())["runs"]
+    assert len(runs) == len((quick[0] / "runs.jsonl").read_text().splitlines()) == 2 * (8 + len(protocols.JOB_SETUPS))
+    for settings, measured in ((run["settings"], run["measured"]) for run in runs):
+        if "strategy" in settings:
+            assert 0 < measured["rmse"] < 4.9, "the deviation of the targets: better than their mean"
+            continue
+        clocks = [int(clock) for clock in measured["rmse"]]
+        assert clocks == list(range(settings["every"], settings["updates"] + 1, settings["every"]))
+        assert 0 < measured["rmse"][str(settings["updates"])] < 4.9
+        asynchronous = settings["workers"] == 2
+        assert measured["staleness_mean"] == pytest.approx(1 if asynchronous else 0, abs=0.02), "λ − 1"
+        assert (measured["staleness_max"] > 1) == asynchronous, "step times vary"
+
+
+def test_tables_and_answer_are_written(quick, study):
+    protocols, *_ = study
+    folder, printed = quick
+    found = json.loads((folder / "results.json").read_text())
+    table, of_job = found["tables"].values()
+    assert [row[""] for row in table] == [protocol.name for protocol in protocols.PROTOCOLS]
+    assert [row[""] for row in of_job] == [setup.name for setup in protocols.JOB_SETUPS]
+    assert set(table[0]) == {"", "300 updates", "60,000 samples", "300 steps per worker"}
+    case_3 = {"workers": 2, "own": 500, "batch": 100}
+    ends = [r["measured"]["rmse"]["600"] for r in found["runs"] if case_3.items() <= r["settings"].items()]
+    assert len(ends) == 2 and table[3]["60,000 samples"].startswith(f"{fmean(ends):.3f} ± ")
+    text = (folder / "answer.md").read_text()
+    assert all(f"| {row['']} | " in text for row in (*table, *of_job))
+    assert found["answer"] in printed and found["answer"] in text
+    for words in ("With 300 updates: case 1", "With 60,000 samples: case 1", "With 300 steps per worker: case 1"):
+        assert words in found["answer"].replace("\n", " ")
+
+
+def test_all_reduce_is_one_process_with_the_whole_batch(quick):
+    runs = [run for run in json.loads((quick[0] / "results.json").read_text())["runs"] if "epochs" in run["settings"]]
+    four = [run["measured"]["rmse"] for run in runs if run["settings"]["ranks"] == 4][:2]
+    one = [run["measured"]["rmse"] for run in runs if run["settings"]["batch"] == 40]
+    assert four == pytest.approx(one, rel=1e-4)
+
+
+def test_finished_runs_are_not_made_again(quick):
+    folder, printed = quick
+    before = (folder / "runs.jsonl").read_bytes()
+    again = start(folder)
+    assert again.returncode == 0 and again.stdout == printed
+    assert (folder / "runs.jsonl").read_bytes() == before
+
+
+# --- what is compared -------------------------------------------------------------------------------------------------
+def test_budgets_hold_what_they_say(study):
+    protocols, *_ = study
+    updates, samples, steps = protocols.Results(steps=10_000, seeds=5).budgets
+    assert {updates.updates(p) for p in updates.protocols()} == {10_000}
+    assert {samples.updates(p) * p.batch for p in samples.protocols()} == {2_000_000}
+    assert {steps.updates(p) // p.workers for p in protocols.CASES} == {10_000}
+    for budget in (updates, samples, steps):
+        found = [(p.training, budget.updates(p)) for p in budget.protocols()]
+        assert len(set(found)) == len(found), "nothing is compared twice"
+        assert set(protocols.CASES) <= set(budget.protocols())
+
+
+def test_every_comparison_has_its_run(study):
+    protocols, *_ = study
+    results = protocols.Results(steps=10_000, seeds=5)
+    settings = results.settings()
+    for budget in results.budgets:
+        for protocol in budget.protocols():
+            seeds = settings[protocol.training]
+            assert [run["seed"] for run in seeds] == [0, 1, 2, 3, 4]
+            assert budget.updates(protocol) <= seeds[0]["updates"]
+            assert budget.updates(protocol) % seeds[0]["every"] == 0
+
+
+def test_workers_have_the_samples_of_their_case(study):
+    _, training, _ = study
+    halves = [training.rows_of(worker, 2, 500, 1000).tolist() for worker in range(2)]
+    assert sorted(halves[0] + halves[1]) == list(range(1000))
+    assert [len(training.rows_of(worker, 2, 1000, 1000)) for worker in range(2)] == [1000, 1000]
+
+
+def test_batches_run_through_all_samples_again_and_again(study):
+    _, training, _ = study
+    rows = torch.arange(500, 1000)
+    drawn = list(islice(training.batches(rows, 200, seed=0, worker=1), 5))
+    assert {len(batch) for batch in drawn} == {200}
+    both = torch.cat(drawn)
+    for passed in (both[:500], both[500:]):
+        assert sorted(passed.tolist()) == rows.tolist()
+    assert both[:500].tolist() != both[500:].tolist()
+    other = next(training.batches(rows, 200, seed=0, worker=0))
+    assert other.tolist() != drawn[0].tolist()
+
+
+def test_a_short_run_is_the_beginning_of_a_long_one_and_an_average_is_of_the_second_half(study, tmp_path):
+    protocols, training, _ = study
+    training.load_job(training.JOB).data(data := tmp_path / "friedman1.h5")
+
+    def run(protocol, updates: int, **changes) -> dict:
+        settings = protocols.Results(steps=20, seeds=1).settings()[protocol.training][0]
+        return training.train(data, {**settings, "updates": updates, **changes})["rmse"]
+
+    for protocol in (protocols.SERIAL, protocols.CASES[2]):
+        assert run(protocol, 20)["10"] == run(protocol, 10)["10"]
+    average = next(control for control in protocols.CONTROLS if control.averaged)
+    assert run(average, 2, every=2)["2"] == run(protocols.SERIAL, 2)["2"], "of the last iterate alone"
+    assert run(average, 4, every=4)["4"] != run(protocols.SERIAL, 4)["4"]
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+SERIAL = [1.00, 1.01, 0.99, 1.02, 0.98]
+NO_CONTROL = "less accurate, matched by no control (the nearest, b: +0.100 ± 0.001, leaves +0.200 ± 0.003)"
+
+
+def shifted(by: float, noise: float) -> list[float]:
+    return [value + by + noise * (-1) ** seed for seed, value in enumerate(SERIAL)]
+
+
+@pytest.mark.parametrize(
+    ("case", "controls", "expected"),
+    [
+        (0.0, {"a": -0.2}, "cannot be told from 0"),
+        (-0.2, {"a": -0.2, "b": -0.1}, "more accurate, matched by a (-0.200 ± 0.001)"),
+        (0.3, {"a": 0.3, "b": 0.3}, "less accurate, matched by a (+0.300 ± 0.001) and by b (+0.300 ± 0.001)"),
+        (0.3, {"a": -0.3, "b": 0.1}, NO_CONTROL),
+    ],
+)
+def test_a_control_matches_what_it_shows_too(study, case, controls, expected):
+    *_, answer = study
+    made_up = {name: shifted(by, -0.001) for name, by in controls.items()}
+    assert answer.explanation(shifted(case, 0.001), SERIAL, made_up) == expected

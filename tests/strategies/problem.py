@@ -138,3 +138,23 @@ def serial(
             loss(module, indices).backward()
             local.step()
     return [torch.cat([p.detach().reshape(-1) for p in module.parameters()])]
+
+
+def learns(ranks, name: str, options: dict, *, epochs: int = 6, below: float = 0.8, **virtual: Any) -> list[Run]:
+    """Trains on the fixture `ranks`; all must agree in the end, on a loss below so much of the first one.
+
+    Args:
+        virtual: the network and compute model of virtual ranks.
+    """
+
+    def body(comm):
+        run = train(comm, name, options, optimizer="sgd", epochs=epochs)
+        return run, [p.tolist() for p in run.consensus]
+
+    found = ranks(body, **virtual)
+    assert all(consensus == found[0][1] for _, consensus in found), "ranks disagree on what they stand for"
+    module = model()
+    start = loss(module, range(SAMPLES)).item()
+    load(module, found[0][0].consensus)
+    assert loss(module, range(SAMPLES)).item() < below * start
+    return [run for run, _ in found]

@@ -174,13 +174,5 @@ def test_it_learns_and_all_ranks_agree_in_the_end(ranks, options):
     if options.get("servers") == 2 and ranks.size == 2:
         options = {}
 
-    def body(comm):
-        run = problem.train(comm, NAME, {"rate": 0.05, **options}, optimizer="sgd", epochs=6)
-        return run, [p.tolist() for p in run.consensus]
-
-    found = ranks(body, compute=Jitter(0.1, 0.2), network=Network(1e-4, 1e9))
-    assert all(consensus == found[0][1] for _, consensus in found)
-    module = problem.model()
-    start = problem.loss(module, range(problem.SAMPLES)).item()
-    problem.load(module, found[0][0].consensus)
-    assert problem.loss(module, range(problem.SAMPLES)).item() < 0.9 * start
+    options = {"rate": 0.05, **options}
+    problem.learns(ranks, NAME, options, below=0.9, compute=Jitter(0.1, 0.2), network=Network(1e-4, 1e9))

@@ -128,13 +128,4 @@ def test_a_spring_that_throws_the_centre_away_is_refused(beta):
 def test_it_learns_and_all_ranks_agree_on_the_centre(ranks, name, servers):
     options = {"servers": _some(servers, ranks.size), "period": 2}
 
-    def body(comm):
-        run = problem.train(comm, name, options, optimizer="sgd", epochs=8)
-        return run, [p.tolist() for p in run.consensus]
-
-    found = ranks(body, compute=Jitter(0.1, 0.2), network=Network(1e-4, 1e9))
-    assert all(consensus == found[0][1] for _, consensus in found)
-    module = problem.model()
-    start = problem.loss(module, range(problem.SAMPLES)).item()
-    problem.load(module, found[0][0].consensus)
-    assert problem.loss(module, range(problem.SAMPLES)).item() < 0.8 * start
+    problem.learns(ranks, name, options, epochs=8, compute=Jitter(0.1, 0.2), network=Network(1e-4, 1e9))

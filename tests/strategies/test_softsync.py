@@ -232,13 +232,6 @@ def test_it_learns_and_all_ranks_agree_in_the_end(ranks, servers):
     if servers == 2 and ranks.size == 2:
         servers = 1
 
-    def body(comm):
-        run = problem.train(comm, NAME, {"servers": servers}, optimizer="sgd", epochs=8)
-        return run, [p.tolist() for p in run.consensus]
-
-    found = ranks(body, compute=Jitter(0.1, 0.2), network=Network(1e-4, 1e9))
-    assert all(consensus == found[0][1] for _, consensus in found)
-    module = problem.model()
-    start = problem.loss(module, range(problem.SAMPLES)).item()
-    problem.load(module, found[0][0].consensus)
-    assert problem.loss(module, range(problem.SAMPLES)).item() < 0.8 * start
+    problem.learns(
+        ranks, NAME, {"servers": servers}, epochs=8, compute=Jitter(0.1, 0.2), network=Network(1e-4, 1e9)
+    )

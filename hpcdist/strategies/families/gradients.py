@@ -171,7 +171,10 @@ class Gradients(Served):
     # --- checkpoints ----------------------------------------------------------------------------------------------
     @property
     def pending(self) -> int:
-        """Gradients in the sum that no update has applied yet. A checkpoint includes them; the run's end loses them."""
+        """Gradients in the sum that no update has applied yet.
+
+        A checkpoint includes them, but for a world of another size, which begins without; the run's end loses them.
+        """
         return len(self.store.clocks) if self.children else 0
 
     def state(self) -> dict:
@@ -181,10 +184,6 @@ class Gradients(Served):
         super().load_state(state)
         if self.children and "store" in state:
             self.store.load_state(state["store"])
-
-    def adapted_state(self, states: list[dict]) -> dict:
-        """The largest clock of a shard for all; gradients in a sum that no update has applied yet are dropped."""
-        return super().adapted_state(states)
 
 
 class Stale(Gradients):

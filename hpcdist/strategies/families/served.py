@@ -35,7 +35,6 @@ class Served(Strategy):
         servers: Servers = Field(
             1, description="how many ranks only serve, each a shard of the parameters; colocated: every worker serves"
         )
-
         learner_deadline_s: float | None = Field(
             None, gt=0, description="a worker that posts nothing for so long is left out until it does; none: wait"
         )
@@ -273,8 +272,8 @@ class Served(Strategy):
         """The servers' shards, put together."""
         return self.put_together([self.saved_master(p, s) for p, s in zip(params, states, strict=True)])
 
-    def saved_master(self, params: list[Tensor], state: dict) -> list[Tensor] | None:
-        """The parameters of a saved rank's shard; None: they lie where the shard is in its whole ones."""
+    def saved_master(self, params: list[Tensor], state: dict) -> list[Tensor]:
+        """The parameters of a saved rank's shard, or whole ones in which they lie where the shard is."""
         return params
 
     def put_together(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:

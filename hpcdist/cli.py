@@ -1,4 +1,5 @@
-"""The command line: `hpcdist train|data|bench|strategies|report`. Parses, builds a specification, calls one function.
+"""The command line: `hpcdist train|data|bench|strategies|topology|report`. Parses, builds a specification, calls one
+function.
 
 Modules that need torch are imported by the commands that need them: it takes seconds, and `--help` should take none.
 """
@@ -152,6 +153,27 @@ def strategies() -> None:
 
 
 @app.command()
+def topology(
+    name: Annotated[str, typer.Argument(help="Topology, such as ring or torus; an unknown name lists all.")],
+    ranks: Annotated[int, typer.Option(metavar="N", help="Number of ranks.")],
+    overrides: Overrides = None,
+    output: Annotated[
+        Optional[Path], typer.Option(metavar="FILE.svg|png", help="Draw it there, too; needs matplotlib.")
+    ] = None,
+) -> None:
+    """Who averages with whom: checks of the weights, the spectral gap, neighbours. Options are given with --set."""
+    from hpcdist import topology as catalogue
+    from hpcdist.config import load
+    from hpcdist.topology import drawing
+
+    make = catalogue.load(name)
+    found = make(ranks, **_checked_options(make.__init__, load({}, None, overrides or [])))
+    if output is not None:
+        drawing.draw(found, output)
+    console.topology(found)
+
+
+@app.command()
 def report(folders: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders that hold some.")]) -> None:
     """Compare runs in one table."""
     from hpcdist.records import load_summary
@@ -197,7 +219,7 @@ def _checked_options(function: Callable[..., Any], given: Mapping[str, Any]) -> 
 
     hints = inspect.get_annotations(function, eval_str=True)
     fields: dict[str, Any] = {
-        p.name: (hints[p.name], p.default)
+        p.name: (hints[p.name], ... if p.default is p.empty else p.default)
         for p in inspect.signature(function).parameters.values()
         if p.kind is p.KEYWORD_ONLY
     }

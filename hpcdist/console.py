@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from hpcdist.records import Summary
     from hpcdist.strategies import Strategy
+    from hpcdist.topology import Topology
     from hpcdist.train import Progress
 
 PIPED_COLUMNS = 140  # of a table that does not go to a terminal
@@ -112,7 +113,7 @@ def runs(found: Mapping[Path, Summary]) -> None:
     )
 
 
-def rows(title: str, found: Sequence[Mapping[str, Any]]) -> None:
+def rows(title: str | None, found: Sequence[Mapping[str, Any]]) -> None:
     """Measurements as a table: one column per key of the first row."""
     left = [key for key, value in found[0].items() if isinstance(value, str)]
     _print_table([{key: _figure(row.get(key)) for key in found[0]} for row in found], left, title)
@@ -158,6 +159,15 @@ def _print_text(text: str, hanging: bool = False) -> None:
     columns = min(TEXT_COLUMNS, shutil.get_terminal_size((TEXT_COLUMNS, 24)).columns)
     after = " " * (8 if hanging else 4)
     print(textwrap.fill(" ".join(text.split()), columns, initial_indent=" " * 4, subsequent_indent=after))
+
+
+def topology(found: Topology) -> None:
+    """Facts about a topology, and a table of its neighbours for each step that differs."""
+    from hpcdist.topology.description import adjacency, describe, steps
+
+    facts(describe(found))
+    for step in steps(found):
+        rows(None if found.static else f"step {step}", adjacency(found, step))
 
 
 def facts(found: Mapping[str, Any], indent: int = 0) -> None:

@@ -208,6 +208,37 @@ def test_strategies_are_wrapped_to_the_terminal(hpcdist, monkeypatch, columns):
     assert max(map(len, lines)) <= min(columns, 100) and "\x1b" not in "".join(lines)
 
 
+# --- topology ---------------------------------------------------------------------------------------------------------
+def test_a_topology_is_checked_shown_and_drawn(hpcdist):
+    status, out, err = hpcdist("topology", "ring", "--ranks", "4", "--output", "it.svg")
+    rows = [line.split() for line in out.splitlines()]
+    assert (status, err) == (0, "") and Path("it.svg").read_bytes().startswith(b"<?xml")
+    assert "columns sum to 1: yes\n" in out and "spectral gap: 0.666667\n" in out
+    assert ["1", "0.3333", "0", "(0.333),", "2", "(0.333)", "0", "(0.333),", "2", "(0.333)"] in rows
+
+
+def test_a_topology_with_options_and_several_steps(hpcdist):
+    status, out, _ = hpcdist("topology", "hierarchical", "--ranks", "4", "--set", "nodes=[0, 0, 1, 1]")
+    assert status == 0 and "step 0" in out and "step 1" in out and "step 2" not in out
+    Path("mine.txt").write_text("0 1\n1 2\n")
+    assert "symmetric: yes" in hpcdist("topology", "graph", "--ranks", "3", "--set", "path=mine.txt")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rign", "--ranks", "4"], "topology must be one of complete, digraph"),
+        (["ring", "--ranks", "0"], "the number of ranks must be an integer of at least 1; got 0."),
+        (["graph", "--ranks", "4"], "path must be given; got nothing."),
+        (["torus", "--ranks", "4", "--set", "row=2"], "got 'row'. Did you mean 'rows'?"),
+        (["ring", "--ranks", "4", "--output", "it.pdf"], "--output must end in .svg or .png; got it.pdf."),
+    ],
+)
+def test_a_topology_that_is_refused(hpcdist, arguments, message):
+    status, out, err = hpcdist("topology", *arguments)
+    assert (status, out) == (1, "") and message in err and err.count("\n") == 1
+
+
 # --- report -----------------------------------------------------------------------------------------------------------
 SUMMARY = {
     "strategy": "allreduce", "ranks": 4, "workers": 4, "seed": 0, "samples": 1000, "wall_s": 2.0,

@@ -1,0 +1,38 @@
+"""The user's own directed graph, for push-sum."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import final
+
+from hpcdist.topology.base import Topology, uniform
+from hpcdist.topology.edges import read_edges
+
+
+@final
+class Digraph(Topology):
+    """Each rank divides what it has evenly among itself and those it sends to: columns sum to 1, rows need not.
+
+    Args:
+        size: number of ranks.
+        path: file of edges; `a b` means that a sends to b. `#` begins a comment.
+
+    Raises ConfigError where the file breaks a rule, or not every rank can be reached from every other.
+
+    Reference: Mahmoud Assran, Nicolas Loizou, Nicolas Ballas, Mike Rabbat, "Stochastic gradient push for distributed
+    deep learning", 2019, section 2.
+    """
+
+    symmetric = False
+    doubly_stochastic = False
+
+    def __init__(self, size: int, *, path: str | Path):
+        super().__init__(size)
+        edges = read_edges(path, size, directed=True)
+        self._columns = [uniform([rank, *(b for a, b in edges if a == rank)]) for rank in range(size)]
+
+    def in_neighbours(self, rank: int, step: int) -> dict[int, float]:
+        return {peer: column[rank] for peer, column in enumerate(self._columns) if rank in column}
+
+    def out_neighbours(self, rank: int, step: int) -> dict[int, float]:
+        return dict(self._columns[rank])

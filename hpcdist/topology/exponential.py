@@ -1,0 +1,23 @@
+"""Static exponential graph: sending to the ranks at distances 1, 2, 4, 8..."""
+
+from __future__ import annotations
+
+from typing import final
+
+from hpcdist.topology.circulant import Circulant
+
+
+@final
+class Exponential(Circulant):
+    """Rank i sends to i + 2ᵏ for all 2ᵏ < p; weights 1/(1 + t) with t = ⌈lg p⌉ messages per rank.
+
+    Spectral gap 2/(1 + t) where p is even, more where it is odd.
+
+    Reference: Bicheng Ying, Kun Yuan, Yiming Chen, Hanbin Hu, Pan Pan, Wotao Yin, "Exponential graph is provably
+    efficient for decentralized deep training", 2021, spectral gap of the static graph.
+    """
+
+    symmetric = False
+
+    def distances(self, step: int) -> tuple[int, ...]:
+        return 0, *(1 << k for k in range((self.size - 1).bit_length()))

@@ -1,0 +1,53 @@
+"""Random permutation: at every step each rank has one random rank to send to, and one to receive from."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import final
+
+import numpy as np
+
+from hpcdist.errors import ConfigError
+from hpcdist.topology.base import Topology, uniform
+
+
+@final
+class RandomPermutation(Topology):
+    """The ranks in a circle, in an order drawn from (seed, step): each sends to the next; weights 1/2, one message.
+
+    All ranks draw the same. The expected squared distance from the mean is multiplied by (p − 2)/(2(p − 1)) at every
+    step: less than half however many ranks.
+
+    Args:
+        size: number of ranks.
+        seed: of the draws, at least 0.
+
+    Raises ConfigError where `seed` is negative.
+
+    Reference: Stephen Boyd, Arpita Ghosh, Balaji Prabhakar, Devavrat Shah, "Randomized gossip algorithms", 2006, for
+    convergence by E[WᵀW]; here nobody waits for a rank that two have drawn.
+    """
+
+    symmetric = False
+    period = None
+
+    def __init__(self, size: int, *, seed: int = 0):
+        super().__init__(size)
+        if seed < 0:
+            raise ConfigError(f"seed must be at least 0; got {seed}. Numpy takes no negative one.")
+        self.seed = seed
+
+    def in_neighbours(self, rank: int, step: int) -> dict[int, float]:
+        order, place = _draw(self.size, self.seed, step)
+        return uniform((rank, order[place[rank] - 1]))
+
+    def out_neighbours(self, rank: int, step: int) -> dict[int, float]:
+        order, place = _draw(self.size, self.seed, step)
+        return uniform((rank, order[(place[rank] + 1) % self.size]))
+
+
+@lru_cache(maxsize=4)
+def _draw(size: int, seed: int, step: int) -> tuple[list[int], list[int]]:
+    """The ranks in order, and each rank's place in it."""
+    order = np.random.default_rng([seed, step]).permutation(size)
+    return order.tolist(), np.argsort(order).tolist()

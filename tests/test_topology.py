@@ -1,0 +1,350 @@
+"""Weights, spectral gaps and exact averages as theory has them; graphs from files."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcdist import topology
+from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.topology.description import adjacency, describe, steps
+from hpcdist.topology.drawing import draw
+from hpcdist.topology.spectrum import spectral_gap
+
+SIZES = st.integers(1, 40)
+CLOSE = {"rtol": 0, "atol": 1e-12}
+few = settings(max_examples=40, deadline=None)
+
+STAR = "# rank 0 in the middle\n0 1\n0 2  # comment\n\n3 0\n1 0\n"
+ONE_WAY = "0 1\n1 2\n2 3\n3 0\n0 2\n"
+
+
+def make(name: str, size: int, **options):
+    return topology.load(name)(size, **options)
+
+
+def written(folder: Path, text: str) -> Path:
+    (folder / "edges.txt").write_text(text)
+    return folder / "edges.txt"
+
+
+def with_options(name: str, size: int, folder: Path):
+    """A topology of any name; files hold a path of ranks, there and back."""
+    if name in ("graph", "digraph"):
+        lines = [f"{a} {a + 1}\n{a + 1} {a}" for a in range(size - 1)] + (["0 2"] if size > 2 else [])
+        return make(name, size, path=written(folder, "\n".join(lines)))
+    return make(name, size, **({"nodes": tuple(r * r % 3 for r in range(size))} if name == "hierarchical" else {}))
+
+
+# --- every topology ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", topology.available())
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 25])
+def test_weights_are_what_the_topology_says_of_itself(name, size, tmp_path):
+    found = with_options(name, size, tmp_path)
+    for step in [*steps(found), 1000]:
+        w = found.matrix(step)
+        assert w.min() >= 0 and w.diagonal().min() > 0
+        assert np.allclose(w.sum(axis=0), 1, **CLOSE)
+        assert np.allclose(w.sum(axis=1), 1, **CLOSE) or not found.doubly_stochastic
+        assert np.array_equal(w, w.T) or not found.symmetric
+        assert np.array_equal(w, found.matrix(step + (found.period or 0)))
+        for rank in range(size):
+            assert found.in_neighbours(rank, step) == {j: w[rank, j] for j in np.flatnonzero(w[rank])}
+            assert found.out_neighbours(rank, step) == {i: w[i, rank] for i in np.flatnonzero(w[:, rank])}
+            assert list(found.in_neighbours(rank, step)) == sorted(found.in_neighbours(rank, step))
+    assert found.static == (found.period == 1)
+
+
+@pytest.mark.parametrize("name", topology.available())
+def test_every_topology_is_final_and_names_its_source(name):
+    cls = topology.load(name)
+    assert cls.__name__.lower() == name.replace("_", "") and cls.__final__
+    assert any(f", {year}" in cls.__doc__.partition("Reference:")[2] for year in range(1951, 2030))
+
+
+@pytest.mark.parametrize("name", topology.available())
+def test_ranks_agree_in_the_end(name, tmp_path):
+    """On the mean where W is doubly stochastic; else on it once divided by what push-sum carries along."""
+    found = with_options(name, 7, tmp_path)
+    x, weight = np.arange(7.0), np.ones(7)
+    for step in range(400):
+        x, weight = found.matrix(step) @ x, found.matrix(step) @ weight
+    assert np.allclose(x / weight, 3, rtol=0, atol=1e-6)
+    assert np.allclose(x, 3, rtol=0, atol=1e-6) == found.doubly_stochastic
+
+
+def test_an_unknown_name():
+    with pytest.raises(UnknownNameError, match="topology must be one of complete, digraph, .*, torus; got 'rign'"):
+        topology.load("rign")
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0])
+def test_a_size_that_is_none(size):
+    with pytest.raises(ConfigError, match="the number of ranks must be an integer of at least 1; got"):
+        make("ring", size)
+
+
+# --- spectral gaps ----------------------------------------------------------------------------------------------------
+@few
+@given(SIZES)
+def test_the_gap_of_the_complete_graph(size):
+    assert spectral_gap(make("complete", size)) == 1
+    assert np.allclose(make("complete", size).matrix(), 1 / size, **CLOSE)
+
+
+@few
+@given(SIZES)
+def test_the_gap_of_a_ring(size):
+    expected = 2 / 3 * (1 - math.cos(2 * math.pi / size)) if size >= 3 else 1
+    assert spectral_gap(make("ring", size)) == pytest.approx(expected, abs=1e-12)
+
+
+@few
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_the_gap_of_a_torus(rows, columns):
+    """Its eigenvectors are waves (u, v); along a side of n ranks there are min(n, 3) - 1 neighbours."""
+
+    def wave(u: int, n: int) -> float:
+        return (min(n, 3) - 1) * math.cos(2 * math.pi * u / n)
+
+    degree = min(rows, 3) + min(columns, 3) - 2
+    waves = [(u, v) for u in range(rows) for v in range(columns)]
+    moduli = sorted(abs(1 + wave(u, rows) + wave(v, columns)) / (1 + degree) for u, v in waves)
+    found = make("torus", rows * columns, rows=rows)
+    assert spectral_gap(found) == pytest.approx(1 - moduli[-2] if len(moduli) > 1 else 1, abs=1e-7)
+    if min(rows, columns) >= 3:
+        gap = 2 / 5 * (1 - math.cos(2 * math.pi / max(rows, columns)))
+        assert spectral_gap(found) == pytest.approx(gap, abs=1e-7)
+    if rows == 1:
+        assert np.array_equal(found.matrix(), make("ring", columns).matrix())
+
+
+@few
+@given(st.integers(2, 40))
+def test_the_gap_of_the_exponential_graph(size):
+    """Ying et al. 2021: as bounded, and equal where p is even."""
+    bound = 2 / (1 + math.ceil(math.log2(size)))
+    gap = spectral_gap(make("exponential", size))
+    assert gap == pytest.approx(bound, abs=1e-12) if size % 2 == 0 else gap > bound + 1e-6
+
+
+@few
+@given(SIZES)
+def test_the_gap_of_the_one_peer_exponential_graph(size):
+    """Circulant matrices commute: wave k is multiplied by (1 + w^(k 2^s))/2 at step s, w the root of unity."""
+    found = make("one_peer_exponential", size)
+    t = found.period
+    moduli = [abs(math.prod(math.cos(math.pi * k * 2**s / size) for s in range(t))) for k in range(1, size)]
+    expected = 1 - max(moduli, default=0) ** (1 / t)
+    assert spectral_gap(found) == pytest.approx(1 if size & (size - 1) == 0 else expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 16, 40])
+def test_random_permutations_contract_as_expected(size):
+    found = make("random_permutation", size, seed=5)
+    expected = 1 - math.sqrt((size - 2) / (2 * (size - 1)))
+    assert spectral_gap(found) == pytest.approx(expected, abs=1e-12)
+    mean = sum(w.T @ w for w in map(found.matrix, range(1000))) / 1000
+    assert 1 - math.sqrt(max(np.linalg.eigvalsh(mean)[-2], 0)) == pytest.approx(expected, abs=0.04)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (2, 3), (5, 2), (7, 1), (4, 4)])
+def test_the_gap_of_a_hierarchy_is_that_of_a_ring_of_nodes(nodes, per_node):
+    size = nodes * per_node
+    found = make("hierarchical", size, nodes=tuple(rank % nodes for rank in range(size)))
+    assert (1 - spectral_gap(found)) ** 2 == pytest.approx(1 - spectral_gap(make("ring", nodes)), abs=1e-9)
+
+
+# --- what only some do ------------------------------------------------------------------------------------------------
+@few
+@given(SIZES, st.integers(0, 9))
+def test_one_peer_exponential_is_exact_for_powers_of_two_only(size, start):
+    found = make("one_peer_exponential", size)
+    product = np.eye(size)
+    for step in range(start, start + (size - 1).bit_length()):
+        product = found.matrix(step) @ product
+    exact = np.array_equal(product, np.full((size, size), 1 / size))
+    assert exact == (size & (size - 1) == 0)
+    assert exact or np.abs(product - 1 / size).max() > 1e-3
+
+
+@few
+@given(st.integers(2, 40), st.integers(0, 2**40), st.integers(0, 2**40))
+def test_random_permutations_are_one_cycle_and_the_same_on_all_ranks(size, seed, step):
+    rank, seen = 0, set()
+    for _ in range(size):
+        found = make("random_permutation", size, seed=seed)  # every rank has an object of its own
+        (rank,) = set(found.out_neighbours(rank, step)) - {rank}
+        seen.add(rank)
+    assert seen == set(range(size)) and rank == 0
+
+
+def test_ranks_agree_on_what_each_works_out_by_itself(ranks):
+    """Whatever the random state of each one, which stays as it is."""
+
+    def body(comm):
+        np.random.seed(comm.rank)
+        drawn = make("random_permutation", comm.size, seed=3)
+        nodes = make("hierarchical", comm.size, nodes=comm.nodes)
+        own = [found.in_neighbours(comm.rank, step) for found in (drawn, nodes) for step in range(6)]
+        whole = [found.matrix(step) for found in (drawn, nodes) for step in range(6)]
+        assert np.random.random() == np.random.RandomState(comm.rank).random()
+        return own, whole
+
+    found = ranks(body)
+    for step, w in enumerate(found[0][1]):
+        for rank, (own, whole) in enumerate(found):
+            assert np.array_equal(whole[step], w)
+            assert own[step] == {peer: w[rank, peer] for peer in np.flatnonzero(w[rank])}
+
+
+def test_random_permutations_differ_by_step_and_seed():
+    draws = [make("random_permutation", 16, seed=seed).matrix(step) for seed in (0, 1) for step in (0, 1)]
+    assert len({draw.tobytes() for draw in draws}) == 4
+
+
+def test_a_hierarchy_of_unequal_nodes():
+    found = make("hierarchical", 5, nodes=(7, 7, 3, 7, 3))
+    assert found.in_neighbours(3, 0) == {0: 1 / 3, 1: 1 / 3, 3: 1 / 3} and found.in_neighbours(4, 2) == {2: 0.5, 4: 0.5}
+    assert found.in_neighbours(3, 1) == {3: 1.0} and found.in_neighbours(4, 1) == {1: 0.5, 4: 0.5}
+
+
+def test_the_torus_is_as_square_as_can_be():
+    assert [(t.rows, t.columns) for t in (make("torus", size) for size in (1, 7, 12, 16))] == [
+        (1, 1), (1, 7), (3, 4), (4, 4),
+    ]  # fmt: skip
+    assert make("torus", 12).out_neighbours(0, 0) == dict.fromkeys([0, 1, 3, 4, 8], 1 / 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("torus", {"rows": 4}, "rows must be a divisor of the number of ranks, 6; got 4. Leave it out."),
+        ("torus", {"rows": 0}, "rows must be a divisor of the number of ranks, 6; got 0."),
+        ("random_permutation", {"seed": -1}, "seed must be at least 0; got -1. Numpy takes"),
+        ("hierarchical", {"nodes": (0, 1)}, "nodes must be one node per rank, 6; got 2. Give those of all ranks."),
+    ],
+)
+def test_options_that_are_refused(name, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(name, 6, **options)
+
+
+# --- the user's own graph ---------------------------------------------------------------------------------------------
+def test_metropolis_hastings_weights(tmp_path):
+    w = make("graph", 4, path=written(tmp_path, STAR)).matrix()
+    quarter, rest = 1 / 4, 3 / 4
+    expected = [[quarter] * 4, [quarter, rest, 0, 0], [quarter, 0, rest, 0], [quarter, 0, 0, rest]]
+    assert np.allclose(w, expected, **CLOSE)
+
+
+@few
+@given(st.data())
+def test_any_connected_graph_is_doubly_stochastic_and_contracts(tmp_path, data):
+    size = data.draw(SIZES)
+    tree = [(data.draw(st.integers(0, b - 1)), b) for b in range(1, size)]
+    more = data.draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, size - 1)), max_size=40))
+    edges = [(a, b) for a, b in tree + more if a != b]
+    path = written(tmp_path, "".join(f"{a} {b}\n" for a, b in edges))
+    found = make("graph", size, path=path)
+    w = found.matrix()
+    assert np.array_equal(w, w.T) and np.allclose(w.sum(axis=1), 1, **CLOSE) and w.min() >= 0
+    assert {(a, b) for a, b in np.argwhere(w) if a < b} == {(min(e), max(e)) for e in edges}
+    assert spectral_gap(found) > 0
+
+
+def test_a_directed_graph_has_columns_that_sum_to_one(tmp_path):
+    w = make("digraph", 4, path=written(tmp_path, ONE_WAY)).matrix()
+    third = 1 / 3
+    assert np.allclose(w, [[third, 0, 0, 0.5], [third, 0.5, 0, 0], [third, 0.5, 0.5, 0], [0, 0, 0.5, 0.5]], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["graph", "digraph"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0 1\n1 2 3\n", r"edges.txt, line 2 must be two ranks from 0 to 3; got '1 2 3'. Write 'a b' for each edge."),
+        ("# a\n\n0 4 # b\n", r"edges.txt, line 3 must be two ranks from 0 to 3; got '0 4'."),
+        ("0 -1\n", r"line 1 must be two ranks from 0 to 3; got '0 -1'."),
+        ("0 x\n", r"line 1 must be two ranks from 0 to 3; got '0 x'."),
+        ("0\n", r"line 1 must be two ranks from 0 to 3; got '0'."),
+        ("0 1\n2 2\n", r"line 2 must join two different ranks; got '2 2'. Its own weight"),
+        ("0 1\n1 0\n2 3\n3 2\n", r"must connect all 4 ranks; got no way from rank 0 to .*rank 2. Add some."),
+        ("", r"must connect all 4 ranks; got no way from rank 0 to .*rank 1. Add some."),
+        (None, r"path must be a text file with an edge per line; got .*edges.txt: .*No such file"),
+        (b"\xff\xfe", r"path must be a text file with an edge per line; got .*edges.txt: .*can't decode"),
+    ],
+)
+def test_files_that_are_refused(name, text, message, tmp_path):
+    path = tmp_path / "edges.txt"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=message):
+        make(name, 4, path=path)
+
+
+def test_ways_there_without_a_way_back(tmp_path):
+    path = written(tmp_path, "0 1\n1 2\n")
+    assert make("graph", 3, path=path).symmetric
+    with pytest.raises(ConfigError, match="must connect all 3 ranks; got no way from rank 0 to and from rank"):
+        make("digraph", 3, path=path)
+
+
+# --- description and drawing ------------------------------------------------------------------------------------------
+def test_a_description_is_read_from_the_matrices(tmp_path):
+    found = describe(make("digraph", 4, path=written(tmp_path, ONE_WAY)))
+    assert found["rows sum to 1"] == "no: off by up to 0.333" and found["columns sum to 1"] == "yes"
+    assert (found["symmetric"], found["messages per rank and step, at most"]) == ("no", 2)
+    assert describe(make("one_peer_exponential", 8))["spectral gap"] == "1.000000 per step, over 3"
+    drawn = describe(make("random_permutation", 2))
+    assert drawn["spectral gap"] == "1.000000 per step, in the mean square"
+    assert drawn["matrices"] == "drawn at each step"
+
+
+def test_adjacency():
+    assert adjacency(make("one_peer_exponential", 4), 1)[3] == {
+        "rank": 3, "own weight": 0.5, "receives from": "1 (0.5)", "sends to": "1 (0.5)",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", topology.available())
+@pytest.mark.parametrize(("suffix", "start"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
+def test_pictures(name, suffix, start, tmp_path):
+    path = tmp_path / f"it{suffix}"
+    draw(with_options(name, 5, tmp_path), path)
+    assert path.read_bytes().startswith(start) and path.stat().st_size > 2000
+
+
+def test_a_picture_has_an_arrow_per_message(tmp_path):
+    """A line for what goes both ways; a shaft and a head for what goes one way."""
+
+    def strokes(name: str) -> int:
+        draw(make(name, 6), tmp_path / "it.svg")
+        return (tmp_path / "it.svg").read_text().count("stroke: #1f77b4")
+
+    assert strokes("ring") == 6
+    assert strokes("one_peer_exponential") == 3 * 6 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("it.pdf", "--output must end in .svg or .png; got .*it.pdf. Rename it."),
+        ("none/it.svg", "--output must be a file that can be written; got .*: No such file"),
+    ],
+)
+def test_pictures_that_are_refused(name, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        draw(make("ring", 4), tmp_path / name)
+
+
+def test_a_picture_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as where it is not installed
+    with pytest.raises(ConfigError, match="--output must be given where matplotlib is installed; got none. Run: pip"):
+        draw(make("ring", 4), tmp_path / "it.svg")

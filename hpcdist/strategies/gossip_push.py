@@ -1,0 +1,131 @@
+"""Push gossip: after each local step, send the parameters to a random rank, one-sidedly, and average what has come.
+
+Each rank has a slot for every other one, which holds the sum of the messages that it has not taken yet, and a word
+that counts them; ranks that step change the word by atomics only. The sender marks the slot as being written, writes
+or adds, and counts one more. The receiver copies a slot and then swaps the count that it saw before for 0: that fails
+if the sender has begun to write meanwhile, and the slot is then left for the receiver's next step. So no message is
+lost, counted twice or read torn, and nobody waits.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from pydantic import Field
+
+from hpcdist.strategies.base import Outcome, Strategy, Update
+
+_WRITING = -1  # in place of a count
+
+
+@final
+class GossipPush(Strategy):
+    """Asynchronous gossip SGD, push variant.
+
+    Every step: run the local optimiser, draw j uniformly over all ranks (oneself included), put the own parameters θᵢ
+    into rank j's memory, then set θᵢ ← (wθᵢ + Σ received)/(m + w) for the m messages that have arrived since the last
+    time, where w = 2 if j = i (what one sends oneself has arrived at once) and else 1. Every message counts: a second
+    one from the same sender is added to the first, and m is greater by one. Nobody waits for anybody; whoever pauses
+    still receives. The mean of all θ is conserved in expectation only.
+
+    Bytes per rank and step: one parameter vector put with probability (p − 1)/p, and two to four words. Memory per
+    rank: p parameter vectors, p − 1 slots and a copy. A checkpoint includes what has arrived and is not yet averaged;
+    taken up on another number of ranks that is lost, for all start from the mean.
+
+    Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
+    2016, asynchronous push-gossiping SGD.
+    """
+
+    class Config(Strategy.Config):
+        """Options of gossip_push."""
+
+        seed: int = Field(0, ge=0, description="of the draw of peers; each rank draws from (seed, rank)")
+
+    def __init__(self, config: Config, comm, model):
+        super().__init__(config, comm, model)
+        self._peers = torch.Generator().manual_seed(config.seed * 1_000_003 + comm.rank)
+        self._slots = [comm.window((comm.size - 1) * p.numel(), p.dtype) for p in model.params]
+        self._counts = comm.window(comm.size - 1, torch.int64)
+        self._taken = [torch.empty_like(p, device="cpu") for p in model.params]
+
+    def advance(self, update: Update) -> Outcome:
+        self.model.release(self.model.collect())
+        bad = self.nonfinite()
+        event = self.refuse_nonfinite({self.comm.rank: bad}) if bad else None
+        if not bad:
+            update()
+        peer = self._draw()
+        if peer != self.comm.rank:
+            self._push(peer)
+        self._average(weight=2 if peer == self.comm.rank else 1)
+        return Outcome(clock=self.steps + 1, staleness=() if bad else (0,), event=event)
+
+    def _draw(self) -> int:
+        ranks = self.comm.living
+        return ranks[int(torch.randint(len(ranks), (), generator=self._peers))]
+
+    # --- the sender -----------------------------------------------------------------------------------------------
+    def _push(self, peer: int) -> None:
+        slot, count = (self.comm.rank - peer) % self.comm.size - 1, 0
+        while (found := self._counts.compare_and_swap(count, _WRITING, peer, slot)) != count:
+            count = found  # only the receiver changes it meanwhile, and only to 0: the third attempt succeeds
+        for window, own in zip(self._slots, self.model.params, strict=True):
+            write = window.accumulate if count else window.put
+            write(own, peer, slot * own.numel())
+        self._counts.fetch_add(count + 1 - _WRITING, peer, slot)
+
+    # --- the receiver ---------------------------------------------------------------------------------------------
+    def _average(self, weight: int) -> None:
+        """Averages the own parameters, which count `weight` times, with all messages that have arrived."""
+        for slot, count in enumerate(self._arrived()):
+            if count > 0 and self._take(slot, count):
+                with torch.no_grad():
+                    for own, messages in zip(self.model.params, self._taken, strict=True):
+                        own.mul_(weight).add_(messages.to(own.device, non_blocking=True)).div_(weight + count)
+                weight += count  # a mean of that many from here on
+
+    def _arrived(self) -> list[int]:
+        """How many messages each slot holds; _WRITING where its sender is writing."""
+        counts = torch.empty(self.comm.size - 1, dtype=torch.int64)
+        self._counts.get(counts, self.comm.rank)
+        return counts.tolist()
+
+    def _take(self, slot: int, count: int) -> bool:
+        """Copies a slot's sum of `count` messages and empties it; False if its sender has begun to write meanwhile."""
+        self._copy(slot)
+        return self._counts.compare_and_swap(count, 0, self.comm.rank, slot) == count
+
+    def _copy(self, slot: int) -> None:
+        for window, out in zip(self._slots, self._taken, strict=True):
+            window.get(out, self.comm.rank, slot * out.numel())
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+    def state(self) -> dict:
+        held = []
+        for slot, count in enumerate(self._arrived()):
+            if count > 0:
+                self._copy(slot)
+                held.append((slot, count, [messages.clone() for messages in self._taken]))
+        return {**super().state(), "peers": self._peers.get_state(), "held": held}
+
+    def adapted_state(self, states: list[dict]) -> dict:
+        # Ranks must not draw alike: each keeps the generator it has. Slots were those of the saved world's senders.
+        return {**states[0], "peers": None, "held": []}
+
+    def load_state(self, state: dict) -> None:
+        super().load_state(state)
+        if state["peers"] is not None:
+            self._peers.set_state(state["peers"])
+        self.comm.barrier()  # nobody still pushes what was before
+        counts = torch.zeros(self.comm.size - 1, dtype=torch.int64)
+        for slot, count, sums in state["held"]:
+            counts[slot] = count
+            for window, messages in zip(self._slots, sums, strict=True):
+                window.put(messages, self.comm.rank, slot * messages.numel())
+        self._counts.put(counts, self.comm.rank)
+        self.comm.barrier()  # nobody may push into slots that are yet to be filled
+
+    def close(self) -> None:
+        for window in (*self._slots, self._counts):
+            window.close()

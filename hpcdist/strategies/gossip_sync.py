@@ -1,0 +1,64 @@
+"""Synchronous gossip: after each local step, average with one other rank, along a random permutation shared by all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import final
+
+import torch
+from pydantic import Field
+
+from hpcdist.records import StepRecord
+from hpcdist.strategies.base import Outcome, Strategy, Update
+
+
+@final
+class GossipSync(Strategy):
+    """Synchronous gossip SGD.
+
+    Every step, on all ranks together: run the local optimiser, draw one permutation π of the ranks, the same
+    everywhere and without communication, send θᵢ to π(i) and set θᵢ ← (θᵢ + θⱼ)/2 with j = π⁻¹(i). The mean of all θ
+    changes by the mean of the local updates and by nothing else, to rounding; in expectation over π the squared
+    distance to the mean is halved.
+
+    Bytes per rank and step: one parameter vector sent, unless π(i) = i, which happens with probability 1/p.
+
+    Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
+    2016, synchronous gossiping SGD.
+    """
+
+    class Config(Strategy.Config):
+        """Options of gossip_sync."""
+
+        seed: int = Field(0, ge=0, description="of the permutations; all ranks draw from (seed, step)")
+
+    def __init__(self, config: Config, comm, model):
+        super().__init__(config, comm, model)
+        self._received = [torch.empty_like(p) for p in model.params]
+
+    def advance(self, update: Update) -> Outcome:
+        self.model.release(self.model.collect())
+        bad = self.nonfinite()
+        event = self.refuse_nonfinite({self.comm.rank: bad}) if bad else None
+        if not bad:
+            update()
+        self._average()
+        return Outcome(clock=self.steps + 1, staleness=() if bad else (0,), event=event)
+
+    def _average(self) -> None:
+        """Collective. One exchange along this step's permutation."""
+        ranks, rank = self.comm.living, self.comm.rank
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.steps)
+        order = torch.randperm(len(ranks), generator=generator).tolist()
+        place = ranks.index(rank)
+        dest, source = ranks[order[place]], ranks[order.index(place)]
+        if dest == rank:
+            return
+        with torch.no_grad():
+            for own, other in zip(self.model.params, self._received, strict=True):
+                self.comm.sendrecv(own, dest, other, source)
+                own.add_(other).mul_(0.5)
+
+    def join(self, update: Update) -> StepRecord:
+        self.model.release([False] * len(self.model.names))  # no gradient, so the optimiser leaves all as it is
+        return replace(self.step(update), staleness=())

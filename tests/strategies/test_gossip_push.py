@@ -1,0 +1,334 @@
+"""Push gossip: every message counts once and whole, the mean conserved in expectation and not exactly, nobody waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from strategies import problem
+
+from hpcdist import strategies
+from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtual
+from hpcdist.flat import FlatModel
+
+NAME = "gossip_push"
+
+
+def _make(comm, features=3, **options):
+    """Rank r starts at r everywhere."""
+    cls = strategies.load(NAME)
+    module = torch.nn.Linear(features, 2, dtype=torch.float64)
+    strategy = cls(cls.Config(**options), comm.split(0), FlatModel(module))
+    strategy.model.params[0].fill_(comm.rank)
+    return strategy
+
+
+def _mix(comm, steps, seed):
+    """Gossip without learning: each rank's values after each step, the consensus, and the values after that."""
+    strategy, values = _make(comm, seed=seed), []
+    for _ in range(steps):
+        comm.compute()
+        strategy.step(lambda: None)
+        values.append(strategy.model.params[0][0].item())
+    consensus = strategy.consensus()[0][0][0].item()
+    own = strategy.model.params[0][0].item()
+    strategy.close()
+    return values, consensus, own
+
+
+def _step(strategy, peer):
+    """A step without learning in which this rank draws `peer`."""
+    strategy._draw = lambda: peer
+    strategy.step(lambda: None)
+    return strategy.model.params[0].clone()
+
+
+@pytest.mark.sizes(3, 4)
+def test_a_step_averages_the_own_parameters_with_every_message(ranks):
+    """Rank 0 pushes twice to rank 2, other values each time, and rank 1 once, before rank 2 looks: all three count."""
+
+    def body(comm):
+        strategy, rank = _make(comm), comm.rank
+        if rank == 0:
+            _step(strategy, 2)
+            strategy.model.params[0].fill_(10.0)
+        comm.barrier()
+        if rank < 2:
+            _step(strategy, 2)
+        comm.barrier()
+        found = []
+        if rank == 2:
+            found += [_step(strategy, 2), _step(strategy, 2), _step(strategy, 0)]
+        comm.barrier()
+        if rank == 0:
+            found = [_step(strategy, 1)]
+        strategy.close()
+        return found
+
+    first, second, third = ranks(body)[2]
+    drew_itself = (2 * 2.0 + (0.0 + 10.0) + 1.0) / (2 + 3)
+    assert torch.allclose(first, torch.full_like(first, drew_itself), rtol=0, atol=1e-15)
+    assert torch.equal(second, first) and torch.equal(third, first), "a message was counted again"
+
+
+@pytest.mark.sizes(2, 4)
+def test_the_own_parameters_weigh_1_for_who_drew_another_rank(ranks):
+    def body(comm):
+        strategy = _make(comm)
+        if comm.rank == 1:
+            _step(strategy, 0)
+        comm.barrier()
+        found = _step(strategy, 1)[0].item() if comm.rank == 0 else None
+        strategy.close()
+        return found
+
+    assert ranks(body)[0] == (0.0 + 1.0) / (1 + 1)
+
+
+@pytest.mark.sizes(2, 4)
+def test_a_slot_that_is_written_while_it_is_copied_is_left_for_the_next_step(ranks):
+    """Rank 1 pushes 1, and 3 between rank 0's copy of the slot and its attempt to empty it."""
+
+    def body(comm):
+        strategy, found = _make(comm), []
+        copy = strategy._copy
+
+        def slowly(slot):
+            copy(slot)
+            comm.barrier()
+            comm.barrier()
+
+        if comm.rank == 1:
+            _step(strategy, 0)
+        comm.barrier()
+        if comm.rank == 0:
+            strategy._copy = slowly
+            found.append(_step(strategy, 1)[0].item())
+            strategy._copy = copy
+            found.append(_step(strategy, 1)[0].item())
+        else:
+            comm.barrier()
+            if comm.rank == 1:
+                strategy.model.params[0].fill_(3.0)
+                strategy._push(0)
+            comm.barrier()
+        strategy.close()
+        return found
+
+    assert ranks(body)[0] == [0.0, (0.0 + 1.0 + 3.0) / (1 + 2)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_messages_are_whole_and_counted_once_on_a_network_slower_than_the_steps(size):
+    """All elements of a rank's parameters are equal, and stay so: a torn message would mix two.
+
+    The steps meet slots that are being written, and ones in which several messages have come together.
+    """
+    met, several = [], []
+
+    def body(comm):
+        strategy = _make(comm, features=500, seed=1)
+        look = strategy._arrived
+
+        def looking():
+            counts = look()
+            met.append(min(counts) < 0)
+            several.append(max(counts) > 1)
+            return counts
+
+        strategy._arrived = looking
+        for step in range(60):
+            comm.compute()
+            strategy.step(lambda: strategy.model.params[0].fill_(1000 * comm.rank + step))
+            values = strategy.model.params[0]
+            assert values.max() - values.min() < 1e-9, "a message was torn"
+        strategy.close()
+
+    network = Network(latency_s=1e-3, bandwidth_bytes_s=1e5)  # 8 kB: 80 ms
+    run_virtual(body, size, network=network, compute=Jitter(0.05, 1.0))
+    assert sum(met) > 5
+    assert sum(several) > (5 if size < 8 else 0)
+
+
+def _push_ones(comm, module, steps):
+    """How many messages this rank pushed, all of ones, and how many it received; every sum is of whole ones."""
+    cls = strategies.load(NAME)
+    channel = comm.split(0)
+    strategy = cls(cls.Config(seed=4), channel, FlatModel(module))
+    received, pushed, take, draw = 0, 0, strategy._take, strategy._draw
+
+    def counting(slot, count):
+        nonlocal received
+        taken = take(slot, count)
+        if taken:
+            received += count
+            assert all((sums == count).all() for sums in strategy._taken), "a sum of other than `count` messages"
+        return taken
+
+    strategy._take = counting
+    for _ in range(steps):
+        comm.compute()
+        peer = draw()
+        pushed += peer != comm.rank
+        for params in strategy.model.params:
+            params.fill_(1.0)
+        _step(strategy, peer)
+    comm.barrier()
+    _step(strategy, comm.rank)
+    strategy.close()
+    channel.close()
+    return pushed, received
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_message_arrives_exactly_once(size):
+    network, compute = Network(latency_s=1e-3, bandwidth_bytes_s=1e5), Jitter(0.05, 1.0)
+    def body(comm):
+        return _push_ones(comm, torch.nn.Linear(400, 2), 200)
+
+    found = run_virtual(body, size, network=network, compute=compute)
+    assert sum(pushed for pushed, _ in found) == sum(received for _, received in found) > 100
+
+
+@pytest.mark.parametrize("way", ["node", "tcp", "rma"])
+@pytest.mark.mpi(min_size=2)
+def test_every_message_arrives_exactly_once_while_nobody_waits(ranks, way):
+    """Longer ones, in two dtypes, on ranks that do nothing else."""
+
+    def body(comm):
+        place = comm if way == "node" else comm.apart(way)
+        layers = torch.nn.Linear(20_000, 1), torch.nn.Linear(5_000, 1, dtype=torch.bfloat16)
+        found = _push_ones(place, torch.nn.ModuleList(layers), 100)
+        if place is not comm:
+            place.close()
+        return found
+
+    found = ranks(body)
+    assert sum(pushed for pushed, _ in found) == sum(received for _, received in found) > 50
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_ranks_that_mix_equally_often_come_to_agree(size):
+    found = run_virtual(lambda comm: _mix(comm, 80, seed=5), size, compute=Jitter(0.1, 0.3))
+    last = [values[-1] for values, _, _ in found]
+    assert max(last) - min(last) < 1e-3
+
+
+@pytest.mark.parametrize("size", [3, 4, 8, 16])
+def test_the_mean_is_not_conserved_exactly(size):
+    found = run_virtual(lambda comm: _mix(comm, 20, seed=5), size, compute=Jitter(0.1, 0.3))
+    assert abs(sum(values[-1] for values, _, _ in found) / size - (size - 1) / 2) > 1e-6
+
+
+def test_the_mean_is_conserved_in_expectation():
+    size, seeds = 6, range(60)
+    means = []
+    for seed in seeds:
+        found = run_virtual(lambda comm, seed=seed: _mix(comm, 12, seed), size, compute=Jitter(0.1, 0.2), seed=seed)
+        means.append(sum(values[-1] for values, _, _ in found) / size)
+    mean = sum(means) / len(means)
+    deviation = (sum((m - mean) ** 2 for m in means) / (len(means) - 1)) ** 0.5 / len(means) ** 0.5
+    assert abs(mean - (size - 1) / 2) < 4 * deviation
+    assert 0 < deviation < 0.25
+
+
+def test_peers_are_drawn_uniformly_oneself_included():
+    size, steps = 4, 400
+
+    def body(comm):
+        strategy = _make(comm, seed=3)
+        drawn = [strategy._draw() for _ in range(steps)]
+        strategy.close()
+        return drawn
+
+    found = run_virtual(body, size)
+    assert len({tuple(drawn) for drawn in found}) == size, "ranks draw alike"
+    for drawn in found:
+        assert all(abs(drawn.count(peer) - steps / size) < 5 * (steps * 3 / 16) ** 0.5 for peer in range(size))
+
+
+def test_a_rank_that_has_died_is_not_drawn():
+    def body(comm):
+        strategy = _make(comm)
+        strategy.comm.living = (0, 2, 3)
+        drawn = {strategy._draw() for _ in range(50)}
+        strategy.close()
+        return drawn
+
+    assert run_virtual(body, 4)[0] == {0, 2, 3}
+
+
+@pytest.mark.sizes(2, 4)
+def test_the_evaluated_mean_is_exact_and_leaves_the_ranks_alone(ranks):
+    found = ranks(lambda comm: _mix(comm, 5, seed=1))
+    mean = sum(values[-1] for values, _, _ in found) / len(found)
+    for values, consensus, own in found:
+        assert own == values[-1]
+        assert consensus == pytest.approx(mean, abs=1e-14)
+
+
+@pytest.mark.sizes(2, 3)
+def test_the_state_includes_what_has_arrived(ranks):
+    """Rank 1 is saved with two messages in its slot, and averages them once the state is loaded."""
+
+    def body(comm):
+        strategy = _make(comm, seed=6)
+        if comm.rank == 0:
+            _step(strategy, 1)
+            strategy.model.params[0].fill_(5.0)
+            _step(strategy, 1)
+        comm.barrier()
+        state, params = strategy.state(), strategy.model.params[0].clone()
+        following = [strategy._peers.get_state()]
+        other = strategy.adapted_state([state])
+        strategy.close()
+
+        strategy, found = _make(comm, seed=7), []
+        for loaded in (state, other):
+            strategy.model.params[0].copy_(params)
+            strategy.load_state(loaded)
+            following.append(strategy._peers.get_state())
+            if comm.rank == 1:
+                found.append(_step(strategy, 1)[0].item())
+            comm.barrier()
+        strategy.close()
+        assert all(torch.equal(following[0], generator) for generator in following[1:])
+        return found
+
+    assert ranks(body)[1] == [(2 * 1.0 + 0.0 + 5.0) / (2 + 2), 1.0]
+
+
+def test_a_straggler_delays_nobody_and_receives_what_the_others_pushed():
+    """All others do their steps in their own time, at no wait."""
+
+    def body(comm):
+        module = problem.model()
+        local = torch.optim.SGD(module.parameters(), lr=0.1)
+        cls = strategies.load(NAME)
+        strategy = cls(cls.Config(), comm.split(0), FlatModel(module))
+        start = comm.now()
+        for _ in range(20):
+            comm.compute()
+            local.zero_grad()
+            problem.loss(module, range(4)).backward()
+            strategy.step(local.step)
+        took_s = comm.now() - start
+        comm.barrier()
+        held = sum(count for _, count, _ in strategy.state()["held"])
+        strategy.close()
+        return took_s, held
+
+    network = Network(latency_s=1e-4, bandwidth_bytes_s=1e9)
+    found = run_virtual(body, 5, network=network, compute=Straggler(Constant(0.1), 2, 8.0))
+    assert found[2][0] > 16
+    assert all(took_s < 20 * 0.1 * 1.1 for rank, (took_s, _) in enumerate(found) if rank != 2)
+    assert sum(held for rank, (_, held) in enumerate(found) if rank != 2) > 0  # finished ranks receive too
+
+
+def test_bytes_are_one_parameter_vector_per_foreign_draw():
+    runs = run_virtual(lambda comm: problem.train(comm, NAME, epochs=1), 4)
+    n_bytes = runs[0].params[0].nbytes
+    for run in runs:
+        for record in run.records:
+            assert record.bytes_fetched == 0
+            assert record.bytes_sent in (0, n_bytes + 2 * 8, n_bytes + 3 * 8, n_bytes + 4 * 8)
+        assert any(record.bytes_sent for record in run.records)

@@ -42,8 +42,7 @@ def test_it_equals_allreduce_in_rank_order_to_the_bit(optimizer, samples, worker
     runs = _train({"servers": servers}, _size(workers, servers), compute=Exponential(0.1), **settings)
     reduced = run_virtual(lambda comm: problem.train(comm, "allreduce", {"algorithm": "native"}, **settings), workers)
     assert all(torch.equal(run.consensus[0], reduced[0].params[0]) for run in runs)
-    if servers != "colocated":  # there a worker takes the others' last updates at its next step
-        assert all(torch.equal(run.params[0], reduced[0].params[0]) for run in runs if run.is_worker)
+    assert all(torch.equal(run.params[0], reduced[0].params[0]) for run in runs if run.is_worker)
 
 
 @OPTIMIZERS

@@ -186,6 +186,15 @@ class Strategy(abc.ABC):
             )
         return f"skipped: {text}"
 
+    def step_alone(self, update: Update) -> Outcome:
+        """The local optimiser's step on this rank's own gradient, left out where that is not finite; its outcome."""
+        self.model.release(self.model.collect())
+        bad = self.nonfinite()
+        event = self.refuse_nonfinite({self.comm.rank: bad}) if bad else None
+        if not bad:
+            update()
+        return Outcome(clock=self.steps + 1, staleness=() if bad else (0,), event=event)
+
     def _means(self, tensors: Sequence[Tensor], over: Sequence[int] | None = None) -> list[Tensor]:
         """Collective. The mean of each tensor over the ranks `over` (default: all), on every rank."""
         # Summed in float64, so that the mean of equal float32 replicas is that same float32 to the bit.

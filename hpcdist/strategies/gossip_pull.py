@@ -36,16 +36,12 @@ class GossipPull(Strategy):
         self._published.publish(model.params, self.steps)
 
     def advance(self, update: Update) -> Outcome:
-        self.model.release(self.model.collect())
-        bad = self.nonfinite()
-        event = self.refuse_nonfinite({self.comm.rank: bad}) if bad else None
-        if not bad:
-            update()
+        outcome = self.step_alone(update)
         self._published.publish(self.model.params, self.steps + 1)
         peer = int(torch.randint(self.comm.size, (), generator=self._peers))
         if peer != self.comm.rank:
             self._average_with(peer)
-        return Outcome(clock=self.steps + 1, staleness=() if bad else (0,), event=event)
+        return outcome
 
     def _average_with(self, peer: int) -> None:
         read = self._published.read_torn if self.config.torn else self._published.read

@@ -50,16 +50,12 @@ class GossipPush(Strategy):
         self._taken = [torch.empty_like(p, device="cpu") for p in model.params]
 
     def advance(self, update: Update) -> Outcome:
-        self.model.release(self.model.collect())
-        bad = self.nonfinite()
-        event = self.refuse_nonfinite({self.comm.rank: bad}) if bad else None
-        if not bad:
-            update()
+        outcome = self.step_alone(update)
         peer = self._draw()
         if peer != self.comm.rank:
             self._push(peer)
         self._average(weight=2 if peer == self.comm.rank else 1)
-        return Outcome(clock=self.steps + 1, staleness=() if bad else (0,), event=event)
+        return outcome
 
     def _draw(self) -> int:
         ranks = self.comm.living

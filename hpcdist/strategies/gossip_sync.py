@@ -37,13 +37,9 @@ class GossipSync(Strategy):
         self._received = [torch.empty_like(p) for p in model.params]
 
     def advance(self, update: Update) -> Outcome:
-        self.model.release(self.model.collect())
-        bad = self.nonfinite()
-        event = self.refuse_nonfinite({self.comm.rank: bad}) if bad else None
-        if not bad:
-            update()
+        outcome = self.step_alone(update)
         self._average()
-        return Outcome(clock=self.steps + 1, staleness=() if bad else (0,), event=event)
+        return outcome
 
     def _average(self) -> None:
         """Collective. One exchange along this step's permutation."""

@@ -194,17 +194,21 @@ class Served(Strategy):
         return [child for child, pauses in self._pauses.items() if pauses < self.period and child not in dead]
 
     def _serve_period(self) -> None:
+        watches = self.comm.tolerant or self.config.learner_deadline_s is not None
         self.left_out.listen(self._unpaused(), self.comm.now())
         while self._unpaused():
-            patience_s = self.left_out.patience_s(self.active(), self.comm.now(), self.comm.tolerant)
-            letter = self.mailbox.next(patience_s)
+            letter = self.mailbox.next(self._patience_s() if watches else None)
             if letter is not None:
                 self._deal(letter)
-            self._leave_out()
+            if watches:
+                self._leave_out()
         self.period += 1
         early, self._early = self._early, []
         for letter in early:
             self._deal(letter)
+
+    def _patience_s(self) -> float | None:
+        return self.left_out.patience_s(self.active(), self.comm.now(), self.comm.tolerant)
 
     def _leave_out(self) -> None:
         """Goes on without workers that have died or been silent for too long."""

@@ -12,12 +12,14 @@ from hpcdist.config.job import (
     schedules,
 )
 from hpcdist.config.layers import load
+from hpcdist.config.named import Named
 from hpcdist.config.settings import Option, Settings, describe, suggestion
 
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "JobConfig",
+    "Named",
     "Option",
     "OptimizerConfig",
     "ScheduleConfig",

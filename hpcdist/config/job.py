@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
+from hpcdist.config.named import Named
 from hpcdist.config.settings import Settings, suggestion
 from hpcdist.errors import ConfigError, UnknownNameError
 
@@ -16,24 +17,13 @@ from hpcdist.errors import ConfigError, UnknownNameError
 _NOT_IN_A_TABLE = {"LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"}
 
 
-class _Named(Settings):
-    """A table with a name, whose other keys are that algorithm's own options."""
-
-    model_config = ConfigDict(extra="allow")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The algorithm's own options."""
-        return dict(self.model_extra or {})
-
-
-class StrategyConfig(_Named):
+class StrategyConfig(Named):
     """Which strategy, with its options; they are checked by the strategy's own `Config`."""
 
     name: str = Field("allreduce", description="distribution strategy, see `hpcdist strategies`")
 
 
-class OptimizerConfig(_Named):
+class OptimizerConfig(Named):
     """A class of torch.optim, with its options."""
 
     name: str = Field("SGD", description="class of torch.optim; its other options are keys beside the name")
@@ -58,7 +48,7 @@ class OptimizerConfig(_Named):
         return _call("optimizer", optimizers()[self.name], parameters, options)
 
 
-class ScheduleConfig(_Named):
+class ScheduleConfig(Named):
     """A class of torch.optim.lr_scheduler, with its options."""
 
     name: str | None = Field(None, description="class of torch.optim.lr_scheduler; its options are keys beside it")
@@ -121,11 +111,6 @@ class JobConfig(Settings):
     deadline_s: float = Field(300.0, gt=0, description="longest wait for another rank, in seconds")
     across: str = Field("auto", description="how windows reach other nodes: auto, tcp, rma, or tcp:INTERFACE")
     gpu_aware_mpi: bool = Field(False, description="give MPI the memory of GPUs itself; false stages it on the host")
-
-    @field_validator("strategy", "optimizer", "schedule", mode="before")
-    @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> JobConfig:

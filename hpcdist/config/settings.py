@@ -164,6 +164,8 @@ def _default_text(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
     if default is None or isinstance(default, bool):
         return str(default).lower()
+    if isinstance(default, Settings):  # a table that a string may stand for
+        return repr(getattr(default, "name", default))
     return repr(default)
 
 

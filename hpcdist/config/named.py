@@ -1,0 +1,25 @@
+"""A table that chooses an algorithm by name, and holds that algorithm's own options beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ConfigDict, model_validator
+
+from hpcdist.config.settings import Settings
+
+
+class Named(Settings):
+    """A table with a `name`, whose other keys are that algorithm's own options; a string alone is the name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The algorithm's own options."""
+        return dict(self.model_extra or {})

@@ -24,8 +24,8 @@ MARKED_PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
 
 
 def conda() -> dict[str, tuple[SpecifierSet, str]]:
-    """conda's packages: name to version range and build."""
-    lines = re.findall(r"^  - ([\w-]+)(?: ([<>=][^\s]*))?(?: (\S+))?$", (ROOT / "environment.yml").read_text(), re.M)
+    """conda's packages, and those that pip adds there: name to version range and build."""
+    lines = re.findall(r"^ +- (\w[\w-]*)(?: ([<>=][^\s]*))?(?: (\S+))?$", (ROOT / "environment.yml").read_text(), re.M)
     return {name: (SpecifierSet(version), build) for name, version, build in lines}
 
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from hpcdist import collectives
 from hpcdist.collectives.background import Background, Trial
 from hpcdist.comm.communicator import Traffic
+from hpcdist.compress import CompressionConfig, Reduction, spans
 from hpcdist.flat import Bucket
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
@@ -25,8 +26,11 @@ class AllReduce(Strategy):
     of gradients are reduced on a thread while the backward pass computes the rest; that costs interpreter time and
     a core, so `auto` measures the first steps both ways.
 
-    Bytes per rank and step: 2n(p − 1)/p for n bytes of gradients (ring, direct), and one small vector that says
-    which parameters had a gradient and whether all were finite.
+    With `compression` each rank sends what the compressor makes of its gradient, and of what it has not sent before;
+    all ranks apply the mean of what was sent, so that replicas stay bitwise equal there too.
+
+    Bytes per rank and step: 2n(p − 1)/p for n bytes of gradients (ring, direct), or those of `hpcdist compressors`;
+    and 4 that say whether all gradients were there and finite, as they are as a rule.
 
     Reference: Priya Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017; for the
     buckets, Shen Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020.
@@ -40,6 +44,16 @@ class AllReduce(Strategy):
             "auto", description="reduce buckets while the backward pass runs; auto tries both"
         )
         accumulation: int = Field(1, ge=1, description="backward passes per step, whose gradients add up")
+        compression: CompressionConfig = Field(CompressionConfig(), description="how gradients are compressed")
+
+        @model_validator(mode="after")
+        def _compressed_at_once(self):
+            if self.compression and self.overlap == "on":
+                raise ValueError(
+                    "strategy.overlap must be off or auto with strategy.compression, which sees all gradients before "
+                    "any is sent; got on. Leave it out."
+                )
+            return self
 
     reduces_in_backward = True
 
@@ -48,11 +62,16 @@ class AllReduce(Strategy):
         self.updates = 0
         self._channel = comm.split(0)  # the thread's own
         self._reduce = collectives.load(config.algorithm)(self._channel)
+        self._compressed: Reduction | None = None
+        if config.compression and comm.size > 1:
+            self._compressed = Reduction(self._channel, config.compression, model.grads, spans(model))
+        self._used = (torch.ones(len(model.names), dtype=torch.bool),) * 2  # in the last step: here, and on any rank
         self._bad: list[str] = []
         self._background: Background | None = None
-        self._trial = Trial(comm) if config.overlap == "auto" and comm.size > 1 and comm.concurrent else None
+        overlaps = comm.size > 1 and comm.concurrent and self._compressed is None
+        self._trial = Trial(comm) if config.overlap == "auto" and overlaps else None
         model.on_bucket_ready(self._bucket_ready)
-        self._arm(overlapped=config.overlap == "on" and comm.size > 1 and comm.concurrent)
+        self._arm(overlapped=config.overlap == "on" and overlaps)
 
     def _arm(self, overlapped: bool) -> None:
         """Chooses how the next step is reduced."""
@@ -123,7 +142,10 @@ class AllReduce(Strategy):
 
     def _merge(self) -> dict[int, list[str]]:
         """Collective. Gives all ranks the mean gradients; where some were not finite tells which, by rank, instead."""
-        used, bad = self._agree(self._average_beside() if self._overlapped else self._average_now())
+        if self._compressed is not None:
+            used, bad = self._average_compressed()
+        else:
+            used, bad = self._agree(self._average_beside() if self._overlapped else self._average_now())
         if not bad:
             self.model.release(used)
         if self._trial is not None and not self._trial.decided:
@@ -140,6 +162,17 @@ class AllReduce(Strategy):
                 self._average(bucket, self.model.weight)
         return used
 
+    def _average_compressed(self) -> tuple[torch.Tensor, dict[int, list[str]]]:
+        used, self._bad = self.model.collect(), self.nonfinite()
+        used, bad = self._agree(used)  # before: what is not finite must not get into what is left to be sent
+        if not bad:
+            for flat in self.model.grads:
+                flat.mul_(self.model.weight)
+            ranks = self._compressed(self.model.grads)
+            for flat in self.model.grads:
+                flat.div_(ranks)
+        return used, bad
+
     def _average_beside(self) -> torch.Tensor:
         used = self.model.flush()
         start = self.comm.now()
@@ -152,12 +185,17 @@ class AllReduce(Strategy):
         bad, self._bad = self._bad, []
         if self.comm.size == 1:
             return used, {0: bad} if bad else {}
+        news = torch.tensor([bool(bad) or not torch.equal(used, self._used[0])], dtype=torch.int32)
+        self.comm.allreduce(news)
+        if int(news) == 0:  # on every rank as in the last step
+            return self._used[1], {}
         word = torch.cat([used.to(torch.int32), torch.tensor([len(bad)], dtype=torch.int32)])
         self.comm.allreduce(word)
+        self._used = used, word[:-1] > 0
         if int(word[-1]) == 0:
-            return word[:-1] > 0, {}
+            return self._used[1], {}
         names = [text.decode() for text in self.comm.exchange("\n".join(bad).encode())]
-        return word[:-1] > 0, {rank: text.split("\n") for rank, text in enumerate(names) if text}
+        return self._used[1], {rank: text.split("\n") for rank, text in enumerate(names) if text}
 
     def _nothing(self) -> float:
         """This rank's part of an average for which it has no samples; returns their loss."""
@@ -173,14 +211,23 @@ class AllReduce(Strategy):
         return self.comm.traffic + self._channel.traffic
 
     def state(self) -> dict:
-        return {**super().state(), "updates": self.updates}
+        held = {} if self._compressed is None else {"compressed": self._compressed.state()}
+        return {**super().state(), "updates": self.updates, **held}
+
+    def adapted_state(self, states: list[dict]) -> dict:
+        compressed = [state["compressed"] for state in states if "compressed" in state]
+        return {**states[0], **({"compressed": Reduction.adapted(compressed)} if compressed else {})}
 
     def load_state(self, state: dict) -> None:
         super().load_state(state)
         self.updates = state["updates"]
+        if self._compressed is not None and "compressed" in state:
+            self._compressed.load_state(state["compressed"])
 
     def close(self) -> None:
         if self._background is not None:
             self._background.close()
+        if self._compressed is not None:
+            self._compressed.close()
         self._reduce.close()
         self._channel.close()

@@ -1,0 +1,50 @@
+"""Error feedback: what a message lacks is added to the next tensor, so that it is sent late rather than never."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hpcdist.compress.base import Compressor, Linear
+
+
+class Feedback:
+    """A compressor's tensor and its residual: Σ tensors = Σ messages + residual, at every step.
+
+    Memory: one tensor more. Without feedback (`enabled` false) what a message lacks is forgotten.
+
+    Args:
+        like: a tensor of the length and dtype of those to come. Half precision is accumulated in float32.
+
+    Reference: Frank Seide, Hao Fu, Jasha Droppo, Gang Li, Dong Yu, "1-bit stochastic gradient descent and its
+    application to data-parallel distributed training of speech DNNs", 2014; Sai Praneeth Karimireddy, Quentin Rebjock,
+    Sebastian Stich, Martin Jaggi, "Error feedback fixes SignSGD and other gradient compression schemes", 2019.
+    """
+
+    def __init__(self, compressor: Compressor, like: Tensor, enabled: bool = True):
+        self.compressor, self._enabled = compressor, enabled
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        self.residual = torch.zeros(like.numel(), dtype=dtype)
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        """The message for `tensor` and for what has not been sent before."""
+        self._accumulate(tensor)
+        return self.compressor.take(self.residual)
+
+    def reduce(self, tensor: Tensor, out: Tensor, ranks: int, allreduce) -> None:
+        """Collective. See `Linear.reduce`."""
+        compressor: Linear = self.compressor
+        self._accumulate(tensor)
+        compressor.reduce(self.residual, out, ranks, allreduce)
+
+    def _accumulate(self, tensor: Tensor) -> None:
+        if not self._enabled:
+            self.residual.zero_()
+        self.compressor.accumulate(self.residual, tensor)
+
+    def state(self) -> dict:
+        return {"residual": self.residual, "compressor": self.compressor.state()}
+
+    def load_state(self, state: dict) -> None:
+        self.residual.copy_(state["residual"])
+        self.compressor.load_state(state["compressor"])

@@ -1,0 +1,50 @@
+"""Messages that name some elements of a tensor, and finding the elements worth naming."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist.compress import indices as coding
+
+_CHUNK = 1 << 18  # elements looked at together: what is made of them on the way stays in the cache
+_HEAD = 4  # bytes: how many elements are named
+
+
+def above(values: np.ndarray, bound: float) -> np.ndarray:
+    """The indices of the elements greater than `bound` in magnitude, ascending, int64."""
+    size = min(_CHUNK, len(values))
+    magnitude, found = np.empty(size, values.dtype), np.empty(size, bool)
+    parts = []
+    for start in range(0, len(values), _CHUNK):
+        chunk = values[start : start + _CHUNK]
+        np.abs(chunk, out=magnitude[: len(chunk)])
+        np.greater(magnitude[: len(chunk)], bound, out=found[: len(chunk)])
+        parts.append(np.flatnonzero(found[: len(chunk)]) + start)
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def pack(indices: np.ndarray, count: int, *payload: np.ndarray) -> Tensor:
+    """One message of ascending indices below `count` and of what belongs to them; empty where there are none."""
+    if not len(indices):
+        return torch.empty(0, dtype=torch.uint8)
+    parts = [np.array([len(indices)], np.uint32), *payload, coding.encode(indices, count)]
+    return torch.from_numpy(np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts]))
+
+
+def unpack(message: Tensor, count: int, payload: tuple[tuple[type, int], ...]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The indices of a message that is not empty, and its payload.
+
+    Args:
+        payload: dtype and number of elements of each array; a number of -1 is one per index, -8 one per 8 of them.
+    """
+    data = message.numpy()
+    size, at = int(data[:_HEAD].view(np.uint32)[0]), _HEAD
+    found = []
+    for dtype, number in payload:
+        number = -(-size // -number) if number < 0 else number
+        n_bytes = number * np.dtype(dtype).itemsize
+        found.append(data[at : at + n_bytes].copy().view(dtype))
+        at += n_bytes
+    return coding.decode(data[at:].copy().view(np.uint32), size, count), found

@@ -1,0 +1,79 @@
+"""Threshold: elements above a threshold are sent as its sign, and the threshold is subtracted from them."""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from hpcdist.compress import sparse
+from hpcdist.compress.base import Compressor
+from hpcdist.compress.sample import Sample
+
+_PAYLOAD = ((np.float32, 1), (np.uint8, -8))  # the threshold, and a bit per index: whether it is positive
+
+
+@final
+class Threshold(Compressor):
+    """Where |x| > τ the message says +τ or −τ, and x keeps the rest; other elements wait.
+
+    With `density` τ is chosen at each step so that about this part of the elements is sent: it is that quantile of
+    |x| in a sample. Else it is `tau`, in units of what is sent: of gradients, or of updates.
+
+    Bytes for k of n elements: 8 + k/8 + k·H/8, H being the entropy of a gap in bits, about log₂(n/k) + 1.44, and none
+    if k = 0. Error: where |x| ≤ τ the error is x itself; elsewhere it is |x| − τ. Fed back, the error of an input that
+    never exceeds τ never does either, but an input that stays above τ is sent too slowly, and its error grows.
+
+    Reference: Nikko Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015; for τ from a
+    density, Nikoli Dryden, Tim Moon, Sam Ade Jacobs, Brian Van Essen, "Communication quantization for data-parallel
+    training of deep neural networks", 2016.
+    """
+
+    class Config(Compressor.Config):
+        """Options of threshold."""
+
+        tau: float | None = Field(None, gt=0, description="what is sent of each element above it; none: by density")
+        density: float | None = Field(None, gt=0, le=1, description="part of the elements to send; none: by tau")
+
+        @model_validator(mode="after")
+        def _one_of_them(self):
+            if (self.tau is None) == (self.density is None):
+                raise ValueError(
+                    "strategy.compression.tau or .density must be given with threshold, and not both; got "
+                    f"tau = {self.tau}, density = {self.density}. A density of 0.001 is a good beginning."
+                )
+            return self
+
+    def __init__(self, config: Config, count, spans=()):
+        super().__init__(config, count, spans)
+        self._sample = Sample(count)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        values = tensor.numpy()
+        tau = np.float32(self._tau(values))
+        if not tau > 0:  # a sample of zeros
+            tau = np.finfo(np.float32).tiny
+        found = sparse.above(values, tau)
+        positive = values[found] > 0
+        values[found] -= np.where(positive, tau, -tau)
+        return sparse.pack(found, self.count, np.array([tau]), np.packbits(positive))
+
+    def _tau(self, values: np.ndarray) -> float:
+        if self.config.tau is not None:
+            return self.config.tau
+        return self._sample.bound(values, self.config.density)
+
+    def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
+        if len(message):
+            found, (tau, bits) = sparse.unpack(message, self.count, _PAYLOAD)
+            positive = np.unpackbits(bits, count=len(found)).view(bool)
+            step = out.numpy().dtype.type(tau[0]) * weight
+            out.numpy()[found] += np.where(positive, step, -step)
+
+    def state(self) -> dict:
+        return {"drawn": self._sample.drawn}
+
+    def load_state(self, state: dict) -> None:
+        self._sample.drawn = state["drawn"]

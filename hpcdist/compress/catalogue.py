@@ -32,7 +32,9 @@ class CompressionConfig(Named):
     @model_validator(mode="after")
     def _check(self) -> CompressionConfig:
         if self.name != NONE:
-            load(self.name).Config.from_mapping(self.options, "strategy.compression")
+            options = load(self.name).Config.from_mapping(self.options, "strategy.compression")
+            if self.error_feedback:
+                options.check_feedback()
         elif self.options:
             known = ", ".join(available())
             raise ValueError(
@@ -43,10 +45,12 @@ class CompressionConfig(Named):
     def __bool__(self) -> bool:
         return self.name != NONE
 
-    def make(self, count: int, spans: Sequence[Span] = ()) -> Compressor:
-        """The compressor for a flat tensor of `count` elements."""
+    def make(self, count: int, spans: Sequence[Span] = (), stream: int = 0) -> Compressor:
+        """The compressor for a flat tensor of `count` elements; each of several should have a `stream` of its own."""
         cls = load(self.name)
-        return cls(cls.Config.from_mapping(self.options, "strategy.compression"), count, spans)
+        compressor = cls(cls.Config.from_mapping(self.options, "strategy.compression"), count, spans)
+        compressor.stream = stream
+        return compressor
 
 
 @cache
@@ -69,5 +73,5 @@ def load(name: str) -> type[Compressor]:
     """The compressor's class. Raises UnknownNameError."""
     classes = _found()
     if name not in classes:
-        raise UnknownNameError("strategy.compression", name, [NONE, *classes])
+        raise UnknownNameError("strategy.compression", name, classes)
     return classes[name]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.compress.base import Compressor, Linear
+from hpcdist.compress.none import Uncompressed
 
 
 class Feedback:
@@ -23,13 +24,24 @@ class Feedback:
 
     def __init__(self, compressor: Compressor, like: Tensor, enabled: bool = True):
         self.compressor, self._enabled = compressor, enabled
+        self._whole = Uncompressed(Uncompressed.Config(), like.numel())
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         self.residual = torch.zeros(like.numel(), dtype=dtype)
 
-    def encode(self, tensor: Tensor) -> Tensor:
-        """The message for `tensor` and for what has not been sent before."""
+    def encode(self, tensor: Tensor, whole: bool = False) -> Tensor:
+        """The message for `tensor`, on any device, and for what has not been sent before; `whole`: uncompressed."""
         self._accumulate(tensor)
-        return self.compressor.take(self.residual)
+        return (self._whole if whole else self.compressor).take(self.residual)
+
+    def add(self, message: Tensor, out: Tensor, whole: bool = False) -> None:
+        """Adds to `out`, on any device, what a message of such a feedback stands for."""
+        compressor = self._whole if whole else self.compressor
+        if out.dtype == self.residual.dtype and out.device == self.residual.device:
+            compressor.add(message, out)
+        else:
+            decoded = torch.empty_like(self.residual)
+            compressor.decode(message, decoded)
+            out.add_(decoded.to(out.device, out.dtype))
 
     def reduce(self, tensor: Tensor, out: Tensor, ranks: int, allreduce) -> None:
         """Collective. See `Linear.reduce`."""
@@ -40,7 +52,7 @@ class Feedback:
     def _accumulate(self, tensor: Tensor) -> None:
         if not self._enabled:
             self.residual.zero_()
-        self.compressor.accumulate(self.residual, tensor)
+        self.compressor.accumulate(self.residual, tensor.to(self.residual.device))
 
     def state(self) -> dict:
         return {"residual": self.residual, "compressor": self.compressor.state()}

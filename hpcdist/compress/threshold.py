@@ -19,8 +19,8 @@ _PAYLOAD = ((np.float32, 1), (np.uint8, -8))  # the threshold, and a bit per ind
 class Threshold(Compressor):
     """Where |x| > τ the message says +τ or −τ, and x keeps the rest; other elements wait.
 
-    With `density` τ is chosen at each step so that about this part of the elements is sent: it is that quantile of
-    |x| in a sample. Else it is `tau`, in units of what is sent: of gradients, or of updates.
+    τ is chosen at each step so that about `density` of the elements is sent: it is that quantile of |x| in a sample.
+    Or it is fixed, `tau`, in units of what is sent: of gradients, or of updates.
 
     Bytes for k of n elements: 8 + k/8 + k·H/8, H being the entropy of a gap in bits, about log₂(n/k) + 1.44, and none
     if k = 0. Error: where |x| ≤ τ the error is x itself; elsewhere it is |x| − τ. Fed back, the error of an input that
@@ -34,15 +34,15 @@ class Threshold(Compressor):
     class Config(Compressor.Config):
         """Options of threshold."""
 
-        tau: float | None = Field(None, gt=0, description="what is sent of each element above it; none: by density")
-        density: float | None = Field(None, gt=0, le=1, description="part of the elements to send; none: by tau")
+        density: float = Field(0.01, gt=0, le=1, description="part of the elements to send, about; tau follows")
+        tau: float | None = Field(None, gt=0, description="fixed: what is sent of each element above it; none: by density")
 
         @model_validator(mode="after")
         def _one_of_them(self):
-            if (self.tau is None) == (self.density is None):
+            if self.tau is not None and "density" in self.model_fields_set:
                 raise ValueError(
-                    "strategy.compression.tau or .density must be given with threshold, and not both; got "
-                    f"tau = {self.tau}, density = {self.density}. A density of 0.001 is a good beginning."
+                    "strategy.compression.tau must be none where a density is given; got "
+                    f"tau = {self.tau}, density = {self.density}. Give one of them."
                 )
             return self
 

@@ -14,6 +14,8 @@ class Named(Settings):
 
     model_config = ConfigDict(extra="allow")
 
+    name: str
+
     @model_validator(mode="before")
     @classmethod
     def _from_name(cls, value: Any) -> Any:

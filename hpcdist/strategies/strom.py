@@ -1,0 +1,197 @@
+"""Compressed updates from every rank to every other, without a server, a barrier or a wait."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from hpcdist import topology
+from hpcdist.comm.communicator import Envelope, Request
+from hpcdist.compress import CompressionConfig, Feedback, spans
+from hpcdist.compress.gather import cut, join
+from hpcdist.config import Named
+from hpcdist.flat import FlatModel
+from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.topology.spanning import spanning_tree
+
+_CODED, _WHOLE = 1, 2  # tags
+
+
+class Updates(CompressionConfig):
+    """How updates are compressed."""
+
+    name: str = Field("threshold", description="compressor, see `hpcdist compressors`; none: all is sent as it is")
+
+
+@final
+class Strom(Strategy):
+    """Every rank's updates, compressed, are added to the parameters of all ranks, as they arrive.
+
+    Every step: run the local optimiser, but take from its change of the parameters only what a message says, and leave
+    the rest in a residual, for later messages; send the message to all other ranks; add all messages that have come.
+    Nobody waits for anybody. At the end of an epoch, and before a checkpoint, all messages are waited for: then the
+    ranks' parameters are equal, but for the order in which floating-point numbers were added.
+
+    With the topology `complete` messages go from everyone to everyone. With any other they go to neighbours only, along
+    a spanning tree of its graph, and what comes in from one is passed on to the others in the next message: each link
+    has a residual of its own, and parameters on two ranks differ by what the links between them still hold.
+
+    An update counts 1/p, so that together they make the mean of what the ranks would have done, and a learning rate
+    means what it does with `allreduce`; with `add_up` it counts 1, as in the reference.
+
+    Bytes per rank and step: p − 1 messages, or one per neighbour in the tree; see `hpcdist compressors`. Memory: four
+    parameter vectors, and one more per neighbour in a tree.
+
+    Reference: Nikko Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015.
+    """
+
+    class Config(Strategy.Config):
+        """Options of strom."""
+
+        compression: Updates = Field(Updates(), description="how updates are compressed")
+        topology: Named = Field(Named(name="complete"), description="who sends to whom, see `hpcdist topology`")
+        add_up: bool = Field(False, description="ranks' updates add up; false: they are averaged")
+
+        @model_validator(mode="after")
+        def _trees_hold_what_they_pass_on(self):
+            if self.topology.name != "complete" and not self.compression.error_feedback:
+                raise ValueError(
+                    "strategy.compression.error_feedback must be true where strategy.topology is not complete, for "
+                    "what a rank passes on waits in the residual; got false. Leave it out."
+                )
+            return self
+
+    def __init__(self, config: Config, comm, model):
+        super().__init__(config, comm, model)
+        self._links = self._make_links()
+        self._sent = 0  # messages to each peer since the last pause
+        self._received = {peer: 0 for link in self._links for peer in link.peers}  # and from each
+        self._sending: list[Request] = []
+        self._arriving: list[tuple[Request, Tensor, int, int]] = []  # with source and tag
+        self._old = [torch.empty_like(flat) for flat in model.params]
+
+    def _make_links(self) -> list[_Link]:
+        config, comm = self.config, self.comm
+        if comm.size == 1:
+            return []
+        if config.topology.name == "complete":
+            return [_Link([rank for rank in range(comm.size) if rank != comm.rank], config.compression, self.model)]
+        graph = topology.load(config.topology.name)(comm.size, **config.topology.options)
+        return [_Link([peer], config.compression, self.model) for peer in spanning_tree(graph)[comm.rank]]
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+    def advance(self, update: Update) -> Outcome:
+        if not self._links:
+            return self.step_alone(update)
+        for old, own in zip(self._old, self.model.params, strict=True):
+            old.copy_(own)
+        outcome = self.step_alone(update)
+        with torch.no_grad():
+            self._send_change()
+            self._add_arrived()
+        return outcome
+
+    def _send_change(self) -> None:
+        """Sends what the local optimiser has done to the parameters, which keep what the others get as well."""
+        warming = self.steps < self.config.compression.warmup_steps
+        silent = warming and self.comm.rank >= (self.config.compression.warmup_ranks or self.comm.size)
+        whole = warming and self.config.compression.warmup_ranks is None
+        for old, own in zip(self._old, self.model.params, strict=True):
+            own.sub_(old).mul_(0.0 if silent else 1.0 if self.config.add_up else 1 / self.comm.size)
+        for link in self._links:
+            messages = [f.encode(change, whole) for f, change in zip(link.feedbacks, self.model.params, strict=True)]
+            self._send(join(messages), link.peers, _WHOLE if whole else _CODED)
+        self._sent += 1
+        for i, (old, own) in enumerate(zip(self._old, self.model.params, strict=True)):
+            if self._floods:
+                own.copy_(old)
+                self._links[0].feedbacks[i].add(messages[i], own, whole)
+            else:
+                own.add_(old)
+
+    @property
+    def _floods(self) -> bool:
+        """Whether one message goes to all others, so that this rank's parameters change by what it says, too."""
+        return self.config.topology.name == "complete"
+
+    # --- messages -------------------------------------------------------------------------------------------------
+    def _send(self, message: Tensor, peers: Sequence[int], tag: int) -> None:
+        self._sending = [request for request in self._sending if not request.done()]
+        self._sending += [self.comm.isend(message, peer, tag) for peer in peers]
+
+    def _add_arrived(self) -> None:
+        """Adds what has come in full; nothing is waited for."""
+        while (found := self.comm.probe(block=False)) is not None:
+            self._begin(found)
+        arriving, self._arriving = self._arriving, []
+        for request, message, source, tag in arriving:
+            if request.done():
+                self._add(message, source, tag)
+            else:
+                self._arriving.append((request, message, source, tag))
+
+    def _begin(self, found: Envelope) -> None:
+        message = torch.empty(found.n_bytes, dtype=torch.uint8)
+        request = self.comm.irecv(message, found.source, found.tag)
+        self._received[found.source] += 1
+        self._arriving.append((request, message, found.source, found.tag))
+
+    def _add(self, message: Tensor, source: int, tag: int) -> None:
+        parts = cut(message, len(self.model.params))
+        for link in self._links:
+            for feedback, part, own in zip(link.feedbacks, parts, self.model.params, strict=True):
+                if source in link.peers:
+                    feedback.add(part, own, whole=tag == _WHOLE)
+                else:
+                    feedback.add(part, feedback.residual, whole=tag == _WHOLE)  # passed on with the next message
+
+    def pause(self) -> None:
+        """Collective. Waits for all messages that have been sent."""
+        if not self._links:
+            return
+        told = [struct.unpack("q", data)[0] for data in self.comm.exchange(struct.pack("q", self._sent))]
+        for peer in self._received:
+            while self._received[peer] < told[peer]:
+                self._begin(self.comm.probe(peer))
+        for request, message, source, tag in self._arriving:
+            request.wait()
+            self._add(message, source, tag)
+        for request in self._sending:
+            request.wait()
+        self._sending, self._arriving, self._sent = [], [], 0
+        self._received = dict.fromkeys(self._received, 0)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+    def state(self) -> dict:
+        return {**super().state(), "links": [[f.state() for f in link.feedbacks] for link in self._links]}
+
+    def adapted_state(self, states: list[dict]) -> dict:
+        """What all ranks have not sent yet is dealt out evenly; what a tree's links hold has no place in another."""
+        links = []
+        if self._floods and self._links and states[0]["links"]:
+            for saved in zip(*(state["links"][0] for state in states), strict=True):
+                total = sum(feedback["residual"] for feedback in saved)
+                links.append({**saved[0], "residual": total / self.comm.size})
+        return {**states[0], "links": [links] if links else []}
+
+    def load_state(self, state: dict) -> None:
+        super().load_state(state)
+        for link, saved in zip(self._links, state["links"]):
+            for feedback, own in zip(link.feedbacks, saved, strict=True):
+                feedback.load_state(own)
+
+
+class _Link:
+    """Ranks that get the same messages, and what they have not been sent yet."""
+
+    def __init__(self, peers: Sequence[int], config: CompressionConfig, model: FlatModel):
+        self.peers = peers
+        self.feedbacks = [
+            Feedback(config.make(flat.numel(), own), flat, config.error_feedback)
+            for flat, own in zip(model.params, spans(model), strict=True)
+        ]

@@ -88,3 +88,24 @@ def server(
     comm = hd.init()
     rows = bench.measure(comm, sizes or bench.SIZES, rounds=rounds)
     _show(f"parameter servers on {comm.size} ranks", rows, json_path, comm)
+
+
+@app.command()
+def gossip(rounds: Rounds = 7, json_path: Json = None) -> None:
+    """A training step of each decentralised strategy beside all-reduce and the model alone. Collective."""
+    from hpcdist.bench import gossip as bench
+
+    comm = hd.init()
+    _show(f"training step on {comm.size} ranks", bench.measure(comm, rounds=rounds), json_path, comm)
+
+
+@app.command()
+def compress(rounds: Rounds = 7, json_path: Json = None) -> None:
+    """How fast each compressor codes; and, on several ranks, a training step with all-reduce compressed. Collective."""
+    from hpcdist.bench import compress as bench
+
+    comm = hd.init()
+    if comm.size == 1:
+        _show("coding and decoding on one core", bench.measure_coding(rounds=rounds), json_path)
+    else:
+        _show(f"training step on {comm.size} ranks", bench.measure_steps(comm, rounds=rounds), json_path, comm)

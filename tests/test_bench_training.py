@@ -1,0 +1,49 @@
+"""The benchmarks of training steps and of compressors: every side is measured, and rows are whole."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcdist import compress, strategies
+from hpcdist.bench import compress as coding
+from hpcdist.bench import gossip, steps, training
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(steps, "MODELS", {"small": (8, 16, 4)})
+    monkeypatch.setattr(steps, "WARM_UP", 2)
+
+
+@pytest.mark.mpi
+@pytest.mark.time_limit(120)
+@pytest.mark.parametrize("bench", [training, gossip, coding], ids=lambda module: module.__name__)
+def test_it_has_a_row_for_each_side(ranks, bench):
+    measure = bench.measure_steps if bench is coding else bench.measure
+    results = ranks(lambda comm: measure(comm, ["small"], rounds=2, steps=2))
+    assert results.count(results[0]) == len(results), "all ranks have the same rows"
+    rows = {row["name"]: row for row in results[0]}
+    assert list(rows) == [f"small/{side.name}" for side in bench.SIDES]
+    for row in rows.values():
+        assert row["ranks"] == len(results) and row["bytes"] == 4 * (9 * 16 + 17 * 4) and row["median_s"] > 0
+    assert rows["small/alone"]["bytes_sent"] == 0
+    if len(results) > 1:
+        assert rows["small/allreduce"]["bytes_sent"] > 0
+    if bench is not training:
+        assert rows["small/alone"]["overhead_s"] == 0
+        assert rows["small/allreduce"]["speedup"] == 1
+
+
+def test_every_decentralised_strategy_and_compressor_is_measured():
+    central = {"allreduce", "hardsync", "softsync", "parameter_server", "ssp", "downpour", "easgd", "eamsgd"}
+    assert {side.strategy for side in gossip.SIDES} - {None, "allreduce"} == set(strategies.available()) - central
+    assert {config["name"] for config in coding.CONFIGS.values()} == set(compress.available()) - {"none"}
+
+
+def test_coding_has_a_row_for_each_compressor_beside_a_copy():
+    rows = coding.measure_coding(elements=10_007, rounds=2)
+    assert [row["name"] for row in rows] == ["copy", *coding.CONFIGS]
+    for row in rows:
+        assert row["bytes"] == 40_028 and row["bytes_per_s"] > 0
+        assert row["ratio"] == row["bytes"] / row["message_bytes"]
+    assert rows[-1]["ratio"] == 2  # bf16

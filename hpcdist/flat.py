@@ -236,6 +236,11 @@ class FlatModel:
         for slot in self._slots:
             yield slot.name, slot.group, slot.start, slot.stop, slot.shape
 
+    def views(self, flats: Sequence[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each trainable parameter, in the order of `names`, and its elements of `flats`, tensors like `params`."""
+        for slot in self._slots:
+            yield slot.tensor, slot.view(flats[slot.group])
+
     # --- memory ---------------------------------------------------------------------------------------------------
     def move_params(self, group: int, memory: Tensor) -> None:
         """Moves `params[group]` into `memory` (overwritten; same length, dtype, device), e.g. that of a window."""

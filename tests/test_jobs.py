@@ -18,6 +18,7 @@ JOBS = Path(__file__).parents[1] / "jobs"
 NAMES = sorted(path.stem for path in JOBS.glob("*.py") if "\njob = " in path.read_text())  # the others are studies
 EPOCHS = 3
 STALENESS = {"parameter_server": 2, "downpour": 2, "ssp": 2, "softsync": 2 / 3}  # on 4 ranks; 0 for all others
+PERIODS = {"diloco": ["strategy.period=40"]}  # its own is longer than these runs
 TRAIN_SAMPLES = {"digits": 1437, "regression": 1000}
 
 
@@ -45,7 +46,7 @@ def test_the_jobs_are_known():
 @pytest.mark.parametrize("strategy", strategies.available())
 @pytest.mark.parametrize("name", NAMES)
 def test_a_job_learns_and_its_summary_is_whole(name, strategy, tmp_path, capsys):
-    summary = run(name, tmp_path, 4, f"strategy={strategy}", "seed=3")
+    summary = run(name, tmp_path, 4, f"strategy={strategy}", *PERIODS.get(strategy, []), "seed=3")
     workers = len(strategies.load(strategy).worker_ranks(strategies.load(strategy).Config(), 4))
     records = read_records(tmp_path / "run")
     steps = [record for of_rank in records.values() for record in of_rank if record.samples]

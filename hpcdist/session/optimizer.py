@@ -122,6 +122,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer.clip_norm, optimizer.record = clip_norm, None
     optimizer._opt_called = True  # ... and where they find none before their own; a server's worker never makes one
     optimizer.strategy = cls(config, session.comm.split(0), flat)
+    optimizer.strategy.optimizer = optimizer
     session.optimizer = optimizer
     return optimizer
 
@@ -144,6 +145,11 @@ def _check_evaluating(name: str, strategy: str, config: Strategy.Config, clip_no
         raise ConfigError(
             f"strategy must be allreduce with {name}, whose steps evaluate the loss several times, on all ranks' "
             f"samples together; got {strategy}. Use allreduce, or another optimiser."
+        )
+    if config.compression:
+        raise ConfigError(
+            f"strategy.compression must be none with {name}, whose line search and curvature need the loss's own "
+            f"gradient; got {config.compression.name}. Leave it out."
         )
     if clip_norm is not None:
         raise ConfigError(

@@ -64,6 +64,7 @@ class Strategy(abc.ABC):
         self.config, self.comm, self.model = config, comm, model
         self.steps = 0  # taken by this rank
         self.on_record: Callable[[StepRecord], None] | None = None  # receives what a server rank records
+        self.optimizer: torch.optim.Optimizer | None = None  # that `update` runs; for a strategy that reads its state
         self._since, self._before = comm.now(), Traffic()
         _require_equal_models(comm, model)
         for tensor in (*model.params, *model.frozen, *model.buffers):

@@ -42,6 +42,24 @@ def load(module: nn.Module, params: Collection[Tensor]) -> None:
     FlatModel(module).load_params(list(params))
 
 
+def make(comm: Communicator, name: str, module: nn.Module, **options: Any) -> strategies.Strategy:
+    """Collective. A strategy for `module`, on a communicator of its own."""
+    cls = strategies.load(name)
+    return cls(cls.Config(**options), comm.split(0), FlatModel(module))
+
+
+def seconds(strategy: strategies.Strategy, steps: int) -> float:
+    """What so many steps on `model()` take on the clock of the strategy's communicator."""
+    comm, module, start = strategy.comm, strategy.model.module, strategy.comm.now()
+    local = OPTIMIZERS["sgd"](module.parameters())
+    for _ in range(steps):
+        comm.compute()
+        local.zero_grad()
+        loss(module, range(4)).backward()
+        strategy.step(local.step)
+    return comm.now() - start
+
+
 class Run:
     """What training gave on one rank."""
 
@@ -82,6 +100,7 @@ def train(
     strategy = cls(cls.Config(**(options or {})), channel, FlatModel(module))
     records: list[StepRecord] = []
     strategy.on_record = records.append
+    strategy.optimizer = local
     workers = strategy.worker_ranks(strategy.config, comm.size)
     strategy.start()
     for epoch in range(epochs):

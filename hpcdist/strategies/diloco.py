@@ -1,0 +1,64 @@
+"""DiLoCo: many local steps, then one step of an outer optimiser along the mean of what the ranks have done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import final
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcdist.strategies.families.periodic import Periodic
+
+
+@final
+class DiLoCo(Periodic):
+    """Run the local, inner optimiser; every H = `period` steps update the common parameters by the outer optimiser.
+
+    That is SGD with Nesterov momentum, whose gradient is the mean over the ranks of x − θᵢ, for x the common
+    parameters of H steps ago; all ranks go on from the new x. The inner optimiser's state stays each rank's own and
+    is not reset; AdamW is the paper's. With outer_lr = 1 and outer_momentum = 0 this is `local_sgd`, to the bit.
+    Every rank counts alike, also one that had no samples in some step. On one rank there is no outer step: the
+    inner optimiser runs alone.
+
+    Replicas are bitwise equal after each outer step and differ between; what is evaluated is their mean. A run of
+    fewer than H steps never communicates: evaluate, and end, at multiples of H.
+
+    Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters. Memory per rank: three parameter vectors (x,
+    its momentum, the mean), with `overlap` four.
+
+    Reference: Arthur Douillard et al., "DiLoCo: distributed low-communication training of language models", 2023,
+    algorithm 1; Qinggang Zhou et al., "DaSGD: squeezing SGD parallelization performance in distributed training using
+    delayed averaging", 2020, for `overlap`.
+    """
+
+    class Config(Periodic.Config):
+        """Options of diloco."""
+
+        period: int = Field(500, ge=1, description="H: inner steps to one outer step")
+        outer_lr: float = Field(0.7, gt=0, description="learning rate of the outer optimiser")
+        outer_momentum: float = Field(0.9, ge=0, lt=1, description="momentum of the outer optimiser")
+        nesterov: bool = Field(True, description="the outer momentum is Nesterov's, not heavy-ball's")
+
+    def __init__(self, config: Config, comm, model):
+        super().__init__(config, comm, model)
+        if not self.alone:
+            nesterov = config.nesterov and config.outer_momentum > 0
+            self._outer = torch.optim.SGD(
+                self.common, lr=config.outer_lr, momentum=config.outer_momentum, nesterov=nesterov
+            )
+
+    def move(self, mean: Sequence[Tensor]) -> None:
+        for x, by in zip(self.common, mean, strict=True):
+            x.grad = by
+        self._outer.step()
+
+    def state(self) -> dict:
+        return {**super().state(), "outer": {} if self.alone else self._outer.state_dict()["state"]}
+
+    def load_state(self, state: dict) -> None:
+        super().load_state(state)
+        if not self.alone:  # with the rates of this run's settings
+            self._outer.load_state_dict({**self._outer.state_dict(), "state": deepcopy(state["outer"])})

@@ -1,0 +1,124 @@
+"""Local SGD: ranks step alone and average their parameters now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from hpcdist import collectives
+from hpcdist.comm.communicator import Traffic
+from hpcdist.errors import ConfigError
+from hpcdist.strategies.base import Outcome, Update
+from hpcdist.strategies.families.moments import Moments
+from hpcdist.strategies.families.periodic import Periodic, average
+
+
+@final
+class LocalSGD(Periodic):
+    """Run the local optimiser; every H = `period` steps replace the parameters by their mean over all ranks.
+
+    Every rank counts alike in the mean, also one that had no samples in some step. H = 1 with SGD, heavy-ball or
+    Nesterov momentum is synchronous SGD; with Adam it is not, whose mean of updates isn't the update of the mean
+    gradient. H of 10 to 20 is a usual choice. Replicas are bitwise equal after each average and differ between; what
+    is evaluated is their mean.
+
+    Post-local SGD: H = 1 in the first `warmup_steps`, then larger. Hierarchical: the ranks of each node average every
+    `node_period` steps, all ranks every `period`. With `average_optimizer_state` the optimiser's momentum (and Adam's
+    mean squares, but not its count of steps) is averaged too, wherever parameters are; else each rank keeps its own.
+
+    Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters; averaging the state of SGD with momentum makes
+    that twice as much, of Adam three times. Memory per rank: two parameter vectors, with `overlap` three.
+
+    Reference: Sebastian U. Stich, "Local SGD converges fast and communicates little", 2019; Jian Zhang, Christopher
+    De Sa, Ioannis Mitliagkas, Christopher Ré, "Parallel SGD: when does averaging help?", 2016; Tao Lin, Sebastian U.
+    Stich, Kumar Kshitij Patel, Martin Jaggi, "Don't use large mini-batches, use local SGD", 2018, for post-local and
+    hierarchical local SGD; Qinggang Zhou et al., "DaSGD: squeezing SGD parallelization performance in distributed
+    training using delayed averaging", 2020, for `overlap`.
+    """
+
+    class Config(Periodic.Config):
+        """Options of local_sgd."""
+
+        warmup_steps: int = Field(0, ge=0, description="first steps that all end with an average: post-local SGD")
+        node_period: int | None = Field(
+            None, ge=1, description="steps between averages inside each node, fewer than period; none: no such averages"
+        )
+        average_optimizer_state: bool = Field(
+            False, description="average the optimiser's momentum and mean squares with the parameters"
+        )
+
+        @model_validator(mode="after")
+        def _nodes_average_more_often(self):
+            if self.node_period is not None and self.node_period >= self.period:
+                raise ValueError(
+                    f"strategy.node_period must be less than strategy.period, {self.period}; got {self.node_period}. "
+                    "Average inside nodes more often than across, or leave node_period out."
+                )
+            return self
+
+        @model_validator(mode="after")
+        def _state_is_averaged_at_once(self):
+            # A mean taken up a step late, v + (mean − v a step ago), may make a mean square negative.
+            if self.overlap and self.average_optimizer_state:
+                raise ValueError(
+                    "strategy.average_optimizer_state must be false where strategy.overlap is true, which takes a mean "
+                    "up a step late; got true. Leave one of them out."
+                )
+            return self
+
+    def __init__(self, config: Config, comm, model):
+        super().__init__(config, comm, model)
+        self._node = self._reduce_inside = None
+        if config.node_period is not None:
+            self._node = comm.split(comm.nodes[comm.rank])
+            self._reduce_inside = collectives.load(config.algorithm)(self._node)
+        self._moments = Moments(comm, model)
+
+    def due(self, step: int) -> bool:
+        after = step - self.config.warmup_steps
+        return after <= 0 or after % self.config.period == 0
+
+    def _due_inside(self, step: int) -> bool:
+        return self._node is not None and (step - self.config.warmup_steps) % self.config.node_period == 0
+
+    def advance(self, update: Update) -> Outcome:
+        outcome = super().advance(update)
+        if self.alone:
+            return outcome
+        if self.due(self.steps + 1):
+            self._average_state(self._reduce)
+        elif self._due_inside(self.steps + 1):
+            average(self.model.params, self._reduce_inside)
+            self._average_state(self._reduce_inside)
+        return outcome
+
+    def move(self, mean: Sequence[Tensor]) -> None:
+        for x, by in zip(self.common, mean, strict=True):
+            x.sub_(by)
+
+    def _average_state(self, reduce: collectives.AllReduce) -> None:
+        """Collective. Where it is wanted, the mean of the optimiser's state over the ranks of `reduce`."""
+        if not self.config.average_optimizer_state:
+            return
+        if self.optimizer is None:
+            raise ConfigError(
+                "strategy.optimizer must be the local optimiser where strategy.average_optimizer_state is true; got "
+                "None. Set it after making the strategy, or use hpcdist.DistributedOptimizer, which does."
+            )
+        self._moments.average(self.optimizer, lambda flats: average(flats, reduce))
+
+    def traffic(self) -> Traffic:
+        return super().traffic() + (Traffic() if self._node is None else self._node.traffic)
+
+    def load_state(self, state: dict) -> None:
+        super().load_state(state)
+        self._moments.reset()
+
+    def close(self) -> None:
+        if self._node is not None:
+            self._reduce_inside.close()
+            self._node.close()
+        super().close()

@@ -1,0 +1,141 @@
+"""Local SGD and DiLoCo: ranks that step alone for a period, and the same by hand in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from strategies import problem
+from torch import Tensor
+from train import tiny
+
+from hpcdist import strategies
+from hpcdist.checkpoint.tree import decode, encode
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.virtual import Network
+from hpcdist.flat import FlatModel
+
+PAIRS = Network(0.0, math.inf, ranks_per_node=2)
+BATCH = 4
+
+
+def in_pairs(comm: Communicator) -> Communicator:
+    """Collective. The ranks on nodes of two: so they are on virtual ranks on PAIRS; real ones are told so."""
+    if comm.mpi is None:
+        return comm.split(0)
+    nodes = tuple(rank // 2 for rank in range(comm.size))
+    return type(comm)(comm.mpi.Dup(), nodes=nodes, deadline_s=comm.deadline_s)
+
+
+def backward(module: torch.nn.Module, rank: int, size: int, step: int) -> None:
+    """The gradient of this rank's batch at a step, which counts from 0."""
+    first = (step * size + rank) * BATCH
+    indices = [i % problem.SAMPLES for i in range(first, first + BATCH)]
+    problem.loss(module, indices).backward()
+
+
+def make(comm: Communicator, name: str, options: dict, optimizer: str):
+    """Collective. A strategy on a fresh model, and the local optimiser."""
+    module = problem.model()
+    local = problem.OPTIMIZERS[optimizer](module.parameters())
+    cls = strategies.load(name)
+    strategy = cls(cls.Config(algorithm="ring", **options), in_pairs(comm), FlatModel(module))
+    strategy.optimizer = local
+    strategy.start()
+    return strategy, local
+
+
+def go(strategy, local, steps: range) -> tuple[list[Tensor], list]:
+    """Takes these steps; the parameters after each of them, and the records."""
+    values, records = [], []
+    for step in steps:
+        local.zero_grad()
+        backward(strategy.model.module, strategy.comm.rank, strategy.comm.size, step)
+        records.append(strategy.step(local.step))
+        values.append(strategy.model.params[0].clone())
+    return values, records
+
+
+def train(comm: Communicator, name: str, options: dict, optimizer: str, steps: int) -> tuple[Tensor, list]:
+    """Collective. The parameters after each step, as rows, and the records."""
+    strategy, local = make(comm, name, options, optimizer)
+    values, records = go(strategy, local, range(steps))
+    end(strategy)
+    return torch.stack(values), records
+
+
+def end(strategy) -> None:
+    """Collective."""
+    strategy.close()
+    strategy.comm.close()
+
+
+def same_when_taken_up(comm: Communicator, name: str, options: dict, optimizer: str, at: int, steps: int) -> bool:
+    """Collective. Whether a strategy made anew, with the state after step `at`, takes the same steps to the bit."""
+    strategy, local = make(comm, name, options, optimizer)
+    go(strategy, local, range(at))
+    tree, tensors = encode([strategy.model.copy_params(), local.state_dict(), strategy.state()])
+    params, of_local, of_strategy = decode(tree, {key: tensor.clone() for key, tensor in tensors.items()})
+    expected, _ = go(strategy, local, range(at, steps))
+    end(strategy)
+    again, local = make(comm, name, options, optimizer)
+    again.model.load_params(params)
+    local.load_state_dict(of_local)
+    again.load_state(of_strategy)
+    found, _ = go(again, local, range(at, steps))
+    end(again)
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def same_when_resumed(comm: Communicator, folder: Path, name: str, options: Sequence[str], at: int) -> bool:
+    """Collective. Whether a job resumed from the checkpoint of step `at` ends on the same bits."""
+    settings = [f"strategy={name}", "strategy.algorithm=ring", *(f"strategy.{option}" for option in options)]
+
+    def run(to: Path, path: Path | None = None) -> str:
+        saving = ("epochs=2", "batch_size=16", f"checkpoint.every_steps={at}", "checkpoint.keep=100")
+        trainer = tiny.trainer(comm, to, *settings, *saving)
+        summary = trainer.run(path)
+        trainer.close()
+        return summary.sha256
+
+    whole = run(folder / "whole")
+    return whole == run(folder / "again", folder / "whole" / "run" / "checkpoints" / f"step-{at:08d}")
+
+
+class ByHand:
+    """`size` replicas and optimisers in one process, stepped one after the other; groups of them are averaged."""
+
+    def __init__(self, size: int, optimizer: str):
+        self.size, self.step = size, 0
+        modules = [problem.model() for _ in range(size)]
+        self.models = [FlatModel(module) for module in modules]
+        self.optimizers = [problem.OPTIMIZERS[optimizer](module.parameters()) for module in modules]
+
+    @property
+    def params(self) -> list[Tensor]:
+        return [model.params[0] for model in self.models]
+
+    def steps(self) -> None:
+        """One step of every replica."""
+        for rank, (model, local) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            local.zero_grad()
+            backward(model.module, rank, self.size, self.step)
+            local.step()
+        self.step += 1
+
+    def average(self, ranks: range) -> None:
+        """The mean of these replicas' parameters for each of them."""
+        mean = sum(self.params[rank] for rank in ranks) / len(ranks)
+        for rank in ranks:
+            self.params[rank].copy_(mean)
+
+    def average_state(self, ranks: range) -> None:
+        """Likewise of all state but the number of steps."""
+        of_ranks = [list(self.optimizers[rank].state.values()) for rank in ranks]
+        for of_parameter in zip(*of_ranks, strict=True):
+            for name in of_parameter[0].keys() - {"step"}:
+                mean = sum(state[name] for state in of_parameter) / len(ranks)
+                for state in of_parameter:
+                    state[name].copy_(mean)

@@ -1,0 +1,166 @@
+"""DiLoCo: by hand, against local SGD, and taken up again with its outer momentum."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from strategies import problem, replicas
+
+from hpcdist import strategies
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.flat import FlatModel
+
+NAME = "diloco"
+STEPS = 14
+
+
+def test_the_defaults_are_those_of_the_paper():
+    config = strategies.load(NAME).Config()
+    assert (config.period, config.outer_lr, config.outer_momentum, config.nesterov) == (500, 0.7, 0.9, True)
+
+
+def _by_hand(size, optimizer, period, outer_lr=0.7, outer_momentum=0.9, nesterov=True, overlap=False):
+    """The parameters of all replicas after each step, by the formulas of SGD: [step, rank, parameter]."""
+    hand, values, late = replicas.ByHand(size, optimizer), [], None
+    x = hand.params[0].clone()
+    velocity = torch.zeros_like(x)
+
+    def outer_step(params):
+        nonlocal x, velocity
+        gradient = sum(x - own for own in params) / size
+        velocity = outer_momentum * velocity + gradient
+        x = x - outer_lr * (gradient + outer_momentum * velocity if nesterov else velocity)
+
+    for step in range(1, STEPS + 1):
+        hand.steps()
+        if late is not None:
+            outer_step(late)
+            for own, then in zip(hand.params, late, strict=True):
+                own.copy_(x + (own - then))
+            late = None
+        if step % period == 0:
+            now = [own.clone() for own in hand.params]
+            if overlap:
+                late = now
+            else:
+                outer_step(now)
+                for own in hand.params:
+                    own.copy_(x)
+        values.append(torch.stack(hand.params))
+    return torch.stack(values)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"period": 3},
+        {"period": 3, "nesterov": False},
+        {"period": 2, "outer_lr": 0.4, "outer_momentum": 0.5},
+        {"period": 4, "outer_momentum": 0.0},
+        {"period": 3, "overlap": True},
+    ],
+    ids=str,
+)
+@pytest.mark.sizes(2, 3)
+def test_it_does_what_is_done_by_hand(ranks, optimizer, options):
+    found = ranks(lambda comm: replicas.train(comm, NAME, options, optimizer, STEPS)[0])
+    values = torch.stack(found, dim=1)
+    torch.testing.assert_close(values, _by_hand(len(found), optimizer, **options), rtol=0, atol=1e-12)
+    if not options.get("overlap"):
+        for step in range(1, STEPS + 1):
+            equal = bool((values[step - 1] == values[step - 1, 0]).all())
+            assert equal == (step % options["period"] == 0), "equal to the bit after outer steps, and not between"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.sizes(1, 2, 3, 4)
+def test_with_an_outer_rate_of_1_and_no_momentum_it_is_parameter_averaging_to_the_bit(ranks, overlap):
+    same = {"period": 3, "overlap": overlap}
+
+    def body(comm):
+        outer = {"outer_lr": 1.0, "outer_momentum": 0.0}
+        own, _ = replicas.train(comm, NAME, {**same, **outer}, "adam", STEPS)
+        averaging, _ = replicas.train(comm, "local_sgd", same, "adam", STEPS)
+        return torch.equal(own, averaging)
+
+    assert all(ranks(body))
+
+
+@pytest.mark.parametrize("optimizer", problem.OPTIMIZERS)
+@pytest.mark.sizes(1, exact=True)
+def test_on_one_rank_there_is_no_outer_step(ranks, optimizer):
+    (run,) = ranks(lambda comm: problem.train(comm, NAME, {"period": 2}, optimizer=optimizer))
+    assert torch.equal(run.params[0], problem.serial(1, optimizer=optimizer)[0])
+    assert sum(record.bytes_sent for record in run.records) == 0
+
+
+@pytest.mark.sizes(2, 8)
+def test_it_learns(ranks):
+    problem.learns(ranks, NAME, {"period": 5}, epochs=8, below=0.7)
+
+
+@pytest.mark.sizes(2)
+def test_bytes_are_those_of_one_all_reduce_per_period(ranks):
+    found = ranks(lambda comm: replicas.train(comm, NAME, {"period": 4}, "adam", STEPS)[1])
+    n_bytes = FlatModel(problem.model()).n_bytes
+    expected = [n_bytes if step % 4 == 0 else 0 for step in range(1, STEPS + 1)]
+    assert all([record.bytes_sent for record in records] == expected for records in found)
+
+
+# --- taken up again ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"outer_momentum": 0.0}], ids=str)
+@pytest.mark.parametrize("at", [2, 3, 7])
+@pytest.mark.sizes(1, 3)
+def test_a_run_taken_up_inside_a_period_ends_on_the_same_bits(ranks, options, at):
+    def body(comm):
+        return replicas.same_when_taken_up(comm, NAME, {"period": 3, **options}, "adam", at, STEPS)
+
+    assert all(ranks(body))
+
+
+@pytest.mark.parametrize(("options", "at"), [([], 7), (["overlap=true"], 5)], ids=str)
+@pytest.mark.sizes(3)
+def test_a_resumed_job_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_path, options, at):
+    def body(comm):
+        return replicas.same_when_resumed(comm, shared_tmp_path, NAME, ("period=5", *options), at)
+
+    assert all(ranks(body))
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=str)
+@pytest.mark.parametrize("after", [1, 2, 5])
+@pytest.mark.parametrize("at", [3, 4])
+def test_another_number_of_ranks_goes_on_with_the_outer_momentum_and_what_was_done_in_the_period(options, after, at):
+    """Where no rank moves from then on, both worlds make the same outer steps. One rank alone makes none."""
+
+    def make(comm):
+        return replicas.make(comm, NAME, {"period": 3, **options}, "adam")
+
+    def stay(strategy):
+        for _ in range(4):
+            strategy.join(lambda: None)
+        found = strategy.consensus()[0][0]
+        replicas.end(strategy)
+        return found
+
+    def save(comm):
+        strategy, local = make(comm)
+        replicas.go(strategy, local, range(at))
+        saved = [p.clone() for p in strategy.model.params], copy.deepcopy(strategy.state())
+        return saved, strategy.consensus()[0][0], stay(strategy)
+
+    saved, means, expected = zip(*run_virtual(save, 3), strict=True)
+    params, states = zip(*saved, strict=True)
+
+    def load(comm):
+        strategy, _ = make(comm)
+        strategy.model.load_params(strategy.adapted_params(params, states))
+        strategy.load_state(strategy.adapted_state(states))
+        return stay(strategy)
+
+    assert (means[0] - expected[0]).abs().max() > 1e-3
+    for found in run_virtual(load, after):
+        torch.testing.assert_close(found, expected[0] if after > 1 else means[0], rtol=0, atol=1e-12)

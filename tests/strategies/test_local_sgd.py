@@ -1,0 +1,382 @@
+"""Local SGD: by hand, against synchronous SGD, in bytes, in time, and taken up again."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from strategies import problem, replicas
+
+import hpcdist as hd
+from hpcdist import strategies
+from hpcdist.comm.virtual import Jitter, run_virtual
+from hpcdist.errors import ConfigError
+from hpcdist.flat import FlatModel
+
+NAME = "local_sgd"
+STEPS = 14
+LINEAR = {
+    "sgd": problem.OPTIMIZERS["sgd"],
+    "momentum": problem.OPTIMIZERS["momentum"],
+    "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("optimizer", LINEAR)
+@pytest.mark.sizes(2, 3, 4)
+def test_with_a_period_of_1_and_momentum_it_is_synchronous_sgd(ranks, optimizer, state):
+    """Where batches are equal: every rank counts alike."""
+    options = {"period": 1, "average_optimizer_state": state}
+
+    def body(comm):
+        own = problem.train(comm, NAME, options, optimizer=LINEAR[optimizer], epochs=1)
+        return own, problem.train(comm, "allreduce", optimizer=LINEAR[optimizer], epochs=1)
+
+    for own, synchronous in ranks(body):
+        torch.testing.assert_close(own.params[0], synchronous.params[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.sizes(2, 3, 4)
+def test_with_adam_it_is_not_and_its_state_matters(ranks):
+    def body(comm):
+        runs = [
+            problem.train(comm, *how, optimizer="adam", epochs=4)
+            for how in (("allreduce",), (NAME, {"period": 1, "average_optimizer_state": True}), (NAME, {"period": 1}))
+        ]
+        return [(run.params[0], run.consensus) for run in runs]
+
+    module = problem.model()
+    start = problem.loss(module, range(problem.SAMPLES)).item()
+    for found in ranks(body):
+        synchronous, averaged, kept = (params for params, _ in found)
+        assert (synchronous - averaged).abs().max() > 1e-3
+        assert (averaged - kept).abs().max() > 1e-3
+        for _, consensus in found:
+            problem.load(module, consensus)
+            assert problem.loss(module, range(problem.SAMPLES)).item() < 0.5 * start
+
+
+def _by_hand(size, optimizer, period=1, warmup_steps=0, node_period=None, average_optimizer_state=False, overlap=False):
+    """The parameters of all replicas after each step: [step, rank, parameter]."""
+    hand, values, late = replicas.ByHand(size, optimizer), [], None
+    for step in range(1, STEPS + 1):
+        hand.steps()
+        if late is not None:
+            mean = sum(late) / size
+            for own, then in zip(hand.params, late, strict=True):
+                own.copy_(mean + (own - then))
+            late = None
+        after, groups = step - warmup_steps, []
+        if after <= 0 or after % period == 0:
+            if overlap:
+                late = [own.clone() for own in hand.params]
+            else:
+                groups = [range(size)]
+        elif node_period and after % node_period == 0:
+            groups = [range(first, min(first + 2, size)) for first in range(0, size, 2)]
+        for group in groups:
+            hand.average(group)
+            if average_optimizer_state:
+                hand.average_state(group)
+        values.append(torch.stack(hand.params))
+    return torch.stack(values)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"period": 4},
+        {"period": 4, "average_optimizer_state": True},
+        {"period": 3, "warmup_steps": 5},
+        {"period": 6, "node_period": 2},
+        {"period": 5, "node_period": 1, "warmup_steps": 3, "average_optimizer_state": True},
+        {"period": 4, "overlap": True},
+        {"period": 1, "overlap": True},
+        {"period": 6, "node_period": 2, "overlap": True, "warmup_steps": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.sizes(2, 5)
+def test_it_does_what_is_done_by_hand(ranks, optimizer, options):
+    found = ranks(lambda comm: replicas.train(comm, NAME, options, optimizer, STEPS)[0], network=replicas.PAIRS)
+    expected = _by_hand(len(found), optimizer, **options)
+    torch.testing.assert_close(torch.stack(found, dim=1), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.sizes(2, 4, 7)
+def test_replicas_are_equal_to_the_bit_after_each_average_and_not_between(ranks):
+    options = {"period": 4, "node_period": 2, "warmup_steps": 2, "average_optimizer_state": True}
+    found = ranks(lambda comm: replicas.train(comm, NAME, options, "adam", STEPS)[0], network=replicas.PAIRS)
+    values = torch.stack(found, dim=1)
+    for step in range(1, STEPS + 1):
+        distinct = len(values[step - 1].unique(dim=0))
+        size, after = len(found), step - 2
+        expected = 1 if after <= 0 or after % 4 == 0 else -(-size // 2) if after % 2 == 0 else size
+        assert distinct == expected, f"after step {step}"
+
+
+@pytest.mark.sizes(2, 3, 4, 7)
+def test_the_mean_follows_the_mean_of_the_local_updates(ranks):
+    """Every rank counts alike, those included that have no samples in the last step of an epoch."""
+
+    def body(comm):
+        moved = torch.zeros(sum(p.numel() for p in problem.model().parameters()), dtype=torch.float64)
+
+        def add(optimizer, sign):
+            moved.add_(torch.cat([p.detach().reshape(-1) for p in optimizer.param_groups[0]["params"]]), alpha=sign)
+
+        def noting(parameters):
+            local = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+            local.register_step_pre_hook(lambda optimizer, *_: add(optimizer, -1))
+            local.register_step_post_hook(lambda optimizer, *_: add(optimizer, 1))
+            return local
+
+        run = problem.train(comm, NAME, {"period": 3}, optimizer=noting, samples=50)
+        return run.consensus[0], moved
+
+    found = ranks(body)
+    expected = FlatModel(problem.model()).params[0] + sum(moved for _, moved in found) / len(found)
+    for consensus, _ in found:
+        torch.testing.assert_close(consensus, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("optimizer", problem.OPTIMIZERS)
+@pytest.mark.parametrize("options", [{"overlap": True}, {"average_optimizer_state": True, "warmup_steps": 3}], ids=str)
+@pytest.mark.sizes(1, exact=True)
+def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit(ranks, optimizer, options):
+    (run,) = ranks(lambda comm: problem.train(comm, NAME, {"period": 2, **options}, optimizer=optimizer))
+    assert torch.equal(run.params[0], problem.serial(1, optimizer=optimizer)[0])
+
+
+# --- the optimiser's state --------------------------------------------------------------------------------------------
+class _Late(torch.nn.Module):
+    """A rank has a gradient of a layer from some step on, which is not the same on all; of the last one never."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2, dtype=torch.float64) for _ in range(3))
+
+    def forward(self, x, rank, step):
+        return sum(self.layers[k](x).sum() for k in range(2) if (k - rank) % 2 <= step)
+
+
+STATEFUL = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.01),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+    "no state": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+}
+
+
+@pytest.mark.parametrize("optimizer", STATEFUL)
+@pytest.mark.sizes(2, 3)
+def test_the_state_that_a_rank_lacks_counts_as_zeros_and_is_made(ranks, optimizer):
+    steps = 4
+
+    def body(comm):
+        torch.manual_seed(0)
+        module = _Late()
+        local = STATEFUL[optimizer](module.parameters())
+        cls = strategies.load(NAME)
+        config = cls.Config(period=1, algorithm="ring", average_optimizer_state=True)
+        strategy = cls(config, comm.split(0), FlatModel(module))
+        strategy.optimizer = local
+        x = torch.ones(1, 2, dtype=torch.float64) + comm.rank
+        before, after = [], []
+        for step in range(steps):
+            local.zero_grad()
+            module(x, comm.rank, step).backward()
+            strategy.step(lambda: (local.step(), before.append(_state(module, local))))
+            after.append(_state(module, local))
+        strategy.close()
+        return before, after
+
+    found = ranks(body)
+    for step in range(steps):
+        before, after = ([of_rank[i][step] for of_rank in found] for i in (0, 1))
+        for parameter in {parameter for state in before for parameter in state}:
+            had = [state.get(parameter, {}) for state in before]
+            got = [state.get(parameter, {}) for state in after]
+            for name in {name for state in had for name in state}:
+                have = [state.get(name) for state in had]
+                first = next(value for value in have if value is not None)
+                if optimizer == "adafactor" and parameter.endswith("weight"):  # of other shapes than the weight
+                    expected = have
+                elif isinstance(first, float):
+                    expected = [first if value is None else value for value in have]
+                else:
+                    expected = [sum(value for value in have if value is not None) / len(have)] * len(have)
+                torch.testing.assert_close([state.get(name) for state in got], expected, rtol=0, atol=1e-14)
+    known = {"no state": 0, "adafactor": 2}.get(optimizer, 4)
+    assert all(len(after[-1]) >= known for _, after in found), "of two layers; the third has no gradient"
+    assert not any("2" in parameter for _, after in found for parameter in after[-1])
+
+
+def _state(module, local):
+    """Of each parameter that has one, by name: copies of its tensors, and numbers."""
+    return {
+        name: {what: v.item() if v.dim() == 0 else v.clone() for what, v in local.state[p].items()}
+        for name, p in module.named_parameters()
+        if local.state.get(p)
+    }
+
+
+@pytest.mark.sizes(2, 3)
+def test_the_state_of_complex_parameters_is_averaged_too(ranks):
+    def body(comm):
+        module = torch.nn.Linear(2, 2, dtype=torch.complex128)
+        module.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float32))
+        local = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        cls = strategies.load(NAME)
+        strategy = cls(cls.Config(period=1, average_optimizer_state=True), comm.split(0), FlatModel(module))
+        strategy.optimizer = local
+        for parameter in module.parameters():
+            imaginary = 1j * comm.rank**2 if parameter.is_complex() else 0
+            parameter.grad = torch.full_like(parameter, comm.rank + imaginary)
+        strategy.step(local.step)
+        strategy.close()
+        return [set(local.state[p]["momentum_buffer"].reshape(-1).tolist()) for p in module.parameters()]
+
+    found = ranks(body)
+    size = len(found)
+    real, imaginary = sum(range(size)) / size, sum(r * r for r in range(size)) / size
+    for (weight,), (bias,), (scale,) in found:
+        assert weight == bias == pytest.approx(complex(real, imaginary))
+        assert scale == pytest.approx(real)
+
+
+@pytest.mark.sizes(1, 2, 4)
+def test_the_optimiser_is_known_in_the_users_own_loop(ranks):
+    def body(comm):
+        hd.init(comm=comm)
+        model = torch.nn.Linear(2, 1)
+        local = torch.optim.Adam(model.parameters(), lr=0.01)
+        optimizer = hd.DistributedOptimizer(local, model, NAME, period=2, average_optimizer_state=True)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.full((1, 2), comm.rank + 1.0)).sum().backward()
+            optimizer.step()
+        saved = optimizer.state_dict()["state"]
+        optimizer.strategy.close()
+        return [saved[i][name].tolist() for i in saved for name in ("exp_avg", "exp_avg_sq")]
+
+    found = ranks(body)
+    assert all(state == found[0] for state in found)
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"warmup_steps": 4}], ids=str)
+@pytest.mark.sizes(2)
+def test_bytes_are_those_of_one_all_reduce_per_period(ranks, options):
+    """Of a ring, in records without anything out of the ordinary. With overlap some count in the next record."""
+
+    def body(comm):
+        _, records = replicas.train(comm, NAME, {"period": 3, **options}, "momentum", STEPS)
+        return records
+
+    n_bytes = FlatModel(problem.model()).n_bytes
+    for records in ranks(body):
+        sent = [record.bytes_sent for record in records]
+        warmup, late = options.get("warmup_steps", 0), options.get("overlap", False)
+        due = [step <= warmup or (step - warmup) % 3 == 0 for step in range(1, STEPS + 1)]
+        assert sum(sent) == sum(due) * 2 * n_bytes * (2 - 1) // 2
+        assert late or [n > 0 for n in sent] == due
+        assert all((r.event, r.staleness, r.clock) == (None, (0,), r.step) for r in records)
+
+
+def test_the_averaged_state_costs_as_much_again():
+    def body(comm, state):
+        _, records = replicas.train(comm, NAME, {"period": 2, "average_optimizer_state": state}, "adam", 12)
+        return [record.bytes_sent for record in records[2:]]  # at first ranks tell which state they have
+
+    (alone, *_), (with_state, *_) = (run_virtual(lambda comm, s=s: body(comm, s), 2) for s in (False, True))
+    assert with_state == [3 * n for n in alone] and max(alone) > 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_exchange_does_not_hold_up_the_step_that_begins_it(ranks):
+    def body(comm):
+        strategy, local = replicas.make(comm, NAME, {"period": 2, "overlap": True}, "sgd")
+        may_go, average = threading.Event(), strategy.mean
+
+        def late(differences):
+            if not may_go.wait(timeout=30):
+                raise TimeoutError("the step waits for its exchange")
+            average(differences)
+
+        strategy.mean = late
+        values, _ = replicas.go(strategy, local, range(2))
+        may_go.set()
+        values += replicas.go(strategy, local, range(2, 3))[0]
+        replicas.end(strategy)
+        return torch.stack(values)
+
+    values = torch.stack(ranks(body), dim=1)
+    expected = _by_hand(values.shape[1], "sgd", period=2, overlap=True)
+    torch.testing.assert_close(values, expected[:3], rtol=0, atol=1e-12)
+
+
+def test_ranks_wait_for_each_other_only_at_averages():
+    """The slowest of sums of many steps is less behind than the sum of the slowest ones."""
+
+    def body(comm, period):
+        return problem.train(comm, NAME, {"period": period}, epochs=4).seconds
+
+    taken = [max(run_virtual(lambda c, h=h: body(c, h), 8, compute=Jitter(0.1, 0.3))) for h in (1, 5, 15)]
+    assert taken[0] > 1.15 * taken[1] > 1.15 * 1.05 * taken[2]
+
+
+# --- taken up again ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"period": 4},
+        {"period": 4, "average_optimizer_state": True},
+        {"period": 4, "overlap": True},
+        {"period": 6, "node_period": 2, "overlap": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("at", [3, 4, 5])
+@pytest.mark.sizes(1, 4)
+def test_a_run_taken_up_inside_a_period_ends_on_the_same_bits(ranks, options, at):
+    def body(comm):
+        return replicas.same_when_taken_up(comm, NAME, options, "adam", at, STEPS)
+
+    assert all(ranks(body, network=replicas.PAIRS))
+
+
+@pytest.mark.parametrize(
+    ("options", "at"), [(["overlap=true"], 5), (["average_optimizer_state=true", "node_period=3"], 7)], ids=str
+)
+@pytest.mark.sizes(3)
+def test_a_resumed_job_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_path, options, at):
+    def body(comm):
+        return replicas.same_when_resumed(comm, shared_tmp_path, NAME, ("period=5", *options), at)
+
+    assert all(ranks(body, network=replicas.PAIRS))
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+def test_nodes_must_average_more_often():
+    with pytest.raises(ConfigError, match=r"strategy.node_period must be less than strategy.period, 4; got 4\. Avera"):
+        strategies.load(NAME).Config(period=4, node_period=4)
+
+
+def test_the_state_is_not_averaged_late():
+    with pytest.raises(ConfigError, match="strategy.average_optimizer_state must be false where strategy.overlap is"):
+        strategies.load(NAME).Config(overlap=True, average_optimizer_state=True)
+
+
+def test_the_optimiser_must_be_known_where_its_state_is_averaged():
+    def body(comm):
+        strategy, local = replicas.make(comm, NAME, {"period": 1, "average_optimizer_state": True}, "adam")
+        strategy.optimizer = None
+        replicas.go(strategy, local, range(1))
+
+    with pytest.raises(ConfigError, match="strategy.optimizer must be the local optimiser where strategy.average_opt"):
+        run_virtual(body, 2)

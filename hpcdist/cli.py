@@ -1,4 +1,4 @@
-"""The command line: `hpcdist train|data|bench|strategies|topology|report`. Parses, builds a specification, calls one
+"""The command line: `hpcdist train|data|bench|strategies|compressors|topology|report`. Parses, builds a specification, calls one
 function.
 
 Modules that need torch are imported by the commands that need them: it takes seconds, and `--help` should take none.
@@ -6,11 +6,9 @@ Modules that need torch are imported by the commands that need them: it takes se
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
@@ -140,7 +138,7 @@ def train(
     comm = session.init()
     show = console.progress(progress, comm.size)
     folder, summary = runs.train(comm, job, config, overrides or [], output, resume, show, console.note)
-    if comm.rank == 0:
+    if comm.rank == comm.living[0]:
         console.result(folder, summary)
 
 
@@ -149,7 +147,15 @@ def strategies() -> None:
     """List the strategies with their options and references."""
     from hpcdist import strategies as catalogue
 
-    console.strategies({name: catalogue.load(name) for name in catalogue.available()})
+    console.algorithms({name: catalogue.load(name) for name in catalogue.available()}, "strategy")
+
+
+@app.command()
+def compressors() -> None:
+    """List the compressors with their options and references. Each is a strategy's `compression`."""
+    from hpcdist import compress as catalogue
+
+    console.algorithms({name: catalogue.load(name) for name in catalogue.available()}, "strategy.compression")
 
 
 @app.command()
@@ -163,11 +169,11 @@ def topology(
 ) -> None:
     """Who averages with whom: checks of the weights, the spectral gap, neighbours. Options are given with --set."""
     from hpcdist import topology as catalogue
-    from hpcdist.config import load
+    from hpcdist.config import checked_options, load
     from hpcdist.topology import drawing
 
     make = catalogue.load(name)
-    found = make(ranks, **_checked_options(make.__init__, load({}, None, overrides or [])))
+    found = make(ranks, **checked_options(make.__init__, load({}, None, overrides or [])))
     if output is not None:
         drawing.draw(found, output)
     console.topology(found)
@@ -195,11 +201,11 @@ def data_import(
     overrides: Overrides = None,
 ) -> None:
     """Write a data set as HDF5. Options of the importer are given with --set."""
-    from hpcdist.config import load
+    from hpcdist.config import checked_options, load
     from hpcdist.data import describe, importers
 
     convert = importers.load(name)
-    options = _checked_options(convert, load({}, None, overrides or []))
+    options = checked_options(convert, load({}, None, overrides or []))
     console.facts(describe(convert(source, destination, **options)))
 
 
@@ -209,18 +215,3 @@ def data_info(path: Annotated[Path, typer.Argument(help="HDF5 file.")]) -> None:
     from hpcdist.data import describe
 
     console.facts(describe(path))
-
-
-def _checked_options(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword-only options of a function, checked against its signature."""
-    from pydantic import create_model
-
-    from hpcdist.config import Settings
-
-    hints = inspect.get_annotations(function, eval_str=True)
-    fields: dict[str, Any] = {
-        p.name: (hints[p.name], ... if p.default is p.empty else p.default)
-        for p in inspect.signature(function).parameters.values()
-        if p.kind is p.KEYWORD_ONLY
-    }
-    return create_model("Options", __base__=Settings, **fields).from_mapping(given).model_dump()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
+    from hpcdist.compress import Compressor
     from hpcdist.records import Summary
     from hpcdist.strategies import Strategy
     from hpcdist.topology import Topology
@@ -140,15 +141,15 @@ def _print_table(found: Sequence[Mapping[str, Any]], left: Sequence[str], title:
 
 
 # --- descriptions -----------------------------------------------------------------------------------------------------
-def strategies(found: Mapping[str, type[Strategy]]) -> None:
-    """Every strategy by its name: what it does, its options, its reference."""
+def algorithms(found: Mapping[str, type[Strategy] | type[Compressor]], where: str) -> None:
+    """Every one by its name: what it does, its options, its reference. `where` is the dotted key of their table."""
     from hpcdist.config import describe
 
-    for name, strategy in found.items():
-        head, _, reference = (inspect.getdoc(strategy) or "").partition("Reference:")
+    for name, algorithm in found.items():
+        head, _, reference = (inspect.getdoc(algorithm) or "").partition("Reference:")
         print(name)
         _print_text(head.split("\n\n")[0])
-        for option in describe(strategy.Config, "strategy"):
+        for option in describe(algorithm.Config, where):
             default = f", default {option.default}" if option.default else ""
             _print_text(f"{option.key} ({option.type}{default}): {option.description}", hanging=True)
         _print_text(f"Reference: {reference}", hanging=True)

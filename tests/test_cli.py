@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpcdist import __version__, cli
-from hpcdist import strategies as catalogue
+from hpcdist import __version__, cli, compress, strategies
 from hpcdist.config import describe
 from hpcdist.data import importers
 from hpcdist.records import load_summary
@@ -127,7 +126,7 @@ def test_every_run_has_a_new_folder(hpcdist):
         (["--set", "epoch=3"], "got 'epoch'. Did you mean 'epochs'?"),
         (["--set", "optimizer.weight_decai=0.9"], "got 'weight_decai'. Did you mean 'weight_decay'?"),
         (["--set", "strategy.algoritm=ring"], "got 'algoritm'. Did you mean 'algorithm'?"),
-        (["--set", "strategy=hardsink"], "strategy must be one of allreduce"),
+        (["--set", "strategy=hardsink"], "strategy must be one of adpsgd, allreduce"),
         (["--set", "epochs=many"], "epochs must be an integer; got 'many'."),
         (["--set", "epochs"], "--set must be key=value"),
         (["--config", "none.toml"], "configuration file must exist; got none.toml."),
@@ -188,23 +187,28 @@ def test_an_unknown_way_to_show_progress(hpcdist):
     assert status == 2 and "loud" in err
 
 
-# --- strategies -------------------------------------------------------------------------------------------------------
-def test_strategies_are_listed_with_options_and_reference(hpcdist):
-    status, out, _ = hpcdist("strategies")
+# --- strategies and compressors ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("command", "catalogue", "where"),
+    [("strategies", strategies, "strategy"), ("compressors", compress, "strategy.compression")],
+)
+def test_algorithms_are_listed_with_options_and_reference(hpcdist, command, catalogue, where):
+    status, out, _ = hpcdist(command)
     sections = {text.split("\n")[0]: " ".join(text.split()) for text in out.strip().split("\n\n")}
     assert status == 0 and list(sections) == catalogue.available()
     for name, text in sections.items():
         reference = text.partition("Reference: ")[2]
         assert reference.endswith(".") and any(year in reference for year in map(str, range(1951, 2030)))
-        for option in describe(catalogue.load(name).Config, "strategy"):
+        for option in describe(catalogue.load(name).Config, where):
             assert f"{option.key} ({option.type}" in text and option.description in text
     assert max(map(len, out.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("columns", [40, 80, 300])
-def test_strategies_are_wrapped_to_the_terminal(hpcdist, monkeypatch, columns):
+@pytest.mark.parametrize("command", ["strategies", "compressors"])
+def test_algorithms_are_wrapped_to_the_terminal(hpcdist, monkeypatch, command, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = hpcdist("strategies")[1].splitlines()
+    lines = hpcdist(command)[1].splitlines()
     assert max(map(len, lines)) <= min(columns, 100) and "\x1b" not in "".join(lines)
 
 
@@ -227,7 +231,7 @@ def test_a_topology_with_options_and_several_steps(hpcdist):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rign", "--ranks", "4"], "topology must be one of complete, digraph"),
+        (["rign", "--ranks", "4"], "topology must be one of bipartite, complete"),
         (["ring", "--ranks", "0"], "the number of ranks must be an integer of at least 1; got 0."),
         (["graph", "--ranks", "4"], "path must be given; got nothing."),
         (["torus", "--ranks", "4", "--set", "row=2"], "got 'row'. Did you mean 'rows'?"),

@@ -26,12 +26,17 @@ class Compressor(abc.ABC):
     Attributes:
         faithful: a message alone stands for the tensor, up to a small relative error. Of other compressors several
             must be added up, each of what the ones before have left over, as `Feedback` does.
+        stream: compressors that draw random numbers draw apart where this differs, as between ranks.
     """
 
     class Config(Settings):
         """Options of a compressor."""
 
+        def check_feedback(self) -> None:
+            """Raises ValueError where error feedback would not converge: where an error may exceed the tensor."""
+
     faithful: ClassVar[bool] = False
+    stream: int = 0
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         self.config, self.count = config, count

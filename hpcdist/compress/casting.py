@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.compress.base import Linear
+from hpcdist.compress.chunks import chunks
 
 
 class Cast(Linear):
@@ -28,7 +29,10 @@ class Cast(Linear):
         return self._take(tensor, 1).view(torch.uint8)
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
-        out.add_(message.view(self.dtype), alpha=weight)
+        aligned = message if message.storage_offset() % self.dtype.itemsize == 0 else message.clone()
+        short = aligned.view(self.dtype)
+        for found in chunks(len(out)):
+            out[found].add_(short[found].to(out.dtype), alpha=weight)
 
     def reduce(self, tensor: Tensor, out: Tensor, ranks: int, allreduce: Callable[[Tensor], None]) -> None:
         short = self._take(tensor, ranks)
@@ -36,7 +40,11 @@ class Cast(Linear):
         out.copy_(short)
 
     def _take(self, tensor: Tensor, ranks: int) -> Tensor:
-        most = torch.finfo(self.dtype).max / ranks  # so that the sum of all ranks' is finite
-        short = tensor.clamp(-most, most).to(self.dtype)
-        tensor.sub_(short)
+        info = torch.finfo(self.dtype)
+        most = info.max / ranks / (1 + info.eps) ** (ranks - 1)  # the sum must be finite, however it was rounded
+        short = torch.empty(tensor.shape, dtype=self.dtype)
+        for found in chunks(len(tensor)):
+            part = tensor[found]
+            short[found] = part.clamp(-most, most)
+            part.sub_(short[found].to(tensor.dtype))
         return short

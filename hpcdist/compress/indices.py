@@ -16,16 +16,19 @@ import numpy as np
 Categorical, Uniform = constriction.stream.model.Categorical, constriction.stream.model.Uniform
 AnsCoder = constriction.stream.stack.AnsCoder
 
-_HIGH_MEAN = 8  # the high part's mean is 8 to 16
-_MOST_LOW_BITS = 20  # the coder's uniform distribution goes up to 24
-_ESCAPE = 255  # stands for every high part from here on; the gap is coded once more, whole
+_HIGH_MEAN = 4  # the high part's mean is 4 to 8
+_MOST_LOW_BITS = 23  # the coder's uniform distribution goes up to 24
+_ESCAPE = 127  # stands for every high part from here on; the gap is coded once more, whole
 
 
 def encode(indices: np.ndarray, count: int) -> np.ndarray:
     """Ascending indices, each once and below `count` (at most 2^31), as uint32 words."""
     if not len(indices):
         return np.empty(0, np.uint32)
-    gaps = np.diff(indices, prepend=-1) - 1
+    gaps = np.empty(len(indices), np.int32)
+    gaps[0] = indices[0]
+    np.subtract(indices[1:], indices[:-1], out=gaps[1:], casting="unsafe")
+    gaps[1:] -= 1
     shift, model = _model(len(indices), count)
     high = np.minimum(gaps >> shift, _ESCAPE)
     coder = AnsCoder()  # a stack: what is decoded first is encoded last
@@ -33,7 +36,7 @@ def encode(indices: np.ndarray, count: int) -> np.ndarray:
     _push(coder, whole >> 16, 1 << 15)
     _push(coder, whole & 0xFFFF, 1 << 16)
     _push(coder, gaps & ((1 << shift) - 1), 1 << shift)
-    coder.encode_reverse(high.astype(np.int32), model)
+    coder.encode_reverse(high, model)
     return coder.get_compressed()
 
 
@@ -43,12 +46,13 @@ def decode(words: np.ndarray, size: int, count: int) -> np.ndarray:
         return np.empty(0, np.int64)
     shift, model = _model(size, count)
     coder = AnsCoder(words)
-    high = coder.decode(model, size).astype(np.int64)
+    high = coder.decode(model, size)
     gaps = (high << shift) + _pop(coder, size, 1 << shift)
     escaped = np.flatnonzero(high == _ESCAPE)
     low = _pop(coder, len(escaped), 1 << 16)
     gaps[escaped] = (_pop(coder, len(escaped), 1 << 15) << 16) + low
-    return np.cumsum(gaps + 1) - 1
+    gaps[1:] += 1
+    return np.cumsum(gaps, dtype=np.int64)
 
 
 def _model(size: int, count: int) -> tuple[int, Categorical]:
@@ -65,8 +69,8 @@ def _model(size: int, count: int) -> tuple[int, Categorical]:
 
 def _push(coder: AnsCoder, symbols: np.ndarray, limit: int) -> None:
     if limit > 1 and len(symbols):
-        coder.encode_reverse(symbols.astype(np.int32), Uniform(limit))
+        coder.encode_reverse(symbols, Uniform(limit))
 
 
 def _pop(coder: AnsCoder, size: int, limit: int) -> np.ndarray:
-    return coder.decode(Uniform(limit), size).astype(np.int64) if limit > 1 and size else np.zeros(size, np.int64)
+    return coder.decode(Uniform(limit), size) if limit > 1 and size else np.zeros(size, np.int32)

@@ -34,8 +34,8 @@ class Reduction:
     ):
         self._comm, self._config = comm, config
         self._feedbacks = [
-            Feedback(config.make(flat.numel(), own), flat, config.error_feedback)
-            for flat, own in zip(like, spans, strict=True)
+            Feedback(config.make(flat.numel(), own, place * comm.size + comm.rank), flat, config.error_feedback)
+            for place, (flat, own) in enumerate(zip(like, spans, strict=True))
         ]
         self._sums = [torch.empty_like(feedback.residual) for feedback in self._feedbacks]
         self._allreduce = collectives.load("auto")(comm)

@@ -7,21 +7,22 @@ import torch
 from torch import Tensor
 
 from hpcdist.compress import indices as coding
+from hpcdist.compress.chunks import chunks
 
-_CHUNK = 1 << 18  # elements looked at together: what is made of them on the way stays in the cache
+_CHUNK = 1 << 18  # elements looked at together; fewer take longer
 _HEAD = 4  # bytes: how many elements are named
 
 
 def above(values: np.ndarray, bound: float) -> np.ndarray:
     """The indices of the elements greater than `bound` in magnitude, ascending, int64."""
-    size = min(_CHUNK, len(values))
+    size = max(1, min(_CHUNK, len(values)))
     magnitude, found = np.empty(size, values.dtype), np.empty(size, bool)
     parts = []
-    for start in range(0, len(values), _CHUNK):
-        chunk = values[start : start + _CHUNK]
-        np.abs(chunk, out=magnitude[: len(chunk)])
-        np.greater(magnitude[: len(chunk)], bound, out=found[: len(chunk)])
-        parts.append(np.flatnonzero(found[: len(chunk)]) + start)
+    for place in chunks(len(values), size):
+        length = place.stop - place.start
+        np.abs(values[place], out=magnitude[:length])
+        np.greater(magnitude[:length], bound, out=found[:length])
+        parts.append(np.flatnonzero(found[:length]) + place.start)
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 

@@ -35,7 +35,7 @@ class Threshold(Compressor):
         """Options of threshold."""
 
         density: float = Field(0.01, gt=0, le=1, description="part of the elements to send, about; tau follows")
-        tau: float | None = Field(None, gt=0, description="fixed: what is sent of each element above it; none: by density")
+        tau: float | None = Field(None, gt=0, description="what is sent of each element above it; none: by density")
 
         @model_validator(mode="after")
         def _one_of_them(self):
@@ -52,25 +52,31 @@ class Threshold(Compressor):
 
     def take(self, tensor: Tensor) -> Tensor:
         values = tensor.numpy()
-        tau = np.float32(self._tau(values))
-        if not tau > 0:  # a sample of zeros
-            tau = np.finfo(np.float32).tiny
-        found = sparse.above(values, tau)
+        tau, found = self._split(values)
         positive = values[found] > 0
         values[found] -= np.where(positive, tau, -tau)
         return sparse.pack(found, self.count, np.array([tau]), np.packbits(positive))
 
-    def _tau(self, values: np.ndarray) -> float:
+    def _split(self, values: np.ndarray) -> tuple[np.float32, np.ndarray]:
+        """The threshold, and the indices of the elements above it."""
         if self.config.tau is not None:
-            return self.config.tau
-        return self._sample.bound(values, self.config.density)
+            tau = np.float32(self.config.tau)
+            return tau, sparse.above(values, tau)
+        tau = np.float32(self._sample.bound(values, self.config.density))
+        if not tau:  # fewer elements than wanted are not zero
+            others = values[sparse.above(values, 0.0)]
+            tau = np.float32(np.abs(others).mean() / 2 if len(others) else 0.0)
+        found = sparse.above(values, tau) if tau else np.empty(0, np.int64)
+        if not len(found) and tau:  # many are equal, and would wait for ever
+            tau = np.nextafter(tau, np.float32(0))
+            found = sparse.above(values, tau) if tau else found
+        return tau, found
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         if len(message):
             found, (tau, bits) = sparse.unpack(message, self.count, _PAYLOAD)
-            positive = np.unpackbits(bits, count=len(found)).view(bool)
-            step = out.numpy().dtype.type(tau[0]) * weight
-            out.numpy()[found] += np.where(positive, step, -step)
+            values, step = out.numpy(), float(tau[0]) * weight
+            values[found] += np.array([-step, step], values.dtype).take(np.unpackbits(bits, count=len(found)))
 
     def state(self) -> dict:
         return {"drawn": self._sample.drawn}

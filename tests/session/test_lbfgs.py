@@ -224,6 +224,8 @@ def test_what_does_not_suit_it_is_refused(ranks):
             make(clip_norm=1.0)
         with pytest.raises(ConfigError, match="strategy.on_nonfinite must be stop or ignore with LBFGS, .*; got skip"):
             make(on_nonfinite="skip")
+        with pytest.raises(ConfigError, match="strategy.compression must be none with LBFGS, .*; got fp16. Leave it"):
+            make(compression="fp16")
         optimizer = make()
         with pytest.raises(ConfigError, match="closure must be given to each step of LBFGS, which .*; got none. Pass"):
             optimizer.step()

@@ -1,0 +1,168 @@
+"""QSGD: every element is rounded at random to one of a few levels of its bucket's norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal, final
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcdist.compress.base import Compressor
+from hpcdist.compress.chunks import CHUNK, chunks
+
+_RANDOM_BITS = 16
+_LEAST = 1e-30  # norms below are sent as 0: one over them may not be finite
+_MOST = float(np.finfo(np.float32).max)
+
+
+@final
+class Qsgd(Compressor):
+    """Sends each element as one of 2s + 1 multiples of norm/s, the norm being its bucket's, rounded to either
+    neighbour so that the expectation is the element itself.
+
+    Bytes for n elements: n·b/8 with b = ⌈log₂(2s + 1)⌉ bits, and 4 for each bucket; 7 levels fill 4 bits, 3 fill 3,
+    1 fills 2. Levels are packed and not entropy-coded: a coder takes some 30 ns for each, packing one.
+
+    Error: unbiased up to 2⁻¹⁵ of a level, as 16 random bits are drawn for each element. Its variance in a bucket v of d
+    elements is at most min(d/(4s²), √d/s)‖v‖², with either norm (the paper's bound has d/s²; rounding at random between
+    neighbours has a variance of at most a quarter of their distance squared). Error feedback needs this below ‖v‖².
+
+    Reference: Dan Alistarh, Demjan Grubic, Jerry Li, Ryota Tomioka, Milan Vojnovic, "QSGD: communication-efficient SGD
+    via gradient quantization and encoding", 2017; lemma 3.1, and the largest magnitude as norm in its section 4.
+    """
+
+    class Config(Compressor.Config):
+        """Options of qsgd."""
+
+        levels: int = Field(7, ge=1, le=127, description="s, positive levels, and as many negative ones")
+        bucket: int = Field(128, ge=8, multiple_of=8, description="d, consecutive elements with a norm of their own")
+        norm: Literal["max", "2-norm"] = Field("max", description="a bucket's: its largest magnitude, or its 2-norm")
+        seed: int = Field(0, ge=0, description="of the rounding; ranks draw apart all the same")
+
+        @property
+        def bound(self) -> float:
+            """The variance of a bucket at most, over its squared 2-norm."""
+            return min(self.bucket / (4 * self.levels**2), math.sqrt(self.bucket) / self.levels)
+
+        def check_feedback(self) -> None:
+            if self.bound >= 1:
+                raise ValueError(
+                    "strategy.compression.levels must be so many that min(d/(4s²), √d/s) < 1 for s levels and buckets "
+                    f"of d elements, as error feedback would diverge; got s = {self.levels}, d = {self.bucket}. Take "
+                    f"levels = {math.isqrt(self.bucket // 4) + 1}, smaller buckets, or error_feedback = false."
+                )
+
+    faithful = True
+
+    def __init__(self, config: Config, count, spans=()):
+        super().__init__(config, count, spans)
+        self._bits = (2 * config.levels).bit_length()
+        self._bucket = max(8, min(config.bucket, -(-count // 8) * 8))
+        self._chunk = self._bucket * max(1, CHUNK // self._bucket)
+        self._buckets = -(-count // self._bucket)
+        self._taken = 0  # messages so far
+
+    def take(self, tensor: Tensor) -> Tensor:
+        source = np.random.SFC64((self.config.seed, self.stream, self._taken))
+        self._taken += 1
+        values = tensor.numpy()
+        message = np.empty(4 * self._buckets + self._bits * -(-self.count // 8), np.uint8)
+        norms, codes = self._open(message)
+        work = np.empty((2, self._chunk), values.dtype)
+        for found in chunks(self.count, self._chunk):
+            buckets, packed, size = self._places(found)
+            norms[buckets], levels = self._round(values[found], source, work)
+            codes[packed] = _pack(levels.reshape(-1)[:size], self._bits)
+            values[found] -= self._values(levels, norms[buckets], work[0])[: found.stop - found.start]
+        return torch.from_numpy(message)
+
+    def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
+        values = out.numpy()
+        norms, codes = self._open(message.numpy())
+        work = np.empty(self._chunk, values.dtype)
+        for found in chunks(self.count, self._chunk):
+            buckets, packed, size = self._places(found)
+            levels = np.zeros((buckets.stop - buckets.start, self._bucket), np.uint8)
+            _unpack(codes[packed], self._bits, levels.reshape(-1)[:size])
+            sent = self._values(levels, weight * norms[buckets].astype(values.dtype), work)
+            values[found] += sent[: found.stop - found.start]
+
+    def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Views: the norms, and the packed levels."""
+        return message[: 4 * self._buckets].view(np.float32), message[4 * self._buckets :]
+
+    def _places(self, found: slice) -> tuple[slice, slice, int]:
+        """Where the norms and the levels of a chunk lie in a message; how many levels, in whole bytes of each bit."""
+        size = -(-(found.stop - found.start) // 8) * 8
+        first = found.start // 8 * self._bits
+        buckets = slice(found.start // self._bucket, -(-found.stop // self._bucket))
+        return buckets, slice(first, first + size // 8 * self._bits), size
+
+    def _round(self, values: np.ndarray, source: np.random.SFC64, work: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Norms, and levels counted from the lowest one: shapes (buckets,) and (buckets, bucket).
+
+        Args:
+            work: two rows of a chunk's length, overwritten.
+        """
+        size, most = -(-len(values) // self._bucket) * self._bucket, self.config.levels
+        work[0, : len(values)], work[0, len(values) : size] = values, 0
+        scaled, other = (torch.from_numpy(part[:size]).view(-1, self._bucket) for part in work)
+        if self.config.norm == "max":
+            norms = torch.abs(scaled, out=other).amax(dim=1)
+        else:
+            norms = torch.linalg.vector_norm(scaled, dim=1, dtype=torch.float64)  # no square overflows
+        norms = np.minimum(norms.numpy(), _MOST).astype(np.float32)
+        up = np.where(norms < _LEAST, 0, most / np.maximum(norms, _LEAST)).astype(values.dtype)
+        scaled *= torch.from_numpy(up)[:, None]
+        # Adding a uniform number and rounding down rounds up as often as the fraction says.
+        np.copyto(work[1, :size], source.random_raw(-(-size // 4)).view(np.uint16)[:size])
+        scaled.add_(other, alpha=2.0**-_RANDOM_BITS)
+        scaled += most + 2.0 ** -(_RANDOM_BITS + 1)
+        return norms, scaled.clamp_(0, 2 * most + 0.5).numpy().astype(np.uint8)
+
+    def _values(self, levels: np.ndarray, norms: np.ndarray, work: np.ndarray) -> np.ndarray:
+        """What levels stand for, flat; lies in `work`."""
+        values = work[: levels.size].reshape(levels.shape)
+        np.copyto(values, levels)
+        values -= self.config.levels
+        values *= (norms.astype(values.dtype) / self.config.levels)[:, None]
+        return values.reshape(-1)
+
+    def state(self) -> dict:
+        return {"taken": self._taken}
+
+    def load_state(self, state: dict) -> None:
+        self._taken = state["taken"]
+
+
+def _fields(bits: int) -> Iterator[tuple[int, int]]:
+    """Widths that divide a byte and add up to `bits`, and the bits below each."""
+    return ((width, bits & (width - 1)) for width in (8, 4, 2, 1) if bits & width)
+
+
+def _pack(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Numbers below 2^bits, uint8, as bytes: of each width the first, second... part of them side by side."""
+    packed = []
+    for width, below in _fields(bits):
+        parts = ((numbers >> below) & ((1 << width) - 1)).reshape(8 // width, -1)
+        byte = parts[0].copy()
+        for part in parts[1:]:
+            byte *= 1 << width  # as a shift, but NumPy's shift to the left takes ten times as long
+            byte |= part
+        packed.append(byte)
+    return np.concatenate(packed)
+
+
+def _unpack(packed: np.ndarray, bits: int, out: np.ndarray) -> None:
+    """Overwrites `out`, which is zero, by the numbers that were packed."""
+    at = 0
+    for width, below in _fields(bits):
+        parts = out.reshape(8 // width, -1)
+        byte = packed[at : at + parts.shape[1]]
+        for place, part in enumerate(parts):
+            part |= ((byte >> (8 - width * (place + 1))) & ((1 << width) - 1)) * (1 << below)
+        at += parts.shape[1]

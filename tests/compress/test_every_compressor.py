@@ -1,0 +1,216 @@
+"""What every compressor keeps to, whatever it does: new ones are found by themselves."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import sys
+
+import pytest
+import torch
+
+from hpcdist.checkpoint import tree
+from hpcdist.compress import Feedback, Span, available, load
+from hpcdist.errors import ConfigError
+
+# Options where the defaults suit larger tensors.
+OPTIONS = {"dgc": {"ratio": 0.01}}
+every = pytest.mark.parametrize("name", available())
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+
+# A matrix, a vector, a convolution's weights, and another matrix.
+SHAPES = ((24, 16), (7,), (6, 4, 3, 3), (32, 9))
+COUNT = sum(torch.Size(shape).numel() for shape in SHAPES)
+
+
+def spans() -> list[Span]:
+    found, start = [], 0
+    for shape in SHAPES:
+        stop = start + torch.Size(shape).numel()
+        found.append(Span(start, stop, shape))
+        start = stop
+    return found
+
+
+def make(name: str, count: int = COUNT, split: bool = True):
+    cls = load(name)
+    return cls(cls.Config(**OPTIONS.get(name, {})), count, spans() if split and count == COUNT else ())
+
+
+def gradient(step: int, dtype: torch.dtype, count: int = COUNT) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(dtype)
+
+
+def decoded(compressor, message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.full((compressor.count,), 7.0, dtype=dtype)
+    compressor.decode(message, out)
+    return out
+
+
+def error(dtype: torch.dtype, size: float = 8.0) -> dict:
+    return {"rtol": 0, "atol": size * (1e-6 if dtype == torch.float32 else 1e-13)}
+
+
+@every
+@dtypes
+@pytest.mark.parametrize("split", [True, False])
+def test_what_a_message_lacks_is_left(name, dtype, split):
+    """before = message + after, at every step."""
+    compressor = make(name, split=split)
+    residual = torch.zeros(COUNT, dtype=dtype)
+    for step in range(8):
+        residual += gradient(step, dtype)
+        before = residual.clone()
+        message = compressor.take(residual)
+        assert message.dtype == torch.uint8 and message.ndim == 1 and message.is_contiguous()
+        torch.testing.assert_close(decoded(compressor, message, dtype) + residual, before, **error(dtype))
+        assert not torch.equal(residual, before)
+
+
+@every
+@dtypes
+def test_feedback_loses_nothing(name, dtype):
+    """Σ of what was accumulated = Σ messages + residual; a compressor may accumulate more than gradients."""
+    feedback = Feedback(make(name), torch.zeros(COUNT, dtype=dtype))
+    accumulated, sent = torch.zeros(2, COUNT, dtype=dtype)
+    plain = feedback.compressor.accumulate
+
+    def watched(residual, tensor):
+        before = residual.clone()
+        plain(residual, tensor)
+        accumulated.add_(residual - before)
+
+    feedback.compressor.accumulate = watched
+    for step in range(30):
+        feedback.compressor.add(feedback.encode(gradient(step, dtype)), sent)
+    torch.testing.assert_close(accumulated, sent + feedback.residual, **error(dtype, 100))
+    assert feedback.residual.isfinite().all()
+
+
+@every
+@dtypes
+@pytest.mark.parametrize("weight", [1.0, -1.0, 0.5, 1 / 3])
+def test_messages_are_added_with_a_weight(name, dtype, weight):
+    compressor = make(name)
+    message = compressor.encode(gradient(0, dtype))
+    alone = decoded(compressor, message, dtype)
+    out = gradient(1, dtype)
+    compressor.add(message, out, weight)
+    torch.testing.assert_close(out, gradient(1, dtype) + weight * alone, **error(dtype))
+
+
+@every
+@dtypes
+def test_encoding_leaves_the_tensor_and_reading_the_message(name, dtype):
+    compressor, values = make(name), gradient(0, dtype)
+    message = compressor.encode(values)
+    kept = message.clone()
+    assert torch.equal(values, gradient(0, dtype))
+    assert torch.equal(decoded(compressor, message, dtype), decoded(compressor, message, dtype))
+    assert torch.equal(message, kept)
+
+
+@every
+@dtypes
+def test_messages_and_what_they_stand_for_are_the_same_at_each_run(name, dtype):
+    """On every rank the same bits are decoded, by a compressor that has seen other gradients."""
+    first, second, reader = make(name), make(name), make(name)
+    reader.encode(gradient(99, dtype))
+    for step in range(4):
+        messages = [compressor.encode(gradient(step, dtype)) for compressor in (first, second)]
+        assert torch.equal(*messages)
+        assert torch.equal(decoded(first, messages[0], dtype), decoded(reader, messages[0], dtype))
+
+
+@every
+@dtypes
+def test_a_message_may_have_come_among_others(name, dtype):
+    compressor = make(name)
+    message = compressor.encode(gradient(0, dtype))
+    for before in (1, 4, 8):  # bytes of a message in front
+        inside = torch.cat([torch.zeros(before, dtype=torch.uint8), message])[before:]
+        assert torch.equal(decoded(compressor, inside, dtype), decoded(compressor, message, dtype))
+
+
+@every
+@dtypes
+def test_zeros_stay_zeros(name, dtype):
+    compressor, values = make(name), torch.zeros(COUNT, dtype=dtype)
+    for _ in range(3):
+        message = compressor.take(values)
+        assert not values.any() and not decoded(compressor, message, dtype).any()
+    assert decoded(compressor, compressor.take(gradient(0, dtype)), dtype).any(), "and it works on after them"
+
+
+@every
+@dtypes
+@pytest.mark.parametrize("count", [0, 1, 2, 9])
+def test_short_tensors(name, dtype, count):
+    compressor = make(name, count)
+    values = gradient(0, dtype, count)
+    for _ in range(3):
+        before = values.clone()
+        message = compressor.take(values)
+        torch.testing.assert_close(decoded(compressor, message, dtype) + values, before, **error(dtype))
+
+
+@every
+@dtypes
+@pytest.mark.parametrize("size", [1e-30, 1e-12, 1e12, 1e30])
+def test_sizes_of_any_order_stay_finite(name, dtype, size):
+    compressor, values = make(name), size * gradient(0, dtype)
+    before = values.clone()
+    message = compressor.take(values)
+    out = decoded(compressor, message, dtype)
+    assert out.isfinite().all() and values.isfinite().all()
+    torch.testing.assert_close(out + values, before, **error(dtype, 8 * max(size, 1e-25)))
+
+
+@every
+@dtypes
+def test_it_goes_on_to_the_bit_from_a_state(name, dtype):
+    like = torch.zeros(COUNT, dtype=dtype)
+    first = Feedback(make(name), like)
+    for step in range(5):
+        first.encode(gradient(step, dtype))
+    saved = copy.deepcopy(first.state())
+    second = Feedback(make(name), like)
+    second.load_state(saved)
+    for step in range(5, 9):
+        assert torch.equal(first.encode(gradient(step, dtype)), second.encode(gradient(step, dtype)))
+        assert torch.equal(first.residual, second.residual)
+
+
+@every
+def test_its_state_is_what_checkpoints_hold(name):
+    feedback = Feedback(make(name), torch.zeros(COUNT))
+    for step in range(3):
+        values, tensors = tree.encode(feedback.state())
+        again = Feedback(make(name), torch.zeros(COUNT))
+        again.load_state(tree.decode(values, {key: tensor.clone() for key, tensor in tensors.items()}))
+        assert torch.equal(again.encode(gradient(step, torch.float32)), feedback.encode(gradient(step, torch.float32)))
+
+
+@every
+def test_options_are_described_checked_and_named_where_wrong(name):
+    config = load(name).Config
+    assert all(field.description for field in config.model_fields.values())
+    with pytest.raises(ConfigError, match="speling"):
+        config(speling=1)
+
+
+@every
+def test_the_docstring_gives_bytes_error_and_source(name):
+    cls = load(name)
+    text = inspect.getdoc(cls)
+    assert "Bytes" in text and "Error" in text
+    assert re.search(r'Reference: [^"]+, "[^"]+", [\d-]*\d{4}', re.sub(r"\s+", " ", text))
+    assert sys.modules[cls.__module__].__doc__
+
+
+@pytest.mark.parametrize("name", [name for name in available() if name != "none"])
+def test_it_sends_less_than_float32(name):
+    cls = load(name)
+    compressor = cls(cls.Config(), 4096, [Span(0, 4096, (64, 64))])
+    assert len(compressor.encode(gradient(0, torch.float32, 4096))) <= 4 * 4096 / 2

@@ -1,0 +1,99 @@
+"""Error feedback around any compressor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpcdist.compress import CompressionConfig, Feedback, available, load
+from hpcdist.errors import ConfigError, UnknownNameError
+
+
+def topk(ratio: float, count: int):
+    cls = load("topk")
+    return cls(cls.Config(ratio=ratio), count)
+
+
+def test_what_a_message_lacks_comes_with_the_next_one():
+    feedback = Feedback(topk(0.5, 2), torch.zeros(2))
+    out = torch.zeros(2)
+    feedback.compressor.add(feedback.encode(torch.tensor([1.0, 3.0])), out)
+    assert out.tolist() == [0, 3] and feedback.residual.tolist() == [1, 0]
+    feedback.compressor.add(feedback.encode(torch.tensor([2.5, 3.0])), out)
+    assert out.tolist() == [3.5, 3] and feedback.residual.tolist() == [0, 3]
+
+
+def test_without_feedback_it_is_forgotten():
+    feedback = Feedback(topk(0.5, 2), torch.zeros(2), enabled=False)
+    out = torch.zeros(2)
+    for _ in range(3):
+        feedback.compressor.add(feedback.encode(torch.tensor([2.0, 3.0])), out)
+    assert out.tolist() == [0, 9]
+
+
+def test_the_tensor_itself_stays():
+    gradient = torch.tensor([1.0, 2.0])
+    Feedback(topk(0.5, 2), gradient).encode(gradient)
+    assert gradient.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "held"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+)
+def test_the_residual_is_held_in_full_precision(dtype, held):
+    gradient = torch.tensor([1.0, 2.0], dtype=dtype)
+    feedback = Feedback(topk(0.5, 2), gradient)
+    feedback.encode(gradient)
+    assert feedback.residual.dtype == held
+    assert feedback.residual.tolist() == [1, 0]
+
+
+def test_it_converges_where_the_compressor_alone_does_not():
+    """One parameter's gradient is large and of changing sign, so that the other's is never the largest."""
+    found = {}
+    for enabled in (True, False):
+        x = torch.zeros(2)
+        feedback = Feedback(topk(0.5, 2), x, enabled)
+        for step in range(2000):
+            gradient = torch.tensor([10.0 * (-1) ** step, float(x[1]) - 1])
+            feedback.compressor.add(feedback.encode(gradient), x, weight=-0.01)
+        found[enabled] = x[1].item()
+    assert found[False] == 0
+    assert found[True] == pytest.approx(1, abs=0.15)
+
+
+# --- which compressor, by name ----------------------------------------------------------------------------------------
+def test_a_compressor_is_chosen_by_name():
+    assert not CompressionConfig()
+    assert CompressionConfig.model_validate("bf16").name == "bf16"
+    config = CompressionConfig(name="topk", ratio=0.5)
+    assert config and isinstance(config.make(10), load("topk"))
+    assert config.make(10).config.ratio == 0.5
+
+
+def test_an_unknown_compressor_is_refused_with_the_known_ones():
+    with pytest.raises(UnknownNameError, match="must be one of .*threshold.*; got 'treshold'"):
+        load("treshold")
+    with pytest.raises(ConfigError, match="got 'treshold'"):
+        CompressionConfig(name="treshold")
+
+
+def test_an_unknown_option_is_refused_with_its_key():
+    with pytest.raises(ConfigError, match=r"strategy\.compression"):
+        CompressionConfig(name="topk", ration=0.5)
+
+
+def test_options_without_a_compressor_are_refused():
+    with pytest.raises(ConfigError, match="with the option ratio; got none"):
+        CompressionConfig(ratio=0.5)
+
+
+def test_all_are_found_by_their_files():
+    assert {"none", "threshold", "topk", "dgc", "fp16", "bf16"} <= set(available())
+    assert "largest" not in available() and "sparse" not in available()

@@ -1,0 +1,85 @@
+"""QSGD: unbiased, of bounded variance, and packed in the fewest whole bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpcdist.compress import CompressionConfig
+from hpcdist.compress.qsgd import _pack, _unpack
+from hpcdist.errors import ConfigError
+
+
+def make(count: int, **options):
+    return CompressionConfig.from_mapping({"name": "qsgd", "error_feedback": False, **options}).make(count)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_packing_is_undone_by_unpacking(bits):
+    numbers = torch.randint(1 << bits, (136,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8).numpy()
+    packed, out = _pack(numbers, bits), torch.zeros(136, dtype=torch.uint8).numpy()
+    _unpack(packed, bits, out)
+    assert len(packed) == 17 * bits and (out == numbers).all()
+
+
+@pytest.mark.parametrize("norm", ["max", "2-norm"])
+@pytest.mark.parametrize(("levels", "bucket"), [(1, 64), (3, 16), (7, 128), (15, 512), (127, 512)])
+def test_it_is_unbiased_and_its_variance_bounded(norm, levels, bucket):
+    n, draws = bucket * 4, 2000
+    tensor = torch.randn(n, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    compressor = make(n, levels=levels, bucket=bucket, norm=norm)
+    total, squares = torch.zeros_like(tensor), torch.zeros(4, dtype=torch.float64)
+    for _ in range(draws):
+        error = tensor.clone()
+        compressor.take(error)
+        total += error
+        squares += error.view(4, -1).square().sum(dim=1)
+    own = tensor.view(4, -1).square().sum(dim=1)
+    variance = squares / draws
+    assert (variance <= 1.05 * min(bucket / (4 * levels**2), bucket**0.5 / levels) * own).all()
+    spread = (variance.sum() / draws).sqrt()  # of the mean error's norm, were the errors' means 0
+    assert 0.7 * spread < (total / draws).norm() < 1.3 * spread
+
+
+@pytest.mark.parametrize("count", [1, 8, 100, 128, 129, 200_003])
+@pytest.mark.parametrize(("levels", "bits"), [(1, 2), (3, 3), (7, 4), (10, 5), (40, 7), (127, 8)])
+def test_the_bytes_are_those_of_the_docstring(count, levels, bits):
+    compressor = make(count, levels=levels)
+    tensor = torch.randn(count)
+    error, out = tensor.clone(), torch.zeros(count)
+    message = compressor.take(error)
+    compressor.decode(message, out)
+    assert len(message) == bits * -(-count // 8) + 4 * -(-count // min(128, -(-count // 8) * 8))
+    torch.testing.assert_close(out + error, tensor)
+    assert (error.abs() <= tensor.abs().max() / levels * 1.0001).all()
+
+
+def test_streams_and_messages_draw_apart_and_a_saved_state_goes_on():
+    config = CompressionConfig.from_mapping({"name": "qsgd"})
+    tensor = torch.randn(5000)
+    first, other = config.make(5000), config.make(5000, stream=1)
+    messages = [first.encode(tensor) for _ in range(3)]
+    assert not torch.equal(messages[0], messages[1]) and not torch.equal(messages[0], other.encode(tensor))
+    again = config.make(5000)
+    again.encode(tensor)
+    other.load_state(again.state())
+    again.load_state(again.state())
+    assert torch.equal(again.encode(tensor), messages[1]) and not torch.equal(other.encode(tensor), messages[1])
+
+
+@pytest.mark.parametrize("norm", ["max", "2-norm"])
+def test_extreme_magnitudes_stay_finite(norm):
+    tensor = torch.cat([torch.zeros(128), torch.full((128,), 3e38), torch.full((128,), 1e-42), torch.ones(128)])
+    error, out = tensor.clone(), torch.zeros(512)
+    compressor = make(512, norm=norm)
+    compressor.decode(compressor.take(error), out)
+    assert torch.isfinite(error).all() and torch.isfinite(out).all()
+    assert (out[:128] == 0).all() and torch.equal(error[256:384], tensor[256:384])
+
+
+def test_settings_whose_error_may_grow_are_refused_with_feedback():
+    message = r"levels must be so many that .* < 1 .*; got s = 3, d = 512. Take levels = 12, smaller buckets, or"
+    with pytest.raises(ConfigError, match=message):
+        CompressionConfig.from_mapping({"name": "qsgd", "levels": 3, "bucket": 512})
+    assert CompressionConfig.from_mapping({"name": "qsgd", "levels": 12, "bucket": 512})
+    assert CompressionConfig.from_mapping({"name": "qsgd", "levels": 3, "bucket": 512, "error_feedback": False})

@@ -1,0 +1,198 @@
+"""Sums of what ranks send compressed: the same on all of them, and nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpcdist.compress import CompressionConfig, Feedback, Linear, Reduction, Span, available, load
+
+OPTIONS = {
+    "dgc": {"ratio": 0.1},
+    "powersgd": {"rank": 1},
+    "threshold": {"density": 0.1},
+    "topk": {"ratio": 0.1},
+}  # what small tensors, or compressors without defaults, need
+SPANS = [[Span(0, 240, (12, 20)), Span(240, 247, (7,))], [Span(0, 64, (64,))]]
+STEPS = 4
+
+every = pytest.mark.parametrize("name", available())
+conserving = pytest.mark.parametrize("name", sorted({*available()} - {"dgc"}))  # which sends momenta
+
+
+def config(name: str, **more) -> CompressionConfig:
+    return CompressionConfig.from_mapping({"name": name, **OPTIONS.get(name, {}), **more})
+
+
+def make(comm, name: str, dtype: torch.dtype = torch.float64, **more) -> Reduction:
+    like = [torch.zeros(own[-1].stop, dtype=dtype) for own in SPANS]
+    return Reduction(comm, config(name, **more), like, SPANS)
+
+
+def inputs(rank: int, step: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return [torch.randn(own[-1].stop, generator=generator, dtype=torch.float64).to(dtype) for own in SPANS]
+
+
+def total(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [torch.stack(tensors).sum(dim=0) for tensors in zip(*parts, strict=True)]
+
+
+def _run(comm, name: str, dtype: torch.dtype = torch.float64, steps: int = STEPS, **more):
+    """Sums of each step, what is left, and over how many ranks each step was."""
+    reduction = make(comm, name, dtype, **more)
+    sums, ranks = [], []
+    for step in range(steps):
+        tensors = inputs(comm.rank, step, dtype)
+        ranks.append(reduction(tensors))
+        sums.append([tensor.clone() for tensor in tensors])
+    left = [feedback["residual"].clone() for feedback in reduction.state()["feedbacks"]]
+    reduction.close()
+    return sums, left, ranks
+
+
+@every
+@pytest.mark.sizes(1, 2, 3, 4, 8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_are_the_same_to_the_bit_on_all_ranks(ranks, name, dtype):
+    found = ranks(lambda comm: _run(comm, name, dtype))
+    for sums, _, _ in found:
+        for mine, first in zip(sums, found[0][0], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, first, strict=True))
+
+
+@conserving
+@pytest.mark.sizes(1, 2, 3, 4, 8)
+def test_what_goes_in_comes_out_or_is_left(ranks, name):
+    found = ranks(lambda comm: _run(comm, name))
+    _nothing_is_lost(name, found, len(found), STEPS)
+
+
+def _nothing_is_lost(name: str, found, senders: int, steps: int) -> None:
+    given = total([inputs(rank, step) for rank in range(senders) for step in range(steps)])
+    out, left = total(found[0][0]), total([left for _, left, _ in found])
+    # The all-reduce of fp16 and bf16 rounds each of its additions.
+    error = {"fp16": 2**-11, "bf16": 2**-8}.get(name, 0) * 4 * steps * senders**2 if senders > 1 else 0
+    for a, b, c in zip(given, out, left, strict=True):
+        torch.testing.assert_close(a, b + c, rtol=0, atol=1e-12 + error)
+
+
+@pytest.mark.parametrize("name", [name for name in available() if not issubclass(load(name), Linear)])
+@pytest.mark.sizes(1, 2, 3, 4, 8)
+def test_the_sum_is_that_of_what_messages_stand_for_and_the_bytes_are_theirs(ranks, name):
+    size = len(ranks(lambda comm: comm.rank))
+    feedbacks = [_feedbacks(name, rank, size) for rank in range(size)]
+    messages = [[f.encode(t) for f, t in zip(feedbacks[rank], inputs(rank, 0), strict=True)] for rank in range(size)]
+    expected = [torch.zeros_like(tensor) for tensor in inputs(0, 0)]
+    for rank in range(size):
+        for feedback, message, out in zip(feedbacks[rank], messages[rank], expected, strict=True):
+            feedback.add(message, out)
+
+    def body(comm):
+        reduction, tensors = make(comm, name), inputs(comm.rank, 0)
+        comm.barrier()
+        before = comm.traffic.bytes_sent
+        reduction(tensors)
+        n_bytes = comm.traffic.bytes_sent - before
+        reduction.close()
+        return n_bytes, tensors
+
+    for rank, (n_bytes, tensors) in enumerate(ranks(body)):
+        assert n_bytes == (size - 1) * (sum(map(len, messages[rank])) + 4)
+        assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
+
+
+def _feedbacks(name: str, rank: int, size: int):
+    """Those of a rank's reduction."""
+    return [
+        Feedback(config(name).make(own[-1].stop, own, place * size + rank), inputs(0, 0)[place])
+        for place, own in enumerate(SPANS)
+    ]
+
+
+@pytest.mark.virtual
+@pytest.mark.parametrize("name", [name for name in available() if issubclass(load(name), Linear)])
+@pytest.mark.sizes(2, 4)  # on which all lengths are reduced by the same algorithm
+def test_the_bytes_of_an_all_reduce_are_those_of_the_messages(ranks, name):
+    def body(comm):
+        reduction, dense = make(comm, name), make(comm, name, warmup_steps=1)
+        moved = []
+        for call in (reduction, dense):
+            before = comm.traffic.bytes_sent
+            call(inputs(comm.rank, 0))
+            moved.append(comm.traffic.bytes_sent - before)
+            call.close()
+        return moved
+
+    message = sum(len(f.encode(tensor)) for f, tensor in zip(_feedbacks(name, 0, 1), inputs(0, 0), strict=True))
+    for compressed, dense in ranks(body):
+        assert compressed / dense == pytest.approx(message / sum(8 * own[-1].stop for own in SPANS))
+
+
+@every
+@pytest.mark.sizes(1, 2, 4)
+def test_the_first_steps_may_be_dense(ranks, name):
+    found = ranks(lambda comm: _run(comm, name, steps=3, warmup_steps=3))
+    for sums, left, over in found:
+        assert over == [len(found)] * 3 and all((part == 0).all() for part in left)
+        for step, tensors in enumerate(sums):
+            expected = total([inputs(rank, step) for rank in range(len(found))])
+            for a, b in zip(tensors, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@conserving
+@pytest.mark.sizes(1, 2, 4)
+def test_in_the_first_steps_fewer_ranks_may_send(ranks, name):
+    found = ranks(lambda comm: _run(comm, name, steps=2, warmup_steps=2, warmup_ranks=2))
+    senders = min(2, len(found))
+    _nothing_is_lost(name, found, senders, 2)
+    for rank, (sums, left, over) in enumerate(found):
+        assert over == [senders] * 2
+        assert rank < senders or all((part == 0).all() for part in left)
+        assert all(torch.equal(a, b) for x, y in zip(sums, found[0][0], strict=True) for a, b in zip(x, y, strict=True))
+
+
+@every
+@pytest.mark.sizes(1, 2, 4)
+def test_a_saved_state_goes_on_with_the_same_bits(ranks, name):
+    def body(comm):
+        one, other = make(comm, name, warmup_steps=1), make(comm, name, warmup_steps=1)
+        for step in range(3):
+            one(inputs(comm.rank, step))
+        other.load_state(one.state())
+        found = [inputs(comm.rank, 3), inputs(comm.rank, 3)]
+        assert one(found[0]) == other(found[1]) and one.calls == other.calls == 4
+        one.close()
+        other.close()
+        return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+    assert all(ranks(body))
+
+
+@every
+@pytest.mark.sizes(2, 4)
+def test_a_world_of_another_size_sends_the_mean_of_what_was_left(ranks, name):
+    def body(comm):
+        before = make(comm, name)
+        before(inputs(comm.rank, 0))
+        state = before.state()
+        before.close()
+        return state
+
+    states = ranks(body)
+    adapted = Reduction.adapted(states)
+    for place, feedback in enumerate(adapted["feedbacks"]):
+        mean = torch.stack([state["feedbacks"][place]["residual"] for state in states]).mean(dim=0)
+        torch.testing.assert_close(feedback["residual"], mean, rtol=0, atol=0)
+
+    def go_on(comm):
+        after = make(comm, name)
+        after.load_state(adapted)
+        after(found := inputs(comm.rank, 1))
+        after.close()
+        return after.calls, found
+
+    results = ranks(go_on)
+    assert all(calls == 2 for calls, _ in results)
+    assert all(torch.equal(a, b) for _, found in results for a, b in zip(found, results[0][1], strict=True))

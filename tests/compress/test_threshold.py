@@ -1,0 +1,148 @@
+"""Strom's threshold: what it sends, what it keeps, and a threshold chosen by density."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hpcdist.compress import Feedback, indices, load
+from hpcdist.errors import ConfigError
+
+Threshold = load("threshold")
+
+
+def make(count: int, **options):
+    return Threshold(Threshold.Config(**options), count)
+
+
+def normal(count: int, seed: int = 0, dtype=torch.float64) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def decoded(compressor, message, dtype=torch.float64) -> torch.Tensor:
+    out = torch.empty(compressor.count, dtype=dtype)
+    compressor.decode(message, out)
+    return out
+
+
+def test_elements_above_the_threshold_are_sent_as_its_sign_and_keep_the_rest():
+    """The rest, not zero: what documentation calls clearing the residual loses mass."""
+    values = torch.tensor([0.1, 3.0, -0.75, 0.5, -0.4, 1e9], dtype=torch.float64)
+    compressor = make(6, tau=0.5)
+    message = compressor.take(values)
+    assert decoded(compressor, message).tolist() == [0, 0.5, -0.5, 0, 0, 0.5]
+    assert values.tolist() == [0.1, 2.5, -0.25, 0.5, -0.4, 1e9 - 0.5]
+
+
+@pytest.mark.parametrize("options", [{"tau": 0.7}, {"density": 0.01}, {"density": 0.3}])
+def test_nothing_is_lost_or_made_up(options):
+    count = 500
+    feedback = Feedback(make(count, **options), torch.zeros(count, dtype=torch.float64))
+    given, sent = torch.zeros(2, count, dtype=torch.float64)
+    for step in range(200):
+        gradient = normal(count, step)
+        given += gradient
+        feedback.compressor.add(feedback.encode(gradient), sent)
+        torch.testing.assert_close(given, sent + feedback.residual, rtol=0, atol=1e-12 * max(1, step))
+    torch.testing.assert_close(given, sent + feedback.residual, rtol=0, atol=1e-11)
+    assert sent.abs().sum() > 0
+
+
+@pytest.mark.parametrize("options", [{"tau": 0.75}, {"density": 0.1}])
+def test_the_identity_holds_to_1e_12_where_sums_are_of_order_one(options):
+    feedback = Feedback(make(100, **options), torch.zeros(100, dtype=torch.float64))
+    given, sent = torch.zeros(2, 100, dtype=torch.float64)
+    for step in range(50):
+        gradient = normal(100, step) / 8
+        given += gradient
+        feedback.compressor.add(feedback.encode(gradient), sent)
+    assert sent.count_nonzero() > 0
+    torch.testing.assert_close(given, sent + feedback.residual, rtol=0, atol=1e-12)
+
+
+def test_gradients_within_the_threshold_leave_a_residual_within_it():
+    tau = 0.25
+    feedback = Feedback(make(1000, tau=tau), torch.zeros(1000, dtype=torch.float64))
+    for step in range(300):
+        gradient = normal(1000, step).clamp(-tau, tau)
+        if step % 3 == 0:
+            gradient = torch.full_like(gradient, tau)  # pushes as hard as it may
+        feedback.encode(gradient)
+        assert feedback.residual.abs().max() <= tau
+
+
+def test_a_constant_gradient_of_three_thresholds_leaves_two_more_at_each_step():
+    feedback = Feedback(make(4, tau=0.5), torch.zeros(4, dtype=torch.float64))
+    for step in range(1, 20):
+        feedback.encode(torch.tensor([1.5, -1.5, 0.25, 0.0], dtype=torch.float64))
+        assert feedback.residual[:2].tolist() == [step * 1.0, -step * 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tau", [0.1, 1.5, 3.0])
+def test_the_bytes_are_those_of_the_docstring(tau, dtype):
+    values = normal(20_000, dtype=dtype)
+    named = np.flatnonzero(values.abs().numpy() > np.float32(tau))
+    message = make(20_000, tau=tau).encode(values)
+    assert len(message) == 8 + -(-len(named) // 8) + indices.encode(named, 20_000).nbytes
+    part = len(named) / 20_000
+    if part < 0.2:
+        per_index = np.log2(1 / part) + 1.44
+        assert len(message) == pytest.approx(8 + len(named) / 8 * (1 + per_index), rel=0.1, abs=8)
+
+
+def test_a_small_model_sends_500_times_less_than_float32():
+    """The digits job's 38,378 parameters: k of about 190, in a message of a few hundred bytes."""
+    count = 38_378
+    message = make(count, density=0.005).encode(normal(count, dtype=torch.float32))
+    assert len(message) < 4 * count / 500
+    assert int(message[:4].numpy().view(np.uint32)[0]) == round(0.005 * count)
+
+
+# --- by density -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("count", "density"), [(20_000, 0.005), (400_000, 0.001), (400_000, 0.01)])
+def test_the_density_stays_near_the_target_as_residuals_grow(count, density):
+    feedback = Feedback(make(count, density=density), torch.zeros(count))
+    layers = torch.logspace(-3, 0, 8).repeat_interleave(count // 8)  # gradients of layers differ in size
+    found = []
+    for step in range(60):
+        message = feedback.encode(layers * normal(count, step, torch.float32))
+        found.append(int(message[:4].numpy().view(np.uint32)[0]) / count)
+    assert np.mean(found) == pytest.approx(density, rel=0.05)
+    assert max(found) < 1.6 * density
+
+
+def test_where_few_elements_are_not_zero_they_are_sent_all_the_same():
+    """As gradients of an embedding: the wanted quantile of the magnitudes is zero."""
+    values = torch.zeros(1000)
+    values[:5] = torch.tensor([1.0, -2.0, 3.0, 4.0, -5.0])
+    compressor, before = make(1000, density=0.05), values.norm()
+    for _ in range(40):
+        compressor.take(values)
+    assert values.norm() < 0.1 * before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_elements_are_sent_all_the_same(dtype):
+    values = torch.full((1000,), -0.3, dtype=dtype)
+    compressor = make(1000, density=0.05)
+    assert decoded(compressor, compressor.take(values), dtype).tolist() == pytest.approx([-0.3] * 1000)
+    assert values.abs().max() < 1e-7
+
+
+def test_what_is_too_small_for_float32_waits():
+    values = torch.full((10,), 1e-60, dtype=torch.float64)
+    assert len(make(10, density=0.5).take(values)) == 0
+    assert values.tolist() == [1e-60] * 10
+
+
+def test_the_threshold_and_a_density_are_not_given_together():
+    with pytest.raises(ConfigError, match="tau must be none where a density is given; got tau = 0.1, density = 0.1"):
+        Threshold.Config(tau=0.1, density=0.1)
+
+
+@pytest.mark.parametrize("options", [{"tau": 0.0}, {"tau": -1.0}, {"density": 0.0}, {"density": 1.5}])
+def test_they_are_positive(options):
+    with pytest.raises(ConfigError, match="must be"):
+        Threshold.Config(**options)

@@ -1,0 +1,151 @@
+"""All-reduce of compressed gradients: replicas stay equal, nothing is lost, and exact compressors change nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from strategies import problem
+
+from hpcdist import compress, strategies
+from hpcdist.errors import ConfigError
+from hpcdist.flat import FlatModel
+
+OPTIONS = {
+    "dgc": {"ratio": 0.2},
+    "onebit": {"means": "row"},
+    "powersgd": {"rank": 1},
+    "threshold": {"density": 0.2},
+    "topk": {"ratio": 0.2},
+}
+
+every = pytest.mark.parametrize("name", [name for name in compress.available() if name != "none"])
+
+
+def options(name: str, **more) -> dict:
+    return {"compression": {"name": name, **OPTIONS.get(name, {}), **more}}
+
+
+@every
+@pytest.mark.sizes(1, 2, 3, 4, 8)
+def test_it_learns_and_replicas_stay_equal(ranks, name):
+    runs = problem.learns(ranks, "allreduce", options(name, warmup_steps=2), epochs=8)
+    assert all(torch.equal(run.params[0], runs[0].params[0]) for run in runs)
+
+
+@every
+@pytest.mark.parametrize("optimizer", problem.OPTIMIZERS)
+@pytest.mark.sizes(1, exact=True)
+def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit_and_sends_nothing(ranks, name, optimizer):
+    (run,) = ranks(lambda comm: problem.train(comm, "allreduce", options(name), optimizer=optimizer))
+    assert torch.equal(run.params[0], problem.serial(1, optimizer=optimizer)[0])
+    assert sum(record.bytes_sent for record in run.records) == 0
+
+
+@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("compression", [{"name": "powersgd", "rank": 8}, "dense"])
+def test_where_nothing_is_left_out_it_equals_the_dense_one(ranks, compression, dtype, error):
+    if compression == "dense":
+        compression = options("onebit", warmup_steps=1000)["compression"]
+
+    def body(comm):
+        given = {"compression": compression}
+        return [problem.train(comm, "allreduce", given, dtype=dtype), problem.train(comm, "allreduce", dtype=dtype)]
+
+    for compressed, dense in ranks(body):
+        torch.testing.assert_close(compressed.params[0], dense.params[0], rtol=0, atol=error)
+
+
+class _Steps:
+    """Steps of a strategy on the problem's samples."""
+
+    def __init__(self, comm, given: dict):
+        self.comm, self.module = comm, problem.model()
+        self.local = torch.optim.SGD(self.module.parameters(), lr=0.05, momentum=0.9)
+        cls = strategies.load("allreduce")
+        self.strategy = cls(cls.Config(**given), comm.split(0), FlatModel(self.module))
+
+    def take(self, steps: range, bad: bool = False) -> None:
+        for step in steps:
+            self.local.zero_grad()
+            first = (step * self.comm.size + self.comm.rank) * 4 % 200
+            problem.loss(self.module, range(first, first + 4)).backward()
+            if bad and self.comm.rank == 0:
+                next(self.module.parameters()).grad[0, 0] = float("nan")
+            self.strategy.step(self.local.step)
+
+    def params(self) -> torch.Tensor:
+        return self.strategy.model.params[0].clone()
+
+    def residual(self) -> torch.Tensor:
+        return self.strategy.state()["compressed"]["feedbacks"][0]["residual"].clone()
+
+
+@every
+@pytest.mark.sizes(2, 4)
+def test_a_step_that_is_left_out_leaves_what_is_to_be_sent_as_it_is(ranks, name):
+    def body(comm):
+        run = _Steps(comm, {"on_nonfinite": "skip", **options(name)})
+        run.take(range(3))
+        params, residual = run.params(), run.residual()
+        run.take(range(3, 4), bad=True)
+        assert torch.equal(run.params(), params) and torch.equal(run.residual(), residual)
+        run.take(range(4, 6))
+        assert not torch.equal(run.params(), params) and torch.isfinite(run.params()).all()
+        run.strategy.close()
+        return run.params()
+
+    found = ranks(body)
+    assert all(torch.equal(params, found[0]) for params in found)
+
+
+@every
+@pytest.mark.sizes(2, 4)
+def test_a_resumed_run_has_the_same_bits(ranks, name):
+    def body(comm):
+        one, other = _Steps(comm, options(name)), _Steps(comm, options(name))
+        one.take(range(5))
+        other.strategy.load_state(one.strategy.state())
+        other.strategy.model.load_params([one.params()])
+        other.local.load_state_dict(copy.deepcopy(one.local.state_dict()))
+        one.take(range(5, 9))
+        other.take(range(5, 9))
+        one.strategy.close()
+        other.strategy.close()
+        return torch.equal(one.params(), other.params())
+
+    assert all(ranks(body))
+
+
+@every
+@pytest.mark.sizes(2, 4)
+def test_it_goes_on_from_another_number_of_ranks(ranks, name):
+    def before(comm):
+        run = _Steps(comm, options(name))
+        run.take(range(5))
+        found = run.strategy.state(), run.params()
+        run.strategy.close()
+        return found
+
+    saved = ranks(before)
+    states = [state for state, _ in saved] + [saved[0][0]]  # as of one rank more
+
+    def after(comm):
+        run = _Steps(comm, options(name))
+        run.strategy.load_state(run.strategy.adapted_state(states))
+        run.strategy.model.load_params([saved[0][1]])
+        residual = run.residual()
+        run.take(range(5, 8))
+        run.strategy.close()
+        return run.params(), residual
+
+    found = ranks(after)
+    mean = torch.stack([state["compressed"]["feedbacks"][0]["residual"] for state in states]).mean(dim=0)
+    assert all(torch.equal(params, found[0][0]) and torch.equal(residual, mean) for params, residual in found)
+
+
+def test_it_does_not_overlap_with_the_backward_pass():
+    with pytest.raises(ConfigError, match="strategy.overlap must be off or auto with strategy.compression, .*; got on"):
+        strategies.load("allreduce").Config(overlap="on", compression="fp16")

@@ -7,8 +7,8 @@
      ├── MismatchError                   ranks disagree on versions, configuration or model
      ├── CommunicationError              a transfer can't be done or has failed
      │    ├── DeadlineError (TimeoutError)   waited past the deadline: who, for whom, where, how long
-     │    └── DeadlockError              virtual ranks all wait: what each one waits for
-     ├── RankFailedError                 another rank raised; carries its rank and its traceback's text
+     │    ├── DeadlockError              virtual ranks all wait: what each one waits for
+     │    └── RankFailedError            a transfer needs a rank that has died; the others may go on without it
      ├── DataError                       a data file is missing, truncated, corrupt or of another format
      ├── CheckpointError                 a checkpoint is missing, corrupt or of another model or strategy
      └── NonFiniteError (ArithmeticError)    a NaN or infinite gradient: rank, parameter, step
@@ -54,8 +54,8 @@ class DeadlockError(CommunicationError):
     """Every virtual rank waits for another one; the message says what each waits for."""
 
 
-class RankFailedError(HpcdistError, RuntimeError):
-    """Another rank raised an exception, so this one can't go on."""
+class RankFailedError(CommunicationError):
+    """A rank that a transfer needs has died, where the launcher lets the others live."""
 
 
 class DataError(HpcdistError, ValueError):

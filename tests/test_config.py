@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 
 from hpcdist.config import (
     JobConfig,
+    Named,
     Option,
     OptimizerConfig,
     ScheduleConfig,
@@ -164,6 +165,19 @@ def test_options_are_described_for_help():
     for option in describe(JobConfig):
         assert option.description and option.default, option
     assert suggestion("strateg", ["strategy"]) == " Did you mean 'strategy'?" and suggestion("x", ["strategy"]) == ""
+
+
+class Chosen(Settings):
+    topology: Named = Field(Named(name="ring"), description="who averages with whom")
+    inner: Inner = Field(Inner(), description="the first of which has a description of its own")
+
+
+def test_a_choice_by_name_is_described_by_its_own_field():
+    assert describe(Chosen, "job")[:2] == [
+        Option("job.topology.name", "str", "'ring'", "who averages with whom"),
+        Option("job.inner.period", "int", "10", "steps between two averages"),
+    ]
+    assert Chosen.from_mapping({"topology": {"name": "torus", "rows": 2}}).topology.options == {"rows": 2}
 
 
 # --- the job ----------------------------------------------------------------------------------------------------------

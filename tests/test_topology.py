@@ -80,7 +80,7 @@ def test_ranks_agree_in_the_end(name, tmp_path):
 
 
 def test_an_unknown_name():
-    with pytest.raises(UnknownNameError, match="topology must be one of complete, digraph, .*, torus; got 'rign'"):
+    with pytest.raises(UnknownNameError, match="topology must be one of bipartite, complete, .*, torus; got 'rign'"):
         topology.load("rign")
 
 

@@ -45,8 +45,8 @@ def save(
         CheckpointError: some rank can't save its state, or `step` or `keep` is out of range. Raised on all ranks; the
             checkpoints before this one are still there.
     """
-    step, folder = int(step), Path(folder)
-    proposals = _together(comm, step, lambda: [step, _prepare(folder, step, keep) if comm.rank == 0 else None])
+    step, folder, leads = int(step), Path(folder), comm.rank == comm.living[0]
+    proposals = _together(comm, step, lambda: [step, _prepare(folder, step, keep) if leads else None])
     steps = [its_step for its_step, _ in proposals]
     if len(set(steps)) > 1:
         raise MismatchError(f"step must be the same on all ranks; got {steps} on ranks 0 to {comm.size - 1}.")
@@ -54,7 +54,7 @@ def save(
     try:
         stamps = _together(comm, step, lambda: _write_rank(temporary, comm.living.index(comm.rank), state))
         files = {name: Stamp(*stamp) for of_rank in stamps for name, stamp in of_rank.items()}
-        _together(comm, step, lambda: _finish(temporary, step, meta, files, keep) if comm.rank == 0 else None)
+        _together(comm, step, lambda: _finish(temporary, step, meta, files, keep) if leads else None)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

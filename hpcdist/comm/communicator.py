@@ -9,14 +9,18 @@ bfloat16 and float16 included.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpcdist.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from hpcdist.comm.neighbourhood import Neighbourhood
 
 ANY = -1  # any source, any tag
 TAG_LIMIT = 1 << 15  # tags are 0 <= tag < TAG_LIMIT; every MPI offers at least that many
@@ -140,6 +144,15 @@ class Window(abc.ABC):
         """Collective. Releases the memory; `local` must not be used afterwards."""
 
 
+class Put(NamedTuple):
+    """What `Window.put` is told, for `Communicator.put_all`."""
+
+    window: Window
+    values: Tensor
+    rank: int
+    offset: int
+
+
 class Communicator(abc.ABC):
     """A group of ranks that exchange tensors. Not thread-safe: one thread uses a communicator at a time."""
 
@@ -196,8 +209,26 @@ class Communicator(abc.ABC):
         """
 
     @abc.abstractmethod
+    def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
+        """Collective. For exchanges in which this rank receives from `sources` and sends to `destinations`.
+
+        Each list holds different ranks, without oneself; whom one rank sends to has that one among its sources.
+        """
+
+    def overlapping(self) -> AbstractContextManager[None]:
+        """Inside the context, messages under way go on while this rank computes, whatever that costs."""
+        return nullcontext()
+
+    @abc.abstractmethod
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
         """Collective. A window over `count` zeroed elements on this rank; `count` may differ per rank, and be 0."""
+
+    @abc.abstractmethod
+    def put_all(self, puts: Iterable[Put]) -> None:
+        """Puts into windows of this communicator, begun one after the other, before any is waited for.
+
+        Those to one rank change its memory in their order. When it returns, all are complete at both ends.
+        """
 
     @abc.abstractmethod
     def attach(self, tensor: Tensor) -> Window:

@@ -19,6 +19,10 @@ SIZE_VARIABLES = {
     "SLURM_STEP_NUM_TASKS": "srun",
 }
 
+# In Open MPI's MPI_Finalize ranks wait for each other through the launcher, often for ever where one has died. Without
+# that they need to have met before (`comm/mpi.py` sees to it).
+FINALIZE_ALONE = {"OMPI_MCA_async_mpi_finalize": "1"}
+
 
 def declared_size(environ: Mapping[str, str]) -> tuple[int, str] | None:
     """The number of ranks that the launcher started and the launcher's name; None if there was no launcher."""

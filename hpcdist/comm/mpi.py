@@ -12,8 +12,8 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,13 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist.comm import cross_memory
-from hpcdist.comm.communicator import ANY, Communicator, Envelope, Request, Traffic, Window, check_flat, check_tag
+from hpcdist.comm.communicator import ANY, Communicator, Envelope, Put, Request, Traffic, Window, check_flat, check_tag
 from hpcdist.comm.mpi_allreduce import Summing
 from hpcdist.comm.mpi_buffers import Staging, message
+from hpcdist.comm.mpi_neighbourhood import Neighbouring
 from hpcdist.comm.mpi_node import find_nodes, try_attach, world_ranks
 from hpcdist.comm.mpi_request import ANYONE, EVERYONE, Call, MpiRequest
-from hpcdist.comm.mpi_surviving import Surviving
+from hpcdist.comm.mpi_surviving import Surviving, meet
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, MismatchError
 
@@ -87,13 +88,16 @@ def _leave(comm: MpiCommunicator, all_ranks: MPI.Intracomm) -> None:
     not be finalised while a thread may be inside it (MPI 4.1, 11.10).
     """
     if not MPI.Is_finalized():
-        with comm.blocked("exit", EVERYONE, math.inf), suppress(MPI.Exception if comm.tolerant else ()):  # a rank died
-            wait_until((all_ranks if comm.whole else comm.members).Ibarrier().Test, math.inf, str)
+        with comm.blocked("exit", EVERYONE, math.inf):
+            if comm.tolerant:
+                meet(all_ranks)
+            else:
+                wait_until(all_ranks.Ibarrier().Test, math.inf, str)
         for thread in list(threads):
             thread.stop()
 
 
-class MpiCommunicator(Summing, Surviving, Communicator):
+class MpiCommunicator(Summing, Surviving, Neighbouring, Communicator):
     """Collective. The seam over one MPI communicator, which it owns and frees.
 
     Args:
@@ -153,7 +157,7 @@ class MpiCommunicator(Summing, Surviving, Communicator):
         try:
             function(*args)
         except MPI.Exception as error:
-            raise CommunicationError(self._explain(what, peer, error)) from error
+            raise self.failure(what, peer, error) from error
         finally:
             self.call = outer
             self.traffic.communicating_s += _clock() - start
@@ -163,7 +167,7 @@ class MpiCommunicator(Summing, Surviving, Communicator):
         try:
             return function(*args)
         except MPI.Exception as error:
-            raise CommunicationError(self._explain(what, peer, error)) from error
+            raise self.failure(what, peer, error) from error
 
     def _explain(self, what: str, peer: int, error: MPI.Exception) -> str:
         if self.mpi == MPI.COMM_NULL:
@@ -197,8 +201,11 @@ class MpiCommunicator(Summing, Surviving, Communicator):
         check_flat(tensor)
         self.check_peer(dest, "dest")
         check_tag(tag)
-        host = tensor if self.staging.direct(tensor) else tensor.cpu()
+        host, start = tensor, _clock()
+        if not self.staging.direct(tensor):
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
         request = self.attempt("isend", dest, self.mpi.Isend, message(host), dest, tag)
+        self.traffic.communicating_s += _clock() - start  # MPI copies or sends here what goes at once
         self.traffic.sent(tensor.nbytes)
         return MpiRequest(self, request, "isend", dest, host, None)
 
@@ -296,6 +303,11 @@ class MpiCommunicator(Summing, Surviving, Communicator):
         from hpcdist.comm.mpi_window import MpiWindow  # which needs this module
 
         return MpiWindow(self, count, dtype)
+
+    def put_all(self, puts: Iterable[Put]) -> None:
+        from hpcdist.comm.mpi_window import put_all
+
+        put_all(self, puts)
 
     def attach(self, tensor: Tensor) -> Window:
         from hpcdist.comm.mpi_window import AttachedWindow

@@ -38,10 +38,12 @@ class Across(Protocol):
 def choose(comm: mpi.MpiCommunicator, wanted: str) -> str:
     """Collective. The way that is wanted, or for `auto` the faster one: from the cache, or measured.
 
-    Rank 0 alone reads and writes the cache.
+    Where a rank's death is survived it is `tcp`, whatever is wanted. Rank 0 alone reads and writes the cache.
     """
     if wanted not in (*WAYS, "auto"):
         raise UnknownNameError("across", wanted, (*WAYS, "auto"))
+    if comm.tolerant:
+        return "tcp"  # a connection breaks when its peer dies; MPI's one-sided calls may then wait for ever
     if wanted != "auto":
         return wanted
     hosts = len(set(comm.exchange(platform.node().encode())))

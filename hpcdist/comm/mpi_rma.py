@@ -10,16 +10,14 @@ library that is tested; accumulates and atomics stay with one window, the shared
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm import mpi
 from hpcdist.comm.mpi_buffers import CARRIERS, message
-
-PROGRESS_S = 1e-3  # pause between two calls of MPI; they use 1 to 2 % of a core
+from hpcdist.comm.mpi_progress import Progress
 
 
 class OneSided:
@@ -30,7 +28,8 @@ class OneSided:
         memory = MPI.memory.fromaddress(local.data_ptr(), local.nbytes) if local.nbytes else None
         self._win = MPI.Win.Create(memory, local.itemsize, comm=comm.mpi)
         self._win.Lock_all()
-        _Progress.start()
+        self._progress = ExitStack()
+        self._progress.enter_context(Progress.made())
 
     def get(self, out: Tensor, rank: int, offset: int) -> None:
         self._comm.communicate("window get", rank, self._complete, self._win.Get, out, rank, offset)
@@ -46,41 +45,4 @@ class OneSided:
         """Collective."""
         self._win.Unlock_all()
         self._win.Free()
-        _Progress.release()
-
-
-class _Progress:
-    """The thread that makes MPI progress while this process computes: one, however many windows need it."""
-
-    users = 0
-    running: _Progress | None = None
-
-    def __init__(self):
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hpcdist-mpi-progress", daemon=True)
-        self._thread.start()
-        mpi.threads.append(self)
-
-    @classmethod
-    def start(cls) -> None:
-        cls.users += 1
-        if cls.running is None:
-            cls.running = cls()
-
-    @classmethod
-    def release(cls) -> None:
-        cls.users -= 1
-        if cls.users == 0:
-            cls.running.stop()
-
-    def stop(self) -> None:
-        """Ends the thread."""
-        self._stopped.set()
-        self._thread.join()
-        mpi.threads.remove(self)
-        _Progress.running = None
-
-    def _run(self) -> None:
-        while not self._stopped.wait(PROGRESS_S):
-            # Looks after everything, whatever it asks for; on COMM_SELF, MPICH 5.0.2 would not look at the network.
-            MPI.COMM_WORLD.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        self._progress.close()

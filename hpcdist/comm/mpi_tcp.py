@@ -3,7 +3,7 @@
 All of them are blocked in the kernel until a request comes, so a window that nobody uses costs its owner nothing, and
 neither MPI's progress nor its polling decides how soon an answer comes. Accumulates and atomics always go this way,
 since only one rank's memory operations exclude each other on every network; `get` and `put` where it is the faster
-way (`comm/mpi_across.py`).
+way (`comm/mpi_across.py`). Where ranks may die, they go this way inside a node too (`comm/mpi_window.py`).
 
 On the wire: a header of six int64, the values of a put or accumulate, and one reply: the values of a get, the old
 value of an atomic, or one byte for what is done.
@@ -18,7 +18,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from mpi4py import MPI
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from hpcdist.comm import interfaces, mpi, tcp
 from hpcdist.comm.mpi_buffers import memory_at
-from hpcdist.errors import CommunicationError, DeadlineError, HpcdistError
+from hpcdist.errors import CommunicationError, DeadlineError, HpcdistError, RankFailedError
 
 OPERATIONS = ("get", "put", "accumulate", "fetch_add", "compare_and_swap")
 HEADER, WORD = struct.Struct("<6q"), struct.Struct("<q")  # operation, window, offset, count, operands; an old value
@@ -118,6 +119,7 @@ class Server:
 
         Raises:
             DeadlineError: it has not come in time.
+            RankFailedError: the rank has died.
             CommunicationError: the rank can't be reached, or no longer.
         """
         request = HEADER.pack(OPERATIONS.index(what), window, offset, count, *(*operands, 0, 0)[:2])
@@ -126,29 +128,68 @@ class Server:
     def _transfer(
         self, rank: int, what: str, request: bytes, data: memoryview | bytes, reply: memoryview
     ) -> None:
-        peer, comm = self._peers[rank], self._comm
-        with peer.lock:  # a rank's threads ask one after the other
-            complete = False
+        with self._peers[rank].lock, self._connected(rank, what) as connection:
+            tcp.send(connection, request, data)
+            tcp.receive(connection, reply)
+
+    def put_all(self, puts: Iterable[tuple[int, int, int, Tensor]]) -> None:
+        """Sends puts, each a rank, a window, an offset and values on the host, and then waits for all replies.
+
+        An owner deals with its own in their order. Raises as `ask` does.
+        """
+        asked: list[int] = []
+        with ExitStack() as locks:
             try:
-                connection = peer.connection or self._connect(peer)
-                tcp.set_deadline(connection, comm.deadline_s)
-                tcp.send(connection, request, data)
-                tcp.receive(connection, reply)
-                complete = True
-            except (BlockingIOError, TimeoutError) as error:
-                raise DeadlineError(
-                    f"rank {comm.rank}: the answer of rank {rank} to a window {what} on {comm.name} "
-                    f"did not happen within {comm.deadline_s:g} s."
+                for rank, window, offset, values in puts:
+                    if rank not in asked:
+                        locks.enter_context(self._peers[rank].lock)
+                    asked.append(rank)
+                    request = HEADER.pack(OPERATIONS.index("put"), window, offset, values.numel(), 0, 0)
+                    self._comm.communicate("window put", rank, self._send, rank, request, _bytes(values))
+                for rank in asked:
+                    self._comm.communicate("window put", rank, self._take_reply, rank)
+            except BaseException:
+                for rank in asked:
+                    self._peers[rank].drop()
+                raise
+
+    def _send(self, rank: int, request: bytes, data: memoryview) -> None:
+        with self._connected(rank, "put") as connection:
+            tcp.send(connection, request, data)
+
+    def _take_reply(self, rank: int) -> None:
+        with self._connected(rank, "put") as connection:
+            tcp.receive(connection, _done())
+
+    @contextmanager
+    def _connected(self, rank: int, what: str) -> Iterator[socket.socket]:
+        """The connection to `rank`, whose lock this thread has: a rank's threads ask one after the other."""
+        peer, comm = self._peers[rank], self._comm
+        complete = False
+        try:
+            connection = peer.connection or self._connect(peer)
+            tcp.set_deadline(connection, comm.deadline_s)
+            yield connection
+            complete = True
+        except (BlockingIOError, TimeoutError) as error:
+            raise DeadlineError(
+                f"rank {comm.rank}: the answer of rank {rank} to a window {what} on {comm.name} "
+                f"did not happen within {comm.deadline_s:g} s."
+            ) from error
+        except OSError as error:
+            if comm.has_died(rank):
+                raise RankFailedError(
+                    f"rank {comm.rank} can't reach rank {rank} in a window {what} on {comm.name} ({error}): "
+                    f"rank {rank} has died; this call needs all of them. Resume from the last checkpoint."
                 ) from error
-            except OSError as error:
-                raise CommunicationError(
-                    f"rank {comm.rank} can't reach rank {rank} in a window {what} on {comm.name} ({error}). Either "
-                    f"rank {rank} has gone away: see what it said last; or hosts share another network: name its "
-                    "interface, as in across='tcp:eth0'."
-                ) from error
-            finally:
-                if not complete:
-                    peer.drop()  # what is on its way there belongs to no later call
+            raise CommunicationError(
+                f"rank {comm.rank} can't reach rank {rank} in a window {what} on {comm.name} ({error}). Either "
+                f"rank {rank} has gone away: see what it said last; or hosts share another network: name its "
+                "interface, as in across='tcp:eth0'."
+            ) from error
+        finally:
+            if not complete:
+                peer.drop()  # what is on its way there belongs to no later call
 
     def _connect(self, peer: _Peer) -> socket.socket:
         """Tries all addresses; again until the deadline if one took too long: its host may only be busy."""
@@ -244,25 +285,25 @@ class Served:
     """A window's transfers to and from ranks of other nodes, over TCP."""
 
     def __init__(self, server: Server, number: int):
-        self._server, self._number = server, number
+        self._server, self.number = server, number
 
     def get(self, out: Tensor, rank: int, offset: int) -> None:
-        self._server.ask("get", self._number, rank, offset, out.numel(), _bytes(out))
+        self._server.ask("get", self.number, rank, offset, out.numel(), _bytes(out))
 
     def put(self, values: Tensor, rank: int, offset: int) -> None:
-        self._server.ask("put", self._number, rank, offset, values.numel(), _done(), _bytes(values))
+        self._server.ask("put", self.number, rank, offset, values.numel(), _done(), _bytes(values))
 
     def accumulate(self, values: Tensor, rank: int, offset: int) -> None:
-        self._server.ask("accumulate", self._number, rank, offset, values.numel(), _done(), _bytes(values))
+        self._server.ask("accumulate", self.number, rank, offset, values.numel(), _done(), _bytes(values))
 
     def atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
         before = bytearray(WORD.size)
-        self._server.ask(what, self._number, rank, offset, 1, memoryview(before), b"", values)
+        self._server.ask(what, self.number, rank, offset, 1, memoryview(before), b"", values)
         return WORD.unpack(before)[0]
 
     def close(self) -> None:
         """Nobody may still be asking."""
-        self._server.withdraw(self._number)
+        self._server.withdraw(self.number)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -1,20 +1,21 @@
 """Windows of real ranks: shared memory inside a node; across nodes whatever `comm/mpi_across.py` finds faster.
 
 Inside a node every rank's memory is mapped by all: `get` and `put` are plain copies that need nobody's help. Atomic
-operations are MPI's own on the same memory, and across nodes the owner's threads do them there.
+operations are MPI's own on the same memory, and across nodes the owner's threads do them there. They do so inside a
+node too where a rank's death is survived: a rank that died with MPI's lock of the memory of another would keep it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm.communicator import Window, check_flat
+from hpcdist.comm.communicator import Put, Window, check_flat
 from hpcdist.comm.cross_memory import PeerMemory
 from hpcdist.comm.mpi_across import Across
 from hpcdist.comm.mpi_buffers import NUMBERS, Staging, numbers
@@ -47,8 +48,9 @@ class MpiWindow(Window):
         self._locks = None if dtype in NUMBERS else MpiWindow(comm, 1, torch.int64, "tcp")  # see _add_locked
         self._staging = Staging()  # never device-aware: MPI may read what it adds with plain loads
         self._served, self._bulk = None, None
-        if len(ranks) < comm.size:
+        if len(ranks) < comm.size or comm.tolerant:
             self._served = comm.server().expose(self)
+        if len(ranks) < comm.size:
             way = across or comm.choose_across()
             self._bulk: Across = OneSided(comm, self.local) if way == "rma" else self._served
         comm.barrier()
@@ -89,10 +91,21 @@ class MpiWindow(Window):
         if rank != self.comm.rank:
             self.comm.traffic.sent(values.nbytes)
 
+    def requests(self, values: Tensor, rank: int, offset: int) -> Iterator[tuple[int, int, int, Tensor]]:
+        """A put as a request to the owner's threads; what it takes of the host's memory is free after that."""
+        self._at(rank, offset, values)
+        self.comm.traffic.sent(values.nbytes)
+        with self._staging.host(values, write=False) as host:
+            yield rank, self._served.number, offset, host
+
+    def over_tcp(self, rank: int) -> bool:
+        """Whether a put there is a request."""
+        return rank not in self._memory and self._bulk is self._served
+
     def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
         memory = self._at(rank, offset, values)
         with self._staging.host(values, write=False) as host:
-            if memory is None:
+            if memory is None or self._left_to(rank):
                 self._served.accumulate(host, rank, offset)
             else:
                 start = self.comm.now()
@@ -133,7 +146,7 @@ class MpiWindow(Window):
         for value in values:
             if not -(2**63) <= value < 2**63:
                 raise CommunicationError(f"operand of an atomic must fit in 64 bits; got {value}.")
-        if self._at(rank, offset, None) is None:
+        if self._at(rank, offset, None) is None or self._left_to(rank):
             found = self._served.atomic(what, rank, offset, *values)
         else:
             start = self.comm.now()
@@ -153,6 +166,10 @@ class MpiWindow(Window):
             self._shared.Compare_and_swap(words[1], words[0], before, target, offset)
         self._shared.Flush(target)
         return int(before[0])
+
+    def _left_to(self, owner: int) -> bool:
+        """Whether only the owner's threads may take a lock of its memory, although that is mapped here."""
+        return self.comm.tolerant and owner != self.comm.rank
 
     # --- waiting --------------------------------------------------------------------------------------------------
     def wait(
@@ -212,6 +229,23 @@ class MpiWindow(Window):
             raise CommunicationError(out_of_range(rank, self.counts[rank], offset, count))
         memory = self._memory.get(rank)
         return None if memory is None else memory[offset : offset + count]
+
+
+def put_all(comm, puts: Iterable[Put]) -> None:
+    """See Communicator.put_all. Puts that aren't requests are complete before the next one begins."""
+
+    def requests() -> Iterator[tuple[int, int, int, Tensor]]:
+        for window, values, rank, offset in puts:
+            if isinstance(window, MpiWindow) and window.over_tcp(rank):
+                yield from window.requests(values, rank, offset)
+            else:
+                window.put(values, rank, offset)
+
+    if len(set(comm.nodes)) > 1:
+        comm.server().put_all(requests())
+    else:
+        for window, values, rank, offset in puts:
+            window.put(values, rank, offset)
 
 
 class AttachedWindow(Window):

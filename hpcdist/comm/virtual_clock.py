@@ -170,16 +170,25 @@ class VirtualClock:
                 heapq.heappush(self._queue, (at_s, _EFFECT, next(self._order), effect))
                 return
 
-    def perform(self, effect: Effect, awaits: str) -> None:
-        """Blocks the rank that runs until an effect is over."""
-        self.block(awaits, begin=lambda: self.spawn(self._perform(effect, self.current)))
+    def perform(self, awaits: str, *effects: Effect) -> None:
+        """Blocks the rank that runs until all effects are over; they begin in their order."""
+        me, left = self.current, [len(effects)]
 
-    def _perform(self, effect: Effect, rank: VirtualRank) -> Effect:
+        def begin() -> None:
+            for effect in effects:
+                self.spawn(self._perform(effect, me, left))
+
+        if effects:
+            self.block(awaits, begin=begin)
+
+    def _perform(self, effect: Effect, rank: VirtualRank, left: list[int]) -> Effect:
         try:
             yield from effect
         except BaseException as error:  # whichever thread runs the effect, the fault is that of the rank that began it
             rank.error = error
-        self.wake(rank)
+        left[0] -= 1
+        if not left[0]:
+            self.wake(rank)
 
     def poll(self, key: Hashable, awaits: str, until_s: float = math.inf) -> None:
         """A call that doesn't block has found nothing. Time must pass for a rank that only asks, again and again.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.comm.communicator import ANY, Communicator, Envelope, Request, Traffic, Window, check_flat, check_tag
+from hpcdist.comm.communicator import ANY, Communicator, Envelope, Put, Request, Traffic, Window, check_flat, check_tag
+from hpcdist.comm.neighbourhood import Messages, Neighbourhood, check_graph
 from hpcdist.comm.virtual_clock import VirtualClock
 from hpcdist.comm.virtual_collectives import Meeting, addable, children, rounds, sum_in_rank_order
 from hpcdist.comm.virtual_compute import ComputeModel, at_least_0, require
@@ -217,12 +218,28 @@ class VirtualCommunicator(Communicator):
         comm.deadline_s = self.deadline_s
         return comm
 
+    def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
+        check_graph(self, sources, destinations)
+        channel = self.split(0)  # where nobody else sends
+        channel.traffic = self.traffic
+        return Messages(channel, sources, destinations, owned=True)
+
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
         if count < 0:
             raise CommunicationError(f"count of a window must be at least 0; got {count}.")
         with torch.inference_mode(False):  # others, in other modes, may write it
             local = torch.zeros(count, dtype=dtype)
         return VirtualWindow(self, local, self._expose(f"window of {dtype}", local))
+
+    def put_all(self, puts: Iterable[Put]) -> None:
+        self.enter()
+        effects = []
+        for window, values, rank, offset in puts:
+            effects.append(window.writing(values, rank, offset))
+            if rank != self.rank:
+                self.traffic.sent(values.nbytes)
+        with self.counted("communicating_s"):
+            self.clock.perform(f"{len(effects)} puts", *effects)
 
     def attach(self, tensor: Tensor) -> Window:
         check_flat(tensor)

@@ -98,7 +98,7 @@ class VirtualWindow(Window):
         part = memory.tensor[offset : offset + out.numel()]
         with self._comm.counted("communicating_s"):
             effect = self._read(out.detach(), part, self._comm.path_from(rank))
-            self._clock.perform(effect, f"a get from rank {memory.owner.rank}")
+            self._clock.perform(f"a get from rank {memory.owner.rank}", effect)
         if rank != self._comm.rank:
             self._comm.traffic.fetched(out.nbytes)
 
@@ -119,11 +119,16 @@ class VirtualWindow(Window):
     def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
         self._change("accumulate", values, rank, offset, _add)
 
+    def writing(self, values: Tensor, rank: int, offset: int) -> Iterator[float]:
+        """The effect of a put."""
+        memory = self._enter(rank, offset, values)
+        return self._write(values.detach(), memory, offset, self._comm.path_to(rank), _copy)
+
     def _change(self, what: str, values: Tensor, rank: int, offset: int, apply: Callable) -> None:
         memory = self._enter(rank, offset, values)
         with self._comm.counted("communicating_s"):
             effect = self._write(values.detach(), memory, offset, self._comm.path_to(rank), apply)
-            self._clock.perform(effect, f"a {what} to rank {memory.owner.rank}")
+            self._clock.perform(f"a {what} to rank {memory.owner.rank}", effect)
         if rank != self._comm.rank:
             self._comm.traffic.sent(values.nbytes)
 
@@ -167,7 +172,7 @@ class VirtualWindow(Window):
             yield self._clock.now_s + latency_s
 
         with self._comm.counted("communicating_s"):
-            self._clock.perform(effect(), f"a {what} on rank {memory.owner.rank}")
+            self._clock.perform(f"a {what} on rank {memory.owner.rank}", effect())
         if rank != self._comm.rank:
             self._comm.traffic.sent(element.nbytes)
         return found[0]

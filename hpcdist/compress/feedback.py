@@ -33,15 +33,15 @@ class Feedback:
         self._accumulate(tensor)
         return (self._whole if whole else self.compressor).take(self.residual)
 
-    def add(self, message: Tensor, out: Tensor, whole: bool = False) -> None:
-        """Adds to `out`, on any device, what a message of such a feedback stands for."""
+    def add(self, message: Tensor, out: Tensor, whole: bool = False, weight: float = 1.0) -> None:
+        """Adds to `out`, on any device, `weight` times what a message of such a feedback stands for."""
         compressor = self._whole if whole else self.compressor
         if out.dtype == self.residual.dtype and out.device == self.residual.device:
-            compressor.add(message, out)
+            compressor.add(message, out, weight)
         else:
             decoded = torch.empty_like(self.residual)
             compressor.decode(message, decoded)
-            out.add_(decoded.to(out.device, out.dtype))
+            out.add_(decoded.to(out.device, out.dtype), alpha=weight)
 
     def reduce(self, tensor: Tensor, out: Tensor, ranks: int, allreduce) -> None:
         """Collective. See `Linear.reduce`."""

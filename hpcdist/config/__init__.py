@@ -14,6 +14,7 @@ from hpcdist.config.job import (
 from hpcdist.config.layers import load
 from hpcdist.config.named import Named
 from hpcdist.config.settings import Option, Settings, describe, suggestion
+from hpcdist.config.signature import checked_options
 
 __all__ = [
     "CheckpointConfig",
@@ -25,6 +26,7 @@ __all__ = [
     "ScheduleConfig",
     "Settings",
     "StrategyConfig",
+    "checked_options",
     "describe",
     "differences",
     "fingerprint",

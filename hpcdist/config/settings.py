@@ -85,7 +85,10 @@ def describe(model: type[Settings], where: str = "") -> list[Option]:
     for name, field in model.model_fields.items():
         key, inner = _join(where, name), _settings_in(field.annotation)
         if inner is not None:
-            options += describe(inner, key)
+            first, *others = describe(inner, key)
+            if field.description and not first.description:  # a choice by name, of which the table's own field tells
+                first = first._replace(default=_default_text(field), description=field.description)
+            options += [first, *others]
         else:
             options.append(Option(key, _type_text(field.annotation), _default_text(field), field.description or ""))
     return options

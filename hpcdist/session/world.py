@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hpcdist
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.launch import check_world, tolerates_deaths
+from hpcdist.comm.launch import FINALIZE_ALONE, check_world, tolerates_deaths
 from hpcdist.config import differences
 from hpcdist.errors import ConfigError, MismatchError
 from hpcdist.faults import excepthook
@@ -84,10 +84,12 @@ def init(
 
 
 def _join_world(deadline_s: float | None, gpu_aware_mpi: bool | None) -> Communicator:
+    tolerant = tolerates_deaths(os.environ)  # reading the launcher's variables, no setting
+    if tolerant:
+        os.environ.update(FINALIZE_ALONE)  # before MPI starts, which reads it then
     from hpcdist.comm import mpi  # starts MPI: not at import, so that `import hpcdist` works without it
     from hpcdist.comm.mpi_watchdog import Watchdog
 
-    tolerant = tolerates_deaths(os.environ)  # reading the launcher's variables, no setting
     comm = mpi.world(tolerant=tolerant, **({} if deadline_s is None else {"deadline_s": deadline_s}))
     check_world(comm.size, mpi.library(), os.environ)
     if comm.size > 1:

@@ -12,22 +12,23 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from pydantic import Field
 
-from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.base import Outcome, Update
+from hpcdist.strategies.families.gossip import Gossip
 
 _WRITING = -1  # in place of a count
 
 
 @final
-class GossipPush(Strategy):
+class GossipPush(Gossip):
     """Asynchronous gossip SGD, push variant.
 
     Every step: run the local optimiser, draw j uniformly over all ranks (oneself included), put the own parameters θᵢ
     into rank j's memory, then set θᵢ ← (wθᵢ + Σ received)/(m + w) for the m messages that have arrived since the last
     time, where w = 2 if j = i (what one sends oneself has arrived at once) and else 1. Every message counts: a second
     one from the same sender is added to the first, and m is greater by one. Nobody waits for anybody; whoever pauses
-    still receives. The mean of all θ is conserved in expectation only.
+    still receives. The mean of all θ is conserved in expectation only. Ranks that have died are not drawn; what is
+    pushed to one that dies is lost, and what it had not pushed whole is never averaged.
 
     Bytes per rank and step: one parameter vector put with probability (p − 1)/p, and two to four words. Memory per
     rank: p parameter vectors, p − 1 slots and a copy. A checkpoint includes what has arrived and is not yet averaged;
@@ -37,29 +38,22 @@ class GossipPush(Strategy):
     2016, asynchronous push-gossiping SGD.
     """
 
-    class Config(Strategy.Config):
+    class Config(Gossip.Config):
         """Options of gossip_push."""
-
-        seed: int = Field(0, ge=0, description="of the draw of peers; each rank draws from (seed, rank)")
 
     def __init__(self, config: Config, comm, model):
         super().__init__(config, comm, model)
-        self._peers = torch.Generator().manual_seed(config.seed * 1_000_003 + comm.rank)
         self._slots = [comm.window((comm.size - 1) * p.numel(), p.dtype) for p in model.params]
         self._counts = comm.window(comm.size - 1, torch.int64)
         self._taken = [torch.empty_like(p, device="cpu") for p in model.params]
 
     def advance(self, update: Update) -> Outcome:
         outcome = self.step_alone(update)
-        peer = self._draw()
+        peer = self.draw()
         if peer != self.comm.rank:
-            self._push(peer)
+            self.survives(self._push, peer)
         self._average(weight=2 if peer == self.comm.rank else 1)
         return outcome
-
-    def _draw(self) -> int:
-        ranks = self.comm.living
-        return ranks[int(torch.randint(len(ranks), (), generator=self._peers))]
 
     # --- the sender -----------------------------------------------------------------------------------------------
     def _push(self, peer: int) -> None:
@@ -82,7 +76,7 @@ class GossipPush(Strategy):
                 weight += count  # a mean of that many from here on
 
     def _arrived(self) -> list[int]:
-        """How many messages each slot holds; _WRITING where its sender is writing."""
+        """How many messages each slot holds; _WRITING where its sender is writing, or died while it was."""
         counts = torch.empty(self.comm.size - 1, dtype=torch.int64)
         self._counts.get(counts, self.comm.rank)
         return counts.tolist()
@@ -99,20 +93,18 @@ class GossipPush(Strategy):
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def state(self) -> dict:
         held = []
-        for slot, count in enumerate(self._arrived()):
+        whole = len(self.comm.living) == self.comm.size  # else those who go on from here have other slots
+        for slot, count in enumerate(self._arrived() if whole else ()):
             if count > 0:
                 self._copy(slot)
                 held.append((slot, count, [messages.clone() for messages in self._taken]))
-        return {**super().state(), "peers": self._peers.get_state(), "held": held}
+        return {**super().state(), "held": held}
 
     def adapted_state(self, states: list[dict]) -> dict:
-        # Ranks must not draw alike: each keeps the generator it has. Slots were those of the saved world's senders.
-        return {**states[0], "peers": None, "held": []}
+        return {**super().adapted_state(states), "held": []}  # slots were those of the saved world's senders
 
     def load_state(self, state: dict) -> None:
         super().load_state(state)
-        if state["peers"] is not None:
-            self._peers.set_state(state["peers"])
         self.comm.barrier()  # nobody still pushes what was before
         counts = torch.zeros(self.comm.size - 1, dtype=torch.int64)
         for slot, count, sums in state["held"]:

@@ -10,16 +10,18 @@ from pydantic import Field
 
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.families.decentralised import Decentralised
 
 
 @final
-class GossipSync(Strategy):
+class GossipSync(Decentralised):
     """Synchronous gossip SGD.
 
     Every step, on all ranks together: run the local optimiser, draw one permutation π of the ranks, the same
     everywhere and without communication, send θᵢ to π(i) and set θᵢ ← (θᵢ + θⱼ)/2 with j = π⁻¹(i). The mean of all θ
     changes by the mean of the local updates and by nothing else, to rounding; in expectation over π the squared
-    distance to the mean is halved.
+    distance to the mean is halved. Whoever receives from a rank that has died leaves the average out until all ranks
+    heal, and draw permutations of the living.
 
     Bytes per rank and step: one parameter vector sent, unless π(i) = i, which happens with probability 1/p.
 
@@ -42,7 +44,7 @@ class GossipSync(Strategy):
         return outcome
 
     def _average(self) -> None:
-        """Collective. One exchange along this step's permutation."""
+        """Collective. One exchange along this step's permutation, which all know alike: not all know who has died."""
         ranks, rank = self.comm.living, self.comm.rank
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.steps)
         order = torch.randperm(len(ranks), generator=generator).tolist()
@@ -50,9 +52,10 @@ class GossipSync(Strategy):
         dest, source = ranks[order[place]], ranks[order.index(place)]
         if dest == rank:
             return
+        if not self.exchange(self.model.params, dest, self._received, source):
+            return
         with torch.no_grad():
             for own, other in zip(self.model.params, self._received, strict=True):
-                self.comm.sendrecv(own, dest, other, source)
                 own.add_(other).mul_(0.5)
 
     def join(self, update: Update) -> StepRecord:

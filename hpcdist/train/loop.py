@@ -34,7 +34,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run has to show while it goes on: rank 0's view."""
+    """What a run has to show while it goes on, as the first living rank sees it."""
 
     epoch: int
     epochs: int
@@ -52,14 +52,14 @@ class Trainer:
         config: as checked by `JobConfig`; the same on all ranks.
         comm: the ranks that take part.
         output: folder for records and `summary.json`; made by rank 0.
-        report: called on rank 0 now and then with the run's progress.
+        report: called now and then with the run's progress, on rank 0, or the first rank that lives.
     """
 
     def __init__(
         self, job: Job, config: JobConfig, comm: Communicator, output: Path, report: Callable[[Progress], None] | None
     ):
         self.job, self.config, self.comm, self.output = job, config, comm, output
-        self._report = report if comm.rank == 0 else None
+        self._report = report
         session.init(
             comm=comm,
             deadline_s=config.deadline_s,
@@ -208,7 +208,7 @@ class Trainer:
 
         self._losses.append(self.optimizer.step(evaluate).item())
         record = self.optimizer.record
-        self.precision.step_done(skipped=record.event is not None)
+        self.precision.step_done(skipped=(record.event or "").startswith("skipped"))
         self._write(replace(record, samples=len(x), loss=self._losses[-1]))
 
     # --- what is written ------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class Trainer:
                 self._show(min(epoch * samples + self._gradients * self.config.batch_size, (epoch + 1) * samples))
 
     def _show(self, samples: int) -> None:
-        if self._report is not None:
+        if self._report is not None and self.comm.rank == self.comm.living[0]:
             recent = self._losses[-self.config.log_every :]
             self._report(
                 Progress(
@@ -241,8 +241,8 @@ class Trainer:
         pending = torch.tensor([self.strategy.pending])
         self.comm.allreduce(pending)
         self.comm.barrier()  # all records are written
-        summary = None
-        if self.comm.rank == 0:
+        summary, first = None, self.comm.living[0]
+        if self.comm.rank == first:
             summary = summarise(
                 read_records(self.output),
                 strategy=self.config.strategy.name,
@@ -256,7 +256,7 @@ class Trainer:
             )
             write_summary(self.output, summary)
         found = self.comm.exchange(b"" if summary is None else summary.model_dump_json().encode())
-        return Summary.model_validate_json(found[0])
+        return Summary.model_validate_json(found[first])
 
     def close(self) -> None:
         """Collective. Releases windows, threads and files."""

@@ -34,7 +34,7 @@ def train(
         toml_path, overrides: settings over the job's defaults.
         output: the run's folder; None makes a new one under the configured one.
         resume: go on from the newest whole checkpoint in `output`; start anew where there is none yet.
-        show: called on rank 0 with the strategy's name and the progress.
+        show: called with the strategy's name and the progress, on rank 0, or the first rank that lives.
         say: called on rank 0 with what the user should know about resuming.
 
     Raises:

@@ -6,18 +6,14 @@ import pytest
 import torch
 from strategies import problem
 
-from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtual
-from hpcdist.flat import FlatModel
 
 NAME = "gossip_pull"
 
 
 def _mix(comm, steps, seed, torn=False):
     """Gossip without learning: rank r starts at r; each rank's values after each step."""
-    module = torch.nn.Linear(3, 2, dtype=torch.float64)
-    cls = strategies.load(NAME)
-    strategy = cls(cls.Config(seed=seed, torn=torn), comm.split(0), FlatModel(module))
+    strategy = problem.make(comm, NAME, torch.nn.Linear(3, 2, dtype=torch.float64), seed=seed, torn=torn)
     strategy.model.params[0].fill_(comm.rank)
     strategy.load_state(strategy.state())  # publishes these values
     values = []
@@ -60,8 +56,7 @@ def test_peers_are_drawn_uniformly_oneself_included():
     size, steps = 4, 400
 
     def body(comm):
-        cls = strategies.load(NAME)
-        strategy = cls(cls.Config(seed=3), comm.split(0), FlatModel(torch.nn.Linear(1, 1)))
+        strategy = problem.make(comm, NAME, torch.nn.Linear(1, 1), seed=3)
         drawn = []
         strategy._average_with = drawn.append
         for _ in range(steps):
@@ -90,17 +85,8 @@ def test_a_straggler_delays_nobody():
     """All others do their steps in their own time, at no wait."""
 
     def body(comm):
-        module = problem.model()
-        local = torch.optim.SGD(module.parameters(), lr=0.1)
-        cls = strategies.load(NAME)
-        strategy = cls(cls.Config(), comm.split(0), FlatModel(module))
-        start = comm.now()
-        for _ in range(20):
-            comm.compute()
-            local.zero_grad()
-            problem.loss(module, range(4)).backward()
-            strategy.step(local.step)
-        took_s = comm.now() - start
+        strategy = problem.make(comm, NAME, problem.model())
+        took_s = problem.seconds(strategy, 20)
         strategy.close()
         return took_s
 

@@ -6,18 +6,14 @@ import pytest
 import torch
 from strategies import problem
 
-from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtual
-from hpcdist.flat import FlatModel
 
 NAME = "gossip_push"
 
 
 def _make(comm, features=3, **options):
     """Rank r starts at r everywhere."""
-    cls = strategies.load(NAME)
-    module = torch.nn.Linear(features, 2, dtype=torch.float64)
-    strategy = cls(cls.Config(**options), comm.split(0), FlatModel(module))
+    strategy = problem.make(comm, NAME, torch.nn.Linear(features, 2, dtype=torch.float64), **options)
     strategy.model.params[0].fill_(comm.rank)
     return strategy
 
@@ -37,7 +33,7 @@ def _mix(comm, steps, seed):
 
 def _step(strategy, peer):
     """A step without learning in which this rank draws `peer`."""
-    strategy._draw = lambda: peer
+    strategy.draw = lambda: peer
     strategy.step(lambda: None)
     return strategy.model.params[0].clone()
 
@@ -151,10 +147,8 @@ def test_messages_are_whole_and_counted_once_on_a_network_slower_than_the_steps(
 
 def _push_ones(comm, module, steps):
     """How many messages this rank pushed, all of ones, and how many it received; every sum is of whole ones."""
-    cls = strategies.load(NAME)
-    channel = comm.split(0)
-    strategy = cls(cls.Config(seed=4), channel, FlatModel(module))
-    received, pushed, take, draw = 0, 0, strategy._take, strategy._draw
+    strategy = problem.make(comm, NAME, module, seed=4)
+    received, pushed, take, draw = 0, 0, strategy._take, strategy.draw
 
     def counting(slot, count):
         nonlocal received
@@ -175,7 +169,7 @@ def _push_ones(comm, module, steps):
     comm.barrier()
     _step(strategy, comm.rank)
     strategy.close()
-    channel.close()
+    strategy.comm.close()
     return pushed, received
 
 
@@ -236,7 +230,7 @@ def test_peers_are_drawn_uniformly_oneself_included():
 
     def body(comm):
         strategy = _make(comm, seed=3)
-        drawn = [strategy._draw() for _ in range(steps)]
+        drawn = [strategy.draw() for _ in range(steps)]
         strategy.close()
         return drawn
 
@@ -250,7 +244,8 @@ def test_a_rank_that_has_died_is_not_drawn():
     def body(comm):
         strategy = _make(comm)
         strategy.comm.living = (0, 2, 3)
-        drawn = {strategy._draw() for _ in range(50)}
+        strategy.look()
+        drawn = {strategy.draw() for _ in range(50)}
         strategy.close()
         return drawn
 
@@ -301,17 +296,8 @@ def test_a_straggler_delays_nobody_and_receives_what_the_others_pushed():
     """All others do their steps in their own time, at no wait."""
 
     def body(comm):
-        module = problem.model()
-        local = torch.optim.SGD(module.parameters(), lr=0.1)
-        cls = strategies.load(NAME)
-        strategy = cls(cls.Config(), comm.split(0), FlatModel(module))
-        start = comm.now()
-        for _ in range(20):
-            comm.compute()
-            local.zero_grad()
-            problem.loss(module, range(4)).backward()
-            strategy.step(local.step)
-        took_s = comm.now() - start
+        strategy = problem.make(comm, NAME, problem.model())
+        took_s = problem.seconds(strategy, 20)
         comm.barrier()
         held = sum(count for _, count, _ in strategy.state()["held"])
         strategy.close()

@@ -8,7 +8,6 @@ import pytest
 import torch
 from strategies import problem
 
-from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Straggler, run_virtual
 from hpcdist.flat import FlatModel
 
@@ -16,9 +15,7 @@ NAME = "gossip_sync"
 
 
 def _make(comm, **options):
-    cls = strategies.load(NAME)
-    module = torch.nn.Linear(3, 2, dtype=torch.float64)
-    return cls(cls.Config(**options), comm.split(0), FlatModel(module))
+    return problem.make(comm, NAME, torch.nn.Linear(3, 2, dtype=torch.float64), **options)
 
 
 def _mix(comm, steps, seed=0):

@@ -1,0 +1,70 @@
+"""Neighbour exchange of real ranks: MPI's neighbourhood collectives on a distributed-graph communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpcdist.comm.communicator import Request
+from hpcdist.comm.mpi_buffers import message
+from hpcdist.comm.mpi_progress import Progress
+from hpcdist.comm.mpi_request import EVERYONE, MpiRequest
+from hpcdist.comm.neighbourhood import Neighbourhood, check_graph
+
+EXCHANGE = "neighbour exchange"
+
+
+class Neighbouring:
+    """The part of MpiCommunicator that exchanges with neighbours."""
+
+    def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
+        return MpiNeighbourhood(self, sources, destinations)
+
+    def overlapping(self) -> AbstractContextManager[None]:
+        """See Communicator.overlapping. Inside a node transfers are short, and the sender is not needed."""
+        return Progress.made() if self.concurrent and len(set(self.nodes)) > 1 else nullcontext()
+
+
+class MpiNeighbourhood(Neighbourhood):
+    """Collective. See Communicator.neighbourhood.
+
+    MPI knows who talks to whom before the first message, and ranks keep their places (`reorder` is off).
+
+    Reference: Torsten Hoefler, Rolf Rabenseifner, Hubert Ritzdorf, Bronis R. de Supinski, Rajeev Thakur, Jesper Larsson
+    Träff, "The scalable process topology interface of MPI 2.2", 2011.
+    """
+
+    def __init__(self, comm, sources: Sequence[int], destinations: Sequence[int]):
+        check_graph(comm, sources, destinations)
+        self.sources, self.destinations = tuple(sources), tuple(destinations)
+        self._comm = comm
+        places = [[comm.living.index(rank) for rank in ranks] for ranks in (sources, destinations)]
+        self._graph = comm.members.Create_dist_graph_adjacent(*places, reorder=False)
+
+    def _start(self, send: Tensor, received: Tensor) -> Request:
+        comm = self._comm
+        sent = send if comm.staging.direct(send) else send.cpu()
+        direct = comm.staging.direct(received)
+        host = received if direct else torch.empty_like(received, device="cpu", pin_memory=True)
+        comm.calls += 1
+        memory, _, carrier = message(host)
+        into = [memory, send.numel() if self.sources else 0, carrier]  # MPI counts what comes from one source
+        request = comm.attempt(EXCHANGE, EVERYONE, self._graph.Ineighbor_allgather, message(sent), into)
+        comm.traffic.sent(len(self.destinations) * send.nbytes, len(self.destinations))
+        return _Exchange(comm, request, sent, host, None if direct else received)
+
+    def close(self) -> None:
+        if self._comm.whole:  # freeing is collective among all that there were; else the job's end does it
+            self._graph.Free()
+
+
+class _Exchange(MpiRequest):
+    """Keeps what is sent alive, too."""
+
+    def __init__(self, comm, request: MPI.Request, sent: Tensor, host: Tensor, device: Tensor | None):
+        super().__init__(comm, request, EXCHANGE, EVERYONE, host, device)
+        self._sent = sent

@@ -1,0 +1,151 @@
+"""AD-PSGD: averaging in pairs, one-sidedly and without a barrier, between the two sides of a bipartite graph.
+
+Ranks on one side are active, those on the other passive. A passive rank's parameters lie in its window, and change by
+additions only. An active rank holds a word of the passive one's while it averages, so that there is one at a time:
+it reads xⱼ, adds (xᵢ − xⱼ)/2 there and takes as much from its own. The owner needs no hold: it adds what its optimiser
+did. Additions are atomic per element, so each element is averaged either before that or after, and none is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcdist.config import Named
+from hpcdist.errors import ConfigError, RankFailedError
+from hpcdist.strategies.base import Outcome, Update, mean
+from hpcdist.strategies.families.gossip import Gossip
+from hpcdist.topology import choice
+from hpcdist.topology.sides import two_sides
+
+_FREE = 0  # in place of who holds it
+
+
+@final
+class ADPSGD(Gossip):
+    """Asynchronous decentralised parallel SGD: average with a random neighbour, whatever that one does meanwhile.
+
+    Every step of an active rank i: draw one of the neighbours that nobody else averages with at the moment, set both
+    xᵢ and xⱼ to (xᵢ + xⱼ)/2, then run the local optimiser with the gradient at the old xᵢ; where all neighbours are
+    taken, go on without. A passive rank computes its gradients at a copy of its x, runs the local optimiser, adds the
+    change to x, and takes a new copy: its weight decay reads the old one. Nobody waits for anybody. An averaging
+    conserves the pair's sum, so the mean of all x follows the mean of the updates, to rounding, in any order of events.
+
+    The topology must have no odd cycle. Rank 0's side is the active one: with `bipartite` the even ranks. Bytes per
+    step of an active rank: one parameter vector fetched and one sent, and two words; of a passive one: none. Memory:
+    one parameter vector, of a passive rank two.
+
+    Reference: Xiangru Lian, Wei Zhang, Ce Zhang, Ji Liu, "Asynchronous decentralized parallel stochastic gradient
+    descent", 2018, algorithm 1 and section 3.3.
+    """
+
+    class Config(Gossip.Config):
+        """Options of adpsgd."""
+
+        topology: Named = Field(Named(name="bipartite"), description="whose parameters may be averaged with whose")
+
+    def __init__(self, config: Config, comm, model):
+        found = choice.make(config.topology, comm)
+        if not (found.static and found.symmetric):
+            raise ConfigError(
+                f"topology of adpsgd must be symmetric and the same at every step; got {config.topology.name}. Take "
+                "bipartite, a ring or torus of even sides, or a graph of your own."
+            )
+        _, passive = two_sides(found)
+        super().__init__(config, comm, model)
+        self._passive = comm.rank in passive
+        self._neighbours = [rank for rank in found.in_neighbours(comm.rank, 0) if rank != comm.rank]
+        self._shared = [comm.window(p.numel() if self._passive else 0, p.dtype) for p in model.params]
+        self._holder = comm.window(1 if self._passive else 0, torch.int64)  # who averages with this rank: 1 + its rank
+        self._scratch = [torch.empty_like(p, device=p.device if self._passive else "cpu") for p in model.params]
+        self._share(model.params)
+
+    def advance(self, update: Update) -> Outcome:
+        if self._passive:
+            return self._step_shared(update)
+        with torch.no_grad():
+            self._average()
+        return self.step_alone(update)
+
+    # --- an active rank -------------------------------------------------------------------------------------------
+    def _average(self) -> None:
+        """Averages with the first neighbour, in random order, that is there and free."""
+        for i in torch.randperm(len(self._neighbours), generator=self._peers).tolist():
+            if self._neighbours[i] in self.present and self._average_with(self._neighbours[i]):
+                return
+
+    def _average_with(self, peer: int) -> bool:
+        """Averages with `peer`; False if another rank does, or it has died."""
+        mine = self.comm.rank + 1
+        try:
+            if self._holder.compare_and_swap(_FREE, mine, peer) != _FREE:
+                return False
+            for window, fetched, own in zip(self._shared, self._scratch, self.model.params, strict=True):
+                window.get(fetched, peer)
+                change = fetched.to(own.device).sub_(own).mul_(-0.5)
+                window.accumulate(change, peer)
+                own.sub_(change)
+            self._holder.compare_and_swap(mine, _FREE, peer)
+        except RankFailedError:
+            self.look()
+            return False
+        return True
+
+    # --- a passive rank -------------------------------------------------------------------------------------------
+    def _step_shared(self, update: Update) -> Outcome:
+        """The local optimiser's step, whose change goes into the window, and a new copy of what is there."""
+        for before, own in zip(self._scratch, self.model.params, strict=True):
+            before.copy_(own)
+        outcome = self.step_alone(update)
+        for window, before, own in zip(self._shared, self._scratch, self.model.params, strict=True):
+            window.accumulate(torch.sub(own, before, out=before), self.comm.rank)
+            window.get(own, self.comm.rank)
+        self._free_from_the_dead()
+        return outcome
+
+    def _free_from_the_dead(self) -> None:
+        if len(self.present) < self.comm.size:
+            holder = int(self._holder.local[0])
+            if holder != _FREE and holder - 1 not in self.present:
+                self._holder.compare_and_swap(holder, _FREE, self.comm.rank)
+
+    def _share(self, params: Sequence[Tensor]) -> None:
+        """Collective. Makes `params` what others average with, where this rank is passive."""
+        if self._passive:
+            for window, values in zip(self._shared, params, strict=True):
+                window.put(values, self.comm.rank)
+        self.comm.barrier()  # nobody may average with what was there before
+
+    def _values(self) -> list[Tensor]:
+        """This rank's x: of a passive one what is in its window, as a copy."""
+        if not self._passive:
+            return list(self.model.params)
+        return [window.local.to(own.device, copy=True) for window, own in zip(self._shared, self.model.params)]
+
+    # --- what the ranks stand for ---------------------------------------------------------------------------------
+    def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Collective. The exact means of x and of the buffers; the model is untouched."""
+        self.comm.barrier()  # nobody averages any more
+        return self._means(self._values()), self._means(self.model.buffers)
+
+    def state(self) -> dict:
+        return {**super().state(), "shared": self._values() if self._passive else None}
+
+    def adapted_state(self, states: list[dict]) -> dict:
+        return {**super().adapted_state(states), "shared": None}
+
+    def adapted_params(self, params: list[list[Tensor]], states: list[dict]) -> list[Tensor]:
+        return mean([state["shared"] or own for own, state in zip(params, states, strict=True)])
+
+    def load_state(self, state: dict) -> None:
+        super().load_state(state)
+        self.comm.barrier()  # nobody still averages with what was before
+        self._share(state["shared"] or self.model.params)
+
+    def close(self) -> None:
+        for window in (*self._shared, self._holder):
+            window.close()

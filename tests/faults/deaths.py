@@ -1,0 +1,112 @@
+"""Jobs some of whose ranks are killed on the way."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from comm.jobs_here import run
+from harness.launch import find_mpirun
+from hpcdist.records import read_records
+
+ULFM = ["--with-ft", "ulfm"]  # Open MPI's User-Level Failure Mitigation: mpirun lets the others live
+AT_ANY_TIME = 0  # in place of a step
+
+
+def _survives() -> bool:
+    if find_mpirun() is None:
+        return False
+    help_text = subprocess.run([find_mpirun(), "--version"], capture_output=True, text=True).stdout
+    return "Open MPI" in help_text
+
+
+survivable = pytest.mark.skipif(not _survives(), reason="only Open MPI's mpirun lets other ranks outlive a killed one")
+
+JOB = """
+import operator, os, signal, threading, time
+from pathlib import Path
+import torch
+import hpcdist as hd
+from hpcdist.config import JobConfig, load
+from hpcdist.data import importers
+from hpcdist.train import Job, Metric, Trainer, accuracy
+
+DEATHS, INSIDE, NAP_S, APART, HIDDEN = {deaths}, {inside!r}, {nap_s}, {apart}, {hidden}
+OPTIONS, RESUME, FOLDER = {options}, {resume!r}, Path({folder!r})
+world = hd.init(deadline_s=20)
+comm = world.apart() if APART else world
+calls = 0
+
+def die(*args, **options):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def model():
+    layers = [torch.nn.Linear(64, HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, 10)]
+    return torch.nn.Sequential(torch.nn.Flatten(), *(layers if HIDDEN else [torch.nn.Linear(64, 10)]))
+
+def loss(outputs, y):
+    global calls
+    calls += outputs.requires_grad
+    if outputs.requires_grad and DEATHS.get(comm.rank) == calls:
+        time.sleep(NAP_S)
+        if INSIDE:
+            owner, _, method = INSIDE.rpartition(".")
+            setattr(operator.attrgetter(owner)(trainer), method, die)
+        else:
+            die()
+    return torch.nn.functional.cross_entropy(outputs, y)
+
+job = Job(
+    model=model,
+    loss=loss,
+    metrics={{"accuracy": Metric(accuracy)}},
+    data=lambda path: importers.load("digits")(None, path),
+    defaults={{"epochs": 3, "batch_size": 16, "optimizer": {{"name": "SGD", "lr": 0.2}}, "seed": 3}},
+)
+values = load({{**job.defaults, "data": {{"path": str(FOLDER / "digits.h5")}}}}, None, OPTIONS)
+trainer = Trainer(job, JobConfig(**values), comm, FOLDER / "run", None)
+if DEATHS.get(comm.rank) == 0:  # such as a server, which has no step of its own
+    threading.Timer(0.3, die).start()
+trainer.run(Path(RESUME) if RESUME else None)
+trainer.close()
+"""
+
+
+def job(
+    folder: Path,
+    size: int,
+    *options: str,
+    deaths: Mapping[int, int] | None = None,
+    inside: str = "",
+    nap_s: float = 0.0,
+    apart: bool = False,
+    hidden: int = 0,
+    resume: str = "",
+) -> subprocess.CompletedProcess[str]:
+    """Trains digits.
+
+    Args:
+        deaths: in which step of its own each rank is killed, 1 for the first; or AT_ANY_TIME.
+        inside: what of the trainer's they are killed in the next call of; by default they are in the loss.
+        nap_s: how long they sleep before.
+        apart: every rank counts as being on a node of its own.
+        hidden: units of a hidden layer; 0: none.
+    """
+    text = JOB.format(
+        deaths=dict(deaths or {}),
+        inside=inside,
+        nap_s=nap_s,
+        apart=apart,
+        hidden=hidden,
+        options=list(options),
+        folder=str(folder),
+        resume=resume,
+    )
+    return run(folder, text, size, options=ULFM, timeout_s=90)[0]
+
+
+def events(folder: Path, rank: int) -> list[str]:
+    return [record.event for record in read_records(folder / "run")[rank] if record.event]

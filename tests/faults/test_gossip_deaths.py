@@ -1,0 +1,74 @@
+"""Ranks that are killed while they gossip: the others go on without them, whoever they were and wherever they died."""
+
+from __future__ import annotations
+
+import pytest
+
+from faults.deaths import events, job, survivable
+from hpcdist.records import load_summary
+
+pytestmark = survivable
+every = pytest.mark.parametrize("name", ["gossip_pull", "gossip_push", "gossip_sync"])
+STEPS = 23  # in an epoch of 4 ranks; in the last of them ranks 0 and 1 have samples
+
+
+def gone(*ranks: int) -> list[str]:
+    return [f"goes on without rank {rank}: it has died" for rank in ranks]
+
+
+@every
+def test_ranks_that_die_one_after_the_other_are_gone_on_without(tmp_path, name):
+    """One in mid-epoch, the next in the first step after; as many as are left go on from their checkpoint."""
+    options = [f"strategy={name}", "checkpoint.every_steps=40"]
+    done = job(tmp_path, 4, *options, deaths={3: 10, 1: STEPS + 1})
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 2):
+        assert events(tmp_path, rank) == gone(3, 1)
+    summary = load_summary(tmp_path / "run")
+    assert summary.lost_ranks == [3, 1]
+    assert summary.metrics["accuracy"] > 0.8
+    latest = max((tmp_path / "run" / "checkpoints").iterdir())
+    again = job(tmp_path, 2, *options, "epochs=4", resume=str(latest))
+    assert again.returncode == 0, again.stderr
+    summary = load_summary(tmp_path / "run")
+    assert summary.ranks == 2 and summary.lost_ranks == []
+    assert summary.metrics["accuracy"] > 0.8
+
+
+@every
+def test_rank_0_may_die_in_the_first_step_on_another_node(tmp_path, name):
+    done = job(tmp_path, 4, f"strategy={name}", "epochs=2", deaths={0: 1}, apart=True)
+    assert done.returncode == 0, done.stderr
+    for rank in (1, 2, 3):
+        assert events(tmp_path, rank) == gone(0)
+    summary = load_summary(tmp_path / "run")
+    assert summary.lost_ranks == [0]
+    assert summary.metrics["accuracy"] > 0.8
+
+
+@every
+def test_a_rank_may_die_in_the_last_step_while_the_others_wait_for_it(tmp_path, name):
+    done = job(tmp_path, 4, f"strategy={name}", "epochs=1", deaths={1: STEPS}, nap_s=0.5)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 2, 3):
+        assert events(tmp_path, rank) == gone(1)
+    assert load_summary(tmp_path / "run").lost_ranks == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "inside"),
+    [
+        ("gossip_pull", "strategy._published._words.put"),  # begins to publish
+        ("gossip_push", "strategy._counts.fetch_add"),  # has written, but not counted
+        ("gossip_sync", "strategy.comm.isend"),  # has begun to receive
+    ],
+)
+@pytest.mark.parametrize("apart", [False, True], ids=["node", "apart"])
+def test_a_rank_may_die_within_a_transfer(tmp_path, name, inside, apart):
+    done = job(tmp_path, 4, f"strategy={name}", "epochs=2", deaths={1: 5}, inside=inside, apart=apart, hidden=3000)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 2, 3):
+        assert events(tmp_path, rank) == gone(1)
+    summary = load_summary(tmp_path / "run")
+    assert summary.lost_ranks == [1]
+    assert summary.metrics["accuracy"] > 0.8

@@ -1,0 +1,92 @@
+"""What neighbour averaging is tested with: topologies of every name, and serial twins of the ranks' training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from strategies import problem
+from torch import Tensor
+
+from hpcdist import strategies, topology
+from hpcdist.comm.virtual import Network
+from hpcdist.config import Named
+from hpcdist.data import EpochPlan
+from hpcdist.flat import FlatModel
+from hpcdist.topology import Topology, choice
+
+NODES = Network(1e-4, 1e9, ranks_per_node=2)
+
+
+def option(name: str, size: int, folder: Path) -> dict:
+    """A topology of that name as a strategy's option; graphs are uneven, digraphs go on one way only."""
+    if name not in ("graph", "digraph"):
+        return {"name": name}
+    edges = [(a, (a + 1) % size) for a in range(size)] + [(0, b) for b in range(2, size)]
+    path = folder / f"{name}-{size}"
+    path.write_text("\n".join(f"{a} {b}" for a, b in edges if a != b))
+    return {"name": name, "path": str(path)}
+
+
+def linear(comm, name: str, **options):
+    """A strategy with a small model of which nothing is learned."""
+    cls = strategies.load(name)
+    module = torch.nn.Linear(3, 2, dtype=torch.float64)
+    return cls(cls.Config(**options), comm.split(0), FlatModel(module))
+
+
+def drawn(rank: int, count: int = 8) -> Tensor:
+    """Parameters that differ between ranks."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(50 + rank), dtype=torch.float64)
+
+
+def made(comm, option: dict) -> Topology:
+    return choice.make(Named(**option), comm)
+
+
+def matrix(found: Topology, step: int) -> Tensor:
+    return torch.from_numpy(found.matrix(step))
+
+
+def simulate(
+    size: int,
+    step: Callable[[Tensor, list[Callable[[Tensor], Tensor]], int], Tensor],
+    *,
+    samples: int,
+    optimizer: str = "momentum",
+    epochs: int = 2,
+    batch: int = 4,
+) -> Tensor:
+    """Trains replicas in one process, on the batches of `problem.train`; their parameters, a row per rank.
+
+    `step(z, updates, number)` returns the next rows; `updates[i](at)` is where rank i's optimiser takes parameters `at`
+    with the gradient at the row z[i] of before.
+    """
+    modules = [problem.model() for _ in range(size)]
+    flats = [FlatModel(module) for module in modules]
+    locals_ = [problem.OPTIMIZERS[optimizer](module.parameters()) for module in modules]
+    z = torch.stack([flat.params[0].clone() for flat in flats])
+    number = 0
+
+    def updates_of(rank: int, has_samples: bool) -> Callable[[Tensor], Tensor]:
+        def update(at: Tensor) -> Tensor:
+            flats[rank].load_params([at])
+            if has_samples:
+                locals_[rank].step()
+            return flats[rank].params[0].clone()
+
+        return update
+
+    for epoch in range(epochs):
+        plan = EpochPlan(samples, size, batch, seed=1, epoch=epoch)
+        for at in range(plan.steps):
+            sizes = plan.sizes(at)
+            for rank in range(size):
+                flats[rank].load_params([z[rank]])
+                if sizes[rank]:
+                    locals_[rank].zero_grad()
+                    problem.loss(modules[rank], plan.indices(at, rank)).backward()
+            z = step(z, [updates_of(rank, bool(sizes[rank])) for rank in range(size)], number)
+            number += 1
+    return z

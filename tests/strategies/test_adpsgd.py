@@ -1,0 +1,286 @@
+"""AD-PSGD: averaging in pairs that loses nothing, in any order of events, and for which nobody waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from strategies import mixed, problem
+
+from hpcdist import strategies
+from hpcdist.comm.virtual import Constant, Exponential, Jitter, Network, Straggler, run_virtual
+from hpcdist.errors import ConfigError
+from hpcdist.flat import FlatModel
+
+NAME = "adpsgd"
+# Transfers that tear, and last longer than a step: many happen at once.
+SLOW = {"network": Network(0.02, 800.0), "compute": Exponential(0.1)}
+
+
+def _make(comm, **options):
+    """A strategy whose ranks have parameters of their own."""
+    strategy = mixed.linear(comm, NAME, **options)
+    strategy.model.params[0].copy_(mixed.drawn(comm.rank))
+    strategy.load_state({"steps": 0, "peers": None, "shared": None})
+    return strategy
+
+
+def _mix(comm, steps, update=lambda: None, **options):
+    """The consensus at the start and at the end, this rank's x and the records."""
+    strategy = _make(comm, **options)
+    before = strategy.consensus()[0][0]
+    strategy.start()
+    records = []
+    for _ in range(steps):
+        comm.compute()
+        records.append(strategy.step(update))
+    params = strategy.model.params[0].clone()
+    after = strategy.consensus()[0][0]
+    assert torch.equal(params, strategy.model.params[0]), "evaluating changed the parameters"
+    x = strategy._values()[0].clone()
+    strategy.close()
+    return before, after, x, records
+
+
+@pytest.mark.parametrize("simulation", [{}, SLOW, {"compute": Jitter(0.1, 0.5)}], ids=["at once", "slow", "jitter"])
+@pytest.mark.sizes(2, 3, 4, 7, 16)
+def test_the_mean_is_conserved_to_rounding_and_ranks_agree_in_the_end(ranks, simulation):
+    found = ranks(lambda comm: _mix(comm, 150), **simulation)
+    mean = sum(mixed.drawn(rank) for rank in range(len(found))) / len(found)
+    values = torch.stack([x for _, _, x, _ in found])
+    assert (values.mean(dim=0) - mean).abs().max() < 1e-13
+    for before, after, *_ in found:
+        assert torch.allclose(before, mean, rtol=0, atol=1e-15)
+        assert torch.allclose(after, mean, rtol=0, atol=1e-13)
+    apart = torch.stack([mixed.drawn(rank) - mean for rank in range(len(found))]).norm()
+    assert (values - mean).norm() < (1 if ranks.real else 0.05) * apart  # real ones may be done before others begin
+
+
+@pytest.mark.mpi
+@pytest.mark.sizes(2, 3, 4)
+def test_the_mean_is_conserved_where_every_rank_is_on_a_node_of_its_own(ranks):
+    def body(comm):
+        far = comm.apart("tcp")
+        found = _mix(far, 60)
+        far.close()
+        return found[:3]
+
+    found = ranks(body)
+    mean = sum(mixed.drawn(rank) for rank in range(len(found))) / len(found)
+    values = torch.stack([x for _, _, x in found])
+    assert (values.mean(dim=0) - mean).abs().max() < 1e-13
+    assert all(torch.allclose(after, mean, rtol=0, atol=1e-13) for _, after, _ in found)
+    assert (values - values[0]).abs().max() < (values[0] - mixed.drawn(0)).abs().max()
+
+
+@pytest.mark.parametrize("simulation", [{}, SLOW], ids=["at once", "slow"])
+@pytest.mark.sizes(2, 3, 4, 7)
+def test_the_mean_follows_the_mean_of_the_local_updates(ranks, simulation):
+    """Whether made by an active rank or by a passive one while others average with it."""
+
+    def body(comm):
+        moved = torch.zeros(sum(p.numel() for p in problem.model().parameters()), dtype=torch.float64)
+
+        def add(optimizer, sign):
+            moved.add_(torch.cat([p.detach().reshape(-1) for p in optimizer.param_groups[0]["params"]]), alpha=sign)
+
+        def noting(parameters):
+            local = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+            local.register_step_pre_hook(lambda optimizer, *_: add(optimizer, -1))
+            local.register_step_post_hook(lambda optimizer, *_: add(optimizer, 1))
+            return local
+
+        run = problem.train(comm, NAME, optimizer=noting, samples=50, epochs=4)
+        return run.consensus[0], moved
+
+    found = ranks(body, **simulation)
+    start = FlatModel(problem.model()).params[0]
+    expected = start + sum(moved for _, moved in found) / len(found)
+    assert (expected - start).abs().max() > 0.1
+    assert all(torch.allclose(consensus, expected, rtol=0, atol=1e-13) for consensus, _ in found)
+
+
+def test_a_pair_averages_before_the_update_at_the_gradient_of_before():
+    """Rank 0 is active: x0 = (4 + 8)/2 − 1. Rank 1 has added its change before: x1 = 8, and 6 once rank 0 has averaged."""
+
+    def body(comm):
+        strategy = mixed.linear(comm, NAME)
+        (params,) = strategy.model.params
+        params.fill_(4.0 if comm.rank == 0 else 9.0)
+        strategy.load_state({"steps": 0, "peers": None, "shared": None})
+        if comm.rank == 1:
+            strategy.step(lambda: params.sub_(1.0))
+        comm.barrier()
+        if comm.rank == 0:
+            strategy.step(lambda: params.sub_(1.0))
+        comm.barrier()
+        copy, x = params[0].item(), strategy._values()[0][0].item()
+        if comm.rank == 1:
+            strategy.step(lambda: params.add_(0.5))
+        end = params[0].item()
+        strategy.close()
+        return copy, x, end
+
+    assert run_virtual(body, 2) == [(5.0, 5.0, 5.0), (8.0, 6.0, 6.5)]
+
+
+@pytest.mark.parametrize("slow", [0, 1], ids=["active", "passive"])
+def test_nobody_waits_for_a_straggler(slow):
+    def body(comm):
+        strategy = _make(comm)
+        start = comm.now()
+        for _ in range(30):
+            comm.compute()
+            strategy.step(lambda: None)
+        took_s = comm.now() - start
+        strategy.consensus()
+        strategy.close()
+        return took_s
+
+    taken_s = run_virtual(body, 4, compute=Straggler(Constant(0.1), slow, 20.0))
+    expected = [3.0] * 4
+    expected[slow] = 60.0
+    assert taken_s == pytest.approx(expected)
+
+
+def test_one_averages_at_a_time_and_the_others_go_on_without():
+    """Two active ranks, one passive, and averaging that takes three steps of computing."""
+    results = run_virtual(lambda comm: _mix(comm, 40), 3, network=Network(0.01, 512.0), compute=Constant(0.1))
+    fetched = [[record.bytes_fetched for record in records] for *_, records in results]
+    n_bytes = 8 * 8
+    assert set(fetched[0]) == set(fetched[2]) == {0, n_bytes} and set(fetched[1]) == {0}
+    for rank in (0, 2):
+        for record in results[rank][3]:
+            alone_s = 0.3 if record.bytes_fetched else 0.0
+            assert record.communicating_s == pytest.approx(alone_s, abs=0.08) and record.waiting_s == 0
+    for record in results[1][3]:
+        assert record.communicating_s + record.waiting_s == pytest.approx(0, abs=1e-12), "a passive rank never waits"
+
+
+def test_only_active_ranks_send_and_a_vector_each_way():
+    runs = run_virtual(lambda comm: problem.train(comm, NAME), 4)
+    n_bytes = runs[0].params[0].nbytes
+    for rank, run in enumerate(runs):
+        moved = {(record.bytes_fetched, record.bytes_sent) for record in run.records}
+        assert moved <= {(n_bytes, n_bytes + words) for words in (16, 24)} | {(0, 8), (0, 16)} if rank % 2 == 0 else moved == {(0, 0)}
+    assert sum(record.bytes_fetched for record in runs[0].records) > 0
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"name": "ring"}, r"topology must have no odd cycle; got 2-1-0-4-3-2, of 5 ranks. Take one whose"),
+        ({"name": "complete"}, r"topology must have no odd cycle; got 1-0-2-1, of 3 ranks"),
+        ({"name": "exponential"}, "topology of adpsgd must be symmetric and the same at every step; got exponential. T"),
+        ({"name": "hierarchical"}, "topology of adpsgd must be symmetric and the same at every step; got hierarchical"),
+    ],
+)
+def test_topologies_that_are_refused(option, message):
+    with pytest.raises(ConfigError, match=message):
+        run_virtual(lambda comm: mixed.linear(comm, NAME, topology=option), 5)
+
+
+@pytest.mark.sizes(2, 4, exact=True)
+@pytest.mark.parametrize("name", ["ring", "graph"])
+def test_other_graphs_without_odd_cycles(ranks, shared_tmp_path, name):
+    """The graph is a path."""
+
+    def body(comm):
+        path = shared_tmp_path / f"path-{comm.size}"
+        if comm.rank == 0:
+            path.write_text("".join(f"{a} {a + 1}\n" for a in range(comm.size - 1)))
+        comm.barrier()
+        option = {"name": name, "path": str(path)} if name == "graph" else name
+        return _mix(comm, 100, topology=option)[:3]
+
+    found = ranks(body)
+    mean = sum(mixed.drawn(rank) for rank in range(len(found))) / len(found)
+    assert (sum(x for *_, x in found) / len(found) - mean).abs().max() < 1e-13
+    assert all(torch.allclose(after, mean, rtol=0, atol=1e-13) for _, after, _ in found)
+
+
+# --- checkpoints and deaths -------------------------------------------------------------------------------------------
+def test_a_run_taken_up_goes_on_to_the_bit():
+    """With what others have averaged into a passive rank's x since it took its copy."""
+
+    def body(comm):
+        strategy = _make(comm, seed=4)
+        (params,) = strategy.model.params
+
+        def steps(count):
+            for _ in range(count):
+                comm.compute()
+                strategy.step(lambda: params.mul_(0.875))
+            comm.barrier()
+
+        steps(6)
+        saved, state = params.clone(), strategy.state()
+        stale = comm.rank % 2 == 1 and not torch.equal(saved, state["shared"][0])
+        steps(5)
+        first = params.clone(), strategy._values()[0]
+        params.copy_(saved)
+        strategy.load_state(state)
+        steps(5)
+        second = params.clone(), strategy._values()[0]
+        strategy.close()
+        return stale, all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+    found = run_virtual(body, 5, compute=Constant(0.1))
+    assert all(same for _, same in found) and any(stale for stale, _ in found)
+
+
+def test_on_another_number_of_ranks_it_goes_on_from_the_mean_of_x():
+    def body(comm):
+        strategy = _make(comm)
+        strategy.step(lambda: None)
+        comm.barrier()
+        return strategy, strategy.model.params[0].clone(), strategy.state(), strategy.consensus()[0][0]
+
+    found = run_virtual(body, 4, compute=Constant(0.1))
+    strategy, states = found[0][0], [state for _, _, state, _ in found]
+    (adapted,) = strategy.adapted_params([[params] for _, params, _, _ in found], states)
+    assert torch.allclose(adapted, found[0][3], rtol=0, atol=1e-15)
+    assert strategy.adapted_state(states) == {"steps": 1, "peers": None, "shared": None}
+
+
+def test_the_living_go_on_and_a_passive_rank_frees_itself_from_a_dead_one():
+    def body(comm):
+        strategy = _make(comm)
+        if comm.rank == 0:
+            strategy._holder.compare_and_swap(0, 1, 1)  # dies while it averages with rank 1
+        comm.barrier()
+        strategy.comm.living = (1, 2, 3)
+        values = []
+        if comm.rank != 0:
+            for _ in range(80):
+                comm.compute()
+                strategy.step(lambda: None)
+            values = strategy._values()[0].tolist()
+        comm.barrier()
+        strategy.close()
+        return values
+
+    _, *found = run_virtual(body, 4, compute=Constant(0.1))
+    mean = sum(mixed.drawn(rank) for rank in (1, 2, 3)) / 3
+    for values in found:
+        assert torch.tensor(values, dtype=torch.float64) == pytest.approx(mean, abs=1e-3)
+
+
+@pytest.mark.sizes(2, 3)
+def test_parameters_of_several_dtypes(ranks):
+    def body(comm):
+        module = torch.nn.ParameterList(torch.zeros(5, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+        cls = strategies.load(NAME)
+        strategy = cls(cls.Config(), comm.split(0), FlatModel(module))
+        for params in strategy.model.params:
+            params.fill_(comm.rank)
+        strategy.load_state({"steps": 0, "peers": None, "shared": None})
+        for _ in range(60):
+            strategy.step(lambda: None)
+        found = [p.tolist() for p in strategy.consensus()[0]]
+        strategy.close()
+        return found
+
+    found = ranks(body)
+    for consensus in found:
+        for values in consensus:
+            assert values == pytest.approx([(len(found) - 1) / 2] * 5, abs=2e-2)

@@ -1,0 +1,209 @@
+"""Stochastic gradient push: what push-sum conserves, where z goes, and the recursion on every topology."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from strategies import mixed, problem
+
+from hpcdist import topology
+from hpcdist.comm.virtual import Constant, Network, run_virtual
+from hpcdist.topology.spectrum import spectral_gap
+
+NAME = "sgp"
+overlapping = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
+
+
+def _push(comm, steps, **options):
+    """Pushing without learning: z, x and w of this rank at the start and after each step, and the consensus."""
+    strategy = mixed.linear(comm, NAME, **options)
+    values = mixed.drawn(comm.rank)
+    strategy.model.params[0].copy_(values)
+    strategy.load_state({"steps": 0, "x": None, "weight": 1.0})  # x is what the model holds
+    found = [(values.clone(), values.clone(), 1.0)]
+    for _ in range(steps):
+        strategy.step(lambda: None)
+        state = strategy.state()
+        z = strategy.model.params[0].clone()
+        found.append((z, z if state["x"] is None else state["x"][0], state["weight"]))
+    consensus = strategy.consensus()[0][0]
+    assert torch.equal(strategy.model.params[0], found[-1][0]), "evaluating changed the parameters"
+    strategy.close()
+    z, x, w = zip(*found, strict=True)
+    return torch.stack(z), torch.stack(x), torch.tensor(w, dtype=torch.float64), consensus
+
+
+@overlapping
+@pytest.mark.sizes(3, 4, 5, 7)
+def test_on_an_uneven_directed_graph_z_goes_to_the_mean_and_x_does_not(ranks, shared_tmp_path, overlap):
+    def body(comm):
+        chosen = mixed.option("digraph", comm.size, shared_tmp_path)
+        comm.barrier()
+        return _push(comm, 200, topology=chosen, overlap=overlap)
+
+    found = ranks(body)
+    z, x, w = (torch.stack(parts) for parts in list(zip(*found, strict=True))[:3])
+    mean = x[:, 0].mean(dim=0)
+    assert (x.mean(dim=0) - mean).abs().max() < 1e-13 and (w.mean(dim=0) - 1).abs().max() < 1e-13
+    assert (w[:, -1] - 1).abs().max() > 0.1, "the graph is even: nothing is to be set right"
+    assert (z[:, -1] - mean).abs().max() < 1e-12
+    assert (x[:, -1] - mean).abs().max() > 0.01
+    assert torch.allclose(x[:, 1:], w[:, 1:, None] * z[:, 1:], rtol=0, atol=1e-14)
+    for *_, consensus in found:
+        assert torch.allclose(consensus, mean, rtol=0, atol=1e-13)
+
+
+@overlapping
+@pytest.mark.parametrize("name", topology.available())
+@pytest.mark.sizes(2, 3, 4, 7)
+def test_it_is_the_recursion(ranks, shared_tmp_path, name, overlap):
+    """In one process. With ranks that have no sample in the last step of an epoch."""
+
+    def body(comm):
+        chosen = mixed.option(name, comm.size, shared_tmp_path)
+        comm.barrier()  # the file is whole
+        options = {"topology": chosen, "overlap": overlap}
+        run = problem.train(comm, NAME, options, samples=50)
+        return run.params[0], run.consensus[0], mixed.made(comm, chosen) if comm.rank == 0 else None
+
+    found = ranks(body, network=mixed.NODES)
+    graph, size = found[0][2], len(found)
+    w, x = torch.ones(size, 1, dtype=torch.float64), None
+
+    def step(z, updates, number):
+        nonlocal w, x
+        x = z.clone() if x is None else x
+        p = mixed.matrix(graph, number)
+        if overlap:  # the gradient is that at z of before the messages
+            x, w = p @ x, p @ w
+            z = x / w
+        x = x + torch.stack([update(row) for update, row in zip(updates, z, strict=True)]) - z
+        if not overlap:
+            x, w = p @ x, p @ w
+        return x / w
+
+    expected = mixed.simulate(size, step, samples=50)
+    assert torch.allclose(torch.stack([params for params, *_ in found]), expected, rtol=0, atol=1e-12)
+    for _, consensus, _ in found:
+        assert torch.allclose(consensus, x.mean(dim=0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.sizes(2, 4, 8, 16)
+def test_on_the_default_topology_powers_of_two_agree_exactly_after_so_many_steps(ranks):
+    found = ranks(lambda comm: _push(comm, (comm.size - 1).bit_length()))
+    size = len(found)
+    z = torch.stack([z for z, *_ in found])
+    assert (z[:, -1] - z[:, 0].mean(dim=0)).abs().max() < 1e-14 or size & (size - 1)
+    assert all((w == 1).all() for _, _, w, _ in found)
+
+
+@pytest.mark.parametrize("name", ["exponential", "one_peer_exponential", "random_permutation", "ring"])
+def test_the_distance_from_the_mean_shrinks_as_the_gap_has_it(name):
+    size, steps = 12, 60
+    graph = topology.load(name)(size)
+    z = torch.stack([z for z, *_ in run_virtual(lambda comm: _push(comm, steps, topology=name), size)])
+    distances = (z - z.mean(dim=0)).norm(dim=(0, 2))
+    rate = (distances[-1] / distances[0]) ** (1 / steps)
+    assert 0.7 * (1 - spectral_gap(graph)) < rate < 1.05 * (1 - spectral_gap(graph))
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+def test_the_weight_is_sent_only_where_it_is_not_1(tmp_path):
+    def sent(option: dict) -> set[tuple[int, int]]:
+        runs = run_virtual(lambda comm: problem.train(comm, NAME, {"topology": option}), 4)
+        n_bytes = runs[0].params[0].nbytes
+        return {
+            (record.bytes_sent - n_bytes * (record.messages_sent // (2 if "path" in option else 1)), record.messages_sent)
+            for run in runs
+            for record in run.records
+        }
+
+    assert sent({"name": "one_peer_exponential"}) == {(0, 1)}
+    assert sent(mixed.option("digraph", 4, tmp_path)) == {(8, 2), (24, 6)}, "rank 0 sends to three, the others to one"
+
+
+@pytest.mark.parametrize(("compute_s", "exchange_s"), [(3.0, 2.0), (1.0, 2.0)])
+@overlapping
+def test_with_overlap_a_step_takes_the_longer_of_computing_and_exchanging(compute_s, exchange_s, overlap):
+    def body(comm):
+        strategy = mixed.linear(comm, NAME, overlap=overlap)
+        times = []
+        for _ in range(6):
+            times.append(comm.now())
+            comm.compute()
+            strategy.step(lambda: None)
+        strategy.close()
+        return times
+
+    network = Network(0.5, 8 * 8 / (exchange_s - 0.5))
+    for times in run_virtual(body, 4, network=network, compute=Constant(compute_s)):
+        expected_s = max(compute_s, exchange_s) if overlap else compute_s + exchange_s
+        assert np.diff(times)[1:].tolist() == [pytest.approx(expected_s)] * 4
+
+
+@pytest.mark.parametrize("name", ["digraph", "one_peer_exponential"])
+@overlapping
+@pytest.mark.sizes(2, 4)
+def test_no_message_is_left_over(ranks, shared_tmp_path, name, overlap):
+    def body(comm):
+        chosen = mixed.option(name, comm.size, shared_tmp_path)
+        comm.barrier()
+        strategy = mixed.linear(comm, NAME, topology=chosen, overlap=overlap)
+        for _ in range(3):
+            strategy.step(lambda: None)
+        strategy.close()
+        strategy.comm.barrier()
+        left = strategy.comm.probe(block=False)
+        strategy.comm.close()
+        return left
+
+    assert set(ranks(body)) == {None}
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["digraph", "random_permutation"])
+@overlapping
+@pytest.mark.sizes(2, 3, 4)
+def test_a_state_is_taken_up_whatever_was_being_sent(ranks, shared_tmp_path, name, overlap):
+    """x, w and the topology's step included; the exchange under way is of other parameters than those loaded."""
+
+    def body(comm):
+        chosen = mixed.option(name, comm.size, shared_tmp_path)
+        comm.barrier()
+        strategy = mixed.linear(comm, NAME, topology=chosen, overlap=overlap)
+        (params,) = strategy.model.params
+        params.copy_(mixed.drawn(comm.rank))
+        strategy.load_state({"steps": 0, "x": None, "weight": 1.0})
+        ends = []
+        for step in range(9):
+            if step == 5:
+                saved, state = params.clone(), strategy.state()
+            strategy.step(lambda: params.add_(0.125 * (comm.rank + 1)))
+        ends.append(params.clone())
+        params.copy_(saved)
+        strategy.load_state(state)
+        for _ in range(4):
+            strategy.step(lambda: params.add_(0.125 * (comm.rank + 1)))
+        ends.append(params.clone())
+        strategy.close()
+        return torch.equal(*ends)
+
+    assert all(ranks(body))
+
+
+def test_on_another_number_of_ranks_it_goes_on_from_the_mean_of_x(tmp_path):
+    def body(comm):
+        strategy = mixed.linear(comm, NAME, topology=mixed.option("digraph", comm.size, tmp_path))
+        strategy.model.params[0].copy_(mixed.drawn(comm.rank))
+        strategy.load_state({"steps": 0, "x": None, "weight": 1.0})
+        strategy.step(lambda: None)
+        return strategy, strategy.model.params[0].clone(), strategy.state(), strategy.consensus()[0][0]
+
+    found = run_virtual(body, 4)
+    strategy, states = found[0][0], [state for _, _, state, _ in found]
+    params = [[z] for _, z, _, _ in found]
+    (adapted,) = strategy.adapted_params(params, states)
+    assert torch.allclose(adapted, found[0][3], rtol=0, atol=1e-15)
+    assert (adapted - sum(z for (z,) in params) / 4).abs().max() > 1e-3, "the mean of z is another one"
+    assert strategy.adapted_state(states) == {"steps": 1, "x": None, "weight": 1.0}

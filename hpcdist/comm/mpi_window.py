@@ -241,7 +241,7 @@ def put_all(comm, puts: Iterable[Put]) -> None:
             else:
                 window.put(values, rank, offset)
 
-    if len(set(comm.nodes)) > 1:
+    if min(comm.nodes) < max(comm.nodes):
         comm.server().put_all(requests())
     else:
         for window, values, rank, offset in puts:

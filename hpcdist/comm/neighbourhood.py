@@ -91,8 +91,8 @@ class Together(Request):
 
 def check_graph(comm: Communicator, sources: Sequence[int], destinations: Sequence[int]) -> None:
     """Collective. Raises, on all ranks, unless these lists can be those of a neighbourhood."""
-    told = [json.loads(data) for data in comm.exchange(json.dumps([list(sources), list(destinations)]).encode()) if data]
-    ranks = dict(zip(comm.living, told, strict=True))
+    told = comm.exchange(json.dumps([list(sources), list(destinations)]).encode())
+    ranks = {rank: json.loads(told[rank]) for rank in comm.living}
     for rank, lists in ranks.items():
         for name, peers in zip(("sources", "destinations"), lists, strict=True):
             if len(set(peers)) < len(peers) or not set(peers) <= set(ranks) - {rank}:
@@ -103,6 +103,6 @@ def check_graph(comm: Communicator, sources: Sequence[int], destinations: Sequen
         expected = [peer for peer in ranks if rank in ranks[peer][0]]
         if sorted(peers) != expected:
             raise MismatchError(
-                f"destinations must be the ranks that have one among their sources; got {sorted(peers)} on rank {rank}, "
-                f"which is a source of {expected}. Work out both lists from the same graph."
+                f"destinations must be the ranks that have one among their sources; got {sorted(peers)} on rank "
+                f"{rank}, which is a source of {expected}. Work out both lists from the same graph."
             )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from hpcdist.compress import Span
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,32 @@ class Shard:
             return []
         first, last = self.ranges[group]
         return [(group, a, b) for a, b in ((start, min(first, stop)), (max(last, start), stop)) if a < b]
+
+    def spans(self, spans: Sequence[Sequence[Span]]) -> list[list[Span]]:
+        """Where the parameters of each flat tensor lie in the shard's part of it; a cut one is several."""
+        return [
+            [piece for span in own for piece in _pieces(span, start, stop)]
+            for own, (start, stop) in zip(spans, self.ranges, strict=True)
+        ]
+
+
+def _pieces(span: Span, start: int, stop: int) -> Iterator[Span]:
+    """What elements [start, stop) have of a parameter, counted from `start`: whole rows of a matrix stay one matrix."""
+    first, last = max(span.start, start), min(span.stop, stop)
+    if first >= last:
+        return
+    width = (span.stop - span.start) // span.shape[0] if len(span.shape) > 1 else 1
+    top, bottom = (-(-(first - span.start) // width), (last - span.start) // width) if width > 1 else (0, 0)
+    if (first, last) == (span.start, span.stop):
+        yield Span(first - start, last - start, span.shape)
+    elif top >= bottom:
+        yield Span(first - start, last - start, (last - first,))
+    else:
+        ends = (first, span.start + top * width, span.start + bottom * width, last)
+        shapes = ((ends[1] - first,), (bottom - top, *span.shape[1:]), (last - ends[2],))
+        for begin, end, shape in zip(ends, ends[1:], shapes):
+            if begin < end:
+                yield Span(begin - start, end - start, shape)
 
 
 def cut(tensors: Sequence[Tensor], count: int) -> list[Shard]:

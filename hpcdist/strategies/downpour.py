@@ -7,7 +7,7 @@ from typing import Literal, final
 import torch
 from pydantic import Field, model_validator
 
-from hpcdist.server.mailbox import FETCH, GRADIENT, PUSH, Letter
+from hpcdist.server.mailbox import FETCH, GRADIENT, PUSH, Letter, Reply
 from hpcdist.server.store import Store
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.families.served import Served
@@ -133,12 +133,12 @@ class Downpour(Served):
     def _deal_with(self, letter: Letter) -> None:
         if letter.kind != FETCH:
             self._apply(letter)
-        self.reply(letter, self.clock, () if letter.kind == PUSH else self.master())
+        self.reply(Reply(letter, self.clock, () if letter.kind == PUSH else self.master()))
 
     def _apply(self, letter: Letter) -> None:
         if self.config.server_rule == "adagrad":
             for param, arrived in zip(self._params, letter.tensors, strict=True):
-                param.grad = arrived.to(param.device)
+                param.grad = arrived.to(param.device, param.dtype)
             self._adagrad.step()
         else:
             self._store.add(letter)

@@ -7,7 +7,7 @@ import torch
 
 from hpcdist.comm.virtual import Constant, Exponential, Network, Straggler, run_virtual
 from hpcdist.errors import DeadlineError, DeadlockError
-from hpcdist.server.mailbox import FETCH, GRADIENT, NOBODY, PAUSE, PUSH, Mailbox
+from hpcdist.server.mailbox import FETCH, GRADIENT, NOBODY, PAUSE, PUSH, Mailbox, Reply
 from hpcdist.server.roles import COLOCATED, assign
 from hpcdist.server.shards import cut
 
@@ -41,7 +41,7 @@ def _echo(comm, rounds, servers=1):
             letter = mailbox.next()
             values = [tensor.unique().tolist() for tensor in letter.tensors]
             found.append((comm.now(), letter.source, letter.clocks, letter.weight, letter.used.tolist(), values))
-            mailbox.reply(letter, letter.clocks[0] + 1, [2 * t for t in letter.tensors], blocker=5, held_s=0.25)
+            mailbox.reply(Reply(letter, letter.clocks[0] + 1, [2 * t for t in letter.tensors], blocker=5, held_s=0.25))
     else:
         for step in range(rounds):
             comm.compute()
@@ -117,7 +117,7 @@ def test_a_post_without_tensors_leaves_what_lies_in_the_slot(ranks):
             for _ in range(3 * len(roles.workers)):
                 letter = mailbox.next()
                 found.append((letter.kind, letter.weight, letter.clocks, letter.tensors[0].tolist()))
-                mailbox.reply(letter, 9)
+                mailbox.reply(Reply(letter, 9))
         else:
             mailbox.post(PUSH, [[1]], _filled(4), _used(7), weight=2.0)
             mailbox.wait()
@@ -148,7 +148,7 @@ def test_a_letter_may_be_a_sum_of_several_gradients(ranks):
         for _ in roles.workers:
             letter = mailbox.next()
             found[letter.source] = letter.clocks
-            mailbox.reply(letter, 0)
+            mailbox.reply(Reply(letter, 0))
         return found
 
     found = ranks(body)[0]
@@ -211,7 +211,7 @@ def test_what_a_letter_and_its_answer_cost(servers):
             if comm.rank in roles.servers:
                 for _ in roles.workers:
                     letter = mailbox.next()
-                    mailbox.reply(letter, step, letter.tensors)
+                    mailbox.reply(Reply(letter, step, letter.tensors))
             else:
                 mailbox.post(GRADIENT, [[step]] * servers, _filled(step), _used(7), weight=1.0)
                 mailbox.wait()
@@ -243,7 +243,7 @@ def test_a_rank_that_serves_itself_and_others(ranks):
                 if (letter := mailbox.poll()) is not None:
                     assert all((t == 10 * letter.source + letter.clocks[0]).all() for t in letter.tensors)
                     taken.append((letter.source, letter.clocks[0]))
-                    mailbox.reply(letter, comm.rank, [t + 1 for t in letter.tensors])
+                    mailbox.reply(Reply(letter, comm.rank, [t + 1 for t in letter.tensors]))
                 elif not mailbox.answered():
                     mailbox.wait_event()
             assert [a.clock for a in mailbox.wait()] == list(range(comm.size))

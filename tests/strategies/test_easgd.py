@@ -52,10 +52,11 @@ def _some(servers, size):
 
 @BOTH
 @SERVERS
+@pytest.mark.parametrize("compression", ["none", {"name": "topk", "ratio": 0.4}, "onebit"], ids=str)
 @pytest.mark.sizes(2, 3, 4, 7)
-def test_without_learning_the_centre_plus_all_workers_is_conserved(ranks, name, servers):
+def test_without_learning_the_centre_plus_all_workers_is_conserved(ranks, name, servers, compression):
     """And evaluating, which takes the centre, changes nobody."""
-    options = {"period": 1, "beta": 0.9, "servers": _some(servers, ranks.size)}
+    options = {"period": 1, "beta": 0.9, "servers": _some(servers, ranks.size), "compression": compression}
     found = ranks(lambda comm: _mix(comm, options, 12, name), compute=Exponential(0.1))
     workers = len(strategies.load(name).worker_ranks(strategies.load(name).Config(**options), ranks.size))
     first = ranks.size - workers

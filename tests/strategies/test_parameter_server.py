@@ -84,7 +84,7 @@ def test_overlap_costs_as_many_updates_of_staleness_as_there_are_workers(workers
 
 
 def test_overlap_hides_the_network():
-    network = Network(latency_s=0.02, bandwidth_bytes_s=1e9)
+    network = Network(latency_s=1e-3, bandwidth_bytes_s=1e4)
     seconds = {}
     for overlap in (False, True):
         runs = run_virtual(

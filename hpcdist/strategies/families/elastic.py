@@ -6,7 +6,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.server.mailbox import FETCH, Letter
+from hpcdist.server.mailbox import FETCH, Letter, Reply
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.families.served import Served
 
@@ -14,8 +14,12 @@ from hpcdist.strategies.families.served import Served
 class Elastic(Served):
     """Every `period` steps a worker posts its x; server and worker move by e = a(x − c), both from the old values.
 
-    The server answers with the old centre c and adds e to it; the worker subtracts e. Both compute e alike, to the
-    bit, so that what one gains the other loses. The worker's gradient is that of its old x.
+    The server answers with e and adds it to the centre c; the worker subtracts it: what one gains the other loses. The
+    worker's gradient is that of its old x.
+
+    Compressed, a letter says how x differs from x', which the server has of it, and e = C(a(x' − c)) is what the
+    answer's message stands for. All of x, x' and c move by just that: c + Σx is conserved as without compression, and
+    what C leaves out pulls again next time.
     """
 
     class Config(Served.Config):
@@ -23,6 +27,8 @@ class Elastic(Served):
 
         period: int = Field(4, ge=1, description="steps of a worker between two exchanges with the centre")
         beta: float = Field(0.9, ge=0, lt=2, description="p * a for p workers: how strongly these hang on the centre")
+
+    letters, answers = "values", "moves"
 
     def __init__(self, config: Config, comm, model):
         super().__init__(config, comm, model)
@@ -39,8 +45,10 @@ class Elastic(Served):
         if not self.alone and self.steps % self.config.period == 0:
             self.exchange(update, FETCH, tensors=self.model.params)
             with torch.no_grad():
-                for own, centre in zip(self.model.params, self.mailbox.answer, strict=True):
-                    own.sub_(self._pull(own, centre.to(own.device)))
+                for own, pull in zip(self.model.params, self.mailbox.answer, strict=True):
+                    own.sub_(pull.to(own.device))
+                for known, pull in zip(self.mailbox.letters.whole, self.mailbox.answer):  # none if not compressed
+                    known.sub_(pull)
         if not bad:
             self.model.release(used)
             self.local_step(update)
@@ -56,10 +64,13 @@ class Elastic(Served):
 
     # --- servers --------------------------------------------------------------------------------------------------
     def receive(self, letter: Letter) -> None:
-        pulls = [self._pull(x.to(c.device), c) for x, c in zip(letter.tensors, self._centre, strict=True)]
-        self.reply(letter, self.clock, self._centre)
-        for centre, pull in zip(self._centre, pulls, strict=True):
-            centre.add_(pull)
+        pulls = [self._pull(x.to(c.device), c).to(c.dtype) for x, c in zip(letter.tensors, self._centre, strict=True)]
+        self.reply(Reply(letter, self.clock, pulls))
+        told = self.mailbox.answers.told(letter.source, pulls)
+        for centre, known, pull in zip(self._centre, letter.tensors, told, strict=True):
+            centre.add_(pull.to(centre.device))
+            if self.config.compression:  # else it lies in the worker's slot, which is the worker's again
+                known.sub_(pull)
         self.clock += 1
         if not self.colocated:
             self.steps += 1

@@ -7,9 +7,10 @@ import math
 from dataclasses import dataclass
 
 from pydantic import Field
+from torch import Tensor
 
 from hpcdist.errors import ConfigError
-from hpcdist.server.mailbox import GRADIENT, NOBODY, SUM, Letter
+from hpcdist.server.mailbox import GRADIENT, NOBODY, SUM, Letter, Reply
 from hpcdist.server.modulation import Rule, factor
 from hpcdist.server.store import Store
 from hpcdist.strategies.base import Outcome, Update
@@ -37,6 +38,8 @@ class Gradients(Served):
 
     class Config(Served.Config):
         """Options of all servers of gradients."""
+
+    silences = True
 
     def __init__(self, config: Config, comm, model):
         super().__init__(config, comm, model)
@@ -83,13 +86,35 @@ class Gradients(Served):
                 update()
                 self.clock += 1
             return Outcome(self.clock, staleness=() if bad else (0,), event=event)
-        if bad:
+        silent = self.silent()
+        if bad or silent:
             answers = self.exchange(update, GRADIENT)  # weight 0: it arrives, and counts for nothing
         else:
-            answers = self.exchange(update, GRADIENT, tensors=self.model.grads, used=used, weight=self.weight())
+            answers = self.exchange(update, **self.letter(used))
         self.take_answer(answers)
         waited = {a.blocker: a.held_s for a in answers if a.blocker != NOBODY}
-        return Outcome(self.clock, staleness=self._take_applied(), event=event, waited_for=waited)
+        return Outcome(
+            self.clock, staleness=self._take_applied(), event=event or silent, dropped=bool(silent and not bad),
+            waited_for=waited,
+        )  # fmt: skip
+
+    def letter(self, used: Tensor) -> dict:
+        """A letter with this worker's gradient; to be compressed, it is weighted before, as what it lacks must be."""
+        weight = self.weight()
+        if self.config.compression and weight != 1.0:
+            for grad in self.model.grads:
+                grad.mul_(weight)
+        kind = SUM if self.config.compression else GRADIENT
+        return {"kind": kind, "tensors": self.model.grads, "used": used, "weight": weight}
+
+    def silent(self) -> str | None:
+        """Why this worker's gradient is not sent, while compression warms up; None: it is."""
+        config = self.config.compression
+        if config.warmup_ranks is None or self.steps >= config.warmup_steps:
+            return None
+        if self.roles.workers.index(self.comm.rank) < config.warmup_ranks:
+            return None
+        return f"dropped: a gradient of the warm-up, in which only {config.warmup_ranks} workers' count"
 
     # --- the server -----------------------------------------------------------------------------------------------
     @property
@@ -100,7 +125,7 @@ class Gradients(Served):
     def receive(self, letter: Letter) -> None:
         reason = self.refused(letter) if letter.weight else None
         if reason is not None:
-            self.reply(letter, self.clock, self.master())
+            self.reply(Reply(letter, self.clock, self.master()))
             self.tell(Outcome(self.clock, event=reason, dropped=len(letter.clocks)))
             return
         self.held.append(Held(letter, self.comm.now(), added=letter.weight == 0.0))
@@ -113,17 +138,18 @@ class Gradients(Served):
         """Makes an update if one is due, and answers who may go on."""
         if self.complete():
             self._apply()
-        waiting = []
+        replies, waiting = [], []
         for held in self.held:
             if self.may_go(held):
                 self._add(held)
                 held_s = self.comm.now() - held.since if held.blocker != NOBODY else 0.0
-                self.reply(held.letter, self.clock, self.master(), held.blocker, held_s)
+                replies.append(Reply(held.letter, self.clock, self.master(), held.blocker, held_s))
             else:
                 if held.blocker == NOBODY:
                     held.blocker = self.blocker(held)
                 waiting.append(held)
         self.held = waiting
+        self.reply(*replies)
 
     def _add(self, held: Held) -> None:
         if not held.added:
@@ -214,11 +240,11 @@ class Stale(Gradients):
         clocks, used, bad = self.model_clocks(), self.model.collect(), self.nonfinite()
         event = self.refuse_nonfinite({self.comm.rank: bad}) if bad else None
         self._take_what_came()
-        if not bad:
-            letter = {"tensors": self.model.grads, "used": used, "weight": self.weight()}
-            self.post(update, GRADIENT, clocks, **letter)
+        silent = self.silent()
+        if not bad and not silent:
+            self.post(update, clocks=clocks, **self.letter(used))
             self._under_way = True
-        return Outcome(self.clock, event=event)
+        return Outcome(self.clock, event=event or silent, dropped=bool(silent and not bad))
 
     def _take_what_came(self) -> None:
         if self._under_way:

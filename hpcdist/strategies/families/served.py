@@ -9,9 +9,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hpcdist.errors import RankFailedError
+from hpcdist.compress import CompressionConfig, spans
+from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.records import StepRecord
-from hpcdist.server.mailbox import GRADIENT, PAUSE, Answer, Letter, Mailbox
+from hpcdist.server.coding import Coding
+from hpcdist.server.mailbox import GRADIENT, PAUSE, Answer, Letter, Mailbox, Reply
 from hpcdist.server.roles import Roles, Servers, assign
 from hpcdist.server.shards import Shard, cut
 from hpcdist.server.silence import CHECK_S, Silence
@@ -24,6 +26,13 @@ class Served(Strategy):
     Each server holds one shard, and treats its part of every letter as if there were no other server; they are not
     synchronised with each other. A server that is a worker too (`servers = "colocated"`) serves while it is inside a
     step: there the shard's parameters are those that lie in its model, which nobody computes with meanwhile.
+
+    With `compression` workers send what the compressor makes of their gradients and of what they have not sent before,
+    and servers, unless `compress_answers` is off, what it makes of all that a worker's parameters differ by from their
+    own. So workers compute with parameters that are somewhat older here and there; records don't count that as
+    staleness. Any compressor will do for answers whose error is smaller than what it codes; `threshold` needs a
+    density, or a `tau` that suits updates as well as gradients. Memory: two parameter vectors more per worker, and on
+    each server its shard once per worker. An aggregator codes its sums as a worker its gradients.
 
     A period of service (an epoch, or the steps until a checkpoint) ends when every worker has paused. A letter of a
     worker that has begun its next period already waits until this rank begins it too.
@@ -38,6 +47,8 @@ class Served(Strategy):
         learner_deadline_s: float | None = Field(
             None, gt=0, description="a worker that posts nothing for so long is left out until it does; none: wait"
         )
+        compression: CompressionConfig = Field(CompressionConfig(), description="how letters to servers are compressed")
+        compress_answers: bool = Field(True, description="compress what servers send in the same way")
 
         @model_validator(mode="after")
         def _shards_wait_for_their_owners(self):
@@ -53,6 +64,8 @@ class Served(Strategy):
             return assign(size, self.servers, getattr(self, "fan_in", None))
 
     joins = False  # whether a worker without samples takes part in a step all the same
+    letters, answers = "gradients", "values"  # what they carry, see `Coding`
+    silences = False  # whether a worker's gradient may be left out while compression warms up
 
     def __init__(self, config: Config, comm, model):
         super().__init__(config, comm, model)
@@ -74,11 +87,29 @@ class Served(Strategy):
         self._update: Update = _none_yet
         if comm.size > 1:
             letters = max(1, len(self.roles.workers)) if self.roles.aggregators else 1
-            self.mailbox = Mailbox(comm, self.roles, self.shards, model.grads, len(model.names), letters)
+            codings = self._codings()
+            self.mailbox = Mailbox(comm, self.roles, self.shards, model.params, len(model.names), letters, *codings)
 
     @classmethod
     def worker_ranks(cls, config: Config, size: int) -> tuple[int, ...]:
         return config.roles(size).workers
+
+    def _codings(self) -> tuple[Coding | None, Coding | None]:
+        """Of letters and of answers."""
+        config = self.config.compression
+        if config.warmup_ranks is not None and not self.silences:
+            raise ConfigError(
+                "strategy.compression.warmup_ranks must be none with downpour, easgd and eamsgd, whose workers take "
+                f"steps of their own; got {config.warmup_ranks}. Leave it out: what is sent first is uncompressed then."
+            )
+        if not config:
+            return None, None
+        places = spans(self.model)
+        letters = Coding(config, self.letters, places)
+        answers = Coding(config, self.answers, places) if self.config.compress_answers else None
+        for coding in filter(None, (letters, answers)):
+            coding.check()
+        return letters, answers
 
     @property
     def alone(self) -> bool:
@@ -228,10 +259,11 @@ class Served(Strategy):
         while (letter := self.mailbox.poll()) is not None:
             self._deal(letter)
 
-    def reply(self, letter: Letter, *args, **options) -> None:
-        """Answers a letter; from now on its worker is expected to post the next one. See Mailbox.reply."""
-        self.mailbox.reply(letter, *args, **options)
-        self.left_out.answered(letter.source, self.comm.now())
+    def reply(self, *replies: Reply) -> None:
+        """Answers letters; from now on their workers are expected to post the next ones."""
+        self.mailbox.reply(*replies)
+        for reply in replies:
+            self.left_out.answered(reply.letter.source, self.comm.now())
 
     def _deal(self, letter: Letter) -> None:
         if self.left_out.posted(letter.source):
@@ -241,7 +273,7 @@ class Served(Strategy):
             self._early.append(letter)
         elif letter.kind == PAUSE:
             self._pauses[letter.source] += 1
-            self.reply(letter, self.clock)
+            self.reply(Reply(letter, self.clock))
             self.child_paused()
         else:
             self.receive(letter)
@@ -261,16 +293,22 @@ class Served(Strategy):
         return params, self._means(self.model.buffers, over=workers)
 
     def state(self) -> dict:
-        return {**super().state(), "clock": self.clock, "clocks": self._clocks}
+        flows = {} if self.alone else {"mailbox": self.mailbox.state()}
+        return {**super().state(), "clock": self.clock, "clocks": self._clocks, **flows}
 
     def load_state(self, state: dict) -> None:
         super().load_state(state)
         self.clock, self._clocks = state["clock"], list(state["clocks"])
+        if not self.alone:
+            self.mailbox.load_state(state.get("mailbox", {}), self.model.params)
 
     def adapted_state(self, states: list[dict]) -> dict:
-        """The largest clock of a shard for all."""
+        """The largest clock of a shard for all; and for each worker the mean of what was not sent."""
         clock = max(state["clock"] for state in states)
-        return {"steps": states[0]["steps"], "clock": clock, "clocks": [clock] * len(self.parents)}
+        adapted = {"steps": states[0]["steps"], "clock": clock, "clocks": [clock] * len(self.parents)}
+        workers = len(self.config.roles(len(states)).workers)
+        mailbox = {} if self.alone else self.mailbox.adapted([state.get("mailbox", {}) for state in states], workers)
+        return {**adapted, "mailbox": mailbox}
 
     def adapted_params(self, params: list[list[Tensor]], states: list[dict]) -> list[Tensor]:
         """The servers' shards, put together."""

@@ -72,11 +72,11 @@ def test_two_sides_have_no_edge_inside(name, size):
 @pytest.mark.parametrize(("name", "size"), [("ring", 3), ("ring", 9), ("complete", 4), ("torus", 6), ("torus", 25)])
 def test_an_odd_cycle_is_named(name, size):
     found = topology.load(name)(size)
-    with pytest.raises(ConfigError, match="the topology must have no odd cycle; got .* ranks. Take one whose") as caught:
+    with pytest.raises(ConfigError, match="the topology must have no odd cycle; got .* ranks. Take one whose") as error:
         two_sides(found)
-    cycle = [int(rank) for rank in str(caught.value).split("got ")[1].split(",")[0].split("-")]
+    cycle = [int(rank) for rank in str(error.value).split("got ")[1].split(",")[0].split("-")]
     assert cycle[0] == cycle[-1] and len(set(cycle)) == len(cycle) - 1 and len(set(cycle)) % 2 == 1
-    assert f"of {len(set(cycle))} ranks" in str(caught.value)
+    assert f"of {len(set(cycle))} ranks" in str(error.value)
     assert all(b in found.in_neighbours(a, 0) for a, b in itertools.pairwise(cycle))
 
 

@@ -21,7 +21,7 @@ class GossipPull(Gossip):
     expectation only. Ranks that have died are not drawn; whoever pulls from one that dies goes on without averaging,
     or with what it published last.
 
-    Bytes per rank and step: one parameter vector fetched with probability (p − 1)/p.
+    Bytes per rank and step: one parameter vector fetched with probability (p − 1)/p; half with fp16 or bf16.
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
     2016, algorithm 3.
@@ -34,14 +34,14 @@ class GossipPull(Gossip):
 
     def __init__(self, config: Config, comm, model):
         super().__init__(config, comm, model)
-        self._fetched = [torch.empty_like(p, device="cpu") for p in model.params]
-        self._published = Publication(comm, model.params, publishes=True)
-        self._published.publish(model.params, self.steps)
+        self._fetched = self.wire.like
+        self._published = Publication(comm, self.wire.like, publishes=True)
+        self._published.publish(self.wire.pack(model.params), self.steps)
         comm.barrier()  # nobody may wait for what was never published
 
     def advance(self, update: Update) -> Outcome:
         outcome = self.step_alone(update)
-        self._published.publish(self.model.params, self.steps + 1)
+        self._published.publish(self.wire.pack(self.model.params), self.steps + 1)
         peer = self.draw()
         if peer != self.comm.rank:
             self._average_with(peer)
@@ -57,7 +57,7 @@ class GossipPull(Gossip):
 
     def load_state(self, state: dict) -> None:
         super().load_state(state)
-        self._published.publish(self.model.params, self.steps)
+        self._published.publish(self.wire.pack(self.model.params), self.steps)
         self.comm.barrier()  # nobody may fetch what was published before
 
     def close(self) -> None:

@@ -30,8 +30,8 @@ class GossipPush(Gossip):
     still receives. The mean of all θ is conserved in expectation only. Ranks that have died are not drawn; what is
     pushed to one that dies is lost, and what it had not pushed whole is never averaged.
 
-    Bytes per rank and step: one parameter vector put with probability (p − 1)/p, and two to four words. Memory per
-    rank: p parameter vectors, p − 1 slots and a copy. A checkpoint includes what has arrived and is not yet averaged;
+    Bytes per rank and step: one parameter vector put with probability (p − 1)/p, half with fp16 or bf16, and two to
+    four words. Memory per rank: p parameter vectors, p − 1 slots and a copy. A checkpoint includes what has arrived and is not yet averaged;
     taken up on another number of ranks that is lost, for all start from the mean.
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
@@ -43,9 +43,9 @@ class GossipPush(Gossip):
 
     def __init__(self, config: Config, comm, model):
         super().__init__(config, comm, model)
-        self._slots = [comm.window((comm.size - 1) * p.numel(), p.dtype) for p in model.params]
+        self._slots = [comm.window((comm.size - 1) * t.numel(), t.dtype) for t in self.wire.like]
         self._counts = comm.window(comm.size - 1, torch.int64)
-        self._taken = [torch.empty_like(p, device="cpu") for p in model.params]
+        self._taken = self.wire.like
 
     def advance(self, update: Update) -> Outcome:
         outcome = self.step_alone(update)
@@ -60,7 +60,7 @@ class GossipPush(Gossip):
         slot, count = (self.comm.rank - peer) % self.comm.size - 1, 0
         while (found := self._counts.compare_and_swap(count, _WRITING, peer, slot)) != count:
             count = found  # only the receiver changes it meanwhile, and only to 0: the third attempt succeeds
-        for window, own in zip(self._slots, self.model.params, strict=True):
+        for window, own in zip(self._slots, self.wire.pack(self.model.params), strict=True):
             write = window.accumulate if count else window.put
             write(own, peer, slot * own.numel())
         self._counts.fetch_add(count + 1 - _WRITING, peer, slot)

@@ -9,8 +9,9 @@ import torch
 from pydantic import Field
 
 from hpcdist.records import StepRecord
-from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.families.decentralised import Decentralised
+from hpcdist.strategies.families.wire import Wire, WireConfig
 
 
 @final
@@ -23,20 +24,22 @@ class GossipSync(Decentralised):
     distance to the mean is halved. Whoever receives from a rank that has died leaves the average out until all ranks
     heal, and draw permutations of the living.
 
-    Bytes per rank and step: one parameter vector sent, unless π(i) = i, which happens with probability 1/p.
+    Bytes per rank and step: one parameter vector sent, half with fp16 or bf16, unless π(i) = i, which happens with
+    probability 1/p.
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
     2016, synchronous gossiping SGD.
     """
 
-    class Config(Strategy.Config):
+    class Config(WireConfig):
         """Options of gossip_sync."""
 
         seed: int = Field(0, ge=0, description="of the permutations; all ranks draw from (seed, step)")
 
     def __init__(self, config: Config, comm, model):
         super().__init__(config, comm, model)
-        self._received = [torch.empty_like(p) for p in model.params]
+        self._wire = Wire(config.compression, model.params)
+        self._received = [torch.empty_like(t) for t in self._wire.pack(model.params)]
 
     def advance(self, update: Update) -> Outcome:
         outcome = self.step_alone(update)
@@ -52,11 +55,15 @@ class GossipSync(Decentralised):
         dest, source = ranks[order[place]], ranks[order.index(place)]
         if dest == rank:
             return
-        if not self.exchange(self.model.params, dest, self._received, source):
+        sent = self._wire.pack(self.model.params)
+        if not self.exchange(sent, dest, self._received, source):
             return
         with torch.no_grad():
-            for own, other in zip(self.model.params, self._received, strict=True):
-                own.add_(other).mul_(0.5)
+            for own, told, other in zip(self.model.params, sent, self._received, strict=True):
+                if told is own:
+                    own.add_(other).mul_(0.5)
+                else:  # what rounding took from it stays here
+                    own.sub_(told, alpha=0.5).add_(other, alpha=0.5)
 
     def join(self, update: Update) -> StepRecord:
         self.model.release([False] * len(self.model.names))  # no gradient, so the optimiser leaves all as it is

@@ -13,6 +13,7 @@ from hpcdist.config import Named
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update, mean
 from hpcdist.strategies.families.mixing import Mixing
+from hpcdist.strategies.families.wire import Wire, WireConfig
 from hpcdist.topology import choice
 
 
@@ -28,14 +29,14 @@ class SGP(Strategy):
     With `overlap` messages are on their way while the next gradient is computed, and added one step later: x ← Px − η
     g(z), with z of before. Whatever changes parameters between steps must then be part of the optimiser's step.
 
-    Bytes per rank and step: one parameter vector to each rank sent to, and 8 bytes for w. Memory: one parameter vector
+    Bytes per rank and step: one parameter vector to each rank sent to, half with fp16 or bf16, and 8 bytes for w. Memory: one parameter vector
     per rank received from, and x. With `overlap` one more exchange after the last step of a run, unused.
 
     Reference: Mahmoud Assran, Nicolas Loizou, Nicolas Ballas, Mike Rabbat, "Stochastic gradient push for distributed
     deep learning", 2019, algorithm 1; with `overlap` algorithm 2 for τ = 1.
     """
 
-    class Config(Strategy.Config):
+    class Config(WireConfig):
         """Options of sgp."""
 
         topology: Named = Field(
@@ -49,6 +50,7 @@ class SGP(Strategy):
         self._mixing = Mixing(comm, found, overlap=config.overlap)
         self._biased = not found.doubly_stochastic
         self._x = model.copy_params() if self._biased else ()
+        self._wire = Wire(config.compression, model.params)
         self._weight = torch.ones(1, dtype=torch.float64)
 
     @property
@@ -56,11 +58,16 @@ class SGP(Strategy):
         """What is sent, and mixed."""
         return (*self._x, self._weight) if self._biased else self.model.params
 
+    def _rounded(self) -> tuple[Tensor, ...]:
+        """The same as it travels."""
+        flats = self._wire.pack(self._x or self.model.params)
+        return (*flats, self._weight) if self._biased else tuple(flats)
+
     def advance(self, update: Update) -> Outcome:
         if self.config.overlap:
             self._mix()
             outcome = self._descend(update)
-            self._mixing.start(self._pushed, self.steps + 1)
+            self._mixing.start(self._rounded(), self.steps + 1)
         else:
             outcome = self._descend(update)
             self._mix()
@@ -69,7 +76,7 @@ class SGP(Strategy):
     def _mix(self) -> None:
         """Collective. x ← Px, w ← Pw, z ← x/w."""
         if not self._mixing.under_way:  # without overlap, or at the first step
-            self._mixing.start(self._pushed, self.steps)
+            self._mixing.start(self._rounded(), self.steps)
         self._mixing.finish(self._pushed)
         self._debias()
 

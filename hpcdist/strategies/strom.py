@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import final
 
@@ -10,16 +9,17 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hpcdist import topology
 from hpcdist.comm.communicator import Envelope, Request
 from hpcdist.compress import CompressionConfig, Feedback, spans
 from hpcdist.compress.gather import cut, join
 from hpcdist.config import Named
 from hpcdist.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.families.decentralised import Decentralised
+from hpcdist.topology import choice
 from hpcdist.topology.spanning import spanning_tree
 
-_CODED, _WHOLE = 1, 2  # tags
+_CODED, _WHOLE, _END = 1, 2, 3  # tags; the last message of a period is empty
 
 
 class Updates(CompressionConfig):
@@ -29,7 +29,7 @@ class Updates(CompressionConfig):
 
 
 @final
-class Strom(Strategy):
+class Strom(Decentralised):
     """Every rank's updates, compressed, are added to the parameters of all ranks, as they arrive.
 
     Every step: run the local optimiser, but take from its change of the parameters only what a message says, and leave
@@ -40,6 +40,8 @@ class Strom(Strategy):
     With the topology `complete` messages go from everyone to everyone. With any other they go to neighbours only, along
     a spanning tree of its graph, and what comes in from one is passed on to the others in the next message: each link
     has a residual of its own, and parameters on two ranks differ by what the links between them still hold.
+
+    The others go on without a rank that dies; along a tree, updates pass its place again from the period's end on.
 
     An update counts 1/p, so that together they make the mean of what the ranks would have done, and a learning rate
     means what it does with `allreduce`; with `add_up` it counts 1, as in the reference.
@@ -69,20 +71,19 @@ class Strom(Strategy):
     def __init__(self, config: Config, comm, model):
         super().__init__(config, comm, model)
         self._links = self._make_links()
-        self._sent = 0  # messages to each peer since the last pause
-        self._received = {peer: 0 for link in self._links for peer in link.peers}  # and from each
+        self._period = 0  # paused so often; every peer says when it has
+        self._ended = dict.fromkeys(range(comm.size), 0)
         self._sending: list[Request] = []
         self._arriving: list[tuple[Request, Tensor, int, int]] = []  # with source and tag
         self._old = [torch.empty_like(flat) for flat in model.params]
 
     def _make_links(self) -> list[_Link]:
         config, comm = self.config, self.comm
-        if comm.size == 1:
-            return []
-        if config.topology.name == "complete":
-            return [_Link([rank for rank in range(comm.size) if rank != comm.rank], config.compression, self.model)]
-        graph = topology.load(config.topology.name)(comm.size, **config.topology.options)
-        return [_Link([peer], config.compression, self.model) for peer in spanning_tree(graph)[comm.rank]]
+        others = [rank for rank in comm.living if rank != comm.rank]
+        if self._floods:
+            return [_Link(others, config.compression, self.model, comm.rank)] if others else []
+        tree = spanning_tree(choice.make(config.topology, comm), comm.living)
+        return [_Link([peer], config.compression, self.model, comm.rank) for peer in tree[comm.rank]]
 
     # --- a step ---------------------------------------------------------------------------------------------------
     def advance(self, update: Update) -> Outcome:
@@ -102,11 +103,10 @@ class Strom(Strategy):
         silent = warming and self.comm.rank >= (self.config.compression.warmup_ranks or self.comm.size)
         whole = warming and self.config.compression.warmup_ranks is None
         for old, own in zip(self._old, self.model.params, strict=True):
-            own.sub_(old).mul_(0.0 if silent else 1.0 if self.config.add_up else 1 / self.comm.size)
+            own.sub_(old).mul_(0.0 if silent else 1.0 if self.config.add_up else 1 / len(self.comm.living))
         for link in self._links:
             messages = [f.encode(change, whole) for f, change in zip(link.feedbacks, self.model.params, strict=True)]
             self._send(join(messages), link.peers, _WHOLE if whole else _CODED)
-        self._sent += 1
         for i, (old, own) in enumerate(zip(self._old, self.model.params, strict=True)):
             if self._floods:
                 own.copy_(old)
@@ -121,25 +121,36 @@ class Strom(Strategy):
 
     # --- messages -------------------------------------------------------------------------------------------------
     def _send(self, message: Tensor, peers: Sequence[int], tag: int) -> None:
-        self._sending = [request for request in self._sending if not request.done()]
-        self._sending += [self.comm.isend(message, peer, tag) for peer in peers]
+        self._sending = [r for r in self._sending if self.survives(r.done) and not r.done()]
+        for peer in peers:
+            if peer in self.present:
+                self.survives(lambda to=peer: self._sending.append(self.comm.isend(message, to, tag)))
 
     def _add_arrived(self) -> None:
         """Adds what has come in full; nothing is waited for."""
-        while (found := self.comm.probe(block=False)) is not None:
+        while (found := self._probe()) is not None:
             self._begin(found)
         arriving, self._arriving = self._arriving, []
-        for request, message, source, tag in arriving:
-            if request.done():
-                self._add(message, source, tag)
-            else:
-                self._arriving.append((request, message, source, tag))
+        for request, *message in arriving:
+            if self.survives(request.done):  # else its sender died while sending it
+                if request.done():
+                    self._add(*message)
+                else:
+                    self._arriving.append((request, *message))
+
+    def _probe(self) -> Envelope | None:
+        found: list[Envelope | None] = []
+        self.survives(lambda: found.append(self.comm.probe(block=False)))
+        return found[0] if found else None
 
     def _begin(self, found: Envelope) -> None:
         message = torch.empty(found.n_bytes, dtype=torch.uint8)
         request = self.comm.irecv(message, found.source, found.tag)
-        self._received[found.source] += 1
-        self._arriving.append((request, message, found.source, found.tag))
+        if found.tag == _END:  # all earlier messages of this source have been begun: they don't overtake each other
+            request.wait()
+            self._ended[found.source] += 1
+        else:
+            self._arriving.append((request, message, found.source, found.tag))
 
     def _add(self, message: Tensor, source: int, tag: int) -> None:
         parts = cut(message, len(self.model.params))
@@ -151,20 +162,33 @@ class Strom(Strategy):
                     feedback.add(part, feedback.residual, whole=tag == _WHOLE)  # passed on with the next message
 
     def pause(self) -> None:
-        """Collective. Waits for all messages that have been sent."""
-        if not self._links:
-            return
-        told = [struct.unpack("q", data)[0] for data in self.comm.exchange(struct.pack("q", self._sent))]
-        for peer in self._received:
-            while self._received[peer] < told[peer]:
-                self._begin(self.comm.probe(peer))
-        for request, message, source, tag in self._arriving:
-            request.wait()
-            self._add(message, source, tag)
+        """Collective. Waits for all messages that the others have sent in this period."""
+        self._period += 1
+        peers = [peer for link in self._links for peer in link.peers]
+        self._send(torch.empty(0, dtype=torch.uint8), peers, _END)
+        for peer in peers:
+            while peer in self.present and self._ended[peer] < self._period:
+                self.survives(lambda of=peer: self._begin(self.comm.probe(of)))
+        for request, *message in self._arriving:
+            if self.survives(request.wait):
+                self._add(*message)
         for request in self._sending:
-            request.wait()
-        self._sending, self._arriving, self._sent = [], [], 0
-        self._received = dict.fromkeys(self._received, 0)
+            self.survives(request.wait)
+        self._sending, self._arriving = [], []
+
+    def heal(self) -> None:
+        living = self.comm.living
+        super().heal()
+        if self.comm.living != living:
+            self._links = self._keep(self._links, self._make_links())
+
+    def _keep(self, old: list[_Link], new: list[_Link]) -> list[_Link]:
+        """The new links, with what the old ones still had for the same ranks."""
+        for link in new:
+            for before in old:
+                if self._floods or before.peers == link.peers:
+                    link.feedbacks = before.feedbacks
+        return new
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def state(self) -> dict:
@@ -189,9 +213,9 @@ class Strom(Strategy):
 class _Link:
     """Ranks that get the same messages, and what they have not been sent yet."""
 
-    def __init__(self, peers: Sequence[int], config: CompressionConfig, model: FlatModel):
+    def __init__(self, peers: Sequence[int], config: CompressionConfig, model: FlatModel, stream: int):
         self.peers = peers
         self.feedbacks = [
-            Feedback(config.make(flat.numel(), own), flat, config.error_feedback)
+            Feedback(config.make(flat.numel(), own, stream), flat, config.error_feedback)
             for flat, own in zip(model.params, spans(model), strict=True)
         ]

@@ -100,7 +100,7 @@ def test_the_mean_follows_the_mean_of_the_local_updates(ranks, simulation):
 
 
 def test_a_pair_averages_before_the_update_at_the_gradient_of_before():
-    """Rank 0 is active: x0 = (4 + 8)/2 − 1. Rank 1 has added its change before: x1 = 8, and 6 once rank 0 has averaged."""
+    """Rank 0 is active: x0 = (4 + 8)/2 − 1. Rank 1 has added its change before: x1 = 8, then 6 by rank 0's doing."""
 
     def body(comm):
         strategy = mixed.linear(comm, NAME)
@@ -161,7 +161,8 @@ def test_only_active_ranks_send_and_a_vector_each_way():
     n_bytes = runs[0].params[0].nbytes
     for rank, run in enumerate(runs):
         moved = {(record.bytes_fetched, record.bytes_sent) for record in run.records}
-        assert moved <= {(n_bytes, n_bytes + words) for words in (16, 24)} | {(0, 8), (0, 16)} if rank % 2 == 0 else moved == {(0, 0)}
+        found_one = {(n_bytes, n_bytes + words) for words in (16, 24)}  # maybe the second that was asked
+        assert moved <= (found_one | {(0, 8), (0, 16)} if rank % 2 == 0 else {(0, 0)})
     assert sum(record.bytes_fetched for record in runs[0].records) > 0
 
 
@@ -170,7 +171,7 @@ def test_only_active_ranks_send_and_a_vector_each_way():
     [
         ({"name": "ring"}, r"topology must have no odd cycle; got 2-1-0-4-3-2, of 5 ranks. Take one whose"),
         ({"name": "complete"}, r"topology must have no odd cycle; got 1-0-2-1, of 3 ranks"),
-        ({"name": "exponential"}, "topology of adpsgd must be symmetric and the same at every step; got exponential. T"),
+        ({"name": "exponential"}, "topology of adpsgd must be symmetric and the same at every step; got exponential"),
         ({"name": "hierarchical"}, "topology of adpsgd must be symmetric and the same at every step; got hierarchical"),
     ],
 )

@@ -17,7 +17,7 @@ every = pytest.mark.parametrize("name", strategies.available())
 
 
 def test_an_unknown_strategy_is_refused_with_the_known_ones():
-    with pytest.raises(UnknownNameError, match="strategy must be one of allreduce, .*; got 'gosip'"):
+    with pytest.raises(UnknownNameError, match="strategy must be one of adpsgd, allreduce, .*; got 'gosip'"):
         strategies.load("gosip")
 
 

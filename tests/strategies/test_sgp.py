@@ -113,11 +113,9 @@ def test_the_weight_is_sent_only_where_it_is_not_1(tmp_path):
     def sent(option: dict) -> set[tuple[int, int]]:
         runs = run_virtual(lambda comm: problem.train(comm, NAME, {"topology": option}), 4)
         n_bytes = runs[0].params[0].nbytes
-        return {
-            (record.bytes_sent - n_bytes * (record.messages_sent // (2 if "path" in option else 1)), record.messages_sent)
-            for run in runs
-            for record in run.records
-        }
+        per_peer = 2 if "path" in option else 1
+        found = [(record.bytes_sent, record.messages_sent) for run in runs for record in run.records]
+        return {(sent - n_bytes * (messages // per_peer), messages) for sent, messages in found}
 
     assert sent({"name": "one_peer_exponential"}) == {(0, 1)}
     assert sent(mixed.option("digraph", 4, tmp_path)) == {(8, 2), (24, 6)}, "rank 0 sends to three, the others to one"

@@ -28,6 +28,7 @@ class Mixing:
         self._comm, self._topology = comm, topology
         self._static = comm.neighbourhood(*self._peers(0)) if topology.static else None
         self._received: list[Tensor] = []
+        self._sent: Sequence[Tensor] = ()
         self._requests: list[Request] = []
         self._step: int | None = None  # whose exchange is under way
         self._context = ExitStack()
@@ -46,20 +47,27 @@ class Mixing:
         """
         around = self._neighbourhood(step)
         wanted = [len(around.sources) * tensor.numel() for tensor in tensors]
-        if wanted != [received.numel() for received in self._received]:
+        types = [tensor.dtype for tensor in tensors]
+        if wanted != [r.numel() for r in self._received] or types != [r.dtype for r in self._received]:
             self._received = [t.new_empty(n) for t, n in zip(tensors, wanted, strict=True)]
+        self._sent = tuple(tensors)
         self._requests = [around.start(t, r) for t, r in zip(tensors, self._received, strict=True)]
         self._step = step
 
     def finish(self, tensors: Sequence[Tensor]) -> None:
-        """Collective. Waits for the exchange and mixes `tensors`, which were sent, in place."""
+        """Collective. Waits for the exchange and mixes `tensors`, in place.
+
+        They were sent, or rounded copies of them; what rounding took away then stays, so that sums are conserved.
+        """
         step = self._step
         self.drop()
         weights = self._topology.in_neighbours(self._comm.rank, step)
         own = weights.pop(self._comm.rank)
         with torch.no_grad():
-            for tensor, received in zip(tensors, self._received, strict=True):
-                if weights:  # else the weight is 1, to the bit
+            for tensor, sent, received in zip(tensors, self._sent, self._received, strict=True):
+                if sent.dtype != tensor.dtype:
+                    tensor.sub_(sent, alpha=1 - own)
+                elif weights:  # else the weight is 1, to the bit
                     tensor.mul_(own)
                 for k, weight in enumerate(weights.values()):
                     tensor.add_(received[k * tensor.numel() : (k + 1) * tensor.numel()], alpha=weight)

@@ -27,14 +27,12 @@ same: who sends how many messages when changes every figure.
 
 from __future__ import annotations
 
-import csv
-import hashlib
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -44,10 +42,9 @@ import typer
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from staleness_study.grid import BASELINE, QUICK, Cell, Grid, Results
-from studies import run_with_progress
+from studies import code, run_with_progress, write_csv
 from torch import nn
 
-import hpcdist
 from hpcdist import console
 from hpcdist.comm.virtual import Jitter, Network, run_virtual
 from hpcdist.config import JobConfig
@@ -93,15 +90,6 @@ def settings_of(cell: Cell, grid: Grid, momentum: float, rate: float, seed: int)
     """All that a run depends on."""
     changing = {"passes": grid.passes, "momentum": momentum, "rate": cell.rate(rate), "seed": seed}
     return {**vars(cell), **FIXED, **changing, "code": code()}
-
-
-@cache
-def code() -> str:
-    """A checksum of the library's source."""
-    sha = hashlib.sha256()
-    for path in sorted(Path(hpcdist.__file__).parent.rglob("*.py")):
-        sha.update(path.read_bytes())
-    return sha.hexdigest()[:16]
 
 
 def train(data: Path, settings: dict) -> dict:
@@ -172,13 +160,6 @@ def study(grid: Grid, momentum: float, output: Path, workers: int) -> tuple[Resu
         spread("all cells", [settings_of(c, grid, momentum, rate, seed) for c in cells for seed in range(grid.seeds)])
     )
     return Results(grid, rate, {cell: list(islice(runs, grid.seeds)) for cell in cells}), rates
-
-
-def write_csv(path: Path, rows: list[dict]) -> None:
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def main(

@@ -8,7 +8,6 @@ import re
 
 import pytest
 
-from comm.hosts import hosts, why_not
 from comm.jobs_here import ROOT, TCP, run, write
 from harness.launch import find_mpirun
 from hpcdist.bench.window import measure as bench
@@ -78,12 +77,10 @@ def test_a_busy_owner_over_tcp(tmp_path, way):
 
 
 @needs_mpirun
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize(("way", "size"), [("tcp", 3), ("tcp:eth0", 2), ("tcp:10.78.0.0/16", 2), ("rma", 2)])
-def test_a_busy_owner_on_another_host(tmp_path, way, size):
+def test_a_busy_owner_on_another_host(tmp_path, make_hosts, way, size):
     script = write(tmp_path, BUSY_OWNER.replace("WAY", way))
-    with hosts(tmp_path, size) as made:
-        job = made.launch([script], env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)})
+    job = make_hosts(size).launch([script], env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)})
     found = check(job, size)
     assert found[0]["nodes"] == list(range(size)) and {told["way"] for told in found} == {way.partition(":")[0]}
     assert sum(told["received"] for told in found) > 25 * 120_000, "what was put and got went through the network"

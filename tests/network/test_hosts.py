@@ -1,0 +1,174 @@
+"""Hosts of this machine and the cables between them: speed, delay, changing them; and where none can be made."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+# Host n2 sends back a byte for each one, or, of a connection that begins otherwise, takes and gives a megabyte.
+ECHO = """
+import socket, threading
+listener = socket.create_server(("", 5000))
+print("ready", flush=True)
+while True:
+    connection, _ = listener.accept()
+    if connection.recv(1) == b"p":
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(b"p")
+        while data := connection.recv(1):
+            connection.sendall(data)
+    else:
+        sending = threading.Thread(target=connection.sendall, args=[bytes(1 << 20)])
+        sending.start()
+        left = 1 << 20
+        while left:
+            left -= len(connection.recv(left))
+        sending.join()
+        connection.sendall(b".")
+    connection.close()
+"""
+ASK = """
+import json, socket, threading, time
+def connect():
+    connection = socket.create_connection(("10.78.0.2", 5000))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+pings, connection = [], connect()
+for _ in range(10):
+    start = time.perf_counter()
+    connection.sendall(b"p")
+    connection.recv(1)
+    pings.append(time.perf_counter() - start)
+connection.close()
+connection, start = connect(), time.perf_counter()
+sending = threading.Thread(target=connection.sendall, args=[b"m" + bytes(1 << 20)])
+sending.start()
+left = 1 + (1 << 20)
+while left:
+    left -= len(connection.recv(left))
+print(json.dumps({"ping_ms": 1e3 * min(pings[1:]), "megabyte_s": time.perf_counter() - start}))
+"""
+
+
+@pytest.fixture
+def ask():
+    """`ask(hosts)`: the shortest round trip from n1 to n2, and how long a megabyte takes there and back at once."""
+    servers = []
+
+    def call(made) -> dict:
+        if not servers:
+            command = [*made.inside("n2"), sys.executable, "-c", ECHO]
+            servers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            assert servers[0].stdout.readline() == "ready\n"
+        command = [*made.inside("n1"), sys.executable, "-c", ASK]
+        job = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert job.returncode == 0, job.stderr
+        return json.loads(job.stdout)
+
+    yield call
+    for server in servers:
+        server.terminate()
+        server.wait()
+        server.stdout.close()
+
+
+def test_a_cable_carries_so_many_bits_in_each_direction(make_hosts, ask):
+    made = make_hosts(2, mbit_s=20)
+    alone_s = ((1 << 20) - (1 << 17)) * 8 / 20e6  # less what may leave at once
+    assert alone_s < ask(made)["megabyte_s"] < 5 * alone_s
+
+
+def test_cables_can_be_changed(kit, make_hosts, ask):
+    made = make_hosts(3)
+    fast = ask(made)
+    assert fast["ping_ms"] < 8 and fast["megabyte_s"] < 0.3
+    made.shape(kit.Cable(20))
+    assert ask(made)["megabyte_s"] > 0.3
+    made.shape(kit.Cable())
+    assert ask(made)["megabyte_s"] < 0.3
+
+
+def test_a_cable_delays_each_message_alike(kit, make_hosts, ask):
+    made = make_hosts(2, mbit_s=100, delay_ms=20)
+    slow = ask(made)
+    assert 40 < slow["ping_ms"] < 55, "the round trip"
+    assert slow["megabyte_s"] > 0.11
+    made.shape(kit.Cable())
+    assert ask(made)["ping_ms"] < 15, "the relay passes on at once"
+    made.shape(kit.Cable(delay_ms=20))
+    assert 40 < ask(made)["ping_ms"] < 55
+
+
+def test_hosts_are_gone_at_the_end(kit, tmp_path):
+    if reason := kit.why_not(kit.Cable(delay_ms=1)):
+        pytest.skip(reason)
+    with kit.hosts(tmp_path, 1, kit.Cable(delay_ms=1)) as made:
+        pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+        assert len(pids) == 3, "the switch, a host and a relay"
+        left_behind = subprocess.Popen([*made.inside("n1"), "sh", "-c", "sleep 100 & echo $!"], stdout=subprocess.PIPE)
+        pids.append(int(left_behind.stdout.readline()))
+        assert all(runs(pid) for pid in pids)
+    left_behind.communicate(timeout=10)
+    until = time.monotonic() + 10
+    while any(runs(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(runs(pid) for pid in pids)
+
+
+ABANDONED = """
+import os, subprocess, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from network_study.hosts import Cable, hosts
+folder = Path(sys.argv[2])
+with hosts(folder, 1, Cable(delay_ms=1)) as made:
+    left_behind = subprocess.Popen([*made.inside("n1"), "sleep", "100"])
+    print(left_behind.pid, *(path.read_text().strip() for path in folder.glob("*.pid")), flush=True)
+    os._exit(0)
+"""
+
+
+def test_hosts_go_when_who_made_them_is_gone(kit, tmp_path):
+    if reason := kit.why_not(kit.Cable(delay_ms=1)):
+        pytest.skip(reason)
+    command = [sys.executable, "-c", ABANDONED, Path(kit.__file__).parents[1], tmp_path]
+    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60).stdout
+    pids = [int(pid) for pid in told.split()]
+    assert len(pids) == 4, "a process, the switch, a host and a relay"
+    until = time.monotonic() + 30
+    while any(runs(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(runs(pid) for pid in pids)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("cable", "words"),
+    [
+        ({}, "unshaped"),
+        ({"mbit_s": 100}, "100 Mbit/s"),
+        ({"mbit_s": 1000, "delay_ms": 10}, "1 Gbit/s, 10 ms"),
+    ],
+)
+def test_cables_have_names(kit, cable, words):
+    assert str(kit.Cable(**cable)) == words
+
+
+def test_where_no_hosts_can_be_made_it_says_why(kit, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert kit.why_not() == "needs ip, unshare, nsenter, mount (iproute2, util-linux)"
+    assert kit.why_not(kit.Cable(100)) == "needs ip, unshare, nsenter, mount, tc (iproute2, util-linux)"
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert kit.why_not() == "making network namespaces needs root"

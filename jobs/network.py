@@ -1,6 +1,6 @@
 """Which strategy trains soonest on a slow network, measured on one, and whether virtual ranks foretell it.
 
-    python jobs/network.py                  # about 10 minutes on 2 cores, as root; --quick: a minute
+    python jobs/network.py                  # a quarter of an hour on 2 free cores, as root; --quick: a minute
     pip install -e '.[plots]'               # what it needs beside the library; and iproute2 (ip, tc)
 
 Real ranks on hosts of their own, which this job makes on this machine: namespaces with an address each, joined by TCP

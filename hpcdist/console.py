@@ -142,13 +142,15 @@ def _print_table(found: Sequence[Mapping[str, Any]], left: Sequence[str], title:
 
 # --- descriptions -----------------------------------------------------------------------------------------------------
 def algorithms(found: Mapping[str, type[Strategy] | type[Compressor]], where: str) -> None:
-    """Every one by its name: what it does, its options, its reference. `where` is the dotted key of their table."""
+    """Every one by its name: what it does and costs, its options, its reference. `where` is their table's dotted key."""
     from hpcdist.config import describe
 
     for name, algorithm in found.items():
         head, _, reference = (inspect.getdoc(algorithm) or "").partition("Reference:")
         print(name)
-        _print_text(head.split("\n\n")[0])
+        what, *more = head.split("\n\n")
+        for paragraph in (what, *(text for text in more if text.startswith(("Bytes", "Error")))):
+            _print_text(paragraph)
         for option in describe(algorithm.Config, where):
             default = f", default {option.default}" if option.default else ""
             _print_text(f"{option.key} ({option.type}{default}): {option.description}", hanging=True)

@@ -201,6 +201,8 @@ def test_algorithms_are_listed_with_options_and_reference(hpcdist, command, cata
         assert reference.endswith(".") and any(year in reference for year in map(str, range(1951, 2030)))
         for option in describe(catalogue.load(name).Config, where):
             assert f"{option.key} ({option.type}" in text and option.description in text
+        if catalogue is compress:
+            assert "Bytes" in text and "rror" in text, "a compressor's cost and error bound"
     assert max(map(len, out.splitlines())) <= 100
 
 

@@ -222,7 +222,7 @@ def test_in_a_world_of_another_size_no_gradient_that_was_not_sent_is_lost():
 
     def smaller(comm):
         cls = strategies.load("hardsync")
-        strategy = cls(cls.Config(**options), comm, FlatModel(problem.model()))
+        strategy = cls(cls.Config(**options, fan_in=2), comm, FlatModel(problem.model()))
         strategy.load_state(strategy.adapted_state(states))
         residual = [part.clone() for part in strategy.state()["mailbox"]["letters"]["whole"]]
         strategy.close()

@@ -129,7 +129,8 @@ class Qsgd(Compressor):
         values = work[: levels.size].reshape(levels.shape)
         np.copyto(values, levels)
         values -= self.config.levels
-        values *= (norms.astype(values.dtype) / self.config.levels)[:, None]
+        scale = norms.astype(values.dtype) / self.config.levels
+        torch.from_numpy(values).mul_(torch.from_numpy(scale)[:, None])  # NumPy takes twice as long over a column
         return values.reshape(-1)
 
     def state(self) -> dict:

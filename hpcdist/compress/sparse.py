@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 
 from hpcdist.compress import indices as coding
-from hpcdist.compress.chunks import chunks
+from hpcdist.compress.chunks import CHUNK, chunks
 
-_CHUNK = 1 << 18  # elements looked at together; fewer take longer
 _HEAD = 4  # bytes: how many elements are named
 
 
 def above(values: np.ndarray, bound: float) -> np.ndarray:
     """The indices of the elements greater than `bound` in magnitude, ascending, int64."""
-    size = max(1, min(_CHUNK, len(values)))
+    size = max(1, min(CHUNK, len(values)))
     magnitude, found = np.empty(size, values.dtype), np.empty(size, bool)
     parts = []
     for place in chunks(len(values), size):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -204,8 +203,8 @@ class AllReduce(Strategy):
         return 0.0
 
     def join(self, update: Update) -> StepRecord:
-        self._nothing()
-        return replace(self.step(update), staleness=())  # no gradient of this rank's was applied
+        self.model.weight = 0.0
+        return self.step_without_samples(update)
 
     def traffic(self) -> Traffic:
         return self.comm.traffic + self._channel.traffic

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -195,6 +195,11 @@ class Strategy(abc.ABC):
         if not bad:
             update()
         return Outcome(clock=self.steps + 1, staleness=() if bad else (0,), event=event)
+
+    def step_without_samples(self, update: Update) -> StepRecord:
+        """Takes part in a step without a gradient, so that the optimiser leaves all as it is; its record."""
+        self.model.release([False] * len(self.model.names))
+        return replace(self.step(update), staleness=())  # no gradient of this rank's was applied
 
     def _means(self, tensors: Sequence[Tensor], over: Sequence[int] | None = None) -> list[Tensor]:
         """Collective. The mean of each tensor over the ranks `over` (default: all), on every rank."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import final
 
 from pydantic import Field, model_validator
@@ -92,8 +91,7 @@ class DPSGD(Strategy):
         return outcome
 
     def join(self, update: Update) -> StepRecord:
-        self.model.release([False] * len(self.model.names))  # no gradient, so the optimiser leaves all as it is
-        return replace(self.step(update), staleness=())
+        return self.step_without_samples(update)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def state(self) -> dict:

@@ -10,6 +10,7 @@ from pydantic import Field
 from hpcdist.comm.snapshot import Publication
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.families.gossip import Gossip
+from hpcdist.strategies.families.wire import Wire, WireConfig
 
 
 @final
@@ -27,21 +28,22 @@ class GossipPull(Gossip):
     2016, algorithm 3.
     """
 
-    class Config(Gossip.Config):
+    class Config(Gossip.Config, WireConfig):
         """Options of gossip_pull."""
 
         torn: bool = Field(False, description="read without checking that the fetched parameters are of one step")
 
     def __init__(self, config: Config, comm, model):
         super().__init__(config, comm, model)
-        self._fetched = self.wire.like
-        self._published = Publication(comm, self.wire.like, publishes=True)
-        self._published.publish(self.wire.pack(model.params), self.steps)
+        self._wire = Wire(config.compression, model.params)
+        self._fetched = self._wire.like
+        self._published = Publication(comm, self._wire.like, publishes=True)
+        self._published.publish(self._wire.pack(model.params), self.steps)
         comm.barrier()  # nobody may wait for what was never published
 
     def advance(self, update: Update) -> Outcome:
         outcome = self.step_alone(update)
-        self._published.publish(self.wire.pack(self.model.params), self.steps + 1)
+        self._published.publish(self._wire.pack(self.model.params), self.steps + 1)
         peer = self.draw()
         if peer != self.comm.rank:
             self._average_with(peer)
@@ -57,7 +59,7 @@ class GossipPull(Gossip):
 
     def load_state(self, state: dict) -> None:
         super().load_state(state)
-        self._published.publish(self.wire.pack(self.model.params), self.steps)
+        self._published.publish(self._wire.pack(self.model.params), self.steps)
         self.comm.barrier()  # nobody may fetch what was published before
 
     def close(self) -> None:

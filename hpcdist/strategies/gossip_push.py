@@ -15,6 +15,7 @@ import torch
 
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.families.gossip import Gossip
+from hpcdist.strategies.families.wire import Wire, WireConfig
 
 _WRITING = -1  # in place of a count
 
@@ -38,14 +39,15 @@ class GossipPush(Gossip):
     2016, asynchronous push-gossiping SGD.
     """
 
-    class Config(Gossip.Config):
+    class Config(Gossip.Config, WireConfig):
         """Options of gossip_push."""
 
     def __init__(self, config: Config, comm, model):
         super().__init__(config, comm, model)
-        self._slots = [comm.window((comm.size - 1) * t.numel(), t.dtype) for t in self.wire.like]
+        self._wire = Wire(config.compression, model.params)
+        self._slots = [comm.window((comm.size - 1) * t.numel(), t.dtype) for t in self._wire.like]
         self._counts = comm.window(comm.size - 1, torch.int64)
-        self._taken = self.wire.like
+        self._taken = self._wire.like
 
     def advance(self, update: Update) -> Outcome:
         outcome = self.step_alone(update)
@@ -60,7 +62,7 @@ class GossipPush(Gossip):
         slot, count = (self.comm.rank - peer) % self.comm.size - 1, 0
         while (found := self._counts.compare_and_swap(count, _WRITING, peer, slot)) != count:
             count = found  # only the receiver changes it meanwhile, and only to 0: the third attempt succeeds
-        for window, own in zip(self._slots, self.wire.pack(self.model.params), strict=True):
+        for window, own in zip(self._slots, self._wire.pack(self.model.params), strict=True):
             write = window.accumulate if count else window.put
             write(own, peer, slot * own.numel())
         self._counts.fetch_add(count + 1 - _WRITING, peer, slot)

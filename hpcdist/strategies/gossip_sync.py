@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import final
 
 import torch
@@ -66,5 +65,4 @@ class GossipSync(Decentralised):
                     own.sub_(told, alpha=0.5).add_(other, alpha=0.5)
 
     def join(self, update: Update) -> StepRecord:
-        self.model.release([False] * len(self.model.names))  # no gradient, so the optimiser leaves all as it is
-        return replace(self.step(update), staleness=())
+        return self.step_without_samples(update)

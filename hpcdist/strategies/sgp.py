@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import final
 
 import torch
@@ -98,8 +97,7 @@ class SGP(Strategy):
         return outcome
 
     def join(self, update: Update) -> StepRecord:
-        self.model.release([False] * len(self.model.names))  # no gradient, so the optimiser leaves all as it is
-        return replace(self.step(update), staleness=())
+        return self.step_without_samples(update)
 
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. The mean of x, which messages conserve, and of the buffers."""

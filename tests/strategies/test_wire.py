@@ -69,3 +69,8 @@ def test_what_does_not_stand_for_itself_is_refused(name):
         config(compression="topk")
     with pytest.raises(ConfigError, match="compression must be without warmup_steps and error_feedback = false"):
         config(compression={"name": "fp16", "warmup_steps": 4})
+
+
+def test_what_is_added_in_place_does_not_travel_rounded():
+    with pytest.raises(ConfigError, match="must be one of on_nonfinite, seed, topology; got 'compression'"):
+        strategies.load("adpsgd").Config(compression="fp16")

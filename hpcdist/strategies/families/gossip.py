@@ -5,21 +5,20 @@ from __future__ import annotations
 import torch
 from pydantic import Field
 
+from hpcdist.strategies.base import Strategy
 from hpcdist.strategies.families.decentralised import Decentralised
-from hpcdist.strategies.families.wire import Wire, WireConfig
 
 
 class Gossip(Decentralised):
     """Collective. Every rank draws other ranks by a generator of its own, which is part of its state."""
 
-    class Config(WireConfig):
+    class Config(Strategy.Config):
         """Options of random peers."""
 
         seed: int = Field(0, ge=0, description="of the draw of peers; each rank draws from (seed, rank)")
 
     def __init__(self, config: Config, comm, model):
         super().__init__(config, comm, model)
-        self.wire = Wire(config.compression, model.params)
         self._peers = torch.Generator().manual_seed(config.seed * 1_000_003 + comm.rank)
 
     def draw(self) -> int:

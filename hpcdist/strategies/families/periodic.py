@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from pydantic import Field
@@ -76,8 +75,7 @@ class Periodic(Strategy):
         return outcome
 
     def join(self, update: Update) -> StepRecord:
-        self.model.release([False] * len(self.model.names))  # no gradient, so the optimiser leaves all as it is
-        return replace(self.step(update), staleness=())
+        return self.step_without_samples(update)
 
     def mean(self, differences: Sequence[Tensor]) -> None:
         """Collective. Replaces each rank's δᵢ by the mean over all ranks, the same to the bit on all of them."""

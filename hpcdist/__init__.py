@@ -3,7 +3,7 @@
 import importlib
 
 __version__ = "0.1.0"
-__all__ = ["DistributedOptimizer", "broadcast", "init", "local_rank", "rank", "shard", "size"]
+__all__ = ["DistributedOptimizer", "Leaving", "broadcast", "init", "local_rank", "rank", "shard", "size"]
 
 
 def __getattr__(name: str):

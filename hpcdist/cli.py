@@ -1,5 +1,4 @@
-"""The command line: `hpcdist train|data|bench|strategies|compressors|topology|report`. Parses, builds a specification, calls one
-function.
+"""The command line: `hpcdist train|data|bench|slurm|...`. Parses, builds a specification, calls one function.
 
 Modules that need torch are imported by the commands that need them: it takes seconds, and `--help` should take none.
 """
@@ -34,6 +33,7 @@ Overrides = Annotated[
 
 COLLECTIVE = {"train", "bench"}  # what all ranks take part in; the first one alone does the rest
 SILENT_S = 10.0  # in which the first rank speaks: a launcher ends all ranks when one of them leaves with a failure
+LEFT = 75  # of a run that left early and is to be started again: EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # as the shell's for a process that SIGINT ended
 # The launcher's own variable comes before Slurm's, which under mpirun is that of mpirun's daemon.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
@@ -43,14 +43,15 @@ def main() -> None:
     """Runs the command line of this process and exits.
 
     A failure is told once, whether one rank fails or all do, and ends every rank: status 2 for wrong usage, 1 for an
-    error, 130 for an interruption. Only an exception that is no HpcdistError has a traceback.
+    error, 75 for a run that left early, 130 for an interruption. Only an exception that is no HpcdistError has a
+    traceback.
     """
     first = launched_rank() == 0
     status = _run(sys.argv[1:], first) if first or _is_collective(sys.argv[1:]) else 0
     if status == INTERRUPTED and first:
         console.note("interrupted")
     comm = _joined()
-    if status and comm is not None and comm.size > 1:
+    if status not in (0, LEFT) and comm is not None and comm.size > 1:
         comm.abort(status)
     sys.exit(status)
 
@@ -131,13 +132,21 @@ def train(
         typer.Option(help="One line that is rewritten, or lines; auto: live on a terminal with one rank, else lines."),
     ] = console.ProgressMode.auto,
 ) -> None:
-    """Train a job on the ranks that mpirun or srun started. Collective."""
+    """Train a job on the ranks that mpirun or srun started. Collective.
+
+    On SIGTERM, SIGUSR1 or SIGUSR2, and before a Slurm job's time limit, all ranks save a checkpoint and leave after
+    the same step, with status 75: the same command with --resume goes on.
+    """
     from hpcdist import session
+    from hpcdist.slurm.environment import end_time
     from hpcdist.train import runs
 
     comm = session.init()
     show = console.progress(progress, comm.size)
-    folder, summary = runs.train(comm, job, config, overrides or [], output, resume, show, console.note)
+    ends_at = end_time(os.environ) if comm.rank == 0 else None
+    folder, summary = runs.train(comm, job, config, overrides or [], output, resume, show, console.note, ends_at)
+    if summary is None:
+        raise typer.Exit(LEFT)
     if comm.rank == comm.living[0]:
         console.result(folder, summary)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from train import tiny
 
-from harness.launch import LAUNCHER_PREFIXES, SETTINGS, find_mpirun, launch
+from harness.launch import find_mpirun, launch, started, wait_until
 from hpcdist import checkpoint
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.records import load_summary
@@ -122,35 +121,16 @@ def test_progress_on_several_ranks_is_in_lines_of_rank_0():
     assert lines[-1].startswith("allreduce on 2 ranks: test accuracy 0.")
 
 
-SLOW = """
-import dataclasses, os, pathlib, time
-from train import tiny
-
-def loss(outputs, targets):
-    pathlib.Path(f"pid-{os.getpid()}").touch()
-    time.sleep(0.03)
-    return tiny.job.loss(outputs, targets)
-
-job = dataclasses.replace(tiny.job, loss=loss)
-"""
-
-
 def test_a_killed_run_resumes_to_the_same_bits():
     """A rank is killed in the middle (SIGKILL); the resumed run ends where one on virtual ranks ends uninterrupted."""
-    Path("slow.py").write_text(SLOW)
+    Path("slow.py").write_text(tiny.SLOW)
     settings = ("checkpoint.every_steps=4", "strategy.algorithm=ring", "data.path=digits.h5")
     arguments = ["train", "slow.py", *(word for s in settings for word in ("--set", s)), "--output", "it"]
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
-    command = [find_mpirun(), "-n", "2", sys.executable, "-m", "hpcdist", *arguments]
-    with open("log", "wb") as log:
-        job = subprocess.Popen(command, env={**inherited, **SETTINGS, **ENV}, stdout=log, stderr=log)
-        try:
-            _wait_until(lambda: _newest_step() >= 8 or job.poll() is not None)
-            victim = next(int(path.name.split("-")[1]) for path in sorted(Path().glob("pid-*")))
-            os.kill(victim, signal.SIGKILL)
-            assert job.wait(timeout=30) != 0, Path("log").read_text()
-        finally:
-            job.terminate()
+    with started(2, ["-m", "hpcdist", *arguments], Path("log"), env=ENV) as job:
+        wait_until(lambda: _newest_step() >= 8 or job.poll() is not None)
+        victim = next(int(path.name.split("-")[1]) for path in sorted(Path().glob("pid-*")))
+        os.kill(victim, signal.SIGKILL)
+        assert job.wait(timeout=30) != 0, Path("log").read_text()
     assert not Path("it/summary.json").exists() and _newest_step() >= 8
 
     done = hpcdist(2, *arguments, "--resume")
@@ -171,10 +151,3 @@ def test_a_killed_run_resumes_to_the_same_bits():
 def _newest_step() -> int:
     newest = checkpoint.latest("it/checkpoints")
     return int(newest.name[5:13]) if newest else 0
-
-
-def _wait_until(condition, limit_s: float = 40.0) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)

@@ -82,6 +82,14 @@ class CheckpointConfig(Settings):
     folder: str | None = Field(None, description="where checkpoints go; none is `checkpoints` in the output folder")
 
 
+class LeaveConfig(Settings):
+    """Leaving early, with a checkpoint, to be started again with --resume."""
+
+    enabled: bool = Field(True, description="leave on SIGTERM, SIGUSR1, SIGUSR2, and before the job's time limit")
+    margin_s: float = Field(30.0, ge=0, description="seconds to be left at the time limit, beside a checkpoint's")
+    every_s: float = Field(5.0, gt=0, description="seconds between looks, in which all ranks take part")
+
+
 class DataConfig(Settings):
     """What the model is trained on."""
 
@@ -98,6 +106,7 @@ class JobConfig(Settings):
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    leave: LeaveConfig = Field(default_factory=LeaveConfig)
     model: dict[str, Any] = Field(default_factory=dict, description="options of the job's model")
     epochs: int = Field(1, ge=1, description="passes over the data")
     batch_size: int = Field(32, ge=1, description="samples per worker and step")

@@ -9,8 +9,9 @@
         optimizer.step()
 """
 
+from hpcdist.session.leaving import Leaving
 from hpcdist.session.optimizer import DistributedOptimizer
 from hpcdist.session.shard import shard
 from hpcdist.session.world import broadcast, init, local_rank, rank, size
 
-__all__ = ["DistributedOptimizer", "broadcast", "init", "local_rank", "rank", "shard", "size"]
+__all__ = ["DistributedOptimizer", "Leaving", "broadcast", "init", "local_rank", "rank", "shard", "size"]

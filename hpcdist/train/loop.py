@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,11 +17,14 @@ from hpcdist.config import JobConfig
 from hpcdist.data.hdf5 import HDF5Dataset
 from hpcdist.data.loader import Batch, Loader
 from hpcdist.records import RecordWriter, StepRecord, Summary, digest, read_records, record_path, summarise, write_summary
+from hpcdist.session.leaving import Leaving
 from hpcdist.session.world import require_equal
 from hpcdist.train import resume
 from hpcdist.train.evaluate import evaluate
 from hpcdist.train.job import Job
 from hpcdist.train.precision import Precision
+
+SAVED_BYTES_S = 100e6  # how fast a checkpoint is written until one has been: a slow shared file system
 
 
 @dataclass
@@ -53,10 +57,21 @@ class Trainer:
         comm: the ranks that take part.
         output: folder for records and `summary.json`; made by rank 0.
         report: called now and then with the run's progress, on rank 0, or the first rank that lives.
+        ends_at: when the job is ended from outside, in seconds since 1970, so that the run leaves before; None for
+            never, or where another rank knows.
+        listens: whether the run leaves on a signal, or before `ends_at`.
     """
 
     def __init__(
-        self, job: Job, config: JobConfig, comm: Communicator, output: Path, report: Callable[[Progress], None] | None
+        self,
+        job: Job,
+        config: JobConfig,
+        comm: Communicator,
+        output: Path,
+        report: Callable[[Progress], None] | None,
+        *,
+        ends_at: float | None = None,
+        listens: bool = False,
     ):
         self.job, self.config, self.comm, self.output = job, config, comm, output
         self._report = report
@@ -77,6 +92,14 @@ class Trainer:
         self._writer: RecordWriter | None = None
         self._losses: list[float] = []
         self._gradients = 0  # that a server has applied in this epoch
+        self._save_s = 3 * self.model.n_bytes / SAVED_BYTES_S  # with two moments; a guess
+        self._evaluate_s = 0.0
+        self.leaving: Leaving | None = None
+        if listens and config.leave.enabled:
+            margin_s, every_s = config.leave.margin_s, config.leave.every_s
+            self.leaving = Leaving(
+                comm, ends_at=ends_at, margin_s=margin_s, every_s=every_s, cost_s=lambda: 1.5 * self._save_s
+            )
 
     def _make_model(self) -> None:
         config = self.config
@@ -123,41 +146,66 @@ class Trainer:
         )
 
     # --- the run --------------------------------------------------------------------------------------------------
-    def run(self, resume_from: Path | None = None) -> Summary:
-        """Collective. Trains to the end, evaluates, writes the summary; the same on every rank."""
+    def run(self, resume_from: Path | None = None) -> Summary | None:
+        """Collective. Trains to the end, evaluates, writes the summary; the same on every rank.
+
+        None if the run has left early, after its newest checkpoint; `leaving.reason` says why.
+        """
         if resume_from is not None:
             resume.load(self, resume_from)
         self._writer = RecordWriter(record_path(self.output, self.comm.rank), first_step=self.strategy.steps + 1)
         try:
-            while self.position.epoch < self.config.epochs:
-                self._epoch()
+            with self.leaving or nullcontext():
+                while self.position.epoch < self.config.epochs:
+                    self._epoch()
+                    if self._leaves:
+                        return None
             if not self.metrics:  # resumed from the very end
                 self.metrics = evaluate(self.job, self.strategy, self.comm, self._test)
         finally:
             self._writer.close()
         return self._summarise()
 
+    @property
+    def _leaves(self) -> bool:
+        return self.leaving is not None and self.leaving.reason is not None
+
     def _epoch(self) -> None:
+        """The rest of an epoch, or what can be done of it before the run leaves."""
         position, every = self.position, self.config.checkpoint.every_steps
         self.loader.set_epoch(position.epoch, position.consumed)
         plan = self.loader.plan
         batches, done = iter(self.loader), 0
-        while done < plan.steps:
+        while done < plan.steps and not self._leaves:
             count = min(plan.steps - done, every - position.step % every if every else plan.steps)
+            if self.leaving is not None:
+                count = min(count, self.leaving.steps)
             self._timed(lambda: self._steps(batches, done, count))
             done, position.step = done + count, position.step + count
             position.consumed = plan.position(done)
             if done == plan.steps:
                 self._end_epoch()
-            if every and position.step % every == 0:
-                self._writer.flush()  # what a checkpoint stands for has been recorded, even if this process is killed
-                resume.save(self, self.checkpoints, self.config.checkpoint.keep)
+            saves = every > 0 and position.step % every == 0
+            if saves:
+                self._save()
+            if self.leaving is not None and position.epoch < self.config.epochs:
+                near = plan.steps - done % plan.steps <= self.leaving.steps
+                if self.leaving.meet(count, soon_s=self._evaluate_s if near else 0.0) and not saves:
+                    self._save()
+
+    def _save(self) -> None:
+        self._writer.flush()  # what a checkpoint stands for has been recorded, even if this process is killed
+        start = self.comm.now()
+        resume.save(self, self.checkpoints, self.config.checkpoint.keep)
+        self._save_s = self.comm.now() - start
 
     def _end_epoch(self) -> None:
         self.position.epoch, self.position.consumed = self.position.epoch + 1, 0
         self._gradients = 0
         if self.position.epoch % self.config.eval_every == 0 or self.position.epoch == self.config.epochs:
+            start = self.comm.now()
             self.metrics = evaluate(self.job, self.strategy, self.comm, self._test)
+            self._evaluate_s = self.comm.now() - start
         left = tuple(rank for rank in self.workers if rank in self.comm.living)
         if left != self.workers:
             self._deal_samples(left)

@@ -27,23 +27,31 @@ def train(
     resume: bool = False,
     show: Callable[[str, Progress], None] | None = None,
     say: Callable[[str], None] | None = None,
-) -> tuple[Path, Summary]:
+    ends_at: float | None = None,
+) -> tuple[Path, Summary | None]:
     """Collective. Runs a job to its end; its folder and its summary, the same on all ranks.
+
+    Without a summary the run has left early, on a signal or before `ends_at`, and a checkpoint has been saved.
 
     Args:
         toml_path, overrides: settings over the job's defaults.
         output: the run's folder; None makes a new one under the configured one.
         resume: go on from the newest whole checkpoint in `output`; start anew where there is none yet.
         show: called with the strategy's name and the progress, on rank 0, or the first rank that lives.
-        say: called on rank 0 with what the user should know about resuming.
+        say: called on rank 0 with what the user should know about resuming, and about leaving.
+        ends_at: when the job is ended from outside, in seconds since 1970; None where it is not, or not known.
 
     Raises:
         ConfigError: a setting breaks its rule, or the folder holds another run.
     """
-    job, config = together(comm, lambda: _specify(job_path, toml_path, overrides))
+    job, config = together(comm, lambda: specify(job_path, toml_path, overrides))
     folder = _decided(comm, lambda: _choose(job_path, config, output, resume))
-    trainer = Trainer(job, config, comm, folder, None if show is None else lambda p: show(config.strategy.name, p))
+    report = None if show is None else lambda progress: show(config.strategy.name, progress)
+    trainer = Trainer(job, config, comm, folder, report, ends_at=ends_at, listens=True)
     summary = trainer.run(_decided(comm, lambda: _newest(trainer.checkpoints, say)) if resume else None)
+    if summary is None and say is not None and comm.rank == comm.living[0]:
+        step = trainer.position.step
+        say(f"left after step {step} ({trainer.leaving.reason}), saved in {trainer.checkpoints}: go on with --resume")
     trainer.close()
     return folder, summary
 
@@ -74,7 +82,7 @@ def _decided(comm: Communicator, work: Callable[[], Path | None]) -> Path | None
     return Path(text) if text else None
 
 
-def _specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) -> tuple[Job, JobConfig]:
+def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) -> tuple[Job, JobConfig]:
     job = load_job(job_path)
     values = load({"data": {"path": f"data/{job_path.stem}.h5"}, **job.defaults}, toml_path, overrides)
     config = JobConfig(**values)

@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE
 
@@ -38,13 +40,45 @@ def launch(
 
     Raises subprocess.TimeoutExpired, after ending the job, if it takes longer than `timeout_s`.
     """
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
-    command = [find_mpirun(), *options, "-n", str(size), sys.executable, *map(str, arguments)]
-    environment = {**inherited, **SETTINGS, **(env or {})}
-    with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True, errors="replace") as job:
+    command = _command(size, arguments, options)
+    with subprocess.Popen(
+        command, env=_environment(env), stdout=PIPE, stderr=PIPE, text=True, errors="replace"
+    ) as job:
         try:
             stdout, stderr = job.communicate(timeout=timeout_s)
         except BaseException:
             job.terminate()  # mpirun ends its ranks; killed, it would leave them behind
             raise
     return subprocess.CompletedProcess(command, job.returncode, stdout, stderr)
+
+
+@contextmanager
+def started(
+    size: int, arguments: Sequence[str | Path], log: Path, *, env: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen]:
+    """The same job under way; what it writes goes to `log`. Ended at the end, if it has not come to it by itself."""
+    with log.open("wb") as out:
+        job = subprocess.Popen(_command(size, arguments, ()), env=_environment(env), stdout=out, stderr=out)
+        try:
+            yield job
+        finally:
+            job.terminate()
+            job.wait()
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 40.0) -> None:
+    """Looks now and then until it is so. Raises TimeoutError."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not so after {limit_s} s")
+        time.sleep(0.02)
+
+
+def _command(size: int, arguments: Sequence[str | Path], options: Sequence[str]) -> list[str]:
+    return [find_mpirun(), *options, "-n", str(size), sys.executable, *map(str, arguments)]
+
+
+def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    return {**inherited, **SETTINGS, **(env or {})}

@@ -28,7 +28,21 @@ job = Job(
 )
 
 
-def trainer(comm, folder: Path, *overrides: str, report=None) -> Trainer:
+def trainer(comm, folder: Path, *overrides: str, report=None, **leaving) -> Trainer:
     """Collective."""
     values = load({**job.defaults, "data": {"path": str(folder / "digits.h5")}}, None, overrides)
-    return Trainer(job, JobConfig(**values), comm, folder / "run", report)
+    return Trainer(job, JobConfig(**values), comm, folder / "run", report, **leaving)
+
+
+# The same job slowed down, as a file; each rank leaves a file `pid-N` once it trains.
+SLOW = """
+import dataclasses, os, pathlib, time
+from train import tiny
+
+def loss(outputs, targets):
+    pathlib.Path(f"pid-{os.getpid()}").touch()
+    time.sleep(0.03)
+    return tiny.job.loss(outputs, targets)
+
+job = dataclasses.replace(tiny.job, loss=loss)
+"""

@@ -1,0 +1,100 @@
+"""Leaving early, all ranks after the same step: on a signal, or before a time limit.
+
+A cluster warns a job that it is to end (a signal), or has told it from the start when that will be (the time limit). One
+rank may hear of it and another not, or a step later. So the ranks meet every few steps, and agree.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from hpcdist.comm.communicator import Communicator
+
+# SIGTERM: Slurm, before it kills (preemption, scancel, the time limit). SIGUSR1: `sbatch --signal=USR1@120`, and what
+# mpirun and srun pass on to their ranks. SIGUSR2: the other one that sites use.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+GROWTH = 4  # the next meeting is at most so many times as many steps away as the last one was
+
+
+class Leaving:
+    """Collective, as are `meet` and `step_done`. Says when all ranks are to save their state and leave.
+
+    Between `with Leaving(comm) as leaving:` and its end the signals do nothing but make a note. The ranks meet about
+    every `every_s` seconds, which costs one small exchange, and all hear there what any of them knows.
+
+    Args:
+        ends_at: when the job is ended from outside, in seconds since 1970; None for never, or where another rank knows.
+        margin_s: seconds to be left then; what `cost_s` tells comes in addition.
+        every_s: seconds between meetings, about; a signal is obeyed after at most so long.
+        cost_s: () -> seconds that this rank expects leaving to take: its checkpoint.
+        signals: whether signals are listened to. Only the main thread of a process can.
+        clock: () -> seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        ends_at: float | None = None,
+        margin_s: float = 30.0,
+        every_s: float = 5.0,
+        cost_s: Callable[[], float] = lambda: 0.0,
+        signals: bool = True,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.comm, self.ends_at, self.margin_s, self.every_s = comm, ends_at, margin_s, every_s
+        self.reason: str | None = None  # once all ranks know that they are to leave
+        self.steps = 1  # between the last meeting and the next one
+        self._cost_s, self._clock = cost_s, clock
+        self._listens = signals and threading.current_thread() is threading.main_thread()
+        self._heard: str | None = None
+        self._before: dict[signal.Signals, object] = {}
+        self._left, self._since_s = self.steps, comm.now()
+
+    def __enter__(self) -> Leaving:
+        if self._listens:
+            self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _hear(self, number: int, _frame: object) -> None:
+        self._heard = signal.Signals(number).name
+
+    def step_done(self) -> str | None:
+        """Collective. After each step, on every rank: why to leave now, the same on all ranks; as a rule None."""
+        self._left -= 1
+        return self.meet(self.steps) if self._left == 0 else None
+
+    def meet(self, steps: int, soon_s: float = 0.0) -> str | None:
+        """Collective. Why to leave now, the same on all ranks; None to go on, for `self.steps` steps.
+
+        Args:
+            steps: made since the last meeting, at least 1.
+            soon_s: seconds that something else than steps will take before the next meeting.
+        """
+        now_s = self.comm.now()
+        mine = [self._heard, (now_s - self._since_s) / steps, self._cost_s() + soon_s, self.ends_at, self._clock()]
+        told = self.comm.exchange(json.dumps(mine).encode())
+        heard, step_s, cost_s, ends_at, clock_s = zip(*(json.loads(told[rank]) for rank in self.comm.living))
+        self._plan(max(step_s))
+        signals = [f"{name} on rank {rank}" for name, rank in zip(heard, self.comm.living) if name]
+        ends = [moment for moment in ends_at if moment is not None]
+        left_s = min(ends) - clock_s[0] if ends else float("inf")  # by one clock: they may differ
+        if signals:
+            self.reason = signals[0]
+        elif left_s < self.steps * max(step_s) + max(cost_s) + self.margin_s:
+            self.reason = f"the time limit, {max(left_s, 0.0):.0f} s ahead"
+        self._since_s = self.comm.now()
+        return self.reason
+
+    def _plan(self, step_s: float) -> None:
+        wanted = int(self.every_s / step_s) if step_s > 0 else GROWTH * self.steps
+        self.steps = self._left = max(1, min(wanted, GROWTH * self.steps))

@@ -1,0 +1,108 @@
+"""Runs that leave early, and those that go on from there: together they are the run that was not interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from train import tiny
+
+from harness.launch import find_mpirun, launch, started, wait_until
+from hpcdist import checkpoint
+from hpcdist.comm.virtual import Constant, run_virtual
+from hpcdist.records import load_summary
+from hpcdist.session.leaving import Leaving
+
+ROOT = Path(__file__).parents[2]
+ENV = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_osc": "^ucx",
+}
+
+
+def _run(comm, folder, *overrides, resume=None, ends_at=None):
+    trainer = tiny.trainer(comm, folder, *overrides, listens=True)
+    trainer.leaving = Leaving(comm, ends_at=ends_at, margin_s=0.0, every_s=0.3, clock=comm.now)
+    summary = trainer.run(resume)
+    tensors = [t.clone() for t in (*trainer.model.params, *trainer.model.buffers)]
+    trainer.close()
+    return summary, trainer.leaving.reason, tensors
+
+
+@pytest.mark.parametrize("ends_at", [0.9, 1.6, 3.05])
+@pytest.mark.parametrize("name", ["allreduce", "hardsync", "gossip_sync", "dpsgd", "sgp", "local_sgd", "diloco"])
+def test_left_and_resumed_it_ends_where_the_uninterrupted_run_ends(tmp_path, name, ends_at):
+    """On virtual ranks, 0.1 s a step: it leaves in the first, the second and the third epoch."""
+    options = (f"strategy={name}", *(["strategy.period=5"] if name == "diloco" else []))
+    ranks = 3 if name == "hardsync" else 2
+
+    def whole(comm):
+        trainer = tiny.trainer(comm, tmp_path / "whole", *options)
+        summary = trainer.run()
+        tensors = [t.clone() for t in (*trainer.model.params, *trainer.model.buffers)]
+        trainer.close()
+        return summary, tensors
+
+    def parts(comm):
+        left, reason, _ = _run(comm, tmp_path / "parts", *options, ends_at=ends_at)
+        assert left is None and reason.startswith("the time limit, ")
+        path = checkpoint.latest(tmp_path / "parts" / "run" / "checkpoints")
+        return _run(comm, tmp_path / "parts", *options, resume=path)
+
+    expected = run_virtual(whole, ranks, compute=Constant(0.1))
+    found = run_virtual(parts, ranks, compute=Constant(0.1))
+    for (summary, tensors), (resumed, reason, resumed_tensors) in zip(expected, found, strict=True):
+        assert reason is None
+        assert resumed.sha256 == summary.sha256 and resumed.samples == summary.samples
+        assert resumed.metrics == summary.metrics
+        assert all(torch.equal(a, b) for a, b in zip(tensors, resumed_tensors, strict=True))
+
+
+def test_where_leaving_is_switched_off_nobody_listens(tmp_path):
+    def body(comm):
+        trainer = tiny.trainer(comm, tmp_path, "leave.enabled=false", "epochs=1", ends_at=0.0, listens=True)
+        summary = trainer.run()
+        trainer.close()
+        return trainer.leaving, summary is not None
+
+    assert run_virtual(body, 1) == [(None, True)]
+
+
+SETTING = ("strategy.algorithm=ring", "data.path=digits.h5", "leave.every_s=0.2")
+ARGUMENTS = ["train", "slow.py", *(word for s in SETTING for word in ("--set", s)), "--output", "it", "--resume"]
+
+
+@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")
+@pytest.mark.parametrize("receiver", ["mpirun", "a rank"])
+def test_a_signal_makes_all_ranks_save_and_leave_with_status_75(tmp_path, monkeypatch, receiver):
+    monkeypatch.chdir(tmp_path)
+    Path("slow.py").write_text(tiny.SLOW)
+    with started(2, ["-m", "hpcdist", *ARGUMENTS], Path("log"), env=ENV) as job:
+        wait_until(lambda: len(list(Path().glob("pid-*"))) == 2 or job.poll() is not None)
+        if receiver == "mpirun":
+            job.send_signal(signal.SIGUSR1)  # which it passes on to the ranks
+        else:
+            os.kill(int(sorted(Path().glob("pid-*"))[0].name.split("-")[1]), signal.SIGTERM)
+        status = job.wait(timeout=30)
+    said = Path("log").read_text()
+    assert status == 75, said
+    assert said.count("hpcdist: left after step ") == 1 and said.count("go on with --resume") == 1
+    assert f"({'SIGUSR1' if receiver == 'mpirun' else 'SIGTERM'} on rank " in said and "Traceback" not in said
+    assert not Path("it/summary.json").exists()
+
+    done = launch(2, ["-m", "hpcdist", *ARGUMENTS], env=ENV)
+    assert done.returncode == 0 and "hpcdist: going on from it/checkpoints/step-0000" in done.stderr, done.stderr
+
+    def whole(comm):
+        trainer = tiny.trainer(comm, Path("virtual").resolve(), "strategy.algorithm=ring")
+        summary = trainer.run()
+        trainer.close()
+        return summary
+
+    resumed, uninterrupted = load_summary("it"), run_virtual(whole, 2)[0]
+    assert (resumed.sha256, resumed.metrics) == (uninterrupted.sha256, uninterrupted.metrics)
+    assert resumed.samples == uninterrupted.samples

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import os
 import shutil
 import sys
 import textwrap
@@ -134,10 +135,16 @@ def _print_table(found: Sequence[Mapping[str, Any]], left: Sequence[str], title:
         table.add_column(key, justify="left" if key in left else "right", overflow="fold")
     for row in found:
         table.add_row(*map(str, row.values()))
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = PIPED_COLUMNS
-    console.print(table)
+    shown = _is_shown()
+    Console(highlight=False, markup=False, force_terminal=shown, width=None if shown else PIPED_COLUMNS).print(table)
+
+
+def _is_shown() -> bool:
+    """Whether a terminal shows this. One of no size is what Open MPI's launcher gives its ranks, whoever reads it."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns > 0
+    except (OSError, ValueError):
+        return False
 
 
 # --- descriptions -----------------------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, final
 
 import torch
 from pydantic import Field, model_validator
 
-from hpcdist.server.mailbox import FETCH, GRADIENT, PUSH, Letter, Reply
+from hpcdist.server.mailbox import FETCH, GRADIENT, PUSH, Answer, Letter, Reply
 from hpcdist.server.store import Store
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.families.served import Served
@@ -96,6 +97,12 @@ class Downpour(Served):
             self.clock += 1
             return Outcome(self.clock, staleness=() if bad else (0,), event=event)
         return Outcome(self.clock, staleness=self._take_applied(), event=event)
+
+    def take_answer(self, answers: Sequence[Answer]) -> None:
+        super().take_answer(answers)
+        if self.comm.rank in self.parents:  # a colocated server's master copy lies beside its worker's model
+            for own, new in zip(self.shard.of(self.model.params), self.master(), strict=True):
+                own.copy_(new)
 
     def _begin_late(self, update: Update) -> Outcome:
         self.take_answer(self.exchange(update, FETCH))

@@ -137,6 +137,31 @@ def test_staleness_counts_from_the_last_fetch():
     assert runs[0].staleness == [0, 1, 2, 3] * 5
 
 
+@pytest.mark.sizes(2, 3, 4)
+def test_a_fetch_brings_a_colocated_worker_its_own_shard_too(ranks):
+    """What its server has, in place of what the local steps have made of it."""
+
+    def body(comm):
+        module = torch.nn.Linear(7, 3)
+        cls = strategies.load(NAME)
+        channel = comm.split(0)
+        strategy = cls(cls.Config(servers="colocated"), channel, FlatModel(module))
+        local, own = torch.optim.SGD(module.parameters(), lr=0.3), strategy.shard.of(strategy.model.params)
+        found = []
+        for _ in range(3):
+            module(torch.full((2, 7), comm.rank + 1.0)).square().sum().backward()
+            strategy.step(local.step)
+            local.zero_grad()
+            found.append([(part.clone(), new.clone()) for part, new in zip(own, strategy.master(), strict=True)])
+        strategy.pause()
+        strategy.close()
+        channel.close()
+        return found
+
+    for found in ranks(body):
+        assert all(torch.equal(part, new) for parts in found for part, new in parts)
+
+
 # --- warm start -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("servers", [1, 2, "colocated"])
 @pytest.mark.parametrize("compute", [Exponential(0.1), Straggler(Constant(0.1), 2, 5.0)], ids=repr)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -57,6 +60,23 @@ class Feedback:
     def state(self) -> dict:
         return {"residual": self.residual, "compressor": self.compressor.state()}
 
+    @staticmethod
+    def adapted(states: Sequence[dict]) -> dict:
+        """One state for every rank of a world of another size: means of the ranks' tensors; all else is the first's."""
+        compressors = [state["compressor"] for state in states]
+        return {
+            "residual": _mean([state["residual"] for state in states]),
+            "compressor": {key: _mean([state[key] for state in compressors]) for key in compressors[0]},
+        }
+
     def load_state(self, state: dict) -> None:
         self.residual.copy_(state["residual"])
         self.compressor.load_state(state["compressor"])
+
+
+def _mean(values: list[Any]) -> Any:
+    """Of tensors, None counting as zeros: ranks that were silent in the warm-up have none yet. Else the first value."""
+    like = next((value for value in values if isinstance(value, Tensor)), None)
+    if like is None:
+        return values[0]
+    return torch.stack([torch.zeros_like(like) if value is None else value for value in values]).mean(dim=0)

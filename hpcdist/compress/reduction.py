@@ -85,10 +85,7 @@ class Reduction:
     @staticmethod
     def adapted(states: Sequence[dict]) -> dict:
         """One state for every rank of a world of another size: the mean of what was not sent, so that none is lost."""
-        feedbacks = [
-            {**saved[0], "residual": torch.stack([s["residual"] for s in saved]).mean(dim=0)}
-            for saved in zip(*(state["feedbacks"] for state in states), strict=True)
-        ]
+        feedbacks = [Feedback.adapted(saved) for saved in zip(*(state["feedbacks"] for state in states), strict=True)]
         return {"calls": states[0]["calls"], "feedbacks": feedbacks}
 
     def close(self) -> None:

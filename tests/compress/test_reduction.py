@@ -185,6 +185,11 @@ def test_a_world_of_another_size_sends_the_mean_of_what_was_left(ranks, name):
     for place, feedback in enumerate(adapted["feedbacks"]):
         mean = torch.stack([state["feedbacks"][place]["residual"] for state in states]).mean(dim=0)
         torch.testing.assert_close(feedback["residual"], mean, rtol=0, atol=0)
+        if name == "dgc":  # every rank has a velocity of its own, too
+            own = [state["feedbacks"][place]["compressor"]["velocity"] for state in states]
+            assert not torch.equal(own[0], own[1])
+            mean = torch.stack(own).mean(dim=0)
+            torch.testing.assert_close(feedback["compressor"]["velocity"], mean, rtol=0, atol=0)
 
     def go_on(comm):
         after = make(comm, name)

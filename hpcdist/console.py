@@ -147,6 +147,11 @@ def _is_shown() -> bool:
         return False
 
 
+def finding(status: str, check: str, text: str) -> None:
+    """What the doctor has found, in one line."""
+    print(f"{status:<8} {check:<9} {text}", flush=True)
+
+
 # --- descriptions -----------------------------------------------------------------------------------------------------
 def algorithms(found: Mapping[str, type[Strategy] | type[Compressor]], where: str) -> None:
     """Every one by its name: what it does and costs, its options, its reference. `where` is their table's dotted key."""

@@ -35,7 +35,7 @@ def addresses(chosen: str = "") -> list[Address]:
         UnknownNameError: there is none.
     """
     found = [a for a in (*_ipv4(), *_ipv6()) if not (a.ip.is_loopback or a.ip.is_link_local)]
-    found.sort(key=lambda a: (-_speed(a.interface), a.ip.version))
+    found.sort(key=lambda a: (-speed_mbit_s(a.interface), a.ip.version))
     if not chosen:
         return found
     kept = [a for a in found if a.interface == chosen or _within(a, chosen)]
@@ -88,7 +88,7 @@ def _ipv6() -> Iterable[Address]:
         yield Address(name, IPv6Interface((int(digits, 16), int(prefix, 16))))
 
 
-def _speed(interface: str) -> int:
+def speed_mbit_s(interface: str) -> int:
     """Megabits per second; 0 where the driver doesn't tell."""
     try:
         return max(0, int(Path(f"/sys/class/net/{interface}/speed").read_text()))

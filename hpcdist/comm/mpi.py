@@ -9,11 +9,11 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,15 +28,16 @@ from hpcdist.comm.mpi_buffers import Staging, message
 from hpcdist.comm.mpi_neighbourhood import Neighbouring
 from hpcdist.comm.mpi_node import find_nodes, try_attach, world_ranks
 from hpcdist.comm.mpi_request import ANYONE, EVERYONE, Call, MpiRequest
+from hpcdist.comm.mpi_rollcall import end, library
 from hpcdist.comm.mpi_surviving import Surviving, meet
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, MismatchError
 
 DEADLINE_S = 600.0
-SETTLE_S = 0.5
 _clock = time.perf_counter
 _live: weakref.WeakValueDictionary[int, MpiCommunicator] = weakref.WeakValueDictionary()
 _world: MpiCommunicator | None = None
+_finish: Callable[[], None] | None = None
 threads: list = []  # of this module's kind that run beside the script: each has stop(), which ends it
 
 
@@ -52,28 +53,23 @@ def world(
     Arguments count at the first call only. They are those of MpiCommunicator, and `tolerant`: the launcher keeps the
     job going when a rank dies, and the library tells (`mpirun --with-ft ulfm`).
     """
-    global _world
+    global _world, _finish
     if _world is None:
         Surviving.tolerant = tolerant
         cross_memory.allow_peers()
         _world = MpiCommunicator(
             MPI.COMM_WORLD.Dup(), deadline_s=deadline_s, nodes=nodes, across=across, name="world"
         )
-        atexit.register(_leave, _world, MPI.COMM_WORLD.Dup())
+        _finish = partial(_leave, _world, MPI.COMM_WORLD.Dup())
+        atexit.register(_finish)
     return _world
 
 
-def library() -> str:
-    """The MPI library's name and version, one line."""
-    return " ".join(MPI.Get_library_version().split("\n")[0].split(",")[0].strip("\0").split())
-
-
-def end(status: int) -> None:
-    """Ends every rank of the job, once the launcher has had time to pass on what this rank has written."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(SETTLE_S)  # MPICH's launcher drops what it has not read yet
-    MPI.COMM_WORLD.Abort(status)
+def finalise() -> None:
+    """Collective. What else happens at the end of the script: waits for the other ranks, then ends MPI."""
+    if _finish is not None:
+        _finish()
+        MPI.Finalize()
 
 
 def live() -> list[MpiCommunicator]:

@@ -128,6 +128,11 @@ def joined() -> Communicator | None:
     return _process.comm
 
 
+def leave() -> None:
+    """Collective. Ends the session: all ranks end alike from here on, and none has to end the others."""
+    _process.comm = None
+
+
 def rank() -> int:
     """This process's rank, 0 to size() − 1."""
     return current().comm.rank

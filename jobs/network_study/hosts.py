@@ -94,9 +94,11 @@ class Hosts:
         """What to put before a command that is to run on a host."""
         return ["nsenter", "-t", (self.folder / f"{name}.pid").read_text().strip(), *namespaces.split()]
 
-    def shape(self, cable: Cable) -> None:
-        """Makes all cables like that from now on. They can delay only if they were made so."""
+    def shape(self, cable: Cable, *names: str) -> None:
+        """Makes the cables of these hosts, or all, like that from now on. They can delay only if they were made so."""
         for i, name in enumerate(self.names):
+            if names and name not in names:
+                continue
             for host, device in (("switch", f"port{i}"), (name, "eth0")):
                 qdisc = [*self.inside(host), "tc", "qdisc"]
                 if cable.mbit_s is None:
@@ -105,8 +107,9 @@ class Hosts:
                     limit = int(BURST_BYTES + cable.mbit_s * 1e6 / 8 * QUEUE_S)
                     bucket = ["tbf", "rate", f"{cable.mbit_s:g}mbit", "burst", str(BURST_BYTES), "limit", str(limit)]
                     _run([*qdisc, "replace", "dev", device, "root", *bucket])
-        for path in self.folder.glob("relay*.pid"):
-            os.kill(int(path.read_text()), signal.SIGUSR1 if cable.delay_ms else signal.SIGUSR2)
+            relay = self.folder / f"relay{i}.pid"
+            if relay.exists():
+                os.kill(int(relay.read_text()), signal.SIGUSR1 if cable.delay_ms else signal.SIGUSR2)
 
     def launch(
         self,

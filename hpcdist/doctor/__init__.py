@@ -1,0 +1,1 @@
+"""Preflight: what is wrong with these nodes, before a run finds out. `commands.py` has `hpcdist doctor`."""

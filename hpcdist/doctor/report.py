@@ -1,0 +1,83 @@
+"""What an examination has found, shown as it is found, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpcdist import console
+from hpcdist.doctor import spare
+from hpcdist.doctor.base import ERROR, OK, WARNING, Finding
+from hpcdist.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is to happen with the findings. `limit_s`: how long the examination may take."""
+
+    spare: int | None = None
+    exclude_file: Path | None = None
+    strict: bool = False
+    json_path: Path | None = None
+    limit_s: float = 30.0
+
+
+class Report:
+    """The findings so far. `speaks`: this process is the one that shows them and writes the files."""
+
+    def __init__(self, options: Options, speaks: bool):
+        self.options, self.speaks = options, speaks
+        self.names: tuple[str, ...] = ()  # of the nodes
+        self.stage = "world"  # what is being examined
+        self.findings: list[Finding] = []
+        self._measured: dict[str, Any] = {}
+        self._seconds: dict[str, float] = {}
+        self._start = time.monotonic()
+
+    def add(self, findings: Iterable[Finding], measured: Any = None) -> None:
+        """Takes findings of the present stage, and the values that they come from."""
+        if measured is not None:
+            self._measured[self.stage] = measured
+            self._seconds[self.stage] = time.monotonic() - self._start - sum(self._seconds.values())
+        for finding in findings:
+            self.findings.append(replace(finding, check=self.stage))
+            if self.speaks:
+                console.finding(finding.status, self.stage, finding.text)
+
+    def conclude(self, cut_short: bool = False) -> int:
+        """Chooses what to leave out, writes the files; the exit status, which is 1 where not all was examined.
+
+        Raises:
+            ConfigError: a file can't be written.
+        """
+        options, self.stage = self.options, "spare"
+        choice = spare.choose(self.names, self.findings, min(options.spare or 0, max(len(self.names) - 1, 0)))
+        if options.spare is not None and self.names:
+            self.add([spare.tell(choice, self.names)])
+        warned = any(f.status == WARNING and not set(f.nodes) & set(choice.out) for f in self.findings)
+        status = int(cut_short or bool(choice.errors) or (options.strict and warned))
+        seconds = time.monotonic() - self._start
+        if self.speaks:
+            if options.exclude_file is not None:
+                _write(options.exclude_file, ",".join(choice.out) + "\n" * bool(choice.out))
+            if options.json_path is not None:
+                told = {"status": status, "seconds": seconds, "nodes": self.names, "excluded": choice.out}
+                told |= {"findings": [asdict(finding) for finding in self.findings], "measured": self._measured}
+                told["seconds_by_check"] = self._seconds
+                _write(options.json_path, json.dumps(told, indent=2) + "\n")
+            counts = {s: sum(f.status == s for f in self.findings) for s in (ERROR, WARNING)}
+            worst = next((s for s in (ERROR, WARNING) if counts[s]), OK)
+            text = ", ".join(f"{n} {s}{'s' * (n != 1)}" for s, n in counts.items())
+            console.finding(worst, "all", f"{text}, {seconds:.1f} s; exit status {status}")
+        return status
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{path} must be a file that can be written; got {error.strerror}.") from error

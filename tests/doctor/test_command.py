@@ -1,0 +1,177 @@
+"""`hpcdist doctor` on real ranks: what it prints, how it ends, and that it ends whatever hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.launch import LAUNCHER_PREFIXES, SETTINGS, find_mpirun, launch
+from hpcdist.doctor.report import Options, Report
+from hpcdist.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+MPICH = ROOT / ".venv-mpich"
+MPIEXEC = MPICH / "bin" / "mpiexec"
+ENV = {"PYTHONPATH": str(ROOT), "OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_osc": "^ucx"}
+PATIENT = ("--limit-s", "100")  # tests share the machine
+
+pytestmark = [pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed"), pytest.mark.time_limit(150)]
+
+# Runs the command after a statement of its own on each rank.
+SCRIPT = """
+import os, signal, sys, time
+from hpcdist.doctor import world
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+from hpcdist import cli
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()  # ranks wait for each other for a moment only
+{text}
+cli.main()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def doctor(size: int, *options: str, before: str | None = None) -> tuple[subprocess.CompletedProcess[str], float]:
+    """The finished command, and the seconds that it took."""
+    start = time.monotonic()
+    program = ["-m", "hpcdist"] if before is None else ["-c", SCRIPT.format(text=before)]
+    job = launch(size, [*program, "doctor", *options], env={**ENV, "HOME": os.getcwd()}, timeout_s=120)
+    return job, time.monotonic() - start
+
+
+def lines(job: subprocess.CompletedProcess[str]) -> list[list[str]]:
+    """Status, check and text of each finding."""
+    return [line.split(maxsplit=2) for line in job.stdout.replace("\r\n", "\n").splitlines()]
+
+
+# --- how it ends ------------------------------------------------------------------------------------------------------
+def test_it_prints_a_line_per_finding_and_writes_what_it_measured():
+    job, _ = doctor(2, "--json", "told.json", "--exclude-file", "out", *PATIENT)
+    assert job.returncode == 0, job.stdout + job.stderr
+    found = lines(job)
+    assert [check for _, check, _ in found if check != "world"] == [
+        "clocks", "files", "gpus", "links", "progress", "versions", "all"
+    ]  # fmt: skip
+    assert found[0][2].startswith("2 ranks on 1 node (") and "started by Open MPI's mpirun" in found[0][2]
+    assert all(status in ("ok", "warning") for status, _, _ in found)
+    assert found[-1][2].startswith("0 errors, ") and found[-1][2].endswith("exit status 0")
+    told = json.loads(Path("told.json").read_text())
+    assert (told["status"], told["excluded"], len(told["nodes"])) == (0, [], 1)
+    assert [f["check"] for f in told["findings"]] == [check for _, check, _ in found[:-1]]
+    assert set(told["measured"]) == set(told["seconds_by_check"]) == {check for _, check, _ in found[:-1]}
+    assert Path("out").read_text() == "" and sorted(path.name for path in Path().iterdir()) == ["out", "told.json"]
+
+
+def test_what_differs_is_an_error_where_no_run_would_start_with_it():
+    job, _ = doctor(2, *PATIENT, before="import torch\nif rank == 1: torch.__version__ = '1.13'")
+    assert job.returncode == 1
+    found = {check: (status, text) for status, check, text in lines(job)}
+    status, text = found["versions"]
+    assert status == "error" and text.startswith("torch must be the same on all ranks; got 1.13 on rank 1 (")
+    assert found["all"][1].startswith("1 error, "), "the other checks went on"
+
+
+def test_another_number_of_ranks_is_told_once():
+    job, seconds = doctor(2, "--ranks", "4")
+    assert job.returncode == 1 and seconds < 20
+    (world, total) = lines(job)
+    assert world[:2] == ["error", "world"] and "must have 4 ranks (--ranks); got 2 with Open MPI" in world[2]
+    assert total[2].startswith("1 error, 0 warnings, ") and total[2].endswith("exit status 1")
+
+
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="tests/run.sh makes .venv-mpich; it is not there")
+@pytest.mark.skipif(MPICH == Path(sys.prefix), reason="runs from .venv")
+def test_worlds_of_size_1_are_told_once():
+    """MPICH's mpiexec starts processes that find Open MPI."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    env = {**inherited, **SETTINGS, **ENV, "MPI4PY_LIBMPI": str(Path(sys.prefix) / "lib" / "libmpi.so.40")}
+    command = [str(MPIEXEC), "-n", "3", sys.executable, "-m", "hpcdist", "doctor", "--json", "told.json"]
+    job = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert job.returncode == 1
+    (world, _) = lines(job)
+    assert world[:2] == ["error", "world"] and "must be the launcher's, 3 (a PMI launcher" in world[2]
+    assert json.loads(Path("told.json").read_text())["status"] == 1
+
+
+# --- wrong options ----------------------------------------------------------------------------------------------------
+def test_as_many_to_spare_as_there_are_is_refused():
+    command = [sys.executable, "-m", "hpcdist", "doctor", "--spare", "1", *PATIENT]
+    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    job = subprocess.run(command, env={**env, **SETTINGS, **ENV}, capture_output=True, text=True, timeout=100)
+    assert (job.returncode, job.stdout) == (1, "")
+    assert job.stderr == "hpcdist: error: spare must be at least 0 and below the number of nodes, 1; got 1.\n"
+
+
+def test_a_file_that_can_not_be_written_is_refused():
+    report = Report(Options(json_path=Path("nowhere") / "told.json"), speaks=True)
+    with pytest.raises(ConfigError, match="told.json must be a file that can be written; got No such file"):
+        report.conclude()
+
+
+# --- it ends whatever hangs -------------------------------------------------------------------------------------------
+def test_a_rank_that_never_answers_is_named():
+    job, seconds = doctor(3, before="world.ANSWER_S = 2.0\nif rank == 2: time.sleep(100)")
+    assert job.returncode == 1 and seconds < 20
+    (world, _) = lines(job)
+    assert world[:2] == ["error", "world"]
+    assert world[2].startswith("every rank must answer; got nothing from rank 2 within 2 s. It has ended, is stopped,")
+
+
+STOPS = """
+from hpcdist.doctor.checks import files
+measure = files.measure
+def stopping(comm, *arguments):
+    comm.deadline_s = 2.0
+    if rank == {rank}:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return measure(comm, *arguments)
+files.measure = stopping
+"""
+
+
+@pytest.mark.parametrize(("rank", "seconds"), [(1, 2), (0, 4)])
+def test_a_rank_that_stops_is_named(rank, seconds):
+    job, took_s = doctor(2, *PATIENT, before=STOPS.format(rank=rank))
+    assert job.returncode != 0 and took_s < 40
+    (found,) = [line for line in lines(job) if line[0] == "error" and line[1] == "files"]
+    assert found[2] == f"rank {rank} did not answer within {seconds} s. All must answer at 'files'"
+
+
+def test_what_takes_too_long_is_named():
+    before = "from hpcdist.comm import mpi_rollcall\nmpi_rollcall.call = lambda limit_s: time.sleep(100)"
+    job, seconds = doctor(2, "--limit-s", "2", before=before)
+    assert job.returncode == 1 and seconds < 20
+    (world, _) = lines(job)
+    assert world[:2] == ["error", "world"]
+    assert re.match(r"the examination must end within 2 s; got no end of 'world' on \S+. Look there", world[2])
+
+
+# --- on hosts of its own ----------------------------------------------------------------------------------------------
+def test_the_host_behind_a_slow_cable_is_named_and_a_folder_that_is_not_shared(kit, make_hosts):
+    """Each host has a /dev/shm of its own."""
+    made = make_hosts(3)
+    made.shape(kit.Cable(50), "n2")
+    options = ("--folder", "/dev/shm", "--spare", "1", "--exclude-file", "out", "--json", "told.json", *PATIENT)
+    job = made.launch(["-m", "hpcdist", "doctor", *options], env={**ENV, "HOME": os.getcwd()}, timeout_s=120)
+    found = [line.split(maxsplit=2) for line in job.stdout.splitlines()]
+    said = [(status, text) for status, check, text in found if check == "links" and "is slow" in text]
+    assert "n2" in [text.split()[0] for _, text in said], job.stdout + job.stderr
+    slow = next(text for _, text in said if text.startswith("n2"))
+    figures = r"\d+ µs, \d\d(\.\d)? Mbit/s"
+    assert re.search(rf"n2 is slow: to n1 {figures}, to n3 {figures}; the nodes' median is \d+ µs, ", slow)
+    assert ["ok", "spare", "leaves out n2; 2 remain: n1, n3"] in found and Path("out").read_text() == "n2\n"
+    (files,) = [text for status, check, text in found if (status, check) == ("error", "files")]
+    assert files.startswith("folder must be on a file system that all nodes share; got /dev/shm, where n2, n3 see")
+    assert job.returncode == 1, "leaving out a node does not settle that"
+    assert json.loads(Path("told.json").read_text())["excluded"] == ["n2"]

@@ -1,0 +1,132 @@
+"""The run's file system: what is found out about a real folder, that nothing stays there, and what is said."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from hpcdist.doctor.base import ERROR, OK, WARNING, Asked, Nodes, find_nodes
+from hpcdist.doctor.checks import files
+
+NODES = Nodes(("n1", "n2", "n3"), (0, 1, 2))
+
+
+def examined(comm, folder: Path):
+    nodes = find_nodes(comm, "host")
+    measured = files.measure(comm, nodes, Asked(folder=folder))
+    comm.barrier()
+    return measured, list(files.judge(measured, nodes, Asked(folder=folder)))
+
+
+# --- real folders -----------------------------------------------------------------------------------------------------
+def test_a_folder_is_examined_and_left_as_it_was(ranks, shared_tmp_path):
+    (shared_tmp_path / "mine").write_text("mine")
+    for measured, found in ranks(lambda comm: examined(comm, shared_tmp_path / "runs" / "7")):
+        assert measured["folder"] == str(shared_tmp_path), "the nearest one that is there"
+        assert all(row["refused"] and row["freed"] for row in measured["locks"]["nodes"].values())
+        assert measured["locks"]["held"] and measured["locks"]["nodes"]
+        assert measured["write"]["bytes"] == measured["read"]["bytes"] > 0
+        assert {f.status for f in found} <= {OK, WARNING} and ", locks hold, write " in found[-1].text
+    assert [path.name for path in shared_tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_folder_that_can_not_be_written_is_refused(ranks):
+    for _, (finding,) in ranks(lambda comm: examined(comm, Path("/proc/1"))):
+        assert finding.status == ERROR
+        assert finding.text.startswith("folder must be one that can be written; got /proc/1 on host")
+
+
+def test_another_ones_lock_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "FREED_S", 0.05)
+    lock, other = files._Lock(tmp_path / "lock"), files._Lock(tmp_path / "lock")
+    assert lock.take() == {"held": True}
+    assert other.refused() == {"refused": True} and other.free({}) == {"freed": False}
+    lock.drop()
+    assert other.free({"refused": True}) == {"refused": True, "freed": True}
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+def fine() -> dict:
+    row = {"seen_s": 0.01, "free_bytes": 5 * 10**11}
+    locks = {"held": True, "nodes": {name: {"refused": True, "freed": True} for name in NODES.names[1:]}}
+    sample = {"bytes": 10**7, "seconds": 0.1}
+    seen = {name: dict(row) for name in NODES.names}
+    return {"folder": "/w", "nodes": seen, "locks": locks, "write": sample, "read": sample}
+
+
+def judge(measured: dict, **environ: str):
+    return list(files.judge(measured, NODES, Asked(environ=environ)))
+
+
+def test_a_good_file_system():
+    (found,) = judge(fine())
+    text = "/w: 500 GB free, seen by all nodes within 10 ms, locks hold, write 100 MB/s, read 100 MB/s"
+    assert (found.status, found.text) == (OK, text)
+
+
+def test_one_that_only_one_node_has():
+    measured = fine()
+    for name in ("n2", "n3"):
+        measured["nodes"][name] = {"seen_s": None}
+    (found,) = judge(measured)
+    assert (found.status, found.nodes) == (ERROR, ())
+    text = "folder must be on a file system that all nodes share; got /w, where n2, n3 see nothing of what n1 wrote"
+    assert found.text.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"seen_s": None}, "n2 does not see within 4 s what n1 wrote to /w: is it mounted there?"),
+        ({"error": "Read-only file system"}, "n2 can't use /w: Read-only file system"),
+        ({"seen_s": 0.1, "free_bytes": 10**12, "arrived": False}, "n1 does not see within 4 s what n2 wrote to /w"),
+    ],
+)
+def test_a_node_that_can_not_use_it(row, text):
+    measured = fine()
+    measured["nodes"]["n2"] = row
+    (found,) = judge(measured)
+    assert (found.status, found.nodes, found.text) == (ERROR, ("n2",), text)
+
+
+@pytest.mark.parametrize(("n_bytes", "status"), [(10**9, WARNING), (10**7, ERROR)])
+def test_one_without_room(n_bytes, status):
+    measured = fine()
+    measured["nodes"]["n3"]["free_bytes"] = n_bytes
+    found = judge(measured)[0]
+    assert found.status == status and found.text.startswith(f"/w has {n_bytes // 10**6 if status == ERROR else 1} ")
+
+
+def test_one_that_refuses_locks():
+    measured = fine()
+    measured["locks"] = {"error": os.strerror(errno.ENOSYS), "nodes": {}}
+    found, rest = judge(measured)
+    assert (found.status, rest.status) == (WARNING, OK) and "locks" not in rest.text
+    text = "HDF5 must be able to lock files; got Function not implemented in /w. Set HDF5_USE_FILE_LOCKING=FALSE"
+    assert found.text.startswith(text)
+    (found,) = judge(measured, HDF5_USE_FILE_LOCKING="FALSE")
+    assert found.status == OK and "locks" not in found.text
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "whose"),
+    [
+        ({"refused": False, "freed": True}, "locks must hold between nodes; got one on n3, of a file in /w that", ()),
+        ({"refused": True, "freed": False}, "a lock of a file in /w that was given back stays refused on n3", ("n3",)),
+        ({"error": "No locks available"}, "n3 can't lock files in /w: No locks available. Set HDF5_USE", ("n3",)),
+    ],
+)
+def test_locks_that_do_not_hold_between_nodes(row, text, whose):
+    measured = fine()
+    measured["locks"]["nodes"]["n3"] = row
+    found = judge(measured)[0]
+    assert (found.status, found.nodes) == (WARNING, whose) and found.text.startswith(text)
+
+
+def test_one_that_fails_under_load():
+    measured = fine()
+    measured["write"] = {"error": "Disk quota exceeded"}
+    assert judge(measured)[0].text == "/w must allow to write a file; got Disk quota exceeded"

@@ -1,0 +1,126 @@
+"""GPUs: what the driver tells, and what is wrong with it."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from hpcdist.doctor.base import ERROR, OK, WARNING, Asked, Nodes, find_nodes
+from hpcdist.doctor.checks import gpus
+
+NODES = Nodes(("n1", "n2"), (0, 0, 1, 1))
+TABLE = """\
+GPU-aaaa, NVIDIA H200, 143771, 143156, 0, 0x0000000000000001
+GPU-bbbb, NVIDIA A100-SXM4-80GB, 81920, 81037, [N/A], 0x0000000000000040
+"""
+
+
+def fine() -> dict:
+    row = {"name": "NVIDIA H200", "total_mb": 1000, "free_mb": 990, "ecc_errors": 0, "reasons": 1}
+    told = {name: {"gpus": [{"uuid": f"{name}-{i}", **row} for i in (0, 1)], "processes": []} for name in NODES.names}
+    seen = [{"count": 2, "uuid": f"{NODES.name(rank)}-{rank % 2}"} for rank in range(4)]
+    return {"ranks": seen, "nodes": told}
+
+
+def judge(measured: dict, wanted: bool = False):
+    return list(gpus.judge(measured, NODES, Asked(gpus=wanted)))
+
+
+def test_the_drivers_table():
+    first, second = gpus.parse(TABLE)
+    assert first == {
+        "uuid": "GPU-aaaa", "name": "NVIDIA H200", "total_mb": 143771, "free_mb": 143156, "ecc_errors": 0, "reasons": 1
+    }  # fmt: skip
+    assert second["ecc_errors"] is None and second["reasons"] == 0x40
+    assert gpus.parse_processes("GPU-aaaa, 17, python, x\n") == [["GPU-aaaa", "17", "python, x"]]
+
+
+def test_ranks_tell_what_they_see(ranks):
+    def body(comm):
+        nodes = find_nodes(comm, "host")
+        measured = gpus.measure(comm, nodes, Asked())
+        return measured, list(gpus.judge(measured, nodes, Asked(gpus=True)))
+
+    for measured, found in ranks(body):
+        if measured["ranks"][0]["count"] == 0:
+            assert found[0].status == ERROR and "every rank must see a GPU; got none on any." in found[0].text
+
+
+def test_a_driver_that_fails_is_told(monkeypatch, tmp_path):
+    """An nvidia-smi that is there and refuses, as where the driver's module is not loaded."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed to communicate; exit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(OSError, match="nvidia-smi has failed: NVIDIA-SMI has failed to communicate"):
+        gpus.driver()
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="there is no nvidia-smi")
+def test_the_real_driver_answers():
+    told = gpus.driver()
+    assert told["gpus"] and all(gpu["uuid"].startswith("GPU-") and gpu["total_mb"] for gpu in told["gpus"])
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+def test_healthy_gpus():
+    (found,) = judge(fine(), wanted=True)
+    assert (found.status, found.text) == (OK, "each rank sees 2 and has its own (NVIDIA H200), free and in good health")
+
+
+def test_none_is_well_unless_some_are_wanted():
+    none = {"ranks": [{"count": 0, "uuid": None}] * 4, "nodes": {"n1": None, "n2": None}}
+    (found,) = judge(none)
+    assert (found.status, found.text) == (OK, "none")
+    (found,) = judge(none, wanted=True)
+    assert found.status == ERROR and found.nodes == ()
+
+
+def test_gpus_that_torch_does_not_see():
+    measured = fine()
+    measured["ranks"] = [{"count": 0, "uuid": None}] * 4
+    assert judge(measured)[0].text == "none visible to torch, though the driver has some on n1, n2"
+
+
+def test_a_node_with_fewer_is_named():
+    measured = fine()
+    measured["ranks"][2:] = [{"count": 1, "uuid": "x"}, {"count": 1, "uuid": "y"}]
+    (found,) = judge(measured)
+    assert (found.status, found.nodes) == (ERROR, ("n2",))
+    assert found.text.startswith("all ranks must see the same number of GPUs; got 1 on ranks 2-3 (n2) and 2 elsewhere.")
+
+
+def test_ranks_that_share_one_are_named():
+    measured = fine()
+    measured["ranks"][1]["uuid"] = "n1-0"
+    (found,) = judge(measured)
+    assert found.status == WARNING and "each rank must have a GPU of its own; got ranks 0-1 on n1-0 (n1)" in found.text
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "text"),
+    [
+        ({"ecc_errors": 3}, ERROR, "n2: NVIDIA H200 n2-1 has 3 uncorrected memory errors. Leave the node out"),
+        ({"reasons": 0x48}, WARNING, "n2: NVIDIA H200 n2-1 is slowed down by hardware, heat. Leave the node out"),
+        ({"free_mb": 500}, WARNING, "n2: NVIDIA H200 n2-1 is in use by somebody: 500 of 1000 MiB are free"),
+    ],
+)
+def test_sick_or_busy_gpus_are_named(change, status, text):
+    measured = fine()
+    measured["nodes"]["n2"]["gpus"][1].update(change)
+    (found,) = judge(measured)
+    assert (found.status, found.nodes) == (status, ("n2",)) and found.text.startswith(text)
+
+
+def test_somebody_elses_process_is_named():
+    measured = fine()
+    measured["nodes"]["n1"]["processes"] = [["n1-0", "4711", "python"]]
+    (found,) = judge(measured)
+    assert found.status == WARNING and "n1: NVIDIA H200 n1-0 is in use by process 4711 (python): 990 of" in found.text
+
+
+def test_a_driver_that_does_not_answer_is_the_nodes_fault():
+    measured = fine()
+    measured["nodes"]["n2"] = {"error": "the GPU driver's answer did not end within 8 s."}
+    (found,) = judge(measured)
+    assert (found.status, found.nodes) == (ERROR, ("n2",)) and "n2: the GPU driver's answer did not end" in found.text

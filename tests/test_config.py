@@ -69,6 +69,14 @@ def message(**values) -> str:
     return str(caught.value)
 
 
+def test_what_needs_torch_is_loaded_when_it_is_asked_for():
+    import hpcdist.config
+
+    assert {"JobConfig", "Settings"} <= set(hpcdist.config.__all__) and hpcdist.config.JobConfig is JobConfig
+    with pytest.raises(AttributeError, match="module 'hpcdist.config' has no attribute 'Jobs'"):
+        hpcdist.config.Jobs  # noqa: B018
+
+
 # --- settings ---------------------------------------------------------------------------------------------------------
 def test_a_toml_table_becomes_settings():
     values = {"period": 3, "bound": 2, "betas": [0.5, 1], "grid": [[1, 2], []], "names": ["a"], "overlap": True}

@@ -1,16 +1,8 @@
 """Settings: where they come from, how they are checked, and what a training job consists of."""
 
+import importlib
+
 from hpcdist.config.compare import differences, fingerprint
-from hpcdist.config.job import (
-    CheckpointConfig,
-    DataConfig,
-    JobConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    StrategyConfig,
-    optimizers,
-    schedules,
-)
 from hpcdist.config.layers import load
 from hpcdist.config.named import Named
 from hpcdist.config.settings import Option, Settings, describe, suggestion
@@ -35,3 +27,10 @@ __all__ = [
     "schedules",
     "suggestion",
 ]
+
+
+def __getattr__(name: str):
+    # The rest is what a training job consists of, which needs torch; that takes seconds to load.
+    if name in __all__:
+        return getattr(importlib.import_module("hpcdist.config.job"), name)
+    raise AttributeError(f"module 'hpcdist.config' has no attribute {name!r}")

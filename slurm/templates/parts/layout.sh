@@ -1,0 +1,12 @@
+{% if distribution == "cyclic" %}
+#: Ranks are dealt out: 0 to the first node, 1 to the second, and so on.
+{% else %}
+#: Ranks 0, 1, ... fill the first node, then the second.
+{% endif %}
+{% if spec.shape == "parameter_server" and distribution == "cyclic" %}
+#: So the servers, which are the first ranks, have a node each as long as there are nodes.
+{% elif spec.shape == "parameter_server" %}
+#: So the servers, which are the first ranks, are on the first node.
+{% elif spec.shape == "hybrid" %}
+#: So the ranks of a node are the stages of one copy of the model: they talk most, and nodes hold copies.
+{% endif %}

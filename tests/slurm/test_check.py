@@ -1,0 +1,195 @@
+"""Findings: each rule on a job that breaks it, and none on jobs that are all right."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpcdist import strategies
+from hpcdist.slurm import check, cluster
+from hpcdist.slurm.check import Finding, examine
+from hpcdist.slurm.cluster import minutes, misfits, nodes, unknown_pmi
+from hpcdist.slurm.site import Site
+from hpcdist.slurm.spec import JobSpec
+
+GOOD = {"job": "it.py", "nodes": 2, "settings": ["checkpoint.every_steps=100"], "cpus_per_rank": 2}
+NO_SLURM = Finding(
+    "note", "Slurm must be on PATH to be asked; found no sbatch. Run this on a host of the cluster, too."
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    """A working directory with a job, on a host without Slurm, outside of what nodes have of their own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(check, "NODE_LOCAL", ("/dev/shm",))
+    monkeypatch.setattr(cluster.shutil, "which", lambda name: None)
+    Path("it.py").touch()
+    return tmp_path
+
+
+def found(site: Site | None = None, **settings: object) -> list[str]:
+    """What is found on a host without Slurm, but for that note."""
+    findings = examine(JobSpec(**{**GOOD, **settings}), site or Site(), {})
+    assert findings[-1] == NO_SLURM
+    return list(map(str, findings[:-1]))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"shape": "allreduce", "provider": "nccl", "ranks_per_node": 4},
+        {"shape": "parameter_server", "ranks_per_node": 2, "servers": 2, "servers_on": "one_per_node"},
+        {"shape": "gossip", "strategy": "gossip_push"},
+        {"shape": "study", "cases": [["seed=1"], ["seed=2"]]},
+        {"shape": "hybrid", "job": None, "command": ["python", "it.py"]},
+        {"shape": "interactive", "job": None},
+    ],
+)
+def test_good_jobs_have_no_findings(settings):
+    assert found(**settings) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"warn_s": 3600}, "error: warn_s must be less than the time limit, 3600 s; got 3600. Raise time_min"),
+        ({"warn_s": 59}, "warning: warn_s must be at least 60, for Slurm looks at limits about once a minute; got 59."),
+        ({"time_min": 5, "warn_s": 270}, "warning: time_min must leave time to work before the warning; got 30 s."),
+        ({"job": "no.py"}, "error: job must exist; got no.py, without no.py. Run this where the job is submitted."),
+        ({"config": "~/a.toml"}, "error: config must be the path itself, for ~ and $ are not expanded; got ~/a.toml."),
+        ({"output": "$SCRATCH/a"}, "error: output must be the path itself, for ~ and $ are not expanded; got $SCRATCH"),
+        ({"output": "it.py/a"}, "error: output must be a folder that you may write; got it.py/a, but "),
+        ({"output": "/dev/shm/a"}, "warning: output must lie on a file system that all nodes share; got /dev/shm/a"),
+        ({"strategy": "gosip"}, "error: strategy must be one of adpsgd, allreduce, "),
+        ({"nodes": 1}, "warning: nodes or ranks_per_node must be more than 1 to distribute anything; got one rank."),
+        ({"shape": "parameter_server", "servers": 2}, "error: servers must leave at least one rank to work; got 2"),
+        ({"shape": "parameter_server", "ranks_per_node": 4, "servers": 3, "servers_on": "one_per_node"},
+         "warning: servers must be at most nodes, 2, to have a node each; got 3."),
+        ({"shape": "parameter_server", "ranks_per_node": 2, "servers": 3},
+         "warning: servers must be at most ranks_per_node, 2, to fit on the first node; got 3."),
+        ({"shape": "allreduce", "gpus_per_rank": 0}, "warning: gpus_per_rank must be 1 in the shape allreduce on GPUs"),
+        ({"provider": "nccl"}, "error: provider must be horovod or none without GPUs; got 'nccl', which sums on GPUs"),
+        ({"gpus_per_rank": 2}, "warning: gpus_per_rank must be 1, for a rank of hpcdist uses one GPU; got 2."),
+        ({"shape": "gossip", "cpus_per_rank": 1}, "warning: cpus_per_rank must be at least 2 for gossip_pull, whose"),
+        ({"settings": []}, "warning: checkpoint.every_steps must be set for a requeued job to keep its work when"),
+        ({"shrink": True, "shape": "gossip"}, "error: launcher must be mpirun, of Open MPI, for ranks to outlive"),
+        ({"shape": "study", "cases": [["seed=1"], ["seed=1"]]}, "warning: cases must differ; got ['seed=1'] twice."),
+        ({"spare_nodes": 1, "doctor": False}, "warning: doctor must be true to find which nodes to leave out; got 1"),
+    ],
+)  # fmt: skip
+def test_what_is_found(settings, expected):
+    (finding,) = found(**settings)
+    assert finding.startswith(expected), finding
+
+
+@pytest.mark.parametrize(
+    ("site", "settings", "expected"),
+    [
+        ({"venv": "none-such"}, {}, "error: venv must exist; got none-such, without none-such/bin/activate."),
+        ({"source": ["a.sh"]}, {}, "error: source[0] must exist; got a.sh"),
+        ({"gpu_bind": "closest"}, {"shape": "allreduce", "ranks_per_node": 2},
+         "warning: gpu_bind must be none for NCCL to copy from GPU to GPU; got 'closest', which hides the others"),
+        ({"gpus": "per_task", "launcher": "mpirun"}, {"shape": "allreduce", "ranks_per_node": 2},
+         "warning: gpus must be per_node with the launcher mpirun, whose daemon is one task; got 'per_task'."),
+        ({"launcher": "mpirun"}, {"shrink": True}, "warning: shrink must go with a strategy that can go on, adpsgd, "),
+    ],
+)  # fmt: skip
+def test_what_is_found_of_a_profile(site, settings, expected):
+    (finding,) = found(Site(**site), **settings)
+    assert finding.startswith(expected), finding
+
+
+def test_the_runs_own_file_is_read():
+    Path("run.toml").write_text('strategy = "gossip_pull"\n[checkpoint]\nevery_steps = 5\n')
+    assert found(config="run.toml", settings=[], strategy="local_sgd") == []
+
+
+def test_options_in_the_environment():
+    (finding, _) = examine(JobSpec(**GOOD), Site(), {"SBATCH_PARTITION": "x", "SBATCHES": "y"})
+    assert str(finding).startswith("warning: the environment must hold no options of sbatch; got SBATCH_PARTITION.")
+
+
+def test_a_template_that_is_no_bash():
+    Path("mine.sh").write_text("#: Why.\nif true\n")
+    (finding,) = found(template="mine.sh")
+    assert finding.startswith("error: the script must be valid bash; got bash: line 2: syntax error")
+
+
+def test_errors_come_first():
+    levels = [finding.split(":")[0] for finding in found(settings=[], warn_s=3600, cpus_per_rank=1, shape="gossip")]
+    assert levels == ["error", "warning", "warning"]
+
+
+def test_strategies_are_known_without_loading_them():
+    assert check.strategies() == strategies.available()
+    assert set(check.OUTLIVES + check.WITH_WORKERS + check.READ_BY_OTHERS) <= set(strategies.available())
+
+
+# --- what Slurm says --------------------------------------------------------------------------------------------------
+SINFO = """main*|4|4000|gpu:fake:2(S:0)|infinite
+main*|8|8192|(null)|infinite
+gpu|16|64000|gpu:a100:4,craynetwork:2|1-00:00:00
+"""
+
+
+def test_sinfo_is_read():
+    assert nodes(SINFO) == [
+        ("main", True, 4, 4000, 2, float("inf")),
+        ("main", True, 8, 8192, 0, float("inf")),
+        ("gpu", False, 16, 64000, 4, 1440),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("infinite", float("inf")), ("n/a", float("inf")), ("30:00", 30), ("1:30:00", 90), ("2-0:0:0", 2880), ("0:30", 0.5)],
+)
+def test_slurms_times(text, expected):
+    assert minutes(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("site", "settings", "expected"),
+    [
+        ({}, {}, []),
+        ({"partition": "gpu"}, {"nodes": 1, "ranks_per_node": 4, "gpus_per_rank": 1}, []),
+        ({"partition": "none-such"}, {}, ["partition must be one of gpu, main; got 'none-such'."]),
+        ({}, {"directives": {"add": {"partition": "x"}}}, ["partition must be one of gpu, main; got 'x'."]),
+        ({}, {"cpus_per_rank": 9}, ["ranks_per_node x cpus_per_rank must be at most the 8 cores of a node of main; got"]),
+        ({}, {"nodes": 1, "gpus_per_rank": 3}, ["ranks_per_node x gpus_per_rank must be at most the 2 GPUs of a"]),
+        ({}, {"mem_gb": 9}, ["mem_gb must be at most the 8 GB of a node of main; got 9."]),
+        ({}, {"spare_nodes": 1}, ["nodes and spare_nodes must be at most the 2 nodes of main that fit; got 3."]),
+        ({}, {"cpus_per_rank": 8}, ["nodes and spare_nodes must be at most the 1 nodes of main that fit; got 2."]),
+        ({"partition": "gpu"}, {"nodes": 1, "time_min": 1441}, ["time_min must be at most the 1440 of gpu; got 1441."]),
+    ],
+)
+def test_more_than_a_partition_has(site, settings, expected):
+    told = list(misfits(JobSpec(**{**GOOD, **settings}), Site(**site), nodes(SINFO)))
+    assert len(told) == len(expected)
+    for (level, text), beginning in zip(told, expected):
+        assert level == "error" and text.startswith(beginning), text
+
+
+def test_a_pmi_that_srun_does_not_have():
+    told = "MPI plugin types are...\n\tpmi2\n\tpmix\nspecific pmix plugin versions available: pmix_v4\n"
+    assert list(unknown_pmi("pmix", told)) == []
+    ((_, text),) = unknown_pmi("pmix_v9", told)
+    assert text == "mpi must be one of pmi2, pmix, which srun --mpi=list names; got 'pmix_v9'."
+
+
+def test_a_cluster_that_does_not_answer(monkeypatch, folder):
+    """A real sinfo that fails stands for a controller that is down."""
+    (folder / "bin").mkdir()
+    for name in ("sinfo", "sbatch"):
+        (folder / "bin" / name).write_text("#!/bin/sh\necho controller down >&2; exit 1\n")
+        (folder / "bin" / name).chmod(0o755)
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:/usr/bin:/bin")
+    monkeypatch.chdir(folder)
+    findings = examine(JobSpec(**GOOD), Site(), {})
+    assert findings[-1].level == "note" and "got: controller down" in findings[-1].text
+    assert subprocess.run(["sbatch"], capture_output=True).returncode == 1

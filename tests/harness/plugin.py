@@ -22,6 +22,7 @@ MARKERS = (
     "smaller than the smallest; with exact=True, or where there is only one, if its size is one of them",
     "mpi(min_size=1): runs under a launcher only",
     "virtual: uses ranks, but runs on virtual ones only",
+    "cluster: uses the fixture of that name, a cluster under Slurm; set by itself",
     "time_limit(seconds): how long the test may take before the run is ended; default --time-limit",
 )
 JOB = pytest.StashKey()
@@ -44,7 +45,7 @@ hypothesis.settings.register_profile(
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ranks")
     group.addoption("--grace", type=float, default=5.0, help="seconds after which a failed rank ends the job")
-    group.addoption("--time-limit", type=float, default=120.0, help="seconds that a test may take")
+    group.addoption("--time-limit", type=float, default=240.0, help="seconds that a test may take")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -115,6 +116,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if job and job.size < min_size:
             reason = f"needs {min_size} or more ranks; this job has {job.size}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if "cluster" in getattr(item, "fixturenames", ()):
+        item.add_marker("cluster")
 
 
 def _runs_real(item: pytest.Item) -> bool:

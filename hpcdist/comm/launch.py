@@ -1,4 +1,4 @@
-"""What the launcher said about the number of ranks, to hold against what MPI found.
+"""What the launcher said about the ranks, to hold against what MPI found.
 
 The wrong launcher (another MPI's mpirun, or srun with the wrong PMI) starts N processes that each see a world of
 size 1, without any error; each then trains alone.
@@ -7,17 +7,40 @@ size 1, without any error; each then trains alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from hpcdist.errors import WorldError
 
-# The launcher's own variable comes before Slurm's: under mpirun inside a Slurm job, Slurm's count is that of mpirun's
-# daemons. SLURM_STEP_NUM_TASKS is set for srun's tasks only, so a batch script that starts python itself counts as 1.
-SIZE_VARIABLES = {
-    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "PMI_SIZE": "a PMI launcher (MPICH's or Intel's mpiexec, srun --mpi=pmi2)",
-    "MV2_COMM_WORLD_SIZE": "MVAPICH2's mpirun",
-    "SLURM_STEP_NUM_TASKS": "srun",
-}
+
+class Task(NamedTuple):
+    """Which rank its launcher says that a process is."""
+
+    rank: int
+    size: int
+    local_rank: int  # among the ranks of its node
+    launcher: str
+
+
+class Variables(NamedTuple):
+    """Where a launcher says it."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: str
+
+
+# The launcher's own come before Slurm's, which under mpirun are those of mpirun's daemon. PMIx has no variable for the
+# size, and srun's tasks have Slurm's whatever the PMI. In a batch script's own shell SLURM_PROCID is set, too, but
+# nothing of a step.
+LAUNCHERS = (
+    Variables("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    Variables("MVAPICH2's mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
+    Variables("MPICH's or Intel's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    Variables("srun --mpi=pmi2", "PMI_RANK", "PMI_SIZE", "SLURM_LOCALID"),
+    Variables("srun --mpi=pmix", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    Variables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+)
 
 # In Open MPI's MPI_Finalize ranks wait for each other through the launcher, often for ever where one has died. Without
 # that they need to have met before (`comm/mpi.py` sees to it).
@@ -26,10 +49,41 @@ FINALIZE_ALONE = {"OMPI_MCA_async_mpi_finalize": "1"}
 
 def declared_size(environ: Mapping[str, str]) -> tuple[int, str] | None:
     """The number of ranks that the launcher started and the launcher's name; None if there was no launcher."""
-    for variable, launcher in SIZE_VARIABLES.items():
-        if environ.get(variable, "").isdigit():
-            return int(environ[variable]), launcher
+    whole = sorted(LAUNCHERS, key=lambda variables: not all(name in environ for name in variables[1:]))
+    for variables in whole:  # those that say all before those that may be another's
+        if environ.get(variables.size, "").isdigit():
+            return int(environ[variables.size]), variables.launcher
     return None
+
+
+def task(environ: Mapping[str, str]) -> Task | None:
+    """This process's place among the ranks, according to its launcher; None without a launcher.
+
+    Raises:
+        WorldError: the launcher contradicts itself.
+    """
+    for variables in LAUNCHERS:
+        if all(name in environ for name in variables[1:]):
+            break
+    else:
+        return None
+    rank, size, local_rank = (number(environ, name) for name in variables[1:])
+    for name, value in ((variables.rank, rank), (variables.local_rank, local_rank)):
+        if value >= size:
+            raise WorldError(
+                f"{name} must be below {variables.size}, {size}; got {value}. Variables of two launchers are mixed: "
+                "start the ranks from a shell that no other launcher has started."
+            )
+    return Task(rank, size, local_rank, variables.launcher)
+
+
+def number(environ: Mapping[str, str], name: str) -> int:
+    """A variable that is set. Raises WorldError where it is no number."""
+    if not environ[name].isdigit():
+        raise WorldError(
+            f"{name} must be a number; got {environ[name]!r}. It is the launcher's: start the ranks with mpirun or srun."
+        )
+    return int(environ[name])
 
 
 def check_world(size: int, library: str, environ: Mapping[str, str]) -> None:

@@ -10,12 +10,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from hpcdist.comm.launch import task
 from hpcdist.doctor import base, checks, spare, world
 from hpcdist.doctor.base import ERROR, Asked, Finding, Unanswered
 from hpcdist.doctor.limit import TimeLimit
 from hpcdist.doctor.report import Options, Report
 from hpcdist.errors import MismatchError
-from hpcdist.slurm.environment import task
 
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator

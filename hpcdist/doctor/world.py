@@ -12,10 +12,10 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hpcdist.comm.launch import check_world, declared_size
+from hpcdist.comm.launch import Task, check_world, declared_size, task
 from hpcdist.doctor.base import ERROR, OK, WARNING, Asked, Finding, Nodes, counted, gather, listed
 from hpcdist.errors import WorldError
-from hpcdist.slurm.environment import Task, allocation, check_tasks, task
+from hpcdist.slurm.environment import allocation, check_tasks
 
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator

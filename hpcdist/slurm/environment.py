@@ -1,4 +1,4 @@
-"""What a launcher and Slurm tell a process by its environment. Functions of a mapping; some ask Slurm in addition."""
+"""What Slurm tells a process by its environment. Functions of a mapping; some ask Slurm in addition."""
 
 from __future__ import annotations
 
@@ -7,62 +7,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from hpcdist.comm.launch import Task, number, task
 from hpcdist.errors import WorldError
 
 FIRST_PORT, PORTS = 10_000, 20_000  # below what systems hand out to others, 32768 and up
 ANSWERS_S = 30.0  # in which Slurm answers, or is not asked any more
-
-
-class Task(NamedTuple):
-    """Which rank its launcher says that a process is."""
-
-    rank: int
-    size: int
-    local_rank: int  # among the ranks of its node
-    launcher: str
-
-
-class Variables(NamedTuple):
-    """Where a launcher says it."""
-
-    launcher: str
-    rank: str
-    size: str
-    local_rank: str
-
-
-# The launcher's own come before Slurm's, which under mpirun are those of mpirun's daemon. PMIx has no variable for the
-# size, and srun's tasks have Slurm's whatever the PMI. In a batch script's own shell SLURM_PROCID is set, too, but
-# nothing of a step.
-LAUNCHERS = (
-    Variables("Open MPI's mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    Variables("MVAPICH2's mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
-    Variables("MPICH's or Intel's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    Variables("srun --mpi=pmi2", "PMI_RANK", "PMI_SIZE", "SLURM_LOCALID"),
-    Variables("srun --mpi=pmix", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    Variables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-)
-
-
-def task(environ: Mapping[str, str]) -> Task | None:
-    """This process's place among the ranks, according to its launcher; None without a launcher.
-
-    Raises:
-        WorldError: the launcher contradicts itself.
-    """
-    for variables in LAUNCHERS:
-        if all(name in environ for name in variables[1:]):
-            break
-    else:
-        return None
-    rank, size, local_rank = (_number(environ, name) for name in variables[1:])
-    for name, value in ((variables.rank, rank), (variables.local_rank, local_rank)):
-        if value >= size:
-            raise WorldError(
-                f"{name} must be below {variables.size}, {size}; got {value}. Variables of two launchers are mixed: "
-                "start the ranks from a shell that no other launcher has started."
-            )
-    return Task(rank, size, local_rank, variables.launcher)
 
 
 def check_tasks(tasks: Sequence[Task | None], nodes: Sequence[int]) -> None:
@@ -109,11 +58,11 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
     if "SLURM_JOB_ID" not in environ:
         return None
     array_job, array_task, restarts = (
-        _number(environ, f"SLURM_{name}") if f"SLURM_{name}" in environ else None
+        number(environ, f"SLURM_{name}") if f"SLURM_{name}" in environ else None
         for name in ("ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT")
     )
     return Allocation(
-        job=_number(environ, "SLURM_JOB_ID"),
+        job=number(environ, "SLURM_JOB_ID"),
         nodes=environ.get("SLURM_JOB_NODELIST", ""),
         tasks_per_node=_counts(environ.get("SLURM_TASKS_PER_NODE", "")),
         array_job=array_job,
@@ -134,7 +83,7 @@ def end_time(environ: Mapping[str, str]) -> float | None:
     if job is None:
         return None
     if "SLURM_JOB_END_TIME" in environ:  # of newer Slurms
-        return float(_number(environ, "SLURM_JOB_END_TIME"))
+        return float(number(environ, "SLURM_JOB_END_TIME"))
     try:
         told = _ask(["squeue", "--noheader", "--jobs", job, "--format", "%e"], {**environ, "SLURM_TIME_FORMAT": "%s"})
     except (OSError, subprocess.SubprocessError):
@@ -180,11 +129,3 @@ def rendezvous(environ: Mapping[str, str]) -> tuple[str, int]:
 def _ask(command: Sequence[str], environ: Mapping[str, str]) -> str:
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=ANSWERS_S, check=True)
     return done.stdout
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    if not environ[name].isdigit():
-        raise WorldError(
-            f"{name} must be a number; got {environ[name]!r}. It is the launcher's: start the ranks with mpirun or srun."
-        )
-    return int(environ[name])

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from hpcdist.comm.launch import Task, task
 from hpcdist.errors import WorldError
-from hpcdist.slurm.environment import Allocation, Task, allocation, check_tasks, end_time, rendezvous, task
+from hpcdist.slurm.environment import Allocation, allocation, check_tasks, end_time, rendezvous
 
 STEP = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
 DAEMON = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}  # of mpirun or mpiexec, on each node

@@ -15,7 +15,11 @@ import typer
 
 from hpcdist import __version__, console
 from hpcdist.bench import commands
+from hpcdist.comm.launch import LAUNCHERS
+from hpcdist.doctor.commands import doctor
 from hpcdist.errors import ConfigError, HpcdistError
+from hpcdist.horovod import commands as horovod_commands
+from hpcdist.slurm import commands as slurm_commands
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,17 +30,20 @@ app = typer.Typer(
 data_app = typer.Typer(no_args_is_help=True, help="Data sets in HDF5.")
 app.add_typer(data_app, name="data")
 app.add_typer(commands.app, name="bench")
+app.add_typer(horovod_commands.app, name="horovod")
+app.command()(doctor)
+app.add_typer(slurm_commands.app, name="slurm")
 
 Overrides = Annotated[
     Optional[list[str]], typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated.")
 ]
 
-COLLECTIVE = {"train", "bench"}  # what all ranks take part in; the first one alone does the rest
+COLLECTIVE = {"train", "bench", "doctor"}  # what all ranks take part in; the first one alone does the rest
 SILENT_S = 10.0  # in which the first rank speaks: a launcher ends all ranks when one of them leaves with a failure
+SETTLED_S = 2.0  # by then the other ranks' processes have ended
 LEFT = 75  # of a run that left early and is to be started again: EX_TEMPFAIL of sysexits.h
 INTERRUPTED = 130  # as the shell's for a process that SIGINT ended
-# The launcher's own variable comes before Slurm's, which under mpirun is that of mpirun's daemon.
-RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID")
+RANK_VARIABLES = tuple(dict.fromkeys(variables.rank for variables in LAUNCHERS))
 
 
 def main() -> None:
@@ -51,9 +58,28 @@ def main() -> None:
     if status == INTERRUPTED and first:
         console.note("interrupted")
     comm = _joined()
-    if status not in (0, LEFT) and comm is not None and comm.size > 1:
-        comm.abort(status)
+    if status and comm is not None and comm.size > 1:
+        if status != LEFT:
+            comm.abort(status)
+        status = _leave_in_turn(comm)
     sys.exit(status)
+
+
+def _leave_in_turn(comm) -> int:
+    """Collective. The status to leave with, which the first rank gives when the others have left.
+
+    At the first status other than 0 `srun --kill-on-bad-exit` kills the ranks that are still there, and reports that.
+    """
+    from hpcdist.comm import mpi
+
+    first = comm.rank == comm.living[0]
+    mpi.finalise()
+    if not first:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # to take the interpreter down with torch in it takes seconds on a busy node
+    time.sleep(SETTLED_S)
+    return LEFT
 
 
 def _run(arguments: list[str], first: bool) -> int:

@@ -4,12 +4,14 @@
      ├── ConfigError (ValueError)        a setting breaks a rule: which, the rule, the value, what to do
      │    └── UnknownNameError           no strategy, collective, option... of that name; lists the known ones
      ├── WorldError                      launched wrongly: N worlds of size 1 instead of one of size N
+     ├── QueueError                      Slurm is not there, does not know a job, or refuses
      ├── MismatchError                   ranks disagree on versions, configuration or model
      ├── CommunicationError              a transfer can't be done or has failed
      │    ├── DeadlineError (TimeoutError)   waited past the deadline: who, for whom, where, how long
      │    ├── DeadlockError              virtual ranks all wait: what each one waits for
      │    └── RankFailedError            a transfer needs a rank that has died; the others may go on without it
      ├── DataError                       a data file is missing, truncated, corrupt or of another format
+     ├── BuildError                      Horovod can't be built here: which part failed, and what to do
      ├── CheckpointError                 a checkpoint is missing, corrupt or of another model or strategy
      └── NonFiniteError (ArithmeticError)    a NaN or infinite gradient: rank, parameter, step
 """
@@ -38,6 +40,10 @@ class WorldError(HpcdistError, RuntimeError):
     """The launcher and MPI disagree on the number of ranks."""
 
 
+class QueueError(HpcdistError, RuntimeError):
+    """Slurm is not there, does not know a job, or refuses to do something; its words are in the message."""
+
+
 class MismatchError(HpcdistError, RuntimeError):
     """Ranks that must agree (versions, configuration, model) do not."""
 
@@ -60,6 +66,10 @@ class RankFailedError(CommunicationError):
 
 class DataError(HpcdistError, ValueError):
     """A data file is missing, truncated, corrupt or not of the expected format."""
+
+
+class BuildError(HpcdistError, RuntimeError):
+    """Horovod can't be built, or what was built does not work. The message begins with the part that failed."""
 
 
 class CheckpointError(HpcdistError, ValueError):

@@ -6,7 +6,7 @@ import pytest
 
 from hpcdist import compress, strategies
 from hpcdist.bench import compress as coding
-from hpcdist.bench import gossip, steps, training
+from hpcdist.bench import gossip, peers, steps, training
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,8 @@ def test_it_has_a_row_for_each_side(ranks, bench):
     results = ranks(lambda comm: measure(comm, ["small"], rounds=2, steps=2))
     assert results.count(results[0]) == len(results), "all ranks have the same rows"
     rows = {row["name"]: row for row in results[0]}
-    assert list(rows) == [f"small/{side.name}" for side in bench.SIDES]
+    sides = [*bench.SIDES, *([training.HOROVOD] if bench is training and peers.has_horovod() else [])]
+    assert list(rows) == [f"small/{side.name}" for side in sides]
     for row in rows.values():
         assert row["ranks"] == len(results) and row["bytes"] == 4 * (9 * 16 + 17 * 4) and row["median_s"] > 0
     assert rows["small/alone"]["bytes_sent"] == 0

@@ -17,10 +17,10 @@ LINES = 400
 LAYERS = """
 __main__
 cli
-bench
+bench doctor horovod
+slurm
 console
 study
-slurm
 train
 session
 torch_backend
@@ -45,6 +45,9 @@ HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names.s
 ENVIRONMENT = {
     "cli": "the command line",
     "slurm": "what Slurm tells its jobs",
+    "doctor": "what it examines",
+    "horovod": "where programs, CUDA and the user's cache are, and what pip is told",
+    "comm/hvd_process.py": "the only way to give Horovod settings",
     "session/world.py": "the launcher's number of ranks, to hold against MPI's",
 }
 

@@ -32,7 +32,7 @@ def allreduce(
     rounds: Rounds = 15,
     json_path: Json = None,
 ) -> None:
-    """All-reduce in place, float32: our algorithms, MPI's own, gloo's, and a plain copy. Collective."""
+    """All-reduce in place, float32: our algorithms, MPI's own, gloo's, Horovod's, and a plain copy. Collective."""
     from hpcdist.bench import peers
     from hpcdist.collectives import bench
     from hpcdist.collectives.table import candidates
@@ -44,6 +44,10 @@ def allreduce(
     with peers.gloo(comm):
         others = {"mpi": plain_allreduce(comm), "gloo": peers.gloo_allreduce}
         rows = bench.measure(comm, sizes or SIZES, names, rounds, others)
+    with peers.horovod(comm) as horovods:
+        more = bench.measure(comm, sizes or SIZES, [], rounds, horovods) if horovods else []
+    rows = sorted(rows + [row for row in more if row["name"] in horovods], key=lambda row: row["bytes"])
+    others |= horovods
     for row in rows:  # how many times as fast as the best of the others
         best_s = min(other["median_s"] for other in rows if other["name"] in others and other["bytes"] == row["bytes"])
         row["speedup"] = best_s / row["median_s"]
@@ -52,7 +56,7 @@ def allreduce(
 
 @app.command()
 def train(rounds: Rounds = 9, json_path: Json = None) -> None:
-    """A training step of the strategy allreduce beside torch's DistributedDataParallel on gloo. Collective."""
+    """A training step of the strategy allreduce, also by Horovod, beside torch's DDP on gloo. Collective."""
     from hpcdist.bench import training
 
     comm = hd.init()

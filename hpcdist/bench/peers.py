@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.rendezvous import meet
+
+Peers = dict[str, Callable[[Tensor], None]]
 
 
 @contextmanager
 def gloo(comm: Communicator) -> Iterator[dist.ProcessGroup]:
     """Collective. torch.distributed's default process group on gloo, met at an address that rank 0 tells the others."""
-    port = 0
-    if comm.rank == 0:
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
-    host, port = comm.exchange(f"{socket.gethostname()} {port}".encode())[0].decode().split()
-    host = "127.0.0.1" if len(set(comm.nodes)) == 1 else host
-    store = dist.TCPStore(host, int(port), comm.size, is_master=comm.rank == 0, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    dist.init_process_group("gloo", store=meet(comm).store, rank=comm.rank, world_size=comm.size)
     try:
         yield dist.group.WORLD
     finally:
@@ -36,4 +29,24 @@ def gloo_allreduce(tensor: Tensor) -> None:
     dist.all_reduce(tensor)
 
 
-Peers = dict[str, Callable[[Tensor], None]]
+@contextmanager
+def horovod(comm: Communicator) -> Iterator[Peers]:
+    """Collective. Horovod's all-reduce in place, by its name; nothing where it is not installed.
+
+    Its thread communicates all the time while the context lasts: what else is measured meanwhile is slower for it.
+    """
+    if not has_horovod():
+        yield {}
+        return
+    from hpcdist.comm.hvd import Horovod
+
+    reduce = Horovod(comm)
+    yield {"horovod": reduce}
+    reduce.close()
+
+
+def has_horovod() -> bool:
+    """Whether Horovod can be used here."""
+    from hpcdist.comm import hvd  # starts MPI: not at import
+
+    return not hvd.obstacle()

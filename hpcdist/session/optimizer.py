@@ -151,6 +151,12 @@ def _check_evaluating(name: str, strategy: str, config: Strategy.Config, clip_no
             f"strategy.compression must be none with {name}, whose line search and curvature need the loss's own "
             f"gradient; got {config.compression.name}. Leave it out."
         )
+    if not config.provider.exact:
+        raise ConfigError(
+            f"strategy.provider must give the mean of gradients with {name}, whose line search and curvature need the "
+            f"loss's own gradient; got op {config.provider.op!r}, compression {config.provider.compression!r}. Leave "
+            "them out."
+        )
     if clip_norm is not None:
         raise ConfigError(
             f"clip_norm must be None with {name}, whose line search and curvature need the loss's own gradient; "

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hpcdist import collectives
-from hpcdist.collectives.background import Background, Trial
+from hpcdist.collectives.background import Trial
 from hpcdist.comm.communicator import Traffic
 from hpcdist.compress import CompressionConfig, Reduction, spans
 from hpcdist.flat import Bucket
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.families.averaging import Averaging, OutsideAveraging, OwnAveraging
+from hpcdist.strategies.families.provider import ProviderConfig
 
 
 class AllReduce(Strategy):
@@ -25,6 +27,10 @@ class AllReduce(Strategy):
     of gradients are reduced on a thread while the backward pass computes the rest; that costs interpreter time and
     a core, so `auto` measures the first steps both ways.
 
+    With another `provider` the same is done by Horovod (`hpcdist horovod build`), or by torch.distributed, which have
+    NCCL for GPUs, also on one rank. Adasum is another mathematics: orthogonal gradients are added, parallel ones
+    averaged, so that the learning rate need not grow with the ranks.
+
     With `compression` each rank sends what the compressor makes of its gradient, and of what it has not sent before;
     all ranks apply the mean of what was sent, so that replicas stay bitwise equal there too.
 
@@ -32,7 +38,8 @@ class AllReduce(Strategy):
     and 4 that say whether all gradients were there and finite, as they are as a rule.
 
     Reference: Priya Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017; for the
-    buckets, Shen Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020.
+    buckets, Shen Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020; for
+    Adasum, Saeed Maleki et al., "Scaling distributed training with adaptive summation", 2020.
     """
 
     class Config(Strategy.Config):
@@ -44,6 +51,22 @@ class AllReduce(Strategy):
         )
         accumulation: int = Field(1, ge=1, description="backward passes per step, whose gradients add up")
         compression: CompressionConfig = Field(CompressionConfig(), description="how gradients are compressed")
+        provider: ProviderConfig = Field(ProviderConfig(), description="the library that sums gradients")
+
+        @model_validator(mode="after")
+        def _provided_as_it_is(self):
+            other = self.provider.name
+            if self.provider and self.algorithm != "auto":
+                raise ValueError(
+                    f"strategy.algorithm must be auto with strategy.provider = {other!r}, which has its own; got "
+                    f"{self.algorithm}. Leave it out."
+                )
+            if self.provider and self.compression:
+                raise ValueError(
+                    f"strategy.compression must be none with strategy.provider = {other!r}, which sums gradients as "
+                    f"they are; got {self.compression.name}. Leave it out; Horovod has strategy.provider.compression."
+                )
+            return self
 
         @model_validator(mode="after")
         def _compressed_at_once(self):
@@ -60,14 +83,18 @@ class AllReduce(Strategy):
         super().__init__(config, comm, model)
         self.updates = 0
         self._channel = comm.split(0)  # the thread's own
-        self._reduce = collectives.load(config.algorithm)(self._channel)
+        self._averaging: Averaging = (
+            OutsideAveraging(self._channel, config.provider, model)
+            if config.provider
+            else OwnAveraging(self._channel, config.algorithm)
+        )
+        self._alone = comm.size == 1 and not config.provider
         self._compressed: Reduction | None = None
         if config.compression and comm.size > 1:
             self._compressed = Reduction(self._channel, config.compression, model.grads, spans(model))
         self._used = (torch.ones(len(model.names), dtype=torch.bool),) * 2  # in the last step: here, and on any rank
         self._bad: list[str] = []
-        self._background: Background | None = None
-        overlaps = comm.size > 1 and comm.concurrent and self._compressed is None
+        overlaps = self._averaging.beside and self._compressed is None
         self._trial = Trial(comm) if config.overlap == "auto" and overlaps else None
         model.on_bucket_ready(self._bucket_ready)
         self._arm(overlapped=config.overlap == "on" and overlaps)
@@ -75,22 +102,17 @@ class AllReduce(Strategy):
     def _arm(self, overlapped: bool) -> None:
         """Chooses how the next step is reduced."""
         self._overlapped = overlapped
-        if overlapped and self._background is None:
-            self._background = Background()
         self.model.begin(announce=overlapped, passes=self.config.accumulation)
 
     def _bucket_ready(self, bucket: Bucket) -> None:
-        weight = self.model.weight
-        self._background.submit(lambda: self._average(bucket, weight))
+        self._averaging.begin(bucket, partial(self._prepare, self.model.weight))
 
-    def _average(self, bucket: Bucket, weight: float) -> None:
-        """Collective. The bucket's mean over the ranks, weighted by samples; notes what is not finite before."""
+    def _prepare(self, weight: float, bucket: Bucket) -> None:
+        """Makes the bucket this rank's part of the mean, weighted by samples; notes what is not finite before."""
         if self.config.on_nonfinite != "ignore":
             self._bad += self.model.nonfinite(bucket)
         if weight != 1.0:
             bucket.grads.mul_(weight)
-        self._reduce(bucket.grads)
-        bucket.grads.div_(self.comm.size)
 
     def advance(self, update: Update) -> Outcome:
         bad = self._merge()
@@ -154,11 +176,10 @@ class AllReduce(Strategy):
 
     def _average_now(self) -> torch.Tensor:
         used = self.model.collect()
-        if self.comm.size == 1:
+        if self._alone:
             self._bad = self.nonfinite()
         else:
-            for bucket in self.model.buckets:  # not the whole at once: sums must not depend on `overlap`
-                self._average(bucket, self.model.weight)
+            self._averaging.now(self.model.buckets, partial(self._prepare, self.model.weight))
         return used
 
     def _average_compressed(self) -> tuple[torch.Tensor, dict[int, list[str]]]:
@@ -175,7 +196,7 @@ class AllReduce(Strategy):
     def _average_beside(self) -> torch.Tensor:
         used = self.model.flush()
         start = self.comm.now()
-        self._background.wait()
+        self._averaging.wait()
         self.comm.traffic.waiting_s += self.comm.now() - start
         return used
 
@@ -224,9 +245,7 @@ class AllReduce(Strategy):
             self._compressed.load_state(state["compressed"])
 
     def close(self) -> None:
-        if self._background is not None:
-            self._background.close()
         if self._compressed is not None:
             self._compressed.close()
-        self._reduce.close()
+        self._averaging.close()
         self._channel.close()

@@ -1,0 +1,109 @@
+"""torch.distributed's process groups, NCCL and Gloo, as one more way to sum over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcdist.comm.mpi import MpiCommunicator
+from hpcdist.comm.outside import WATCHDOG_S, OutsideSum, Pending
+from hpcdist.comm.rendezvous import Meeting, meet
+from hpcdist.comm.waiting import wait_until
+from hpcdist.errors import CommunicationError, ConfigError, RankFailedError
+
+POLL_S = 1e-4  # longest pause between two looks at a sum under way
+LONGEST_S = 1e7  # that a timeout of torch.distributed may have
+
+
+class ProcessGroup(OutsideSum):
+    """Collective. Sums by torch.distributed, in a process group of its own: no default group is made or needed.
+
+    Ranks meet at an address that rank 0 tells over MPI.
+
+    Args:
+        comm: real ranks.
+        backend: nccl, for tensors on GPUs, of which each rank has one; or gloo, for tensors anywhere.
+        interface: name of a network interface, or a network, to meet on and for Gloo to use; by default the fastest
+            one. NCCL chooses its own by NCCL_SOCKET_IFNAME.
+
+    Raises:
+        ConfigError: there is no NCCL, or a rank has no GPU.
+        CommunicationError: ranks don't reach each other.
+
+    Reference: Shen Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020.
+    """
+
+    def __init__(self, comm: MpiCommunicator, backend: str, interface: str = ""):
+        super().__init__(comm)
+        self.backend, self.label = backend, {"nccl": "NCCL", "gloo": "Gloo"}[backend]
+        if backend == "nccl":
+            self._require_gpus()
+        meeting = meet(comm, interface)
+        self._timeout = timedelta(seconds=min(comm.deadline_s + 2 * WATCHDOG_S, LONGEST_S))
+        self._store = meeting.store
+        self._group = (self._gloo if backend == "gloo" else self._nccl)(meeting)
+
+    def _require_gpus(self) -> None:
+        """Collective. Raises alike on all ranks."""
+        reason = ""
+        if not dist.is_nccl_available():
+            reason = "its torch was built without NCCL"
+        elif not torch.cuda.is_available():
+            reason = "torch finds no CUDA device"
+        for rank, text in enumerate(self.comm.exchange(reason.encode())):
+            if text:
+                raise ConfigError(
+                    f"NCCL must have a GPU on every rank; rank {rank} has none: {text.decode()}. Use provider = "
+                    "'hpcdist', 'horovod' or 'gloo' there."
+                )
+
+    def _gloo(self, meeting: Meeting) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.address)]
+        options._timeout = self._timeout
+        return dist.ProcessGroupGloo(meeting.store, self.comm.rank, self.comm.size, options)
+
+    def _nccl(self, meeting: Meeting) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        return dist.ProcessGroupNCCL(meeting.store, self.comm.rank, self.comm.size, options)
+
+    def check(self, tensor: Tensor) -> None:
+        if self.backend == "nccl" and not tensor.is_cuda:
+            raise ConfigError(
+                f"tensors must be on a GPU to be summed by NCCL; got one on {tensor.device}. Move the model there, or "
+                "use provider = 'gloo'."
+            )
+
+    def _start(self, tensor: Tensor, name: str) -> Pending:
+        try:
+            return Pending(tensor, self._group.allreduce([tensor]), name, tensor)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def _wait(self, pending: Pending, describe: Callable[[], str]) -> None:
+        wait_until(pending.handle.is_completed, self.comm.deadline_s + WATCHDOG_S, describe, POLL_S)
+        try:
+            pending.handle.wait()
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: RuntimeError) -> CommunicationError:
+        dead = self.comm.failed()
+        cls = RankFailedError if dead else CommunicationError
+        who = f"ranks {', '.join(map(str, dead))} died" if dead else "the rank that fails first says why"
+        return cls(
+            f"an all-reduce by {self.label} failed on rank {self.comm.rank}: {str(error).splitlines()[0]} ({who}). "
+            "Resume from the last checkpoint."
+        )
+
+    def close(self) -> None:
+        if self._group is not None:
+            self.comm.barrier()  # rank 0 keeps the store for all
+            getattr(self._group, "shutdown", getattr(self._group, "_shutdown", None))()
+            self._group = self._store = None

@@ -1,0 +1,108 @@
+"""The cache of wheels: one folder for each set of versions that a wheel depends on, whole or not there at all."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpcdist.errors import ConfigError
+from hpcdist.horovod.tools import Tools
+
+VERSION = "0.28.1"  # Horovod's last release
+POLL_S = 0.5
+
+
+def default_folder(environ: Mapping[str, str]) -> Path:
+    """Where wheels are kept: in XDG_CACHE_HOME or ~/.cache."""
+    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hpcdist" / "horovod"
+
+
+def key(tools: Tools, prefix: Path) -> dict[str, str]:
+    """All that a wheel depends on.
+
+    An MPI within the environment is found relative to Horovod, so that its path does not matter.
+    """
+    within = Path(tools.mpi_folder).is_relative_to(prefix)
+    return {
+        "horovod": VERSION,
+        "torch": tools.torch,
+        "mpi": tools.mpi_version if within else f"{tools.mpi_version} in {tools.mpi_folder}",
+        "python": ".".join(tools.python.split(".")[:2]) + (sysconfig.get_config_var("ABIFLAGS") or ""),
+        "cuda": f"{tools.cuda_version}, NCCL in {tools.nccl_home}" if tools.cuda_home else "none",
+        "compiler": f"{tools.cxx_version}, cxx11 abi {int(tools.cxx11_abi)}",
+        "platform": sysconfig.get_platform(),
+    }
+
+
+class Entry:
+    """One wheel's place in the cache.
+
+    Args:
+        folder: of the cache; made if need be.
+        key: what the wheel depends on.
+
+    Raises:
+        ConfigError: the folder can't be made.
+    """
+
+    def __init__(self, folder: Path, key: Mapping[str, str]):
+        self.key = dict(key)
+        self._name = hashlib.sha256(json.dumps(self.key, sort_keys=True).encode()).hexdigest()[:16]
+        self._folder = folder / self._name
+        self.log = folder / f"{self._name}.log"  # of the last build, also of one that failed
+        self._building = folder / f"{self._name}.building"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--cache must be a folder that can be made and written; got {folder} ({error.strerror}). Choose another."
+            ) from None
+
+    @property
+    def wheel(self) -> Path | None:
+        """The wheel, if it has been built."""
+        return next(iter(sorted(self._folder.glob("*.whl"))), None)
+
+    @contextmanager
+    def locked(self, waiting: Callable[[], None]) -> Iterator[None]:
+        """Inside the context no other process builds this wheel; calls `waiting` once if another one does."""
+        with open(self._folder.with_suffix(".lock"), "w") as lock:
+            told = False
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not told:
+                        waiting()
+                        told = True
+                    time.sleep(POLL_S)
+            yield
+
+    @contextmanager
+    def building(self) -> Iterator[Path]:
+        """A folder to build in, on the file system of the cache; gone when the context ends. Needs the lock."""
+        shutil.rmtree(self._building, ignore_errors=True)  # of a build that was killed
+        self._building.mkdir()
+        try:
+            yield self._building
+        finally:
+            shutil.rmtree(self._building, ignore_errors=True)
+
+    def keep(self, wheel: Path) -> Path:
+        """Takes a proven wheel, which lies in the folder to build in, into the cache, in one step; where it is now."""
+        ready = self._building / "ready"
+        ready.mkdir()
+        wheel.rename(ready / wheel.name)
+        (ready / "key.json").write_text(json.dumps(self.key, indent=2) + "\n")
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os.replace(ready, self._folder)
+        return self._folder / wheel.name

@@ -1,0 +1,117 @@
+"""Proving a build: it imports, and two ranks sum by it. `python -m hpcdist.horovod.check` is what each rank runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpcdist.errors import BuildError
+
+LIMIT_S = 180.0
+DEADLINE_S = 60.0  # of the sum itself
+COUNTS = (1, 1000, 100_003)
+RANKS = 2
+
+# What a launcher leaves in the environment of its ranks: with it, a new launcher would take itself for one of them.
+LAUNCHED = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_JOB", "HYDRA_")
+# Two ranks on whatever machine this is, also for root in a container; settings of the user's own come before.
+ANYWHERE = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+def environment(environ: Mapping[str, str], unpacked: Path | None) -> dict[str, str]:
+    """That of a new job, whose ranks find this package, and Horovod in `unpacked` if not where they find all else."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(LAUNCHED)}
+    here = str(Path(__file__).parents[2])
+    path = [str(unpacked)] if unpacked is not None else []
+    path += [here, *filter(None, [kept.get("PYTHONPATH")])]
+    return {**ANYWHERE, **kept, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def prove(launcher: Sequence[str], environ: Mapping[str, str], log: Path, unpacked: Path | None = None) -> dict:
+    """What two ranks report that have summed by Horovod. Raises BuildError where it does not import or sum.
+
+    Args:
+        launcher: the command that starts ranks, up to their number.
+        log: what the ranks print is added to it.
+        unpacked: a folder with an unpacked wheel; by default the one that is installed.
+    """
+    environ = environment(environ, unpacked)
+    done = _run([sys.executable, "-c", "import torch, horovod.torch as hvd; hvd.init"], environ, log)
+    if done.returncode:
+        raise BuildError(f"import: `import horovod.torch` must work; got: {_last(done)} Log: {log}")
+    command = [*launcher, str(RANKS), sys.executable, "-m", "hpcdist.horovod.check"]
+    done = _run(command, environ, log)
+    try:
+        found = json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        found = {}
+    if done.returncode or found.get("ranks") != RANKS:
+        got = f"worlds of {found['ranks']}" if not done.returncode and "ranks" in found else _last(done)
+        raise BuildError(
+            f"two-rank check: `{shlex.join(command)}` must sum on {RANKS} ranks; got {got} Name the launcher of that "
+            f"MPI, --launcher 'srun --mpi=pmix -n', or see what its ranks say. Log: {log}"
+        )
+    return found
+
+
+def _run(command: Sequence[str], environ: Mapping[str, str], log: Path) -> subprocess.CompletedProcess[str]:
+    with log.open("a") as out:
+        out.write(f"$ {shlex.join(command)}\n")
+        out.flush()
+        with subprocess.Popen(
+            command, env=dict(environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+        ) as job:
+            try:
+                stdout, stderr = job.communicate(timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                job.terminate()  # a launcher ends its ranks; killed, it would leave them behind
+                stdout, stderr = job.communicate()
+                stderr += f"\nnothing within {LIMIT_S:g} s"
+        out.write(stdout + stderr)
+    return subprocess.CompletedProcess(command, job.returncode, stdout, stderr)
+
+
+def _last(done: subprocess.CompletedProcess[str]) -> str:
+    """The last thing that was said, as an end of a sentence."""
+    lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip(" -*\n")]
+    return f"exit status {done.returncode}, {lines[-1] if lines else 'no message'!r}."
+
+
+def main() -> None:
+    """Collective. Compares sums by Horovod with what they must be; rank 0 tells what was compared."""
+    import torch
+
+    from hpcdist.comm import mpi
+    from hpcdist.comm.hvd import Horovod, built_with
+
+    comm = mpi.world(deadline_s=DEADLINE_S)
+    reduce = Horovod(comm)
+    devices = ["cpu"]
+    if "NCCL" in built_with() and torch.cuda.device_count() >= comm.size:
+        devices.append(f"cuda:{comm.rank}")
+    for device in devices:
+        for dtype in (torch.float32, torch.float64):
+            for count in COUNTS:
+                ramp = torch.arange(count, dtype=dtype, device=device)
+                tensor = ramp * (comm.rank + 1)
+                reduce(tensor)
+                if not torch.equal(tensor, ramp * (comm.size * (comm.size + 1) // 2)):
+                    print(f"rank {comm.rank}: a wrong sum of {count} {dtype} on {device}", file=sys.stderr, flush=True)
+                    comm.abort(1)
+    reduce.close()
+    if comm.rank == 0:
+        print(json.dumps({"ranks": comm.size, "devices": [d[:4].strip(":") for d in devices], "built": built_with()}))
+
+
+if __name__ == "__main__":
+    main()

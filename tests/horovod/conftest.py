@@ -1,0 +1,58 @@
+"""Tests of real Horovod wait for a build that tests/run.sh has begun, and are skipped where there is none."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdist.horovod.tools import Search
+
+BUILDING = Path(sys.prefix) / ".horovod"  # locked by tests/run.sh while it builds
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """They come last, when the build has had its time."""
+    items.sort(key=lambda item: "horovod" in getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture(scope="session")
+def _built() -> None:
+    if BUILDING.exists():
+        with BUILDING.open() as building:
+            fcntl.flock(building, fcntl.LOCK_SH)
+    importlib.invalidate_caches()  # it may have been installed after this process began
+
+
+@pytest.fixture
+def horovod(_built: None) -> None:
+    """Horovod, installed for this environment's MPI."""
+    from hpcdist.comm import hvd  # starts MPI, whose traces in the environment the processes of a test run must not see
+
+    if reason := hvd.obstacle():
+        pytest.skip(reason)
+
+
+# --- without Horovod --------------------------------------------------------------------------------------------------
+@pytest.fixture
+def program(tmp_path):
+    """Makes a program in tmp_path/bin."""
+    (tmp_path / "bin").mkdir()
+
+    def make(name: str, text: str = "true", folder: str = "bin") -> Path:
+        path = tmp_path / folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def search(tmp_path) -> Search:
+    """Finds what lies in tmp_path/bin, and nothing else."""
+    return Search({"PATH": ""}, tmp_path)

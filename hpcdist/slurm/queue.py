@@ -61,7 +61,7 @@ def submit(spec: JobSpec, text: str) -> Entry:
     finally:
         unnamed.unlink(missing_ok=True)
     commit, dirty = ledger.commit()
-    log = spec.log.replace("%%", "\0").replace("%x", spec.name).replace("%j", job).replace("%A", job)
+    log = spec.log.replace("%%", "\0").replace("%j", job).replace("%A", job).replace("%x", spec.name)
     entry = Entry(
         job=job,
         name=spec.name,

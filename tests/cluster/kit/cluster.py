@@ -1,0 +1,252 @@
+"""The cluster: hosts, and Slurm on them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from string import Template
+
+from harness.launch import LAUNCHER_PREFIXES
+
+from cluster.kit.hosts import NET, Host
+
+KIT = Path(__file__).parent
+ROOT = KIT.parents[2]
+PACKAGES = (KIT / "packages").read_text().split()  # of Debian
+TOOLS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "tc", "unshare", "nsenter")
+NODES, CPUS, GPUS = 4, 8, 2  # CPUs and GPUs of each node, as Slurm believes
+PREFIX = "hpcdist-cluster-"
+MPICH = ROOT / ".venv-mpich"
+SETTINGS = {
+    **dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
+    **dict.fromkeys(("PRTE_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_btl_tcp_if_include": "eth0",
+    "OMPI_MCA_osc": "^ucx",
+    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",  # each node would bind to the same cores of this machine
+    "OMP_NUM_THREADS": "1",
+}
+# What a job that runs these tests has in its environment, and jobs of this cluster must not inherit.
+INHERITED = (*LAUNCHER_PREFIXES, "PRTE_MCA_", "SLURM_", "SBATCH_", "SRUN_", "PYTEST_")
+
+
+def why_not() -> str | None:
+    """Why there can be no such cluster here; None if there can."""
+    if os.geteuid() != 0:
+        return "a Slurm cluster of namespaces needs root"
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    missing = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
+    missing += [] if Path("/etc/slurm").is_dir() else ["/etc/slurm"]
+    missing += [] if list(Path("/usr/lib").glob("*/pmix2/lib/libpmix.so")) else ["libpmix.so"]  # of srun --mpi=pmix
+    if missing:
+        return f"needs {', '.join(missing)}: apt-get install {' '.join(PACKAGES)}"
+    tried = subprocess.run(
+        ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "tmpfs", "/tmp"],
+        capture_output=True,
+        text=True,
+    )
+    return f"namespaces are refused: {tried.stderr.strip()}" if tried.returncode else None
+
+
+def mpich() -> dict[str, str]:
+    """The environment's changes under which MPICH of .venv-mpich runs."""
+    return {"PATH": f"{MPICH}/bin:{os.environ['PATH']}", "MPI4PY_LIBMPI": f"{MPICH}/lib/libmpi.so.12"}
+
+
+class Cluster:
+    """A controller `ctl` and nodes `n1`, `n2`, ... under Slurm; see `cluster.kit`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.nodes = tuple(f"n{i + 1}" for i in range(NODES))
+        common = {folder, ROOT, Path(sys.prefix), Path(sys.base_prefix)}
+        self._common = [path for path in sorted(common) if not common & set(path.parents)]
+        self.hosts: dict[str, Host] = {}
+
+    # --- commands -------------------------------------------------------------------------------------------------
+    def command(self, *command: str | Path, on: str = "ctl", cwd: Path | None = None) -> list[str]:
+        """The command as one that this machine runs."""
+        return [*self.hosts[on].inside(), "env", "-C", str(cwd or self.folder), *map(str, command)]
+
+    def run(
+        self,
+        *command: str | Path,
+        on: str = "ctl",
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: str = "",
+        timeout_s: float = 60.0,
+        check: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command on a host; what it wrote, and its exit status. Ends it after `timeout_s`.
+
+        Raises:
+            RuntimeError: it failed, unless `check` is false; or it took too long. Shows what it wrote.
+        """
+        limited = ["timeout", "--kill-after=5", str(timeout_s), *command]
+        done = subprocess.run(
+            self.command(*limited, on=on, cwd=cwd),
+            env=self.environment(env),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
+        if done.returncode in (124, 137) or (check and done.returncode):
+            said = f"{done.stdout}\n{done.stderr}".strip()
+            raise RuntimeError(f"{' '.join(map(str, command))} on {on} had status {done.returncode}:\n{said}")
+        return done
+
+    def environment(self, changes: Mapping[str, str] | None = None) -> dict[str, str]:
+        """What a command on a host sees."""
+        own = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED)}
+        return {**own, **SETTINGS, **(changes or {})}
+
+    # --- jobs -----------------------------------------------------------------------------------------------------
+    def submit(self, script: str, *options: str, cwd: Path, env: Mapping[str, str] | None = None) -> str:
+        """Submits the text of a batch script; the job's id."""
+        done = self.run("sbatch", "--parsable", *options, cwd=cwd, env=env, stdin=script)
+        return done.stdout.strip().split(";")[0]
+
+    def job(self, job: str) -> dict[str, str]:
+        """What `scontrol show job` tells; of an array, of its first task there."""
+        first = self.run("scontrol", "--oneliner", "show", "job", job).stdout.splitlines()[0]
+        return dict(word.split("=", 1) for word in first.split() if "=" in word)
+
+    def wait(self, job: str, state: str = "COMPLETED", timeout_s: float = 120.0) -> dict[str, str]:
+        """Waits until a job has that state; what Slurm then tells of it.
+
+        Raises:
+            RuntimeError: it ended in another one, or was not there in time. Shows its output.
+        """
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+        until = time.monotonic() + timeout_s
+        while (found := self.job(job))["JobState"] != state:
+            if found["JobState"] in ended or time.monotonic() > until:
+                raise RuntimeError(f"job {job} must become {state}; got {found['JobState']}.\n{self.output(job)}")
+            time.sleep(0.1)
+        return found
+
+    def output(self, job: str) -> str:
+        """What a job has written so far."""
+        path = Path(self.job(job)["StdOut"])
+        return path.read_text(errors="replace") if path.exists() else f"(no {path})"
+
+    def until(self, true: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+        """Waits until `true()` is; `what` says what that means."""
+        until = time.monotonic() + timeout_s
+        while not true():
+            if time.monotonic() > until:
+                raise RuntimeError(f"not within {timeout_s:g} s: {what}")
+            time.sleep(0.1)
+
+    # --- nodes ----------------------------------------------------------------------------------------------------
+    def kill(self, node: str) -> None:
+        """A power failure: all its processes, its mounts and its end of the cable are gone when this returns."""
+        self.hosts.pop(node).end()
+
+    def start(self, node: str, wait: bool = True) -> None:
+        """Starts a node that does not run; waits until Slurm can use it."""
+        number = self.nodes.index(node) + 1
+        self.hosts[node] = host = Host(node, self.folder, self._common, ["slurmd", "-D"])
+        host.plug(self.hosts["ctl"], f"port{number}", number)
+        host.go()
+        if wait:
+            self.until(lambda: self._state(node) in ("IDLE", "MIXED", "ALLOCATED"), f"{node} is back", 60)
+
+    def _state(self, node: str) -> str:
+        told = self.run("scontrol", "--oneliner", "show", "node", node).stdout
+        return told.partition("State=")[2].split()[0]
+
+    @contextlib.contextmanager
+    def shaped(self, node: str, *, mbit_s: float) -> Iterator[None]:
+        """Within the block a node's cable is as slow as that."""
+        self.shape(node, mbit_s=mbit_s)
+        try:
+            yield
+        finally:
+            self.shape(node)
+
+    def shape(self, node: str, *, mbit_s: float | None = None) -> None:
+        """A node's cable carries so many 10⁶ bits per second each way; None: as many as the machine manages."""
+        self.hosts[node].shape(self.hosts["ctl"], mbit_s)
+
+    # --- all of it ------------------------------------------------------------------------------------------------
+    def open(self) -> None:
+        """Starts all hosts; returns when all nodes are idle."""
+        self._write_files()
+        self.hosts["ctl"] = ctl = Host("ctl", self.folder, self._common, ["slurmctld", "-D", "-c"])
+        ctl.bridge()
+        ctl.go()
+        for node in self.nodes:
+            self.start(node, wait=False)
+        try:
+            self.until(self._all_idle, "all nodes are idle")
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}\n{self.logs()}") from None
+
+    def _all_idle(self) -> bool:
+        found = self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T", check=False).stdout.split()
+        return found == ["idle"] * NODES
+
+    def logs(self, lines: int = 15) -> str:
+        """The last lines of Slurm's daemons."""
+        paths = sorted((self.folder / "log").iterdir())
+        return "\n".join(f"{p.name}: {line}" for p in paths for line in p.read_text().splitlines()[-lines:])
+
+    def _write_files(self) -> None:
+        for name in ("etc", "log", "state", "dev", "munge", "spool"):
+            (self.folder / name).mkdir()
+        key = self.folder / "munge" / "key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(128))
+        for gpu in range(GPUS):
+            os.mknod(self.folder / "dev" / f"nvidia{gpu}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # /dev/null
+        etc = self.folder / "etc"
+        addresses = ["127.0.0.1 localhost", f"{NET}.254 ctl", *(f"{NET}.{i + 1} {n}" for i, n in enumerate(self.nodes))]
+        (etc / "hosts").write_text("\n".join(addresses) + "\n")
+        # Not used, but what is looked for without it is missing here.
+        (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        values = {"folder": self.folder, "nodes": f"n[1-{NODES}]", "cpus": CPUS, "gpus": GPUS, "last_gpu": GPUS - 1}
+        for name in ("slurm.conf", "gres.conf"):
+            (etc / name).write_text(Template((KIT / name).read_text()).substitute(values))
+
+    def close(self) -> None:
+        """Ends all hosts, and all that runs on them, at once."""
+        for name in list(self.hosts):
+            self.hosts.pop(name).end()
+
+
+@contextlib.contextmanager
+def made() -> Iterator[Cluster]:
+    """Makes a cluster and takes it away again, with all its files."""
+    delete_left_behind()
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
+    folder.chmod(0o755)
+    cluster = Cluster(folder)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until this process ends, however it does
+        try:
+            cluster.open()
+            yield cluster
+        finally:
+            cluster.close()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def delete_left_behind() -> None:
+    """Deletes the files of clusters whose makers were killed; their hosts have ended with them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), open(folder / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)

@@ -1,19 +1,8 @@
-#: Slurm runs this on the job's first node. Ranks of a node hold one copy of the model in parts; nodes hold copies.
-#!/bin/bash
-{% filter adapted %}
-{% include "parts/resources.sh" %}
-{% include "parts/batch.sh" %}
-{% endfilter %}
-
-{% include "parts/environment.sh" %}
-
-{% include "parts/folder.sh" %}
-
+{% extends "parts/script.sh" %}
 {% set distribution = "block" %}
-{% include "parts/launcher.sh" %}
-
-{% include "parts/signals.sh" %}
-{% include "parts/doctor.sh" %}
-
-{% include "parts/payload.sh" %}
-{% include "parts/run.sh" %}
+{% block opening %}
+#: Slurm runs this on the job's first node. Ranks of a node hold one copy of the model in parts; nodes hold copies.
+{% endblock %}
+{% block placement %}
+#: Stages talk most, so that they belong together: in blocks, rank // {{ spec.ranks_per_node }} is the copy and rank % {{ spec.ranks_per_node }} the stage.
+{% endblock %}

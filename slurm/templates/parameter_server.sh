@@ -1,19 +1,8 @@
-#: Slurm runs this on the job's first node. Ranks 0 to {{ spec.servers - 1 }} serve; the others work.
-#!/bin/bash
-{% filter adapted %}
-{% include "parts/resources.sh" %}
-{% include "parts/batch.sh" %}
-{% endfilter %}
-
-{% include "parts/environment.sh" %}
-
-{% include "parts/folder.sh" %}
-
+{% extends "parts/script.sh" %}
 {% set distribution = "cyclic" if spec.servers_on == "one_per_node" else "block" %}
-{% include "parts/launcher.sh" %}
-
-{% include "parts/signals.sh" %}
-{% include "parts/doctor.sh" %}
-
-{% include "parts/payload.sh" %}
-{% include "parts/run.sh" %}
+{% block opening %}
+#: Slurm runs this on the job's first node. Ranks 0 to {{ spec.servers - 1 }} serve; the others work.
+{% endblock %}
+{% block placement %}
+#: Servers are the first ranks: in blocks they are on the first node, dealt out there is one on each node.
+{% endblock %}

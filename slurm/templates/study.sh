@@ -1,23 +1,13 @@
+{% extends "parts/script.sh" %}
+{% block opening %}
 #: Slurm runs this on the first node of each of the array's jobs.
-#!/bin/bash
-{% filter adapted %}
-{% include "parts/resources.sh" %}
-{% include "parts/batch.sh" %}
+{% endblock %}
+{% block directives %}
 #: A job for each of the cases below, and how many of them may run at a time.
 #SBATCH --array=0-{{ spec.cases|length - 1 }}{% if spec.at_once %}%{{ spec.at_once }}{% endif %}
 
-{% endfilter %}
-
-{% include "parts/environment.sh" %}
-
-{% include "parts/folder.sh" %}
-
-{% include "parts/launcher.sh" %}
-
-{% include "parts/signals.sh" %}
-{% include "parts/doctor.sh" %}
-
-{% include "parts/payload.sh" %}
+{% endblock %}
+{% block payload %}
 #: This job's case.
 case $SLURM_ARRAY_TASK_ID in
 {% for case in spec.cases %}
@@ -25,4 +15,4 @@ case $SLURM_ARRAY_TASK_ID in
 {% endfor %}
 *) echo >&2 "the array's tasks must be 0 to {{ spec.cases|length - 1 }}; got $SLURM_ARRAY_TASK_ID."; exit 1 ;;
 esac
-{% include "parts/run.sh" %}
+{% endblock %}

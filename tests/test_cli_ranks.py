@@ -13,7 +13,6 @@ from train import tiny
 
 from harness.launch import find_mpirun, launch, started, wait_until
 from hpcdist import checkpoint
-from hpcdist.comm.virtual import run_virtual
 from hpcdist.records import load_summary
 
 ROOT = Path(__file__).parents[1]
@@ -137,13 +136,7 @@ def test_a_killed_run_resumes_to_the_same_bits():
     assert done.returncode == 0, done.stderr
     assert "hpcdist: going on from it/checkpoints/step-0000" in done.stderr
 
-    def whole(comm):
-        trainer = tiny.trainer(comm, Path("virtual").resolve(), *settings)
-        summary = trainer.run()
-        trainer.close()
-        return summary
-
-    resumed, uninterrupted = load_summary("it"), run_virtual(whole, 2)[0]
+    resumed, uninterrupted = load_summary("it"), tiny.uninterrupted(2, Path("virtual").resolve(), *settings)
     assert (resumed.sha256, resumed.metrics) == (uninterrupted.sha256, uninterrupted.metrics)
     assert resumed.samples == uninterrupted.samples
 

@@ -12,7 +12,7 @@ from hpcdist.comm.hvd_process import Tuning, built_with, join, leave, obstacle
 from hpcdist.comm.mpi import MpiCommunicator
 from hpcdist.comm.outside import WATCHDOG_S, OutsideSum, Pending
 from hpcdist.comm.waiting import wait_until
-from hpcdist.errors import CommunicationError, ConfigError, RankFailedError
+from hpcdist.errors import CommunicationError, ConfigError
 
 __all__ = ["Horovod", "built_with", "obstacle"]
 
@@ -111,15 +111,6 @@ class Horovod(OutsideSum):
         except self._hvd.HorovodInternalError as error:
             self._running.broken = True
             raise self._failure(error) from error
-
-    def _failure(self, error: Exception) -> CommunicationError:
-        dead = self.comm.failed()
-        cls = RankFailedError if dead else CommunicationError
-        who = f"ranks {', '.join(map(str, dead))} died" if dead else "the rank that fails first says why"
-        return cls(
-            f"an all-reduce by Horovod failed on rank {self.comm.rank}: {str(error).strip()} ({who}). Resume from the "
-            "last checkpoint."
-        )
 
     def close(self) -> None:
         """Collective. Ends Horovod in this process, unless another object uses it."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hpcdist.comm.communicator import check_flat
+from hpcdist.errors import CommunicationError, RankFailedError
 
 if TYPE_CHECKING:  # it starts MPI, which importing a strategy must not
     from hpcdist.comm.mpi import MpiCommunicator
@@ -88,6 +89,16 @@ class OutsideSum(abc.ABC):
     @abc.abstractmethod
     def _wait(self, pending: Pending, describe: Callable[[], str]) -> None:
         """Until the library is done; raises DeadlineError past the deadline and WATCHDOG_S more."""
+
+    def _failure(self, error: Exception) -> CommunicationError:
+        """What to raise where the library has failed."""
+        dead, lines = self.comm.failed(), str(error).strip().splitlines()
+        cls = RankFailedError if dead else CommunicationError
+        who = f"ranks {', '.join(map(str, dead))} died" if dead else "the rank that fails first says why"
+        return cls(
+            f"an all-reduce by {self.label} failed on rank {self.comm.rank}: {''.join(lines[:1])} ({who}). Resume from "
+            "the last checkpoint."
+        )
 
     @abc.abstractmethod
     def close(self) -> None:

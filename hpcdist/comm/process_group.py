@@ -14,7 +14,7 @@ from hpcdist.comm.mpi import MpiCommunicator
 from hpcdist.comm.outside import WATCHDOG_S, OutsideSum, Pending
 from hpcdist.comm.rendezvous import Meeting, meet
 from hpcdist.comm.waiting import wait_until
-from hpcdist.errors import CommunicationError, ConfigError, RankFailedError
+from hpcdist.errors import ConfigError
 
 POLL_S = 1e-4  # longest pause between two looks at a sum under way
 LONGEST_S = 1e7  # that a timeout of torch.distributed may have
@@ -92,15 +92,6 @@ class ProcessGroup(OutsideSum):
             pending.handle.wait()
         except RuntimeError as error:
             raise self._failure(error) from error
-
-    def _failure(self, error: RuntimeError) -> CommunicationError:
-        dead = self.comm.failed()
-        cls = RankFailedError if dead else CommunicationError
-        who = f"ranks {', '.join(map(str, dead))} died" if dead else "the rank that fails first says why"
-        return cls(
-            f"an all-reduce by {self.label} failed on rank {self.comm.rank}: {str(error).splitlines()[0]} ({who}). "
-            "Resume from the last checkpoint."
-        )
 
     def close(self) -> None:
         if self._group is not None:

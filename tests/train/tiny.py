@@ -6,8 +6,10 @@ from pathlib import Path
 
 from torch import nn
 
+from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import JobConfig, load
 from hpcdist.data import importers
+from hpcdist.records import Summary
 from hpcdist.train import Job, Metric, Trainer, accuracy
 
 job = Job(
@@ -32,6 +34,18 @@ def trainer(comm, folder: Path, *overrides: str, report=None, **leaving) -> Trai
     """Collective."""
     values = load({**job.defaults, "data": {"path": str(folder / "digits.h5")}}, None, overrides)
     return Trainer(job, JobConfig(**values), comm, folder / "run", report, **leaving)
+
+
+def uninterrupted(ranks: int, folder: Path, *overrides: str) -> Summary:
+    """The summary of a whole run on so many virtual ranks."""
+
+    def whole(comm):
+        made = trainer(comm, folder, *overrides)
+        summary = made.run()
+        made.close()
+        return summary
+
+    return run_virtual(whole, ranks)[0]
 
 
 # The same job slowed down, as a file; each rank leaves a file `pid-N` once it trains.

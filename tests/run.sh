@@ -13,8 +13,7 @@ why_no_cluster() {
 # Installs Debian's Slurm for tests/cluster, as root. They are skipped where that is not possible; with
 # HPCDIST_CLUSTER=require that is an error.
 ready_cluster() {
-    local packages log
-    log=$(mktemp)
+    local packages log=$VENV/cluster.log
     mapfile -t packages <"$ROOT/tests/cluster/kit/packages"
     NO_CLUSTER=$(why_no_cluster)
     if [ -n "$NO_CLUSTER" ] && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then

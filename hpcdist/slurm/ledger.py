@@ -65,7 +65,9 @@ def find(job: str | None, folder: Path = FOLDER) -> Entry | None:
 def commit() -> tuple[str | None, bool]:
     """The commit of the current folder, and whether tracked files differ from it; (None, False) outside of git."""
     head = _git("rev-parse", "HEAD")
-    return (None, False) if head is None else (head.strip(), bool(_git("status", "--porcelain", "--untracked-files=no")))
+    if head is None:
+        return None, False
+    return head.strip(), bool(_git("status", "--porcelain", "--untracked-files=no"))
 
 
 def _git(*arguments: str) -> str | None:

@@ -18,7 +18,7 @@ from hpcdist.slurm.spec import JobSpec
 
 ANSWERS_S = 60.0  # a busy controller's time for an answer
 SHORTEST_S, LONGEST_S = 0.25, 10.0  # between questions: controllers serve all users
-ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
+ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
 FORGOTTEN = "unknown"  # a state: Slurm remembers ended jobs for minutes only, where it has no accounting
 
 

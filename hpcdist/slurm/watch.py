@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from hpcdist.errors import HpcdistError, QueueError
+from hpcdist.errors import QueueError
 from hpcdist.slurm import queue
 from hpcdist.slurm.ledger import Entry
 from hpcdist.slurm.progress import Follower, total_samples
@@ -51,7 +51,7 @@ class _Shown:
             self._knows_total = True
             try:
                 self._total = total_samples(self._spec)
-            except HpcdistError:  # the run is under way: it may know more than this host
+            except Exception:  # whatever the job's file needs that is not here; the run itself is under way
                 self._total = None
         loss = "" if now.loss is None else f"  loss {now.loss:.4f}"
         figures = f"step {now.step}{loss}" if now.step else ""

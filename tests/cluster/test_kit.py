@@ -57,7 +57,8 @@ def test_cables_are_slowed_down(cluster):
     assert mean_ms() < 10
 
 
-def test_a_crash_leaves_nothing_behind():
+def test_a_crash_leaves_nothing_behind(cluster):
+    """Of another cluster than that of the tests."""
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
     done = subprocess.run([sys.executable, "-c", CRASHES], env=environment, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr

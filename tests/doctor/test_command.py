@@ -100,7 +100,7 @@ def test_worlds_of_size_1_are_told_once():
     job = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert job.returncode == 1
     (world, _) = lines(job)
-    assert world[:2] == ["error", "world"] and "must be the launcher's, 3 (a PMI launcher" in world[2]
+    assert world[:2] == ["error", "world"] and "must be the launcher's, 3 (MPICH's or Intel's mpiexec" in world[2]
     assert json.loads(Path("told.json").read_text())["status"] == 1
 
 

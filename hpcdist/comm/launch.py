@@ -42,6 +42,9 @@ LAUNCHERS = (
     Variables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 
+# What a launcher, or an MPI started in a process, leaves in the environment.
+LAUNCHED = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_JOB", "HYDRA_")
+
 # In Open MPI's MPI_Finalize ranks wait for each other through the launcher, often for ever where one has died. Without
 # that they need to have met before (`comm/mpi.py` sees to it).
 FINALIZE_ALONE = {"OMPI_MCA_async_mpi_finalize": "1"}
@@ -84,6 +87,11 @@ def number(environ: Mapping[str, str], name: str) -> int:
             f"{name} must be a number; got {environ[name]!r}. It is the launcher's: start the ranks with mpirun or srun."
         )
     return int(environ[name])
+
+
+def unlaunched(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a new job: with what a launcher left there it would take itself for a part of that one."""
+    return {name: value for name, value in environ.items() if not name.startswith(LAUNCHED)}
 
 
 def check_world(size: int, library: str, environ: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import BuildError
 
 LIMIT_S = 180.0
@@ -17,8 +18,6 @@ DEADLINE_S = 60.0  # of the sum itself
 COUNTS = (1, 1000, 100_003)
 RANKS = 2
 
-# What a launcher leaves in the environment of its ranks: with it, a new launcher would take itself for one of them.
-LAUNCHED = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_JOB", "HYDRA_")
 # Two ranks on whatever machine this is, also for root in a container; settings of the user's own come before.
 ANYWHERE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -30,7 +29,7 @@ ANYWHERE = {
 
 def environment(environ: Mapping[str, str], unpacked: Path | None) -> dict[str, str]:
     """That of a new job, whose ranks find this package, and Horovod in `unpacked` if not where they find all else."""
-    kept = {name: value for name, value in environ.items() if not name.startswith(LAUNCHED)}
+    kept = unlaunched(environ)
     here = str(Path(__file__).parents[2])
     path = [str(unpacked)] if unpacked is not None else []
     path += [here, *filter(None, [kept.get("PYTHONPATH")])]

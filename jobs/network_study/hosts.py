@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcdist.comm.launch import unlaunched
+
 NET = "10.78.0"
 RELAY = Path(__file__).with_name("relay.py")
 BURST_BYTES = 1 << 17  # what may leave at once: a segment of TCP, 64 KiB, and some more
@@ -38,8 +40,6 @@ while [ "${{1#-}}" != "$1" ]; do shift; done
 host=$1; shift
 exec nsenter -t "$(cat {folder}/"$host".pid)" -n -u -m --wd="$PWD" -- /bin/sh -c "$*"
 """
-# What a launcher, or an MPI started in this process, leaves in the environment; a new job must not inherit it.
-LAUNCHER_PREFIXES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_JOB", "HYDRA_")
 SETTINGS = {
     **dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
     **dict.fromkeys(("PRTE_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
@@ -135,7 +135,7 @@ class Hosts:
             how += ["--host", hosts, "--map-by", "ppr:1:node"]
         python = str(prefix / "bin" / "python")
         command = [*how, "-n", str(len(self.names)), python, *map(str, arguments)]
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+        inherited = unlaunched(os.environ)
         settings = {**SETTINGS, "PATH": f"{prefix}/bin:{os.environ['PATH']}"}
         if prefix != Path(sys.prefix):
             settings["MPI4PY_LIBMPI"] = str(next((prefix / "lib").glob("libmpi.so.*")))

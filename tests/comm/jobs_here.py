@@ -8,7 +8,8 @@ import textwrap
 import time
 from pathlib import Path
 
-from harness.launch import LAUNCHER_PREFIXES, SETTINGS, launch
+from harness.launch import SETTINGS, launch
+from hpcdist.comm.launch import unlaunched
 
 ROOT = Path(__file__).parents[2]
 TCP = {"OMPI_MCA_btl": "self,tcp", "UCX_TLS": "self,tcp", "MPIR_CVAR_NOLOCAL": "1"}
@@ -31,7 +32,7 @@ def clean_environment(**more: str) -> dict[str, str]:
     """As a login shell has it: no launcher, no MPI started before."""
     import os
 
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    inherited = unlaunched(os.environ)
     return {**inherited, **SETTINGS, "PYTHONPATH": str(ROOT), **more}
 
 

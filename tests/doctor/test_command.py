@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch import LAUNCHER_PREFIXES, SETTINGS, find_mpirun, launch
+from harness.launch import SETTINGS, find_mpirun, launch
+from hpcdist.comm.launch import unlaunched
 from hpcdist.doctor.report import Options, Report
 from hpcdist.errors import ConfigError
 
@@ -94,7 +95,7 @@ def test_another_number_of_ranks_is_told_once():
 @pytest.mark.skipif(MPICH == Path(sys.prefix), reason="runs from .venv")
 def test_worlds_of_size_1_are_told_once():
     """MPICH's mpiexec starts processes that find Open MPI."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    inherited = unlaunched(os.environ)
     env = {**inherited, **SETTINGS, **ENV, "MPI4PY_LIBMPI": str(Path(sys.prefix) / "lib" / "libmpi.so.40")}
     command = [str(MPIEXEC), "-n", "3", sys.executable, "-m", "hpcdist", "doctor", "--json", "told.json"]
     job = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
@@ -107,7 +108,7 @@ def test_worlds_of_size_1_are_told_once():
 # --- wrong options ----------------------------------------------------------------------------------------------------
 def test_as_many_to_spare_as_there_are_is_refused():
     command = [sys.executable, "-m", "hpcdist", "doctor", "--spare", "1", *PATIENT]
-    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    env = unlaunched(os.environ)
     job = subprocess.run(command, env={**env, **SETTINGS, **ENV}, capture_output=True, text=True, timeout=100)
     assert (job.returncode, job.stdout) == (1, "")
     assert job.stderr == "hpcdist: error: spare must be at least 0 and below the number of nodes, 1; got 1.\n"

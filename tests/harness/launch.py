@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE
 
-# What a launcher, or an MPI started in this process, leaves in the environment; a new job must not inherit it.
-LAUNCHER_PREFIXES = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_JOB", "HYDRA_")
+from hpcdist.comm.launch import unlaunched
+
 SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -80,5 +80,5 @@ def _command(size: int, arguments: Sequence[str | Path], options: Sequence[str])
 
 
 def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    inherited = unlaunched(os.environ)
     return {**inherited, **SETTINGS, **(env or {})}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from string import Template
 
-from harness.launch import LAUNCHER_PREFIXES
+from hpcdist.comm.launch import LAUNCHED
 
 from cluster.kit.hosts import NET, Host
 
@@ -37,7 +37,7 @@ SETTINGS = {
     "OMP_NUM_THREADS": "1",
 }
 # What a job that runs these tests has in its environment, and jobs of this cluster must not inherit.
-INHERITED = (*LAUNCHER_PREFIXES, "PRTE_MCA_", "SLURM_", "SBATCH_", "SRUN_", "PYTEST_")
+INHERITED = (*LAUNCHED, "PRTE_MCA_", "SLURM_", "SBATCH_", "SRUN_", "PYTEST_")
 
 
 def why_not() -> str | None:

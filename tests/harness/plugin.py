@@ -22,6 +22,7 @@ MARKERS = (
     "smaller than the smallest; with exact=True, or where there is only one, if its size is one of them",
     "mpi(min_size=1): runs under a launcher only",
     "virtual: uses ranks, but runs on virtual ones only",
+    "alone: measures how long something takes, so that no other test may run beside it",
     "cluster: uses the fixture of that name, a cluster under Slurm; set by itself",
     "time_limit(seconds): how long the test may take before the run is ended; default --time-limit",
 )

@@ -34,6 +34,7 @@ def study(kit):
     return setups, results
 
 
+@pytest.mark.alone
 def test_the_quick_job_as_a_user_runs_it(kit, study, tmp_path):
     setups, _ = study
     if reason := kit.why_not(kit.Cable(100)):

@@ -18,8 +18,9 @@ def wait_until(
     """Returns once `ready()` holds; the seconds waited. Raises DeadlineError, saying `describe()`, past the deadline.
 
     Yields its core over and over for a moment, then sleeps a little longer each time, up to `longest_s`: with a
-    millisecond, a rank that waits for long uses about a fiftieth of a core. Sleeping also answers sooner than spinning where ranks outnumber cores:
-    the kernel lets a sleeper in when its time has come, and makes a rank that yields wait for everybody's turn.
+    millisecond, a rank that waits for long uses about a fiftieth of a core. Sleeping also answers sooner than spinning
+    where ranks outnumber cores: the kernel lets a sleeper in when its time has come, and makes a rank that yields wait
+    for everybody's turn.
     """
     if ready():
         return 0.0

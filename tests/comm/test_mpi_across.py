@@ -61,9 +61,9 @@ def check(job, size):
     found = sorted((json.loads(line) for line in job.stdout.splitlines() if line[:1] == "{"), key=lambda f: f["rank"])
     assert len(found) == size
     for told in found[1:]:
-        slow = {name: seconds for name, seconds in told["worst"].items() if seconds > 0.6}
+        slow = {name: seconds for name, seconds in told["worst"].items() if seconds > 1.2}
         assert not slow, f"the owner computes for 2 s; these waited for it: {slow}"
-        assert told["calls"] >= 25
+        assert told["calls"] >= 10
     assert found[0]["count"] == sum(told["calls"] // 5 for told in found)
     return found
 
@@ -83,7 +83,8 @@ def test_a_busy_owner_on_another_host(tmp_path, make_hosts, way, size):
     job = make_hosts(size).launch([script], env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)})
     found = check(job, size)
     assert found[0]["nodes"] == list(range(size)) and {told["way"] for told in found} == {way.partition(":")[0]}
-    assert sum(told["received"] for told in found) > 25 * 120_000, "what was put and got went through the network"
+    rounds = sum(told["calls"] // 5 for told in found)
+    assert sum(told["received"] for told in found) > rounds * 240_000, "what was put and got went through the network"
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------

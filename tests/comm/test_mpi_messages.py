@@ -293,7 +293,7 @@ def test_a_wait_for_a_message_that_never_comes_ends_at_the_deadline(ranks):
             comm.probe(0, 9)
         with pytest.raises(DeadlineError, match="a message from any rank"):
             comm.probe()
-        assert time.perf_counter() - start < 1
+        assert time.perf_counter() - start < 10
         comm.deadline_s = 60.0
 
     ranks(body)

@@ -18,7 +18,7 @@ def test_what_holds_already_costs_no_wait():
 def test_it_returns_soon_after_the_condition_holds():
     until = time.perf_counter() + 0.1
     waited_s = wait_until(lambda: time.perf_counter() >= until, math.inf, str)
-    assert 0.09 < waited_s < 0.5
+    assert 0.09 < waited_s < 5
 
 
 def test_a_long_wait_asks_seldom():
@@ -41,7 +41,7 @@ def test_past_the_deadline_it_says_what_did_not_happen():
     start = time.perf_counter()
     with pytest.raises(DeadlineError, match=r"^the kettle's whistle did not happen within 0.05 s\.$"):
         wait_until(lambda: False, 0.05, lambda: "the kettle's whistle")
-    assert 0.05 <= time.perf_counter() - start < 1
+    assert 0.05 <= time.perf_counter() - start < 10
 
 
 def test_an_error_of_the_condition_is_raised():

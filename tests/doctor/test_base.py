@@ -36,8 +36,8 @@ def test_nodes_know_their_ranks():
 def test_what_hangs_is_left_behind():
     start = time.monotonic()
     with pytest.raises(DeadlineError, match=re.escape("a sleep did not end within 0.1 s.")):
-        within(0.1, "a sleep", lambda: time.sleep(2))
-    assert time.monotonic() - start < 1
+        within(0.1, "a sleep", lambda: time.sleep(20))
+    assert time.monotonic() - start < 10
 
 
 def test_what_does_not_hang_returns_or_raises():

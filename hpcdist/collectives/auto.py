@@ -24,8 +24,9 @@ _AS_THEY_ARE = {dtype for dtype, summed_as in SUMMED_AS.items() if dtype is summ
 class Auto(AllReduce):
     """The algorithm that was fastest on this machine for tensors of about that length.
 
-    Making it is Collective and, the first time on a machine with these ranks, measures for one to three seconds; the table
-    is kept in a file. On virtual ranks the algorithms' cost formulas decide instead, at the network's figures.
+    Making it is Collective and, the first time on a machine with these ranks, measures for one to three seconds, on a
+    slow network up to ten; the table is kept in a file. On virtual ranks the algorithms' cost formulas decide instead,
+    at the network's figures.
 
     Args:
         comm: the ranks that sum.

@@ -18,6 +18,7 @@ from hpcdist.comm.communicator import Communicator
 # Bytes: 4 KiB to 16 MiB, and one length that no cache holds, whose winner takes the rest.
 SIZES = (*(1 << exponent for exponent in range(12, 25)), 1 << 26)
 LONG = 1 << 25  # from here on only what did well at the size before is timed, and only once
+SLOW_S = 0.1  # of the fastest one's call: nothing longer is measured, which a slow network would take minutes for
 BUDGET_S = 0.6  # seconds of timed calls in all, beside the first ones
 CALLS_S = 3e-4  # one timing covers as many calls as take about this long together
 ROUNDS = 6  # timings of an algorithm at a size in one pass through the sizes, at most
@@ -107,27 +108,37 @@ def measure_table(
 
     Args:
         comm: the ranks in question. Measured on a copy of it, so that its account of traffic shows nothing of this.
-        sizes: lengths in bytes, ascending, multiples of 4.
+        sizes: lengths in bytes, ascending, multiples of 4. The table ends with the first that takes SLOW_S or more.
         algorithms: names; by default all that can run here.
         budget_s: seconds of timed calls in all, about.
     """
     own = comm.split(0)
     sides = {name: load(name)(own) for name in algorithms or candidates(comm)}
     tensor = torch.empty(max(sizes) // 4).zero_()  # written, so that its pages exist; zeros never overflow
-    races = [_Race(own, sides, tensor[: size // 4]) for size in sizes if size < LONG]
-    share_s = budget_s / len(sizes) / (len(LIMITS) - 1)
-    for turn, limit in enumerate(LIMITS):
+    races: list[_Race] = []
+
+    def add(size: int, names: Sequence[str], limit: float) -> None:
+        if not races or races[-1].least_s < SLOW_S:
+            races.append(_Race(own, {name: sides[name] for name in names}, tensor[: size // 4]))
+            races[-1].warm_up(limit)
+
+    first, *further = LIMITS
+    for size in sizes:
+        if size < LONG:
+            add(size, list(sides), first)
+    share_s = budget_s / len(sizes) / len(further)
+    for limit in further:
         for race in races:  # a disturbance that lasts falls on all sizes, and on a part of each one's timings
-            race.run(share_s, limit) if turn else race.warm_up(limit)
-    for size in sizes[len(races) :]:
-        hopeful = _near(races[-1].figures_s(), HOPELESS) if races else list(sides)
-        races.append(_Race(own, {name: sides[name] for name in hopeful}, tensor[: size // 4]))
-        races[-1].warm_up(HOPELESS)
+            race.run(share_s, limit)
+    for size in sizes:
+        if size >= LONG:
+            add(size, _near(races[-1].figures_s(), HOPELESS) if races else list(sides), HOPELESS)
     for side in sides.values():
         side.close()
     own.close()
     figures = [race.figures_s() for race in races]
-    return Table(sizes=tuple(sizes), seconds={name: tuple(found.get(name) for found in figures) for name in sides})
+    seconds = {name: tuple(found.get(name) for found in figures) for name in sides}
+    return Table(sizes=tuple(sizes[: len(races)]), seconds=seconds)
 
 
 class _Race:
@@ -143,6 +154,11 @@ class _Race:
         times = interleaved(self._comm, self._racing, self._tensor, rounds=2)
         self._once_s = {name: min(taken_s) for name, taken_s in times.items()}
         self._drop(self._once_s, limit)
+
+    @property
+    def least_s(self) -> float:
+        """The fastest one's first calls; the same on all ranks."""
+        return min(self._once_s.values())
 
     def run(self, budget_s: float, limit: float) -> None:
         """A few more timings, and out with those beyond the limit."""

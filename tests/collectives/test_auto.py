@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hpcdist.collectives import load, table_cache
 from hpcdist.collectives.auto import Auto
-from hpcdist.collectives.table import SWITCHED, Table, candidates, measure_table, predict_table
+from hpcdist.collectives.table import SIZES, SLOW_S, SWITCHED, Table, candidates, measure_table, predict_table
 from hpcdist.collectives.table_cache import cached_table
 from hpcdist.comm.virtual import Network, run_virtual
 
@@ -154,6 +154,18 @@ def test_what_did_badly_is_not_tried_on_long_tensors(monkeypatch):
     assert found["recursive_doubling"][0] > 0 and found["recursive_doubling"][1] is None
     assert found["ring"][1] == pytest.approx(load("ring").cost_s(800_000, 16, 1e-6, 1e-8))
     assert found["native"][1] == pytest.approx(load("native").cost_s(800_000, 16, 1e-6, 1e-8))
+
+
+def test_on_a_slow_network_long_tensors_are_not_measured():
+    """4 hosts at 100 Mbit/s: 16 MiB alone would take a second and a half at best, each time."""
+
+    def body(comm):
+        return measure_table(comm), comm.now()
+
+    found, taken_s = run_virtual(body, 4, network=Network(1e-4, 12.5e6))[0]
+    assert found.sizes == SIZES[: len(found.sizes)] and found.sizes[-1] == 1 << 20
+    assert [min(s for s in column if s is not None) < SLOW_S for column in zip(*found.seconds.values())][-2:] == [1, 0]
+    assert taken_s < 12
 
 
 def test_measured_on_a_virtual_clock_the_formulas_come_out():

@@ -154,7 +154,7 @@ def finding(status: str, check: str, text: str) -> None:
 
 # --- descriptions -----------------------------------------------------------------------------------------------------
 def algorithms(found: Mapping[str, type[Strategy] | type[Compressor]], where: str) -> None:
-    """Every one by its name: what it does and costs, its options, its reference. `where` is their table's dotted key."""
+    """Every one by its name: what it does and costs, its options, its reference. `where`: their table's dotted key."""
     from hpcdist.config import describe
 
     for name, algorithm in found.items():

@@ -26,8 +26,8 @@ that synchronous all-reduce scales better to more (about 100) and converges most
   other, so that a crowded server's short messages queue behind long ones: more than real switches make them wait.
 - Loss: cross-entropy of the test set on what the workers stand for together (all-reduce's parameters, the mean of
   gossip's, easgd's centre), looked at every 32 gradients without any virtual time passing. There are two targets, of
-  which the stricter one leaves time to make up for a slow beginning: 0.35, where about 9 % of the test images are wrong,
-  and 0.2, where 5 % are.
+  which the stricter one leaves time to make up for a slow beginning: 0.35, where about 9 % of the test images are
+  wrong, and 0.2, where 5 % are.
 
 The 26 cells are run with five seeds, which tuning does not see, with both kinds of steps and each target's rates: about
 330 runs, for most rates are the same, beside about 190 for the rates. What is finished is kept in `runs.jsonl` and

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hpcdist"
-LINES = 400
+LINES, COLUMNS = 400, 120
 
 # Imports go downwards only. One line is one layer; packages on the same line may import each other.
 LAYERS = """
@@ -109,6 +109,12 @@ def test_no_assert_statements():
 def test_files_are_short():
     lengths = {path: len((PACKAGE / path).read_text().splitlines()) for path in MODULES}
     assert {path: length for path, length in lengths.items() if length > LINES} == {}
+
+
+def test_lines_are_short():
+    paths = [path for folder in ("hpcdist", "jobs", "tests") for path in (ROOT / folder).rglob("*.py")]
+    lines = [(path, n, line) for path in paths for n, line in enumerate(path.read_text().splitlines(), 1)]
+    assert [f"{path}:{n}" for path, n, line in lines if len(line) > COLUMNS] == []
 
 
 def test_only_some_read_the_environment():

@@ -58,7 +58,7 @@ def test_every_run_is_a_whole_one(quick, study):
         if run["splits"]:
             assert run["updates"] == gradients / (run["learners"] // run["splits"]), "each of c gradients"
         else:
-            assert run["updates"] == -(-run["samples"] // (run["batch"] * run["learners"])), "each of all learners' batches"
+            assert run["updates"] == -(-run["samples"] // (run["batch"] * run["learners"])), "each of all their batches"
             assert run["staleness_max"] == 0
         assert run["staleness_max"] == max(map(int, run["staleness_histogram"]))
     studied = [run for run in found if run["seed"] < 1000]
@@ -118,7 +118,8 @@ def verdicts(study, **measured) -> list[str]:
     _, claims = study
     found = []
     for paragraph in claims.paragraphs(made_up(study[0], **measured)):
-        found.append(next(v for v in ("SHOWN IN PART", "NOT SHOWN", "SHOWN") if f" {v}. " in paragraph.replace("\n", " ")))
+        line = paragraph.replace("\n", " ")
+        found.append(next(v for v in ("SHOWN IN PART", "NOT SHOWN", "SHOWN") if f" {v}. " in line))
     return found
 
 

@@ -28,7 +28,7 @@ def _show(title: str, rows: list[dict], path: Path | None, comm=None) -> None:
 @app.command()
 def allreduce(
     sizes: Annotated[Optional[list[int]], typer.Option(help="Bytes; may be repeated.")] = None,
-    algorithm: Annotated[Optional[list[str]], typer.Option(help="May be repeated; default auto and all others.")] = None,
+    algorithm: Annotated[Optional[list[str]], typer.Option(help="May be repeated; default auto and all else.")] = None,
     rounds: Rounds = 15,
     json_path: Json = None,
 ) -> None:

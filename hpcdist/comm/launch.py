@@ -84,7 +84,7 @@ def number(environ: Mapping[str, str], name: str) -> int:
     """A variable that is set. Raises WorldError where it is no number."""
     if not environ[name].isdigit():
         raise WorldError(
-            f"{name} must be a number; got {environ[name]!r}. It is the launcher's: start the ranks with mpirun or srun."
+            f"{name} must be a number; got {environ[name]!r}. It is the launcher's: start ranks with mpirun or srun."
         )
     return int(environ[name])
 

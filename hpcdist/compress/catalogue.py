@@ -38,7 +38,7 @@ class CompressionConfig(Named):
         elif self.options:
             known = ", ".join(available())
             raise ValueError(
-                f"strategy.compression.name must be one of {known} with the option {next(iter(self.options))}; got none."
+                f"strategy.compression.name must be one of {known} with option {next(iter(self.options))}; got none."
             )
         return self
 

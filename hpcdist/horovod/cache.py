@@ -63,7 +63,7 @@ class Entry:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"--cache must be a folder that can be made and written; got {folder} ({error.strerror}). Choose another."
+                f"--cache must be a folder that can be written; got {folder} ({error.strerror}). Choose another."
             ) from None
 
     @property

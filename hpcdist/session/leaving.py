@@ -1,7 +1,7 @@
 """Leaving early, all ranks after the same step: on a signal, or before a time limit.
 
-A cluster warns a job that it is to end (a signal), or has told it from the start when that will be (the time limit). One
-rank may hear of it and another not, or a step later. So the ranks meet every few steps, and agree.
+A cluster warns a job that it is to end (a signal), or has told it from the start when that will be (the time limit).
+One rank may hear of it and another not, or a step later. So the ranks meet every few steps, and agree.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def shard(loader: DataLoader, *, seed: int = 0, training: bool = True) -> Sharde
     """This rank's share of `loader`: every sample exactly once per epoch, on whatever number of ranks.
 
     `loader.batch_size` becomes the batch of each worker. A shuffling loader is shuffled by (seed, epoch), the same on
-    all ranks; any other sampler is asked on rank 0, whose order all ranks follow. In the last step, which may have fewer
-    samples, gradients are weighted by sample counts; where a worker has no sample in a step that needs all, it
+    all ranks; any other sampler is asked on rank 0, whose order all ranks follow. In the last step, which may have
+    fewer samples, gradients are weighted by sample counts; where a worker has no sample in a step that needs all, it
     takes part with weight 0. On a rank that only serves, iterating yields nothing and serves until the workers end
     the epoch.
 

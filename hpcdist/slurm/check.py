@@ -122,7 +122,7 @@ def _servers(spec: JobSpec, site: Site) -> Told:
         )
     elif spec.servers_on == "one_per_node" and spec.servers > spec.nodes:
         yield "warning", (
-            f"servers must be at most nodes, {spec.nodes}, to have a node each; got {spec.servers}. Some would share one."
+            f"servers must be at most nodes, {spec.nodes}, to have one each; got {spec.servers}. Some would share one."
         )
     elif spec.servers_on == "first_node" and spec.servers > spec.ranks_per_node:
         yield "warning", (

@@ -58,7 +58,9 @@ class JobSpec(Settings):
     at_once: int | None = Field(None, ge=1, description="cases of a study that run at the same time; none is all")
 
     doctor: bool = Field(True, description="examine the nodes before the run")
-    shrink: bool = Field(False, description="go on without ranks that die, where the strategy can; a dead node starts it again")
+    shrink: bool = Field(
+        False, description="go on without ranks that die, where the strategy can; a dead node starts it again"
+    )
     requeue: bool = Field(True, description="go on in a new job after preemption, a dead node or the time limit")
     warn_s: int = Field(300, ge=1, description="how long before the time limit ranks save and leave")
 

@@ -48,7 +48,7 @@ class DPSGD(Strategy):
         overlap: bool = Field(True, description="exchange parameters while the next gradient is computed")
         compression: CompressionConfig = Field(CompressionConfig(), description="how differences are compressed")
         consensus_rate: float | None = Field(
-            None, gt=0, le=1, description="how far to follow neighbours' copies; none: 1 for fp16, bf16, qsgd, else 0.05"
+            None, gt=0, le=1, description="how far to follow neighbours' copies; none: 1 with fp16, bf16, qsgd, or 0.05"
         )
 
         @model_validator(mode="after")

@@ -32,8 +32,8 @@ class GossipPush(Gossip):
     pushed to one that dies is lost, and what it had not pushed whole is never averaged.
 
     Bytes per rank and step: one parameter vector put with probability (p − 1)/p, half with fp16 or bf16, and two to
-    four words. Memory per rank: p parameter vectors, p − 1 slots and a copy. A checkpoint includes what has arrived and is not yet averaged;
-    taken up on another number of ranks that is lost, for all start from the mean.
+    four words. Memory per rank: p parameter vectors, p − 1 slots and a copy. A checkpoint includes what has
+    arrived and is not yet averaged; taken up on another number of ranks that is lost, for all start from the mean.
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
     2016, asynchronous push-gossiping SGD.

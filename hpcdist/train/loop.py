@@ -16,7 +16,16 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig
 from hpcdist.data.hdf5 import HDF5Dataset
 from hpcdist.data.loader import Batch, Loader
-from hpcdist.records import RecordWriter, StepRecord, Summary, digest, read_records, record_path, summarise, write_summary
+from hpcdist.records import (
+    RecordWriter,
+    StepRecord,
+    Summary,
+    digest,
+    read_records,
+    record_path,
+    summarise,
+    write_summary,
+)
 from hpcdist.session.leaving import Leaving
 from hpcdist.session.world import require_equal
 from hpcdist.train import resume

@@ -90,7 +90,7 @@ def test_an_unknown_option_is_refused_with_its_key():
 
 
 def test_options_without_a_compressor_are_refused():
-    with pytest.raises(ConfigError, match="with the option ratio; got none"):
+    with pytest.raises(ConfigError, match="with option ratio; got none"):
         CompressionConfig(ratio=0.5)
 
 

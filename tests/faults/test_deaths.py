@@ -50,7 +50,8 @@ def test_what_is_left_saves_a_checkpoint_from_which_as_many_ranks_go_on(tmp_path
 
 
 def test_a_killed_server_ends_the_run_with_a_message(tmp_path):
-    done = job(tmp_path, 3, "strategy=parameter_server", "epochs=2000", "checkpoint.every_steps=20", deaths={0: AT_ANY_TIME})
+    options = ("strategy=parameter_server", "epochs=2000", "checkpoint.every_steps=20")
+    done = job(tmp_path, 3, *options, deaths={0: AT_ANY_TIME})
     assert done.returncode != 0
     # In a step, or between two steps, where all ranks take part.
     met = "server rank 0 has died, and its part of the parameters", "rank 0 has died; this call needs all of them"

@@ -163,7 +163,7 @@ def test_wheels_are_kept_outside_the_checkout():
 
 def test_a_cache_that_can_not_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="--cache must be a folder that can be made and written; got .*file/cache"):
+    with pytest.raises(ConfigError, match="--cache must be a folder that can be written; got .*file/cache"):
         cache.Entry(tmp_path / "file" / "cache", {})
 
 

@@ -114,7 +114,8 @@ def test_it_equals_sums_in_rank_order_to_the_bit(ranks, search):
 @searches
 def test_overlap_changes_no_bit(ranks, search):
     def body(comm):
-        return [_train(comm, search, [24] * comm.size, overlap=way, algorithm="ring")[0] for way in ("off", "on", "auto")]
+        ways, samples = ("off", "on", "auto"), [24] * comm.size
+        return [_train(comm, search, samples, overlap=way, algorithm="ring")[0] for way in ways]
 
     assert all(torch.equal(apart, beside) and torch.equal(apart, auto) for apart, beside, auto in ranks(body))
 

@@ -69,7 +69,7 @@ def test_ranks_meet_about_as_often_as_asked():
 
     first, second = run_virtual(body, 2, compute=Constant(0.1))
     assert first == second
-    assert first[:4] == [1, 4, 16, 49], "further apart each time, until they are 5 s apart (a step takes 0.1 s and more)"
+    assert first[:4] == [1, 4, 16, 49], "further apart each time, until they are 5 s apart (a step takes 0.1 s or more)"
     assert set(first[3:]) <= {49, 50}
 
 

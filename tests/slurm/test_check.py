@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def test_good_jobs_have_no_findings(settings):
         ({"nodes": 1}, "warning: nodes or ranks_per_node must be more than 1 to distribute anything; got one rank."),
         ({"shape": "parameter_server", "servers": 2}, "error: servers must leave at least one rank to work; got 2"),
         ({"shape": "parameter_server", "ranks_per_node": 4, "servers": 3, "servers_on": "one_per_node"},
-         "warning: servers must be at most nodes, 2, to have a node each; got 3."),
+         "warning: servers must be at most nodes, 2, to have one each; got 3."),
         ({"shape": "parameter_server", "ranks_per_node": 2, "servers": 3},
          "warning: servers must be at most ranks_per_node, 2, to fit on the first node; got 3."),
         ({"shape": "allreduce", "gpus_per_rank": 0}, "warning: gpus_per_rank must be 1 in the shape allreduce on GPUs"),
@@ -146,7 +147,7 @@ def test_sinfo_is_read():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("infinite", float("inf")), ("n/a", float("inf")), ("30:00", 30), ("1:30:00", 90), ("2-0:0:0", 2880), ("0:30", 0.5)],
+    [("infinite", math.inf), ("n/a", math.inf), ("30:00", 30), ("1:30:00", 90), ("2-0:0:0", 2880), ("0:30", 0.5)],
 )
 def test_slurms_times(text, expected):
     assert minutes(text) == expected
@@ -159,7 +160,7 @@ def test_slurms_times(text, expected):
         ({"partition": "gpu"}, {"nodes": 1, "ranks_per_node": 4, "gpus_per_rank": 1}, []),
         ({"partition": "none-such"}, {}, ["partition must be one of gpu, main; got 'none-such'."]),
         ({}, {"directives": {"add": {"partition": "x"}}}, ["partition must be one of gpu, main; got 'x'."]),
-        ({}, {"cpus_per_rank": 9}, ["ranks_per_node x cpus_per_rank must be at most the 8 cores of a node of main; got"]),
+        ({}, {"cpus_per_rank": 9}, ["ranks_per_node x cpus_per_rank must be at most the 8 cores of a node of main"]),
         ({}, {"nodes": 1, "gpus_per_rank": 3}, ["ranks_per_node x gpus_per_rank must be at most the 2 GPUs of a"]),
         ({}, {"mem_gb": 9}, ["mem_gb must be at most the 8 GB of a node of main; got 9."]),
         ({}, {"spare_nodes": 1}, ["nodes and spare_nodes must be at most the 2 nodes of main that fit; got 3."]),

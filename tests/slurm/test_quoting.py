@@ -18,8 +18,8 @@ from slurm.fakes import Bash, payload, script
 
 PIECES = [
     "$(touch owned)", "`touch owned`", "'", '"', "\\", ";", "&& touch owned", "| tee owned", "\n", "\r",
-    "#SBATCH --uid=0", "\n#SBATCH --uid=0\n", "#: why", "\0", "-", "--", " ", "\t", "%", "%j", "{{ 7 * 7 }}", "{% if %}", "{#",
-    "${HOME}", "~", "!", "*", ")", "(", "<<EOF", "EOF", "é", "\u2028", "\x85", "\x1b[0m", "a",
+    "#SBATCH --uid=0", "\n#SBATCH --uid=0\n", "#: why", "\0", "-", "--", " ", "\t", "%", "%j", "{{ 7 * 7 }}",
+    "{% if %}", "{#", "${HOME}", "~", "!", "*", ")", "(", "<<EOF", "EOF", "é", "\u2028", "\x85", "\x1b[0m", "a",
 ]  # fmt: skip
 TEXT = st.one_of(
     st.lists(st.sampled_from(PIECES), max_size=6).map("".join),

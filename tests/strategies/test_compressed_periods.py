@@ -8,7 +8,11 @@ from strategies import problem, replicas
 
 from hpcdist import compress
 
-OPTIONS = {"threshold": {"density": 0.1}, "topk": {"ratio": 0.1}, "dgc": {"ratio": 0.1, "momentum": 0.0, "ramp_steps": 0}}
+OPTIONS = {
+    "threshold": {"density": 0.1},
+    "topk": {"ratio": 0.1},
+    "dgc": {"ratio": 0.1, "momentum": 0.0, "ramp_steps": 0},
+}
 every = pytest.mark.parametrize("compressor", compress.available())
 STEPS = 12
 

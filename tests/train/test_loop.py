@@ -15,7 +15,7 @@ from hpcdist.records import digest, load_summary, read_records
 from hpcdist.train import resume as resuming
 
 every = pytest.mark.parametrize("name", strategies.available())
-# What suits these short runs of a small model: diloco's own period is longer, and strom's 1 % of so few elements little.
+# What suits short runs of a small model: diloco's own period is longer, and strom's 1 % of so few elements little.
 SUITED = {"diloco": ["strategy.period=5"], "strom": ["strategy.compression.density=0.1"]}
 
 

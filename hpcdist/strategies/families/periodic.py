@@ -22,8 +22,9 @@ class Periodic(Strategy):
 
     What they communicate is how far each has gone from x, δᵢ = x − θᵢ, and nothing else; every rank counts alike, also
     one that had no samples in some step. With `compression` δᵢ is what the compressor makes of it and of what has not
-    been sent before; the rank goes back to x all the same, and what it lacks follows at a later exchange. A subclass says how x moves by the mean δ; all ranks make the same move, to
-    the bit. On one rank the optimiser runs alone, and there is no x.
+    been sent before; the rank goes back to x all the same, and what it lacks follows at a later exchange. A subclass
+    says how x moves by the mean δ; all ranks make the same move, to the bit. On one rank the optimiser runs alone, and
+    there is no x.
 
     With `overlap` the exchange that begins at the end of step k runs while step k + 1 computes its gradient, and is
     taken up after that step's update, θᵢ ← x + (θᵢ − θᵢ at step k): each rank keeps what it has done meanwhile. Where

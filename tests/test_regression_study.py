@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 import torch
-
-JOBS = Path(__file__).parents[1] / "jobs"
-TIME_LIMIT_S = 300  # it takes 15 s on two free cores
-
-pytestmark = pytest.mark.time_limit(TIME_LIMIT_S)
+from harness import studies
 
 
-def start(output: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, JOBS / "regression.py", "--quick", "--workers", "2", "--output", output]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S - 20)
+pytestmark = pytest.mark.time_limit(studies.TIME_LIMIT_S)
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory) -> tuple[Path, str]:
     """The folder of a quick run, and what it printed."""
-    folder = tmp_path_factory.mktemp("regression")
-    job = start(folder)
-    assert job.returncode == 0, job.stderr
-    return folder, job.stdout
+    return studies.quick("regression", tmp_path_factory.mktemp("regression"))
 
 
 @pytest.fixture
 def study(monkeypatch):
     """The modules of the study."""
-    monkeypatch.syspath_prepend(str(JOBS))
+    monkeypatch.syspath_prepend(str(studies.JOBS))
     from regression_study import answer, protocols, training
 
     return protocols, training, answer
@@ -85,7 +74,7 @@ def test_all_reduce_is_one_process_with_the_whole_batch(quick):
 def test_finished_runs_are_not_made_again(quick):
     folder, printed = quick
     before = (folder / "runs.jsonl").read_bytes()
-    again = start(folder)
+    again = studies.start("regression", folder)
     assert again.returncode == 0 and again.stdout == printed
     assert (folder / "runs.jsonl").read_bytes() == before
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import csv
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from harness import studies
 from torch import nn
 
 from hpcdist import strategies
@@ -19,31 +18,21 @@ from hpcdist.comm.virtual import Constant, run_virtual
 from hpcdist.flat import FlatModel
 from hpcdist.study import Run
 
-JOBS = Path(__file__).parents[1] / "jobs"
-TIME_LIMIT_S = 300  # it takes 20 s on two free cores
 FIGURES = ("loss_time_stragglers_0.8", "target_workers")
 
-pytestmark = pytest.mark.time_limit(TIME_LIMIT_S)
-
-
-def start(output: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, JOBS / "scaling.py", "--quick", "--workers", "2", "--output", output]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S - 20)
+pytestmark = pytest.mark.time_limit(studies.TIME_LIMIT_S)
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory) -> tuple[Path, str]:
     """The folder of a quick run, and what it printed."""
-    folder = tmp_path_factory.mktemp("scaling")
-    job = start(folder)
-    assert job.returncode == 0, job.stderr
-    return folder, job.stdout
+    return studies.quick("scaling", tmp_path_factory.mktemp("scaling"))
 
 
 @pytest.fixture
 def study(monkeypatch):
     """The modules of the study."""
-    monkeypatch.syspath_prepend(str(JOBS))
+    monkeypatch.syspath_prepend(str(studies.JOBS))
     from scaling_study import cells, claims, training
 
     return cells, training, claims
@@ -117,7 +106,7 @@ def test_tables_figures_and_claims_are_written(quick, study):
 def test_finished_runs_are_not_made_again(quick):
     folder, printed = quick
     before = (folder / "runs.jsonl").read_bytes()
-    again = start(folder)
+    again = studies.start("scaling", folder)
     assert again.returncode == 0 and again.stdout == printed
     assert (folder / "runs.jsonl").read_bytes() == before
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 from strategies import problem
 from torch import Tensor
 
-from hpcdist import strategies, topology
-from hpcdist.comm.virtual import Network
+from hpcdist import strategies
+from hpcdist.comm.virtual import Constant, Network, run_virtual
 from hpcdist.config import Named
 from hpcdist.data import EpochPlan
 from hpcdist.flat import FlatModel
 from hpcdist.topology import Topology, choice
 
 NODES = Network(1e-4, 1e9, ranks_per_node=2)
+LINEAR_BYTES = 8 * 8  # of the parameters of `linear`
 
 
 def option(name: str, size: int, folder: Path) -> dict:
@@ -34,6 +37,24 @@ def linear(comm, name: str, **options):
     cls = strategies.load(name)
     module = torch.nn.Linear(3, 2, dtype=torch.float64)
     return cls(cls.Config(**options), comm.split(0), FlatModel(module))
+
+
+def takes(name: str, overlap: bool, compute_s: float, exchange_s: float, network: Network) -> None:
+    """Each of 4 ranks' steps takes the longer one of computing and exchanging; without overlap, both."""
+
+    def body(comm):
+        strategy = linear(comm, name, overlap=overlap)
+        times = []
+        for _ in range(6):
+            times.append(comm.now())
+            comm.compute()
+            strategy.step(lambda: None)
+        strategy.close()
+        return times
+
+    expected_s = max(compute_s, exchange_s) if overlap else compute_s + exchange_s
+    for times in run_virtual(body, 4, network=network, compute=Constant(compute_s)):
+        assert np.diff(times)[1:].tolist() == [pytest.approx(expected_s)] * 4
 
 
 def drawn(rank: int, count: int = 8) -> Tensor:

@@ -159,6 +159,22 @@ def serial(
     return [torch.cat([p.detach().reshape(-1) for p in module.parameters()])]
 
 
+def noting(lr: float) -> tuple[Callable[..., torch.optim.Optimizer], Tensor]:
+    """An optimiser for `train`, SGD with momentum, and the tensor where it sums how it has moved the parameters."""
+    moved = torch.zeros(sum(p.numel() for p in model().parameters()), dtype=torch.float64)
+
+    def add(optimizer, sign):
+        moved.add_(torch.cat([p.detach().reshape(-1) for p in optimizer.param_groups[0]["params"]]), alpha=sign)
+
+    def make(parameters):
+        local = torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+        local.register_step_pre_hook(lambda optimizer, *_: add(optimizer, -1))
+        local.register_step_post_hook(lambda optimizer, *_: add(optimizer, 1))
+        return local
+
+    return make, moved
+
+
 def learns(ranks, name: str, options: dict, *, epochs: int = 6, below: float = 0.8, **virtual: Any) -> list[Run]:
     """Trains on the fixture `ranks`; all must agree in the end, on a loss below so much of the first one.
 

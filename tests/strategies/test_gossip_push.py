@@ -18,19 +18,6 @@ def _make(comm, features=3, **options):
     return strategy
 
 
-def _mix(comm, steps, seed):
-    """Gossip without learning: each rank's values after each step, the consensus, and the values after that."""
-    strategy, values = _make(comm, seed=seed), []
-    for _ in range(steps):
-        comm.compute()
-        strategy.step(lambda: None)
-        values.append(strategy.model.params[0][0].item())
-    consensus = strategy.consensus()[0][0][0].item()
-    own = strategy.model.params[0][0].item()
-    strategy.close()
-    return values, consensus, own
-
-
 def _step(strategy, peer):
     """A step without learning in which this rank draws `peer`."""
     strategy.draw = lambda: peer
@@ -200,31 +187,6 @@ def test_every_message_arrives_exactly_once_while_nobody_waits(ranks, way):
     assert sum(pushed for pushed, _ in found) == sum(received for _, received in found) > 50
 
 
-@pytest.mark.parametrize("size", [2, 4, 8, 16])
-def test_ranks_that_mix_equally_often_come_to_agree(size):
-    found = run_virtual(lambda comm: _mix(comm, 80, seed=5), size, compute=Jitter(0.1, 0.3))
-    last = [values[-1] for values, _, _ in found]
-    assert max(last) - min(last) < 1e-3
-
-
-@pytest.mark.parametrize("size", [3, 4, 8, 16])
-def test_the_mean_is_not_conserved_exactly(size):
-    found = run_virtual(lambda comm: _mix(comm, 20, seed=5), size, compute=Jitter(0.1, 0.3))
-    assert abs(sum(values[-1] for values, _, _ in found) / size - (size - 1) / 2) > 1e-6
-
-
-def test_the_mean_is_conserved_in_expectation():
-    size, seeds = 6, range(60)
-    means = []
-    for seed in seeds:
-        found = run_virtual(lambda comm, seed=seed: _mix(comm, 12, seed), size, compute=Jitter(0.1, 0.2), seed=seed)
-        means.append(sum(values[-1] for values, _, _ in found) / size)
-    mean = sum(means) / len(means)
-    deviation = (sum((m - mean) ** 2 for m in means) / (len(means) - 1)) ** 0.5 / len(means) ** 0.5
-    assert abs(mean - (size - 1) / 2) < 4 * deviation
-    assert 0 < deviation < 0.25
-
-
 def test_peers_are_drawn_uniformly_oneself_included():
     size, steps = 4, 400
 
@@ -250,15 +212,6 @@ def test_a_rank_that_has_died_is_not_drawn():
         return drawn
 
     assert run_virtual(body, 4)[0] == {0, 2, 3}
-
-
-@pytest.mark.sizes(2, 4)
-def test_the_evaluated_mean_is_exact_and_leaves_the_ranks_alone(ranks):
-    found = ranks(lambda comm: _mix(comm, 5, seed=1))
-    mean = sum(values[-1] for values, _, _ in found) / len(found)
-    for values, consensus, own in found:
-        assert own == values[-1]
-        assert consensus == pytest.approx(mean, abs=1e-14)
 
 
 @pytest.mark.sizes(2, 3)

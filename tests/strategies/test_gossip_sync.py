@@ -49,17 +49,7 @@ def test_the_mean_follows_the_mean_of_the_local_updates(ranks):
     """Ranks without samples in the last step of an epoch included: those do not move, but take part."""
 
     def body(comm):
-        moved = torch.zeros(sum(p.numel() for p in problem.model().parameters()), dtype=torch.float64)
-
-        def add(optimizer, sign):
-            moved.add_(torch.cat([p.detach().reshape(-1) for p in optimizer.param_groups[0]["params"]]), alpha=sign)
-
-        def noting(parameters):
-            local = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-            local.register_step_pre_hook(lambda optimizer, *_: add(optimizer, -1))
-            local.register_step_post_hook(lambda optimizer, *_: add(optimizer, 1))
-            return local
-
+        noting, moved = problem.noting(lr=0.1)
         run = problem.train(comm, NAME, optimizer=noting, samples=50)
         return run.params[0], run.consensus[0], moved
 

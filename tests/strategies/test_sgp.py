@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from strategies import mixed, problem
 
 from hpcdist import topology
-from hpcdist.comm.virtual import Constant, Network, run_virtual
+from hpcdist.comm.virtual import Network, run_virtual
 from hpcdist.topology.spectrum import spectral_gap
 
 NAME = "sgp"
@@ -124,20 +123,8 @@ def test_the_weight_is_sent_only_where_it_is_not_1(tmp_path):
 @pytest.mark.parametrize(("compute_s", "exchange_s"), [(3.0, 2.0), (1.0, 2.0)])
 @overlapping
 def test_with_overlap_a_step_takes_the_longer_of_computing_and_exchanging(compute_s, exchange_s, overlap):
-    def body(comm):
-        strategy = mixed.linear(comm, NAME, overlap=overlap)
-        times = []
-        for _ in range(6):
-            times.append(comm.now())
-            comm.compute()
-            strategy.step(lambda: None)
-        strategy.close()
-        return times
-
-    network = Network(0.5, 8 * 8 / (exchange_s - 0.5))
-    for times in run_virtual(body, 4, network=network, compute=Constant(compute_s)):
-        expected_s = max(compute_s, exchange_s) if overlap else compute_s + exchange_s
-        assert np.diff(times)[1:].tolist() == [pytest.approx(expected_s)] * 4
+    network = Network(0.5, mixed.LINEAR_BYTES / (exchange_s - 0.5))
+    mixed.takes(NAME, overlap, compute_s, exchange_s, network)
 
 
 @pytest.mark.parametrize("name", ["digraph", "one_peer_exponential"])

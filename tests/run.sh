@@ -5,24 +5,30 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../jobs/setup.sh"
 
-# Why tests/cluster can't run here; nothing if they can.
-why_no_cluster() {
-    PYTHONPATH=$ROOT/tests "$VENV/bin/python" -c 'from cluster.kit import why_not; print(why_not() or "")'
+# Installs Debian's Slurm for tests/cluster, as root, and then what its accounting needs. Tests whose packages can't be
+# had are skipped; with HPCDIST_CLUSTER=require that is an error.
+ready_cluster() {
+    NO_CLUSTER=$(ready_for "" packages)
+    NO_ACCOUNTING=$NO_CLUSTER
+    [ -n "$NO_CLUSTER" ] || NO_ACCOUNTING=$(ready_for accounting=True packages-accounting)
+    [ -z "$NO_ACCOUNTING" ] || [ "${HPCDIST_CLUSTER-}" != require ] ||
+        fail "tests/cluster must run; got: $NO_ACCOUNTING"
 }
 
-# Installs Debian's Slurm for tests/cluster, as root. They are skipped where that is not possible; with
-# HPCDIST_CLUSTER=require that is an error.
-ready_cluster() {
+# ready_for KIND PACKAGES: installs the packages if there can't be such a cluster yet; prints why there still can't.
+ready_for() {
     local packages log=$VENV/cluster.log
-    mapfile -t packages <"$ROOT/tests/cluster/kit/packages"
-    NO_CLUSTER=$(why_no_cluster)
-    if [ -n "$NO_CLUSTER" ] && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
-        say "installing Slurm for tests/cluster: ${packages[*]}"
+    mapfile -t packages <"$ROOT/tests/cluster/kit/$2"
+    if [ -n "$(why_no_cluster "$1")" ] && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+        say "installing Slurm for tests/cluster: ${packages[*]}" >&2
         apt "${packages[@]}" >"$log" 2>&1 || { apt-get update && apt "${packages[@]}"; } >>"$log" 2>&1 ||
             tail -n 5 "$log" >&2
-        NO_CLUSTER=$(why_no_cluster)
     fi
-    [ -z "$NO_CLUSTER" ] || [ "${HPCDIST_CLUSTER-}" != require ] || fail "tests/cluster must run; got: $NO_CLUSTER"
+    why_no_cluster "$1"
+}
+
+why_no_cluster() {
+    PYTHONPATH=$ROOT/tests "$VENV/bin/python" -c "from cluster.kit import why_not; print(why_not($1) or '')"
 }
 
 apt() { RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"; } # starts no daemons
@@ -95,7 +101,11 @@ use_mpich
 say "$(mpichversion --version | head -n 1)"
 run mpiexec -n 4
 
-[ -z "$NO_CLUSTER" ] || VERDICTS+=("$(printf '%-12s          %s' SKIPPED "tests/cluster: $NO_CLUSTER")")
+if [ -n "$NO_CLUSTER" ]; then
+    VERDICTS+=("$(printf '%-12s          %s' SKIPPED "tests/cluster: $NO_CLUSTER")")
+elif [ -n "$NO_ACCOUNTING" ]; then
+    VERDICTS+=("$(printf '%-12s          %s' SKIPPED "tests/cluster/test_accounting.py: $NO_ACCOUNTING")")
+fi
 say "verdicts"
 printf '%s\n' "${VERDICTS[@]}"
 exit "$STATUS"

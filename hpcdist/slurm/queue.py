@@ -110,17 +110,22 @@ def states(job: str) -> list[State]:
     try:
         told = ask("scontrol", "--oneliner", "show", "job", job)
     except QueueError as error:
-        if "Invalid job id" not in str(error):
+        if "Invalid job id" not in str(error) and f"{job} not found" not in str(error):  # the latter of a task
             raise
         return _remembered(job)
-    return [_from_scontrol(line) for line in told.splitlines() if line.strip()]
+    found = [_from_scontrol(line) for line in told.splitlines() if line.strip()]
+    if "_" in found[0].job and "_" not in job:  # a whole array, whose tasks the controller forgets one by one
+        known = {one.job for one in found}
+        found += [one for one in _accounted(job) if one.ended and one.job not in known]
+    return found
 
 
 def _from_scontrol(line: str) -> State:
     told = dict(word.split("=", 1) for word in line.split() if "=" in word)
     array, task = told.get("ArrayJobId"), told.get("ArrayTaskId")
-    code, _, number = told["ExitCode"].partition(":")
     nodes = told.get("NodeList", "")
+    if task is not None and not task.isdigit():
+        task = f"[{task}]"  # tasks that wait, named as by the accounting
     return State(
         job=told["JobId"] if array is None or task is None else f"{array}_{task}",
         state=told["JobState"],
@@ -129,32 +134,45 @@ def _from_scontrol(line: str) -> State:
         elapsed=told["RunTime"],
         limit=told["TimeLimit"],
         restarts=int(told["Restarts"]),
-        status=_status(told["JobState"], int(code), int(number)),
+        status=_status(told["JobState"], told["ExitCode"]),
     )
 
 
-def _status(state: str, code: int, number: int) -> int:
+def _status(state: str, code: str) -> int:
     """As a shell's: a job that did not complete has failed, whatever its script's last command said."""
-    status = 128 + number if number else code
+    last, number = map(int, code.split(":"))
+    status = 128 + number if number else last
     return 1 if status == 0 and state in ENDED and state != "COMPLETED" else status
 
 
 def _remembered(job: str) -> list[State]:
     """From the accounting, of which not every site has one; else only the ledger knows of the job."""
-    form = "JobID,State,Elapsed,Timelimit,NodeList,ExitCode"
+    found = _accounted(job)
+    if not found and "_" in job:  # tasks that never began have one line together
+        found = [one for one in _accounted(job.partition("_")[0]) if "[" in one.job]
+    if not found and ledger.find(job) is not None:
+        found = [State(job, FORGOTTEN)]
+    if not found:
+        raise QueueError(
+            f"job must be one that Slurm or {ledger.FOLDER}/jobs.jsonl knows; got {job}. `squeue --me` lists yours."
+        )
+    return found
+
+
+def _accounted(job: str) -> list[State]:
+    """What the accounting knows of a job, or of all tasks of an array: it has a line for each start of each."""
+    columns = "DBIndex,JobID,State,Elapsed,Timelimit,NodeList,ExitCode"
+    options = ("--allocations", "--duplicates", "--noheader", "--parsable2", "--format", columns)
+    starts: dict[str, list[State]] = {}
     with suppress(QueueError):
-        told = ask("sacct", "--allocations", "--noheader", "--parsable2", "--jobs", job, "--format", form)
-        found = [line.split("|") for line in told.splitlines()]
-        if found:
-            return [
-                State(i, s.split()[0], "", n, e, t, 0, _status(s.split()[0], *map(int, c.split(":"))))
-                for i, s, e, t, n, c in found
-            ]
-    if ledger.find(job) is not None:
-        return [State(job, FORGOTTEN)]
-    raise QueueError(
-        f"job must be one that Slurm or {ledger.FOLDER}/jobs.jsonl knows; got {job}. `squeue --me` lists yours."
-    )
+        told = ask("sacct", *options, "--jobs", job)
+        for line in sorted(told.splitlines(), key=lambda line: int(line.partition("|")[0])):
+            _, one, state, elapsed, limit, nodes, code = line.split("|")
+            state = state.split()[0]  # of CANCELLED by 1000
+            nodes = "" if nodes == "None assigned" else nodes
+            before = starts.setdefault(one, [])
+            before.append(State(one, state, "", nodes, elapsed, limit, len(before), _status(state, code)))
+    return [states[-1] for states in starts.values()]
 
 
 def newest(job: str | None) -> str:
@@ -178,11 +196,14 @@ def wait(job: str, look: Callable[[Sequence[State]], None] = lambda found: None,
     Slurm is asked less and less often, `look` is called every `every_s` seconds with its newest answer.
     """
     pause_s = SHORTEST_S
+    ended: dict[str, State] = {}  # an array's tasks that the controller may forget before the others have ended
     while True:
-        found = states(job)
+        now = {one.job: one for one in states(job)}
+        found = list({**ended, **now}.values())
         look(found)
         if all(one.ended for one in found):
             return max(one.status for one in found)
+        ended = {one.job: one for one in found if one.ended}
         until = time.monotonic() + pause_s
         while (left_s := until - time.monotonic()) > 0:
             time.sleep(min(every_s, left_s))

@@ -5,6 +5,7 @@ Where there can be none, they are skipped, or fail if the environment's HPCDIST_
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -26,13 +27,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.time_limit(LIMIT_S))
 
 
+@contextlib.contextmanager
+def made(accounting: bool) -> Iterator[kit.Cluster]:
+    if reason := kit.why_not(accounting):
+        (pytest.fail if REQUIRED else pytest.skip)(f"no Slurm cluster{' with accounting' * accounting}: {reason}")
+    with kit.made(accounting) as cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[kit.Cluster]:
     """A controller and four nodes under Slurm; see `cluster.kit`."""
-    if reason := kit.why_not():
-        (pytest.fail if REQUIRED else pytest.skip)(f"no Slurm cluster: {reason}")
-    with kit.made() as made:
-        yield made
+    with made(accounting=False) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def accounted() -> Iterator[kit.Cluster]:
+    """Another one, whose accounting remembers the jobs that its controller has forgotten."""
+    with made(accounting=True) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")

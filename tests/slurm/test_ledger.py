@@ -176,26 +176,64 @@ def test_what_there_is_to_say_of_a_job():
     assert facts("8", entry("8", cases=4), [state])["run"] == "runs/8: 0 of 4 runs have ended"
 
 
-# Stand-ins: this Slurm has forgotten the job, its accounting has not.
-FORGOTTEN = {
-    "scontrol": "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1",
-    "sacct": "echo '7_0|COMPLETED|00:01:02|01:00:00|n1|0:0'; echo '7_1|CANCELLED by 1000|00:00:02|01:00:00|n2|0:15'",
-}
+# Stand-ins, for what takes a Slurm too long, or one without accounting; the others are in tests/cluster.
+FORGOTTEN = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"
+NO_ACCOUNTING = "echo Slurm accounting storage is disabled >&2; exit 1"
+ACCOUNTED = """[ "${*: -1}" != 7 ] || cat <<END
+8|7_0|REQUEUED|00:00:01|365-00:00:00|n2|0:0
+9|7_1|TIMEOUT|00:01:28|00:01:00|n2|0:0
+11|7_0|NODE_FAIL|00:00:21|365-00:00:00|n[3-4]|0:0
+10|7_[2-3%1]|CANCELLED by 1000|00:00:00|Partition_Limit|None assigned|0:0
+END"""
 
 
-def test_the_accounting_remembers(monkeypatch, tmp_path):
-    for name, does in FORGOTTEN.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tmp_path / name).chmod(0o755)
+@pytest.fixture
+def stand_ins(monkeypatch, tmp_path):
+    """`stand_ins(name=script)` puts these first on PATH."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    first, second = queue.states("7")
-    assert first == State("7_0", "COMPLETED", "", "n1", "00:01:02", "01:00:00", 0, 0)
-    assert (second.job, second.state, second.status, second.ended) == ("7_1", "CANCELLED", 143, True)
-    (tmp_path / "sacct").write_text("#!/bin/sh\n")
+
+    def write(**scripts: str) -> None:
+        for name, script in scripts.items():
+            (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+            (tmp_path / name).chmod(0o755)
+
+    return write
+
+
+def test_the_accounting_remembers(stand_ins):
+    stand_ins(scontrol=FORGOTTEN, sacct=ACCOUNTED)
+    lost = State("7_0", "NODE_FAIL", "", "n[3-4]", "00:00:21", "365-00:00:00", 1, 1)
+    late = State("7_1", "TIMEOUT", "", "n2", "00:01:28", "00:01:00", 0, 1)
+    never = State("7_[2-3%1]", "CANCELLED", "", "", "00:00:00", "Partition_Limit", 0, 1)
+    assert queue.states("7") == [lost, late, never]
+    assert queue.states("7_3") == [never] and queue.wait("7") == 1
+    stand_ins(sacct=NO_ACCOUNTING)
     with pytest.raises(QueueError, match="job must be one that Slurm or .hpcdist/jobs.jsonl knows; got 7."):
         queue.states("7")
     remember(entry("7"))
     assert queue.states("7") == [State("7", "unknown")]
+
+
+def test_an_array_s_tasks_are_forgotten_one_by_one(stand_ins, monkeypatch):
+    monkeypatch.setattr(queue, "SHORTEST_S", 0.01)
+    failed, runs, done, waits = (
+        LINE.format(state, "None", 0, code, "n1").replace("JobId=7", f"JobId=9 ArrayJobId=7 ArrayTaskId={task}")
+        for task, state, code in (
+            ("0", "FAILED", "3:0"),
+            ("1", "RUNNING", "0:0"),
+            ("1", "COMPLETED", "0:0"),
+            ("2-3%1", "PENDING", "0:0"),
+        )
+    )
+    stand_ins(scontrol=f"echo '{runs}'; echo '{waits}'", sacct=ACCOUNTED)
+    assert [(one.job, one.state) for one in queue.states("7")] == [
+        ("7_1", "RUNNING"),
+        ("7_[2-3%1]", "PENDING"),
+        ("7_0", "NODE_FAIL"),
+    ]
+    later = f"[ -e asked ] && echo '{done}' || {{ touch asked; echo '{failed}'; echo '{runs}'; }}"
+    stand_ins(scontrol=later, sacct=NO_ACCOUNTING)
+    assert queue.wait("7") == 3
 
 
 def test_a_login_node_s_process_starts_no_mpi():

@@ -22,7 +22,9 @@ from cluster.kit.hosts import NET, Host
 KIT = Path(__file__).parent
 ROOT = KIT.parents[2]
 PACKAGES = (KIT / "packages").read_text().split()  # of Debian
+ACCOUNTING_PACKAGES = (KIT / "packages-accounting").read_text().split()
 TOOLS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "tc", "unshare", "nsenter")
+ACCOUNTING_TOOLS = ("slurmdbd", "mariadbd")
 NODES, CPUS, GPUS = 4, 8, 2  # CPUs and GPUs of each node, as Slurm believes
 PREFIX = "hpcdist-cluster-"
 MPICH = ROOT / ".venv-mpich"
@@ -40,16 +42,20 @@ SETTINGS = {
 INHERITED = (*LAUNCHED, "PRTE_MCA_", "SLURM_", "SBATCH_", "SRUN_", "PYTEST_")
 
 
-def why_not() -> str | None:
-    """Why there can be no such cluster here; None if there can."""
+def why_not(accounting: bool = False) -> str | None:
+    """Why there can be no such cluster here, or none with accounting; None if there can."""
     if os.geteuid() != 0:
         return "a Slurm cluster of namespaces needs root"
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     missing = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
     missing += [] if Path("/etc/slurm").is_dir() else ["/etc/slurm"]
     missing += [] if list(Path("/usr/lib").glob("*/pmix2/lib/libpmix.so")) else ["libpmix.so"]  # of srun --mpi=pmix
+    packages = PACKAGES
+    if accounting:
+        missing += [tool for tool in ACCOUNTING_TOOLS if shutil.which(tool, path=path) is None]
+        packages = PACKAGES + ACCOUNTING_PACKAGES
     if missing:
-        return f"needs {', '.join(missing)}: apt-get install {' '.join(PACKAGES)}"
+        return f"needs {', '.join(missing)}: apt-get install {' '.join(packages)}"
     tried = subprocess.run(
         ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "tmpfs", "/tmp"],
         capture_output=True,
@@ -64,10 +70,16 @@ def mpich() -> dict[str, str]:
 
 
 class Cluster:
-    """A controller `ctl` and nodes `n1`, `n2`, ... under Slurm; see `cluster.kit`."""
+    """A controller `ctl` and nodes `n1`, `n2`, ... under Slurm; see `cluster.kit`.
 
-    def __init__(self, folder: Path):
+    Args:
+        folder: an empty one, for all its files.
+        accounting: a database keeps what became of jobs, and the controller forgets them 2 s after their end.
+    """
+
+    def __init__(self, folder: Path, accounting: bool = False):
         self.folder = folder
+        self._accounting = accounting
         self.nodes = tuple(f"n{i + 1}" for i in range(NODES))
         common = {folder, ROOT, Path(sys.prefix), Path(sys.base_prefix)}
         self._common = [path for path in sorted(common) if not common & set(path.parents)]
@@ -185,13 +197,15 @@ class Cluster:
     def open(self) -> None:
         """Starts all hosts; returns when all nodes are idle."""
         self._write_files()
-        self.hosts["ctl"] = ctl = Host("ctl", self.folder, self._common, ["slurmctld", "-D", "-c"])
+        accounting = ["bash", str(KIT / "accounting.sh"), str(self.folder)]
+        daemon = accounting if self._accounting else ["slurmctld", "-D", "-c"]
+        self.hosts["ctl"] = ctl = Host("ctl", self.folder, self._common, daemon)
         ctl.bridge()
         ctl.go()
         for node in self.nodes:
             self.start(node, wait=False)
         try:
-            self.until(self._all_idle, "all nodes are idle")
+            self.until(self._all_idle, "all nodes are idle", 60)
         except RuntimeError as error:
             raise RuntimeError(f"{error}\n{self.logs()}") from None
 
@@ -218,8 +232,11 @@ class Cluster:
         # Not used, but what is looked for without it is missing here.
         (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         values = {"folder": self.folder, "nodes": f"n[1-{NODES}]", "cpus": CPUS, "gpus": GPUS, "last_gpu": GPUS - 1}
-        for name in ("slurm.conf", "gres.conf"):
+        # The accounting is for jobs that the controller has forgotten.
+        values |= {"storage": "slurmdbd", "memory_s": 2} if self._accounting else {"storage": "none", "memory_s": 3600}
+        for name in ("slurm.conf", "slurmdbd.conf", "gres.conf"):
             (etc / name).write_text(Template((KIT / name).read_text()).substitute(values))
+        (etc / "slurmdbd.conf").chmod(0o600)  # slurmdbd insists: a password could be there
 
     def close(self) -> None:
         """Ends all hosts, and all that runs on them, at once."""
@@ -228,12 +245,12 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def made() -> Iterator[Cluster]:
-    """Makes a cluster and takes it away again, with all its files."""
+def made(accounting: bool = False) -> Iterator[Cluster]:
+    """Makes a cluster and takes it away again, with all its files; see `Cluster` for `accounting`."""
     delete_left_behind()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
     folder.chmod(0o755)
-    cluster = Cluster(folder)
+    cluster = Cluster(folder, accounting)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until this process ends, however it does
         try:

@@ -1,29 +1,30 @@
-"""Who is there: each rank tells rank 0 its host's name, before anything is collective.
+"""Who is there, and who reaches whom: before anything is collective, and with limits.
 
 A collective call waits for ever for a rank that can't be reached, and the watchdog needs some to begin with. So ranks
-exchange one message each with rank 0 first, for which they wait only so long. Nothing here needs torch.
+exchange one message each with rank 0 first, and then with each other, for which they wait only so long. None of it
+blocks in MPI, and nothing here needs torch.
 """
 
 from __future__ import annotations
 
-import platform
+import json
 import sys
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from mpi4py import MPI
 
-HERE, ALL_HERE = 1, 2  # tags
-NAME_BYTES = 256
+HERE, ALL_HERE, HELLO = 1, 2, 3  # tags
 PAUSE_S = 1e-3
 SETTLE_S = 0.5
 _kept: list = []  # buffers of messages that never leave
 
 
 class Roll(NamedTuple):
-    """Who has answered: `hosts[rank]`, and the ranks that are missing. On other ranks than 0: oneself, and rank 0."""
+    """What each rank that has answered said, and who is missing: on other ranks than 0 that one, or nobody."""
 
-    hosts: dict[int, str]
+    said: dict[int, str]
     missing: tuple[int, ...]
 
 
@@ -37,31 +38,63 @@ def size() -> int:
     return MPI.COMM_WORLD.Get_size()
 
 
-def call(limit_s: float) -> Roll:
-    """Collective, but waits for nobody longer than `limit_s`; other ranks wait for rank 0's answer twice as long."""
+def call(own: str, limit_s: float) -> Roll:
+    """Collective, but waits for nobody longer than `limit_s`; other ranks wait for rank 0's answer twice as long.
+
+    All ranks learn what each has said, through rank 0: `own`, on this one.
+    """
     world, until = MPI.COMM_WORLD, time.monotonic() + limit_s
-    rank, name = world.Get_rank(), platform.node()
-    if rank == 0:
-        hosts, names = {0: name}, {r: bytearray(NAME_BYTES) for r in range(1, size())}
-        calls = {r: world.Irecv(names[r], r, HERE) for r in names}
-        _kept.extend([names, calls])
-        while calls and time.monotonic() < until:
-            for r in [r for r, request in calls.items() if request.Test()]:
-                del calls[r]
-                hosts[r] = names[r].rstrip(b"\0").decode()
-            time.sleep(PAUSE_S if calls else 0)
-        if not calls:
-            answers = [world.Isend(b"", r, ALL_HERE) for r in names]
-            MPI.Request.Waitall(answers)
-        return Roll(hosts, tuple(calls))
-    own = name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
-    requests = [world.Isend(own, 0, HERE), world.Irecv(bytearray(0), 0, ALL_HERE)]
-    _kept.extend([own, requests])
-    while not MPI.Request.Testall(requests):
-        if time.monotonic() > until + limit_s:
-            return Roll({rank: name}, (0,))
-        time.sleep(PAUSE_S)
-    return Roll({rank: name}, ())
+    rank, said, status = world.Get_rank(), {world.Get_rank(): own}, MPI.Status()
+    if rank > 0:
+        _send(own, 0, HERE)
+        while not world.Iprobe(0, ALL_HERE, status):
+            if time.monotonic() > until + limit_s:
+                return Roll(said, (0,))
+            time.sleep(PAUSE_S)
+        return Roll(dict(enumerate(json.loads(_receive(status)))), ())
+    while len(said) < size() and time.monotonic() < until:
+        if world.Iprobe(MPI.ANY_SOURCE, HERE, status):
+            said[status.Get_source()] = _receive(status)
+        else:
+            time.sleep(PAUSE_S)
+    missing = tuple(r for r in range(size()) if r not in said)
+    if not missing:
+        answer = json.dumps([said[r] for r in range(size())])
+        MPI.Request.Waitall([_send(answer, r, ALL_HERE) for r in range(1, size())])
+    return Roll(said, missing)
+
+
+def severed(pairs: Sequence[tuple[int, int]], limit_s: float) -> list[tuple[int, int]]:
+    """Collective, once all have answered. Those pairs of ranks that MPI passes nothing between within `limit_s`.
+
+    A message each way, all at the same time. The same on all ranks, if they still reach rank 0.
+    """
+    world, until = MPI.COMM_WORLD, time.monotonic() + limit_s
+    rank, waiting = world.Get_rank(), {}
+    for pair in pairs:
+        if rank in pair:
+            peer, into = sum(pair) - rank, bytearray(1)
+            waiting[pair] = world.Irecv(into, peer, HELLO)
+            _kept.append((into, waiting[pair], _send("!", peer, HELLO)))
+    while waiting and time.monotonic() < until:
+        waiting = {pair: request for pair, request in waiting.items() if not request.Test()}
+        time.sleep(PAUSE_S if waiting else 0)
+    said = call(json.dumps(list(waiting)), 2 * limit_s).said  # those who lack nothing are there sooner
+    return sorted({tuple(pair) for told in said.values() for pair in json.loads(told)})
+
+
+def _send(text: str, rank: int, tag: int) -> MPI.Request:
+    data = text.encode()
+    request = MPI.COMM_WORLD.Isend(data, rank, tag)
+    _kept.append((data, request))
+    return request
+
+
+def _receive(status: MPI.Status) -> str:
+    """The message that was probed."""
+    data = bytearray(status.Get_count(MPI.BYTE))
+    MPI.COMM_WORLD.Recv(data, status.Get_source(), status.Get_tag())
+    return data.decode()
 
 
 def end(status: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -70,17 +70,23 @@ class Nodes:
 
 def find_nodes(comm: Communicator, host: str) -> Nodes:
     """Collective. The nodes by the names of their hosts; where several have the same, with their number."""
-    told = gather(comm, host)
-    firsts = [told[comm.nodes.index(node)] for node in range(max(comm.nodes) + 1)]
+    return name_nodes(gather(comm, host), comm.nodes)
+
+
+def name_nodes(hosts: Sequence[str], places: Sequence[Hashable]) -> Nodes:
+    """The nodes of ranks by the names of their hosts; ranks of one node are at the same place."""
+    first = {place: rank for rank, place in reversed([*enumerate(places)])}
+    nodes = sorted(first, key=first.get)
+    firsts = [hosts[first[place]] for place in nodes]
     names = [name if firsts.count(name) == 1 else f"{name}#{i}" for i, name in enumerate(firsts)]
-    return Nodes(tuple(names), tuple(comm.nodes))
+    return Nodes(tuple(names), tuple(nodes.index(place) for place in places))
 
 
 class Unanswered(DeadlineError):
-    """Some ranks did not come to where the others wait for them."""
+    """Some ranks did not come to where the others wait for them. `pairs`: those of them that wait for each other."""
 
-    def __init__(self, ranks: Sequence[int], seconds: float):
-        self.ranks = tuple(ranks)
+    def __init__(self, ranks: Sequence[int], seconds: float, pairs: Sequence[tuple[int, int]] = ()):
+        self.ranks, self.seconds, self.pairs = tuple(ranks), seconds, tuple(pairs)
         super().__init__(f"rank{'s' * (len(ranks) > 1)} {counted(ranks)} did not answer within {seconds:g} s.")
 
 

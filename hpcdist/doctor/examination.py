@@ -8,11 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from hpcdist.comm.launch import task
-from hpcdist.doctor import base, checks, spare, world
-from hpcdist.doctor.base import ERROR, Asked, Finding, Unanswered
+from hpcdist.doctor import base, checks, muster, spare, world
+from hpcdist.doctor.base import ERROR, OK, WARNING, Asked, Finding, Nodes, Unanswered
 from hpcdist.doctor.limit import TimeLimit
 from hpcdist.doctor.report import Options, Report
 from hpcdist.errors import MismatchError
@@ -20,6 +21,7 @@ from hpcdist.errors import MismatchError
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
 
+START_S = 10.0  # how long MPI may take to start where something is wrong with the nodes
 WAIT_S = 10.0  # how long ranks wait for one another at most
 AFTER_S, STEP_S = 2.0, 0.05  # how much later than the first rank the others speak, should it not
 _ending = threading.Lock()
@@ -38,10 +40,13 @@ def examine(asked: Asked, options: Options) -> int:
     report = Report(options, speaks=_number(asked.environ) == 0)
     limit = TimeLimit(options.limit_s, lambda: _end(report, asked, [_late(report)]))
     try:
+        if _muster(asked, report):
+            with limit.sooner(START_S):
+                from hpcdist.comm import mpi_rollcall  # noqa: F401, starts MPI
         comm = _join(asked, report)
         return 1 if comm is None else _examine(comm, asked, report)
     except Unanswered as error:
-        _end(report, asked, [Finding(ERROR, f"{error} All must answer at {report.stage!r}")])
+        _end(report, asked, _unanswered(error, report))
     finally:
         limit.cancel()
 
@@ -50,6 +55,23 @@ def _number(environ: Mapping[str, str]) -> int:
     """The number of this process according to its launcher; 0 without one."""
     found = task(environ)
     return found.rank if found else 0
+
+
+def _muster(asked: Asked, report: Report) -> bool:
+    """Tells what is wrong before MPI starts, for that may not come back. True if something is, on the first rank."""
+    names = tuple(world.allocated(asked.environ)) if muster.takes_part(asked.environ) else ()
+    found = muster.hold(asked.environ, names) if len(names) > 1 else None
+    if not found or not any(found):
+        return False
+    report.nodes, report.stage = Nodes(names, ()), "muster"
+    why = f"no TCP connection came about within {muster.TRY_S:g} s"
+    report.add(world.absence([names[node] for node in found.absent], names[0], muster.COME_S))
+    report.add(replace(f, status=WARNING) for f in world.severed(found.severed, report.nodes, why))
+    text = f"MPI is started all the same, for it may have another network; if that takes longer than {START_S:g} s, "
+    report.add([Finding(OK, f"{text}all ends here")])
+    report.foresee()
+    report.stage = "world"
+    return True
 
 
 def _join(asked: Asked, report: Report) -> Communicator | None:
@@ -67,10 +89,18 @@ def _join(asked: Asked, report: Report) -> Communicator | None:
         else:
             time.sleep(AFTER_S)  # a launcher ends all when one of them leaves with a failure: the first is to speak
         return None
-    roll = mpi_rollcall.call(world.ANSWER_S)
+    roll = mpi_rollcall.call(world.introduction(asked.environ), world.ANSWER_S)
     if roll.missing:
-        report.names = tuple(world.allocated(asked.environ))
-        _end(report, asked, world.silence(roll.hosts, roll.missing, report.names, world.ANSWER_S))
+        expected = world.allocated(asked.environ)
+        report.nodes = Nodes(tuple(expected), ())
+        hosts = {rank: said.split("\n")[0] for rank, said in roll.said.items()}
+        _end(report, asked, world.silence(hosts, roll.missing, expected, world.ANSWER_S))
+    report.nodes = nodes = world.introduced(roll.said)
+    pairs = [(nodes.leaders[a], nodes.leaders[b]) for a, b in world.tried(len(nodes.names))]
+    severed = mpi_rollcall.severed(pairs, world.PASS_S)
+    if severed:  # the first call that is collective would wait for ever
+        report.stage, why = "links", f"MPI's first message did not come within {world.PASS_S:g} s"
+        _end(report, asked, world.severed([(nodes.of[a], nodes.of[b]) for a, b in severed], nodes, why))
     from hpcdist import session  # imports torch, which takes seconds
 
     try:
@@ -86,7 +116,7 @@ def _examine(comm: Communicator, asked: Asked, report: Report) -> int:
 
     comm.deadline_s = WAIT_S
     nodes = base.find_nodes(comm, world.host_name(asked.environ))
-    report.names = nodes.names
+    report.nodes = nodes
     spare.choose(nodes.names, [], report.options.spare or 0)  # is refused before anything is measured
     report.speaks = comm.rank == 0
     for name in ("world", *checks.available()):
@@ -101,6 +131,19 @@ def _examine(comm: Communicator, asked: Asked, report: Report) -> int:
 
 
 # --- the end where not all ranks can take part in it ------------------------------------------------------------------
+def _unanswered(error: Unanswered, report: Report) -> list[Finding]:
+    """By node, where they are known; of two that wait for each other their link is told."""
+    nodes, stuck = report.nodes, {rank for pair in error.pairs for rank in pair}
+    why = f"its measurement did not end within {error.seconds:g} s"
+    found = world.severed([(nodes.of[a], nodes.of[b]) for a, b in error.pairs], nodes, why)
+    ranks = [rank for rank in error.ranks if rank not in stuck]
+    for name in dict.fromkeys(nodes.name(rank) for rank in ranks):
+        theirs = [rank for rank in ranks if nodes.name(rank) == name]
+        text = f"{Unanswered(theirs, error.seconds)} All must answer at {report.stage!r}"
+        found.append(Finding(ERROR, text, (name,) * (len(nodes.names) > 1)))
+    return found
+
+
 def _late(report: Report) -> Finding:
     text = f"the examination must end within {report.options.limit_s:g} s; got no end of {report.stage!r} on "
     return Finding(ERROR, f"{text}{platform.node()}. Look there at processes that hang, and at the network")

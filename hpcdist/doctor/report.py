@@ -11,7 +11,7 @@ from typing import Any
 
 from hpcdist import console
 from hpcdist.doctor import spare
-from hpcdist.doctor.base import ERROR, OK, WARNING, Finding
+from hpcdist.doctor.base import ERROR, OK, WARNING, Finding, Nodes
 from hpcdist.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ class Report:
 
     def __init__(self, options: Options, speaks: bool):
         self.options, self.speaks = options, speaks
-        self.names: tuple[str, ...] = ()  # of the nodes
+        self.nodes = Nodes((), ())  # as far as they are known
         self.stage = "world"  # what is being examined
         self.findings: list[Finding] = []
         self._measured: dict[str, Any] = {}
@@ -48,32 +48,43 @@ class Report:
             if self.speaks:
                 console.finding(finding.status, self.stage, finding.text)
 
+    def foresee(self) -> None:
+        """Writes the files by what is known so far, should what comes next not come back."""
+        self._write_files(self._choose(), status=1)
+
     def conclude(self, cut_short: bool = False) -> int:
         """Chooses what to leave out, writes the files; the exit status, which is 1 where not all was examined.
 
         Raises:
             ConfigError: a file can't be written.
         """
-        options, self.stage = self.options, "spare"
-        choice = spare.choose(self.names, self.findings, min(options.spare or 0, max(len(self.names) - 1, 0)))
-        if options.spare is not None and self.names:
-            self.add([spare.tell(choice, self.names)])
+        options, names, self.stage = self.options, self.nodes.names, "spare"
+        choice = self._choose()
+        if options.spare is not None and names:
+            self.add([spare.tell(choice, names)])
         warned = any(f.status == WARNING and not set(f.nodes) & set(choice.out) for f in self.findings)
         status = int(cut_short or bool(choice.errors) or (options.strict and warned))
-        seconds = time.monotonic() - self._start
+        self._write_files(choice, status)
         if self.speaks:
-            if options.exclude_file is not None:
-                _write(options.exclude_file, ",".join(choice.out) + "\n" * bool(choice.out))
-            if options.json_path is not None:
-                told = {"status": status, "seconds": seconds, "nodes": self.names, "excluded": choice.out}
-                told |= {"findings": [asdict(finding) for finding in self.findings], "measured": self._measured}
-                told["seconds_by_check"] = self._seconds
-                _write(options.json_path, json.dumps(told, indent=2) + "\n")
             counts = {s: sum(f.status == s for f in self.findings) for s in (ERROR, WARNING)}
             worst = next((s for s in (ERROR, WARNING) if counts[s]), OK)
             text = ", ".join(f"{n} {s}{'s' * (n != 1)}" for s, n in counts.items())
-            console.finding(worst, "all", f"{text}, {seconds:.1f} s; exit status {status}")
+            console.finding(worst, "all", f"{text}, {time.monotonic() - self._start:.1f} s; exit status {status}")
         return status
+
+    def _choose(self) -> spare.Choice:
+        names = self.nodes.names
+        return spare.choose(names, self.findings, min(self.options.spare or 0, max(len(names) - 1, 0)))
+
+    def _write_files(self, choice: spare.Choice, status: int) -> None:
+        options = self.options
+        if self.speaks and options.exclude_file is not None:
+            _write(options.exclude_file, ",".join(choice.out) + "\n" * bool(choice.out))
+        if self.speaks and options.json_path is not None:
+            told = {"status": status, "seconds": time.monotonic() - self._start, "nodes": self.nodes.names}
+            told |= {"excluded": choice.out, "findings": [asdict(finding) for finding in self.findings]}
+            told |= {"measured": self._measured, "seconds_by_check": self._seconds}
+            _write(options.json_path, json.dumps(told, indent=2) + "\n")
 
 
 def _write(path: Path, text: str) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from hpcdist.comm import interfaces
 from hpcdist.comm.launch import Task, check_world, declared_size, task
-from hpcdist.doctor.base import ERROR, OK, WARNING, Asked, Finding, Nodes, counted, gather, listed
+from hpcdist.doctor.base import ERROR, OK, WARNING, Asked, Finding, Nodes, counted, gather, listed, name_nodes
 from hpcdist.errors import WorldError
 from hpcdist.slurm.environment import allocation, check_tasks
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
 
 ANSWER_S = 10.0  # how long a rank may take to answer; not all start at the same moment
+PASS_S = 2.5  # then also between two others; 3 s after the first packet Linux gives up, and Open MPI ends the job
+ALL_PAIRS = 128  # of more nodes not every pair is tried
 SLURM_S = 5.0  # how long Slurm may take to tell names
 
 
@@ -59,6 +63,48 @@ def silence(
     if 0 not in hosts or not absent:
         return [Finding(ERROR, f"{text}. {advice}")]
     return [Finding(ERROR, f"{text}, nor from any rank on {name}. {advice}", (name,)) for name in absent]
+
+
+def absence(names: Sequence[str], first: str, waited_s: float) -> Iterator[Finding]:
+    """What to say of nodes that did not come to where all meet before MPI starts."""
+    for name in names:
+        text = f"{name} must come to {first} by TCP; it did not within {waited_s:g} s: it hangs, or can't reach {first}"
+        yield Finding(WARNING, text, (name,))
+
+
+def introduction(environ: Mapping[str, str]) -> str:
+    """What a rank says of itself at the roll call: its node's name, and what it shares with the ranks there alone."""
+    return f"{host_name(environ)}\n{interfaces.here()}"
+
+
+def introduced(said: Mapping[int, str]) -> Nodes:
+    """The nodes, once all ranks have introduced themselves."""
+    hosts, places = zip(*(said[rank].split("\n") for rank in range(len(said))))
+    return name_nodes(hosts, places)
+
+
+def tried(count: int) -> list[tuple[int, int]]:
+    """The pairs of nodes to try: all, or of very many those 1, 2, 4, ... places apart, as in collective calls."""
+    steps = range(1, count) if count <= ALL_PAIRS else [1 << i for i in range((count - 1).bit_length())]
+    return sorted({tuple(sorted((node, (node + step) % count))) for node in range(count) for step in steps})
+
+
+def severed(pairs: Sequence[tuple[int, int]], nodes: Nodes, why: str) -> list[Finding]:
+    """What to say of pairs of nodes that pass nothing, and `why` one thinks so: a line for a node with several."""
+    found, left = [], [tuple(nodes.names[node] for node in pair) for pair in pairs]
+    while left:
+        counts = Counter(name for pair in left for name in pair)
+        worst = max(counts, key=lambda name: (counts[name], nodes.names.index(name)))
+        ends = [pair for pair in left if worst in pair]
+        left = [pair for pair in left if worst not in pair]
+        if len(ends) == 1:
+            text, whose, out = f"the link {'-'.join(ends[0])} passes nothing", ends[0], "one of the two"
+        else:
+            others = [name for pair in ends for name in pair if name != worst]
+            text, whose, out = f"the links from {worst} to {listed(others)} pass nothing", (worst,), worst
+        text += f": {why}, though all reach {nodes.names[0]}. Leave {out} out, and tell the site: look at "
+        found.append(Finding(ERROR, f"{text}cables, routes and firewalls between them", whose, weight=len(ends)))
+    return found
 
 
 def host_name(environ: Mapping[str, str]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
 
 from cluster import jobs, kit
+from cluster.kit.hosts import NET
 
 PMI2 = kit.mpich()  # srun --mpi=pmi2 starts it whenever it is asked to
 
@@ -67,3 +69,60 @@ def test_a_node_that_does_not_answer_is_named_and_left_out(cluster, workdir):
     assert "nothing from rank 1 within 2 s, nor from any rank on n2. It has ended, is stopped, or" in found["text"]
     assert (told["status"], told["excluded"]) == (1, ["n2"]) and (workdir / "out").read_text() == "n2\n"
     assert (workdir / "status").read_text() != "0\n"
+
+
+# --- the job goes on without a node -----------------------------------------------------------------------------------
+HANG = 'if [ "$(uname -n)" = n2 ]; then kill -STOP $$; fi; exec "$@"'
+
+
+def job(cluster, workdir, how, *, state="COMPLETED", site=None, **spec):
+    """A job of which three nodes are wanted, with the doctor before it; its log, its warnings' and errors' texts, and
+    the nodes that it has run on.
+    """
+    spec = {"shape": "cpu", "nodes": 3, "ranks_per_node": 1, "doctor": True, "command": ["hostname"], **spec}
+    jobs.write_job(workdir, how, workdir, name="it", **spec)
+    (workdir / "site.toml").write_text(jobs.toml({**jobs.EVERYWHERE, **jobs.SITES[how], **(site or {})}))
+    number = jobs.submit_rendered(cluster, workdir)
+    cluster.wait(number, state)
+    said = cluster.output(number)
+    rows = [line.partition(": ")[2].split(maxsplit=2) for line in said.splitlines()]  # each begins with the rank
+    found = [row[2] for row in rows if len(row) == 3 and row[0] in ("warning", "error")]
+    return said, found, sorted(jobs.hosts(said).values())
+
+
+@contextlib.contextmanager
+def severed(cluster, one, other, *, silently):
+    """Within the block two nodes pass each other nothing: what is sent gets lost, or is refused."""
+    with contextlib.ExitStack() as stack:
+        for host, to in ((one, other), (other, one)):
+            ip, address = cluster.hosts[host].ip, f"{NET}.{cluster.nodes.index(to) + 1}"
+            if silently:
+                ip("neigh", "replace", address, "lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
+                stack.callback(ip, "neigh", "del", address, "dev", "eth0")
+            else:
+                ip("route", "add", "unreachable", f"{address}/32")
+                stack.callback(ip, "route", "del", f"{address}/32")
+        yield
+
+
+@pytest.mark.parametrize(("how", "silently"), [("srun-pmix", True), ("srun-pmi2", False)])
+def test_a_job_goes_on_without_one_of_two_nodes_that_pass_each_other_nothing(cluster, workdir, how, silently):
+    """MPI does not start there: one waits, the other ends the job."""
+    with severed(cluster, "n2", "n3", silently=silently):
+        said, found, ran = job(cluster, workdir, how, spare_nodes=1)
+    told = "the link n2-n3 passes nothing: no TCP connection came about within 3.5 s, though all reach n1. Leave one"
+    assert found[0].startswith(told), said
+    assert ran == ["n1", "n2", "n4"], said
+
+
+def test_with_nothing_to_spare_it_ends(cluster, workdir):
+    with severed(cluster, "n2", "n3", silently=False):
+        said, found, ran = job(cluster, workdir, "srun-pmi2", state="FAILED")
+    assert found[0].startswith("the link n2-n3 passes nothing: ") and ran == [], said
+
+
+def test_a_job_goes_on_without_a_node_that_hangs(cluster, workdir):
+    (workdir / "hang.sh").write_text(HANG)
+    said, found, ran = job(cluster, workdir, "srun-pmi2", spare_nodes=1, site={"container": ["bash", "hang.sh"]})
+    assert found[0] == "n2 must come to n1 by TCP; it did not within 8 s: it hangs, or can't reach n1", said
+    assert ran == ["n1", "n3", "n4"], said

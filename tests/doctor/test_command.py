@@ -14,6 +14,7 @@ import pytest
 
 from harness.launch import SETTINGS, find_mpirun, launch
 from hpcdist.comm.launch import unlaunched
+from hpcdist.doctor.base import WARNING, Finding, Nodes
 from hpcdist.doctor.report import Options, Report
 from hpcdist.errors import ConfigError
 
@@ -120,6 +121,16 @@ def test_a_file_that_can_not_be_written_is_refused():
         report.conclude()
 
 
+def test_what_is_known_before_mpi_starts_is_in_the_files_already():
+    report = Report(Options(2, Path("out"), json_path=Path("told.json")), speaks=True)
+    report.nodes = Nodes(("n1", "n2", "n3"), ())
+    report.add([Finding(WARNING, "n2 is not well", ("n2",))])
+    report.foresee()
+    told = json.loads(Path("told.json").read_text())
+    assert (told["status"], told["excluded"], len(told["findings"])) == (1, ["n2", "n3"], 1)
+    assert Path("out").read_text() == "n2,n3\n"
+
+
 # --- it ends whatever hangs -------------------------------------------------------------------------------------------
 def test_a_rank_that_never_answers_is_named():
     job, seconds = doctor(3, before="world.ANSWER_S = 2.0\nif rank == 2: time.sleep(100)")
@@ -150,12 +161,30 @@ def test_a_rank_that_stops_is_named(rank, seconds):
 
 
 def test_what_takes_too_long_is_named():
-    before = "from hpcdist.comm import mpi_rollcall\nmpi_rollcall.call = lambda limit_s: time.sleep(100)"
+    before = "from hpcdist.comm import mpi_rollcall\nmpi_rollcall.call = lambda *_: time.sleep(100)"
     job, seconds = doctor(2, "--limit-s", "2", before=before)
     assert job.returncode == 1 and seconds < 20
     (world, _) = lines(job)
     assert world[:2] == ["error", "world"]
     assert re.match(r"the examination must end within 2 s; got no end of 'world' on \S+. Look there", world[2])
+
+
+SOONER = """
+import time
+from hpcdist.doctor.limit import TimeLimit
+limit = TimeLimit(60, print)
+with limit.sooner(0.5):
+    pass
+time.sleep(1)
+print("goes on", flush=True)
+with limit.sooner(0.5):
+    time.sleep(60)
+"""
+
+
+def test_what_may_not_come_back_ends_sooner_and_without_a_word():
+    job = subprocess.run([sys.executable, "-c", SOONER], capture_output=True, text=True, timeout=50)
+    assert (job.returncode, job.stdout, job.stderr) == (1, "goes on\n", "")
 
 
 # --- on hosts of its own ----------------------------------------------------------------------------------------------
@@ -176,3 +205,47 @@ def test_the_host_behind_a_slow_cable_is_named_and_a_folder_that_is_not_shared(k
     assert files.startswith("folder must be on a file system that all nodes share; got /dev/shm, where n2, n3 see")
     assert job.returncode == 1, "leaving out a node does not settle that"
     assert json.loads(Path("told.json").read_text())["excluded"] == ["n2"]
+
+
+def on_hosts(made, program: list[str], *options: str) -> tuple[list[list[str]], str]:
+    """The lines of a doctor that fails, with one node to spare; and all that it has written."""
+    options = ("doctor", "--spare", "1", "--exclude-file", "out", *PATIENT, *options)
+    job = made.launch([*program, *options], env={**ENV, "HOME": os.getcwd()}, timeout_s=120)
+    assert job.returncode != 0, job.stdout + job.stderr
+    return lines(job), job.stdout + job.stderr
+
+
+LOSE = ("neigh", "replace", "{}", "lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
+
+
+def test_two_hosts_that_pass_each_other_nothing_are_named(kit, make_hosts):
+    made = make_hosts(4)
+    words = [word.format(f"{kit.NET}.2") for word in LOSE]
+    subprocess.run([*made.inside("n4"), "ip", *words], check=True)
+    found, said = on_hosts(made, ["-m", "hpcdist"])
+    assert [row[:2] for row in found] == [["error", "links"], ["ok", "spare"], ["error", "all"]], said
+    assert found[0][2].startswith(
+        "the link n2-n4 passes nothing: MPI's first message did not come within 2.5 s, though all reach n1. Leave one"
+    )
+    assert found[1][2] == "leaves out n4; 3 remain: n1, n2, n3" and Path("out").read_text() == "n4\n"
+
+
+BREAKS = """
+import subprocess
+from hpcdist.doctor.checks import links
+pair = links._pair
+def breaking(comm, peer):
+    comm.deadline_s = 3.0
+    if (comm.rank, peer) == (1, 2):
+        subprocess.run("ip {command}", shell=True, check=True)
+    return pair(comm, peer)
+links._pair = breaking
+"""
+
+
+def test_a_link_that_breaks_while_it_is_measured_is_named(kit, make_hosts):
+    before = BREAKS.format(command=" ".join(LOSE).format(f"{kit.NET}.3"))
+    found, said = on_hosts(make_hosts(3), ["-c", SCRIPT.format(text=before)])
+    (link,) = [row for row in found if row[0] == "error" and row[1] == "links"]
+    assert link[2].startswith("the link n2-n3 passes nothing: its measurement did not end within 3 s, though"), said
+    assert Path("out").read_text() == "n3\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 
 import pytest
@@ -69,6 +70,49 @@ def test_without_slurm_no_nodes_are_expected(monkeypatch, tmp_path):
     assert world.allocated({}) == []
     monkeypatch.setenv("PATH", str(tmp_path))
     assert world.allocated({"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "n[1-4]"}) == [], "nobody answers"
+
+
+def test_pairs_of_nodes_that_pass_nothing_are_told_by_node():
+    nodes = Nodes(("n1", "n2", "n3", "n4", "n5"), (0, 1, 2, 3, 4))
+    (link,) = world.severed([(1, 2)], nodes, "it did not come")
+    assert (link.status, link.nodes, link.weight) == (ERROR, ("n2", "n3"), 1)
+    assert link.text.startswith("the link n2-n3 passes nothing: it did not come, though all reach n1. Leave one of the")
+    node, rest = world.severed([(1, 2), (2, 3), (2, 4), (1, 4)], nodes, "it did not come")
+    assert (node.nodes, node.weight, rest.nodes) == (("n3",), 3, ("n2", "n5"))
+    assert node.text.startswith("the links from n3 to n2, n4, n5 pass nothing: it did not come, though all reach n1.")
+
+
+def test_all_pairs_are_tried_or_of_many_nodes_some_with_each():
+    assert world.tried(1) == [] and world.tried(4) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    count = world.ALL_PAIRS + 3
+    pairs = world.tried(count)
+    assert {(0, 1), (0, 2), (0, 4), (0, 64), (0, 128), (0, count - 1)} <= set(pairs) and (0, 5) not in pairs
+    assert all(0 <= a < b < count for a, b in pairs) and len(pairs) <= count * 8
+
+
+def test_a_node_that_does_not_come_is_named():
+    (found,) = world.absence(["n3"], "n1", 8)
+    assert (found.status, found.nodes) == (WARNING, ("n3",))
+    assert found.text == "n3 must come to n1 by TCP; it did not within 8 s: it hangs, or can't reach n1"
+
+
+def test_ranks_that_introduce_themselves_are_sorted_by_node():
+    said = {0: "a\nx", 1: "b\ny", 2: "a\nx", 3: "a\nz"}
+    assert world.introduced(said) == Nodes(("a#0", "b", "a#2"), (0, 1, 0, 2))
+    name, place = world.introduction({}).split("\n")
+    assert name == platform.node() and place
+
+
+@pytest.mark.mpi(min_size=2)
+def test_real_ranks_reach_each_other(ranks):
+    def body(comm):
+        from hpcdist.comm import mpi_rollcall
+
+        roll = mpi_rollcall.call(f"I am {comm.rank}", 20)
+        return roll.said, mpi_rollcall.severed([*itertools.combinations(range(comm.size), 2)], 10)
+
+    said = {rank: f"I am {rank}" for rank in range(ranks.size)}
+    assert ranks(body) == [(said, [])] * ranks.size
 
 
 # --- nodes and cores --------------------------------------------------------------------------------------------------

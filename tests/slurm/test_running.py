@@ -142,6 +142,37 @@ def test_bad_nodes_are_left_out(bash, bad, left):
     assert "--nodelist=n1,n2,n3" in doctor and f"--nodelist={left}" in run and "--nodes=2" in run
 
 
+STATUS = 'case "$*" in *--exclude-file*) status=$ENDS ;; *doctor*) status=$AGAIN ;; esac'
+CUT_SHORT = f"{STATUS}; {BAD}; exit ${{status-0}}"
+
+
+def examined(bash, ends="1", again="0", bad="n2\n") -> tuple[int, list[list[str]]]:
+    """A job with a node to spare whose first examination ends with that status; its own, and what it launched."""
+    found = script(doctor=True, nodes=2, spare_nodes=1)
+    status, _ = bash.run(found, HOSTS="n1 n2 n3", ON_LAUNCH=CUT_SHORT, BAD=bad, ENDS=ends, AGAIN=again)
+    return status, bash.launched()
+
+
+def test_after_an_examination_that_was_cut_short_those_that_remain_are_examined(bash):
+    status, (first, second, run) = examined(bash)
+    assert status == 0 and "--nodelist=n1,n2,n3" in first and first[-4:-2] == ["--spare", "1"]
+    assert second[second.index("hpcdist") :] == ["hpcdist", "doctor", "--ranks", "2", "--folder", "runs/4711"]
+    assert "--nodelist=n1,n3" in second and "--nodelist=n1,n3" in run and payload(run)[:2] == ["hpcdist", "train"]
+
+
+def test_what_the_doctor_refuses_again_does_not_run(bash):
+    status, launched = examined(bash, again="3")
+    assert status == 3 and len(launched) == 2 and not requeued(bash)
+
+
+def test_nodes_that_an_earlier_attempt_left_out_are_not(bash):
+    left = bash.folder / "runs" / "4711" / "excluded-hosts"
+    left.parent.mkdir(parents=True)
+    left.write_text("n1\n")
+    status, launched = examined(bash, ends="4", bad="")
+    assert status == 4 and len(launched) == 1
+
+
 def test_the_doctor_looks_for_gpus(bash):
     assert bash.run(script(doctor=True, nodes=2, ranks_per_node=2, shape="allreduce"))[0] == 0
     assert bash.launched()[0][-5:] == ["--ranks", "4", "--folder", "runs/4711", "--gpus"]

@@ -11,7 +11,7 @@ from statistics import median, median_high, median_low
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcdist.comm import interfaces
-from hpcdist.doctor.base import OK, WARNING, Asked, Finding, Nodes, gather, listed
+from hpcdist.doctor.base import OK, WARNING, Asked, Finding, Nodes, Unanswered, gather, listed
 
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
@@ -80,9 +80,19 @@ def _table(comm: Communicator, nodes: Nodes, parts: list[list[tuple[int, int]]])
             ends = [nodes.leaders[node] for node in pair]
             if comm.rank in ends:
                 link = [*pair, *_pair(comm, ends[1 - ends.index(comm.rank)])]
-        heard = gather(comm, link)
+        heard = _hear(comm, nodes, pairs, link)
         found |= {pair: Link(*heard[nodes.leaders[pair[0]]]) for pair in pairs}
     return found
+
+
+def _hear(comm: Communicator, nodes: Nodes, pairs: list[tuple[int, int]], link: list | None) -> list[list | None]:
+    """Collective. As `gather`; where both ends of a pair do not come, its messages have got stuck."""
+    try:
+        return gather(comm, link)
+    except Unanswered as error:
+        ends = [(nodes.leaders[a], nodes.leaders[b]) for a, b in pairs]
+        stuck = [pair for pair in ends if set(pair) <= set(error.ranks)]
+        raise Unanswered(error.ranks, error.seconds, stuck) from error
 
 
 def networks() -> list[list]:

@@ -55,8 +55,9 @@ def save(
         stamps = _together(comm, step, lambda: _write_rank(temporary, comm.living.index(comm.rank), state))
         files = {name: Stamp(*stamp) for of_rank in stamps for name, stamp in of_rank.items()}
         _together(comm, step, lambda: _finish(temporary, step, meta, files, keep) if leads else None)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+    except BaseException as error:
+        if leads or isinstance(error, CheckpointError):  # else it may be about to be published
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
     return folder / folders.step_name(step)
 

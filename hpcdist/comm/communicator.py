@@ -12,7 +12,7 @@ import abc
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hpcdist.comm.neighbourhood import Neighbourhood
 
 ANY = -1  # any source, any tag
+T = TypeVar("T")
 TAG_LIMIT = 1 << 15  # tags are 0 <= tag < TAG_LIMIT; every MPI offers at least that many
 
 
@@ -164,6 +165,7 @@ class Communicator(abc.ABC):
     library: str  # what moves the data: its name and version, one line
     mpi: object = None  # mpi4py's communicator of the same ranks, for libraries that want one; None on virtual ranks
     living: tuple[int, ...]  # the ranks that take part in collectives: all, less those that `heal` found dead
+    lost: tuple[int, ...] = ()  # those, in the order in which they were found
     tolerant: bool = False  # the library underneath survives a rank that dies
     concurrent: bool = False  # another thread of this rank may use another communicator at the same time
 
@@ -256,12 +258,25 @@ class Communicator(abc.ABC):
         """Ranks that are known to have died. Never blocks; empty where a death would end the job anyway."""
         return ()
 
-    def heal(self) -> tuple[int, ...]:
+    def heal(self) -> None:
         """Collective among the living. Agrees on who has died; collectives are the others' from here on.
 
-        Ranks keep their numbers; `exchange` gives b"" for the dead. Returns those found dead since the last call.
+        Ranks keep their numbers; `exchange` gives b"" for the dead.
         """
-        return ()
+
+    def surviving(self, action: Callable[[], T], *others: Communicator) -> T:
+        """Collective among the living. What `action` returns; where a rank dies in it, all others heal and repeat it.
+
+        Where deaths would end the job anyway this is `action()`.
+
+        Args:
+            action: collective on this communicator and `others`; it bears being made in part before, with data that
+                are incomplete, and being made twice.
+
+        Raises:
+            CommunicationError: nobody has died, and it failed on another rank. What it raised here comes first.
+        """
+        return action()
 
     # --- time -----------------------------------------------------------------------------------------------------
     @abc.abstractmethod

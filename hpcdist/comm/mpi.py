@@ -249,7 +249,7 @@ class MpiCommunicator(Summing, Surviving, Neighbouring, Communicator):
             self.traffic.sent(tensor.nbytes)
 
     def exchange(self, data: bytes) -> list[bytes]:
-        lengths = np.empty(len(self.living), np.int64)
+        lengths = np.zeros(len(self.living), np.int64)
         self.calls += 1
         self.communicate("exchange", EVERYONE, self.members.Allgather, np.array([len(data)], np.int64), lengths)
         gathered, ends = bytearray(int(lengths.sum())), lengths.cumsum()
@@ -337,7 +337,9 @@ class MpiCommunicator(Summing, Surviving, Neighbouring, Communicator):
         return _clock()
 
     def abort(self, status: int = 1) -> None:
-        """Ends every rank of the job, with this exit status."""
+        """Ends every rank of the job, with this exit status; where ranks outlive others and one has died, this rank."""
+        if self.tolerant:
+            self.end_alone(status)
         end(status)
 
     def close(self) -> None:
@@ -348,8 +350,8 @@ class MpiCommunicator(Summing, Surviving, Neighbouring, Communicator):
         if self._server is not None:
             self._server.close()
             self._server = None
-        if not self.whole:
-            return  # freeing is collective among all that there were; the job's end does it
+        if self.tolerant:
+            return  # freeing is collective, and any rank may be dead by now; the job's end does it
         if self._node_mpi is not None:
             self._node_mpi.Free()
             self._node_mpi = None

@@ -44,7 +44,7 @@ class Summing:
         try:
             self.members.Allreduce(_IN_PLACE, (memory_at(tensor.data_ptr(), n_bytes), kind))
         except MPI.Exception as error:
-            raise CommunicationError(self._explain("allreduce", EVERYONE, error)) from error
+            raise self.failure("allreduce", EVERYONE, error) from error
         finally:
             self.call = outer
             traffic = self.traffic

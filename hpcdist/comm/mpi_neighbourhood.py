@@ -58,7 +58,7 @@ class MpiNeighbourhood(Neighbourhood):
         return _Exchange(comm, request, sent, host, None if direct else received)
 
     def close(self) -> None:
-        if self._comm.whole:  # freeing is collective among all that there were; else the job's end does it
+        if not self._comm.tolerant:  # freeing is collective, and any rank may be dead by now; the job's end does it
             self._graph.Free()
 
 

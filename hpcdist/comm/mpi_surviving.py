@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from mpi4py import MPI
 
@@ -10,6 +15,8 @@ from hpcdist.comm.mpi_request import EVERYONE
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, DeadlineError, RankFailedError
 
+T = TypeVar("T")
+GIVE_WAY_S = 2.0  # how long mpirun may take to end the others
 NEWS_S = 5.0  # how much later than a broken connection MPI may tell of the death behind it
 
 
@@ -28,10 +35,13 @@ def meet(mpi: MPI.Intracomm) -> None:
 
 
 class Surviving:
-    """The part of MpiCommunicator that outlives ranks. See Communicator for `failed`, `heal`, `living`.
+    """The part of MpiCommunicator that outlives ranks. See Communicator for `failed`, `heal`, `surviving`, `living`.
 
     Messages between the living, and windows, work on the communicator that a rank died in; only collectives need one
-    of the living alone, `members`. A transfer with a rank that has died raises RankFailedError.
+    of the living alone, `members`. A transfer with a rank that has died raises RankFailedError. A collective does so
+    on some ranks only, and others wait for these (whoever fails revokes `members`, so that all leave) or get what is
+    incomplete without an error, as from Open MPI 5.0's MPI_Allgatherv. So nothing counts before all agree that none
+    has died.
 
     Reference: Wesley Bland et al., "Post-failure recovery of MPI communication capability: design and rationale", 2013.
     """
@@ -40,13 +50,8 @@ class Surviving:
 
     def begin_whole(self) -> None:
         """All ranks are alive."""
-        self.members: MPI.Intracomm = self.mpi
+        self.members: MPI.Intracomm = self.mpi.Dup() if self.tolerant else self.mpi  # messages outlive its revocation
         self.living = tuple(range(self.size))
-
-    @property
-    def whole(self) -> bool:
-        """Whether all ranks take part in collectives: nobody has been found dead."""
-        return len(self.living) == self.size
 
     def failed(self) -> tuple[int, ...]:
         if not self.tolerant:
@@ -68,24 +73,69 @@ class Surviving:
 
     def failure(self, what: str, peer: int, error: MPI.Exception) -> CommunicationError:
         """The error of the seam for one of MPI's."""
-        died = self.tolerant and error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
+        deaths = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+        died = self.tolerant and error.Get_error_class() in deaths
         return (RankFailedError if died else CommunicationError)(self._explain(what, peer, error))
 
-    def heal(self) -> tuple[int, ...]:
+    def heal(self) -> None:
+        if self.tolerant:
+            self._agree(True)
+
+    def surviving(self, action: Callable[[], T], *others: Surviving) -> T:
         if not self.tolerant:
-            return ()
+            return action()
+        self.heal()
         while True:
-            dead = self.failed()
-            self.mpi.Ack_failed(len(dead))
+            before, error = self.living, None
             try:
-                unchanged = self.mpi.Agree(int(not set(dead) & set(self.living)))
+                result = action()
+            except Exception as failure:  # whatever it is: incomplete data may have been used
+                error = failure
+                for comm in (self, *others):
+                    comm.members.Revoke()
+            done = self._agree(error is None)
+            if self.living == before:
                 break
-            except MPI.Exception as error:  # somebody knew of another death
-                if error.Get_error_class() != MPI.ERR_PROC_FAILED:
-                    raise self.failure("heal", EVERYONE, error) from error
-        if unchanged:
-            return ()
+        if not done:
+            raise error or CommunicationError(
+                f"a call of all ranks on {self.name} succeeded on rank {self.rank} and failed on another, though none "
+                "has died. That rank's message says why."
+            )
+        return result
+
+    def end_alone(self, status: int) -> None:
+        """Ends this rank where one has died: those that fail alike do the same, and others go on without it.
+
+        Where none has, leaves it to lower ranks for a while to end the job: then they were not about to. For Open MPI's
+        mpirun hangs, or has the exit status 0, where several ranks end a job at once, or one in which another has died.
+        """
+        if self.failed():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        time.sleep(GIVE_WAY_S * min(self.rank, 3))
+
+    def _agree(self, done: bool) -> bool:
+        """Collective among the living. Whether all are `done`; `living` and `members` are without the dead then."""
+        self.calls += 1
+        with self.blocked("heal", EVERYONE, self.deadline_s):
+            while True:
+                dead = self.failed()
+                self.mpi.Ack_failed(len(dead))
+                whole = not set(dead) & set(self.living) and not self.members.Is_revoked()
+                try:
+                    found = self.mpi.Agree(done | whole << 1)  # of each bit whether all ranks have it
+                    break
+                except MPI.Exception as error:  # somebody knew of another death
+                    if error.Get_error_class() != MPI.ERR_PROC_FAILED:
+                        raise self.failure("heal", EVERYONE, error) from error
+            if not found & 2:
+                self._shrink()
+        return bool(found & 1)
+
+    def _shrink(self) -> None:
         before, self.members = self.living, self.mpi.Shrink()
         group = self.members.Get_group()
         self.living = tuple(MPI.Group.Translate_ranks(group, None, self.mpi.Get_group()))
-        return tuple(rank for rank in before if rank not in self.living)
+        self.lost += tuple(rank for rank in before if rank not in self.living)
+        self.calls = 0  # ranks may have failed in different ones

@@ -100,7 +100,7 @@ class Server:
 
     def close(self) -> None:
         """Collective. Ends all threads and connections once no rank needs them."""
-        self._comm.barrier()
+        self._comm.surviving(self._comm.barrier)
         self.stop()
 
     # --- asking ---------------------------------------------------------------------------------------------------

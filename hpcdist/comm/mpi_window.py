@@ -201,15 +201,15 @@ class MpiWindow(Window):
         self.comm.traffic.waiting_s += waited_s
 
     def close(self) -> None:
-        self.comm.barrier()  # nobody may still be in a transfer
+        self.comm.surviving(self.comm.barrier)  # nobody may still be in a transfer
         for remote in {self._served, self._bulk} - {None}:
             remote.close()
         if self._locks is not None:
             self._locks.close()
         self._memory.clear()
         del self.local
-        if not self.comm.whole:
-            return  # freeing is collective among all that there were; the job's end does it
+        if self.comm.tolerant:
+            return  # freeing is collective, and any rank may be dead by now; the job's end does it
         self._shared.Unlock_all()
         self._shared.Free()
 

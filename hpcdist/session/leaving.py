@@ -82,7 +82,7 @@ class Leaving:
         """
         now_s = self.comm.now()
         mine = [self._heard, (now_s - self._since_s) / steps, self._cost_s() + soon_s, self.ends_at, self._clock()]
-        told = self.comm.exchange(json.dumps(mine).encode())
+        told = self.comm.surviving(lambda: self.comm.exchange(json.dumps(mine).encode()))
         heard, step_s, cost_s, ends_at, clock_s = zip(*(json.loads(told[rank]) for rank in self.comm.living))
         self._plan(max(step_s))
         signals = [f"{name} on rank {rank}" for name, rank in zip(heard, self.comm.living) if name]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator, Traffic
 from hpcdist.config import Settings
-from hpcdist.errors import MismatchError, NonFiniteError
+from hpcdist.errors import MismatchError, NonFiniteError, RankFailedError
 from hpcdist.flat import FlatModel
 from hpcdist.records import StepRecord
 
@@ -117,9 +117,22 @@ class Strategy(abc.ABC):
         """Collective. Takes up a state that `state()` gave; the model's parameters have been restored before."""
         self.steps = state["steps"]
 
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """The ranks without which the others can't go on."""
+        return tuple(range(self.comm.size))
+
     def heal(self) -> None:
-        """Collective among the living. Goes on without ranks that have died, where that is possible."""
+        """Collective among the living. Goes on without ranks that have died.
+
+        Raises:
+            RankFailedError: one of them is `needed`.
+        """
         self.comm.heal()
+        for rank in set(self.needed) & set(self.comm.lost):
+            raise RankFailedError(
+                f"rank {rank} has died, and the others can't go on without it. Resume from the last checkpoint."
+            )
 
     def close(self) -> None:
         """Collective. Releases windows and threads."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -33,6 +34,7 @@ from hpcdist.train.evaluate import evaluate
 from hpcdist.train.job import Job
 from hpcdist.train.precision import Precision
 
+T = TypeVar("T")
 SAVED_BYTES_S = 100e6  # how fast a checkpoint is written until one has been: a slow shared file system
 
 
@@ -93,7 +95,6 @@ class Trainer:
         require_equal(comm, config.model_dump(exclude={"output", "data"}), "configuration")
         self.checkpoints = Path(config.checkpoint.folder or output / "checkpoints")
         self.position, self.train_s, self.metrics = Position(), 0.0, {}
-        self.lost: tuple[int, ...] = ()  # ranks that have died on the way
         self.device = _device(session.local_rank())
         self._make_model()
         self._open_data()
@@ -170,10 +171,10 @@ class Trainer:
                     if self._leaves:
                         return None
             if not self.metrics:  # resumed from the very end
-                self.metrics = evaluate(self.job, self.strategy, self.comm, self._test)
+                self._evaluate()
+            return self._surviving(self._summarise)
         finally:
             self._writer.close()
-        return self._summarise()
 
     @property
     def _leaves(self) -> bool:
@@ -205,7 +206,7 @@ class Trainer:
     def _save(self) -> None:
         self._writer.flush()  # what a checkpoint stands for has been recorded, even if this process is killed
         start = self.comm.now()
-        resume.save(self, self.checkpoints, self.config.checkpoint.keep)
+        self._surviving(lambda: resume.save(self, self.checkpoints, self.config.checkpoint.keep))
         self._save_s = self.comm.now() - start
 
     def _end_epoch(self) -> None:
@@ -213,7 +214,7 @@ class Trainer:
         self._gradients = 0
         if self.position.epoch % self.config.eval_every == 0 or self.position.epoch == self.config.epochs:
             start = self.comm.now()
-            self.metrics = evaluate(self.job, self.strategy, self.comm, self._test)
+            self._evaluate()
             self._evaluate_s = self.comm.now() - start
         left = tuple(rank for rank in self.workers if rank in self.comm.living)
         if left != self.workers:
@@ -224,13 +225,23 @@ class Trainer:
             self.schedule.step()
         self._show(self.position.epoch * len(self._train))
 
+    def _evaluate(self) -> None:
+        self.metrics = self._surviving(lambda: evaluate(self.job, self.strategy, self.comm, self._test))
+
+    def _surviving(self, action: Callable[[], T]) -> T:
+        """Collective. What `action` returns, on all ranks that live; see Communicator.surviving."""
+
+        def healed() -> T:
+            self.strategy.heal()
+            return action()
+
+        return self.comm.surviving(healed, self.strategy.comm)
+
     def _timed(self, work: Callable[[], None]) -> None:
         self.strategy.start()
         start = self.comm.now()
         work()
-        self.lost += self.comm.heal()
-        self.strategy.heal()
-        self.comm.barrier()
+        self._surviving(self.comm.barrier)
         self.train_s += self.comm.now() - start
 
     def _steps(self, batches: Iterator[Batch], first: int, count: int) -> None:
@@ -294,10 +305,11 @@ class Trainer:
             )
 
     def _summarise(self) -> Summary:
+        self._writer.flush()
         params, _ = self.strategy.consensus()
         pending = torch.tensor([self.strategy.pending])
         self.comm.allreduce(pending)
-        self.comm.barrier()  # all records are written
+        self.comm.barrier()  # all records are in the files
         summary, first = None, self.comm.living[0]
         if self.comm.rank == first:
             summary = summarise(
@@ -309,7 +321,7 @@ class Trainer:
                 metrics=self.metrics,
                 sha256=digest(params),
                 pending=int(pending),
-                lost_ranks=list(self.lost),
+                lost_ranks=list(self.comm.lost),
             )
             write_summary(self.output, summary)
         found = self.comm.exchange(b"" if summary is None else summary.model_dump_json().encode())

@@ -26,7 +26,7 @@ def _survives() -> bool:
 survivable = pytest.mark.skipif(not _survives(), reason="only Open MPI's mpirun lets other ranks outlive a killed one")
 
 JOB = """
-import operator, os, signal, threading, time
+import operator, os, signal, sys, threading, time
 from pathlib import Path
 import torch
 import hpcdist as hd
@@ -34,7 +34,8 @@ from hpcdist.config import JobConfig, load
 from hpcdist.data import importers
 from hpcdist.train import Job, Metric, Trainer, accuracy
 
-DEATHS, INSIDE, NAP_S, APART, HIDDEN = {deaths}, {inside!r}, {nap_s}, {apart}, {hidden}
+DEATHS, INSIDE, CALL, AMID_S = {deaths}, {inside!r}, {call}, {amid_s}
+NAP_S, APART, HIDDEN = {nap_s}, {apart}, {hidden}
 OPTIONS, RESUME, FOLDER = {options}, {resume!r}, Path({folder!r})
 world = hd.init(deadline_s=20)
 comm = world.apart() if APART else world
@@ -42,6 +43,24 @@ calls = 0
 
 def die(*args, **options):
     os.kill(os.getpid(), signal.SIGKILL)
+
+def arm():  # makes a call of INSIDE this rank's last one, or one that it comes to late
+    owner, _, method = INSIDE.rpartition(".")
+    owner = sys.modules.get(owner) or (operator.attrgetter(owner)(trainer) if owner else trainer)
+    real, left = getattr(owner, method), CALL
+
+    def armed(*args, **options):
+        nonlocal left
+        left -= 1
+        if left == 0 and comm.rank not in DEATHS:
+            time.sleep(2 * AMID_S)
+        elif left == 0 and AMID_S:
+            threading.Timer(AMID_S, die).start()
+        elif left == 0:
+            die()
+        return real(*args, **options)
+
+    setattr(owner, method, armed)
 
 def model():
     layers = [torch.nn.Linear(64, HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, 10)]
@@ -52,11 +71,9 @@ def loss(outputs, y):
     calls += outputs.requires_grad
     if outputs.requires_grad and DEATHS.get(comm.rank) == calls:
         time.sleep(NAP_S)
-        if INSIDE:
-            owner, _, method = INSIDE.rpartition(".")
-            setattr(operator.attrgetter(owner)(trainer), method, die)
-        else:
-            die()
+        arm() if INSIDE else die()
+    elif outputs.requires_grad and AMID_S and calls in DEATHS.values():
+        arm()
     return torch.nn.functional.cross_entropy(outputs, y)
 
 job = Job(
@@ -67,7 +84,7 @@ job = Job(
     defaults={{"epochs": 3, "batch_size": 16, "optimizer": {{"name": "SGD", "lr": 0.2}}, "seed": 3}},
 )
 values = load({{**job.defaults, "data": {{"path": str(FOLDER / "digits.h5")}}}}, None, OPTIONS)
-trainer = Trainer(job, JobConfig(**values), comm, FOLDER / "run", None)
+trainer = Trainer(job, JobConfig(**values), comm, FOLDER / "run", None, listens=True)
 if DEATHS.get(comm.rank) == 0:  # such as a server, which has no step of its own
     threading.Timer(0.3, die).start()
 trainer.run(Path(RESUME) if RESUME else None)
@@ -81,6 +98,8 @@ def job(
     *options: str,
     deaths: Mapping[int, int] | None = None,
     inside: str = "",
+    call: int = 1,
+    amid_s: float = 0.0,
     nap_s: float = 0.0,
     apart: bool = False,
     hidden: int = 0,
@@ -90,7 +109,9 @@ def job(
 
     Args:
         deaths: in which step of its own each rank is killed, 1 for the first; or AT_ANY_TIME.
-        inside: what of the trainer's they are killed in the next call of; by default they are in the loss.
+        inside: what of the trainer's, or of a module, they are killed in a call of; by default they are in the loss.
+        call: in which call from then on.
+        amid_s: seconds after its beginning, while the other workers come to it twice as late; 0: at its beginning.
         nap_s: how long they sleep before.
         apart: every rank counts as being on a node of its own.
         hidden: units of a hidden layer; 0: none.
@@ -98,6 +119,8 @@ def job(
     text = JOB.format(
         deaths=dict(deaths or {}),
         inside=inside,
+        call=call,
+        amid_s=amid_s,
         nap_s=nap_s,
         apart=apart,
         hidden=hidden,

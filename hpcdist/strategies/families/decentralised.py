@@ -39,6 +39,10 @@ class Decentralised(Strategy):
         events = [outcome.event] * bool(outcome.event) + [f"goes on without rank {r}: it has died" for r in lost]
         return super().record(replace(outcome, event="; ".join(events) or None))
 
+    @property
+    def needed(self) -> tuple[int, ...]:
+        return ()
+
     def heal(self) -> None:
         super().heal()
         self.look()

@@ -112,6 +112,10 @@ class Served(Strategy):
         return letters, answers
 
     @property
+    def needed(self) -> tuple[int, ...]:
+        return (*self.roles.servers, *self.roles.aggregators)
+
+    @property
     def alone(self) -> bool:
         return self.comm.size == 1
 

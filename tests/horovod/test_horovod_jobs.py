@@ -43,7 +43,7 @@ def test_a_rank_that_is_missing_is_named(tmp_path):
     """
     done, seconds = script(tmp_path, text, 2)
     assert done.returncode == 87 and seconds < 40
-    assert "rank 0 waited 3." in done.stderr and "for every rank in an all-reduce by Horovod" in done.stderr
+    assert re.search(r"rank 0 waited \d+\.\d s for every rank in an all-reduce by Horovod", done.stderr)
     assert "rank 1: not in a call of hpcdist; at " in done.stderr and "time.sleep(60)" in done.stderr
 
 

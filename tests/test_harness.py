@@ -25,6 +25,8 @@ def write(tmp_path, monkeypatch):
     """Writes a test file into an empty project that uses the harness, and goes there."""
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
+    (tmp_path / "temporary").mkdir()  # in a common one, runs that clear it at the same time warn of each other
+    monkeypatch.setenv("PYTEST_DEBUG_TEMPROOT", str(tmp_path / "temporary"))
     monkeypatch.chdir(tmp_path)
     return lambda text: (tmp_path / "test_it.py").write_text(f"import pytest, time\nfrom mpi4py import MPI\n{text}")
 
@@ -150,7 +152,7 @@ def test_one_verdict_for_all_ranks(write):
         "4 failed, 6 passed, 4 skipped, 2 deselected, 1 error",
     ]
     stdout = done.stdout.replace("\r\n", "\n")
-    assert [text for text in told if text not in stdout] == []
+    assert [text for text in told if text not in stdout] == [], stdout
     assert "output of rank 0" not in stdout
     assert stdout.count("test session starts") == 1
 

@@ -123,6 +123,7 @@ use_openmpi() {
     export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe # more ranks than cores; binds them to none
     export OMPI_MCA_mpi_yield_when_idle=1                       # a waiting rank leaves its core to another
     export OMPI_MCA_osc=^ucx                                    # which says that it fails where no fast network is
+    export OMPI_MCA_btl=^ofi                                    # which takes a second to see that there is none
 }
 
 use_mpich() {

@@ -17,11 +17,7 @@ from hpcdist.records import load_summary
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "tests" / "train" / "tiny.py")
-ENV = {
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-    "OMPI_MCA_osc": "^ucx",
-}
+ENV = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
 QUICK = ("--set", "data.path=digits.h5", "--set", "epochs=1")
 
 pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")

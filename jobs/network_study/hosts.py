@@ -45,6 +45,7 @@ SETTINGS = {
     **dict.fromkeys(("PRTE_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_osc": "^ucx",
+    "OMPI_MCA_btl": "^ofi",
     "OMPI_MCA_btl_tcp_if_include": "eth0",
     # Open MPI sends so much at once. For more it asks the receiver, whose answer waits behind what that one sends.
     **{f"OMPI_MCA_btl_tcp_{what}": str(1 << 22) for what in ("eager_limit", "rndv_eager_limit", "max_send_size")},

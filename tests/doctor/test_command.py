@@ -21,7 +21,7 @@ from hpcdist.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 MPICH = ROOT / ".venv-mpich"
 MPIEXEC = MPICH / "bin" / "mpiexec"
-ENV = {"PYTHONPATH": str(ROOT), "OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_osc": "^ucx"}
+ENV = {"PYTHONPATH": str(ROOT)}
 PATIENT = ("--limit-s", "100")  # tests share the machine
 
 pytestmark = [pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed"), pytest.mark.time_limit(150)]

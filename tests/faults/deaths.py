@@ -10,6 +10,7 @@ import pytest
 
 from comm.jobs_here import run
 from harness.launch import find_mpirun
+from hpcdist.data import importers
 from hpcdist.records import read_records
 
 ULFM = ["--with-ft", "ulfm"]  # Open MPI's User-Level Failure Mitigation: mpirun lets the others live
@@ -26,17 +27,17 @@ def _survives() -> bool:
 survivable = pytest.mark.skipif(not _survives(), reason="only Open MPI's mpirun lets other ranks outlive a killed one")
 
 JOB = """
-import operator, os, signal, sys, threading, time
+import atexit, gc, operator, os, signal, sys, threading, time
 from pathlib import Path
 import torch
 import hpcdist as hd
 from hpcdist.config import JobConfig, load
-from hpcdist.data import importers
 from hpcdist.train import Job, Metric, Trainer, accuracy
 
 DEATHS, INSIDE, CALL, AMID_S = {deaths}, {inside!r}, {call}, {amid_s}
 NAP_S, APART, HIDDEN = {nap_s}, {apart}, {hidden}
 OPTIONS, RESUME, FOLDER = {options}, {resume!r}, Path({folder!r})
+atexit.register(gc.freeze)  # else the interpreter ends with a second of collecting what torch leaves
 world = hd.init(deadline_s=20)
 comm = world.apart() if APART else world
 calls = 0
@@ -80,10 +81,10 @@ job = Job(
     model=model,
     loss=loss,
     metrics={{"accuracy": Metric(accuracy)}},
-    data=lambda path: importers.load("digits")(None, path),
+    data=lambda path: None,  # it is there
     defaults={{"epochs": 3, "batch_size": 16, "optimizer": {{"name": "SGD", "lr": 0.2}}, "seed": 3}},
 )
-values = load({{**job.defaults, "data": {{"path": str(FOLDER / "digits.h5")}}}}, None, OPTIONS)
+values = load({{**job.defaults, "data": {{"path": {data!r}}}}}, None, OPTIONS)
 trainer = Trainer(job, JobConfig(**values), comm, FOLDER / "run", None, listens=True)
 if DEATHS.get(comm.rank) == 0:  # such as a server, which has no step of its own
     threading.Timer(0.3, die).start()
@@ -126,9 +127,17 @@ def job(
         hidden=hidden,
         options=list(options),
         folder=str(folder),
+        data=str(_digits(folder.parent)),
         resume=resume,
     )
     return run(folder, text, size, options=ULFM, timeout_s=90)[0]
+
+
+def _digits(folder: Path) -> Path:
+    path = folder / "digits.h5"
+    if not path.exists():
+        importers.load("digits")(None, path)
+    return path
 
 
 def events(folder: Path, rank: int) -> list[str]:

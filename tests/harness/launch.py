@@ -18,6 +18,9 @@ SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_osc": "^ucx",  # see jobs/setup.sh
+    "OMPI_MCA_btl": "^ofi",
     "OMP_NUM_THREADS": "1",
 }
 

@@ -17,11 +17,7 @@ from hpcdist.records import load_summary
 from hpcdist.session.leaving import Leaving
 
 ROOT = Path(__file__).parents[2]
-ENV = {
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-    "OMPI_MCA_osc": "^ucx",
-}
+ENV = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
 
 
 def _run(comm, folder, *overrides, resume=None, ends_at=None):

@@ -34,6 +34,7 @@ SETTINGS = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_btl_tcp_if_include": "eth0",
     "OMPI_MCA_osc": "^ucx",
+    "OMPI_MCA_btl": "^ofi",
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
     "PRTE_MCA_hwloc_default_binding_policy": "none",  # each node would bind to the same cores of this machine
     "OMP_NUM_THREADS": "1",

@@ -86,6 +86,9 @@ run() {
 }
 
 use_openmpi
+PRTE_MCA_prte_tmpdir_base=$(mktemp -d) # what a killed mpirun leaves stops a later one that has its process id
+export PRTE_MCA_prte_tmpdir_base
+trap 'rm -rf "$PRTE_MCA_prte_tmpdir_base"' EXIT
 say "$(python -V), $(ompi_info --version | head -n 1)"
 begin_horovod
 OPTIONS=(--numprocesses 2 --dist loadfile -m "not cluster and not alone") # many tests wait for jobs that they start

@@ -157,6 +157,13 @@ def test_one_verdict_for_all_ranks(write):
     assert stdout.count("test session starts") == 1
 
 
+@needs_mpirun
+def test_what_mpirun_keeps_is_out_of_the_way_of_others_and_goes():
+    done = launch(1, ["-c", "import os; print(os.environ['PMIX_SERVER_TMPDIR'])"])
+    folder = Path(done.stdout.strip()).parent
+    assert folder.name.startswith("mpirun-") and not folder.exists()
+
+
 def test_plain_runs_virtual_ranks_only(write):
     write("""
 def test_sizes(ranks):

@@ -138,6 +138,7 @@ class Hosts:
         command = [*how, "-n", str(len(self.names)), python, *map(str, arguments)]
         inherited = unlaunched(os.environ)
         settings = {**SETTINGS, "PATH": f"{prefix}/bin:{os.environ['PATH']}"}
+        settings["PRTE_MCA_prte_tmpdir_base"] = str(self.folder)  # else a killed mpirun leaves files in others' way
         if prefix != Path(sys.prefix):
             settings["MPI4PY_LIBMPI"] = str(next((prefix / "lib").glob("libmpi.so.*")))
         return subprocess.run(

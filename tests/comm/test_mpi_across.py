@@ -61,7 +61,7 @@ def check(job, size):
     found = sorted((json.loads(line) for line in job.stdout.splitlines() if line[:1] == "{"), key=lambda f: f["rank"])
     assert len(found) == size
     for told in found[1:]:
-        slow = {name: seconds for name, seconds in told["worst"].items() if seconds > 1.2}
+        slow = {name: seconds for name, seconds in told["worst"].items() if seconds > 1.6}
         assert not slow, f"the owner computes for 2 s; these waited for it: {slow}"
         assert told["calls"] >= 10
     assert found[0]["count"] == sum(told["calls"] // 5 for told in found)
@@ -89,18 +89,19 @@ def test_a_busy_owner_on_another_host(tmp_path, make_hosts, way, size):
 
 # --- the choice -------------------------------------------------------------------------------------------------------
 CHOICE = """
-import json, pathlib, time
+import json, pathlib
 import hpcdist as hd
 from hpcdist.comm import mpi
 comm = hd.init(deadline_s=30)
 for way in ("auto", "auto", "tcp"):
     apart = comm.apart(way)
-    before, start = apart.across, time.perf_counter()
+    before = apart.across
     window = apart.window(3)
     after = apart.across
     part = apart.split(0)
     if comm.rank == 0:
-        print(json.dumps([before, after, part.across, time.perf_counter() - start]))
+        (kept,) = (pathlib.Path.home() / ".cache" / "hpcdist").iterdir()
+        print(json.dumps([before, after, part.across, kept.stat().st_mtime_ns]))
     part.close()
     window.close()
     apart.close()
@@ -117,7 +118,7 @@ def test_the_way_is_measured_once_and_kept(tmp_path):
     assert set(json.loads(kept.read_text())["seconds"]) == {"tcp", "rma"} and way in ("tcp", "rma")
     assert first[:3] == second[:3] == ["auto", way, way]
     assert told[:3] == ["tcp"] * 3
-    assert 0.3 < first[3] < 5 and second[3] < 0.3, "measured the first time only"
+    assert first[3] == second[3], "measured the first time only"
 
     other = "tcp" if way == "rma" else "rma"
     kept.write_text(json.dumps({"way": other}))

@@ -336,7 +336,7 @@ def test_waiting_is_told_from_communicating(ranks):
         comm.barrier()
         start = comm.traffic.copy()
         if comm.rank == 0:
-            time.sleep(0.2)
+            time.sleep(0.5)
         comm.barrier()
         spent = comm.traffic - start
         return spent.waiting_s, spent.communicating_s

@@ -86,7 +86,7 @@ def test_what_differs_is_an_error_where_no_run_would_start_with_it():
 
 def test_another_number_of_ranks_is_told_once():
     job, seconds = doctor(2, "--ranks", "4")
-    assert job.returncode == 1 and seconds < 20
+    assert job.returncode == 1 and seconds < 50
     (world, total) = lines(job)
     assert world[:2] == ["error", "world"] and "must have 4 ranks (--ranks); got 2 with Open MPI" in world[2]
     assert total[2].startswith("1 error, 0 warnings, ") and total[2].endswith("exit status 1")
@@ -134,7 +134,7 @@ def test_what_is_known_before_mpi_starts_is_in_the_files_already():
 # --- it ends whatever hangs -------------------------------------------------------------------------------------------
 def test_a_rank_that_never_answers_is_named():
     job, seconds = doctor(3, before="world.ANSWER_S = 2.0\nif rank == 2: time.sleep(100)")
-    assert job.returncode == 1 and seconds < 20
+    assert job.returncode == 1 and seconds < 50
     (world, _) = lines(job)
     assert world[:2] == ["error", "world"]
     assert world[2].startswith("every rank must answer; got nothing from rank 2 within 2 s. It has ended, is stopped,")
@@ -163,7 +163,7 @@ def test_a_rank_that_stops_is_named(rank, seconds):
 def test_what_takes_too_long_is_named():
     before = "from hpcdist.comm import mpi_rollcall\nmpi_rollcall.call = lambda *_: time.sleep(100)"
     job, seconds = doctor(2, "--limit-s", "2", before=before)
-    assert job.returncode == 1 and seconds < 20
+    assert job.returncode == 1 and seconds < 50
     (world, _) = lines(job)
     assert world[:2] == ["error", "world"]
     assert re.match(r"the examination must end within 2 s; got no end of 'world' on \S+. Look there", world[2])

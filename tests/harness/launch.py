@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,9 +45,10 @@ def launch(
     Raises subprocess.TimeoutExpired, after ending the job, if it takes longer than `timeout_s`.
     """
     command = _command(size, arguments, options)
-    with subprocess.Popen(
-        command, env=_environment(env), stdout=PIPE, stderr=PIPE, text=True, errors="replace"
-    ) as job:
+    with (
+        _environment(env) as environment,
+        subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True, errors="replace") as job,
+    ):
         try:
             stdout, stderr = job.communicate(timeout=timeout_s)
         except BaseException:
@@ -60,8 +62,8 @@ def started(
     size: int, arguments: Sequence[str | Path], log: Path, *, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen]:
     """The same job under way; what it writes goes to `log`. Ended at the end, if it has not come to it by itself."""
-    with log.open("wb") as out:
-        job = subprocess.Popen(_command(size, arguments, ()), env=_environment(env), stdout=out, stderr=out)
+    with log.open("wb") as out, _environment(env) as environment:
+        job = subprocess.Popen(_command(size, arguments, ()), env=environment, stdout=out, stderr=out)
         try:
             yield job
         finally:
@@ -82,6 +84,8 @@ def _command(size: int, arguments: Sequence[str | Path], options: Sequence[str])
     return [find_mpirun(), *options, "-n", str(size), sys.executable, *map(str, arguments)]
 
 
-def _environment(env: Mapping[str, str] | None) -> dict[str, str]:
-    inherited = unlaunched(os.environ)
-    return {**inherited, **SETTINGS, **(env or {})}
+@contextmanager
+def _environment(env: Mapping[str, str] | None) -> Iterator[dict[str, str]]:
+    """With a folder for what mpirun keeps under its process id: what a killed one leaves stops a later one there."""
+    with tempfile.TemporaryDirectory(prefix="mpirun-", ignore_cleanup_errors=True) as folder:
+        yield {**unlaunched(os.environ), **SETTINGS, "PRTE_MCA_prte_tmpdir_base": folder, **(env or {})}

@@ -45,19 +45,22 @@ for _ in range(10):
     connection.recv(1)
     pings.append(time.perf_counter() - start)
 connection.close()
-connection, start = connect(), time.perf_counter()
-sending = threading.Thread(target=connection.sendall, args=[b"m" + bytes(1 << 20)])
-sending.start()
-left = 1 + (1 << 20)
-while left:
-    left -= len(connection.recv(left))
-print(json.dumps({"ping_ms": 1e3 * min(pings[1:]), "megabyte_s": time.perf_counter() - start}))
+megabytes = []
+for _ in range(3):
+    connection, start = connect(), time.perf_counter()
+    sending = threading.Thread(target=connection.sendall, args=[b"m" + bytes(1 << 20)])
+    sending.start()
+    left = 1 + (1 << 20)
+    while left:
+        left -= len(connection.recv(left))
+    megabytes.append(time.perf_counter() - start)
+print(json.dumps({"ping_ms": 1e3 * min(pings[1:]), "megabyte_s": min(megabytes)}))
 """
 
 
 @pytest.fixture
 def ask():
-    """`ask(hosts)`: the shortest round trip from n1 to n2, and how long a megabyte takes there and back at once."""
+    """`ask(hosts)`: the shortest round trip from n1 to n2, and how long a megabyte takes there and back at best."""
     servers = []
 
     def call(made) -> dict:

@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 from train import tiny
 
-from harness.launch import find_mpirun, launch, started, wait_until
+from harness.launch import IMPORTS, find_mpirun, launch, started, wait_until
 from hpcdist import checkpoint
 from hpcdist.records import load_summary
 
-ROOT = Path(__file__).parents[1]
-TINY = str(ROOT / "tests" / "train" / "tiny.py")
-ENV = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+TINY = str(Path(__file__).parent / "train" / "tiny.py")
 QUICK = ("--set", "data.path=digits.h5", "--set", "epochs=1")
 
 pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")
@@ -29,7 +27,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def hpcdist(size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return launch(size, ["-m", "hpcdist", *arguments], env=ENV)
+    return launch(size, ["-m", "hpcdist", *arguments], env=IMPORTS)
 
 
 def test_wrong_usage_is_told_once():
@@ -65,7 +63,7 @@ def test_a_file_of_settings_that_one_rank_lacks_or_has_otherwise_is_told_once(fi
     for rank, text in enumerate(files):
         if text:
             Path(f"{rank}.toml").write_text(text)
-    done = launch(3, ["-c", f"{BY_RANK}; cli.main()", "train", TINY, *QUICK, "--config", "%.toml"], env=ENV)
+    done = launch(3, ["-c", f"{BY_RANK}; cli.main()", "train", TINY, *QUICK, "--config", "%.toml"], env=IMPORTS)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count(message) == 1 and done.stderr.count("hpcdist: ") == 1 and "Traceback" not in done.stderr
 
@@ -121,7 +119,7 @@ def test_a_killed_run_resumes_to_the_same_bits():
     Path("slow.py").write_text(tiny.SLOW)
     settings = ("checkpoint.every_steps=4", "strategy.algorithm=ring", "data.path=digits.h5")
     arguments = ["train", "slow.py", *(word for s in settings for word in ("--set", s)), "--output", "it"]
-    with started(2, ["-m", "hpcdist", *arguments], Path("log"), env=ENV) as job:
+    with started(2, ["-m", "hpcdist", *arguments], Path("log"), env=IMPORTS) as job:
         wait_until(lambda: _newest_step() >= 8 or job.poll() is not None)
         victim = next(int(path.name.split("-")[1]) for path in sorted(Path().glob("pid-*")))
         os.kill(victim, signal.SIGKILL)

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from harness import time_limit
-from harness.launch import find_mpirun, launch
+from harness.launch import IMPORTS, find_mpirun, launch
 
 TESTS = Path(__file__).parent
 PYTEST = ["-m", "pytest", "-c", "pytest.ini", "--color=no", "-ra", "-p", "no:cacheprovider"]
-PATH = os.pathsep.join([str(TESTS), str(TESTS.parent)])
 
 needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")
 
@@ -34,8 +33,8 @@ def write(tmp_path, monkeypatch):
 def run(size: int, *options: str) -> subprocess.CompletedProcess[str]:
     """pytest on `size` ranks, or without a launcher for 0."""
     if size:
-        return launch(size, [*PYTEST, *options], env={"PYTHONPATH": PATH})
-    env = {**os.environ, "PYTHONPATH": PATH}
+        return launch(size, [*PYTEST, *options], env=IMPORTS)
+    env = {**os.environ, **IMPORTS}
     return subprocess.run([sys.executable, *PYTEST, *options], env=env, capture_output=True, text=True, timeout=120)
 
 

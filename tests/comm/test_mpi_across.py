@@ -91,7 +91,6 @@ def test_a_busy_owner_on_another_host(tmp_path, make_hosts, way, size):
 CHOICE = """
 import json, pathlib
 import hpcdist as hd
-from hpcdist.comm import mpi
 comm = hd.init(deadline_s=30)
 for way in ("auto", "auto", "tcp"):
     apart = comm.apart(way)

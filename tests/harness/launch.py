@@ -15,6 +15,8 @@ from subprocess import PIPE
 
 from hpcdist.comm.launch import unlaunched
 
+TESTS = Path(__file__).parents[1]
+IMPORTS = {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}  # the library, and the tests' own modules
 SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

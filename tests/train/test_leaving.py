@@ -10,14 +10,11 @@ import pytest
 import torch
 from train import tiny
 
-from harness.launch import find_mpirun, launch, started, wait_until
+from harness.launch import IMPORTS, find_mpirun, launch, started, wait_until
 from hpcdist import checkpoint
 from hpcdist.comm.virtual import Constant, run_virtual
 from hpcdist.records import load_summary
 from hpcdist.session.leaving import Leaving
-
-ROOT = Path(__file__).parents[2]
-ENV = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
 
 
 def _run(comm, folder, *overrides, resume=None, ends_at=None):
@@ -77,7 +74,7 @@ ARGUMENTS = ["train", "slow.py", *(word for s in SETTING for word in ("--set", s
 def test_a_signal_makes_all_ranks_save_and_leave_with_status_75(tmp_path, monkeypatch, receiver):
     monkeypatch.chdir(tmp_path)
     Path("slow.py").write_text(tiny.SLOW)
-    with started(2, ["-m", "hpcdist", *ARGUMENTS], Path("log"), env=ENV) as job:
+    with started(2, ["-m", "hpcdist", *ARGUMENTS], Path("log"), env=IMPORTS) as job:
         wait_until(lambda: len(list(Path().glob("pid-*"))) == 2 or job.poll() is not None)
         if receiver == "mpirun":
             job.send_signal(signal.SIGUSR1)  # which it passes on to the ranks
@@ -90,7 +87,7 @@ def test_a_signal_makes_all_ranks_save_and_leave_with_status_75(tmp_path, monkey
     assert f"({'SIGUSR1' if receiver == 'mpirun' else 'SIGTERM'} on rank " in said and "Traceback" not in said
     assert not Path("it/summary.json").exists()
 
-    done = launch(2, ["-m", "hpcdist", *ARGUMENTS], env=ENV)
+    done = launch(2, ["-m", "hpcdist", *ARGUMENTS], env=IMPORTS)
     assert done.returncode == 0 and "hpcdist: going on from it/checkpoints/step-0000" in done.stderr, done.stderr
 
     uninterrupted = tiny.uninterrupted(2, Path("virtual").resolve(), "strategy.algorithm=ring")

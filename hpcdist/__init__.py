@@ -1,13 +1,57 @@
 """Distributed deep learning on HPC clusters: any distribution strategy of the literature, by one word."""
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-__all__ = ["DistributedOptimizer", "Leaving", "broadcast", "init", "local_rank", "rank", "shard", "size"]
+from hpcdist.version import __version__ as __version__
+
+if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
+    from hpcdist.session.leaving import Leaving
+    from hpcdist.session.optimizer import DistributedOptimizer
+    from hpcdist.session.outcome import consensus, finish, load, save
+    from hpcdist.session.pipeline import pipeline
+    from hpcdist.session.shard import shard
+    from hpcdist.session.shards import device_mesh, local_shards
+    from hpcdist.session.stages import unsplit
+    from hpcdist.session.sync_batch_norm import SyncBatchNorm
+    from hpcdist.session.values import allgather, allreduce, barrier, broadcast, metric
+    from hpcdist.session.world import init, local_rank, local_size, rank, size
+    from hpcdist.study.report.numbers import read_runs
+
+__all__ = [
+    "DistributedOptimizer",
+    "Leaving",
+    "SyncBatchNorm",
+    "allgather",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "consensus",
+    "device_mesh",
+    "finish",
+    "init",
+    "load",
+    "local_rank",
+    "local_shards",
+    "local_size",
+    "metric",
+    "pipeline",
+    "rank",
+    "read_runs",
+    "save",
+    "shard",
+    "size",
+    "unsplit",
+]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     # Looked up on first use, so that importing one module of the package does not load all of it.
     if name in __all__:
-        return getattr(importlib.import_module("hpcdist.session"), name)
+        home = "hpcdist.study.report" if name == "read_runs" else "hpcdist.session"
+        return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module 'hpcdist' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""What the command line shows: progress, tables, errors. Results go to standard output, all else to standard error."""
+"""Show progress, tables, errors of the command line: results on standard output, all else on standard error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,23 @@ TEXT_COLUMNS = 100  # longer lines are hard to read
 
 
 def error(message: str) -> None:
-    """One error."""
+    """Show an error, whatever becomes of the library's own messages (hpcdist/log.py)."""
     note(f"error: {message}")
 
 
 def note(message: str) -> None:
-    """Something that the user should know."""
+    """Show what the user of a command should know."""
     print(f"hpcdist: {message}", file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Write a time as people say it: 42 s, 3 min 20 s, 2 h 05 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------
@@ -42,7 +53,7 @@ class ProgressMode(str, enum.Enum):
 
 
 def progress(mode: ProgressMode, ranks: int) -> Callable[[str, Progress], None] | None:
-    """What shows a run's progress: one line that is rewritten (live), a line per report, or nothing.
+    """Return what shows a run's progress: one line that is rewritten (live), a line per report, or nothing.
 
     A launcher may give ranks a terminal of its own while its output goes to a file, so that with several ranks `auto`
     means lines; whoever knows that there is a terminal asks for `live`.
@@ -59,17 +70,22 @@ def _show_line(name: str, now: Progress) -> None:
 
 
 def _show_live(name: str, now: Progress) -> None:
+    """Write the line anew, over the former one.
+
+    By hand: `rich.progress` hides the cursor, which a job that is aborted never gives back; on a narrow terminal it
+    cuts the name and the bar before the figures; and where that has ASCII only, it fails on its own ellipsis.
+    """
     columns = shutil.get_terminal_size().columns - 1  # writing the last one may begin a new line
     figures = _figures(now)
     bar = _bar(now.samples / now.total_samples, min(24, max(4, columns - 18 - len(figures))))
-    end = "\n" if now.epoch == now.epochs else ""
+    end = "\n" if now.ended else ""
     print(f"\r\x1b[2K{f'{name:<16} {bar} {figures}'[:columns]}", end=end, flush=True)
 
 
 def _figures(now: Progress) -> str:
-    """What matters most first: a narrow terminal cuts off the rest."""
-    epoch = max(1, -(-now.samples * now.epochs // now.total_samples))  # the one under way, or that has just ended
-    parts = [f"epoch {epoch:>{len(str(now.epochs))}}/{now.epochs}"]
+    """Write what matters most first: a narrow terminal cuts off the rest."""
+    epoch = max(1, -(-now.samples // now.epoch_samples))  # the one under way, or that has just ended
+    parts = [f"epoch {epoch}" if now.epochs is None else f"epoch {epoch:>{len(str(now.epochs))}}/{now.epochs}"]
     parts += [f"test {name} {value:.4f}" for name, value in now.metrics.items() if name != "loss"]
     parts += [] if now.loss is None else [f"loss {now.loss:.4f}"]
     parts += [f"{now.samples / now.seconds:.0f} samples/s"] if now.seconds > 0 else []
@@ -84,16 +100,28 @@ def _bar(fraction: float, width: int) -> str:
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 def result(folder: Path, summary: Summary) -> None:
-    """How a run ended, in one line."""
+    """Show in one line how a run ended."""
     metrics = ", ".join(f"test {name} {value:.4f}" for name, value in summary.metrics.items())
     ranks = f"{summary.ranks} rank{'s' * (summary.ranks > 1)}"
+    if summary.stages > 1:
+        replicas = summary.ranks // summary.stages
+        ranks += f" ({replicas} x {summary.stages} stages, {_bubble(summary)} of their time in the bubble)"
     lost = f", went on without rank {', '.join(map(str, summary.lost_ranks))}" if summary.lost_ranks else ""
-    print(f"{summary.strategy} on {ranks}{lost}: {metrics}, {summary.wall_s:.1f} s; records in {folder}", flush=True)
+    skipped = f", {summary.skipped} steps skipped for NaN or infinite gradients" if summary.skipped else ""
+    joules = "" if summary.energy.joules is None else f", {summary.energy.joules:.4g} J"
+    cost = f"{summary.wall_s:.1f} s{joules}{skipped}"
+    print(f"{summary.strategy} on {ranks}{lost}: {metrics}, {cost}; records in {folder}", flush=True)
 
 
-def runs(found: Mapping[Path, Summary]) -> None:
-    """One row per run, with its folder where the strategy does not tell which one it is."""
+def runs(found: Mapping[Path, Summary], settings: Mapping[str, Mapping[Path, str]] | None = None) -> None:
+    """Show one row per run, with its folder where the strategy does not tell which one it is.
+
+    Args:
+        settings: of the runs, to be shown, by their dotted keys.
+    """
     metrics = dict.fromkeys(name for summary in found.values() for name in summary.metrics if name != "loss")
+    skips = any(summary.skipped for summary in found.values())
+    staged = any(summary.stages > 1 for summary in found.values())
     named = len({summary.strategy for summary in found.values()}) < len(found)
     _print_table(
         [
@@ -101,11 +129,14 @@ def runs(found: Mapping[Path, Summary]) -> None:
                 **({"run": str(folder)} if named else {}),
                 "strategy": s.strategy,
                 "ranks": s.ranks,
+                **({"stages": s.stages, "bubble": _bubble(s)} if staged else {}),
+                **{key.replace(".", "\n"): values.get(folder, "") for key, values in (settings or {}).items()},
                 **{f"test\n{name}": f"{s.metrics[name]:.4f}" if name in s.metrics else "" for name in metrics},
                 "seconds": f"{s.wall_s:.1f}",
                 "samples\n/s": f"{s.samples / max(s.wall_s, 1e-9):.0f}",
                 "staleness\nmean": f"{s.staleness.mean:.2f}",
                 "max": s.staleness.max,
+                **({"skipped\nsteps": s.skipped} if skips else {}),
                 "kB/step": f"{s.bytes_per_step / 1e3:.1f}",
                 "waiting\ns": f"{s.seconds.waiting:.2f}",
             }
@@ -115,8 +146,12 @@ def runs(found: Mapping[Path, Summary]) -> None:
     )
 
 
+def _bubble(summary: Summary) -> str:
+    return f"{sum(summary.bubbles) / summary.stages:.0%}" if summary.stages > 1 else ""
+
+
 def rows(title: str | None, found: Sequence[Mapping[str, Any]]) -> None:
-    """Measurements as a table: one column per key of the first row."""
+    """Show measurements as a table: one column per key of the first row."""
     left = [key for key, value in found[0].items() if isinstance(value, str)]
     _print_table([{key: _figure(row.get(key)) for key in found[0]} for row in found], left, title)
 
@@ -140,7 +175,7 @@ def _print_table(found: Sequence[Mapping[str, Any]], left: Sequence[str], title:
 
 
 def _is_shown() -> bool:
-    """Whether a terminal shows this. One of no size is what Open MPI's launcher gives its ranks, whoever reads it."""
+    """Tell whether a terminal shows this: one with a size, for Open MPI's launcher gives ranks one without."""
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns > 0
     except (OSError, ValueError):
@@ -148,37 +183,39 @@ def _is_shown() -> bool:
 
 
 def finding(status: str, check: str, text: str) -> None:
-    """What the doctor has found, in one line."""
+    """Show in one line what the doctor has found."""
     print(f"{status:<8} {check:<9} {text}", flush=True)
 
 
 # --- descriptions -----------------------------------------------------------------------------------------------------
-def algorithms(found: Mapping[str, type[Strategy] | type[Compressor]], where: str) -> None:
-    """Every one by its name: what it does and costs, its options, its reference. `where`: their table's dotted key."""
+def algorithms(found: Mapping[str, type[Strategy] | type[Compressor] | Callable[..., Any]], where: str) -> None:
+    """Show each by its name: what it does and costs, its options, its reference. `where`: their table's dotted key."""
     from hpcdist.config import describe
 
     for name, algorithm in found.items():
         head, _, reference = (inspect.getdoc(algorithm) or "").partition("Reference:")
         print(name)
         what, *more = head.split("\n\n")
-        for paragraph in (what, *(text for text in more if text.startswith(("Bytes", "Error")))):
+        for paragraph in (what, *(text for text in more if text.startswith(("Bytes", "Error", "Activations")))):
             _print_text(paragraph)
-        for option in describe(algorithm.Config, where):
+        for option in describe(algorithm.Config, where) if hasattr(algorithm, "Config") else ():
             default = f", default {option.default}" if option.default else ""
             _print_text(f"{option.key} ({option.type}{default}): {option.description}", hanging=True)
-        _print_text(f"Reference: {reference}", hanging=True)
+        if reference:
+            _print_text(f"Reference: {reference}", hanging=True)
         print()
 
 
 def _print_text(text: str, hanging: bool = False) -> None:
     columns = min(TEXT_COLUMNS, shutil.get_terminal_size((TEXT_COLUMNS, 24)).columns)
     after = " " * (8 if hanging else 4)
-    print(textwrap.fill(" ".join(text.split()), columns, initial_indent=" " * 4, subsequent_indent=after))
+    indents = {"initial_indent": " " * 4, "subsequent_indent": after}
+    print(textwrap.fill(" ".join(text.split()), columns, break_on_hyphens=False, **indents))
 
 
 def topology(found: Topology) -> None:
-    """Facts about a topology, and a table of its neighbours for each step that differs."""
-    from hpcdist.topology.description import adjacency, describe, steps
+    """Show facts about a topology, and a table of its neighbours for each step that differs."""
+    from hpcdist.topology.graphs.description import adjacency, describe, steps
 
     facts(describe(found))
     for step in steps(found):
@@ -186,10 +223,35 @@ def topology(found: Topology) -> None:
 
 
 def facts(found: Mapping[str, Any], indent: int = 0) -> None:
-    """A nested description, a line per fact."""
+    """Show a nested description, a line per fact."""
     for key, value in found.items():
         if isinstance(value, Mapping) and value:
             print(f"{'  ' * indent}{key}:")
             facts(value, indent + 1)
         else:
             print(f"{'  ' * indent}{key}: {value}")
+
+
+# --- downloads --------------------------------------------------------------------------------------------------------
+@contextmanager
+def downloads() -> Iterator[Callable[[str, int, int | None], None]]:
+    """Show files that are downloaded, on a terminal: a bar for each. Yield the function that is told of every block."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    bars: dict[str, Any] = {}
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+
+        def show(file: str, n_bytes: int, total: int | None) -> None:
+            if file not in bars:
+                bars[file] = progress.add_task(file)
+            progress.update(bars[file], completed=n_bytes, total=total)
+
+        yield show

@@ -1,28 +1,35 @@
 """Everything that hpcdist raises, as one tree::
 
-    HpcdistError
-     ├── ConfigError (ValueError)        a setting breaks a rule: which, the rule, the value, what to do
-     │    └── UnknownNameError           no strategy, collective, option... of that name; lists the known ones
-     ├── WorldError                      launched wrongly: N worlds of size 1 instead of one of size N
-     ├── QueueError                      Slurm is not there, does not know a job, or refuses
-     ├── MismatchError                   ranks disagree on versions, configuration or model
-     ├── CommunicationError              a transfer can't be done or has failed
-     │    ├── DeadlineError (TimeoutError)   waited past the deadline: who, for whom, where, how long
-     │    ├── DeadlockError              virtual ranks all wait: what each one waits for
-     │    └── RankFailedError            a transfer needs a rank that has died; the others may go on without it
-     ├── DataError                       a data file is missing, truncated, corrupt or of another format
-     ├── BuildError                      Horovod can't be built here: which part failed, and what to do
-     ├── CheckpointError                 a checkpoint is missing, corrupt or of another model or strategy
-     └── NonFiniteError (ArithmeticError)    a NaN or infinite gradient: rank, parameter, step
+HpcdistError
+ ├── ConfigError (ValueError)        a setting breaks a rule: which, the rule, the value, what to do
+ │    └── UnknownNameError           no strategy, collective, option... of that name; lists the known ones
+ ├── WorldError                      launched wrongly: N worlds of size 1 instead of one of size N
+ ├── QueueError                      Slurm is not there, does not know a job, or refuses
+ ├── MismatchError                   ranks disagree on versions, configuration or model
+ ├── CommunicationError              a transfer can't be done or has failed
+ │    ├── DeadlineError (TimeoutError)   a wait past the deadline: which rank, for which other, where, how long
+ │    ├── DeadlockError              all virtual ranks wait: each one's reason
+ │    └── RankFailedError            a transfer needs a rank that has died; the others may go on without it
+ ├── DataError                       a data file is missing, truncated, corrupt or of another format
+ ├── OutputError (OSError)           a file of a run or of a data set can't be written: a full disk, a quota...
+ ├── BuildError                      Horovod can't be built here: the part that failed, and what to do
+ ├── RunError                        a run of a comparison has failed: its last lines
+ ├── CheckpointError                 a checkpoint is missing, corrupt or of another model or strategy
+ └── NonFiniteError (ArithmeticError)    a NaN or infinite gradient: rank, parameter, step
 """
 
 from __future__ import annotations
 
+import difflib
+import errno
+import os
 from collections.abc import Iterable
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError; EFBIG: a limit on the size of files, `ulimit -f`
 
 
 class HpcdistError(Exception):
-    """Base of all errors of hpcdist."""
+    """The base of all errors of hpcdist."""
 
 
 class ConfigError(HpcdistError, ValueError):
@@ -30,10 +37,18 @@ class ConfigError(HpcdistError, ValueError):
 
 
 class UnknownNameError(ConfigError):
-    """A name that nothing answers to. `what` is the kind of thing, `known` the names that exist."""
+    """An unknown name. `what` is the setting that holds it, `known` the names that exist."""
 
     def __init__(self, what: str, name: str, known: Iterable[str]):
-        super().__init__(f"{what} must be one of {', '.join(sorted(known))}; got {name!r}.")
+        known = sorted(known)
+        super().__init__(f"{what} must be one of {', '.join(known)}; got {name!r}.{suggestion(name, known)}")
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean 'period'?` where a known name is close, upper or lower case alike; else an empty text."""
+    lower = {other.lower(): other for other in known}
+    close = difflib.get_close_matches(name.lower(), lower, n=1)
+    return f" Did you mean {lower[close[0]]!r}?" if close else ""
 
 
 class WorldError(HpcdistError, RuntimeError):
@@ -41,7 +56,7 @@ class WorldError(HpcdistError, RuntimeError):
 
 
 class QueueError(HpcdistError, RuntimeError):
-    """Slurm is not there, does not know a job, or refuses to do something; its words are in the message."""
+    """Slurm is not there, does not know a job, or refuses a command; the message contains Slurm's own."""
 
 
 class MismatchError(HpcdistError, RuntimeError):
@@ -57,7 +72,7 @@ class DeadlineError(CommunicationError, TimeoutError):
 
 
 class DeadlockError(CommunicationError):
-    """Every virtual rank waits for another one; the message says what each waits for."""
+    """Every virtual rank waits for another one; the message gives each one's reason."""
 
 
 class RankFailedError(CommunicationError):
@@ -68,8 +83,25 @@ class DataError(HpcdistError, ValueError):
     """A data file is missing, truncated, corrupt or not of the expected format."""
 
 
+class OutputError(HpcdistError, OSError):
+    """A file can't be written to its end; the message names the file and the system's reason."""
+
+    @classmethod
+    def of(cls, path: object, error: OSError) -> OutputError:
+        """Make the error for a file `path` that the system refuses to write."""
+        reason = os.strerror(error.errno) if error.errno in NO_SPACE else error.strerror or str(error)
+        return cls(
+            f"{path} must be written to its end; got {reason!r}. Make room (disk, quota, limit on the size of files), "
+            "or write elsewhere; a run goes on from its last checkpoint with --resume."
+        )
+
+
 class BuildError(HpcdistError, RuntimeError):
-    """Horovod can't be built, or what was built does not work. The message begins with the part that failed."""
+    """Horovod can't be built, or the build does not work. The message begins with the part that failed."""
+
+
+class RunError(HpcdistError, RuntimeError):
+    """A run that a comparison has started has failed; the message ends in the run's last lines."""
 
 
 class CheckpointError(HpcdistError, ValueError):

@@ -1,6 +1,6 @@
 """A small convolutional network on scikit-learn's handwritten digits: 1,797 images of 8 by 8 pixels, 10 classes.
 
-    mpirun -n 4 hpcdist train jobs/digits.py --set strategy=gossip_pull
+mpirun -n 4 hpcdist train jobs/digits.py --set strategy=gossip_pull
 """
 
 from torch import nn

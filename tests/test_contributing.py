@@ -1,20 +1,22 @@
-"""What CONTRIBUTING.md and README.md show is run as it stands there."""
+"""What CONTRIBUTING.md, README.md and the tutorial of one's own loop show is run as it stands there."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import textwrap
-import types
 from pathlib import Path
 
 import pytest
 import torch
 
 import hpcdist as hd
+from harness.pages import users_names
+from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.flat import FlatModel
-from hpcdist.strategies import Strategy
+from hpcdist.model.flat import FlatModel
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,18 +32,17 @@ def _code(block: str) -> str:
 
 
 @pytest.fixture
-def averaging() -> type[Strategy]:
-    """The strategy that CONTRIBUTING.md shows, imported as the file it tells to write."""
+def averaging(tmp_path) -> str:
+    """The strategy that CONTRIBUTING.md shows, in the file that it tells to write."""
     (block,) = [block for block in _blocks("CONTRIBUTING.md") if "class Averaging" in block]
-    module = types.ModuleType("hpcdist.strategies.averaging")
-    sys.modules[module.__name__] = module
-    exec(compile(_code(block), "averaging.py", "exec"), vars(module))
-    yield module.Averaging
-    del sys.modules[module.__name__]
+    (tmp_path / "averaging.py").write_text(_code(block))
+    return f"{tmp_path / 'averaging.py'}:Averaging"
 
 
 @pytest.mark.parametrize("period", [1, 3])
 def test_the_strategy_in_contributing_averages_parameters(averaging, period):
+    averaging = strategies.load(averaging)
+
     def body(comm):
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -61,21 +62,53 @@ def test_the_strategy_in_contributing_averages_parameters(averaging, period):
         assert equal == ((step + 1) % period == 0)
 
 
-def test_the_loop_in_the_readme_runs():
-    (block,) = [block for block in _blocks("README.md") if "DistributedOptimizer" in block]
-    x = torch.randn(64, 4)
-    data = torch.utils.data.TensorDataset(x, x.sum(dim=1, keepdim=True))
+# What every strategy is asked for: loops as users write them, uneven data, checkpoints, another number of ranks.
+ASKED = (
+    "strategies/test_every_strategy.py", "session/test_session.py", "session/test_habits.py",
+    "session/test_habits_checkpoints.py", "train/test_loop.py", "train/test_finite.py", "test_jobs.py",
+    "slurm/test_check.py",
+)  # fmt: skip
+BESIDE = """
+from hpcdist import strategies
+
+found = [*strategies.available(), {name!r}]
+strategies.available = lambda: found
+"""
+
+
+def test_the_strategy_in_contributing_does_all_that_is_asked_of_every_strategy(averaging, tmp_path):
+    """As it stands on the page, from a file, by the tests that hold for our own."""
+    (tmp_path / "beside.py").write_text(BESIDE.format(name=averaging))
+    files = [f"tests/{name}" for name in ASKED]
+    options = ["-q", "-p", "beside", "-p", "no:cacheprovider", "-k", "averaging.py", "--basetemp", str(tmp_path / "a")]
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    environ = {**os.environ, **path}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *files], cwd=ROOT, env=environ, capture_output=True, text=True
+    )
+    passed = re.search(r"^(\d+) passed, \d+ deselected in", done.stdout, re.M)
+    assert done.returncode == 0 and passed and int(passed[1]) > 60, done.stdout[-4000:] + done.stderr[-1000:]
+
+
+@pytest.mark.parametrize("strategy", ["gossip_pull", "allreduce", "local_sgd"])
+def test_the_loops_in_the_readme_and_its_tutorial_run(tmp_path, monkeypatch, strategy):
+    """One after the other, as they stand there, with the strategy that is named there and with others."""
+    monkeypatch.chdir(tmp_path)
+    (first,), (same, *others) = _blocks("README.md"), _blocks("docs/tutorials/own-loop.md")
+    assert first == same and len(others) == 5
+    blocks = [first.replace("gossip_pull", strategy), *others[:3]]  # test_docs.py runs those on stages, too
 
     def body(comm):
         hd.init(comm=comm)
-        model = torch.nn.Linear(4, 1)
-        names = {
-            "model": model,
-            "loss_fn": torch.nn.functional.mse_loss,
-            "optimizer": torch.optim.SGD(model.parameters(), lr=0.05),
-            "loader": torch.utils.data.DataLoader(data, batch_size=8, shuffle=True),
-        }
-        exec(compile(_code(block), "README.md", "exec"), names)
-        return names["optimizer"].strategy.steps
+        names = users_names()
+        run, mixed, accumulated, whole = (_code(block) for block in blocks)
+        for code in (run, mixed, accumulated):
+            exec(compile(code, "own-loop.md", "exec"), names)
+        steps = names["optimizer"].strategy.steps
+        names["schedule"] = torch.optim.lr_scheduler.StepLR(names["optimizer"], 100)
+        exec(compile(whole, "own-loop.md", "exec"), names)
+        return steps, names["epoch"], names["model"].weight.tolist()
 
-    assert sum(run_virtual(body, 2)) > 0
+    found = run_virtual(body, 2)
+    assert found[0] == found[1] and found[0][:2] == (4 + 2 * 4 + 1, 2)
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 3

@@ -59,7 +59,7 @@ def test_the_tests_bring_what_plots_need():
 
 @pytest.mark.parametrize("python", MARKED_PYTHONS)
 def test_every_dependency_is_pinned_within_its_range(python):
-    wanted = {**required(), **{r.name: r.specifier for r in map(Requirement, EXTRAS["mpich"])}}
+    wanted = {**required(), **{r.name: r.specifier for r in map(Requirement, [*EXTRAS["mpich"], *EXTRAS["docs"]])}}
     if python != "3.10":
         del wanted["tomli"]
     pinned = pins(python)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hpcdist.errors import ConfigError
-from hpcdist.flat import FlatModel
+from hpcdist.model.flat import FlatModel
 
 WIDTH = 3
 KINDS = ("linear", "no_bias", "transposed", "tied", "frozen", "norm", "nested", "scalar", "empty", "sparse", "integer")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 few = settings(max_examples=60, deadline=None)
-cuda = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU"))
+cuda = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 devices = pytest.mark.parametrize("device", ["cpu", cuda])
 
 
@@ -142,7 +142,7 @@ def test_changes_go_both_ways(specs):
         model.module.load_state_dict(loaded)
         assert bits(model.module.state_dict().values()) == bits(loaded.values())
         assert_flat_is_module(model)
-    model.check()
+    model.refresh()
 
 
 def test_modules_without_parameters_work():
@@ -153,7 +153,7 @@ def test_modules_without_parameters_work():
     used = model.flush()
     model.release(used)
     with model.swapped(model.copy_params(), []):
-        model.check()
+        model.refresh()
     assert model.params == model.grads == model.frozen == model.buffers == model.buckets == model.names == ()
     assert used.shape == (0,) and seen == model.nonfinite() == [] and model.n_params == model.n_bytes == 0
 
@@ -232,7 +232,7 @@ def assert_same_run(plain, wrapped, optimizer, train, *, align=True):
         ]
     assert [p.grad is None for p in plain.parameters()] == [p.grad is None for p in wrapped.parameters()]
     assert_flat_is_module(model)
-    model.check()
+    model.refresh()
 
 
 def assert_trains_as_plain(specs, optimizer, device="cpu", **how):
@@ -310,7 +310,7 @@ def test_swapped_values_end_with_the_context_to_the_bit(specs, fails):
         1 / (0 if fails else 1)
     assert bits((*module.parameters(), *module.buffers())) == mine
     assert all(p is m for p, m in zip(model.params, memory, strict=True))
-    model.sync_buffers()
+    model.buffers  # noqa: B018
     assert_flat_is_module(model)
 
 
@@ -324,7 +324,7 @@ def test_values_that_do_not_fit_are_refused():
         pass
     with pytest.raises(ConfigError, match="buffers must be 2 flat tensors"), model.swapped(buffers=[]):
         pass
-    model.check()
+    model.refresh()
 
 
 def test_copied_parameters_can_be_loaded_again():

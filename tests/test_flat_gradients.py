@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from hpcdist.errors import ConfigError
-from hpcdist.flat import FlatModel
+from hpcdist.model.flat import FlatModel
 
-cuda = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU"))
+cuda = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -174,3 +174,21 @@ def test_large_finite_gradients_are_finite():
     module[0].weight.grad = torch.full((1, 2), 3e38)  # their sum overflows
     model.collect()
     assert model.nonfinite() == []
+
+
+def test_batches_of_weight_0_in_a_row_leave_no_trace_in_buffers():
+    norm = nn.BatchNorm1d(3)
+    model = FlatModel(norm)
+    model.begin_batch(1.0)
+    norm(torch.randn(4, 3))
+    counted = [flat.clone() for flat in model.buffers]
+    for steps in (True, True, False, False):  # a batch without a step is undone when the next one begins
+        model.begin_batch(0.0)
+        norm(torch.randn(4, 3))
+        if steps:
+            model.restore_buffers()
+    model.end_batches()
+    assert all(map(torch.equal, model.buffers, counted))
+    norm(torch.randn(4, 3))
+    model.begin_batch(1.0)
+    assert not torch.equal(model.buffers[0], counted[0]), "what no batch of weight 0 has done stays"

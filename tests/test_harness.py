@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness import time_limit
-from harness.launch import IMPORTS, find_mpirun, launch
+from harness.launch import IMPORTS, SITE, find_mpirun, launch, started, wait_until
 
 TESTS = Path(__file__).parent
 PYTEST = ["-m", "pytest", "-c", "pytest.ini", "--color=no", "-ra", "-p", "no:cacheprovider"]
@@ -81,6 +83,10 @@ def test_more_ranks(ranks):
 def test_fewer_ranks(ranks):
     assert ranks.size == 3
 
+@pytest.mark.sizes(2, 4)
+def test_other_sizes(ranks):
+    pass
+
 @pytest.mark.sizes(2)
 def test_one_size(ranks):
     pass
@@ -101,6 +107,15 @@ def test_real():
 def test_virtual(ranks):
     pass
 
+@pytest.mark.computes
+def test_computed(ranks):
+    pass
+
+@pytest.mark.computes
+@pytest.mark.sizes(3)
+def test_computed_on_three_only(ranks):
+    pass
+
 @given(values=strategies.lists(strategies.integers()))
 def test_property(ranks, values):
     assert ranks(lambda comm: values) == [values] * ranks.size
@@ -115,7 +130,7 @@ def test_shared_folder(ranks, shared_tmp_path, tmp_path):
 @needs_mpirun
 def test_one_verdict_for_all_ranks(write):
     write(VERDICTS)
-    done = run(3, "-v")
+    done = run(3, "-v", "--without-repeats")
     assert done.returncode == 1, done.stdout + done.stderr
     verdicts = dict(re.findall(r"^test_it.py::test_(\w+)(?:\[n3\])? ([A-Z]+)", done.stdout, re.MULTILINE))
     assert verdicts == {
@@ -127,18 +142,21 @@ def test_one_verdict_for_all_ranks(write):
         "teardown_fails": "ERROR",
         "more_ranks": "SKIPPED",
         "fewer_ranks": "PASSED",
+        "other_sizes": "SKIPPED",
         "one_size": "SKIPPED",
         "powers_of_two": "SKIPPED",
         "real_and_more_ranks": "SKIPPED",
         "real": "PASSED",
+        "computed_on_three_only": "PASSED",
         "property": "FAILED",
         "shared_folder": "PASSED",
     }, done.stdout + done.stderr
     told = [
         "ranks: 3 of ",
-        "2 tests deselected that run in plain pytest only",
+        "3 tests deselected that run in plain pytest only (they use no real ranks) or in other jobs",
         "needs 4 or more ranks; this job has 3",
         "needs 2 ranks; this job has 3",
+        "is for 2 or 4 ranks, to which 3 add nothing",
         "needs 1 or 2 or 4 ranks; this job has 3",
         "test_rank_1_fails[n3] - [rank 1] AssertionError: rank one",
         "failed on rank 1 of 3; shown is rank 1",
@@ -148,7 +166,7 @@ def test_one_verdict_for_all_ranks(write):
         "every rank must skip a test or none:\nrank 0: passed\nrank 1: passed\nrank 2: skipped: Skipped: not rank 2",
         "ERROR test_it.py::test_teardown_fails[n3] - [rank 0] IndexError",
         "test_property[n3] - [rank 0] AssertionError: found",
-        "4 failed, 6 passed, 4 skipped, 2 deselected, 1 error",
+        "4 failed, 7 passed, 5 skipped, 3 deselected, 1 error",
     ]
     stdout = done.stdout.replace("\r\n", "\n")
     assert [text for text in told if text not in stdout] == [], stdout
@@ -161,6 +179,69 @@ def test_what_mpirun_keeps_is_out_of_the_way_of_others_and_goes():
     done = launch(1, ["-c", "import os; print(os.environ['PMIX_SERVER_TMPDIR'])"])
     folder = Path(done.stdout.strip()).parent
     assert folder.name.startswith("mpirun-") and not folder.exists()
+
+
+# --- ranks that are forks ---------------------------------------------------------------------------------------------
+AS_STARTED = """
+import json, os, sys
+found = {
+    "main": [__name__, __file__, sys.modules["__main__"].__dict__ is globals()],
+    "words": [sys.argv, sys.orig_argv],
+    "path": sys.path,
+    "folder": os.getcwd(),
+    "variables": sorted(os.environ),
+    "home": os.environ["HOME"],
+    "cores": sorted(os.sched_getaffinity(0)),
+    "terminals": [os.isatty(n) for n in range(3)] + [sys.stdout.line_buffering, sys.stderr.line_buffering],
+}
+print(json.dumps(found))
+print("has torch" if "torch" in sys.modules else "lacks torch", file=sys.stderr)
+"""
+
+
+@needs_mpirun
+@pytest.mark.parametrize("command", [["it.py"], ["-m", "it"]], ids=" ".join)
+def test_a_fork_finds_everything_as_a_process_of_its_own_does(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    Path("it.py").write_text(AS_STARTED)
+    options = [*command, "a word", "--an-option"]
+    env = {"HOME": str(tmp_path), "PYTHONPATH": str(TESTS)}
+    own, fork = (launch(1, options, env=env, compiler=compiler) for compiler in (True, False))
+    assert (own.stderr.strip(), fork.stderr.strip()) == ("lacks torch", "has torch")
+    expected, found = json.loads(own.stdout), json.loads(fork.stdout)
+    found["path"].remove(str(SITE))
+    assert found == expected
+
+
+@needs_mpirun
+@pytest.mark.parametrize(
+    ("end", "status"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("raise KeyError", 1)]
+)
+def test_mpirun_sees_how_a_fork_ends(tmp_path, end, status):
+    (tmp_path / "it.py").write_text(f"import os, sys\n{end}")
+    done = launch(1, [tmp_path / "it.py"])
+    assert done.returncode == status and done.stderr.count("KeyError") == (status == 1) * 2, done.stderr
+
+
+@needs_mpirun
+def test_a_fork_gets_signals_and_ends_with_its_job_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("it.py").write_text("""
+import os, signal, time
+from pathlib import Path
+
+for name in ("SIGUSR1", "SIGTERM"):
+    signal.signal(getattr(signal, name), lambda number, _: Path(signal.Signals(number).name).touch())
+Path("pid").write_text(f"{os.getpid()}.")
+while True:
+    time.sleep(1)
+""")
+    with started(1, ["it.py"], Path("log")) as job:
+        wait_until(lambda: Path("pid").exists() and Path("pid").read_text().endswith("."))
+        job.send_signal(signal.SIGUSR1)
+        wait_until(Path("SIGUSR1").exists)
+    wait_until(lambda: not Path(f"/proc/{Path('pid').read_text()[:-1]}").exists())
+    assert Path("SIGTERM").exists()
 
 
 def test_plain_runs_virtual_ranks_only(write):
@@ -268,3 +349,15 @@ def test_collection_that_differs_between_ranks(write, text, why):
     assert done.returncode == pytest.ExitCode.INTERRUPTED
     assert why in done.stdout
     assert "no tests ran" in done.stdout
+
+
+def test_a_path_that_does_not_exist_is_told_by_pytest(write):
+    write("")
+    done = run(0, "nowhere")
+    told = done.stdout + done.stderr
+    assert done.returncode == 4 and "file or directory not found: nowhere" in told and "INTERNALERROR" not in told
+
+
+def test_the_script_that_runs_all_names_files_that_exist():
+    named = re.findall(r"tests/[\w/]+\.(?:py|sh)", (TESTS / "run.sh").read_text())
+    assert len(named) > 4 and [path for path in named if not (TESTS.parent / path).exists()] == []

@@ -171,18 +171,16 @@ def test_a_folder_without_records_is_refused(tmp_path):
 # --- staleness --------------------------------------------------------------------------------------------------------
 @settings(max_examples=50)
 @given(parts=st.lists(st.lists(st.integers(0, 40), max_size=20), max_size=4))
-def test_a_ledger_knows_mean_maximum_and_histogram_however_it_was_merged(parts):
-    merged = StalenessLedger()
+def test_a_ledger_knows_mean_maximum_and_histogram(parts):
+    ledger = StalenessLedger()
     for part in parts:
-        ledger = StalenessLedger()
         ledger.extend(part)
-        merged.merge(StalenessLedger(ledger.histogram))
     values = [value for part in parts for value in part]
-    assert merged.gradients == len(values)
-    assert merged.mean == pytest.approx(np.mean(values) if values else 0.0, abs=1e-12)
-    assert merged.max == max(values, default=0)
+    assert ledger.gradients == len(values)
+    assert ledger.mean == pytest.approx(np.mean(values) if values else 0.0, abs=1e-12)
+    assert ledger.max == max(values, default=0)
     found, numbers = np.unique(np.array(values, dtype=int), return_counts=True)
-    assert list(merged.histogram.items()) == list(zip(found.tolist(), numbers.tolist(), strict=True))
+    assert list(ledger.histogram.items()) == list(zip(found.tolist(), numbers.tolist(), strict=True))
 
 
 def test_a_gradient_of_the_future_is_refused():
@@ -206,6 +204,12 @@ def test_a_summary_of_a_server_and_two_workers():
     assert summary.bytes_per_step == (3 * 160 + 60) / 3
     assert summary.messages_per_step == 3
     assert summary.seconds.model_dump() == {"computing": 0.375, "communicating": 0.75, "waiting": (3 * 0.125 + 1) / 2}
+
+
+def test_a_run_without_records_has_the_workers_that_it_is_said_to_have():
+    summary = summarise({0: [], 1: []}, workers=2, **GIVEN)
+    assert (summary.workers, summary.samples, summary.bytes_per_step) == (2, 0, 0)
+    assert summarise({0: [RECORD], 1: []}, workers=2, **GIVEN).workers == 1
 
 
 def test_a_summary_is_read_back_with_what_was_added_to_it(tmp_path):

@@ -1,53 +1,30 @@
-"""Rules that the library's source keeps, read from its syntax trees."""
+"""Rules of the library's source that its linters don't know, read from its syntax trees.
+
+The others (layers, lines, assert statements, imports of mpi4py...) are in pyproject.toml; tests/run.sh checks them.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from hpcdist import registry
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hpcdist"
-LINES, COLUMNS = 400, 120
-
-# Imports go downwards only. One line is one layer; packages on the same line may import each other.
-LAYERS = """
-__main__
-cli
-bench doctor horovod
-slurm
-console
-study
-train
-session
-torch_backend
-checkpoint
-data
-strategies
-server
-parallel
-compress
-topology
-flat buckets layout
-collectives
-comm
-faults
-config
-records
-errors
-""".split("\n")
-HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names.split()}
+LINES = 480
 
 # Who reads the environment, and why it is no setting.
 ENVIRONMENT = {
     "cli": "the command line",
     "slurm": "what Slurm tells its jobs",
     "doctor": "what it examines",
+    "study/hosts.py": "what programs on its hosts inherit",
     "horovod": "where programs, CUDA and the user's cache are, and what pip is told",
-    "comm/hvd_process.py": "the only way to give Horovod settings",
+    "comm/external/horovod_process.py": "the only way to give Horovod settings",
     "session/world.py": "the launcher's number of ranks, to hold against MPI's",
 }
 
@@ -73,48 +50,45 @@ def names(tree: ast.AST) -> set[str]:
     return {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(tree)}
 
 
-def test_imports_go_downwards():
-    upward = []
-    for path, tree in MODULES.items():
-        if path == "__init__.py":
-            continue
-        for name in imports(tree):
-            parts = name.split(".")
-            if parts[0] == "hpcdist" and len(parts) > 1 and parts[1] in HEIGHT:
-                if HEIGHT[parts[1]] > HEIGHT.get(layer(path), 0):
-                    upward.append(f"{path} imports {name}")
-    assert upward == []
+def module(path: str) -> str:
+    return ".".join(["hpcdist", *Path(path).with_suffix("").parts]).removesuffix(".__init__")
 
 
-def test_imports_are_absolute():
-    nodes = [(path, node) for path, tree in MODULES.items() for node in ast.walk(tree)]
-    assert [f"{path}:{n.lineno}" for path, n in nodes if isinstance(n, ast.ImportFrom) and n.level] == []
+def imported() -> dict[str, set[str]]:
+    """The modules that each module imports, for typing and inside functions too."""
+    trees = {module(path): tree for path, tree in MODULES.items()}
+    found: dict[str, set[str]] = {name: set() for name in trees}
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names} & set(trees)
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:  # from a package a module, or a name that its __init__ has
+                    one = f"{node.module}.{alias.name}"
+                    found[name] |= {one if one in trees else node.module} & set(trees)
+    return found
 
 
-def test_every_package_has_its_layer():
-    assert {layer(path) for path in MODULES} - {"__init__"} <= set(HEIGHT)
+def reached(start: str, graph: dict[str, set[str]]) -> set[str]:
+    """The modules that `start` imports, and those that these import, and so on."""
+    seen, left = set(), [start]
+    while left:
+        new = graph[left.pop()] - seen
+        seen |= new
+        left += new
+    return seen
 
 
-@pytest.mark.parametrize(("library", "where"), [("mpi4py", r"comm/mpi\w*\.py"), ("horovod", r"comm/hvd\w*\.py")])
-def test_only_one_place_imports(library, where):
-    users = [path for path, tree in MODULES.items() if any(n.split(".")[0] == library for n in imports(tree))]
-    assert [path for path in users if not re.fullmatch(where, path)] == []
-
-
-def test_no_assert_statements():
-    found = [f"{p}:{n.lineno}" for p, tree in MODULES.items() for n in ast.walk(tree) if isinstance(n, ast.Assert)]
-    assert found == [], "python -O drops them: raise an error of hpcdist.errors"
+def test_no_import_circles():
+    graph = imported()
+    everything = {name: reached(name, graph) for name in graph}
+    circles = {tuple(sorted(n for n in everything[name] if name in everything[n])) for name in graph}
+    assert sorted(circles - {()}) == []
 
 
 def test_files_are_short():
     lengths = {path: len((PACKAGE / path).read_text().splitlines()) for path in MODULES}
     assert {path: length for path, length in lengths.items() if length > LINES} == {}
-
-
-def test_lines_are_short():
-    paths = [path for folder in ("hpcdist", "jobs", "tests") for path in (ROOT / folder).rglob("*.py")]
-    lines = [(path, n, line) for path in paths for n, line in enumerate(path.read_text().splitlines(), 1)]
-    assert [f"{path}:{n}" for path, n, line in lines if len(line) > COLUMNS] == []
 
 
 def test_only_some_read_the_environment():
@@ -125,16 +99,71 @@ def test_only_some_read_the_environment():
 
 def test_no_module_is_dead():
     """Every module is imported by the library or a job, or stands in a package that finds its modules by name."""
-    jobs = [ast.parse(path.read_text()) for path in (ROOT / "jobs").glob("*.py")]
+    jobs = [ast.parse(path.read_text()) for path in (ROOT / "jobs").rglob("*.py")]
     imported = {name for tree in [*MODULES.values(), *jobs] for name in imports(tree)}
     by_name = {str(Path(p).parent) for p, tree in MODULES.items() if names(tree) & {"import_module", "iter_modules"}}
+    by_name |= {"/".join(kind.package.split(".")[1:]) for kind in registry.KINDS}
     dead = []
     for path in MODULES:
         name = ".".join(["hpcdist", *Path(path).with_suffix("").parts])
-        entry = path in ("cli.py", "cli/__init__.py") or Path(path).name in ("__init__.py", "__main__.py")
+        entry = Path(path).name in ("__init__.py", "__main__.py")
         if name not in imported and not entry and str(Path(path).parent) not in by_name:
             dead.append(path)
     assert dead == []
+
+
+# --- docstrings are plain ---------------------------------------------------------------------------------------------
+# Verbs that a function's docstring may begin with. Add a common one where none of these says what the function does.
+VERBS = """
+    Accumulate Add Advance Agree Allocate Announce Answer Append Apply Ask Assign Average Begin Block Bound Bring
+    Broadcast Build Call Carry Change Check Choose Close Collect Combine Compare Complete Compose Compress Compute
+    Connect Convert Copy Count Create Cut Decide Declare Decode Decompress Delete Describe Divide Do Download Draw Drop
+    Encode End Enter Estimate Evaluate Evict Examine Exchange Execute Expand Expect Fetch Fill Find Finish Fit Flush
+    Follow Forget Format Free Gather Generate Get Give Go Guess Hand Handle Hold Import Initialise Install Interpolate
+    Iterate Join Judge Keep Label Lay Leave Let List Listen Load Lock Look Make Map Mark Match Measure Merge Mix Move
+    Multiply Name Normalise Note Notify Number Open Order Override Pack Parse Pass Pause Pick Plan Plot Poll Predict
+    Prepare Print Probe Prove Publish Push Put Quantise Queue Quote Raise Rank Read Receive Record Reduce Refuse
+    Register Release Remember Remove Render Replace Reply Report Request Reserve Reset Resize Restart Restore Resume
+    Return Reuse Round Run Sample Save Say Scale Scatter Search Select Send Serve Set Show Shrink Shuffle Shut Simulate
+    Skip Sleep Solve Sort Split Spread Stage Start Stop Store Submit Subtract Sum Summarise Sweep Switch Synchronise
+    Take Tell Test Time Train Transfer Translate Try Turn Undo Unlock Unpack Unquote Update Use Validate Verify View
+    Wait Wake Warn Watch Weigh Wrap Write Yield Zero
+""".split()
+RIDDLE = re.compile(r"(?:^|[.:;]\s+|\n\n\s*)((?:What|Who|Whom|Whose|Which|How|Whether|Those)\b[^.]{0,40})")
+
+
+def docstrings(*kinds: type) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of the docstrings of modules, classes or functions."""
+    for path, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                yield f"{path}:{getattr(node, 'lineno', 1)}", text
+
+
+def test_functions_docstrings_begin_with_a_verb():
+    """In the imperative, behind "Collective." or the like; a verb before "of" is a noun: "List of", "Name of"."""
+    wrong = []
+    for where, text in docstrings(ast.FunctionDef, ast.AsyncFunctionDef):
+        sentence = re.sub(r"^Collective\b[^.:]*[.:]\s+", "", text)
+        verb = re.match(r"(\w+)\b(?! of\b)", sentence)
+        if verb is None or verb[1] not in VERBS:
+            wrong.append(f"{where}: {sentence.splitlines()[0]}")
+    assert not wrong, "\n".join(["must begin with a verb in the imperative, one of VERBS:", *wrong])
+
+
+NAMED_TWICE = {"AllReduce"}  # a strategy, whose class name is in checkpoints; and the collectives' public base
+
+
+def test_no_two_classes_have_one_name():
+    names = Counter(node.name for tree in MODULES.values() for node in tree.body if isinstance(node, ast.ClassDef))
+    assert {name for name, count in names.items() if count > 1 and name not in NAMED_TWICE} == set()
+
+
+def test_docstrings_set_no_riddles():
+    """Their sentences name a thing or an action, rather than begin with "what", "how" or "those"."""
+    everything = docstrings(ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    wrong = [f"{where}: {riddle}..." for where, text in everything for riddle in RIDDLE.findall(text)]
+    assert not wrong, "\n".join(["must not begin a sentence so:", *wrong])
 
 
 # --- every error's message is matched by a test -----------------------------------------------------------------------

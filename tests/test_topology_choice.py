@@ -10,14 +10,14 @@ from hpcdist import topology
 from hpcdist.comm.virtual import Network, run_virtual
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError, UnknownNameError
-from hpcdist.topology import choice
-from hpcdist.topology.sides import two_sides
-from hpcdist.topology.spectrum import spectral_gap
+from hpcdist.topology.graphs import from_config
+from hpcdist.topology.graphs.bipartition import two_sides
+from hpcdist.topology.graphs.spectrum import spectral_gap
 
 
 def chosen(size: int, ranks_per_node: int | None = None, **option) -> topology.Topology:
     network = Network(0.0, 1e9, ranks_per_node=ranks_per_node)
-    return run_virtual(lambda comm: choice.make(Named(**option), comm), size, network=network)[0]
+    return run_virtual(lambda comm: from_config.make(Named(**option), comm), size, network=network)[0]
 
 
 def test_options_reach_the_topology():

@@ -1,89 +1,106 @@
-"""How fast compressors code, and what a step costs with all-reduce compressed by each."""
+"""The speed of compressors, and the cost of a step with all-reduce compressed by each."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
-from statistics import median
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from hpcdist.bench.gossip import compare
-from hpcdist.bench.steps import ALONE, MODELS, Side
+from hpcdist.bench import runner
+from hpcdist.bench.runner import Row, Run, Side, check, finish, table
+from hpcdist.bench.steps import MODELS, Way, compare
+from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import Communicator
-from hpcdist.compress import CompressionConfig, Feedback, Span
+from hpcdist.compress import Feedback, JointCompression, Span, available, load
 
 ELEMENTS = 10_000_000
 SETTLING = 3  # rounds until what is left over by a message is as large as it stays
-CONFIGS = {
-    "threshold_0.1%": {"name": "threshold", "density": 0.001},
-    "threshold_1%": {"name": "threshold", "density": 0.01},
-    "topk_0.1%": {"name": "topk", "ratio": 0.001},
-    "topk_1%": {"name": "topk", "ratio": 0.01},
-    "dgc_0.1%": {"name": "dgc", "ratio": 0.001, "ramp_steps": 0},
-    "onebit": {"name": "onebit"},
-    "qsgd": {"name": "qsgd"},
-    "powersgd_1": {"name": "powersgd", "rank": 1},
-    "powersgd_4": {"name": "powersgd", "rank": 4},
-    "fp16": {"name": "fp16"},
-    "bf16": {"name": "bf16"},
-}
-SIDES = (
-    Side(ALONE),
-    Side("allreduce", "allreduce"),
-    *(Side(name, "allreduce", {"compression": config}) for name, config in CONFIGS.items()),
-)
+COLUMNS = ("name", "bytes", "message_bytes", "ratio", "encode_s", "decode_s", "bytes_per_s")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "density": {"0.1%": 0.001, "1%": 0.01},
+    "ratio": {"0.1%": 0.001, "1%": 0.01},
+    "rank": {"1": 1, "4": 4},
+}  # of compressors with such an option; the others are measured as they are by default
 
 
-def measure_coding(elements: int = ELEMENTS, rounds: int = 9) -> list[dict]:
-    """Times the coding of a float32 gradient with error feedback, and the decoding of its message.
+def _configs(name: str) -> dict[str, dict[str, Any]]:
+    """List the settings in which a compressor is measured, by their rows' names."""
+    option = next((option for option in SETTINGS if option in load(name).Config.model_fields), None)
+    if option is None:
+        return {name: {"name": name}}
+    return {f"{name}_{label}": {"name": name, option: value} for label, value in SETTINGS[option].items()}
+
+
+CONFIGS = {label: config for name in available() if name != "none" for label, config in _configs(name).items()}
+WAYS = tuple(Way(name, "allreduce", {"compression": config}) for name, config in CONFIGS.items())
+
+
+def measure_steps(comm: Communicator, models: Sequence[str] = (), rounds: int = 9, steps: int = 5) -> list[Row]:
+    """Collective. Time training steps with all-reduce dense and compressed. Rows as `steps.compare`'s."""
+    check(comm, rounds)
+    return compare(comm, models or list(MODELS), WAYS, rounds, steps)
+
+
+def measure_coding(
+    elements: int = ELEMENTS,
+    rounds: int = 9,
+    device: torch.device | str = "cpu",
+    configs: Mapping[str, Mapping[str, Any]] = CONFIGS,
+) -> list[Row]:
+    """Time the coding of a float32 gradient with error feedback, and the decoding of its message.
 
     The gradient is Gaussian and new at each round; a copy of it is timed beside.
+
+    Args:
+        device: where the gradient lies, and the tensor to which its message is added.
+        configs: compressors with their options, by their rows' names.
 
     Returns:
         Rows: name, bytes (of the gradient), message_bytes, ratio, encode_s, decode_s (medians), bytes_per_s (of the
         gradient, through both together).
     """
+    comm = Alone()
+    check(comm, rounds)
     generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(elements, generator=generator) for _ in range(3)]
-    out, n_bytes = torch.zeros(elements), 4 * elements
+    gradients = [torch.randn(elements, generator=generator).to(device) for _ in range(3)]
+    out = torch.zeros(elements, device=device)
     side = max(1, round(elements**0.5))
     spans = [Span(0, side * side, (side, side)), Span(side * side, elements, (elements - side * side,))]  # for powersgd
-    made = {
-        name: Feedback(CompressionConfig.from_mapping(config).make(elements, spans), out)
-        for name, config in CONFIGS.items()
-    }
-    copied_s: list[float] = []
-    encoded_s: dict[str, list[float]] = {name: [] for name in made}
-    decoded_s: dict[str, list[float]] = {name: [] for name in made}
-    sizes = {}
-    for number in range(SETTLING + rounds):
-        gradient = gradients[number % len(gradients)]
-        copied_s.append(_timed(lambda: out.copy_(gradient))[0])
-        for name, feedback in made.items():
-            taken_s, message = _timed(lambda: feedback.encode(gradient))
-            encoded_s[name].append(taken_s)
-            decoded_s[name].append(_timed(lambda: feedback.add(message, out))[0])
-            sizes[name] = len(message)
-    rows = [_row("copy", n_bytes, n_bytes, median(copied_s), 0.0)]
-    for name, size in sizes.items():
-        times = (median(taken_s[name][SETTLING:]) for taken_s in (encoded_s, decoded_s))
-        rows.append(_row(name, n_bytes, size, *times))
-    return rows
 
+    def until_done(call: Callable[[Tensor], Any], tensor: Tensor) -> tuple[float, Any]:
+        start = time.perf_counter()
+        found = call(tensor)
+        finish(out)
+        return time.perf_counter() - start, found
 
-def _row(name: str, n_bytes: int, size: int, encode_s: float, decode_s: float) -> dict:
-    speed = n_bytes / (encode_s + decode_s)
-    row = {"name": name, "bytes": n_bytes, "message_bytes": size, "ratio": n_bytes / size}
-    return {**row, "encode_s": encode_s, "decode_s": decode_s, "bytes_per_s": speed}
+    def coding(encode: Callable[[Tensor], Tensor], decode: Callable[[Tensor], object] | None) -> Run:
+        """Encode one gradient after the other, and decode the message of each."""
+        source = itertools.cycle(gradients)
 
+        def run(steps: int) -> dict[str, float]:
+            encode_s = decode_s = 0.0
+            for _ in range(steps):
+                taken_s, message = until_done(encode, next(source))
+                encode_s += taken_s
+                decode_s += until_done(decode, message)[0] if decode else 0.0
+            figures = {"median_s": encode_s + decode_s, "encode_s": encode_s, "decode_s": decode_s}
+            return {name: taken_s / steps for name, taken_s in figures.items()} | {"message_bytes": len(message)}
 
-def _timed(call: Callable[[], object]) -> tuple[float, object]:
-    start = time.perf_counter()
-    found = call()
-    return time.perf_counter() - start, found
+        return run
 
-
-def measure_steps(comm: Communicator, names: list[str] | None = None, rounds: int = 9, steps: int = 5) -> list[dict]:
-    """Collective. Times training steps with all-reduce dense and compressed. Rows as `gossip.measure`'s."""
-    return [row for model in names or list(MODELS) for row in compare(comm, model, SIDES, rounds, steps)]
+    sides = [Side("copy", coding(lambda gradient: out.copy_(gradient).view(torch.uint8), None))]
+    for name, config in configs.items():
+        feedback = Feedback(JointCompression.from_mapping(config).make(elements, spans), out)
+        sides.append(Side(name, coding(feedback.encode, partial(feedback.add, out=out))))
+    runner.warm_up(comm, sides, *[1] * SETTLING)
+    rows = runner.measure(comm, sides, rounds)
+    for row in rows:
+        n_bytes, message_bytes = out.nbytes, int(row["message_bytes"])
+        row |= {"bytes": n_bytes, "message_bytes": message_bytes, "ratio": n_bytes / message_bytes}
+        row["bytes_per_s"] = n_bytes / (row["encode_s"] + row["decode_s"])
+    return table(rows, COLUMNS)

@@ -1,47 +1,43 @@
-"""What a step costs with each decentralised strategy, beside all-reduce and the model alone."""
+"""The cost of a step with each decentralised strategy, beside all-reduce and the model alone."""
 
 from __future__ import annotations
 
-from hpcdist.bench import steps as timing
-from hpcdist.bench.steps import ALONE, MODELS, Side
+from collections.abc import Sequence
+
+from hpcdist import strategies
+from hpcdist.bench.compress import CONFIGS
+from hpcdist.bench.runner import Row, check
+from hpcdist.bench.steps import ALLREDUCE, MODELS, Way, compare
 from hpcdist.comm.communicator import Communicator
 
-PERIOD = 16  # of local_sgd
-SIDES = (
-    Side(ALONE),
-    Side("allreduce", "allreduce"),
-    Side(f"local_sgd_{PERIOD}", "local_sgd", {"period": PERIOD}),
-    Side(f"diloco_{PERIOD}", "diloco", {"period": PERIOD}),
-    Side("gossip_pull", "gossip_pull"),
-    Side("gossip_push", "gossip_push"),
-    Side("gossip_sync", "gossip_sync"),
-    Side("dpsgd", "dpsgd"),
-    Side("adpsgd", "adpsgd"),
-    Side("sgp", "sgp"),
-    Side("strom", "strom", {"compression": {"name": "threshold", "density": 0.001}}),
-)
+PERIOD = 16  # of those that communicate once in a period
 
 
-def measure(comm: Communicator, names: list[str] | None = None, rounds: int = 9, steps: int = PERIOD) -> list[dict]:
-    """Collective. Times training steps of each strategy, in rounds of a whole period of the periodic one.
+def _decentralised() -> list[Way]:
+    """Make a way of each strategy without servers, but for all-reduce."""
+    ways = []
+    for name in strategies.available():
+        fields = strategies.load(name).Config.model_fields
+        if "servers" in fields or name == ALLREDUCE.strategy:
+            continue
+        if "period" in fields:
+            ways.append(Way(f"{name}_{PERIOD}", name, {"period": PERIOD}))
+            continue
+        compressor = fields["compression"].default.name if "compression" in fields else "none"
+        # What is compressed by default is so as the bench of compressors does it first: defaults suit other models.
+        configs = [config for config in CONFIGS.values() if config["name"] == compressor]
+        ways.append(Way(name, name, {"compression": configs[0]} if configs else {}))
+    return ways
+
+
+WAYS = tuple(_decentralised())
+
+
+def measure(comm: Communicator, models: Sequence[str] = (), rounds: int = 9, steps: int = PERIOD) -> list[Row]:
+    """Collective. Time training steps of each strategy, in rounds of a whole period of the periodic one.
 
     Returns:
-        The same rows on all ranks: name, what `steps.measure` tells, overhead_s (over the model alone), and speedup
-        (over all-reduce).
+        The same rows on all ranks, as `steps.compare`'s.
     """
-    return [row for model in names or list(MODELS) for row in compare(comm, model, SIDES, rounds, steps)]
-
-
-def compare(comm: Communicator, model: str, sides: tuple[Side, ...], rounds: int, steps: int) -> list[dict]:
-    """Collective. Rows of these sides, `alone` and `allreduce` among them."""
-    found = timing.measure(comm, model, sides, rounds, steps)
-    alone_s, allreduce_s = found[ALONE]["median_s"], found["allreduce"]["median_s"]
-    return [
-        {
-            "name": f"{model}/{name}",
-            **row,
-            "overhead_s": row["median_s"] - alone_s,
-            "speedup": allreduce_s / row["median_s"],
-        }
-        for name, row in found.items()
-    ]
+    check(comm, rounds)
+    return compare(comm, models or list(MODELS), WAYS, rounds, steps)

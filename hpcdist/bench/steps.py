@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
@@ -12,107 +13,117 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist import strategies
-from hpcdist.collectives.timing import slowest
-from hpcdist.comm.communicator import Communicator, Traffic
-from hpcdist.flat import FlatModel
+from hpcdist.bench import runner
+from hpcdist.bench.runner import Row, Side, beside, finish, table
+from hpcdist.comm.communicator import Communicator
+from hpcdist.model.flat import FlatModel
 
 MODELS: dict[str, tuple[int, ...]] = {"mlp_100k": (128, 384, 128, 10), "mlp_10M": (1024, 2560, 2560, 384, 10)}
 BATCH = 32
 WARM_UP = 25  # steps: enough for what measures its own first steps to have made up its mind
-ALONE = "alone"  # the model without any communication: the limit
-DDP = "ddp_gloo"  # torch's DistributedDataParallel, in gloo's process group
+COLUMNS = ("name", "bytes", "ranks", "median_s", "bytes_sent", "bytes_fetched")
 
 
 @dataclass(frozen=True)
-class Side:
-    """A way of training: a strategy with options, or one of ALONE and DDP."""
+class Way:
+    """Name a way of training: a strategy with options, or one of ALONE, DDP and DDP_NCCL."""
 
     name: str
     strategy: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def measure(comm: Communicator, model: str, sides: Sequence[Side], rounds: int, steps: int = 5) -> dict[str, dict]:
-    """Collective. Times `steps` training steps of each side in turn, `rounds` times over.
+ALONE = Way("alone")  # the model without any communication: the limit
+DDP, DDP_NCCL = Way("ddp_gloo"), Way("ddp_nccl")  # torch's DistributedDataParallel, in its default process group
+ALLREDUCE = Way("allreduce", "allreduce")
 
-    Every side has a replica of one of MODELS and a plain SGD optimiser of its own.
+
+def measure(
+    comm: Communicator,
+    model: str,
+    ways: Sequence[Way],
+    rounds: int,
+    steps: int = 5,
+    device: torch.device | str = "cpu",
+) -> list[Row]:
+    """Collective. Time `steps` training steps of each way in every round.
+
+    Every way has a replica of one of MODELS and a plain SGD optimiser of its own.
+
+    Args:
+        device: where this rank computes.
 
     Returns:
-        By the side's name, the same on all ranks: bytes (of the gradients), ranks, median_s (of a step, of the slowest
-        rank), bytes_sent and bytes_fetched (per step, the mean of the ranks; None for DDP, which doesn't tell).
+        The same rows on all ranks: name (`model/way`), bytes (of the gradients), ranks, median_s (of a step, of the
+        slowest worker), bytes_sent and bytes_fetched (per step, the mean of the ranks; None for DDP, which doesn't
+        tell).
     """
     torch.manual_seed(0)
     widths = MODELS[model]
-    x, y = torch.randn(BATCH, widths[0]), torch.randint(widths[-1], (BATCH,))
-    made = [_Training(comm, side, widths, x, y) for side in sides]
-    for training in made:
-        for _ in range(WARM_UP):
-            training.step()
-        training.rest()
-    taken_s: list[list[float]] = [[] for _ in sides]
-    for _ in range(rounds):
-        for times, training in zip(taken_s, made, strict=True):
-            comm.barrier()
-            start = comm.now()
-            for _ in range(steps):
-                training.step()
-            times.append((comm.now() - start) / steps)
-            training.rest()
-    medians = slowest(comm, [median(times) for times in taken_s])
-    count = WARM_UP + rounds * steps
-    rows = {}
-    for side, training, median_s in zip(sides, made, medians, strict=True):
-        rows[side.name] = {
-            "bytes": sum(4 * (a + 1) * b for a, b in zip(widths, widths[1:])),
-            "ranks": comm.size,
-            "median_s": median_s,
-            **training.traffic(comm, count),
-        }
-        training.close()
+    x, y = torch.randn(BATCH, widths[0]).to(device), torch.randint(widths[-1], (BATCH,)).to(device)
+    sides = [_side(comm, f"{model}/{way.name}", way, widths, x, y) for way in ways]
+    runner.warm_up(comm, sides, WARM_UP)
+    return table(runner.measure(comm, sides, rounds, steps), COLUMNS)
+
+
+def compare(comm: Communicator, models: Sequence[str], ways: Sequence[Way], rounds: int, steps: int) -> list[Row]:
+    """Collective. Time ways beside the model alone and all-reduce, of which `ways` are others.
+
+    Returns:
+        Rows as `measure`'s, with overhead_s (over the model alone) and speedup (over all-reduce).
+    """
+    rows = []
+    for model in models:
+        found = measure(comm, model, (ALONE, ALLREDUCE, *ways), rounds, steps)
+        found = beside(found, [f"{model}/{ALONE.name}"], overhead_s="overhead_s")
+        rows += beside(found, [f"{model}/{ALLREDUCE.name}"], speedup="speedup")
     return rows
 
 
-class _Training:
-    """One side's replica, and its steps."""
+def _side(comm: Communicator, name: str, way: Way, widths: tuple[int, ...], x: torch.Tensor, y: torch.Tensor) -> Side:
+    """Collective. Make a replica that is trained in one way."""
+    layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())][:-1]
+    module: nn.Module = nn.Sequential(*layers).to(x.device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    n_bytes = sum(4 * (a + 1) * b for a, b in itertools.pairwise(widths))
 
-    def __init__(self, comm: Communicator, side: Side, widths: tuple[int, ...], x: torch.Tensor, y: torch.Tensor):
-        layers = [layer for a, b in zip(widths, widths[1:]) for layer in (nn.Linear(a, b), nn.ReLU())][:-1]
-        self._module: nn.Module = nn.Sequential(*layers)
-        self._x, self._y, self._side = x, y, side
-        self._optimizer = torch.optim.SGD(self._module.parameters(), lr=1e-3)
-        self._finish: Callable[[], object] = self._optimizer.step
-        self._strategy: strategies.Strategy | None = None
-        if side.name == DDP:
-            self._module = DistributedDataParallel(self._module)
-        elif side.strategy is not None:
-            cls = strategies.load(side.strategy)
-            strategy = self._strategy = cls(cls.Config(**side.options), comm.split(0), FlatModel(self._module))
-            strategy.optimizer = self._optimizer
-            strategy.start()
-            self._finish = lambda: strategy.step(self._optimizer.step)
-            self._before = strategy.traffic()
+    def take(steps: int, finish_step: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(module(x), y).backward()
+            finish_step()
+        finish(x)
+        return (time.perf_counter() - start) / steps
 
-    def step(self) -> None:
-        self._optimizer.zero_grad()
-        nn.functional.cross_entropy(self._module(self._x), self._y).backward()
-        self._finish()
+    if way.strategy is None:
+        module = DistributedDataParallel(module) if way in (DDP, DDP_NCCL) else module
+        sent = {"bytes_sent": 0.0, "bytes_fetched": 0.0} if way == ALONE else {}
+        return Side(name, lambda steps: take(steps, optimizer.step), {"bytes": n_bytes, **sent})
+    cls = strategies.load(way.strategy)
+    strategy = cls(cls.Config(**way.options), comm.split(0), FlatModel(module), optimizer=optimizer)
+    strategy.start()
+    before, taken = strategy.traffic(), 0
 
-    def rest(self) -> None:
-        """Collective. Nothing is under way while others are timed."""
-        if self._strategy is not None:
-            self._strategy.pause()
+    def run(steps: int) -> float:
+        nonlocal taken
+        taken += steps
+        if not strategy.is_worker:  # it serves, and takes no time for that
+            strategy.serve(optimizer.step)
+            return 0.0
+        step_s = take(steps, lambda: strategy.step(optimizer.step))
+        strategy.pause()  # nothing is under way afterwards
+        return step_s
 
-    def traffic(self, comm: Communicator, steps: int) -> dict[str, float | None]:
-        """Collective. What a rank sent and fetched per step, the mean of all."""
-        if self._side.name == DDP:
-            return {"bytes_sent": None, "bytes_fetched": None}
-        moved = Traffic() if self._strategy is None else self._strategy.traffic() - self._before
+    def columns() -> Row:
+        moved = strategy.traffic() - before
         sums = torch.tensor([moved.bytes_sent, moved.bytes_fetched])
         comm.allreduce(sums)
-        sent, fetched = (sums / (comm.size * steps)).tolist()
-        return {"bytes_sent": sent, "bytes_fetched": fetched}
+        sent, fetched = (sums / (comm.size * taken)).tolist()
+        return {"bytes": n_bytes, "bytes_sent": sent, "bytes_fetched": fetched}
 
-    def close(self) -> None:
-        if self._strategy is not None:
-            self._strategy.close()
-            self._strategy.comm.close()
+    def close() -> None:
+        strategy.close()
+        strategy.comm.close()
+
+    return Side(name, run, columns, close)

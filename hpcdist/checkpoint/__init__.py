@@ -11,10 +11,12 @@ A checkpoint is a folder that appears under its name only once it is whole and d
 
 from hpcdist.checkpoint.generators import random_state, set_random_state
 from hpcdist.checkpoint.load import latest, load, load_all, read, verify, verify_together
+from hpcdist.checkpoint.manifest import FILE_NAME as MANIFEST
 from hpcdist.checkpoint.manifest import Manifest, read_manifest
 from hpcdist.checkpoint.save import save
 
 __all__ = [
+    "MANIFEST",
     "Manifest",
     "latest",
     "load",

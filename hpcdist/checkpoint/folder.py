@@ -1,4 +1,4 @@
-"""The folder that holds a run's checkpoints: names, order, and changes that a crash can't spoil.
+"""Name, order and change a run's checkpoints in their folder, so that a crash can't spoil one.
 
 Every change is one rename, so that at any moment each entry is either a whole checkpoint or visibly none::
 
@@ -31,13 +31,13 @@ def temporary_name(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's name; -1 for other names."""
+    """Return the step in a checkpoint's name; -1 for other names."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
 def listing(folder: Path) -> list[Path]:
-    """The checkpoints in the folder, the newest first."""
+    """List the checkpoints in the folder, the newest first."""
     if not folder.is_dir():
         return []
     paths = [path for path in folder.iterdir() if step_of(path) >= 0 and path.is_dir()]
@@ -45,14 +45,14 @@ def listing(folder: Path) -> list[Path]:
 
 
 def clean(folder: Path) -> None:
-    """Removes what crashed attempts have left behind."""
+    """Remove the remains of crashed attempts."""
     for pattern in ("step-*.tmp-*", "step-*.deleted-*"):
         for path in folder.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def publish(temporary: Path, step: int, keep: int) -> None:
-    """Gives a complete checkpoint its name and removes all but the last `keep`."""
+    """Give a complete checkpoint its final name, and remove all but the last `keep`."""
     folder = temporary.parent
     final = folder / step_name(step)
     if final.exists():
@@ -85,7 +85,7 @@ def _prune(final: Path, step: int, keep: int) -> None:
 
 
 def discard(path: Path) -> None:
-    """Removes a checkpoint; it stops being one before its first file goes."""
+    """Remove a checkpoint; it is renamed before its first file is deleted."""
     doomed = path.with_name(f"{path.name}.deleted-{secrets.token_hex(4)}")
     try:
         shutil.rmtree(path.rename(doomed))

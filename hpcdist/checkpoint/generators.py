@@ -1,4 +1,4 @@
-"""The global random generators of Python, NumPy and torch as part of a state."""
+"""Save and restore the global random generators of Python, NumPy and torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcdist.errors import CheckpointError
 
 
 def random_state() -> dict[str, Any]:
-    """The states of `random`, NumPy's legacy generator, torch's on the CPU, and that of the current CUDA device.
+    """Return the states of `random`, NumPy's legacy generator, torch's on the CPU, and that of the current CUDA device.
 
     The last only where CUDA is in use, so that asking does not take memory on a device.
     """
@@ -24,7 +24,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Sets what `random_state` returned. A CUDA state is left out, with a warning, where there is no CUDA.
+    """Set the states from `random_state`. A CUDA state is left out, with a warning, where there is no CUDA.
 
     Raises:
         CheckpointError: `state` is none of `random_state`'s.

@@ -1,4 +1,4 @@
-"""Finding, verifying and loading checkpoints."""
+"""Find, verify and load checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def latest(folder: str | Path, *, fallback: bool = False) -> Path | None:
-    """The newest checkpoint in the folder, None where there is none.
+    """Find the newest checkpoint in the folder, None where there is none.
 
     Args:
         fallback: verify every file of it (which reads them all), and where it is damaged warn and take the next one.
@@ -46,36 +46,36 @@ def latest(folder: str | Path, *, fallback: bool = False) -> Path | None:
 
 
 def verify(path: str | Path) -> Manifest:
-    """Checks every file of a checkpoint against the manifest, and returns that.
+    """Check every file of a checkpoint against the manifest, and return that.
 
     Raises:
-        CheckpointError: which file, and what is wrong with it.
+        CheckpointError: a file is missing or damaged; names it.
     """
     path = Path(path)
     return _or_advise(path, lambda: _verify(path, None))
 
 
 def verify_together(comm: Communicator, path: str | Path) -> Manifest:
-    """Collective. As `verify`, with the files shared out: each is checked by one rank, the manifest by all.
+    """Collective. Check a checkpoint's files, each on one rank, and the manifest on all.
 
     Rank r of p checks the files of the saved ranks r, r + p, r + 2p...: where as many ranks go on as saved, its own.
 
     Raises:
-        CheckpointError: on all ranks, which files, and what is wrong with them.
+        CheckpointError: files are missing or damaged; names them, on all ranks.
     """
     path = Path(path)
     return _or_advise(path, lambda: _verify_together(comm, path))
 
 
 def read(path: str | Path, rank: int) -> Any:
-    """The state that `rank` saved, tensors on the CPU, from files that have been verified."""
+    """Read the state that `rank` saved, tensors on the CPU, from files that have been verified."""
     path = Path(path)
     tree = json.loads((path / tree_file(rank)).read_bytes())
     return decode(tree, read_tensors(path / tensor_file(rank)))
 
 
 def load(path: str | Path, rank: int) -> tuple[Any, Manifest]:
-    """The state that `rank` saved, tensors on the CPU, and the manifest. Only this rank's files are read.
+    """Load the state that `rank` saved, tensors on the CPU, and the manifest. Only this rank's files are read.
 
     Raises:
         CheckpointError: no checkpoint, a damaged one (which file, what is wrong, where an older one is), or no such
@@ -87,7 +87,7 @@ def load(path: str | Path, rank: int) -> tuple[Any, Manifest]:
 
 
 def load_all(path: str | Path) -> list[Any]:
-    """Every rank's state, in rank order, tensors on the CPU: for going on with another number of ranks.
+    """Load every rank's state, in rank order, tensors on the CPU, to go on with another number of ranks.
 
     Raises:
         CheckpointError: as for `load`.
@@ -114,8 +114,8 @@ def _verify_together(comm: Communicator, path: Path) -> Manifest:
             _check_files(path, manifest, (tree_file(rank), tensor_file(rank)))
     except (CheckpointError, OSError) as error:  # whatever it is: the other ranks wait to hear of it
         failure = error
-    told = comm.exchange(b"" if failure is None else str(failure).encode())
-    damage = dict.fromkeys(text.decode() for text in told if text)  # all ranks may have found the same
+    failures = comm.gather("" if failure is None else str(failure))
+    damage = dict.fromkeys(text for text in failures if text)  # all ranks may have found the same
     if damage:
         raise CheckpointError(" ".join(damage)) from failure
     return manifest
@@ -127,7 +127,7 @@ def _check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def _or_advise(path: Path, action: Callable[[], T]) -> T:
-    """What `action` returns; where it raises, an older checkpoint is named, if there is one."""
+    """Return the result of `action`; where it raises, name an older checkpoint, if there is one."""
     try:
         return action()
     except CheckpointError as error:

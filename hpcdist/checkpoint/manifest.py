@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, and how one tells that it is whole."""
+"""The manifest of a checkpoint: a list of its files, which proves that it is whole."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hpcdist
 from hpcdist.checkpoint.tree import decode, encode
 from hpcdist.errors import CheckpointError
 from hpcdist.records import Stamp, stamp, write_durably
+from hpcdist.version import __version__
 
 FILE_NAME = "manifest.json"
 FORMAT = "hpcdist checkpoint"
@@ -20,11 +20,11 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's table of contents."""
+    """The list of a checkpoint's files, with its step, its ranks and the caller's data."""
 
     step: int
     ranks: int
-    meta: Any  # what the caller of `save` gave
+    meta: Any  # data of the caller of `save`
     version: str  # of hpcdist, that wrote it
     files: dict[str, Stamp]
 
@@ -38,7 +38,7 @@ def tensor_file(rank: int) -> str:
 
 
 def write_manifest(directory: Path, step: int, meta: Any, files: dict[str, Stamp]) -> None:
-    """Writes and fsyncs the manifest.
+    """Write and fsync the manifest.
 
     Raises:
         CheckpointError: `meta` can't be stored; tensors are for the state.
@@ -47,7 +47,7 @@ def write_manifest(directory: Path, step: int, meta: Any, files: dict[str, Stamp
     if tensors:
         raise CheckpointError(f"{next(iter(tensors))} must not be a tensor or array; got one. Put it in the state.")
     content = {
-        "hpcdist": hpcdist.__version__,
+        "hpcdist": __version__,
         "step": step,
         "ranks": len(files) // 2,  # each rank has a tree and its tensors
         "meta": tree,
@@ -58,7 +58,7 @@ def write_manifest(directory: Path, step: int, meta: Any, files: dict[str, Stamp
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """The manifest of a checkpoint, verified against its own checksum.
+    """Read the manifest of a checkpoint, verified against its own checksum.
 
     Raises:
         CheckpointError: `path` is no checkpoint, its manifest is damaged, or it is of a version not known here.
@@ -79,7 +79,7 @@ def read_manifest(path: str | Path) -> Manifest:
     if manifest.get("version") != VERSION:
         raise CheckpointError(
             f"{file} must be of version {VERSION}; got {manifest.get('version')!r}. "
-            f"Read it with the version of hpcdist that wrote it; this is {hpcdist.__version__}."
+            f"Read it with the version of hpcdist that wrote it; this is {__version__}."
         )
     content = manifest.get("content")
     if manifest.get("sha256") != _checksum(content):
@@ -89,7 +89,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def check_file(path: Path, expected: Stamp) -> None:
-    """Raises CheckpointError unless the file is there, of the length and with the checksum that the manifest states."""
+    """Check that a file has the length and the checksum that the manifest states; raise CheckpointError otherwise."""
     try:
         n_bytes = path.stat().st_size
         if n_bytes != expected.bytes:

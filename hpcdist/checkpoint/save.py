@@ -1,4 +1,4 @@
-"""Saving a checkpoint: every rank its own files, all of them or none."""
+"""Save a checkpoint: every rank its own files, all of them or none."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def save(
     meta: Mapping[str, Any] | None = None,
     keep: int = 3,
 ) -> Path:
-    """Collective. Saves every rank's state as the checkpoint of `step` and returns its path.
+    """Collective. Save every rank's state as the checkpoint of `step`, and return its path.
 
-    It returns once the checkpoint is durable on all ranks. Until then the ones before it stay. What crashed attempts
-    have left in the folder is removed; two runs must not share a folder. Where ranks have died the others save, and
+    It returns once the checkpoint is durable on all ranks. Until then the ones before it stay. Remains of crashed
+    attempts in the folder are removed; two runs must not share a folder. Where ranks have died the others save, and
     count as that many. A checkpoint of the same step is replaced; those of later steps (the run went back) are renamed
     and kept, with a warning. Messages: three small exchanges.
 
@@ -37,7 +37,7 @@ def save(
         folder: on a file system that all ranks see; made where it is missing.
         step: the same on all ranks, at least 0.
         state: this rank's; see `hpcdist.checkpoint.tree.encode` for what it may hold. Not changed.
-        meta: what `load` is to know beforehand (strategy, model signature...), no tensors; rank 0's is taken.
+        meta: data that `load` needs beforehand (strategy, model signature...), no tensors; rank 0's is taken.
         keep: how many checkpoints stay in the folder, this one included, at least 1.
 
     Raises:
@@ -63,15 +63,18 @@ def save(
 
 
 def _together(comm: Communicator, step: int, work: Callable[[], Any]) -> list[Any]:
-    """Collective. Every rank's result of `work` (what JSON holds); where one failed, all raise what it says."""
+    """Collective. Run `work` on all ranks, and return their results, of types that JSON has, on every rank.
+
+    Raises:
+        CheckpointError: it has failed on some rank; on all ranks.
+    """
     result, failure = None, None
     try:
         result = work()
     except Exception as error:  # whatever it is: the other ranks wait to hear of it
         failure = error
     reason = None if failure is None else _describe(failure)
-    told = comm.exchange(json.dumps([result, reason]).encode())
-    replies = {rank: json.loads(told[rank]) for rank in comm.living}
+    replies = {rank: reply for rank, reply in enumerate(comm.gather([result, reason])) if rank in comm.living}
     failed = [f"on rank {rank}: {reason}" for rank, (_, reason) in replies.items() if reason is not None]
     if failed:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Tensors in a safetensors file, streamed one at a time.
+"""Stream tensors to and from a safetensors file, one at a time.
 
 Reading is the safetensors library's. Writing is done here, because the library needs all tensors on the host at once
 and can't hash what it writes. The format: the header's length (8 bytes, little-endian), the header (JSON), the data.
@@ -37,7 +37,7 @@ STORED = {
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Stamp:
-    """Writes and fsyncs a new file. One tensor at a time is copied, where it is not contiguous and on the CPU."""
+    """Write and fsync a new file. One tensor at a time is copied, where it is not contiguous and on the CPU."""
     return write_durably(path, _pieces(tensors))
 
 
@@ -57,10 +57,10 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | np.ndarray]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of the file, by name, on the CPU.
+    """Read every tensor of the file, by name, to the CPU.
 
     They are copies: the library's own tensors are mapped from the file, and reading one after the file was deleted
     by another host would end the process.
     """
     with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name).clone() for name in file.keys()}
+        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no dict)

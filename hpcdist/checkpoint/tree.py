@@ -1,7 +1,7 @@
-"""A nested state as JSON plus tensors, and back to the bit.
+"""Write a nested state as JSON plus tensors, and read it back to the bit.
 
-What JSON has (strings, booleans, null, lists, dicts with string keys, integers and floats of ordinary size) stands as
-it is; all else is a dict of one entry whose key begins with "$".
+Values that JSON has (strings, booleans, null, lists, dicts with string keys, integers and floats of ordinary size) are
+written as they are; any other is a dict of one entry whose key begins with "$".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RULE = (
 
 
 def encode(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
-    """The state as a tree for JSON, and its tensors by their place in it, such as `state['model']['weight']`.
+    """Split a state into a tree for JSON, and tensors by their place, such as `state['model']['weight']`.
 
     Tensors are not copied. Tensors that are the same view of the same memory are stored once, and are one tensor
     again when decoded; views that merely overlap become independent ones. An OrderedDict is stored as a dict, a
@@ -114,7 +114,7 @@ class _Encoder:
 
 
 def decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The state that `encode` took apart. Tensors are on the CPU."""
+    """Join a tree and tensors of `encode` to the state. Tensors are on the CPU."""
     if isinstance(node, list):
         return [decode(item, tensors) for item in node]
     if not isinstance(node, dict):

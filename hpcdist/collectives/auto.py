@@ -10,11 +10,11 @@ from typing import final
 
 from torch import Tensor
 
+from hpcdist.collectives import load
 from hpcdist.collectives.base import SUMMED_AS, AllReduce
-from hpcdist.collectives.catalogue import load
 from hpcdist.collectives.native import SATURATED
-from hpcdist.collectives.table import predict_table
-from hpcdist.collectives.table_cache import DEFAULT_CACHE, cached_table
+from hpcdist.collectives.tuning.table import predict_table
+from hpcdist.collectives.tuning.table_cache import DEFAULT_CACHE, cached_table
 from hpcdist.comm.communicator import Communicator
 
 _AS_THEY_ARE = {dtype for dtype, summed_as in SUMMED_AS.items() if dtype is summed_as} - SATURATED
@@ -22,7 +22,7 @@ _AS_THEY_ARE = {dtype for dtype, summed_as in SUMMED_AS.items() if dtype is summ
 
 @final
 class Auto(AllReduce):
-    """The algorithm that was fastest on this machine for tensors of about that length.
+    """The all-reduce algorithm that was fastest on this machine for tensors of about that length.
 
     Making it is Collective and, the first time on a machine with these ranks, measures for one to three seconds, on a
     slow network up to ten; the table is kept in a file. On virtual ranks the algorithms' cost formulas decide instead,
@@ -30,8 +30,8 @@ class Auto(AllReduce):
 
     Args:
         comm: the ranks that sum.
-        cache_dir: where the table lies.
-        refresh: measure anew, whatever lies there.
+        cache_dir: the folder of the table.
+        refresh: measure anew, and replace the table in the file.
 
     Reference: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations in MPICH",
     2005 (choice by length and number of ranks).
@@ -40,15 +40,15 @@ class Auto(AllReduce):
     def __init__(self, comm: Communicator, cache_dir: Path = DEFAULT_CACHE, *, refresh: bool = False):
         super().__init__(comm)
         self.ranges = _ranges(comm, cache_dir, refresh)
-        made = {name: load(name)(comm) for name in dict.fromkeys(name for _, name in self.ranges)}
+        algorithms = {name: load(name)(comm) for name in dict.fromkeys(name for _, name in self.ranges)}
         self._ends = [end for end, _ in self.ranges]
-        self._algorithms = [made[name] for _, name in self.ranges]
+        self._algorithms = [algorithms[name] for _, name in self.ranges]
         self._native = comm.allreduce
         library_first = self.ranges[0][1] == "native" and comm.size > 1
         self._native_bytes = int(min(self._ends[0], sys.maxsize)) if library_first else -1
 
     def __call__(self, tensor: Tensor) -> None:
-        """Collective. See `AllReduce.__call__`."""
+        """Collective. Replace `tensor` by its sum over all ranks; see `AllReduce.__call__`."""
         # The library sums a short tensor in microseconds, so what it can take as it is goes there at once, to be
         # checked there.
         if tensor.nbytes <= self._native_bytes and tensor.dtype in _AS_THEY_ARE:
@@ -59,7 +59,7 @@ class Auto(AllReduce):
     def _sum(self, tensor: Tensor) -> None:
         if tensor.is_cpu:
             self._algorithms[bisect_left(self._ends, tensor.nbytes)]._sum(tensor)
-        else:  # not staged, as the library reads device memory itself; the table tells nothing of that
+        else:  # not staged, as the library reads device memory itself; the table has no figures for that
             self._native(tensor)
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Auto(AllReduce):
 
 
 def _ranges(comm: Communicator, cache_dir: Path, refresh: bool) -> list[tuple[float, str]]:
-    """Collective. Up to how many bytes which algorithm; see Table.ranges."""
+    """Collective. List (largest number of bytes, algorithm), ascending; see TimingTable.ranges."""
     if comm.size == 1:
         return [(math.inf, "native")]
     link = comm.link()

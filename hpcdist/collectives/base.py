@@ -1,8 +1,9 @@
-"""What all all-reduce algorithms share: the call, the checks, working memory, the division into chunks."""
+"""The base of all all-reduce algorithms: the call, the checks, working memory, the division into chunks."""
 
 from __future__ import annotations
 
 import abc
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,7 +25,7 @@ SUMMED_AS = {
 
 
 class AllReduce(abc.ABC):
-    """Sums a tensor over the ranks of one communicator, in place; the result is bitwise the same on all ranks.
+    """Sum a tensor over the ranks of one communicator, in place; the result is bitwise the same on all ranks.
 
     An object is made once per communicator (Collective, as are its calls and `close`) and keeps its working memory
     between calls. Subclasses are final, one per module; the module's name is the algorithm's.
@@ -34,7 +35,7 @@ class AllReduce(abc.ABC):
         self.comm = comm
 
     def __call__(self, tensor: Tensor) -> None:
-        """Collective. Replaces `tensor` by its sum over all ranks.
+        """Collective. Replace `tensor` by its sum over all ranks.
 
         Args:
             tensor: flat and contiguous, same length and dtype on all ranks; any float, complex or integer type.
@@ -57,41 +58,70 @@ class AllReduce(abc.ABC):
 
     @abc.abstractmethod
     def _sum(self, tensor: Tensor) -> None:
-        """Collective. The algorithm: 2 ranks or more, 1 element or more, a dtype that torch adds."""
+        """Collective. Replace `tensor` by its sum over all ranks: the algorithm itself.
+
+        Args:
+            tensor: flat and contiguous, of at least 1 element and a dtype that torch adds, on the host unless the
+                communicator is device-aware; there are at least 2 ranks. Overwritten.
+        """
 
     def close(self) -> None:
-        """Collective. Releases what the object holds; it must not be called afterwards."""
+        """Collective. Release memory, windows and communicators; the object must not be called afterwards."""
 
 
 class Algorithm(AllReduce):
-    """An all-reduce of known cost. `ranks_per_node` matters only to algorithms that tell nodes apart."""
+    """An all-reduce of known cost. `ranks_per_node` matters only to algorithms that distinguish nodes."""
+
+    def __init__(self, comm: Communicator):
+        super().__init__(comm)
+        if comm.timeline is not None:
+            name = f"all-reduce by {type(self).__module__.rpartition('.')[2]}"
+            self._sum = comm.timeline.noted(name, "collective", self._sum)  # type: ignore[method-assign]
 
     @staticmethod
     def suits(comm: Communicator) -> bool:
-        """Whether the algorithm can run on these ranks, and has a point there. The same on all of them."""
+        """Tell whether the algorithm can run on these ranks, and may be the fastest; the same on all of them."""
         return True
 
     @staticmethod
     @abc.abstractmethod
     def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:
-        """Bytes and messages that the busiest rank sends for `n_bytes`, exact where `size` divides the length."""
+        """Count the bytes and messages that the busiest rank sends, exactly where `size` divides the length.
+
+        Args:
+            n_bytes: of the tensor.
+            size: number of ranks.
+            ranks_per_node: the fewest ranks on any node.
+
+        Returns:
+            Bytes and messages.
+        """
 
     @staticmethod
     @abc.abstractmethod
     def cost_s(
         n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
     ) -> float:
-        """Seconds if a message of b bytes takes latency_s + b * byte_s, and adding it b * reduce_s."""
+        """Predict the seconds of a call, where a message of b bytes takes latency_s + b * byte_s.
+
+        Args:
+            n_bytes: of the tensor.
+            size: number of ranks.
+            latency_s: seconds of a message without content.
+            byte_s: seconds per byte sent.
+            reduce_s: seconds per byte added.
+            ranks_per_node: the fewest ranks on any node.
+        """
 
 
 class Scratch:
-    """Working memory of one algorithm: kept between calls, grown on demand."""
+    """Working memory of one algorithm, kept between calls and grown on demand."""
 
     def __init__(self):
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def like(self, tensor: Tensor, count: int) -> Tensor:
-        """`count` elements of arbitrary content, of `tensor`'s dtype and device, valid until the next call."""
+        """Return `count` elements of arbitrary content, of `tensor`'s dtype and device, valid until the next call."""
         n_bytes = count * tensor.itemsize
         if self._memory.numel() < n_bytes or self._memory.device != tensor.device:
             self._memory = torch.empty(n_bytes, dtype=torch.uint8, device=tensor.device)
@@ -101,11 +131,15 @@ class Scratch:
 def sum_in_rank_order(
     own: Tensor, rank: int, size: int, read: Callable[[int], Tensor], partial: Callable[[], Tensor]
 ) -> None:
-    """Replaces `own`, rank's addend, by x_0 + x_1 + ... + x_(size - 1), added in this order.
+    """Replace `own`, this rank's addend, by x_0 + x_1 + ... + x_(size - 1), added in this order.
 
-    `read(peer)` is the addend of another rank, valid until the next call. `partial()` is memory for the sum so far,
-    asked for where `own` can't take it yet; it may be where `read(0)` is. The result is bitwise that of a loop over
-    the ranks.
+    The result is bitwise that of a loop over the ranks.
+
+    Args:
+        own: overwritten by the sum.
+        read: returns the addend of another rank, valid until the next call.
+        partial: returns memory for the sum so far, while `own` is still needed as an addend; it may be that of
+            `read(0)`.
     """
     total = own if rank == 0 else read(0)
     for peer in range(1, size):
@@ -114,16 +148,16 @@ def sum_in_rank_order(
 
 
 def bounds(count: int, parts: int) -> list[int]:
-    """Where to cut `count` elements into `parts` runs that differ by at most one: parts + 1 ascending offsets."""
+    """Cut `count` elements into `parts` runs that differ by at most one; return parts + 1 ascending offsets."""
     return [count * part // parts for part in range(parts + 1)]
 
 
 def chunks(tensor: Tensor, parts: int) -> Sequence[Tensor]:
-    """`tensor` cut into `parts` consecutive views that differ by at most one element in length."""
+    """Cut `tensor` into `parts` consecutive views that differ by at most one element in length."""
     cuts = bounds(tensor.numel(), parts)
-    return [tensor[start:end] for start, end in zip(cuts, cuts[1:])]
+    return [tensor[start:end] for start, end in itertools.pairwise(cuts)]
 
 
 def segment_count(n_bytes: int, segment_bytes: int) -> int:
-    """Into how many segments of at most `segment_bytes` a run of `n_bytes` is cut: at least 1."""
+    """Count the segments of at most `segment_bytes` into which `n_bytes` are cut: at least 1."""
     return max(1, -(-n_bytes // segment_bytes))

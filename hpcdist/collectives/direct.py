@@ -15,9 +15,10 @@ SEGMENT_BYTES = 1 << 20  # what a rank adds up at a time stays in its second-lev
 
 @final
 class Direct(Algorithm):
-    """Rank r reads slice r of every other rank's tensor, adds, and writes the sum into every other rank's tensor.
+    """Read, sum and write one slice of the tensor per rank, directly in the other ranks' memory.
 
-    Slice r is read and written by rank r alone, so no rank waits before the end: one exchange of addresses, one
+    Rank r reads slice r of every other rank's tensor, adds, and writes the sum into every other rank's tensor. Slice
+    r is read and written by rank r alone, so no rank waits before the end: one exchange of addresses, one
     barrier. Bytes written into other ranks' memory, per rank: n(p-1)/p; read from it: the same. The sum is taken in
     rank order: bitwise that of a loop over the ranks.
 
@@ -75,6 +76,6 @@ class Direct(Algorithm):
     def cost_s(
         n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
     ) -> float:
-        """A get is a request and an answer, a put is answered too."""
+        """Predict the seconds of a call; a get is a request and a reply, and a put is acknowledged."""
         peers, slice_bytes = size - 1, n_bytes / size
         return peers * (2 * (2 * latency_s + slice_bytes * byte_s) + slice_bytes * reduce_s)

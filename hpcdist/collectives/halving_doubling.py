@@ -7,13 +7,13 @@ from typing import final
 from torch import Tensor
 
 from hpcdist.collectives.base import TAG, Algorithm, Scratch, bounds
-from hpcdist.collectives.folding import Folding, core_steps
+from hpcdist.collectives.parts.folding import Folding, core_steps
 from hpcdist.comm.communicator import Communicator
 
 
 @final
 class HalvingDoubling(Algorithm):
-    """Reduce-scatter by recursive halving, then all-gather by recursive doubling.
+    """A reduce-scatter by recursive halving, then an all-gather by recursive doubling.
 
     Partners p/2 apart exchange halves of the vector and add, then partners p/4 apart exchange quarters, and so on,
     until each rank holds one block of the sum; the same way back gathers the blocks. Steps: 2 lg p. Bytes sent per
@@ -42,7 +42,7 @@ class HalvingDoubling(Algorithm):
         core.unfold(tensor)
 
     def _halves(self, tensor: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """For each halving: the partner, the half that this rank goes on with, and the one it leaves to the partner."""
+        """List for each halving the partner, the half that this rank keeps, and the half that it gives away."""
         core = self._core
         cuts = bounds(tensor.numel(), core.size)
         low, high, steps = 0, core.size, []
@@ -59,7 +59,7 @@ class HalvingDoubling(Algorithm):
         return steps
 
     def _exchange(self, send: Tensor, recv: Tensor, partner: int) -> None:
-        """Sends and receives; unlike `sendrecv`, the two may differ in length (an odd number of elements halved)."""
+        """Send and receive; unlike `sendrecv`, the two may differ in length (an odd number of elements halved)."""
         arriving = self.comm.irecv(recv, partner, TAG)
         leaving = self.comm.isend(send, partner, TAG)
         arriving.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import final
 
@@ -20,7 +21,7 @@ SHORT_BYTES = 1 << 15  # across nodes: up to here the number of steps matters mo
 
 @final
 class Hierarchical(Algorithm):
-    """Reduce-scatter in the node, all-reduce of each slice across the nodes, all-gather in the node.
+    """A reduce-scatter in the node, an all-reduce of each slice across the nodes, an all-gather in the node.
 
     The first g ranks of each node own a slice each, g being the fewest ranks on any node. The tensor passes through a
     shared-memory window in segments, in three slots in turn: while segment i is collected from one slot, the next is
@@ -70,12 +71,12 @@ class Hierarchical(Algorithm):
         self._window.local[start : start + segment.nbytes].copy_(segment.view(torch.uint8))
 
     def _slices(self, segment: Tensor) -> list[tuple[int, Tensor]]:
-        """Where each owner's slice of a segment starts in a slot, in bytes, and the slice."""
+        """List the owners' slices of a segment, each with its offset in a slot, in bytes."""
         cuts = bounds(segment.numel(), self._owners)
-        return [(start * segment.itemsize, segment[start:end]) for start, end in zip(cuts, cuts[1:])]
+        return [(start * segment.itemsize, segment[start:end]) for start, end in itertools.pairwise(cuts)]
 
     def _reduce(self, segment: Tensor, turn: int) -> None:
-        """Sums this owner's slice over the node, then over the nodes, and leaves it in the owner's slot."""
+        """Sum this owner's slice over the node, then over the nodes, and leave it in the owner's slot."""
         node = self._node
         offset, own = self._slices(segment)[node.rank]
         start = self._slot(turn) + offset
@@ -116,7 +117,7 @@ class Hierarchical(Algorithm):
     def cost_s(
         n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
     ) -> float:
-        """Inside the node at the network's latency and bandwidth: an upper bound where shared memory is faster."""
+        """Predict the seconds of a call, inside nodes too at the network's latency and bandwidth: an upper bound."""
         n_nodes, slice_bytes = size // ranks_per_node, n_bytes / ranks_per_node
         across = RecursiveDoubling if slice_bytes <= SHORT_BYTES else Ring
         inside_s = (ranks_per_node - 1) * (2 * (2 * latency_s + slice_bytes * byte_s) + slice_bytes * reduce_s)

@@ -18,8 +18,8 @@ SATURATED = {torch.int8, torch.uint8, torch.int16}
 class Native(Algorithm):
     """MPI's own all-reduce on real ranks; on virtual ones a ring whose sum is taken in rank order.
 
-    Steps and bytes are the library's choice and it does not tell them; counted are those of a ring, the least for
-    long tensors: 2n(p-1)/p.
+    Steps and bytes are the library's choice and not known; the traffic counted is that of a ring, the least for long
+    tensors: 2n(p-1)/p.
 
     Reference: Message Passing Interface Forum, "MPI: A message-passing interface standard, version 4.1", 2023
     (MPI_Allreduce).

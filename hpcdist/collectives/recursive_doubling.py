@@ -1,4 +1,4 @@
-"""Recursive doubling: fewest steps, whole vectors; for short tensors."""
+"""Recursive doubling: the fewest steps, whole vectors; for short tensors."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives.base import TAG, Algorithm, Scratch
-from hpcdist.collectives.folding import Folding, core_steps
+from hpcdist.collectives.parts.folding import Folding, core_steps
 from hpcdist.comm.communicator import Communicator
 
 
 @final
 class RecursiveDoubling(Algorithm):
-    """In step k, ranks 2^k apart exchange their whole vectors and both add them up.
+    """Exchange whole vectors between ranks 2^k apart in step k, and add them on both.
 
     Steps: lg p. Bytes sent per rank: n lg p. Where p is no power of two, folding the extra ranks costs two more steps
     and n more bytes.

@@ -15,7 +15,7 @@ AHEAD = 2  # segments under way: the latency of one is hidden by the transfer of
 
 @final
 class Ring(Algorithm):
-    """Reduce-scatter round the ring, then all-gather round the ring.
+    """A reduce-scatter round the ring, then an all-gather round the ring.
 
     Steps: 2(p-1), each sending one of p chunks to the right and receiving one from the left. Bytes sent per rank:
     2n(p-1)/p. Chunks longer than SEGMENT_BYTES travel in segments: while one is added the next is on its way, and
@@ -33,15 +33,15 @@ class Ring(Algorithm):
         self.allgather(tensor)
 
     def reduce_scatter(self, tensor: Tensor) -> None:
-        """Collective. Afterwards chunk r of `tensor` on rank r holds the sum; the other chunks hold partial sums."""
+        """Collective. Sum chunk r of `tensor` on rank r; the other chunks hold partial sums afterwards."""
         self._pass_round(tensor, first=self.comm.rank - 1, add=True)
 
     def allgather(self, tensor: Tensor) -> None:
-        """Collective. Copies chunk r of `tensor` from rank r to all others."""
+        """Collective. Copy chunk r of `tensor` from rank r to all others."""
         self._pass_round(tensor, first=self.comm.rank, add=False)
 
     def _pass_round(self, tensor: Tensor, first: int, add: bool) -> None:
-        """Sends chunk `first` to the right and passes on what comes from the left, size - 1 times."""
+        """Send chunk `first` to the right and pass on the chunks that come from the left, size - 1 times."""
         comm, size = self.comm, self.comm.size
         right, left = (comm.rank + 1) % size, (comm.rank - 1) % size
         parts = chunks(tensor, size)
@@ -67,7 +67,7 @@ class Ring(Algorithm):
             send.wait()
 
     def _landing(self, tensor: Tensor, arriving: list[Tensor], longest: int) -> list[Tensor]:
-        """Where the segments to be added land: buffers in turn, one being added while the others fill."""
+        """List the buffers that the segments to be added arrive in: one is added while the others fill."""
         inbox = self._inbox.like(tensor, AHEAD * longest)
         return [inbox[i % AHEAD * longest :][: segment.numel()] for i, segment in enumerate(arriving)]
 

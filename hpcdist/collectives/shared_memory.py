@@ -1,4 +1,4 @@
-"""Shared-memory all-reduce inside one node: each rank shows its tensor to all, and adds up what the others show."""
+"""Shared-memory all-reduce inside one node: each rank publishes its tensor in a window, and adds up the others'."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_RANKS = 8  # with more, reading everything never pays, and the windows fill
 
 @final
 class SharedMemory(Algorithm):
-    """Each rank copies its tensor into a window, and after a barrier adds up the copies of all ranks where they lie.
+    """Copy each rank's tensor into a window of shared memory, and add up the windows of all ranks after a barrier.
 
     One barrier and n(p-1) bytes read, where others wait for each other more often to read less: the fastest of all
     for few ranks and medium lengths. Nothing is sent. Longer tensors pass in segments, in two slots in turn: a rank
@@ -67,5 +67,5 @@ class SharedMemory(Algorithm):
     def cost_s(
         n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
     ) -> float:
-        """As if the copies were fetched, each by a request and an answer: an upper bound where memory is faster."""
+        """Predict the seconds of a call as if copies were fetched, each by a request and a reply: an upper bound."""
         return (size - 1).bit_length() * latency_s + (size - 1) * (2 * latency_s + n_bytes * (byte_s + reduce_s))

@@ -12,7 +12,7 @@ from hpcdist.comm.communicator import Communicator
 
 @final
 class Tree(Algorithm):
-    """Sums flow up a binomial tree to rank 0, the result flows down it.
+    """A reduction up a binomial tree to rank 0, then a broadcast down it.
 
     Steps: 2⌈lg p⌉. Bytes sent by the busiest rank (the root): n⌈lg p⌉; over all ranks: 2n(p-1), the fewest of all
     algorithms that send whole vectors.

@@ -9,11 +9,13 @@ import secrets
 import warnings
 from pathlib import Path
 
-FOLDER = Path("~/.cache/hpcdist")
+import platformdirs
+
+FOLDER = platformdirs.user_cache_path("hpcdist", appauthor=False)  # in XDG_CACHE_HOME, or ~/.cache
 
 
 def cache_file(kind: str, *depends_on: object, folder: Path | None = None) -> Path:
-    """Where a measurement is kept that depends on this machine and on what else is named."""
+    """Name the file of a measurement that depends on this machine and on the values of `depends_on`."""
     key = repr((_processor(), os.cpu_count(), *depends_on))
     return (folder or FOLDER).expanduser() / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
@@ -28,7 +30,7 @@ def _processor() -> str:
 
 
 def keep(path: Path, text: str, what: str = "a measurement") -> None:
-    """Writes a measurement, whole or not at all, whoever else writes it at the same time; warns where that fails."""
+    """Write a measurement, whole or not at all, also where others write it at the same time; warn where that fails."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What the launcher said about the ranks, to hold against what MPI found.
+"""The ranks according to the launcher, to compare with MPI's world.
 
 The wrong launcher (another MPI's mpirun, or srun with the wrong PMI) starts N processes that each see a world of
 size 1, without any error; each then trains alone.
@@ -7,13 +7,14 @@ size 1, without any error; each then trains alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from hpcdist.errors import WorldError
 
 
 class Task(NamedTuple):
-    """Which rank its launcher says that a process is."""
+    """The rank that a process is, according to its launcher."""
 
     rank: int
     size: int
@@ -22,7 +23,7 @@ class Task(NamedTuple):
 
 
 class Variables(NamedTuple):
-    """Where a launcher says it."""
+    """The environment variables in which a launcher passes a rank's place."""
 
     launcher: str
     rank: str
@@ -46,12 +47,12 @@ LAUNCHERS = (
 LAUNCHED = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_JOB", "HYDRA_")
 
 # In Open MPI's MPI_Finalize ranks wait for each other through the launcher, often for ever where one has died. Without
-# that they need to have met before (`comm/mpi.py` sees to it).
+# that they need to have met before (`comm/mpi/communicator.py` sees to it).
 FINALIZE_ALONE = {"OMPI_MCA_async_mpi_finalize": "1"}
 
 
 def declared_size(environ: Mapping[str, str]) -> tuple[int, str] | None:
-    """The number of ranks that the launcher started and the launcher's name; None if there was no launcher."""
+    """Read the number of ranks that the launcher started and the launcher's name; None if there was no launcher."""
     whole = sorted(LAUNCHERS, key=lambda variables: not all(name in environ for name in variables[1:]))
     for variables in whole:  # those that say all before those that may be another's
         if environ.get(variables.size, "").isdigit():
@@ -60,7 +61,7 @@ def declared_size(environ: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def task(environ: Mapping[str, str]) -> Task | None:
-    """This process's place among the ranks, according to its launcher; None without a launcher.
+    """Read this process's place among the ranks, according to its launcher; None without a launcher.
 
     Raises:
         WorldError: the launcher contradicts itself.
@@ -80,8 +81,15 @@ def task(environ: Mapping[str, str]) -> Task | None:
     return Task(rank, size, local_rank, variables.launcher)
 
 
+def undisputed_task(environ: Mapping[str, str]) -> Task | None:
+    """Read this process's place among the ranks, as `task`; None also where the launcher contradicts itself."""
+    with suppress(WorldError):
+        return task(environ)
+    return None
+
+
 def number(environ: Mapping[str, str], name: str) -> int:
-    """A variable that is set. Raises WorldError where it is no number."""
+    """Read a variable that is set as an integer; raise WorldError where it is none."""
     if not environ[name].isdigit():
         raise WorldError(
             f"{name} must be a number; got {environ[name]!r}. It is the launcher's: start ranks with mpirun or srun."
@@ -90,12 +98,12 @@ def number(environ: Mapping[str, str], name: str) -> int:
 
 
 def unlaunched(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a new job: with what a launcher left there it would take itself for a part of that one."""
+    """Copy an environment without a launcher's variables, so that a new job does not take itself for a part of this."""
     return {name: value for name, value in environ.items() if not name.startswith(LAUNCHED)}
 
 
 def check_world(size: int, library: str, environ: Mapping[str, str]) -> None:
-    """Raises WorldError if MPI's world has another size than the launcher declared."""
+    """Check that MPI's world has the size that the launcher declared; raise WorldError otherwise."""
     declared = declared_size(environ)
     if declared is None or declared[0] == size:
         return
@@ -109,5 +117,5 @@ def check_world(size: int, library: str, environ: Mapping[str, str]) -> None:
 
 
 def tolerates_deaths(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher keeps the job going when a rank dies, and MPI tells the others: mpirun --with-ft ulfm."""
+    """Tell whether launcher and MPI let the other ranks go on when one dies: mpirun --with-ft ulfm."""
     return environ.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true")

@@ -24,7 +24,7 @@ _WORDS = 4
 
 
 class Publication:
-    """Collective. Tensors that some ranks publish and all may read.
+    """Collective. Tensors that some ranks publish, and all ranks can read whole.
 
     Args:
         like: the tensors of one publication, flat; only lengths and dtypes are used, which agree on all ranks.
@@ -39,7 +39,7 @@ class Publication:
         self.retries = 0  # reads that a writer overtook
 
     def publish(self, tensors: Sequence[Tensor], clock: int) -> None:
-        """Makes `tensors` and `clock` what others read from now on. One local copy; never waits."""
+        """Publish `tensors` and `clock`, for others to read from now on. One local copy; never waits."""
         self._count += 1
         half, rank = self._count % 2, self._comm.rank
         self._words.put(torch.tensor([self._count]), rank, _BEGUN)
@@ -49,7 +49,7 @@ class Publication:
         self._words.put(torch.tensor([self._count]), rank, _DONE)
 
     def read(self, out: Sequence[Tensor], rank: int) -> int:
-        """Copies `rank`'s last publication into `out` (overwritten), whole; returns its clock.
+        """Copy `rank`'s last publication into `out` (overwritten), whole; return its clock.
 
         Raises DeadlineError if writers overtake every attempt until the communicator's deadline.
         """
@@ -71,7 +71,7 @@ class Publication:
                 )
 
     def read_torn(self, out: Sequence[Tensor], rank: int) -> int:
-        """Copies the last publication without a check: elements of later ones may be among them.
+        """Copy the last publication without a check: elements of later ones may be among them.
 
         Returns the number of the publication (1 for the first) that was the last when the copy began; 0 if none was.
         """
@@ -86,6 +86,6 @@ class Publication:
         return int(word)
 
     def close(self) -> None:
-        """Collective."""
+        """Collective. Release the windows."""
         for window in (*self._copies, self._words):
             window.close()

@@ -15,7 +15,7 @@ SHORTEST_S, LONGEST_S = 20e-6, 1e-3
 def wait_until(
     ready: Callable[[], bool], deadline_s: float, describe: Callable[[], str], longest_s: float = LONGEST_S
 ) -> float:
-    """Returns once `ready()` holds; the seconds waited. Raises DeadlineError, saying `describe()`, past the deadline.
+    """Wait until `ready()` is true; return the seconds waited. Past the deadline raise DeadlineError with `describe()`.
 
     Yields its core over and over for a moment, then sleeps a little longer each time, up to `longest_s`: with a
     millisecond, a rank that waits for long uses about a fiftieth of a core. Sleeping also answers sooner than spinning

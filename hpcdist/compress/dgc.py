@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from typing import final
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.compress.largest import Largest
+from hpcdist.compress.coding.largest import Largest
+from hpcdist.compress.coding.magnitude import mean
 
 _FIRST_RATIO = 0.25  # of the warm-up, as in the paper
 
 
 @final
 class Dgc(Largest):
-    """Momentum before compression: u ← m·u + g, v ← v + u; the largest elements of v are sent.
+    """Accumulate velocities and send the largest of their sums: u ← m·u + g, v ← v + u, top-k of v.
 
-    Where elements are sent both v, but for what rounding took, and u become 0 (momentum factor masking), so that late
-    gradients don't push on. The momentum is here: use a local optimiser without any, such as plain SGD. While
-    `warmup_steps` lasts gradients are sent as they are, without momentum.
+    With `nesterov` v ← v + g + m·u. Where elements are sent both v, but for what rounding took, and u become 0
+    (momentum factor masking), so that late gradients don't push on; `masking = false` keeps u. The momentum is here:
+    use a local optimiser without any, such as plain SGD.
 
-    Bytes: 4 + k(v + H/8), as in top-k; in the first `ramp_steps` steps k falls exponentially from a quarter of the
-    elements. Memory: one tensor more than top-k. Error: that of top-k for v; Σ messages + v = Σ u.
+    Where all is sent uncompressed, as in the first `warmup_steps`, no gradient is late and u stays: these are steps of
+    SGD with momentum, whose place compressed ones take (equation 1 of the paper).
+
+    Bytes: 4 + k(v + H/8), as in top-k; in the first `ramp_steps` compressed steps k falls exponentially from a quarter
+    of the elements. Memory: one tensor more than top-k. Error: that of top-k for v; Σ messages + v = Σ u.
 
     Reference: Yujun Lin, Song Han, Huizi Mao, Yu Wang, William Dally, "Deep gradient compression: reducing the
-    communication bandwidth for distributed training", 2018, algorithm 4 and section 3.
+    communication bandwidth for distributed training", 2018, algorithm 4 and section 3; Nesterov's form is the authors'
+    code's.
     """
 
     class Config(Largest.Config):
@@ -33,9 +39,14 @@ class Dgc(Largest):
 
         ratio: float = Field(0.001, gt=0, le=1, description="part of the elements to send")
         momentum: float = Field(0.9, ge=0, lt=1, description="what velocities keep from step to step")
+        nesterov: bool = Field(False, description="Nesterov's momentum: velocities are added one step ahead")
+        masking: bool = Field(True, description="stop velocities where elements are sent (momentum factor masking)")
         ramp_steps: int = Field(0, ge=0, description="steps in which the ratio falls from 0.25, or stays if larger")
         clip_norm: float | None = Field(
-            None, gt=0, description="largest norm of a rank's gradient, the paper's is 1/√p of the whole's; none: any"
+            None,
+            gt=0,
+            description="largest norm of a rank's gradient, or of a server's shard of it; the paper's is 1/√p of the "
+            "whole's; none: any",
         )
 
     def __init__(self, config: Config, count, spans=()):
@@ -44,17 +55,24 @@ class Dgc(Largest):
         self._steps = 0
 
     def accumulate(self, residual: Tensor, tensor: Tensor) -> None:
-        velocity = self._velocity_like(residual).mul_(self.config.momentum)
-        scale = 1.0
-        if self.config.clip_norm is not None:
-            norm = torch.linalg.vector_norm(tensor, dtype=residual.dtype).item()
-            scale = min(1.0, self.config.clip_norm / norm) if norm else 1.0
-        velocity.add_(tensor, alpha=scale)
-        residual.add_(velocity)
+        momentum, scale = self.config.momentum, self._scale(tensor)
+        velocity = self._velocity_like(residual).mul_(momentum).add_(tensor, alpha=scale)
+        if self.config.nesterov:
+            residual.add_(tensor, alpha=scale).add_(velocity, alpha=momentum)
+        else:
+            residual.add_(velocity)
+
+    def _scale(self, gradient: Tensor) -> float:
+        """Return the factor by which a gradient is clipped."""
+        if self.config.clip_norm is None:
+            return 1.0
+        size = mean(gradient, 2)  # the norm itself might not be finite
+        return min(1.0, self.config.clip_norm / size / math.sqrt(gradient.numel())) if size else 1.0
 
     def take(self, tensor: Tensor) -> Tensor:
-        message, found = self._take(tensor.numpy(), self._ratio())
-        self._velocity_like(tensor).numpy()[found] = 0
+        message, indices = self._take(tensor.numpy(), self._ratio())
+        if self.config.masking:
+            self._velocity_like(tensor).numpy()[indices] = 0
         self._steps += 1
         return message
 

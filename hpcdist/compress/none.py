@@ -12,7 +12,7 @@ from hpcdist.compress.base import Compressor
 
 @final
 class Uncompressed(Compressor):
-    """Sends every element, and nothing is left. Bytes for n elements: 4n, or 8n in float64. Error: 0.
+    """Send every element as it is. Bytes for n elements: 4n, or 8n in float64. Error: 0.
 
     Reference: IEEE, "Standard for floating-point arithmetic", 754-2019, for float32 and float64.
     """

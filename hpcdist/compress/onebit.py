@@ -11,13 +11,14 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.compress.base import Compressor
-from hpcdist.compress.chunks import CHUNK, chunks
+from hpcdist.compress.coding.pieces import CHUNK, chunks
 
+_MOST = float(np.finfo(np.float32).max)
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # of each byte, as numbers
 
 
 class _Part(NamedTuple):
-    """A parameter as a matrix: its elements, and where its means and its bits lie in a message."""
+    """A parameter as a matrix: its elements, and the positions of its means and its bits in a message."""
 
     elements: slice
     rows: int
@@ -26,16 +27,16 @@ class _Part(NamedTuple):
     bits: slice
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
-        """Rows and elements of pieces that fill whole bytes."""
+        """Cut the matrix into pieces that fill whole bytes; yield the rows and the elements of each."""
         if self.rows == 1:
-            return ((slice(0, 1), found) for found in chunks(self.columns))
-        rows = chunks(self.rows, max(8, CHUNK // self.columns // 8 * 8))
-        return ((found, slice(found.start * self.columns, found.stop * self.columns)) for found in rows)
+            return ((slice(0, 1), elements) for elements in chunks(self.columns))
+        pieces = chunks(self.rows, max(8, CHUNK // self.columns // 8 * 8))
+        return ((rows, slice(rows.start * self.columns, rows.stop * self.columns)) for rows in pieces)
 
 
 @final
 class OneBit(Compressor):
-    """Sends a bit per element, whether it is positive; it stands for the mean of those that are, or of the others.
+    """Send a bit per element, set where it is positive, and two means: of the positive elements, and of the others.
 
     Bytes for n elements: n/8, and 8 for each parameter, or for each row of its matrix: of an output's weights, which
     are a column in the paper. Error: ‖x‖² − (‖x₊‖₁²/n₊ + ‖x₋‖₁²/n₋) for n₊ positive and n₋ other elements, which is the
@@ -78,33 +79,58 @@ class OneBit(Compressor):
             self._add(part, out.numpy()[part.elements], means[:, part.means], bits[part.bits], weight)
 
     def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Views: the means, of shape (2, means), those of the positive elements second; and the bits."""
+        """Return views of a message: the means, of shape (2, means), the positive elements' second; and the bits."""
         head = 8 * self._means
         return message[:head].view(np.float32).reshape(2, -1), message[head:]
 
     @staticmethod
     def _code(part: _Part, values: np.ndarray, bits: np.ndarray) -> np.ndarray:
-        """Writes the bits; returns the means. Sums are of one sign only, so that none is lost beside the other."""
-        sums, number = np.zeros((2, part.rows)), np.zeros(part.rows)
-        for rows, found in part.blocks():
-            block = values[found].reshape(rows.stop - rows.start, -1)
-            positive = block > 0
-            bits[found.start // 8 : -(-found.stop // 8)] = np.packbits(positive)
-            number[rows] += np.count_nonzero(positive, axis=1)
-            kept = np.maximum(block, 0)
-            sums[1, rows] += kept.sum(axis=1)
-            sums[0, rows] += np.subtract(block, kept, out=kept).sum(axis=1)
-        return sums / np.maximum([part.columns - number, number], 1)
+        """Write the bits of one parameter; return its two means per row, shape (2, rows)."""
+        with np.errstate(over="ignore"):
+            sums, number = _sums(part, values, bits, 1.0)
+            scale = 1.0 if np.isfinite(sums).all() else 1.0 / part.columns
+            if scale != 1.0:
+                sums, _ = _sums(part, values, bits, scale)
+            means = sums / np.maximum([part.columns - number, number], 1) / scale
+        return np.clip(means, -_MOST, _MOST)
 
     @staticmethod
     def _add(part: _Part, out: np.ndarray, means: np.ndarray, bits: np.ndarray, weight: float) -> None:
-        low, high = weight * means.astype(out.dtype)[..., None]
+        low, high = weight * means.astype(out.dtype)
+        with np.errstate(over="ignore"):
+            apart = np.isfinite(high - low).all()
         table = _BITS.astype(out.dtype)
-        for rows, found in part.blocks():
-            packed = bits[found.start // 8 : -(-found.stop // 8)]
-            values = np.empty((len(packed), 8), out.dtype)
-            np.take(table, packed, axis=0, out=values, mode="clip")  # "raise" would go through a buffer
-            values = values.reshape(-1)[: found.stop - found.start].reshape(rows.stop - rows.start, -1)
-            values *= high[rows] - low[rows]
-            values += low[rows]
-            out[found] += values.reshape(-1)
+        for rows, elements in part.blocks():
+            packed, columns = bits[elements.start // 8 : -(-elements.stop // 8)], (rows.stop - rows.start, -1)
+            below, above = low[rows, None], high[rows, None]
+            if apart:
+                values = np.empty((len(packed), 8), out.dtype)
+                np.take(table, packed, axis=0, out=values, mode="clip")  # "raise" would go through a buffer
+                values = values.reshape(-1)[: elements.stop - elements.start].reshape(columns)
+                values *= above - below
+                values += below
+            else:  # the means are so far apart that their difference overflows
+                positive = np.unpackbits(packed, count=elements.stop - elements.start).reshape(columns)
+                values = np.where(positive, above, below)
+            out[elements] += values.reshape(-1)
+
+
+def _sums(part: _Part, values: np.ndarray, bits: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+    """Write the bits of one parameter; sum its elements by row, and count the positive ones.
+
+    Returns:
+        The sums, shape (2, rows): first of the elements that are not positive, then of the positive ones, each
+        times `scale`; apart, so that the smaller is not lost beside the larger. And the counts, shape (rows,).
+    """
+    sums, number = np.zeros((2, part.rows)), np.zeros(part.rows)
+    for rows, elements in part.blocks():
+        block = values[elements].reshape(rows.stop - rows.start, -1)
+        positive = block > 0
+        bits[elements.start // 8 : -(-elements.stop // 8)] = np.packbits(positive)
+        number[rows] += np.count_nonzero(positive, axis=1)
+        if scale != 1.0:
+            block = block * block.dtype.type(scale)
+        kept = np.maximum(block, 0)
+        sums[1, rows] += kept.sum(axis=1)
+        sums[0, rows] += np.subtract(block, kept, out=kept).sum(axis=1)
+    return sums, number

@@ -12,11 +12,11 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.compress.base import Linear
-from hpcdist.compress.chunks import CHUNK, chunks
+from hpcdist.compress.coding.pieces import CHUNK, chunks
 
 
 class _Matrix(NamedTuple):
-    """Where a matrix lies in the tensor, and its factors P and Q in what is sent first and second."""
+    """The position of a matrix in the tensor, and those of its factors P and Q in the first and the second message."""
 
     elements: slice
     rows: int
@@ -27,7 +27,7 @@ class _Matrix(NamedTuple):
 
 @final
 class PowerSgd(Linear):
-    """Sends P̂ = orthogonalised MQ and then MᵀP̂ for each matrix M, whose Q is the MᵀP̂ of the step before.
+    """Send two thin factors of each matrix M: P̂ = orthogonalised MQ, then MᵀP̂, the Q of the next step.
 
     A parameter of several dimensions is a matrix of its first one against the rest. Vectors, and matrices for which it
     takes no fewer elements, are sent whole. In an all-reduce P and Q are summed over the ranks, so that P̂ is that of
@@ -35,7 +35,8 @@ class PowerSgd(Linear):
 
     Bytes in float32: 4r(rows + columns) for each matrix, 4n for n elements sent whole. Error: none where the summed
     matrix has a rank of at most r; otherwise at least that of its best approximation of rank r, which it comes near
-    where matrices change slowly from step to step, and always less than M, being a projection.
+    where matrices change slowly from step to step, and always less than M, being a projection. Elements whose products
+    might overflow, beyond 8.5e37/(ranks · max(rows, columns)) in float32, are cut there, and the rest waits.
 
     Reference: Thijs Vogels, Sai Praneeth Karimireddy, Martin Jaggi, "PowerSGD: practical low-rank gradient compression
     for distributed optimization", 2019; algorithm 1.
@@ -68,7 +69,7 @@ class PowerSgd(Linear):
         self._start = torch.from_numpy(start - 0.5)
 
     def take(self, tensor: Tensor) -> Tensor:
-        return torch.cat(self._factors(tensor, lambda flat: None)).view(torch.uint8)
+        return torch.cat(self._factors(tensor, 1, lambda flat: None)).view(torch.uint8)
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         dtype = np.float32 if len(message) == 4 * (self._first + self._second) else np.float64
@@ -76,15 +77,16 @@ class PowerSgd(Linear):
         self._expand(*factors.split([self._first, self._second]), out, weight)
 
     def reduce(self, tensor: Tensor, out: Tensor, ranks: int, allreduce: Callable[[Tensor], None]) -> None:
-        self._expand(*self._factors(tensor, allreduce), out.zero_(), 1.0)
+        self._expand(*self._factors(tensor, ranks, allreduce), out.zero_(), 1.0)
 
-    def _factors(self, tensor: Tensor, allreduce: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
-        """Collective. What is sent first, orthogonalised, and second, both summed; leaves the error in `tensor`."""
+    def _factors(self, tensor: Tensor, ranks: int, allreduce: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
+        """Collective. Compute the factors P̂ and Q of all matrices, summed; leave the error in `tensor`."""
         start = self._start.to(tensor.dtype)
         first, second = tensor.new_empty(self._first), tensor.new_empty(self._second)
         for elements, place in self._whole:
             first[place] = tensor[elements]
             tensor[elements] = 0
+        excess = [self._cut_off(self._matrix(tensor, m), ranks) for m in self._matrices]
         for m in self._matrices:
             torch.mm(self._thin(start, m.right), self._matrix(tensor, m).T, out=self._thin(first, m.left))
         allreduce(first)
@@ -93,22 +95,37 @@ class PowerSgd(Linear):
             left.copy_(orthogonalised(left))
             torch.mm(left, matrix, out=right)
             matrix.addmm_(left.T, right, alpha=-1)
+        for m, beyond in zip(self._matrices, excess, strict=True):
+            if beyond is not None:
+                most = torch.finfo(tensor.dtype).max
+                self._matrix(tensor, m).add_(beyond).clamp_(-most, most)
         allreduce(second)
         for m in self._matrices:
             most = second[m.right].abs().max()
-            if most > 0:  # a matrix of zeros tells no directions
+            if most > 0:  # a matrix of zeros has no directions
                 self._start[m.right] = second[m.right] / most  # only its directions matter: sizes would run away
         return first, second
 
+    @staticmethod
+    def _cut_off(matrix: Tensor, ranks: int) -> Tensor | None:
+        """Cut a matrix's elements so that no product overflows; return the excess, None where there is none."""
+        most = torch.finfo(matrix.dtype).max / (4 * ranks * max(matrix.shape))
+        if max(abs(value.item()) for value in torch.aminmax(matrix)) <= most:
+            return None
+        cut = matrix.clamp(-most, most)
+        beyond = matrix - cut
+        matrix.copy_(cut)
+        return beyond
+
     def _expand(self, first: Tensor, second: Tensor, out: Tensor, weight: float) -> None:
-        """Adds `weight` times what the factors stand for."""
+        """Add `weight` times the products of the factors to `out`."""
         for elements, place in self._whole:
             out[elements].add_(first[place], alpha=weight)
         for m in self._matrices:
             add_product(self._matrix(out, m), weight * self._thin(first, m.left), self._thin(second, m.right))
 
     def _thin(self, flat: Tensor, place: slice) -> Tensor:
-        """A factor, transposed: rank rows, which is faster than rank columns."""
+        """View a factor, transposed: rank rows, which is faster than rank columns."""
         return flat[place].view(self.config.rank, -1)
 
     @staticmethod
@@ -125,7 +142,7 @@ class PowerSgd(Linear):
 # All ranks must get the same bits from the same sums, whatever their processors: what follows multiplies and adds
 # element by element, and sums in NumPy's own order, where that of a BLAS depends on the processor.
 def orthogonalised(rows: Tensor) -> Tensor:
-    """An orthonormal basis, float64, of what the rows of a matrix span; any others fill it up where they span less.
+    """Compute an orthonormal basis, float64, of a matrix's rows; other directions fill it up if they are dependent.
 
     Gram-Schmidt, done twice for each row: what is left are rounding errors.
 
@@ -154,15 +171,15 @@ def _norm(vector: np.ndarray) -> float:
 
 
 def _reject(vector: np.ndarray, basis: np.ndarray) -> None:
-    """Takes the components along the basis away."""
+    """Subtract the components along the basis."""
     for other in basis:
         vector -= (vector * other).sum() * other
 
 
 def add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds leftᵀ · right to a matrix."""
+    """Add leftᵀ · right to a matrix."""
     matrix, columns, rows = out.numpy(), left.numpy()[..., None], right.numpy()
-    for found in chunks(len(matrix), max(1, CHUNK // matrix.shape[1])):
-        product = np.empty_like(matrix[found])
+    for piece in chunks(len(matrix), max(1, CHUNK // matrix.shape[1])):
+        product = np.empty_like(matrix[piece])
         for column, row in zip(columns, rows, strict=True):
-            matrix[found] += np.multiply(column[found], row, out=product)
+            matrix[piece] += np.multiply(column[piece], row, out=product)

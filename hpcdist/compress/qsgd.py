@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.compress.base import Compressor
-from hpcdist.compress.chunks import CHUNK, chunks
+from hpcdist.compress.coding.pieces import CHUNK, chunks
 
 _RANDOM_BITS = 16
 _LEAST = 1e-30  # norms below are sent as 0: one over them may not be finite
@@ -21,8 +21,7 @@ _MOST = float(np.finfo(np.float32).max)
 
 @final
 class Qsgd(Compressor):
-    """Sends each element as one of 2s + 1 multiples of norm/s, the norm being its bucket's, rounded to either
-    neighbour so that the expectation is the element itself.
+    """Round each element to one of 2s + 1 multiples of its bucket's norm over s, at random and without bias.
 
     Bytes for n elements: n·b/8 with b = ⌈log₂(2s + 1)⌉ bits, and 4 for each bucket; 7 levels fill 4 bits, 3 fill 3,
     1 fills 2. Levels are packed and not entropy-coded: a coder takes some 30 ns for each, packing one.
@@ -45,7 +44,7 @@ class Qsgd(Compressor):
 
         @property
         def bound(self) -> float:
-            """The variance of a bucket at most, over its squared 2-norm."""
+            """Bound the variance of a bucket, over its squared 2-norm."""
             return min(self.bucket / (4 * self.levels**2), math.sqrt(self.bucket) / self.levels)
 
         def check_feedback(self) -> None:
@@ -73,37 +72,37 @@ class Qsgd(Compressor):
         message = np.empty(4 * self._buckets + self._bits * -(-self.count // 8), np.uint8)
         norms, codes = self._open(message)
         work = np.empty((2, self._chunk), values.dtype)
-        for found in chunks(self.count, self._chunk):
-            buckets, packed, size = self._places(found)
-            norms[buckets], levels = self._round(values[found], source, work)
+        for piece in chunks(self.count, self._chunk):
+            buckets, packed, size = self._places(piece)
+            norms[buckets], levels = self._round(values[piece], source, work)
             codes[packed] = _pack(levels.reshape(-1)[:size], self._bits)
-            values[found] -= self._values(levels, norms[buckets], work[0])[: found.stop - found.start]
+            values[piece] -= self._values(levels, norms[buckets], work[0])[: piece.stop - piece.start]
         return torch.from_numpy(message)
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         values = out.numpy()
         norms, codes = self._open(message.numpy())
         work = np.empty(self._chunk, values.dtype)
-        for found in chunks(self.count, self._chunk):
-            buckets, packed, size = self._places(found)
+        for piece in chunks(self.count, self._chunk):
+            buckets, packed, size = self._places(piece)
             levels = np.zeros((buckets.stop - buckets.start, self._bucket), np.uint8)
             _unpack(codes[packed], self._bits, levels.reshape(-1)[:size])
             sent = self._values(levels, weight * norms[buckets].astype(values.dtype), work)
-            values[found] += sent[: found.stop - found.start]
+            values[piece] += sent[: piece.stop - piece.start]
 
     def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Views: the norms, and the packed levels."""
+        """Return views of a message: the norms, and the packed levels."""
         return message[: 4 * self._buckets].view(np.float32), message[4 * self._buckets :]
 
-    def _places(self, found: slice) -> tuple[slice, slice, int]:
-        """Where the norms and the levels of a chunk lie in a message; how many levels, in whole bytes of each bit."""
-        size = -(-(found.stop - found.start) // 8) * 8
-        first = found.start // 8 * self._bits
-        buckets = slice(found.start // self._bucket, -(-found.stop // self._bucket))
+    def _places(self, piece: slice) -> tuple[slice, slice, int]:
+        """Find a piece's norms and packed levels in a message; count its levels, rounded up to a multiple of 8."""
+        size = -(-(piece.stop - piece.start) // 8) * 8
+        first = piece.start // 8 * self._bits
+        buckets = slice(piece.start // self._bucket, -(-piece.stop // self._bucket))
         return buckets, slice(first, first + size // 8 * self._bits), size
 
     def _round(self, values: np.ndarray, source: np.random.SFC64, work: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Norms, and levels counted from the lowest one: shapes (buckets,) and (buckets, bucket).
+        """Round a piece at random; return norms, shape (buckets,), and levels from 0 to 2s, (buckets, bucket).
 
         Args:
             work: two rows of a chunk's length, overwritten.
@@ -125,7 +124,7 @@ class Qsgd(Compressor):
         return norms, scaled.clamp_(0, 2 * most + 0.5).numpy().astype(np.uint8)
 
     def _values(self, levels: np.ndarray, norms: np.ndarray, work: np.ndarray) -> np.ndarray:
-        """What levels stand for, flat; lies in `work`."""
+        """Compute the values of levels, flat; they lie in `work`."""
         values = work[: levels.size].reshape(levels.shape)
         np.copyto(values, levels)
         values -= self.config.levels
@@ -141,12 +140,12 @@ class Qsgd(Compressor):
 
 
 def _fields(bits: int) -> Iterator[tuple[int, int]]:
-    """Widths that divide a byte and add up to `bits`, and the bits below each."""
+    """Split `bits` into widths that divide a byte; yield each one and the bits below it."""
     return ((width, bits & (width - 1)) for width in (8, 4, 2, 1) if bits & width)
 
 
 def _pack(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Numbers below 2^bits, uint8, as bytes: of each width the first, second... part of them side by side."""
+    """Pack numbers below 2^bits, uint8, into bytes: of each width the first, second... part of them side by side."""
     packed = []
     for width, below in _fields(bits):
         parts = ((numbers >> below) & ((1 << width) - 1)).reshape(8 // width, -1)
@@ -159,7 +158,7 @@ def _pack(numbers: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _unpack(packed: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Overwrites `out`, which is zero, by the numbers that were packed."""
+    """Unpack numbers into `out`, which is zero."""
     at = 0
     for width, below in _fields(bits):
         parts = out.reshape(8 // width, -1)

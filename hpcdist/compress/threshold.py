@@ -5,19 +5,26 @@ from __future__ import annotations
 from typing import final
 
 import numpy as np
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hpcdist.compress import sparse
 from hpcdist.compress.base import Compressor
-from hpcdist.compress.sample import Sample
+from hpcdist.compress.coding import sparse
+from hpcdist.compress.coding.magnitude import mean
+from hpcdist.compress.coding.sample import Sample
 
-_PAYLOAD = ((np.float32, 1), (np.uint8, -8))  # the threshold, and a bit per index: whether it is positive
+_PAYLOAD = ((np.float32, 1), (np.uint8, -8))  # the threshold, and a bit per index, set where it is positive
+
+
+def _short(tau: float) -> np.float32:
+    """Round a threshold to float32, as it is sent."""
+    return np.float32(min(tau, float(np.finfo(np.float32).max)))
 
 
 @final
 class Threshold(Compressor):
-    """Where |x| > τ the message says +τ or −τ, and x keeps the rest; other elements wait.
+    """Send +τ or −τ for each element with |x| > τ, which keeps the rest; other elements wait.
 
     τ is chosen at each step so that about `density` of the elements is sent: it is that quantile of |x| in a sample.
     Or it is fixed, `tau`, in units of what is sent: of gradients, or of updates.
@@ -52,31 +59,31 @@ class Threshold(Compressor):
 
     def take(self, tensor: Tensor) -> Tensor:
         values = tensor.numpy()
-        tau, found = self._split(values)
-        positive = values[found] > 0
-        values[found] -= np.where(positive, tau, -tau)
-        return sparse.pack(found, self.count, np.array([tau]), np.packbits(positive))
+        tau, indices = self._split(values)
+        positive = values[indices] > 0
+        values[indices] -= np.where(positive, tau, -tau)
+        return sparse.pack(indices, self.count, np.array([tau]), np.packbits(positive))
 
     def _split(self, values: np.ndarray) -> tuple[np.float32, np.ndarray]:
-        """The threshold, and the indices of the elements above it."""
+        """Choose the threshold; return it, and the indices of the elements above it."""
         if self.config.tau is not None:
-            tau = np.float32(self.config.tau)
+            tau = _short(self.config.tau)
             return tau, sparse.above(values, tau)
-        tau = np.float32(self._sample.bound(values, self.config.density))
+        tau = _short(self._sample.bound(values, self.config.density))
         if not tau:  # fewer elements than wanted are not zero
             others = values[sparse.above(values, 0.0)]
-            tau = np.float32(np.abs(others).mean() / 2 if len(others) else 0.0)
-        found = sparse.above(values, tau) if tau else np.empty(0, np.int64)
-        if not len(found) and tau:  # many are equal, and would wait for ever
+            tau = _short(mean(torch.from_numpy(others)) / 2)
+        indices = sparse.above(values, tau) if tau else np.empty(0, np.int64)
+        if not len(indices) and tau:  # many are equal, and would wait for ever
             tau = np.nextafter(tau, np.float32(0))
-            found = sparse.above(values, tau) if tau else found
-        return tau, found
+            indices = sparse.above(values, tau) if tau else indices
+        return tau, indices
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         if len(message):
-            found, (tau, bits) = sparse.unpack(message, self.count, _PAYLOAD)
+            indices, (tau, bits) = sparse.unpack(message, self.count, _PAYLOAD)
             values, step = out.numpy(), float(tau[0]) * weight
-            values[found] += np.array([-step, step], values.dtype).take(np.unpackbits(bits, count=len(found)))
+            values[indices] += np.array([-step, step], values.dtype).take(np.unpackbits(bits, count=len(indices)))
 
     def state(self) -> dict:
         return {"drawn": self._sample.drawn}

@@ -6,12 +6,12 @@ from typing import final
 
 from torch import Tensor
 
-from hpcdist.compress.largest import Largest
+from hpcdist.compress.coding.largest import Largest
 
 
 @final
 class Topk(Largest):
-    """Sends the k elements of largest magnitude of d, k = ratio · d to nearest and at least 1.
+    """Send the k elements of largest magnitude of d, k = ratio · d rounded to nearest and at least 1.
 
     Bytes: 4 + k(v + H/8), v being 2, 4 or 8 by `values`, and H the entropy of a gap in bits, about log₂(d/k) + 1.44;
     none if all elements are zero. Error: ‖x − message‖² ≤ (1 − k/d)‖x‖², a contraction, up to the rounding of values.

@@ -1,22 +1,24 @@
-"""Whether two configurations are the same, and where they differ."""
+"""Compare configurations: tell whether two are the same, and in which settings they differ."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+K = TypeVar("K")
+
 
 def fingerprint(config: BaseModel | Mapping[str, Any]) -> str:
-    """sha256 (hexadecimal) of the configuration; the order of keys does not matter, 1 and 1.0 are different."""
+    """Return the sha256 (hexadecimal) of a configuration. The order of keys has no effect; 1 and 1.0 are different."""
     return hashlib.sha256(_canonical(_plain(config)).encode()).hexdigest()
 
 
 def differences(a: BaseModel | Mapping[str, Any], b: BaseModel | Mapping[str, Any]) -> list[str]:
-    """A line `optimizer.lr: 0.1 against 0.2` for each dotted key whose values differ; none if fingerprints agree."""
+    """List the keys whose values differ, as lines `optimizer.lr: 0.1 against 0.2`; none if the fingerprints agree."""
     left, right = _leaves(_plain(a)), _leaves(_plain(b))
     keys = [*left, *(key for key in right if key not in left)]
     return [
@@ -24,6 +26,32 @@ def differences(a: BaseModel | Mapping[str, Any], b: BaseModel | Mapping[str, An
         for key in keys
         if left.get(key) != right.get(key)
     ]
+
+
+# Paths, a column of the report's own, and a setting without effect on training.
+NOT_COMPARED = ("checkpoint.folder", "data.path", "log", "output", "strategy.name")
+
+
+def differing(settings: Mapping[K, Mapping[str, Any]]) -> dict[str, dict[K, str]]:
+    """Find the settings in which several runs differ: by dotted key, the values of the runs that have it, as text.
+
+    Options of an algorithm are compared among the runs with that algorithm only: another's mean something else.
+    """
+    leaves = {run: _leaves(of_run) for run, of_run in settings.items()}
+    keys = dict.fromkeys(key for of_run in leaves.values() for key in of_run)
+    different = {}
+    for key in keys:
+        values: dict[str, set[str]] = {}  # by algorithm
+        for run, of_run in leaves.items():
+            table = settings[run].get(key.partition(".")[0])
+            choice = key.endswith(".name")  # such as a compression's, which may be absent
+            if choice or key in of_run:
+                whole = (choice and key.count(".") == 1) or not isinstance(table, Mapping)  # not an algorithm's option
+                algorithm = "" if whole else str(table.get("name"))
+                values.setdefault(algorithm, set()).add(of_run.get(key, ""))
+        if key not in NOT_COMPARED and any(len(texts) > 1 for texts in values.values()):
+            different[key] = {run: of_run[key].strip('"') for run, of_run in leaves.items() if key in of_run}
+    return different
 
 
 def _plain(config: BaseModel | Mapping[str, Any]) -> Any:
@@ -35,7 +63,7 @@ def _canonical(value: Any) -> str:
 
 
 def _leaves(value: Any, key: str = "") -> dict[str, str]:
-    """Every value that is no table, as JSON, by its dotted key. An empty table is a value."""
+    """Collect the values that are no tables, as JSON, by dotted key. An empty table is a value."""
     if not isinstance(value, Mapping) or not value:
         return {key: _canonical(value)}
     leaves: dict[str, str] = {}

@@ -10,7 +10,10 @@ from hpcdist.config.settings import Settings
 
 
 class Named(Settings):
-    """A table with a `name`, whose other keys are that algorithm's own options; a string alone is the name."""
+    """An algorithm's `name`, or `path/to/file.py:Class`, with that algorithm's options beside it.
+
+    A string alone is the name.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -23,5 +26,5 @@ class Named(Settings):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The algorithm's own options."""
+        """Return the algorithm's options."""
         return dict(self.model_extra or {})

@@ -1,22 +1,21 @@
-"""The base of all configurations: frozen, strict, of TOML types, and with errors that say what to do."""
+"""The base of all configurations: frozen, strict, of TOML types, and with errors that name the remedy."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, suggestion
 
 S = TypeVar("S", bound="Settings")
 
-# Where pydantic speaks of Python's types, and users write TOML.
+# Rules in the words of TOML, which users write, instead of pydantic's, which name Python's types.
 _PLAIN_RULES = {
     "bool_type": "must be true or false",
     "dict_type": "must be a table",
@@ -29,11 +28,17 @@ _PLAIN_RULES = {
 }
 
 
-class _Refusing(type(BaseModel)):  # type: ignore[misc]
-    """Makes `Config(period=0)` raise ConfigError.
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass as _Meta
+else:
+    _Meta = type(BaseModel)
 
-    An `__init__` could do so too, but pydantic would also call that for nested settings, whose errors must reach the
-    outermost one, which knows the whole dotted key.
+
+class _Refusing(_Meta):
+    """The metaclass that makes `Config(period=0)` raise ConfigError.
+
+    An `__init__` would not do: pydantic calls it for nested settings, too, whose errors must reach the outermost
+    settings, which know the whole dotted key.
     """
 
     def __call__(cls: type[S], **values: Any) -> S:  # type: ignore[misc]
@@ -41,10 +46,10 @@ class _Refusing(type(BaseModel)):  # type: ignore[misc]
 
 
 class Settings(BaseModel, metaclass=_Refusing):
-    """Base of configurations: `class Config(Settings): period: int = Field(1, ge=1, description="...")`.
+    """The base of configurations: `class Config(Settings): period: int = Field(1, ge=1, description="...")`.
 
-    Types are strict (no "4" for 4, no true for 1) but for what TOML can't write: an array is accepted for a tuple,
-    and "none" for None where a field may be None. Defaults are not checked. In validators raise ValueError with a
+    Types are strict (no "4" for 4, no true for 1), with two exceptions that TOML needs: an array is accepted for a
+    tuple, and "none" for None where a field may be None. Defaults are not checked. Validators raise ValueError with a
     text that begins with "must", which is put behind the field's key, or with a whole message.
 
     Raises:
@@ -55,7 +60,7 @@ class Settings(BaseModel, metaclass=_Refusing):
 
     @classmethod
     def from_mapping(cls: type[S], values: Mapping[str, Any], where: str = "") -> S:
-        """Settings from a table; `where` is the table's dotted key, for messages."""
+        """Make settings from a table; `where` is the table's dotted key, for messages."""
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
@@ -80,24 +85,18 @@ class Option(NamedTuple):
 
 
 def describe(model: type[Settings], where: str = "") -> list[Option]:
-    """Every setting of the model, those of nested settings included, in the order of definition."""
+    """List all settings of a model, with those of nested settings, in the order of definition."""
     options = []
     for name, field in model.model_fields.items():
         key, inner = _join(where, name), _settings_in(field.annotation)
         if inner is not None:
             first, *others = describe(inner, key)
-            if field.description and not first.description:  # a choice by name, of which the table's own field tells
+            if field.description and not first.description:  # a choice by name, which the table's field describes
                 first = first._replace(default=_default_text(field), description=field.description)
             options += [first, *others]
         else:
             options.append(Option(key, _type_text(field.annotation), _default_text(field), field.description or ""))
     return options
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'period'?` where a known name is close, else nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _refusal(model: type[Settings], error: ValidationError, where: str) -> ConfigError:
@@ -119,7 +118,7 @@ def _refusal(model: type[Settings], error: ValidationError, where: str) -> Confi
 
 
 def _explain(model: type[Settings], detail: ErrorDetails, where: str) -> tuple[str, str, str]:
-    """Key, rule and the message's ending."""
+    """Return an error's key, its rule, and the ending of its message."""
     loc, kind = detail["loc"], detail["type"]
     if kind == "extra_forbidden":
         parent, _, owner = _locate(model, loc[:-1], where)
@@ -134,11 +133,15 @@ def _explain(model: type[Settings], detail: ErrorDetails, where: str) -> tuple[s
         text = str(detail["ctx"]["error"])
         return (key, text, "") if text.startswith("must") else ("", text, "")
     rule = _PLAIN_RULES.get(kind) or re.sub(r"^\w+ should ", "must ", detail["msg"])
-    return key, rule, f"; got {_short(detail['input'])}.{_hint(field)}"
+    given = detail["input"]
+    close = ""
+    if kind == "literal_error" and isinstance(given, str):
+        close = suggestion(given, re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
+    return key, rule, f"; got {_short(given)}.{close}{_hint(field)}"
 
 
 def _locate(model: type[Settings], loc: Iterable[int | str], where: str) -> tuple[str, FieldInfo | None, Any]:
-    """The dotted key of a place in the settings, the field it belongs to, and the annotation there."""
+    """Follow pydantic's location of an error. Return the dotted key, its field, and the annotation of the value."""
     annotation: Any = model
     key, field = where, None
     for part in loc:

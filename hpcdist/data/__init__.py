@@ -1,7 +1,7 @@
 """Data: HDF5 files that every rank reads its own part of, each sample exactly once per epoch.
 
-`create` writes a file, `HDF5Dataset` reads it, `EpochPlan` says which rank reads which samples, `Loader` iterates one
-rank's batches, `describe` tells what a file holds, `importers` makes such files from other formats.
+`create` writes a file, `HDF5Dataset` reads it, `describe` describes it, `EpochPlan` divides an epoch's samples among
+the ranks, `Loader` iterates one rank's batches, `importers` makes such files from other formats.
 """
 
 from hpcdist.data.description import describe

@@ -1,30 +1,30 @@
-"""How samples lie in an HDF5 file: the size of chunks, and where each one begins."""
+"""The chunks of a data set in an HDF5 file: their size, and their offsets in the file."""
 
 from __future__ import annotations
 
 import h5py
 import numpy as np
 
-TARGET_BYTES = 512 << 10  # a chunk has half of it to all of it; fewer, larger reads suit parallel file systems
+TARGET_BYTES = 512 << 10  # a chunk has half of that to all of it: parallel file systems prefer few, large reads
 
 
 def preferred_chunk_samples(sample_bytes: int, samples: int) -> int:
-    """Whole samples per chunk such that a chunk has 256 to 512 KiB, where the samples allow it."""
+    """Choose the number of samples per chunk, so that a chunk has 256 to 512 KiB where the samples allow it."""
     return max(1, min(samples, TARGET_BYTES // sample_bytes))
 
 
 def samples_per_chunk(dataset: h5py.Dataset) -> int:
-    """Samples that are stored (or, in a contiguous dataset, best read) together."""
+    """Return the number of samples that are stored together or, in a contiguous dataset, are best read together."""
     if dataset.chunks:
         return dataset.chunks[0]
     return preferred_chunk_samples(dataset.dtype.itemsize * int(np.prod(dataset.shape[1:])), len(dataset))
 
 
 def chunk_offsets(dataset: h5py.Dataset) -> np.ndarray | None:
-    """Bytes from the start of the file to each `samples_per_chunk` samples: int64, in order.
+    """Return the offset in the file of each chunk of `samples_per_chunk` samples, in bytes: int64, in order.
 
-    None where the bytes in the file are not the values (compressed, split along another dimension, kept elsewhere,
-    never written) or HDF5 does not tell: then only HDF5 can read them.
+    None where the bytes in the file are not the values (compressed, split along another dimension, stored elsewhere,
+    never written) or where HDF5 does not tell the offsets: then only HDF5 can read them.
     """
     if dataset.file.driver != "sec2" or dataset.file.userblock_size or dataset.is_virtual or dataset.external:
         return None

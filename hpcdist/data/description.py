@@ -1,4 +1,4 @@
-"""What a data file holds, in numbers."""
+"""Describe a data file: its splits, types, chunks, classes and ranges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLED = 1024  # samples, evenly spaced, that the statistics of x are taken ove
 
 
 def describe(path: str | Path) -> dict:
-    """Everything about a data file that fits a screen: plain Python values only, ready for JSON.
+    """Describe a data file in plain Python values, ready for JSON.
 
     Keys: path, bytes, format_version, task, source, classes, notes, splits. A split has `samples`, `mapped`, `x` and
     `y`; these have dtype (as stored), shape, loaded_dtype, chunk_samples, chunk_bytes, compression, and min, max and
@@ -25,7 +25,7 @@ def describe(path: str | Path) -> dict:
     """
     path = Path(path)
     with open_file(path) as file, named_faults(path):
-        names = split_names(file) or ["train"]  # none at all: HDF5Dataset says so
+        names = split_names(file) or ["train"]  # without a split, HDF5Dataset raises
         splits = {name: _describe_split(path, name, file) for name in names}
     with HDF5Dataset(path, names[0]) as dataset:
         return {

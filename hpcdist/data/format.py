@@ -1,4 +1,4 @@
-"""hpcdist's layout of an HDF5 file, and opening one with every fault named.
+"""hpcdist's layout of an HDF5 file, and functions that open such a file and name its faults.
 
 ::
 
@@ -6,8 +6,8 @@
     /train/x, /train/y    n samples in the first dimension of each; x may have `scale` and `offset`
     /test/x, /test/y      the same; every other name for a split is as good
 
-`scale` and `offset` (numbers, or arrays that broadcast against one sample) turn stored x into what is trained on,
-x * scale + offset, so that images stay uint8 on disk.
+The model trains on x * scale + offset, so that images stay uint8 on disk. `scale` and `offset` are numbers, or arrays
+that broadcast against one sample.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from hpcdist.errors import ConfigError, DataError
 FORMAT = "hpcdist"
 VERSION = 1
 TASKS = ("classification", "regression")
-DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")  # what torch has as well
+DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")  # torch has them, too
 LOCKING = (True, False, "best-effort", None)
 FAULTS = (OSError, RuntimeError, LookupError, ValueError, TypeError, OverflowError, MemoryError)  # of damaged metadata
 RESERVED = ("format", "format_version", "task", "source", "classes")  # attributes of the file with a fixed meaning
 
 
 def damage(path: str | Path, fault: str, advice: str = "Import it again.") -> DataError:
-    """The error for a file that can't be used: which file, what is wrong, what to do."""
+    """Make the error for a file that can't be used: it names the file, the fault and the remedy."""
     return DataError(f"{path} {fault}. {advice}")
 
 
 @contextmanager
 def named_faults(path: str | Path) -> Iterator[None]:
-    """Turns whatever h5py raises on damaged data into DataError."""
+    """Turn any error that h5py raises on damaged data into DataError."""
     try:
         yield
     except DataError:
@@ -66,7 +66,7 @@ class Column:
 
     @property
     def end_bytes(self) -> int:
-        """Where the last sample's last byte must be in the file, as far as that is known."""
+        """Return the least length of a file that holds all samples, in bytes; 0 where the chunks are not known."""
         if self.chunk_offsets is None:
             return 0
         in_chunk = np.full(len(self.chunk_offsets), self.chunk_samples)
@@ -76,7 +76,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself, and of one of its splits."""
+    """The header of a file and of one of its splits."""
 
     task: str
     source: str
@@ -89,7 +89,7 @@ class Header:
 
 
 def open_file(path: Path, *, locking: bool | str | None = "best-effort", mpi_comm: object = None) -> h5py.File:
-    """Opens `path` for reading. Collective where `mpi_comm` is given (then by parallel HDF5).
+    """Open a file for reading. Collective where `mpi_comm` is given (then by parallel HDF5).
 
     Raises:
         DataError: the file is missing, unreadable, locked, truncated or no HDF5 file.
@@ -114,13 +114,13 @@ def open_file(path: Path, *, locking: bool | str | None = "best-effort", mpi_com
 
 
 def read_header(file: h5py.File, split: str) -> Header:
-    """The checked header of an open file. Raises DataError where it breaks a rule of the layout."""
+    """Read and check the header of an open file. Raise DataError where it breaks a rule of the layout."""
     with named_faults(file.filename):
         return _read_header(file, file.filename, split)
 
 
 def split_names(file: h5py.File) -> list[str]:
-    """The names of all splits, training first. Raises DataError where they can't be read."""
+    """List the names of all splits, training first. Raise DataError where they can't be read."""
     with named_faults(file.filename):
         groups = [name for name in file if file.get(name, getclass=True) is h5py.Group]
     return sorted(groups, key=lambda name: (name != "train", name))
@@ -152,7 +152,7 @@ def _read_header(file: h5py.File, path: str, split: str) -> Header:
 
 
 def _read_column(file: h5py.File, path: str, name: str) -> Column:
-    dataset = file[name] if name in file else None
+    dataset = file[name] if name in file else None  # noqa: SIM401 (get() takes a damaged one for none)
     if not isinstance(dataset, h5py.Dataset):
         raise damage(path, f"has no dataset {name}")
     if dataset.dtype.newbyteorder("=").name not in DTYPES:
@@ -185,7 +185,7 @@ def _broadcasts(shape: tuple[int, ...], onto: tuple[int, ...]) -> bool:
 
 
 def _plain(value):
-    """An attribute as plain Python or NumPy: texts as str, lists of texts as lists of str."""
+    """Convert an attribute to plain Python or NumPy: a text to str, a list of texts to a list of str."""
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, np.ndarray) and value.dtype.kind in "OS":

@@ -21,17 +21,17 @@ from hpcdist.errors import ConfigError
 class HDF5Dataset(Dataset):
     """One split of a file that `create` wrote: (x, y) tensors by index, or many at once by `batch`.
 
-    The constructor reads and checks the header. Data are read by each process on its own, at its first access: from
-    a memory map where the chunks are stored as they are, through HDF5 where they are compressed or `mpi_comm` is in
+    The constructor reads and checks the header. Each process opens the data by itself, at its first access: from a
+    memory map where the chunks are stored without filters, through HDF5 where they are compressed or `mpi_comm` is in
     use. So an instance may be pickled, and used in DataLoader's workers under fork and spawn. Where everything is
     mapped the HDF5 file is closed after the header is read, and no lock remains.
 
     Args:
         path: The file.
-        split: Which part of it.
+        split: The split's name, such as "train".
         memory_map: False reads through HDF5 always (better where memory maps of a parallel file system are slow).
-        locking: HDF5's file locks: True, False, "best-effort" (not where the file system has none), or None for
-            what the environment variable HDF5_USE_FILE_LOCKING says, which some builds of HDF5 obey in any case.
+        locking: HDF5's file locks: True, False, "best-effort" (not where the file system has none), or None to obey
+            the environment variable HDF5_USE_FILE_LOCKING, which some builds of HDF5 obey in any case.
         cache_bytes: HDF5's cache of decompressed chunks, for x and y each; without effect on uncompressed data.
         mpi_comm: An mpi4py communicator. Where h5py has parallel HDF5 the file is opened on it (driver "mpio"): the
             constructor is then Collective, and reads are independent (from another thread only where MPI allows
@@ -76,21 +76,27 @@ class HDF5Dataset(Dataset):
 
     @property
     def parallel(self) -> bool:
-        """Whether the file is read by parallel HDF5."""
+        """Tell whether the file is read by parallel HDF5."""
         return self._mpi_comm is not None
 
     @property
     def mapped(self) -> bool:
-        """Whether x and y are both read from a memory map."""
+        """Tell whether x and y are both read from a memory map."""
         return all(self._is_mapped(column) for column in (self._header.x, self._header.y))
 
     def __len__(self) -> int:
         return self._header.x.samples
 
     def batch(self, indices: Sequence[int] | np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
-        """x (len(indices), *x_shape) and y (len(indices), *y_shape): new tensors, in the order of `indices`.
+        """Read the samples at `indices`, in that order, into new tensors.
 
-        Indices may be unsorted, repeated and negative, as in NumPy. Raises IndexError where one is out of bounds.
+        Indices may be unsorted, repeated and negative, as in NumPy.
+
+        Returns:
+            x (len(indices), *x_shape) and y (len(indices), *y_shape).
+
+        Raises:
+            IndexError: an index is out of bounds.
         """
         if self._pid != os.getpid():
             self._open()
@@ -100,18 +106,21 @@ class HDF5Dataset(Dataset):
         return self._convert(self._x.take(indices)), torch.from_numpy(self._y.take(indices))
 
     def __getitem__(self, index: int | Sequence[int] | np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
-        """One sample by an integer, a batch by several."""
+        """Read one sample by an integer, or a batch by several."""
         if np.ndim(index):
             return self.batch(index)
         x, y = self.batch([index])
         return x[0], y[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """The samples one by one, fetched together: what torch's DataLoader asks for and then collates."""
+        """Read samples together and return them one by one: torch's DataLoader calls this, and collates the samples."""
         return list(zip(*(tensor.unbind() for tensor in self.batch(indices))))
 
     def close(self) -> None:
-        """Releases file and map; the next access opens them again (but not with parallel HDF5). Collective there."""
+        """Release file and map. The next access opens them again.
+
+        Collective with parallel HDF5, where a closed file can't be opened again.
+        """
         if self._file is not None and self._pid == os.getpid():
             self._file.close()
         self._pid = self._file = self._x = self._y = None
@@ -156,7 +165,7 @@ class HDF5Dataset(Dataset):
 
 
 class Conversion:
-    """Stored x -> tensor: as it is, or times scale plus offset (integers become float32)."""
+    """The conversion of stored x to a tensor: unchanged, or times scale plus offset (integers become float32)."""
 
     def __init__(self, header: Header):
         stored = _torch_dtype(header.x.dtype)
@@ -182,7 +191,7 @@ def _torch_dtype(dtype: np.dtype) -> torch.dtype:
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
-    """What tells one version of a file from another; None where it can't be reached."""
+    """Return inode, size and modification time, which tell a file's versions apart; None if it can't be reached."""
     try:
         status = os.stat(path)
     except OSError:

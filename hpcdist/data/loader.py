@@ -1,4 +1,4 @@
-"""Iterates one worker's batches of an epoch."""
+"""Iterate one worker's batches of an epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class BatchSource(Protocol):
-    """What a Loader reads from: `HDF5Dataset`, or anything with a length that fetches many samples at once."""
+    """A data set that a Loader reads: `HDF5Dataset`, or any other with a length that fetches many samples at once."""
 
     def __len__(self) -> int: ...
 
@@ -29,17 +29,19 @@ class BatchSource(Protocol):
 class Loader:
     """The (x, y) batches of one worker, in the current epoch's order.
 
-    Iterating yields only batches that are not empty: where the last step leaves this worker without a sample it
-    yields nothing for that step, and `plan.sizes(step)` tells what the others have.
+    Empty batches are left out: where the last step leaves this worker without a sample it yields nothing for that step,
+    and `plan.sizes(step)` tells the others' batch sizes. With `fill` it yields a batch in every step: where the worker
+    has no sample, one that weighs 0 (`EpochPlan.batch`, `EpochPlan.weight`).
 
     Args:
-        dataset: Where the samples are.
+        dataset: The data set.
         batch_size: Samples per worker and step.
-        worker, workers: Which one of how many.
+        worker, workers: This worker's number, and the number of workers.
         seed, shuffle: As in EpochPlan.
-        transform: Applied to each batch: (x, y) -> (x, y).
-        prefetch: Batches that a background thread prepares ahead; 0 reads in the caller's thread. It lives while an
-            iteration does: after its end, an error, `break` or the generator's `close` it is gone.
+        fill: Yield a batch in every step.
+        transform: A function (x, y) -> (x, y), applied to each batch.
+        prefetch: Batches that a background thread prepares ahead; 0 reads in the caller's thread. The thread ends with
+            its iteration: at the end, at an error, at `break` or at the generator's `close`.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Loader:
         workers: int = 1,
         seed: int = 0,
         shuffle: bool = True,
+        fill: bool = False,
         transform: Callable[[Tensor, Tensor], Batch] | None = None,
         prefetch: int = 0,
     ):
@@ -58,16 +61,16 @@ class Loader:
             raise ConfigError(f"prefetch must be at least 0; got {prefetch}.")
         self.dataset, self.transform, self.prefetch = dataset, transform, prefetch
         self._sampler = ShardedBatchSampler(
-            EpochPlan(len(dataset), workers, batch_size, seed=seed, shuffle=shuffle), worker
+            EpochPlan(len(dataset), workers, batch_size, seed=seed, shuffle=shuffle), worker, fill=fill
         )
 
     @property
     def plan(self) -> EpochPlan:
-        """The current epoch's plan."""
+        """Return the current epoch's plan."""
         return self._sampler.plan
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Goes to `epoch`, of which `start` samples are consumed already (`plan.position` of the interrupted run)."""
+        """Go to `epoch`, of which `start` samples are consumed already (`plan.position` of the interrupted run)."""
         self._sampler.set_epoch(epoch, start)
 
     def __len__(self) -> int:
@@ -97,27 +100,27 @@ class ShardedBatchSampler(Sampler):
     """One worker's batches of sample indices, for torch's `DataLoader(dataset, batch_sampler=...)`.
 
     With an HDF5Dataset, `DataLoader(dataset, sampler=..., batch_size=None)` is faster: it fetches each batch whole,
-    where `batch_sampler` takes it apart into samples and collates them again. Empty batches are left out.
+    where `batch_sampler` takes it apart into samples and collates them again. Empty batches are left out, or filled.
     """
 
-    def __init__(self, plan: EpochPlan, worker: int = 0):
+    def __init__(self, plan: EpochPlan, worker: int = 0, *, fill: bool = False):
         if not 0 <= worker < plan.workers:
             raise ConfigError(f"worker must be in 0..{plan.workers - 1}; got {worker}.")
-        self.plan, self.worker = plan, worker
+        self.plan, self.worker, self.fill = plan, worker, fill
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Goes to `epoch`, of which `start` samples are consumed already."""
+        """Go to `epoch`, of which `start` samples are consumed already."""
         self.plan = self.plan.at(epoch, start)
 
     def batches(self) -> Iterator[np.ndarray]:
-        """The same as int64 arrays."""
+        """Iterate the batches as int64 arrays."""
         plan = self.plan  # an iteration under way keeps its epoch
-        return (plan.indices(step, self.worker) for step in range(len(self)))
+        return (plan.batch(step, self.worker) for step in range(len(self)))
 
     def __iter__(self) -> Iterator[list[int]]:
         return (indices.tolist() for indices in self.batches())
 
     def __len__(self) -> int:
         steps = self.plan.steps
-        last_is_empty = steps and self.plan.sizes(steps - 1)[self.worker] == 0
+        last_is_empty = steps and not self.fill and self.plan.sizes(steps - 1)[self.worker] == 0
         return steps - bool(last_is_empty)

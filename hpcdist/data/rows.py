@@ -1,4 +1,4 @@
-"""Samples by index, in any order and repeated: straight from a memory map of the file, or through HDF5."""
+"""Read samples by index, in any order and repeatedly: from a memory map of the file, or through HDF5."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CACHE_SLOTS = 10_007  # of HDF5's hash table of cached chunks: a prime, far abov
 
 
 class MappedRows:
-    """Gathers from a memory map, at the addresses of the chunks that HDF5 has told.
+    """The samples of a memory map, at the offsets that HDF5 has reported for the chunks.
 
     The map is valid as long as nobody truncates the file in place (the process would die of SIGBUS, as with every
     memory map); replacing the file by rename, as `create` does, is harmless.
@@ -34,9 +34,10 @@ class MappedRows:
             self._open_windows(memory)
 
     def _open_windows(self, memory: mmap.mmap) -> None:
-        """Every sample is one element, as long as a sample, of a single array whose elements overlap.
+        """View the map as one array of overlapping elements, of which each sample is one.
 
-        They begin at multiples of the greatest common divisor of all distances between samples.
+        An element is as long as a sample. Elements begin at the multiples of the greatest common divisor of all
+        distances between samples.
         """
         column, offsets = self._column, self._column.chunk_offsets
         base = int(offsets.min())
@@ -55,14 +56,14 @@ class MappedRows:
 
 
 class StoredRows:
-    """Reads through HDF5: one call for each chunk that is touched, from the first needed sample in it to the last."""
+    """The samples of an HDF5 dataset: one read for each chunk, from the first needed sample in it to the last."""
 
     def __init__(self, column: Column, file: h5py.File, cache_bytes: int):
         self._column = column
         self._path = Path(file.filename)
         compressed = file[column.name].id.get_create_plist().get_nfilters() > 0
         access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
-        # with a cache, HDF5 would read a whole chunk of uncompressed data for each sample that is wanted
+        # with a cache, HDF5 would read a whole chunk of uncompressed data for each sample
         access.set_chunk_cache(CACHE_SLOTS, cache_bytes if compressed else 0, 1.0)
         self._dataset = h5py.Dataset(h5py.h5d.open(file.id, column.name.encode(), access))
 
@@ -73,9 +74,9 @@ class StoredRows:
         order = np.argsort(indices, kind="stable")
         ordered = indices[order]
         new_chunk = np.flatnonzero(np.diff(ordered // column.chunk_samples)) + 1
-        for places, wanted in zip(np.split(order, new_chunk), np.split(ordered, new_chunk)):
-            if len(wanted):
-                out[places] = self._read(wanted[0], wanted[-1] + 1)[wanted - wanted[0]]
+        for places, samples in zip(np.split(order, new_chunk), np.split(ordered, new_chunk)):
+            if len(samples):
+                out[places] = self._read(samples[0], samples[-1] + 1)[samples - samples[0]]
         return out
 
     def _read(self, start: int, stop: int) -> np.ndarray:
@@ -86,7 +87,11 @@ class StoredRows:
 
 
 def in_range(indices: np.ndarray, samples: int) -> np.ndarray:
-    """The indices as 0..samples-1, negative ones counted from the end as NumPy does. Raises IndexError beyond."""
+    """Convert negative indices, which count from the end as in NumPy, to 0..samples-1.
+
+    Raises:
+        IndexError: an index is out of bounds.
+    """
     indices = np.where(indices < 0, indices + samples, indices)
     if ((indices < 0) | (indices >= samples)).any():
         raise IndexError(f"an index is out of bounds for {samples} samples")

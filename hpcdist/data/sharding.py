@@ -1,12 +1,13 @@
-"""Which worker sees which samples in which step. Pure functions of numbers: nothing is read or sent.
+"""Divide the samples of an epoch among workers and steps. Pure functions of numbers: nothing is read or sent.
 
 The order of an epoch depends on (seed, epoch) alone, and one step takes the next workers * batch_size samples of it.
-So the union over the workers, in worker order, is what one process with that global batch would see, and an epoch
-may be resumed at any position on any number of workers.
+So the union over the workers, in worker order, is the batch that one process with that global batch would read, and an
+epoch may be resumed at any position on any number of workers.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 
@@ -19,18 +20,18 @@ from hpcdist.errors import ConfigError
 class EpochPlan:
     """The batches of one epoch, each sample in exactly one of them, uneven tails included.
 
-    In a full step every worker has `batch_size` samples. The last step deals out what is left in full batches: the
-    lower workers have them, one has the rest, and the others have none. Spread evenly it would leave batches of one
-    or two samples, which batch normalisation refuses and a server would apply as a whole step each.
+    In a full step every worker has `batch_size` samples. The last step divides the remaining samples into full batches:
+    the lower workers have full ones, one worker has the rest, and the others have none. An even division would leave
+    batches of one or two samples, which batch normalisation refuses and a server would apply as a whole step each.
 
     Args:
         n_samples: Samples in the data set.
         workers: Ranks that train (servers don't count).
         batch_size: Samples per worker and step.
-        seed, epoch: What the order is drawn from, by NumPy's default generator. The same on every machine that has
+        seed, epoch: Seeds of the order, for NumPy's default generator. The order is the same on every machine that has
             the same version of NumPy.
         shuffle: False takes the samples in the order of the file.
-        start: Samples of this epoch that are consumed already, by whatever number of workers.
+        start: Samples of this epoch that are consumed already, by any number of workers.
 
     Raises:
         ConfigError: a number is out of range.
@@ -52,36 +53,63 @@ class EpochPlan:
 
     @cached_property
     def global_batch(self) -> int:
-        """Samples of one full step, over all workers."""
+        """Return the samples of one full step, over all workers."""
         return self.workers * self.batch_size
 
     @cached_property
     def steps(self) -> int:
-        """Steps from `start` to the end of the epoch."""
+        """Return the number of steps from `start` to the end of the epoch."""
         return -(-(self.n_samples - self.start) // self.global_batch)
 
     def position(self, step: int) -> int:
-        """Samples of this epoch that are consumed once `step` steps are done: the `start` of a plan that resumes."""
+        """Return the samples of this epoch that are consumed after `step` steps: the `start` of a plan that resumes."""
         _check_range("step", step, 0, self.steps)
         return min(self.start + step * self.global_batch, self.n_samples)
 
     def sizes(self, step: int) -> tuple[int, ...]:
-        """Every worker's batch size in `step`."""
+        """Return every worker's batch size in `step`."""
         bounds = self._bounds(step)
-        return tuple(high - low for low, high in zip(bounds, bounds[1:]))
+        return tuple(high - low for low, high in itertools.pairwise(bounds))
 
     def indices(self, step: int, worker: int) -> np.ndarray:
-        """The samples of `worker` in `step`: int64, a copy of its own, possibly empty."""
+        """Return the samples of `worker` in `step`: int64, a copy, possibly empty."""
         _check_range("worker", worker, 0, self.workers - 1)
         low, high = self._bounds(step)[worker : worker + 2]
         return self._order[low:high].copy() if self.shuffle else np.arange(low, high)
 
+    def joint(self, step: int, overlap: float = 0.0) -> tuple[np.ndarray, int, int]:
+        """Return the samples of all workers in `step`, after those of the step before that it has too.
+
+        Args:
+            overlap: share of a full step's samples that the next step of the epoch has too.
+
+        Returns:
+            The samples, int64, how many of the first ones the step before has too, and of the last ones the next.
+        """
+        first, *_, last = self._bounds(step)
+        shared = round(overlap * self.global_batch)
+        head, tail = min(shared, first), shared * (last < self.n_samples)
+        return (self._order if self.shuffle else np.arange(self.n_samples))[first - head : last], head, tail
+
+    def weight(self, step: int, worker: int) -> float:
+        """Return the weight of `worker`'s batch in the mean over the workers: its size divided by the mean size."""
+        sizes = self.sizes(step)
+        return sizes[worker] * len(sizes) / sum(sizes)
+
+    def batch(self, step: int, worker: int) -> np.ndarray:
+        """Return `indices`, or the epoch's first batch in a step in which the worker has no sample.
+
+        That batch weighs 0; with it all workers do the same in every step.
+        """
+        indices = self.indices(step, worker)
+        return indices if indices.size else replace(self, start=0).indices(0, 0)
+
     def at(self, epoch: int, start: int = 0) -> EpochPlan:
-        """The plan of another epoch, everything else being equal."""
+        """Return the plan of another epoch, with all other settings unchanged."""
         return replace(self, epoch=epoch, start=start)
 
     def _bounds(self, step: int) -> list[int]:
-        """Where in the epoch's order each worker's slice of `step` begins, and where the last one ends."""
+        """Return the bounds of the workers' slices of the epoch's order in `step`: workers + 1 positions."""
         _check_range("step", step, 0, self.steps - 1)
         first = self.start + step * self.global_batch
         return [min(first + worker * self.batch_size, self.n_samples) for worker in range(self.workers + 1)]

@@ -1,10 +1,11 @@
-"""Writes a data set into an HDF5 file of hpcdist's layout, sample block by sample block."""
+"""Write a data set into an HDF5 file of hpcdist's layout, block by block of samples."""
 
 from __future__ import annotations
 
+import io
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -15,8 +16,8 @@ import numpy as np
 
 from hpcdist.data.chunks import preferred_chunk_samples
 from hpcdist.data.format import DTYPES, FORMAT, RESERVED, TASKS, VERSION
-from hpcdist.errors import ConfigError, DataError
-from hpcdist.records import sync
+from hpcdist.errors import ConfigError, DataError, OutputError
+from hpcdist.records import sync, writing
 
 COMPRESSIONS = (None, "gzip", "lzf")
 Block = tuple[np.ndarray, np.ndarray]
@@ -25,14 +26,14 @@ LIBRARY = ("v110", "v110")  # read by HDF5 1.10 and later; indexes chunks by arr
 
 @dataclass(frozen=True)
 class Split:
-    """`samples` samples that arrive as blocks of (x, y) arrays, each block of any length above 0."""
+    """A split of `samples` samples, which arrive as blocks of (x, y) arrays, each block of any length above 0."""
 
     samples: int
     blocks: Iterable[Block]
 
     @classmethod
     def of(cls, x: np.ndarray, y: np.ndarray) -> Split:
-        """A split that is in memory already."""
+        """Make a split of arrays that are in memory already."""
         return cls(len(x), [(x, y)])
 
 
@@ -49,13 +50,13 @@ def create(
     chunk_samples: int | None = None,
     compression: str | None = None,
 ) -> Path:
-    """Writes `splits` to `path` and returns it. Whatever was there is replaced, at once and only on success.
+    """Write `splits` to `path` and return the path. A file that was there is replaced, at once and only on success.
 
     Args:
-        path: Where to; missing folders are made.
+        path: The file to write; missing folders are made.
         splits: "train", "test" or others. Every dtype of `format.DTYPES`; the first block decides dtype and shape.
         task: "classification" (y: one integer per sample, an index into `classes`) or "regression".
-        source: Where the data are from, in words.
+        source: The source of the data, in words.
         classes: The classes' names, in the order of their labels.
         scale, offset: x is stored as it is and read as x * scale + offset. Numbers, or arrays like one sample.
         notes: Further attributes: numbers, texts, arrays, lists of texts.
@@ -65,6 +66,7 @@ def create(
     Raises:
         ConfigError: an argument is none of its choices.
         DataError: the blocks are not as described.
+        OutputError: the disk is full, or refuses otherwise; then `path` is as it was.
     """
     path = Path(path)
     for name, value, choices in (("task", task, TASKS), ("compression", compression, COMPRESSIONS)):
@@ -77,12 +79,12 @@ def create(
     notes = dict(notes or {})
     if taken := notes.keys() & set(RESERVED):
         raise ConfigError(f"notes must not use the names {', '.join(RESERVED)}; got {', '.join(taken)}.")
-    with _replacing(path) as file:
+    with _replacing(path) as (file, check):
         header = {"format": FORMAT, "format_version": VERSION, "task": task, "source": source}
         for name, value in {**header, **({"classes": list(classes)} if classes else {}), **notes}.items():
             set_attribute(file, name, value)
         for name, split in splits.items():
-            x = _write(file.create_group(name), split, len(classes), chunk_samples, compression)
+            x = _write(file.create_group(name), split, len(classes), chunk_samples, compression, check)
             for key, value in (("scale", scale), ("offset", offset)):
                 if value is not None:
                     x.attrs[key] = value
@@ -90,10 +92,10 @@ def create(
 
 
 def set_attribute(file: h5py.File, name: str, value: object) -> None:
-    """Stores numbers, arrays, a text or a list of texts.
+    """Store an attribute: numbers, arrays, a text or a list of texts.
 
-    Texts get a fixed length: those of variable length would lie in HDF5's global heap, which has no checksum, and
-    where a single damaged byte can make HDF5 loop for ever.
+    Texts get a fixed length: HDF5 stores texts of variable length in its global heap, which has no checksum, and in
+    which a single damaged byte can make HDF5 loop for ever.
     """
     texts = np.asarray(value)
     if texts.dtype.kind != "U":
@@ -103,25 +105,66 @@ def set_attribute(file: h5py.File, name: str, value: object) -> None:
     file.attrs.create(name, encoded, dtype=h5py.string_dtype("utf-8", max(1, encoded.dtype.itemsize)))
 
 
+class _Disk(io.FileIO):
+    """A file that HDF5 writes to. It hides failed writes from HDF5, which can crash on them; `check` raises them."""
+
+    _failure: OSError | None = None
+
+    def check(self, path: Path) -> None:
+        """Raise OutputError for `path` where a write has failed."""
+        if self._failure is not None:
+            raise OutputError.of(path, self._failure)
+
+    def write(self, data) -> int:
+        rest = memoryview(data).cast("B")
+        while rest and self._failure is None:
+            try:
+                rest = rest[super().write(rest) :]
+            except OSError as error:
+                self._failure = error
+        return memoryview(data).nbytes
+
+    def truncate(self, size: int | None = None) -> int:
+        if self._failure is None:
+            try:
+                return super().truncate(size)
+            except OSError as error:
+                self._failure = error
+        return size or 0
+
+
 @contextmanager
-def _replacing(path: Path) -> Iterator[h5py.File]:
-    """A new HDF5 file that takes the place of `path` once it is complete and on disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _replacing(path: Path) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
+    """Open a new HDF5 file that replaces `path` once it is complete and on disk.
+
+    Yields the file, and a function that raises OutputError where a write has failed.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with h5py.File(temporary, "x", libver=LIBRARY, rdcc_nbytes=16 << 20) as file:
-            yield file
-        sync(temporary)
-        os.replace(temporary, path)
-        sync(path.parent)  # the new name, too
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            disk = _Disk(temporary, "x+")
+        with disk:
+            with h5py.File(disk, "w", libver=LIBRARY, rdcc_nbytes=16 << 20) as file:
+                yield file, lambda: disk.check(path)
+            disk.check(path)
+        with writing(path):
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)  # the new name, too
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def _write(
-    group: h5py.Group, split: Split, n_classes: int, chunk_samples: int | None, compression: str | None
+    group: h5py.Group,
+    split: Split,
+    n_classes: int,
+    chunk_samples: int | None,
+    compression: str | None,
+    check: Callable[[], None],
 ) -> h5py.Dataset:
-    """Writes the blocks of one split and returns its x."""
+    """Write the blocks of one split and return its x. `check` raises where a write has failed."""
     blocks = iter(split.blocks)
     first = next(blocks, None)
     if first is None:
@@ -130,11 +173,12 @@ def _write(
     stored_x = _dataset(group, "x", split.samples, x, chunk_samples, compression)
     stored_y = _dataset(group, "y", split.samples, y, None, compression)
     done = 0
-    for x, y in chain([(x, y)], blocks):
-        x, y = np.asarray(x), np.asarray(y)
+    for block in chain([(x, y)], blocks):
+        x, y = (np.asarray(values) for values in block)
         _check(group.name, x, y, stored_x, stored_y, n_classes)
         if done + len(x) <= split.samples:
             stored_x[done : done + len(x)], stored_y[done : done + len(x)] = x, y
+            check()
         done += len(x)
     if done != split.samples:
         raise DataError(f"{group.name} must have the {split.samples} samples that were announced; got {done}.")
@@ -142,7 +186,7 @@ def _write(
 
 
 def _check(name: str, x: np.ndarray, y: np.ndarray, stored_x: h5py.Dataset, stored_y: h5py.Dataset, n_classes: int):
-    """Raises DataError unless a block fits what came before it and its labels are classes."""
+    """Check that a block has the shapes and dtypes of the blocks before it, and labels that are classes."""
     for values, stored in ((x, stored_x), (y, stored_y)):
         if values.shape[1:] != stored.shape[1:] or values.dtype != stored.dtype:
             raise DataError(

@@ -1,1 +1,1 @@
-"""Preflight: what is wrong with these nodes, before a run finds out. `commands.py` has `hpcdist doctor`."""
+"""The examination of a job's nodes before its run. `cli/doctor.py` has the command, `hpcdist doctor`."""

@@ -1,10 +1,10 @@
-"""What all checks share: findings, nodes by name, and gathering that names who does not answer."""
+"""The parts that all checks share: findings, the nodes, and a gather that names the ranks that do not answer."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,10 +21,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check says about one thing, in one line.
+    """One line of the examination: a check's verdict on one thing.
 
-    `nodes`: leaving out any one of them settles it; none: it is nobody's in particular. `weight`: how bad it is, beside
-    other findings of the same status.
+    `nodes`: leaving out any one of them settles it; empty: no node is the cause. `weight`: how bad it is, beside other
+    findings of the same status.
     """
 
     status: str  # ok, warning or error
@@ -35,8 +35,8 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the user wants to be there. `environ` is what the launcher and the shell said."""
+class Requirements:
+    """The job that the nodes must be fit for, as the user wants it. `environ`: this process's variables."""
 
     ranks: int | None = None
     folder: Path = Path()
@@ -46,44 +46,30 @@ class Asked:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of the job: `names[i]` of node i, and `of[r]`, the node that rank r lives on."""
+    """The nodes of the job: `names[i]` of node i, and `of[r]`, the node of rank r."""
 
     names: tuple[str, ...]
     of: tuple[int, ...]
 
     def name(self, rank: int) -> str:
-        """The node of a rank."""
+        """Return the name of a rank's node."""
         return self.names[self.of[rank]]
 
     def ranks(self, node: int) -> list[int]:
-        """The ranks of a node."""
-        return [rank for rank, place in enumerate(self.of) if place == node]
+        """List the ranks of a node."""
+        return [rank for rank, own in enumerate(self.of) if own == node]
 
     @property
     def leaders(self) -> list[int]:
-        """The first rank of each node."""
+        """List the first rank of each node."""
         return [self.of.index(node) for node in range(len(self.names))]
 
     def __str__(self) -> str:
         return listed(self.names)
 
 
-def find_nodes(comm: Communicator, host: str) -> Nodes:
-    """Collective. The nodes by the names of their hosts; where several have the same, with their number."""
-    return name_nodes(gather(comm, host), comm.nodes)
-
-
-def name_nodes(hosts: Sequence[str], places: Sequence[Hashable]) -> Nodes:
-    """The nodes of ranks by the names of their hosts; ranks of one node are at the same place."""
-    first = {place: rank for rank, place in reversed([*enumerate(places)])}
-    nodes = sorted(first, key=first.get)
-    firsts = [hosts[first[place]] for place in nodes]
-    names = [name if firsts.count(name) == 1 else f"{name}#{i}" for i, name in enumerate(firsts)]
-    return Nodes(tuple(names), tuple(nodes.index(place) for place in places))
-
-
 class Unanswered(DeadlineError):
-    """Some ranks did not come to where the others wait for them. `pairs`: those of them that wait for each other."""
+    """Some ranks did not answer, for whom the others wait. `pairs`: those of them that wait for each other."""
 
     def __init__(self, ranks: Sequence[int], seconds: float, pairs: Sequence[tuple[int, int]] = ()):
         self.ranks, self.seconds, self.pairs = tuple(ranks), seconds, tuple(pairs)
@@ -91,10 +77,10 @@ class Unanswered(DeadlineError):
 
 
 def gather(comm: Communicator, value: Any) -> list[Any]:
-    """Collective. Every rank's value in rank order, on every rank. JSON must hold it.
+    """Collective. Return every rank's value in rank order, on every rank. JSON must be able to hold it.
 
-    Goes through rank 0, by messages: who waits leaves its core to those that still measure, and who does not come is
-    known. Each rank sends one message, rank 0 as many as there are others.
+    Goes through rank 0, by messages: a rank that waits leaves its core to those that still measure, and the ranks that
+    do not come are known. Each rank sends one message, rank 0 as many as there are others.
 
     Raises:
         Unanswered: on rank 0, with all the ranks that did not come; on another one, with rank 0.
@@ -107,10 +93,10 @@ def gather(comm: Communicator, value: Any) -> list[Any]:
             except DeadlineError as error:
                 raise Unanswered([r for r in range(comm.size) if r not in found], comm.deadline_s) from error
             found[envelope.source] = _receive(comm, envelope)
-        told = [found[rank] for rank in range(comm.size)]
-        for request in [_send(comm, told, rank, GO_ON) for rank in range(1, comm.size)]:
+        values = [found[rank] for rank in range(comm.size)]
+        for request in [_send(comm, values, rank, GO_ON) for rank in range(1, comm.size)]:
             request.wait()
-        return told
+        return values
     _send(comm, value, 0, ARRIVED).wait()
     try:
         envelope = comm.probe(0, GO_ON)
@@ -120,6 +106,12 @@ def gather(comm: Communicator, value: Any) -> list[Any]:
         except DeadlineError as error:
             raise Unanswered([0], 2 * comm.deadline_s) from error
     return _receive(comm, envelope)
+
+
+def gather_by_node(comm: Communicator, nodes: Nodes, call: Callable[[], Any]) -> dict[str, Any]:
+    """Collective. Call a function on the first rank of each node; return what it returned there, by the node's name."""
+    values = gather(comm, call() if comm.rank in nodes.leaders else None)
+    return {nodes.name(rank): values[rank] for rank in nodes.leaders}
 
 
 def _send(comm: Communicator, value: Any, rank: int, tag: int):
@@ -137,10 +129,10 @@ def _receive(comm: Communicator, envelope) -> Any:
 
 
 def within(seconds: float, what: str, function: Callable[[], Result]) -> Result:
-    """What a call returns or raises that may hang, as one of a dead file system does: it is then left behind.
+    """Call a function that may hang, as one of a dead file system does; past the limit go on without it.
 
     Raises:
-        DeadlineError: it took longer.
+        DeadlineError: it took longer than `seconds`.
     """
     outcome: list[tuple[Any, BaseException | None]] = []
 
@@ -162,13 +154,13 @@ def within(seconds: float, what: str, function: Callable[[], Result]) -> Result:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """Names in a line: all, or the first ones and how many more."""
+    """Join names to a line: all, or the first ones and how many more."""
     more = [] if len(names) <= most else [f"{len(names) - most + 1} more"]
     return ", ".join([*names[: most - bool(more)], *more])
 
 
 def counted(numbers: Sequence[int]) -> str:
-    """Numbers as a person writes them: 0-3, 7."""
+    """Write numbers as a person does: 0-3, 7."""
     spans: list[list[int]] = []
     for number in sorted(set(numbers)):
         if spans and number == spans[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""What an examination has found, shown as it is found, and what follows from it."""
+"""The report of an examination: it shows findings as they come, writes the files, and decides the exit status."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist import console
-from hpcdist.doctor import spare
+from hpcdist.doctor import exclusion
 from hpcdist.doctor.base import ERROR, OK, WARNING, Finding, Nodes
 from hpcdist.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Options:
-    """What is to happen with the findings. `limit_s`: how long the examination may take."""
+class ExaminationOptions:
+    """Options of an examination and its report. `limit_s`: how long the examination may take."""
 
     spare: int | None = None
     exclude_file: Path | None = None
@@ -27,9 +27,9 @@ class Options:
 
 
 class Report:
-    """The findings so far. `speaks`: this process is the one that shows them and writes the files."""
+    """Collect findings. `speaks`: this process is the one that shows them and writes the files."""
 
-    def __init__(self, options: Options, speaks: bool):
+    def __init__(self, options: ExaminationOptions, speaks: bool):
         self.options, self.speaks = options, speaks
         self.nodes = Nodes((), ())  # as far as they are known
         self.stage = "world"  # what is being examined
@@ -39,7 +39,7 @@ class Report:
         self._start = time.monotonic()
 
     def add(self, findings: Iterable[Finding], measured: Any = None) -> None:
-        """Takes findings of the present stage, and the values that they come from."""
+        """Take findings of the present stage, and the values that they come from."""
         if measured is not None:
             self._measured[self.stage] = measured
             self._seconds[self.stage] = time.monotonic() - self._start - sum(self._seconds.values())
@@ -48,12 +48,12 @@ class Report:
             if self.speaks:
                 console.finding(finding.status, self.stage, finding.text)
 
-    def foresee(self) -> None:
-        """Writes the files by what is known so far, should what comes next not come back."""
+    def write_ahead(self) -> None:
+        """Write the files by what is known so far, in case that the next stage does not come back."""
         self._write_files(self._choose(), status=1)
 
     def conclude(self, cut_short: bool = False) -> int:
-        """Chooses what to leave out, writes the files; the exit status, which is 1 where not all was examined.
+        """Choose the nodes to leave out, write the files; return the exit status, 1 where not all was examined.
 
         Raises:
             ConfigError: a file can't be written.
@@ -61,7 +61,7 @@ class Report:
         options, names, self.stage = self.options, self.nodes.names, "spare"
         choice = self._choose()
         if options.spare is not None and names:
-            self.add([spare.tell(choice, names)])
+            self.add([exclusion.describe(choice, names)])
         warned = any(f.status == WARNING and not set(f.nodes) & set(choice.out) for f in self.findings)
         status = int(cut_short or bool(choice.errors) or (options.strict and warned))
         self._write_files(choice, status)
@@ -72,19 +72,19 @@ class Report:
             console.finding(worst, "all", f"{text}, {time.monotonic() - self._start:.1f} s; exit status {status}")
         return status
 
-    def _choose(self) -> spare.Choice:
+    def _choose(self) -> exclusion.Exclusion:
         names = self.nodes.names
-        return spare.choose(names, self.findings, min(self.options.spare or 0, max(len(names) - 1, 0)))
+        return exclusion.choose(names, self.findings, min(self.options.spare or 0, max(len(names) - 1, 0)))
 
-    def _write_files(self, choice: spare.Choice, status: int) -> None:
+    def _write_files(self, choice: exclusion.Exclusion, status: int) -> None:
         options = self.options
         if self.speaks and options.exclude_file is not None:
             _write(options.exclude_file, ",".join(choice.out) + "\n" * bool(choice.out))
         if self.speaks and options.json_path is not None:
-            told = {"status": status, "seconds": time.monotonic() - self._start, "nodes": self.nodes.names}
-            told |= {"excluded": choice.out, "findings": [asdict(finding) for finding in self.findings]}
-            told |= {"measured": self._measured, "seconds_by_check": self._seconds}
-            _write(options.json_path, json.dumps(told, indent=2) + "\n")
+            content = {"status": status, "seconds": time.monotonic() - self._start, "nodes": self.nodes.names}
+            content |= {"excluded": choice.out, "findings": [asdict(finding) for finding in self.findings]}
+            content |= {"measured": self._measured, "seconds_by_check": self._seconds}
+            _write(options.json_path, json.dumps(content, indent=2) + "\n")
 
 
 def _write(path: Path, text: str) -> None:

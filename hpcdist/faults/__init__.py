@@ -1,1 +1,1 @@
-"""What happens when something goes wrong: exceptions that end every rank."""
+"""The end of all ranks after an exception on one of them."""

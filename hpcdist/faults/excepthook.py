@@ -1,32 +1,38 @@
-"""An exception that nobody catches on one rank ends all ranks, after its traceback has been shown.
+"""End all ranks after an uncaught exception on one of them, and show its traceback first.
 
-Without it the other ranks would wait for the failed one until somebody cancels the job.
+Otherwise the other ranks would wait for the failed one until somebody cancels the job.
 """
 
 from __future__ import annotations
 
+import io
 import sys
-import time
 import traceback
 from collections.abc import Callable
 
+from hpcdist import log
+from hpcdist.faults.turns import takes_turn
+
 
 def install(rank: int, abort: Callable[[int], None]) -> None:
-    """Shows uncaught exceptions labelled with `rank`, then calls `abort(status)`.
+    """Set sys.excepthook: show an uncaught exception with `rank` before each line, then call `abort(status)`.
 
     Args:
-        abort: ends every rank of the job with a non-zero exit status.
+        abort: a function that ends every rank of the job with a non-zero exit status.
     """
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace) -> None:
         if previous is not sys.__excepthook__:
-            previous(kind, error, trace)  # a debugger or a notebook wants to see it too
-        # Where all ranks fail alike the lowest speaks and ends the job; the others would only repeat it.
-        time.sleep(min(1.0 + 0.2 * rank, 3.0) if rank else 0.0)
-        lines = traceback.format_exception(kind, error, trace)
-        text = "".join(f"[rank {rank}] {line}\n" for line in "".join(lines).splitlines())
-        print(text, end="", file=sys.stderr, flush=True)
+            previous(kind, error, trace)  # such as a debugger's or a notebook's
+        if takes_turn(rank):
+            lines = traceback.format_exception(kind, error, trace)
+            text = "".join(f"[rank {rank}] {line}\n" for line in "".join(lines).splitlines())
+            message = f"rank {rank} ends the job by an exception that nobody caught."
+            log.before_end(message, shown=text, exc_info=(kind, error, trace))
+        if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+            sys.__stderr__.write(sys.stderr.getvalue())  # torch.distributed's hook collects it for after this one
+            sys.__stderr__.flush()
         abort(1)
 
     sys.excepthook = hook

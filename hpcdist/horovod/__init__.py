@@ -1,1 +1,1 @@
-"""Building Horovod, whose last release does not build against today's torch as it stands, and proving that it works."""
+"""Build Horovod, whose last release does not compile against today's torch without changes, and test that it works."""

@@ -1,4 +1,4 @@
-"""`hpcdist horovod build`: from the cache or compiled, proven on two ranks, and installed."""
+"""`hpcdist horovod build`: take a wheel from the cache or compile it, test it on two ranks, and install it."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
 import shlex
 import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdist.errors import BuildError, ConfigError
 from hpcdist.horovod import cache, check, tools, wheel
-from hpcdist.horovod.tools import Search, Tools, Wanted
+from hpcdist.horovod.tools import ChosenTools, Search, Tools
 
 NEEDED = {"cloudpickle": "cloudpickle", "psutil": "psutil", "yaml": "pyyaml", "packaging": "packaging"}
 NEEDED_TO_BUILD = {"setuptools": "setuptools", "packaging": "packaging"}
-JOB_BYTES = 2 << 30  # that one compiler takes for torch's headers
+JOB_BYTES = 2 << 30  # memory that one compiler takes for torch's headers
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the user chose beside the tools."""
+class BuildOptions:
+    """The user's choices, except those of tools."""
 
     folder: Path  # of the cache
     install: bool = True
@@ -37,69 +39,65 @@ class Options:
     jobs: int | None = None
 
 
-def run(options: Options, wanted: Wanted, environ: Mapping[str, str], say: Callable[[str], None]) -> dict:
-    """Makes sure that there is a wheel that works, and installs it; what there is now, for the user.
-
-    Args:
-        say: tells what is done meanwhile.
+def run(options: BuildOptions, choice: ChosenTools, environ: Mapping[str, str]) -> dict:
+    """Find or build a wheel that works, and install it. Return facts for the user: wheel, log, versions.
 
     Raises:
         ConfigError: an option breaks its rule.
-        BuildError: a part of it failed: which, and what to do.
+        BuildError: a part of the build failed; the message names the part and the remedy.
     """
     if options.source is not None and not options.source.is_file():
         raise ConfigError(
             f"--source must be the file of Horovod's source package; got {options.source}. Check the path."
         )
     search = Search(environ)
-    found = tools.find(wanted, search)
-    _tell(found, say)
-    key = cache.key(found, search.prefix)
-    entry = cache.Entry(options.folder, key)
-    launcher = launcher_of(found, options.launcher, search)
-    with entry.locked(lambda: say("another process builds the same wheel; waiting for it")):
+    toolset = tools.find(choice, search)
+    _report(toolset)
+    key = cache.key(toolset, search.prefix)
+    entry = cache.CachedBuild(options.folder, key)
+    launcher = launcher_of(toolset, options.launcher, search)
+    with entry.locked(lambda: _logger.info("another process builds the same wheel; waiting for it")):
         path = None if options.rebuild else entry.wheel
         if path is None:
-            path = _make(options, found, entry, search, launcher, say)
+            path = _make(options, toolset, entry, search, launcher)
         else:
-            say(f"{path} was built before")
-        proven = {}
+            _logger.info(f"{path} was built before")
+        tested = {}
         if options.install:
-            install(path, entry.log, environ, say)
-            say("summing on 2 ranks by what is installed")
-            proven = check.prove(launcher, environ, entry.log)
-    return {"wheel": path, "log": entry.log, "installed": options.install, **proven, **key}
+            install(path, entry.log, environ)
+            _logger.info("summing on 2 ranks by what is installed")
+            tested = check.prove(launcher, environ, entry.log)
+    return {"wheel": path, "log": entry.log, "installed": options.install, **tested, **key}
 
 
-def _tell(found: Tools, say: Callable[[str], None]) -> None:
-    gpu = f"CUDA {found.cuda_version} in {found.cuda_home}, NCCL in {found.nccl_home}"
-    say(f"{found.cxx}; {found.cmake}; {found.mpicxx}: {found.mpi_version}; torch {found.torch}")
-    say(f"GPU operations: {gpu if found.cuda_home else f'none ({found.why_no_gpu})'}")
+def _report(toolset: Tools) -> None:
+    gpu = f"CUDA {toolset.cuda_version} in {toolset.cuda_home}, NCCL in {toolset.nccl_home}"
+    _logger.info(f"{toolset.cxx}; {toolset.cmake}; {toolset.mpicxx}: {toolset.mpi_version}; torch {toolset.torch}")
+    _logger.info(f"GPU operations: {gpu if toolset.cuda_home else f'none ({toolset.why_no_gpu})'}")
 
 
 def _make(
-    options: Options,
-    found: Tools,
-    entry: cache.Entry,
+    options: BuildOptions,
+    toolset: Tools,
+    entry: cache.CachedBuild,
     search: Search,
     launcher: list[str],
-    say: Callable[[str], None],
 ) -> Path:
-    """A new wheel, which is kept only once two ranks have summed by it."""
+    """Build a new wheel. The cache takes it only after two ranks have summed by it."""
     start, jobs = time.monotonic(), options.jobs or _jobs()
-    entry.log.write_text(f"{found}\n")
+    entry.log.write_text(f"{toolset}\n")
     with entry.building() as folder:
-        _pip_install(NEEDED_TO_BUILD, None, entry.log, search.environ, say)
-        say(f"building Horovod {cache.VERSION} by {jobs} compilers at a time: some minutes. Log: {entry.log}")
-        made = wheel.build(found, folder, search, options.source, jobs, entry.log, say)
+        _pip_install(NEEDED_TO_BUILD, None, entry.log, search.environ)
+        _logger.info(f"building Horovod {cache.VERSION} by {jobs} compilers at a time: some minutes. Log: {entry.log}")
+        new = wheel.build(toolset, folder, search, options.source, jobs, entry.log)
         unpacked = folder / "unpacked"
-        with zipfile.ZipFile(made) as archive:
+        with zipfile.ZipFile(new) as archive:
             archive.extractall(unpacked)
-        _pip_install(NEEDED, None if options.install else unpacked, entry.log, search.environ, say)
-        say("summing on 2 ranks by what was built")
+        _pip_install(NEEDED, None if options.install else unpacked, entry.log, search.environ)
+        _logger.info("summing on 2 ranks by what was built")
         check.prove(launcher, search.environ, entry.log, unpacked)
-        path = entry.keep(made)
-    say(f"built in {time.monotonic() - start:.0f} s: {path}")
+        path = entry.keep(new)
+    _logger.info(f"built in {time.monotonic() - start:.0f} s: {path}")
     return path
 
 
@@ -108,11 +106,11 @@ def _jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), memory // JOB_BYTES))
 
 
-def launcher_of(found: Tools, chosen: str | None, search: Search) -> list[str]:
-    """The command that starts ranks, up to their number: the launcher beside MPI's compiler, else on PATH."""
+def launcher_of(toolset: Tools, chosen: str | None, search: Search) -> list[str]:
+    """Return the command that starts ranks, up to their number: `chosen`, or the launcher of MPI's, or one on PATH."""
     if chosen is not None:
         return shlex.split(chosen)
-    beside = Search({"PATH": search.path}, Path(found.mpicxx).parents[1])
+    beside = Search({"PATH": search.path}, Path(toolset.mpicxx).parents[1])
     program = beside.program("mpirun", "mpiexec")
     if program is None:
         raise BuildError(
@@ -123,31 +121,33 @@ def launcher_of(found: Tools, chosen: str | None, search: Search) -> list[str]:
 
 
 # --- installing -------------------------------------------------------------------------------------------------------
-def install(path: Path, log: Path, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
-    """Puts the wheel, and what it needs, into the running environment, unless it is there."""
-    _pip_install(NEEDED, None, log, environ, say)
+def install(path: Path, log: Path, environ: Mapping[str, str]) -> None:
+    """Install the wheel and the packages that it needs into the running environment, unless they are there."""
+    _pip_install(NEEDED, None, log, environ)
     if installed() == hashlib.sha256(path.read_bytes()).hexdigest():
         return
-    say(f"installing it into {sys.prefix}")
+    _logger.info(f"installing it into {sys.prefix}")
     _pip(["install", "--no-deps", "--force-reinstall", str(path)], log, environ)
 
 
 def installed() -> str | None:
-    """The sha256 of the wheel that Horovod was installed from; None where pip doesn't know one."""
+    """Return the sha256 of the wheel that Horovod was installed from; None where pip doesn't know one."""
     try:
-        told = importlib.metadata.distribution("horovod").read_text("direct_url.json")
-        return json.loads(told or "{}")["archive_info"]["hashes"]["sha256"]
+        origin = importlib.metadata.distribution("horovod").read_text("direct_url.json")
+        return json.loads(origin or "{}")["archive_info"]["hashes"]["sha256"]
     except (importlib.metadata.PackageNotFoundError, KeyError):
         return None
 
 
-def _pip_install(
-    names: Mapping[str, str], folder: Path | None, log: Path, environ: Mapping[str, str], say: Callable[[str], None]
-) -> None:
-    """Installs packages, by the module of each, that are not there; into `folder` rather than the environment."""
+def _pip_install(names: Mapping[str, str], folder: Path | None, log: Path, environ: Mapping[str, str]) -> None:
+    """Install the packages whose modules are missing, into `folder` or, without one, into the environment.
+
+    Args:
+        names: the package of each module.
+    """
     missing = [package for module, package in names.items() if importlib.util.find_spec(module) is None]
     if missing:
-        say(f"installing {', '.join(missing)}, which Horovod needs")
+        _logger.info(f"installing {', '.join(missing)}, which Horovod needs")
         _pip(["install", *([] if folder is None else ["--target", str(folder)]), *missing], log, environ)
 
 

@@ -1,17 +1,18 @@
-"""The cache of wheels: one folder for each set of versions that a wheel depends on, whole or not there at all."""
+"""The cache of wheels: one folder for each set of versions that a wheel depends on, complete or absent."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import sysconfig
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+import platformdirs
+from filelock import FileLock, Timeout
 
 from hpcdist.errors import ConfigError
 from hpcdist.horovod.tools import Tools
@@ -20,15 +21,15 @@ VERSION = "0.28.1"  # Horovod's last release
 POLL_S = 0.5
 
 
-def default_folder(environ: Mapping[str, str]) -> Path:
-    """Where wheels are kept: in XDG_CACHE_HOME or ~/.cache."""
-    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hpcdist" / "horovod"
+def default_folder() -> Path:
+    """Return the folder of the cache, in XDG_CACHE_HOME or ~/.cache."""
+    return platformdirs.user_cache_path("hpcdist", appauthor=False) / "horovod"
 
 
 def key(tools: Tools, prefix: Path) -> dict[str, str]:
-    """All that a wheel depends on.
+    """Collect the versions that a wheel depends on.
 
-    An MPI within the environment is found relative to Horovod, so that its path does not matter.
+    Horovod finds an MPI within the environment by a relative path, so that the key has no path of it.
     """
     within = Path(tools.mpi_folder).is_relative_to(prefix)
     return {
@@ -42,12 +43,12 @@ def key(tools: Tools, prefix: Path) -> dict[str, str]:
     }
 
 
-class Entry:
+class CachedBuild:
     """One wheel's place in the cache.
 
     Args:
         folder: of the cache; made if need be.
-        key: what the wheel depends on.
+        key: the versions that the wheel depends on.
 
     Raises:
         ConfigError: the folder can't be made.
@@ -68,28 +69,30 @@ class Entry:
 
     @property
     def wheel(self) -> Path | None:
-        """The wheel, if it has been built."""
+        """Return the wheel's path; None if it has not been built."""
         return next(iter(sorted(self._folder.glob("*.whl"))), None)
 
     @contextmanager
     def locked(self, waiting: Callable[[], None]) -> Iterator[None]:
-        """Inside the context no other process builds this wheel; calls `waiting` once if another one does."""
-        with open(self._folder.with_suffix(".lock"), "w") as lock:
-            told = False
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if not told:
-                        waiting()
-                        told = True
-                    time.sleep(POLL_S)
+        """Lock the entry: within the context no other process builds this wheel.
+
+        Args:
+            waiting: called once where another process holds the lock.
+        """
+        lock = FileLock(self._folder.with_suffix(".lock"), timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            waiting()
+            lock.acquire(timeout=-1, poll_interval=POLL_S)
+        try:
             yield
+        finally:
+            lock.release()
 
     @contextmanager
     def building(self) -> Iterator[Path]:
-        """A folder to build in, on the file system of the cache; gone when the context ends. Needs the lock."""
+        """Make a folder to build in, on the cache's file system, and remove it at the context's end. Needs the lock."""
         shutil.rmtree(self._building, ignore_errors=True)  # of a build that was killed
         self._building.mkdir()
         try:
@@ -98,7 +101,7 @@ class Entry:
             shutil.rmtree(self._building, ignore_errors=True)
 
     def keep(self, wheel: Path) -> Path:
-        """Takes a proven wheel, which lies in the folder to build in, into the cache, in one step; where it is now."""
+        """Move a tested wheel from the folder to build in into the cache, in one step, and return its new path."""
         ready = self._building / "ready"
         ready.mkdir()
         wheel.rename(ready / wheel.name)

@@ -1,4 +1,4 @@
-"""Proving a build: it imports, and two ranks sum by it. `python -m hpcdist.horovod.check` is what each rank runs."""
+"""Test a build of Horovod: import it, and sum by it on two ranks, each of which runs this module as a program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEADLINE_S = 60.0  # of the sum itself
 COUNTS = (1, 1000, 100_003)
 RANKS = 2
 
-# Two ranks on whatever machine this is, also for root in a container; settings of the user's own come before.
+# Let two ranks run on any machine, also for root in a container; the user's settings win.
 ANYWHERE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -28,21 +28,27 @@ ANYWHERE = {
 
 
 def environment(environ: Mapping[str, str], unpacked: Path | None) -> dict[str, str]:
-    """That of a new job, whose ranks find this package, and Horovod in `unpacked` if not where they find all else."""
-    kept = unlaunched(environ)
+    """Return the environment of a new job, without the variables of this one's launcher.
+
+    Its ranks import this package, and Horovod from `unpacked`, or from the environment if that is None.
+    """
+    environ = unlaunched(environ)
     here = str(Path(__file__).parents[2])
     path = [str(unpacked)] if unpacked is not None else []
-    path += [here, *filter(None, [kept.get("PYTHONPATH")])]
-    return {**ANYWHERE, **kept, "PYTHONPATH": os.pathsep.join(path)}
+    path += [here, *filter(None, [environ.get("PYTHONPATH")])]
+    return {**ANYWHERE, **environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def prove(launcher: Sequence[str], environ: Mapping[str, str], log: Path, unpacked: Path | None = None) -> dict:
-    """What two ranks report that have summed by Horovod. Raises BuildError where it does not import or sum.
+    """Sum by Horovod on two ranks, and return their report: ranks, devices, and the features of the build.
 
     Args:
         launcher: the command that starts ranks, up to their number.
-        log: what the ranks print is added to it.
+        log: a file to which the ranks' output is appended.
         unpacked: a folder with an unpacked wheel; by default the one that is installed.
+
+    Raises:
+        BuildError: Horovod does not import, or does not sum.
     """
     environ = environment(environ, unpacked)
     done = _run([sys.executable, "-c", "import torch, horovod.torch as hvd; hvd.init"], environ, log)
@@ -51,16 +57,16 @@ def prove(launcher: Sequence[str], environ: Mapping[str, str], log: Path, unpack
     command = [*launcher, str(RANKS), sys.executable, "-m", "hpcdist.horovod.check"]
     done = _run(command, environ, log)
     try:
-        found = json.loads(done.stdout.strip().splitlines()[-1])
+        report = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, ValueError):
-        found = {}
-    if done.returncode or found.get("ranks") != RANKS:
-        got = f"worlds of {found['ranks']}" if not done.returncode and "ranks" in found else _last(done)
+        report = {}
+    if done.returncode or report.get("ranks") != RANKS:
+        got = f"worlds of {report['ranks']}" if not done.returncode and "ranks" in report else _last(done)
         raise BuildError(
             f"two-rank check: `{shlex.join(command)}` must sum on {RANKS} ranks; got {got} Name the launcher of that "
             f"MPI, --launcher 'srun --mpi=pmix -n', or see what its ranks say. Log: {log}"
         )
-    return found
+    return report
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str], log: Path) -> subprocess.CompletedProcess[str]:
@@ -73,7 +79,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str], log: Path) -> subpr
             try:
                 stdout, stderr = job.communicate(timeout=LIMIT_S)
             except subprocess.TimeoutExpired:
-                job.terminate()  # a launcher ends its ranks; killed, it would leave them behind
+                job.terminate()  # so that the launcher ends its ranks, which would outlive a kill
                 stdout, stderr = job.communicate()
                 stderr += f"\nnothing within {LIMIT_S:g} s"
         out.write(stdout + stderr)
@@ -81,19 +87,19 @@ def _run(command: Sequence[str], environ: Mapping[str, str], log: Path) -> subpr
 
 
 def _last(done: subprocess.CompletedProcess[str]) -> str:
-    """The last thing that was said, as an end of a sentence."""
+    """Return the exit status and the last line of the output, as the end of a sentence."""
     lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip(" -*\n")]
     return f"exit status {done.returncode}, {lines[-1] if lines else 'no message'!r}."
 
 
 def main() -> None:
-    """Collective. Compares sums by Horovod with what they must be; rank 0 tells what was compared."""
+    """Collective. Compare sums by Horovod with the expected ones; rank 0 prints a report as JSON."""
     import torch
 
-    from hpcdist.comm import mpi
-    from hpcdist.comm.hvd import Horovod, built_with
+    from hpcdist.comm.external.horovod import Horovod, built_with
+    from hpcdist.comm.mpi.world import world
 
-    comm = mpi.world(deadline_s=DEADLINE_S)
+    comm = world(deadline_s=DEADLINE_S)
     reduce = Horovod(comm)
     devices = ["cpu"]
     if "NCCL" in built_with() and torch.cuda.device_count() >= comm.size:

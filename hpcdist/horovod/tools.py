@@ -1,4 +1,4 @@
-"""What a build needs, found on this machine: the compilers, CMake, MPI, and on GPU machines CUDA and NCCL."""
+"""Find the tools that a build needs on this machine: compilers, CMake, MPI, and on GPU machines CUDA and NCCL."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from hpcdist.errors import BuildError
 
-CMAKE = (3, 13)  # Horovod's least
+CMAKE = (3, 13)  # the oldest that Horovod takes
 SYSTEMS_CUDA, SYSTEMS_NCCL = [Path("/usr/local/cuda")], [Path("/usr"), Path("/usr/local")]
-PROBE_S = 120.0  # for a program to say its version; importing torch from a cold file system takes long
+PROBE_S = 120.0  # for a program to print its version; importing torch from a cold file system takes long
 FACTS = (
     "import json, platform, torch; print(json.dumps({'torch': torch.__version__, 'cuda': torch.version.cuda,"
     " 'cxx11_abi': torch.compiled_with_cxx11_abi(), 'python': platform.python_version()}))"
@@ -24,8 +24,8 @@ FACTS = (
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the user chose; None where it is to be found."""
+class ChosenTools:
+    """The user's choice of tools; None for one that is to be found."""
 
     gpu: str = "auto"  # auto, nccl or off
     cxx: str | None = None
@@ -36,14 +36,14 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Tools:
-    """What was found: paths of programs and folders, and versions."""
+    """The tools of a build: paths of programs and folders, and versions."""
 
     cxx: str
     cxx_version: str
     cmake: str
     mpicxx: str
     mpi_version: str
-    mpi_folder: str  # that libmpi is in
+    mpi_folder: str  # of libmpi
     torch: str
     cxx11_abi: bool
     python: str
@@ -54,11 +54,11 @@ class Tools:
 
 
 class Search:
-    """Looks for programs in the environment's own folder first, then in those of PATH.
+    """A search for programs, first in the folder of the Python environment, then in those of PATH.
 
     Args:
-        environ: PATH, and where CUDA_HOME, NCCL_HOME and the like point.
-        prefix: the environment's folder.
+        environ: the environment's variables: PATH, CUDA_HOME, NCCL_HOME and the like.
+        prefix: the folder of the Python environment.
     """
 
     def __init__(self, environ: Mapping[str, str], prefix: Path = Path(sys.prefix)):
@@ -66,25 +66,29 @@ class Search:
         self.path = ":".join(dict.fromkeys([str(prefix / "bin"), *filter(None, environ.get("PATH", "").split(":"))]))
 
     def programs(self, *names: str) -> Iterator[str]:
-        """The paths of all programs of these names, folder by folder."""
+        """Find all programs of these names, folder by folder."""
         for folder in self.path.split(":"):
             yield from filter(None, (shutil.which(name, path=folder) for name in names))
 
     def program(self, *names: str) -> str | None:
-        """The first of them; None where there is none."""
+        """Find the first program of these names; None where there is none."""
         return next(self.programs(*names), None)
 
     def folder(self, *variables: str) -> Path | None:
-        """The folder that the first of these variables names."""
+        """Return the folder in the first of these variables that is set; None where none is."""
         return next((Path(self.environ[name]) for name in variables if self.environ.get(name)), None)
 
 
-def find(wanted: Wanted, search: Search) -> Tools:
-    """All that a build needs. Raises BuildError, which names what is missing and what to do."""
-    cxx, cmake = _compiler(wanted, search), _cmake(search)
-    mpi = _facts([sys.executable, "-m", "hpcdist.comm.mpi_library"])
+def find(choice: ChosenTools, search: Search) -> Tools:
+    """Find all tools that a build needs.
+
+    Raises:
+        BuildError: a tool is missing; the message names it and the remedy.
+    """
+    cxx, cmake = _compiler(choice, search), _cmake(search)
+    mpi = _facts([sys.executable, "-m", "hpcdist.comm.mpi.library"])
     library = Path(mpi["file"] or "libmpi.so")
-    mpicxx = _mpicxx(wanted, library, search)
+    mpicxx = _mpicxx(choice, library, search)
     facts = _facts([sys.executable, "-c", FACTS])
     cuda = facts.pop("cuda")
     tools = Tools(
@@ -96,17 +100,17 @@ def find(wanted: Wanted, search: Search) -> Tools:
         mpi_folder=str(library.parent),
         **facts,
     )
-    return with_gpu(tools, cuda, wanted, search)
+    return with_gpu(tools, cuda, choice, search)
 
 
-def _compiler(wanted: Wanted, search: Search) -> str:
-    found = shutil.which(wanted.cxx, path=search.path) if wanted.cxx else search.program("g++", "c++", "clang++")
-    if found is None:
+def _compiler(choice: ChosenTools, search: Search) -> str:
+    program = shutil.which(choice.cxx, path=search.path) if choice.cxx else search.program("g++", "c++", "clang++")
+    if program is None:
         raise BuildError(
-            f"C++ compiler: one that knows C++17 must be on PATH; got {wanted.cxx or 'none'}. Install one (apt-get "
+            f"C++ compiler: one that knows C++17 must be on PATH; got {choice.cxx or 'none'}. Install one (apt-get "
             "install g++), load its module, or name it: --cxx PATH."
         )
-    return found
+    return program
 
 
 def _cmake(search: Search) -> str:
@@ -120,13 +124,13 @@ def _cmake(search: Search) -> str:
     return program
 
 
-def _mpicxx(wanted: Wanted, library: Path, search: Search) -> str:
-    """The C++ compiler of the MPI that mpi4py uses."""
-    if wanted.mpicxx is not None:
-        found = shutil.which(wanted.mpicxx, path=search.path)
-        if found is None:
-            raise BuildError(f"MPI compiler: --mpicxx must be a program; got {wanted.mpicxx}. Check the path.")
-        return found
+def _mpicxx(choice: ChosenTools, library: Path, search: Search) -> str:
+    """Find the C++ compiler of the MPI that mpi4py uses."""
+    if choice.mpicxx is not None:
+        chosen = shutil.which(choice.mpicxx, path=search.path)
+        if chosen is None:
+            raise BuildError(f"MPI compiler: --mpicxx must be a program; got {choice.mpicxx}. Check the path.")
+        return chosen
     others = []
     for program in search.programs("mpicxx", "mpic++", "mpiCC"):
         if links(output(program, "-show"), library):
@@ -139,23 +143,26 @@ def _mpicxx(wanted: Wanted, library: Path, search: Search) -> str:
     )
 
 
-def links(shown: str, library: Path) -> bool:
-    """Whether an MPI compiler that shows `shown` (by -show) links this library."""
-    folders = re.findall(r"-L\s*(/[^\s,]+)", shown) or ["/usr/lib", "/usr/lib64", "/usr/local/lib"]
+def links(command: str, library: Path) -> bool:
+    """Tell whether an MPI compiler links this library, by the command that it shows with -show."""
+    folders = re.findall(r"-L\s*(/[^\s,]+)", command) or ["/usr/lib", "/usr/lib64", "/usr/local/lib"]
     candidates = [Path(folder) / name for folder in folders for name in (library.name, "libmpi.so")]
-    return "-lmpi" in shown and library.resolve() in [path.resolve() for path in candidates]
+    return "-lmpi" in command and library.resolve() in [path.resolve() for path in candidates]
 
 
 # --- CUDA and NCCL ----------------------------------------------------------------------------------------------------
-def with_gpu(tools: Tools, torch_cuda: str | None, wanted: Wanted, search: Search) -> Tools:
-    """The tools, with CUDA and NCCL where torch has CUDA and both are there, or as the user demands.
+def with_gpu(tools: Tools, torch_cuda: str | None, choice: ChosenTools, search: Search) -> Tools:
+    """Add CUDA and NCCL to the tools where torch has CUDA and both are installed, or note why they are left out.
 
     Args:
-        torch_cuda: the version of CUDA that torch was built for, such as 12.8; None if for none.
+        torch_cuda: the version of CUDA that torch was built for, such as 12.8; None without CUDA.
+
+    Raises:
+        BuildError: the user demands them, and one is missing.
     """
-    if wanted.gpu == "off":
+    if choice.gpu == "off":
         return replace(tools, why_no_gpu="as chosen")
-    cuda_home, nccl_home = _cuda_home(wanted, search), _nccl_home(wanted, search)
+    cuda_home, nccl_home = _cuda_home(choice, search), _nccl_home(choice, search)
     cuda = _cuda_version(cuda_home)
     if torch_cuda is None:
         lack = "torch was built without CUDA. Install a build of torch for CUDA"
@@ -167,15 +174,15 @@ def with_gpu(tools: Tools, torch_cuda: str | None, wanted: Wanted, search: Searc
         lack = "there is no nccl.h. Load the module of NCCL, or name its folder: --nccl-home PATH"
     else:
         return replace(tools, cuda_home=str(cuda_home), cuda_version=cuda, nccl_home=str(nccl_home))
-    if wanted.gpu == "nccl":
+    if choice.gpu == "nccl":
         raise BuildError(f"CUDA and NCCL: both must be there for --gpu nccl; got less: {lack}, or leave --gpu out.")
     return replace(tools, why_no_gpu=lack)
 
 
-def _cuda_home(wanted: Wanted, search: Search) -> Path | None:
+def _cuda_home(choice: ChosenTools, search: Search) -> Path | None:
     nvcc = search.program("nvcc")
     candidates = [
-        wanted.cuda_home,
+        choice.cuda_home,
         search.folder("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"),
         Path(nvcc).resolve().parents[1] if nvcc else None,
         *SYSTEMS_CUDA,
@@ -184,22 +191,22 @@ def _cuda_home(wanted: Wanted, search: Search) -> Path | None:
 
 
 def _cuda_version(cuda_home: Path | None) -> str | None:
-    shown = output(str(cuda_home / "bin" / "nvcc"), "--version") if cuda_home is not None else ""
-    found = re.search(r"release (\d+\.\d+)", shown)
-    return found[1] if found else None
+    text = output(str(cuda_home / "bin" / "nvcc"), "--version") if cuda_home is not None else ""
+    match = re.search(r"release (\d+\.\d+)", text)
+    return match[1] if match else None
 
 
-def _nccl_home(wanted: Wanted, search: Search) -> Path | None:
-    """Where NCCL is: the one that torch brings before the system's, for a process should not have two."""
-    torchs = sorted(search.prefix.glob("lib/python*/site-packages/nvidia/nccl"))
+def _nccl_home(choice: ChosenTools, search: Search) -> Path | None:
+    """Find the folder of NCCL: torch's before the system's, because a process should not load two."""
+    of_torch = sorted(search.prefix.glob("lib/python*/site-packages/nvidia/nccl"))
     named = search.folder("HOROVOD_NCCL_HOME", "NCCL_HOME", "NCCL_ROOT")
-    candidates = [wanted.nccl_home, named, *torchs, *SYSTEMS_NCCL]
+    candidates = [choice.nccl_home, named, *of_torch, *SYSTEMS_NCCL]
     return next((path for path in candidates if path is not None and (path / "include" / "nccl.h").exists()), None)
 
 
 # --- asking programs --------------------------------------------------------------------------------------------------
 def output(*command: str) -> str:
-    """What a program prints; nothing where it fails."""
+    """Run a program and return its output; an empty text where it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, errors="replace")
     except (OSError, subprocess.TimeoutExpired):
@@ -208,7 +215,7 @@ def output(*command: str) -> str:
 
 
 def _facts(command: list[str]) -> dict:
-    """What a program of Python's tells as JSON."""
+    """Run a Python program and parse the JSON in the last line of its output."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, errors="replace")
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -1,7 +1,8 @@
-"""One build: pip compiles the untouched source package, through a compiler that is asked for C++17 instead of C++14."""
+"""Build one wheel: pip compiles the unchanged source package by a compiler wrapper that replaces C++14 by C++17."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from hpcdist.errors import BuildError
@@ -20,6 +21,7 @@ from hpcdist.horovod.tools import Search, Tools
 LIMIT_S = 2 * 3600.0  # for a build that hangs
 NEWS_S = 20.0  # between two lines of progress
 UP_TO_LIBRARIES = "$ORIGIN/../../../.."  # from site-packages/horovod/torch to the environment's lib
+_logger = logging.getLogger(__name__)
 
 # CMake puts -std=c++14 behind all flags that can be given from outside, and torch's headers need C++17.
 COMPILER = """#!/bin/sh
@@ -31,7 +33,7 @@ done
 exec {cxx} "$@"
 """
 
-# What in a log tells of a cause, and what to do then; the first one that is found counts.
+# Patterns in a log, and the remedy for each; the first one that matches counts.
 CAUSES = (
     (r"No space left on device", "A disk is full: make room, or choose others by --cache and TMPDIR."),
     (r"Killed signal|cc1plus.*Killed|std::bad_alloc|Cannot allocate memory", "Memory ran out: try --jobs 1."),
@@ -51,7 +53,7 @@ ADVICE = {
 
 
 def write_programs(folder: Path, tools: Tools) -> Path:
-    """Puts the compiler, and MPI's, into a folder for PATH; the path of the former."""
+    """Write the wrappers of the compiler and of MPI's into a folder for PATH, and return the compiler's path."""
     folder.mkdir()
     compiler = folder / "hpcdist-c++"
     compiler.write_text(COMPILER.format(cxx=shlex.quote(tools.cxx)))
@@ -63,19 +65,19 @@ def write_programs(folder: Path, tools: Tools) -> Path:
 
 
 def settings(tools: Tools, folder: Path, search: Search, jobs: int) -> dict[str, str]:
-    """The environment of the build, whose programs and links lie in `folder`."""
+    """Return the environment variables of the build, and put its programs and links into `folder`."""
     compiler = write_programs(folder / "bin", tools)
     within = Path(tools.mpi_folder).is_relative_to(search.prefix)
     rpath = UP_TO_LIBRARIES if within else tools.mpi_folder
     path = [str(compiler.parent), str(Path(tools.cmake).parent), search.path]
-    found = {
+    variables = {
         **search.environ,
         "PATH": ":".join(path),
         "CXX": str(compiler),
         "CXXFLAGS": f"{search.environ.get('CXXFLAGS', '')} -fno-strict-aliasing".strip(),
         "LDFLAGS": f"{search.environ.get('LDFLAGS', '')} -s -Wl,-rpath,{rpath}".strip(),
         "MAKEFLAGS": f"-j{jobs}",
-        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # of what the source package brings along, for CMake 4
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # for CMake 4, with the libraries in the source package
         "HOROVOD_WITH_PYTORCH": "1",
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
@@ -84,14 +86,14 @@ def settings(tools: Tools, folder: Path, search: Search, jobs: int) -> dict[str,
         "HOROVOD_CPU_OPERATIONS": "MPI",
     }
     if tools.cuda_home and tools.nccl_home:
-        found["HOROVOD_GPU_OPERATIONS"] = "NCCL"
-        found["HOROVOD_CUDA_HOME"] = tools.cuda_home
-        found["HOROVOD_NCCL_HOME"] = str(_linkable(Path(tools.nccl_home), folder / "nccl"))
-    return found
+        variables["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+        variables["HOROVOD_CUDA_HOME"] = tools.cuda_home
+        variables["HOROVOD_NCCL_HOME"] = str(_linkable(Path(tools.nccl_home), folder / "nccl"))
+    return variables
 
 
 def _linkable(nccl: Path, folder: Path) -> Path:
-    """NCCL's folder, or one of links to it where it has libnccl.so.2 only, as in torch's package of it."""
+    """Return NCCL's folder; where it has libnccl.so.2 only, as torch's package, make one with a link libnccl.so."""
     library = nccl / "lib" / "libnccl.so.2"
     if not library.exists() or (nccl / "lib" / "libnccl.so").exists():
         return nccl
@@ -101,51 +103,49 @@ def _linkable(nccl: Path, folder: Path) -> Path:
     return folder
 
 
-def build(
-    tools: Tools, folder: Path, search: Search, source: Path | None, jobs: int, log: Path, say: Callable[[str], None]
-) -> Path:
-    """Builds a wheel in `folder`, tells how it goes, and gives its path.
+def build(tools: Tools, folder: Path, search: Search, source: Path | None, jobs: int, log: Path) -> Path:
+    """Build a wheel in `folder` and return its path.
 
     Args:
-        source: the source package; by default pip's index has it.
-        log: what the build prints is added to it.
+        source: the source package; by default pip downloads it.
+        log: a file to which the build's output is appended.
 
     Raises:
-        BuildError: the download, CMake or a compiler failed, and what to do.
+        BuildError: the download, CMake or a compiler failed; the message names the part and the remedy.
     """
     wheels = folder / "wheel"
-    what = str(source) if source is not None else f"horovod=={VERSION}"
+    package = str(source) if source is not None else f"horovod=={VERSION}"
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "--no-cache-dir"]
-    command += ["--no-binary", "horovod", "-w", str(wheels), what]
-    status = _run(command, settings(tools, folder, search, jobs), log, say)
-    found = sorted(wheels.glob("*.whl"))
-    if status == 0 and found:
-        return found[0]
+    command += ["--no-binary", "horovod", "-w", str(wheels), package]
+    status = _run(command, settings(tools, folder, search, jobs), log)
+    built = sorted(wheels.glob("*.whl"))
+    if status == 0 and built:
+        return built[0]
     text = log.read_text(errors="replace")
     part = failed_part(text)
     raise BuildError(f"{part}: pip must build Horovod; got exit status {status}. {advice(part, text)} Log: {log}")
 
 
 def failed_part(log: str) -> str:
-    """How far a build has come that failed."""
+    """Name the part of a build that failed, by its log."""
     if "Preparing metadata" not in log:
         return "download of the source"
     return "compile" if "Build files have been written to" in log else "configure"
 
 
 def advice(part: str, log: str) -> str:
-    """What to do about a failure, by what the log tells of its cause."""
-    return next((what for cause, what in CAUSES if re.search(cause, log)), ADVICE[part])
+    """Return the remedy for a failure, by the cause in its log."""
+    return next((remedy for cause, remedy in CAUSES if re.search(cause, log)), ADVICE[part])
 
 
-def _run(command: list[str], environ: Mapping[str, str], log: Path, say: Callable[[str], None]) -> int:
-    """The exit status. Everything that the program has started ends with it."""
+def _run(command: list[str], environ: Mapping[str, str], log: Path) -> int:
+    """Run a command and return its exit status. End all processes that it has started with it."""
     start, percent, ended = time.monotonic(), "0", threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         while not ended.wait(NEWS_S):
             passed_s = time.monotonic() - start
-            say(f"compiling: {percent} %, {passed_s:.0f} s")
+            _logger.info(f"compiling: {percent} %, {passed_s:.0f} s")
             if passed_s > LIMIT_S:
                 _end(pip)
 
@@ -162,17 +162,17 @@ def _run(command: list[str], environ: Mapping[str, str], log: Path, say: Callabl
             start_new_session=True,
         ) as pip,
     ):
-        teller = threading.Thread(target=tell)
-        teller.start()
+        reporter = threading.Thread(target=report)
+        reporter.start()
         try:
             for line in pip.stdout or ():
                 out.write(line)
-                if found := re.match(r"\s*\[ *(\d+)%\]", line):
-                    percent = found[1]
+                if match := re.match(r"\s*\[ *(\d+)%\]", line):
+                    percent = match[1]
             return pip.wait()
         finally:
             ended.set()
-            teller.join()
+            reporter.join()
             _end(pip)
 
 

@@ -1,21 +1,39 @@
-"""What a run leaves behind: step records as JSON lines per rank, the staleness ledger, and `summary.json`."""
+"""The files of a run: `run.json`, step records per rank, `evaluations.jsonl`, `summary.json`."""
 
 from hpcdist.records.digest import digest, tensor_bytes
-from hpcdist.records.durable import Stamp, replace_durably, stamp, sync, write_durably
+from hpcdist.records.durable import Stamp, replace_durably, stamp, sync, write_durably, writing
+from hpcdist.records.evaluations import Evaluation, append_evaluation, keep_evaluations, read_evaluations
+from hpcdist.records.lock import is_abandoned, locked
+from hpcdist.records.run import RunRecord, Start, begin_run, copy_job, end_run, load_run, now
 from hpcdist.records.staleness import StalenessLedger
 from hpcdist.records.step import RecordWriter, StepRecord, read_records, record_path
 from hpcdist.records.summary import Seconds, Staleness, Summary, load_summary, summarise, write_summary
+from hpcdist.records.tail import RecordTail
 
 __all__ = [
+    "Evaluation",
+    "RecordTail",
     "RecordWriter",
+    "RunRecord",
     "Seconds",
     "Staleness",
     "StalenessLedger",
     "Stamp",
+    "Start",
     "StepRecord",
     "Summary",
+    "append_evaluation",
+    "begin_run",
+    "copy_job",
     "digest",
+    "end_run",
+    "is_abandoned",
+    "keep_evaluations",
+    "load_run",
     "load_summary",
+    "locked",
+    "now",
+    "read_evaluations",
     "read_records",
     "record_path",
     "replace_durably",
@@ -25,4 +43,5 @@ __all__ = [
     "tensor_bytes",
     "write_durably",
     "write_summary",
+    "writing",
 ]

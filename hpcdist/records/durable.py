@@ -1,29 +1,62 @@
-"""Files that are whole or absent after a crash, with the checksum of what was written."""
+"""Write files that are complete or absent after a crash, with a checksum of their content."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from hpcdist.errors import OutputError
+
 CHUNK_BYTES = 1 << 20
+ASIDE_BYTES = 1 << 16  # from here on another thread hashes in less time than it takes to ask it
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError within the context into OutputError for `path`."""
+    try:
+        yield
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError.of(path, error) from None
+
+
+def append(file: io.FileIO, path: Path, data: bytes) -> None:
+    """Append `data` to a file that is open for appending, without a buffer: all of it or nothing.
+
+    Raises:
+        OutputError: the system refuses; the file is closed.
+    """
+    end, rest = file.seek(0, os.SEEK_END), memoryview(data)
+    try:
+        with writing(path):
+            while rest:
+                rest = rest[file.write(rest) :]
+    except OutputError:
+        file.truncate(end)  # a line that is cut short would spoil the next one
+        file.close()
+        raise
 
 
 class Stamp(NamedTuple):
-    """Length and checksum of a file."""
+    """The length and the checksum of a file."""
 
     bytes: int
     sha256: str
 
 
 def write_durably(path: Path, pieces: Iterable[bytes | np.ndarray]) -> Stamp:
-    """Writes the pieces (bytes, or flat uint8 arrays) one after the other into a new file and fsyncs it.
+    """Write the pieces (bytes, or flat uint8 arrays) one after the other into a new file and fsync it.
 
     `pieces` may be a generator: each one is hashed and written before the next is asked for.
 
@@ -33,9 +66,9 @@ def write_durably(path: Path, pieces: Iterable[bytes | np.ndarray]) -> Stamp:
     sha, total = hashlib.sha256(), 0
     with open(path, "xb") as file, ThreadPoolExecutor(1) as hasher:  # hashing takes as long as writing to a page cache
         for piece in pieces:
-            hashing = hasher.submit(sha.update, piece)
+            hashing = hasher.submit(sha.update, piece) if len(piece) >= ASIDE_BYTES else None
             file.write(piece)
-            hashing.result()
+            hashing.result() if hashing else sha.update(piece)
             total += len(piece)
         file.flush()
         os.fsync(file.fileno())
@@ -43,7 +76,7 @@ def write_durably(path: Path, pieces: Iterable[bytes | np.ndarray]) -> Stamp:
 
 
 def stamp(path: Path) -> Stamp:
-    """Length and checksum of an existing file, read in pieces."""
+    """Compute the length and the checksum of an existing file."""
     sha, total = hashlib.sha256(), 0
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -53,7 +86,7 @@ def stamp(path: Path) -> Stamp:
 
 
 def sync(path: Path) -> None:
-    """Makes a file's content, or a folder's entries (files made, renamed, removed), durable."""
+    """Make a file's content durable, or a folder's entries (files created, renamed, removed)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -62,11 +95,16 @@ def sync(path: Path) -> None:
 
 
 def replace_durably(path: Path, data: bytes) -> None:
-    """Writes `data` to `path` so that a crash leaves either what was there before or all of it."""
+    """Write `data` to `path` so that a crash leaves either the former file or all of the new one.
+
+    Raises:
+        OutputError: the system refuses; the former file is still there.
+    """
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        write_durably(temporary, [data])
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)
+    with writing(path):
+        try:
+            write_durably(temporary, [data])
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync(path.parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import time
@@ -9,23 +10,23 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from hpcdist.errors import DataError
+from hpcdist.records.durable import append, writing
 
 _FILE_NAME = re.compile(r"records-rank(\d{4,})\.jsonl")
-_RESTART = re.compile(rb'\{"first_step":(\d+)\}\n')
+RESTART = re.compile(rb'\{"first_step":(\d+)\}\n')
 _TAIL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one rank did in one step. Traffic and seconds are this step's alone, not totals since the start."""
+    """The record of one rank's step. Traffic and seconds are those of this step alone, not totals since the start."""
 
     step: int  # of this rank, from 1
-    clock: int = 0  # updates made so far: of the server where there is one, else of this rank
+    clock: int = 0  # number of updates so far: of the server where there is one, else of this rank
     staleness: tuple[int, ...] = ()  # in updates, one value per gradient applied in this step
     samples: int = 0  # whose gradients this rank computed; 0 on a server
     loss: float | None = None  # mean over those samples
@@ -38,37 +39,41 @@ class StepRecord:
     waiting_s: float = 0.0  # for another rank to act
     dropped: int = 0  # gradients that were too stale to be applied
     waited_for: dict[int, float] = field(default_factory=dict)  # seconds that a server held it up, by the rank to blame
-    event: str | None = None  # what else happened: a checkpoint, a skipped update...
+    stage_bytes: int = 0  # of bytes_sent: to other stages of the model
+    stage_s: float = 0.0  # of communicating_s and waiting_s: for other stages of the model, in the pipeline's bubble
+    event: str | None = None  # another event of the step: a checkpoint, a skipped update...
 
     # A loss may be NaN or infinite, and must be read back as such.
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
 
 
-_RECORD: TypeAdapter[StepRecord] = TypeAdapter(StepRecord)
+RECORD: TypeAdapter[StepRecord] = TypeAdapter(StepRecord)
+_OF_STAGES = {"stage_bytes", "stage_s"}  # left out where the model is in no stages
 
 
 def record_path(folder: str | Path, rank: int) -> Path:
-    """The file that holds `rank`'s records."""
+    """Return the path of the file with `rank`'s records."""
     return Path(folder) / f"records-rank{rank:04d}.jsonl"
 
 
 class RecordWriter:
-    """Appends step records to a file: buffered, in whole lines.
+    """A writer of step records, which it appends to a file: buffered, in whole lines.
 
-    Opening a file that has records already supersedes those from `first_step` on: a new run leaves `first_step` at 0,
+    In a file that has records already, those from `first_step` on become invalid: a new run leaves `first_step` at 0,
     one that resumes after step 1000 passes 1001, so that the steps it repeats are not counted twice. Nothing is
     deleted but a last line that a crash cut short.
 
     Args:
         path: the file, see `record_path`; its folder is made.
         first_step: the first step that will be written.
-        flush_s, flush_records: at the first record after so long, or so many, what is buffered goes to the file.
+        flush_s, flush_records: the longest time, and the most records, between two writes to the file.
     """
 
     def __init__(self, path: str | Path, *, first_step: int = 0, flush_s: float = 2.0, flush_records: int = 1000):
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "a+b")
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "a+b", buffering=0)
         self._flush_s, self._flush_records = flush_s, flush_records
         self._lines: list[bytes] = []
         self._flushed_at = time.monotonic()
@@ -78,20 +83,24 @@ class RecordWriter:
             self.flush()
 
     def write(self, record: StepRecord) -> None:
-        """Appends one record."""
-        self._lines.append(_RECORD.dump_json(record) + b"\n")
+        """Append one record."""
+        staged = record.stage_bytes or record.stage_s
+        self._lines.append(RECORD.dump_json(record, exclude=None if staged else _OF_STAGES) + b"\n")
         if len(self._lines) >= self._flush_records or time.monotonic() - self._flushed_at >= self._flush_s:
             self.flush()
 
     def flush(self) -> None:
-        """Hands what is buffered to the operating system, in one write."""
+        """Hand the buffered records to the operating system, in one write.
+
+        Raises:
+            OutputError: it refuses; none of the buffered records is in the file, which is closed.
+        """
         lines, self._lines = self._lines, []
-        self._file.write(b"".join(lines))
-        self._file.flush()
+        append(self._file, self.path, b"".join(lines))
         self._flushed_at = time.monotonic()
 
     def close(self) -> None:
-        """Flushes and closes the file. May be called again."""
+        """Flush and close the file. May be called again."""
         if not self._file.closed:
             self.flush()
             self._file.close()
@@ -103,7 +112,7 @@ class RecordWriter:
         self.close()
 
 
-def _drop_partial_line(file: BinaryIO) -> None:
+def _drop_partial_line(file: io.FileIO) -> None:
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - _TAIL_BYTES)
@@ -117,9 +126,9 @@ def _drop_partial_line(file: BinaryIO) -> None:
 
 
 def read_records(folder: str | Path) -> dict[int, list[StepRecord]]:
-    """Every rank's records, in the order written; superseded ones (see `RecordWriter`) are left out.
+    """Read every rank's valid records (see `RecordWriter`), in the order written.
 
-    A last line without its end (the writer was killed, or is still at it) is left out with a warning.
+    A last line without its end (the writer was killed, or still writes) is left out with a warning.
 
     Raises:
         DataError: the folder has no records, or a line is no step record.
@@ -133,11 +142,11 @@ def read_records(folder: str | Path) -> dict[int, list[StepRecord]]:
 def _read_file(path: Path) -> list[StepRecord]:
     records: list[StepRecord] = []
     for number, line in _lines(path):
-        if restart := _RESTART.fullmatch(line):
+        if restart := RESTART.fullmatch(line):
             records = [record for record in records if record.step < int(restart[1])]
             continue
         try:
-            records.append(_RECORD.validate_json(line))
+            records.append(RECORD.validate_json(line))
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]
             key = ".".join(map(str, reason["loc"]))

@@ -1,4 +1,4 @@
-"""`summary.json`: what a run was, what it reached, and what it cost."""
+"""`summary.json`: the strategy, the metrics and the cost of a run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpcdist.errors import DataError
 from hpcdist.records.durable import replace_durably
+from hpcdist.records.energy import Energy
 from hpcdist.records.staleness import StalenessLedger
 from hpcdist.records.step import StepRecord
 
@@ -19,7 +20,7 @@ FILE_NAME = "summary.json"
 
 
 class Staleness(BaseModel):
-    """Of all gradients applied in the run."""
+    """The staleness of all gradients applied in the run."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -29,7 +30,7 @@ class Staleness(BaseModel):
 
 
 class Seconds(BaseModel):
-    """Of an average worker, over the run."""
+    """The seconds of an average worker's rank, over the run."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -39,20 +40,23 @@ class Seconds(BaseModel):
 
 
 class Summary(BaseModel):
-    """One run. Further keys are kept as they are."""
+    """The summary of one run. Further keys are preserved."""
 
     # A metric may be NaN or infinite, and must be read back as such.
     model_config = ConfigDict(extra="allow", ser_json_inf_nan="constants")
 
     strategy: str
     ranks: int = Field(ge=1)
-    workers: int = Field(ge=1, description="ranks that compute gradients")
+    stages: int = Field(1, ge=1, description="ranks that hold one whole model together, a worker")
+    cut: list[int] = Field(default_factory=list, description="numbers of layers of the stages")
+    workers: int = Field(ge=1, description="ranks, or with stages groups of as many, that compute gradients")
     seed: int
     samples: int = Field(ge=0, description="whose gradients were computed, all ranks together")
     wall_s: float = Field(ge=0)
     metrics: dict[str, float] = Field(description="evaluated at the end on the mean of the ranks' parameters")
     staleness: Staleness
     dropped: int = Field(0, ge=0, description="gradients that were too stale to be applied")
+    skipped: int = Field(0, ge=0, description="steps of workers, left out for a NaN or infinite gradient")
     pending: int = Field(0, ge=0, description="gradients that no update had applied when the run ended")
     lost_ranks: list[int] = Field(default_factory=list, description="ranks that died, and the run went on without")
     waited_for_s: dict[int, dict[int, float]] = Field(
@@ -61,18 +65,32 @@ class Summary(BaseModel):
     bytes_per_step: float = Field(ge=0, description="sent and fetched by all ranks, per step of a worker")
     messages_per_step: float = Field(ge=0, description="sent and fetched by all ranks, per step of a worker")
     seconds: Seconds
+    bubbles: list[float] = Field(
+        default_factory=list, description="by stage: part of a step in which its ranks wait for other stages"
+    )
+    energy: Energy = Field(default_factory=lambda: Energy(not_measured="an older version of hpcdist made the run"))
     sha256: str = Field(pattern="^[0-9a-f]{64}$", description="of the final mean of the ranks' parameters")
 
+    @property
+    def joules_per_sample(self) -> float | None:
+        """Return the energy for each sample whose gradient was computed; None where it was not measured."""
+        return None if self.energy.joules is None or not self.samples else self.energy.joules / self.samples
 
-def summarise(records: Mapping[int, Sequence[StepRecord]], **given: Any) -> Summary:
-    """What the records say of a run, together with what they can't know.
 
-    A worker is a rank that computed gradients (its records count samples); traffic is that of all ranks, servers
-    included, divided by the workers' steps; seconds are those of an average worker.
+def summarise(
+    records: Mapping[int, Sequence[StepRecord]], *, stages: int = 1, workers: int = 0, **given: Any
+) -> Summary:
+    """Summarise a run's records, together with values that the records don't have.
+
+    A worker is a rank that computed gradients (its records count samples), or so many ranks as a model has stages;
+    traffic is that of all ranks, servers included, divided by the workers' steps; seconds are those of an average rank
+    of a worker.
 
     Args:
         records: each rank's, as `read_records` returns them.
-        given: `strategy`, `ranks`, `seed`, `wall_s`, `metrics`, `sha256`, and whatever else the summary shall hold.
+        stages: ranks of a worker, one after the other, of which one has counted the samples.
+        workers: how many there are, for a run that was resumed at its end and so has no records.
+        given: `strategy`, `ranks`, `seed`, `wall_s`, `metrics`, `sha256`, and any further keys of the summary.
 
     Raises:
         DataError: a field is missing or breaks its rule.
@@ -81,28 +99,47 @@ def summarise(records: Mapping[int, Sequence[StepRecord]], **given: Any) -> Summ
     everything = [record for of_rank in records.values() for record in of_rank]
     for record in everything:
         ledger.extend(record.staleness)
-    workers = [of_rank for of_rank in records.values() if any(record.samples for record in of_rank)]
-    work = [record for of_rank in workers for record in of_rank if record.samples]
+    work = [record for record in everything if record.samples]
+    worked = {rank // stages for rank, of_rank in records.items() if any(record.samples for record in of_rank)}
+    theirs = {rank: of_rank for rank, of_rank in records.items() if rank // stages in worked}
     steps = max(1, len(work))
 
-    def per_worker(seconds: Iterable[float]) -> float:
-        return sum(seconds) / max(1, len(workers))
+    def per_rank(name: str) -> float:
+        return sum(getattr(r, name) for of_rank in theirs.values() for r in of_rank) / max(1, len(theirs))
 
     measured = {
-        "workers": len(workers),
+        "stages": stages,
+        "workers": len(worked) or workers,
         "samples": sum(record.samples for record in work),
         "staleness": {"mean": ledger.mean, "max": ledger.max, "histogram": ledger.histogram},
         "dropped": sum(record.dropped for record in everything),
+        "skipped": sum(map(is_skipped, work)),
         "waited_for_s": {rank: held for rank, of_rank in records.items() if (held := _waited_for(of_rank))},
         "bytes_per_step": sum(r.bytes_sent + r.bytes_fetched for r in everything) / steps,
         "messages_per_step": sum(r.messages_sent + r.messages_fetched for r in everything) / steps,
         "seconds": {
-            "computing": per_worker(r.computing_s for of_rank in workers for r in of_rank),
-            "communicating": per_worker(r.communicating_s for of_rank in workers for r in of_rank),
-            "waiting": per_worker(r.waiting_s for of_rank in workers for r in of_rank),
+            "computing": per_rank("computing_s"),
+            "communicating": per_rank("communicating_s"),
+            "waiting": per_rank("waiting_s"),
         },
+        "bubbles": _bubbles(theirs, stages) if stages > 1 else [],
     }
     return _checked(measured | given, "summary")
+
+
+def _bubbles(records: Mapping[int, Sequence[StepRecord]], stages: int) -> list[float]:
+    """Return for each stage the part of the seconds that its ranks have waited for other stages."""
+    shares = []
+    for stage in range(stages):
+        own = [record for rank, of_rank in records.items() if rank % stages == stage for record in of_rank]
+        seconds = sum(r.computing_s + r.communicating_s + r.waiting_s for r in own)
+        shares.append(sum(r.stage_s for r in own) / seconds if seconds > 0 else 0.0)
+    return shares
+
+
+def is_skipped(record: StepRecord) -> bool:
+    """Tell whether the step was left out for a NaN or infinite gradient."""
+    return (record.event or "").startswith("skipped")
 
 
 def _waited_for(records: Iterable[StepRecord]) -> dict[int, float]:
@@ -113,7 +150,7 @@ def _waited_for(records: Iterable[StepRecord]) -> dict[int, float]:
 
 
 def write_summary(folder: str | Path, summary: Summary | Mapping[str, Any]) -> Path:
-    """Writes `summary.json` into the folder, whole or not at all, and returns its path.
+    """Write `summary.json` into the folder, all of it or nothing, and return its path.
 
     Raises:
         DataError: a field is missing or breaks its rule.
@@ -126,10 +163,10 @@ def write_summary(folder: str | Path, summary: Summary | Mapping[str, Any]) -> P
 
 
 def load_summary(path: str | Path) -> Summary:
-    """Reads `summary.json`, given as the file or as its folder.
+    """Read `summary.json`, given as the file or as its folder.
 
     Raises:
-        DataError: it is missing, no JSON, or not a summary.
+        DataError: the file is missing, no JSON, or not a summary.
     """
     file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
     try:

@@ -1,17 +1,46 @@
-"""Distributed training in the user's own loop, with Horovod's nouns::
+"""Train in the user's own loop, with Horovod's nouns::
 
-    hd.init()
-    optimizer = hd.DistributedOptimizer(optimizer, model, strategy="gossip_pull")
-    loader = hd.shard(loader)
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss_fn(model(x), y).backward()
-        optimizer.step()
+hd.init()
+optimizer = hd.DistributedOptimizer(optimizer, model, strategy="gossip_pull")
+loader = hd.shard(loader)
+for x, y in loader:
+    optimizer.zero_grad()
+    loss_fn(model(x), y).backward()
+    optimizer.step()
 """
 
 from hpcdist.session.leaving import Leaving
 from hpcdist.session.optimizer import DistributedOptimizer
+from hpcdist.session.outcome import consensus, finish, load, save
+from hpcdist.session.pipeline import pipeline
 from hpcdist.session.shard import shard
-from hpcdist.session.world import broadcast, init, local_rank, rank, size
+from hpcdist.session.shards import device_mesh, local_shards
+from hpcdist.session.stages import unsplit
+from hpcdist.session.sync_batch_norm import SyncBatchNorm
+from hpcdist.session.values import allgather, allreduce, barrier, broadcast, metric
+from hpcdist.session.world import init, local_rank, local_size, rank, size
 
-__all__ = ["DistributedOptimizer", "Leaving", "broadcast", "init", "local_rank", "rank", "shard", "size"]
+__all__ = [
+    "DistributedOptimizer",
+    "Leaving",
+    "SyncBatchNorm",
+    "allgather",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "consensus",
+    "device_mesh",
+    "finish",
+    "init",
+    "load",
+    "local_rank",
+    "local_shards",
+    "local_size",
+    "metric",
+    "pipeline",
+    "rank",
+    "save",
+    "shard",
+    "size",
+    "unsplit",
+]

@@ -1,4 +1,4 @@
-"""Leaving early, all ranks after the same step: on a signal, or before a time limit.
+"""Leave early, all ranks after the same step: on a signal, or before a time limit.
 
 A cluster warns a job that it is to end (a signal), or has told it from the start when that will be (the time limit).
 One rank may hear of it and another not, or a step later. So the ranks meet every few steps, and agree.
@@ -6,11 +6,11 @@ One rank may hear of it and another not, or a step later. So the ranks meet ever
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from hpcdist.comm.communicator import Communicator
 
@@ -21,17 +21,18 @@ GROWTH = 4  # the next meeting is at most so many times as many steps away as th
 
 
 class Leaving:
-    """Collective, as are `meet` and `step_done`. Says when all ranks are to save their state and leave.
+    """Collective, as are `meet` and `step_done`. Decide when all ranks save their state and leave, after one step.
 
-    Between `with Leaving(comm) as leaving:` and its end the signals do nothing but make a note. The ranks meet about
-    every `every_s` seconds, which costs one small exchange, and all hear there what any of them knows.
+    Inside `with Leaving(comm) as leaving:` the signals are noted and do nothing else. The ranks meet about every
+    `every_s` seconds, which costs one small exchange, and share there the signals and time limits that any of them
+    knows.
 
     Args:
         ends_at: when the job is ended from outside, in seconds since 1970; None for never, or where another rank knows.
-        margin_s: seconds to be left then; what `cost_s` tells comes in addition.
+        margin_s: seconds to be left then, in addition to those of `cost_s`.
         every_s: seconds between meetings, about; a signal is obeyed after at most so long.
         cost_s: () -> seconds that this rank expects leaving to take: its checkpoint.
-        signals: whether signals are listened to. Only the main thread of a process can.
+        signals: leave on signals, too. Only the main thread of a process can listen to them.
         clock: () -> seconds since 1970.
     """
 
@@ -52,7 +53,7 @@ class Leaving:
         self._cost_s, self._clock = cost_s, clock
         self._listens = signals and threading.current_thread() is threading.main_thread()
         self._heard: str | None = None
-        self._before: dict[signal.Signals, object] = {}
+        self._before: dict[signal.Signals, Any] = {}
         self._left, self._since_s = self.steps, comm.now()
 
     def __enter__(self) -> Leaving:
@@ -60,7 +61,7 @@ class Leaving:
             self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -69,12 +70,12 @@ class Leaving:
         self._heard = signal.Signals(number).name
 
     def step_done(self) -> str | None:
-        """Collective. After each step, on every rank: why to leave now, the same on all ranks; as a rule None."""
+        """Collective. Return, after each step on every rank, the reason to leave now, the same on all; mostly None."""
         self._left -= 1
         return self.meet(self.steps) if self._left == 0 else None
 
     def meet(self, steps: int, soon_s: float = 0.0) -> str | None:
-        """Collective. Why to leave now, the same on all ranks; None to go on, for `self.steps` steps.
+        """Collective. Return the reason to leave now, the same on all ranks; None to go on, for `self.steps` steps.
 
         Args:
             steps: made since the last meeting, at least 1.
@@ -82,8 +83,8 @@ class Leaving:
         """
         now_s = self.comm.now()
         mine = [self._heard, (now_s - self._since_s) / steps, self._cost_s() + soon_s, self.ends_at, self._clock()]
-        told = self.comm.surviving(lambda: self.comm.exchange(json.dumps(mine).encode()))
-        heard, step_s, cost_s, ends_at, clock_s = zip(*(json.loads(told[rank]) for rank in self.comm.living))
+        of_all = self.comm.retry_on_failure(lambda: self.comm.gather(mine))
+        heard, step_s, cost_s, ends_at, clock_s = zip(*(of_all[rank] for rank in self.comm.living))
         self._plan(max(step_s))
         signals = [f"{name} on rank {rank}" for name, rank in zip(heard, self.comm.living) if name]
         ends = [moment for moment in ends_at if moment is not None]

@@ -1,66 +1,154 @@
-"""A torch optimiser whose steps are a strategy's."""
+"""Distribute a torch optimiser: its steps become a strategy's."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist import strategies
+from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
-from hpcdist.flat import FlatModel
+from hpcdist.model.flat import FlatModel
+from hpcdist.model.hyperparameters import Hyperparameters
+from hpcdist.parallel.part import PartOfModel
 from hpcdist.records import StepRecord
+from hpcdist.session.horovod import require_own_names
+from hpcdist.session.pipeline import agreement, check_optimizer, require_in_stages, share_tied
+from hpcdist.session.sync_batch_norm import synchronise_batch_norms
 from hpcdist.session.world import current, require_equal
 from hpcdist.strategies import Strategy
-from hpcdist.strategies.allreduce import AllReduce
+
+Step = TypeVar("Step", bound=Callable[..., Any])
 
 
-def _as_it_is(step: Callable) -> Callable:
-    """Keeps torch from wrapping a `step` whose local step it has wrapped already: hooks would run twice."""
-    step.hooked = True
-    step._wrapped_by_lr_sched = True  # schedules warn where a step doesn't look like one that they count...
+def _as_it_is(step: Step) -> Step:
+    """Keep torch from wrapping a `step` whose local step it has wrapped already: hooks would run twice."""
+    marked: Any = step
+    marked.hooked = True
+    marked._wrapped_by_lr_sched = True  # schedules warn where a step doesn't look like one that they count...
     return step
 
 
 class _Distributed:
-    """What `DistributedOptimizer` adds to an optimiser's class."""
+    """A mix-in for an optimiser's class: its steps are a strategy's."""
 
     strategy: Strategy
     record: StepRecord | None  # of the last step
+    workers: Communicator  # of the ranks that take steps
+    peers: Communicator  # of those that have the same stage of the model; all of them where each has the whole one
+    local_step: Callable[..., Any]  # the optimiser's own
+    local_state_dict: Callable[[], dict[str, Any]]
+    _step_supports_amp_scaling = True  # torch's GradScaler leaves it to `step` to skip, which ranks must do together
 
     @_as_it_is
-    def step(self, closure=None):
-        """Takes one step by the strategy. Collective for synchronous strategies."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step by the strategy. Collective for synchronous strategies.
+
+        Called by a GradScaler it unscales gradients, and leaves the update out where some have overflowed.
+        """
+        self._require_worker()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.record = self.strategy.step(self.update)
+        at_once = self.strategy.sends_between_steps
+        with self._scaled() as how:
+            self.record = self.strategy.step(self._step_and_share if at_once else self.local_step, **how)
+        if not at_once:
+            share_tied(self.strategy.model.module)
         return loss
 
-    def join(self) -> None:
-        """Takes part in a step for which this rank has no samples."""
-        self.record = self.strategy.join(self.update)
-
-    def update(self) -> None:
-        """The local optimiser's own step on the gradients in the model."""
-        if self.clip_norm is not None:
-            parameters = [p for group in self.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, self.clip_norm)
+    def _step_and_share(self) -> None:
         self.local_step()
+        share_tied(self.strategy.model.module)
+
+    @contextmanager
+    def _scaled(self) -> Iterator[dict[str, Any]]:
+        """Yield a GradScaler's settings as arguments for the strategy's step, hidden from the local step meanwhile."""
+        names = ("found_inf", "grad_scale")
+        settings: dict[str, Any] = {name: vars(self).pop(name) for name in names if name in vars(self)}
+        scale = settings.get("grad_scale")
+        try:
+            yield {"skips": bool(settings), "unscale": None if scale is None else 1.0 / float(scale)}
+        finally:
+            vars(self).update(settings)  # which the scaler takes away
+
+    def _require_worker(self) -> None:
+        if not self.strategy.is_worker:
+            raise ConfigError(
+                f"optimizer.step() must be called on workers only; rank {self.strategy.comm.rank} serves them. Iterate "
+                "over hpcdist.shard(loader), which serves there and yields no batch."
+            )
+
+    def synchronize(self) -> None:
+        """Collective where ranks average gradients. Average those that are not averaged yet, before a step uses them.
+
+        Raises:
+            ConfigError: the strategy's update is of several workers' gradients, and made elsewhere.
+        """
+        if not self.strategy.takes_changed_gradients:
+            raise ConfigError(
+                "synchronize() must be called with a strategy whose updates are made on this rank; got "
+                f"{type(self.strategy).__name__}, whose servers make them of several workers' gradients. To clip "
+                "them, pass clip_norm to DistributedOptimizer."
+            )
+        self.strategy.synchronize()
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Do nothing, for loops written for Horovod: a step never averages gradients that are averaged already."""
+        return nullcontext()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes in the context only add to this rank's gradients: all but the last of an accumulation."""
+        with self.strategy.no_sync():
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state of the local optimiser; warn where each of several servers has a part of it only."""
+        if self.strategy.comm.size > 1 and len(self.strategy.optimizer_ranks) > 1:
+            warnings.warn(
+                f"The optimiser's state is in parts, on the servers, ranks {self.strategy.optimizer_ranks}; this is "
+                f"rank {self.strategy.comm.rank}'s. Save it by hpcdist.save(..., optimizer=optimizer).",
+                stacklevel=2,
+            )
+        return self.local_state_dict()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model, such as a layer that is unfrozen later.
+
+        Raises:
+            ConfigError: the model that was wrapped lacks one; or numbers of param_groups travel to servers, which
+                have those of the groups that there were.
+        """
+        given = param_group["params"]
+        given = [given] if isinstance(given, torch.Tensor) else list(given)
+        if self.strategy.sends_hyperparameters and self.strategy.comm.size > 1:
+            raise ConfigError(
+                f"param_groups must stay those that the DistributedOptimizer was made with, as its servers have them; "
+                f"got one more of {len(given)} parameters. Add it before."
+            )
+        self.strategy.model.admit(given)
+        own: Any = self  # an optimiser, once it is one's class
+        super().add_param_group({**param_group, "params": given})  # type: ignore[misc]
+        self.strategy.hyperparameters = Hyperparameters(own)
 
 
 class _Evaluating(_Distributed):
-    """The same for an optimiser whose step evaluates its closure as often as it likes, such as L-BFGS."""
+    """The same mix-in for an optimiser whose step evaluates its closure as often as it likes, such as L-BFGS."""
 
-    strategy: AllReduce
+    strategy: Any  # which supports closures
 
     @_as_it_is
-    def step(self, closure=None):
-        """Collective. Takes one step on the batches of all ranks together; returns what the optimiser's own does.
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Collective. Take one step on the batches of all ranks together; return the result of the optimiser's own.
 
         L-BFGS returns the loss at the step's start: the mean over the ranks.
         """
@@ -72,91 +160,171 @@ class _Evaluating(_Distributed):
         self.record, loss = self.strategy.minimise(self.local_step, closure)
         return loss
 
-    def join(self) -> None:
-        self.record, _ = self.strategy.minimise(self.local_step, None)
 
-
-def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
-    model: nn.Module,
+    model: nn.Module | None = None,
     strategy: str = "allreduce",
     *,
     clip_norm: float | None = None,
     bucket_bytes: int = 25 << 20,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """Collective. Makes `optimizer` train `model` together with the other ranks; changes it in place and returns it.
+    """Collective. Make `optimizer` train `model` together with the other ranks; change it in place and return it.
 
-    The model must be on its device; its parameters move into flat memory, and rank 0's values go to all.
-    Learning-rate schedules and `state_dict` work as before. An optimiser whose step must be given a closure, such as
-    LBFGS, evaluates it as often as it likes: each time, gradients and loss are averaged over the ranks.
+    The model must be on its device; its parameters move into flat memory, and rank 0's values go to all. Parameters
+    that the optimiser has beside the model's, such as a loss function's, are trained too. Several optimisers may each
+    have a part of one model's parameters. Learning-rate schedules and `state_dict` work as before. An optimiser whose
+    step must be given a closure, such as LBFGS, evaluates it as often as it likes: each time, gradients and loss are
+    averaged over the ranks. torch's SyncBatchNorm layers become `hpcdist.SyncBatchNorm`.
+
+    Of a model in stages, from `hpcdist.pipeline`, it trains this rank's, together with the same stages of the other
+    replicas; the optimiser has `model.parameters()`, and `model.step` calls its step. Gradients that are not finite in
+    one stage count as such in all stages of the replica.
 
     Args:
-        strategy: a name of `hpcdist.strategies.available()`.
-        clip_norm: largest 2-norm of all gradients together, applied where the update is made; on one of several servers
-            that of its shard's gradients.
+        strategy: a name of `hpcdist.strategies.available()`, or `path/to/file.py:Class`.
+        clip_norm: largest 2-norm of all gradients together: with allreduce and hardsync (on several servers too) of the
+            mean gradient that an update is made of, else of each rank's own, before it is pushed or stepped along. Of a
+            model in stages it is the norm of all stages'.
         bucket_bytes: gradients are reduced in buckets of about this size.
         options: the strategy's own, see its Config or `hpcdist strategies`.
 
     Raises:
         ConfigError: an option is unknown or out of range, or does not suit an optimiser that must be given a closure:
-            its strategy must be allreduce, without clipping and without leaving out steps.
+            its strategy must support closures, as allreduce does, without clipping and without leaving out steps.
         MismatchError: ranks differ in strategy, options, optimiser or model.
     """
     session = current()
-    _check_optimizer(optimizer, clip_norm)
+    require_own_names(options)
+    model = _checked_model(optimizer, model, clip_norm)
+    require_in_stages(session, model)
+    outer, stages = session.outer, session.stages
+    _check_model(model, outer.size)
     cls = strategies.load(strategy)
     config = cls.Config.from_mapping(options, "strategy")
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     mine = {"strategy": strategy, "options": config.model_dump(), "optimizer": type(optimizer).__name__}
-    require_equal(session.comm, mine | {"groups": groups, "clip_norm": clip_norm}, "strategy and optimiser")
+    settings = mine | {"clip_norm": clip_norm} | ({"groups": groups} if stages == 1 else {})
+    require_equal(session.comm, settings, "strategy and optimiser")
+    if stages > 1:  # of which each may have groups of its own
+        require_equal(outer, {"groups": groups}, "param_groups of a stage", session.ranks_of_stage)
     evaluating = _must_have_closure(optimizer)
     if evaluating:
-        _check_evaluating(type(optimizer).__name__, strategy, config, clip_norm)
-    flat = FlatModel(model, bucket_bytes=bucket_bytes)
-    local_class = type(optimizer)
-    optimizer.local_step = local_class.step.__get__(optimizer)
+        _check_evaluating(type(optimizer).__name__, strategy, cls, config, clip_norm)
+    if stages > 1:
+        check_optimizer(optimizer, model, evaluating, cls)
+    flat = _flat(optimizer, model, bucket_bytes, session.optimizers)
+    replicas = cls.worker_ranks(config, outer.size)
+    peers = _workers(outer, replicas)
+    workers = peers if stages == 1 else _workers(session.comm, session.ranks_of(replicas))
+    synchronise_batch_norms(flat, cls, peers)
+    changed: Any = optimizer  # gets a class made here, which no checker of types knows
+    local_class = type(changed)
+    changed.local_step = session.comm.noted("update", "compute", local_class.step.__get__(optimizer))
+    changed.local_state_dict = local_class.state_dict.__get__(optimizer)
     vars(optimizer).pop("step", None)  # a learning-rate schedule puts its own there, which would pass by ours
-    added = _Evaluating if evaluating else _Distributed
-    optimizer.__class__ = type(local_class.__name__, (added, local_class), {})
-    optimizer.clip_norm, optimizer.record = clip_norm, None
-    optimizer._opt_called = True  # ... and where they find none before their own; a server's worker never makes one
-    optimizer.strategy = cls(config, session.comm.split(0), flat)
-    optimizer.strategy.optimizer = optimizer
-    session.optimizer = optimizer
+    given: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "stages": agreement(model)}
+    changed.strategy = cls(config, outer.split(0), flat, **given)
+    flat.mark()
+    added = _Evaluating if evaluating or cls.evaluates_portions else _Distributed
+    changed.__class__ = type(local_class.__name__, (added, local_class), {})
+    changed.record, changed.workers, changed.peers = None, workers, peers
+    changed._opt_called = True  # ... and where they find none before their own; a server's worker never makes one
+    session.optimizers.append(optimizer)
+    if isinstance(model, PartOfModel):
+        model.optimizers.append(changed)
     return optimizer
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
+def release(optimizer: Any) -> None:
+    """Collective. Make it a plain optimiser again, which trains this rank's model alone."""
+    strategy, model = optimizer.strategy, optimizer.strategy.model.module
+    strategy.close()
+    strategy.comm.close()
+    strategy.model.close()
+    if isinstance(model, PartOfModel):
+        model.optimizers.remove(optimizer)
+    optimizer.__class__ = type(optimizer).__mro__[2]
+    for name in ("local_step", "local_state_dict", "strategy", "workers", "peers"):
+        delattr(optimizer, name)
+
+
+def _checked_model(optimizer: object, model: nn.Module | None, clip_norm: float | None) -> nn.Module:
+    """Check the optimiser, the model and the norm; return the model, or raise ConfigError."""
     if isinstance(optimizer, _Distributed):
         raise ConfigError("optimizer must be a plain torch optimiser; got one that is distributed already.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}.")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError(
+            "optimizer must take dense gradients, which sparse ones become when ranks share them; got SparseAdam. Use "
+            "Adam or Adagrad."
+        )
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model must be the torch.nn.Module that optimizer trains; got {type(model).__name__}. Pass it second: "
+            "DistributedOptimizer(optimizer, model)."
+        )
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            "model must not be wrapped in DistributedDataParallel, which averages gradients too; got one that is. Pass "
+            "model.module."
+        )
     if clip_norm is not None and not clip_norm > 0:
         raise ConfigError(f"clip_norm must be greater than 0, or None; got {clip_norm}.")
+    return model
+
+
+def _check_model(model: nn.Module, ranks: int) -> None:
+    """Check that no layer changes weights in its forward pass, by its rank's own batch; raise ConfigError otherwise."""
+    tables = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    for name, table in tables if ranks > 1 else ():
+        if table.max_norm is not None:
+            raise ConfigError(
+                f"max_norm of embeddings must be None where ranks train one model; got {table.max_norm} in {name!r}, "
+                "whose forward pass would change on each rank the rows of its own batch. Normalise what the layer "
+                "returns, or the whole table after each step."
+            )
+
+
+def _workers(comm: Communicator, ranks: tuple[int, ...]) -> Communicator:
+    """Collective. Return a communicator of the ranks that run the loop's body."""
+    return comm if len(ranks) == comm.size else comm.split(0 if comm.rank in ranks else 1)
+
+
+def _flat(optimizer: torch.optim.Optimizer, model: nn.Module, bucket_bytes: int, others: list[Any]) -> FlatModel:
+    """Lay out in flat memory all that the optimiser trains; the model's rest too, unless another optimiser has it."""
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    names = {id(p): name for name, p in model.named_parameters()}
+    for other in others:
+        taken = set(map(id, other.strategy.model.parameters()))
+        twice = next((names.get(id(p), "a parameter") for p in own if id(p) in taken), None)
+        if twice is not None:
+            raise ConfigError(
+                f"each parameter must be in one DistributedOptimizer; got {twice!r} in two. Give each optimiser its "
+                "own; or call hpcdist.finish(model) when the first training has ended."
+            )
+    extra = [(f"optimizer parameter {i}", p) for i, p in enumerate(own) if id(p) not in names]
+    rest = all(other.strategy.model.module is not model for other in others)
+    return FlatModel(model, bucket_bytes=bucket_bytes, extra=extra, only=own, rest=rest)
 
 
 def _must_have_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its step can't do without a closure: then it may evaluate that several times."""
+    """Tell whether its step requires a closure, which it may then evaluate several times."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 
 
-def _check_evaluating(name: str, strategy: str, config: Strategy.Config, clip_norm: float | None) -> None:
-    if strategy != "allreduce":
+def _check_evaluating(name: str, strategy: str, cls: type[Strategy], config: Any, clip_norm: float | None) -> None:
+    """Raise ConfigError where a setting does not suit an optimiser, of that name, that evaluates its closure."""
+    if not cls.supports_closures:
+        able = strategies.having("supports_closures")
         raise ConfigError(
-            f"strategy must be allreduce with {name}, whose steps evaluate the loss several times, on all ranks' "
-            f"samples together; got {strategy}. Use allreduce, or another optimiser."
+            f"strategy must be {able} with {name}, whose steps evaluate the loss several times, on all ranks' "
+            f"samples together; got {strategy}. Use {able}, or another optimiser."
         )
-    if config.compression:
-        raise ConfigError(
-            f"strategy.compression must be none with {name}, whose line search and curvature need the loss's own "
-            f"gradient; got {config.compression.name}. Leave it out."
-        )
-    if not config.provider.exact:
-        raise ConfigError(
-            f"strategy.provider must give the mean of gradients with {name}, whose line search and curvature need the "
-            f"loss's own gradient; got op {config.provider.op!r}, compression {config.provider.compression!r}. Leave "
-            "them out."
-        )
+    cls.check_closures(config, name)
     if clip_norm is not None:
         raise ConfigError(
             f"clip_norm must be None with {name}, whose line search and curvature need the loss's own gradient; "

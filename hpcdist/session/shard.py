@@ -1,17 +1,29 @@
-"""The user's DataLoader, each sample on one worker only."""
+"""Share the user's DataLoader among workers, each sample on one only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, islice
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.data.sharding import EpochPlan
 from hpcdist.errors import ConfigError
-from hpcdist.session.world import broadcast, current
+from hpcdist.records.digest import tensor_bytes
+from hpcdist.session.draws import drawn_alike
+from hpcdist.session.joint import joint_batch
+from hpcdist.session.order import Order, order_of
+from hpcdist.session.outcome import consensus_of
+from hpcdist.session.period import Weighed, period
+from hpcdist.session.values import broadcast_in
+from hpcdist.session.world import current
+from hpcdist.strategies import Strategy
 
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
@@ -19,131 +31,320 @@ _KEPT = (
 )
 
 
-def shard(loader: DataLoader, *, seed: int = 0, training: bool = True) -> ShardedLoader:
-    """This rank's share of `loader`: every sample exactly once per epoch, on whatever number of ranks.
+def shard(
+    loader: DataLoader[Any],
+    *,
+    seed: int = 0,
+    training: bool = True,
+    split: bool = True,
+    optimizers: Sequence[torch.optim.Optimizer] | None = None,
+) -> ShardedLoader:
+    """Give this rank its share of `loader`: every sample exactly once per epoch, on whatever number of ranks.
 
     `loader.batch_size` becomes the batch of each worker. A shuffling loader is shuffled by (seed, epoch), the same on
-    all ranks; any other sampler is asked on rank 0, whose order all ranks follow. In the last step, which may have
-    fewer samples, gradients are weighted by sample counts; where a worker has no sample in a step that needs all, it
-    takes part with weight 0. On a rank that only serves, iterating yields nothing and serves until the workers end
-    the epoch.
+    all ranks, and a DistributedSampler is replaced; any other sampler, or batch sampler, draws on the first worker,
+    whose order all follow. All workers get a batch in every step. In the last one, which may have fewer
+    samples, gradients are weighted by sample counts; a worker for which none is left gets other samples, which weigh
+    0: its body runs, and its gradients count for nothing.
+
+    An iterable data set that gives all ranks the same batches is dealt out batch by batch; one that gives each rank
+    its own, of any number, is read to its end on every rank.
+
+    With sandblaster every worker gets the joint batch of all of them, of which it computes portions; `hpcdist` says
+    which, by calling the closure that `optimizer.step` is given with a slice of the batch.
+
+    On a rank that only serves, iterating yields nothing and serves until the workers end the epoch.
+
+    Where ranks hold stages of a model (`hpcdist.pipeline`) replicas take the place of ranks: all ranks of a replica get
+    the same batches. Random numbers that are drawn while a batch is loaded follow from `seed`, the epoch and the
+    replica there (of an iterable data set that is split: `seed` and the epoch), and the ranks of a replica compare
+    their first batch of each epoch.
 
     Args:
-        training: False shares the samples of an evaluation among all ranks, and involves no optimiser.
+        training: False shares the samples of an evaluation among all ranks, and involves no step. Inside the loop
+            models that DistributedOptimizers train have the parameters that the ranks stand for (`consensus`).
+        split: False says that each rank's loader (each replica's) reads samples of its own already. They may have
+            different numbers of batches: one that has none left goes on with one that weighs 0 until all have ended.
+        optimizers: distributed optimisers that the loop steps; all that there are, if None.
 
     Raises:
-        ConfigError: the loader has no batch size or no length.
+        ConfigError: the loader's sampler is of another library's ranks.
+        MismatchError: at an epoch's first batch, the ranks of a replica have read different ones.
     """
-    return ShardedLoader(loader, seed, training)
+    return ShardedLoader(loader, seed, training, split, optimizers)
 
 
 class ShardedLoader:
-    """What `shard` returns; each iteration is one epoch. `set_epoch` goes to another one."""
+    """Iterate over this rank's share, an epoch at a time. `set_epoch` goes to another one.
 
-    def __init__(self, loader: DataLoader, seed: int, training: bool):
-        if loader.batch_size is None:
-            raise ConfigError(
-                "loader must have a batch_size and no batch_sampler of its own; got none. Pass batch_size, and a "
-                "sampler where the order matters."
-            )
-        if not hasattr(loader.dataset, "__len__"):
-            raise ConfigError(
-                f"loader's data set must have a length; got {type(loader.dataset).__name__}. Shard an iterable data "
-                "set where it reads its sources."
-            )
-        self._loader, self._seed, self._training = loader, seed, training
-        self._epoch = -1
-        self._batches = _Batches()
-        kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
-        self._sharded = DataLoader(loader.dataset, batch_sampler=self._batches, **kept)
+    Attributes:
+        weight: of the batch that was yielded last: its samples over the workers' mean number; 0 for one that does not
+            count.
+        workers: the ranks that get batches.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        seed: int,
+        training: bool,
+        split: bool,
+        optimizers: Sequence[torch.optim.Optimizer] | None,
+    ):
+        self._loader, self._seed, self._training, self._split = loader, seed, training, split
+        self._given = optimizers
+        self._iterable = isinstance(loader.dataset, IterableDataset)
+        self._epoch, self._start, self._done = -1, 0, 0
+        self.weight = 1.0
+        if split and not self._iterable:
+            self._order = order_of(loader, seed)
+            self._batches = _Batches()
+            kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
+            if self._order.single:
+                self._sharded = DataLoader(loader.dataset, batch_size=None, sampler=self._batches, **kept)
+            else:
+                self._sharded = DataLoader(loader.dataset, batch_sampler=self._batches, **kept)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is epoch `epoch`."""
-        self._epoch = epoch - 1
+        """Set the epoch of the next iteration."""
+        self._epoch, self._start = epoch - 1, 0
 
     def __len__(self) -> int:
-        """Batches of this rank in an epoch (0 on a rank that only serves)."""
-        workers = self._workers()
-        if current().comm.rank not in workers:
-            return 0
-        worker, plan = workers.index(current().comm.rank), self._plan(workers, max(self._epoch, 0))
-        return sum(plan.sizes(step)[worker] > 0 for step in range(self._steps(plan)))
+        """Count the steps in an epoch: each worker's batches, the same on all ranks, those that only serve included."""
+        if not self._split or self._iterable:
+            return len(self._loader)
+        return self._steps(self._order.plan(len(self._replicas())))
 
     def __iter__(self) -> Iterator[Any]:
-        self._epoch += 1
-        rank, workers = current().comm.rank, self._workers()
-        plan = self._plan(workers, self._epoch)
-        self._batches.order = self._order()
-        if rank not in workers:
-            optimizer = current().optimizer
-            optimizer.strategy.serve(optimizer.update)
-            return
-        self._batches.plan, self._batches.worker = plan, workers.index(rank)
-        self._batches.steps = self._steps(plan)
-        yield from self._train() if self._training else self._sharded
+        return self._train() if self._training else self._evaluate()
 
-    def _train(self) -> Iterator[Any]:
-        optimizer, batches = current().optimizer, self._batches
-        strategy = optimizer.strategy
-        try:
-            drawn = iter(self._sharded)
-            for step in range(batches.steps):
-                sizes = batches.plan.sizes(step)
-                strategy.model.weight = sizes[batches.worker] * len(sizes) / sum(sizes)
-                if sizes[batches.worker]:
-                    yield next(drawn)
-                else:
-                    optimizer.join()
-        finally:
-            strategy.model.weight = 1.0
-            strategy.pause()
+    @property
+    def workers(self) -> tuple[int, ...]:
+        return current().ranks_of(self._replicas())
 
-    def _workers(self) -> tuple[int, ...]:
-        session = current()
+    def _replicas(self) -> tuple[int, ...]:
+        """Return the replicas of the model that get batches: ranks, where each has a whole one."""
+        size = current().outer.size
         if not self._training:
-            return tuple(range(session.comm.size))
-        if session.optimizer is None:
+            return tuple(range(size))
+        strategies = [optimizer.strategy for optimizer in self._optimizers()]
+        ranks = {strategy.worker_ranks(strategy.config, size) for strategy in strategies}
+        if len(ranks) > 1:
+            listed = " and ".join(map(str, sorted(ranks)))
+            raise ConfigError(
+                f"optimizers of one loop must have the same workers; got ranks {listed}. Use strategies with as many "
+                "servers, or none."
+            )
+        return ranks.pop()
+
+    def _optimizers(self) -> Sequence[Any]:
+        optimizers = current().optimizers if self._given is None else self._given
+        if not optimizers:
             raise ConfigError(
                 "a sharded loader must be iterated after hpcdist.DistributedOptimizer, which says which ranks train; "
                 "got none. For an evaluation pass training=False."
             )
-        strategy = session.optimizer.strategy
-        return strategy.worker_ranks(strategy.config, session.comm.size)
+        return optimizers
 
-    def _plan(self, workers: tuple[int, ...], epoch: int) -> EpochPlan:
-        shuffled = type(self._loader.sampler) is RandomSampler
-        return EpochPlan(
-            len(self._loader.sampler), len(workers), self._loader.batch_size, seed=self._seed, epoch=epoch,
-            shuffle=shuffled,
-        )  # fmt: skip
+    # --- an epoch of training -------------------------------------------------------------------------------------
+    def _train(self) -> Iterator[Any]:
+        session, optimizers, workers = current(), self._optimizers(), self._replicas()
+        self._begin_epoch()
+        if session.outer.rank not in workers:
+            yield from period(optimizers, ())
+            return
+        if session.loader is not None:  # iterated beside another loader, which says when steps are taken
+            yield from (batch for batch, _, _ in self._weighed([], workers))
+            return
+        strategies = [optimizer.strategy for optimizer in optimizers]
+        _take_up(strategies)
+        session.loader = self
+        if len(workers) < session.outer.size:
+            session.group, session.peers = optimizers[0].workers, optimizers[0].peers
+        try:
+            yield from period(optimizers, self._weighed(strategies, workers), pauses_when_left=True)
+        finally:
+            session.loader = session.group = session.peers = None
+            for strategy in strategies:
+                strategy.model.mark()
+
+    def _begin_epoch(self) -> None:
+        self._epoch += 1
+        if self._split and not self._iterable:
+            self._epoch = self._order.epoch(self._epoch)
+
+    def _weighed(self, strategies: Sequence[Strategy], workers: tuple[int, ...]) -> Iterator[Weighed]:
+        """Draw this rank's batches of the epoch."""
+        worker = workers.index(current().outer.rank)
+        own = not self._split or self._iterable
+        for strategy in strategies:
+            if strategy.evaluates_portions:
+                yield from self._joint(strategy, worker, len(workers))
+                return
+        for weighed in self._own(strategies, worker, len(workers)) if own else self._dealt(worker, len(workers)):
+            self.weight = weighed.weight
+            yield weighed
+
+    def _dealt(self, worker: int, workers: int) -> Iterator[Weighed]:
+        """Draw this worker's share of the samples of all."""
+        order, plan = self._draw(worker, workers)
+        steps = self._steps(plan)
+        self._batches.fill(order, plan, worker, steps)
+        resumes, self._start = plan.start > 0, 0
+        for step, batch in zip(range(steps), self._iterate(self._sharded, worker, resumes, plan.start), strict=True):
+            self._done = plan.position(step + 1)
+            yield Weighed(batch, order.weight(plan, step, worker), ends_epoch=step == steps - 1)
+        self._done = len(order)
+
+    def _joint(self, strategy: Any, worker: int, workers: int) -> Iterator[Weighed]:
+        """Draw the joint batches of all workers, for a strategy that evaluates portions of them."""
+        if not self._split or self._iterable or not self._order.deals_samples:
+            raise ConfigError(
+                "loader must deal out single samples of a map-style data set with a strategy that evaluates portions "
+                "of a joint batch; got one that draws batches, or reads its own samples. Pass a batch_size."
+            )
+        order, plan = self._draw(worker, workers)
+        steps = self._steps(plan)
+        found = [joint_batch(plan, step, worker, strategy.config) for step in range(steps)]
+        self._batches.set([order.items(positions.tolist()) for positions, _ in found])
+        batches = self._iterate(self._sharded, worker, plan.start > 0, plan.start)
+        self._start = 0
+        try:
+            for step, batch in zip(range(steps), batches, strict=True):
+                self._done, strategy.joint = plan.position(step + 1), found[step][1]
+                yield Weighed(batch, ends_epoch=step == steps - 1)
+        finally:
+            strategy.joint = None
+        self._done = len(order)
+
+    def _iterate(self, loader: DataLoader[Any], worker: int, resumes: bool = False, start: int = 0) -> Iterator[Any]:
+        """Iterate over a worker's batches; a resumed epoch draws no random number."""
+        grid = current().grid
+        if grid is not None and grid.stages > 1:
+            yield from drawn_alike(loader, grid.inner, (self._seed, self._epoch, worker, start))
+            return
+        state = torch.get_rng_state()  # the number that torch draws for each epoch was drawn when this one began
+        batches = iter(loader)
+        if resumes:
+            torch.set_rng_state(state)
+        yield from batches
+
+    def _draw(self, worker: int, workers: int) -> tuple[Order, EpochPlan]:
+        """Collective among the workers for samplers of their own. Draw this epoch's order, and share it out."""
+        session, order = current(), self._order
+        group = session.group or session.comm
+        order.take(lambda drawn: broadcast_in(group, drawn), draws=group.rank == 0)
+        return order, order.plan(workers, self._epoch, self._start)
 
     def _steps(self, plan: EpochPlan) -> int:
-        return plan.n_samples // plan.global_batch if self._loader.drop_last else plan.steps
+        return plan.n_samples // plan.global_batch if self._order.drop_last else plan.steps
 
-    def _order(self) -> np.ndarray | None:
-        """Collective for samplers other than torch's own two: rank 0's draw."""
-        sampler = self._loader.sampler
-        if type(sampler) in (RandomSampler, SequentialSampler):
-            return None
-        order = torch.tensor(list(sampler), dtype=torch.int64)
-        return broadcast(order).numpy()
+    # --- loaders whose ranks read different samples ---------------------------------------------------------------
+    def _own(self, strategies: Sequence[Strategy], worker: int, workers: int) -> Iterator[Weighed]:
+        """Draw the batches of this rank's own loader, and then, while other ranks have some, one that weighs 0."""
+        session = current()
+        group = session.peers or session.outer
+        batches = self._iterate(self._loader, 0 if self._split else worker)  # all replicas' may have to be the same
+        if self._split and workers > 1:
+            first = next(batches, None)
+            batches = iter(()) if first is None else chain([first], batches)
+            if _same_everywhere(group, first):
+                batches = islice(batches, worker, None, workers)
+        joined = workers > 1 and any(strategy.synchronous for strategy in strategies)
+        yield from self._joined(group, batches) if joined else map(Weighed, batches)
+
+    def _joined(self, group: Communicator, batches: Iterator[Any]) -> Iterator[Weighed]:
+        """Collective. Draw batches until no rank has one, each weighted by its samples."""
+        last, step = None, 0
+        while True:
+            batch = next(batches, None)
+            counts = torch.zeros(group.size, dtype=torch.float64)
+            counts[group.rank] = 0 if batch is None else _samples(batch)
+            group.allreduce(counts)
+            if not counts.any():
+                return
+            if step == 0 and not counts.all():  # a rank that has none at all goes along with another one's
+                last = broadcast_in(group, batch, int(counts.argmax()))
+            last, step = last if batch is None else batch, step + 1
+            yield Weighed(last, float(counts[group.rank] * group.size / counts.sum()))
+
+    # --- an evaluation --------------------------------------------------------------------------------------------
+    def _evaluate(self) -> Iterator[Any]:
+        session = current()
+        self._begin_epoch()
+        if not self._split or self._iterable:
+            with consensus_of(session.optimizers):
+                yield from (batch for batch, _, _ in self._own([], session.outer.rank, session.outer.size))
+            return
+        with consensus_of(session.optimizers):
+            worker = session.outer.rank
+            order, plan = self._draw(worker, session.outer.size)
+            self._batches.fill(order, plan, worker, self._steps(plan), counted_only=True)
+            yield from self._iterate(self._sharded, worker)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, int]:
+        """Return the position in the epoch, in samples of all ranks, for a loop that is resumed on any number of them.
+
+        An epoch that was left early, by `break`, goes on there once it is loaded; a further iteration without loading
+        begins the next one.
+        """
+        return {"epoch": self._epoch, "consumed": self._done}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restore a position, for the next iteration to go on from; from an epoch's end with the next epoch."""
+        whole = self._split and not self._iterable and state["consumed"] < len(self._order)
+        self._epoch, self._start = (state["epoch"] - 1, state["consumed"]) if whole else (state["epoch"], 0)
 
 
-class _Batches(Sampler):
-    """The index lists of one worker in the current epoch; the DataLoader keeps the object, its contents change."""
+def _take_up(strategies: Sequence[Strategy]) -> None:
+    """Collective where strategies keep copies of the parameters. Update these where the loop has set parameters."""
+    for strategy in strategies:
+        alike = len(strategy.worker_ranks(strategy.config, strategy.comm.size)) == strategy.comm.size > 1
+        if alike and type(strategy).take_up is not Strategy.take_up:  # ranks that only serve take them up by themselves
+            strategy.model.refresh()
+            comm, touched = strategy.comm, strategy.model.touched()
+            if any(comm.retry_on_failure(partial(comm.gather, touched))):
+                strategy.take_up()
 
-    plan: EpochPlan
-    worker = steps = 0
-    order: np.ndarray | None = None  # a position in the plan stands for this sample
 
-    def __init__(self):
-        pass  # torch's own would warn
+def _samples(batch: Any) -> int:
+    """Count the samples of a batch, by the length of the first tensor in it."""
+    tensor = _first_tensor(batch)
+    return 1 if tensor is None or tensor.dim() == 0 else len(tensor)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self.steps):
-            indices = self.plan.indices(step, self.worker)
-            if indices.size:
-                yield (indices if self.order is None else self.order[indices]).tolist()
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    if isinstance(batch, Tensor):
+        return batch
+    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((tensor for tensor in map(_first_tensor, items) if tensor is not None), None)
+
+
+def _same_everywhere(group: Communicator, batch: Any) -> bool:
+    """Collective. Tell whether all ranks have the same batch, as from an iterable data set without regard to ranks."""
+    tensor = _first_tensor(batch)
+    data = b"" if tensor is None else tensor_bytes(tensor).tobytes()
+    return len(set(group.gather(f"{zlib.crc32(data)} {len(data)}"))) == 1
+
+
+class _Batches(Sampler[Any]):
+    """The index lists of one worker in this epoch; the DataLoader keeps the object, its contents change."""
+
+    def __init__(self) -> None:
+        self._lists: list[Any] = []  # torch's own __init__ would warn
+
+    def fill(self, order: Order, plan: EpochPlan, worker: int, steps: int, counted_only: bool = False) -> None:
+        """Set the worker's batches of an epoch's first `steps` steps; only those that count, or one in every step."""
+        kept = [step for step in range(steps) if not counted_only or plan.sizes(step)[worker]]
+        self._lists = [order.batch(plan, step, worker) for step in kept]
+
+    def set(self, lists: list[Any]) -> None:
+        """Set the batches themselves."""
+        self._lists = lists
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._lists)
 
     def __len__(self) -> int:
-        return self.steps
+        return len(self._lists)

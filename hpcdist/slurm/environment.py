@@ -1,4 +1,4 @@
-"""What Slurm tells a process by its environment. Functions of a mapping; some ask Slurm in addition."""
+"""Read what Slurm says about a job in the environment of its processes."""
 
 from __future__ import annotations
 
@@ -7,34 +7,33 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hpcdist.comm.launch import Task, number, task
+from hpcdist.comm.launch import Task, number
 from hpcdist.errors import WorldError
 
-FIRST_PORT, PORTS = 10_000, 20_000  # below what systems hand out to others, 32768 and up
-ANSWERS_S = 30.0  # in which Slurm answers, or is not asked any more
+TIMEOUT_S = 30.0  # of a question to Slurm
 
 
 def check_tasks(tasks: Sequence[Task | None], nodes: Sequence[int]) -> None:
-    """Holds what the launcher told every rank against MPI's world.
+    """Compare the launcher's ranks, size and local ranks with MPI's.
 
-    The local ranks of a node need not be in the order of its ranks (mpirun that maps by core deals them out another
-    way), but each must be there once, for they choose the GPU.
+    The local ranks of a node need not be in the order of its ranks (mpirun that maps by core orders them otherwise),
+    but there must be one of each, because a local rank chooses the GPU.
 
     Args:
-        tasks: of every rank, in the order of MPI's ranks; None where there was no launcher.
+        tasks: the launcher's values for every rank, in the order of MPI's ranks; None where there was no launcher.
         nodes: the node of every rank, according to MPI.
 
     Raises:
         WorldError: a rank, the size or a node's local ranks are not MPI's.
     """
-    for rank, found in enumerate(tasks):
-        if found is not None and (found.rank, found.size) != (rank, len(tasks)):
+    for rank, task in enumerate(tasks):
+        if task is not None and (task.rank, task.size) != (rank, len(tasks)):
             raise WorldError(
-                f"the ranks must be the launcher's ({found.launcher}): rank {found.rank} of {found.size}; got MPI's "
+                f"the ranks must be the launcher's ({task.launcher}): rank {task.rank} of {task.size}; got MPI's "
                 f"rank {rank} of {len(tasks)}. Launch with the mpirun of this MPI, or with the matching srun --mpi=..."
             )
     for node in sorted(set(nodes)):
-        local = sorted(found.local_rank for found, where in zip(tasks, nodes) if where == node and found is not None)
+        local = sorted(task.local_rank for task, where in zip(tasks, nodes) if where == node and task is not None)
         if local != list(range(len(local))):
             raise WorldError(
                 f"the local ranks of a node must be 0 to {len(local) - 1}; got {local} for ranks that share a node's "
@@ -43,7 +42,7 @@ def check_tasks(tasks: Sequence[Task | None], nodes: Sequence[int]) -> None:
 
 
 class Allocation(NamedTuple):
-    """What a job has been given."""
+    """The nodes and tasks of a job."""
 
     job: int
     nodes: str  # as Slurm writes it: n[1-4,7]
@@ -54,7 +53,7 @@ class Allocation(NamedTuple):
 
 
 def allocation(environ: Mapping[str, str]) -> Allocation | None:
-    """What Slurm has given to the job that this process belongs to; None outside of one."""
+    """Return the allocation of the job that this process belongs to; None outside of a job."""
     if "SLURM_JOB_ID" not in environ:
         return None
     array_job, array_task, restarts = (
@@ -72,60 +71,29 @@ def allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """`2(x3),1` is 2, 2, 2, 1."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return tuple(int(count) for count, times in found for _ in range(int(times or 1)))
+    """Expand Slurm's repeat counts: `2(x3),1` is 2, 2, 2, 1."""
+    pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return tuple(int(count) for count, times in pairs for _ in range(int(times or 1)))
 
 
 def end_time(environ: Mapping[str, str]) -> float | None:
-    """When Slurm will end this job, in seconds since 1970; None outside of a job, without a limit, or if not known."""
+    """Return the time at which Slurm will end this job, in seconds since 1970.
+
+    None outside of a job, without a time limit, or where Slurm does not answer.
+    """
     job = environ.get("SLURM_JOB_ID")
     if job is None:
         return None
     if "SLURM_JOB_END_TIME" in environ:  # of newer Slurms
         return float(number(environ, "SLURM_JOB_END_TIME"))
     try:
-        told = _ask(["squeue", "--noheader", "--jobs", job, "--format", "%e"], {**environ, "SLURM_TIME_FORMAT": "%s"})
+        output = _ask(["squeue", "--noheader", "--jobs", job, "--format", "%e"], {**environ, "SLURM_TIME_FORMAT": "%s"})
     except (OSError, subprocess.SubprocessError):
-        return None  # a job trains on without
-    first = told.split()[:1]
+        return None  # the job trains on without knowing it
+    first = output.split()[:1]
     return float(first[0]) if first and first[0].isdigit() else None
 
 
-def rendezvous(environ: Mapping[str, str]) -> tuple[str, int]:
-    """A host and a port where the ranks of this job, or of this step, can meet: the first node, and one of its ports.
-
-    Two jobs on a node have different ports unless their numbers differ by a multiple of 20000.
-
-    Raises:
-        WorldError: outside of a job, or Slurm does not tell its nodes. There is no fall-back to localhost, where each
-            node would wait for itself.
-    """
-    found = allocation(environ)
-    if found is None:
-        raise WorldError(
-            "SLURM_JOB_ID must be set to find the host where ranks meet; got nothing. Run this inside a job, or give "
-            "the address yourself."
-        )
-    launched = task(environ)
-    of_srun = launched is not None and launched.launcher.startswith("srun")
-    nodes = environ.get("SLURM_STEP_NODELIST", found.nodes) if of_srun else found.nodes
-    try:
-        hosts = _ask(["scontrol", "show", "hostnames", nodes], environ).split()
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = (getattr(error, "stderr", None) or str(error)).strip()
-        raise WorldError(
-            f"scontrol show hostnames must tell the nodes of job {found.job}; got {reason!r} for {nodes!r}. Run this "
-            "where Slurm's commands are on PATH."
-        ) from None
-    if not hosts:
-        raise WorldError(
-            f"scontrol show hostnames must tell the nodes of job {found.job}; got none for {nodes!r}. Is "
-            "SLURM_JOB_NODELIST passed on to the ranks?"
-        )
-    return hosts[0], FIRST_PORT + found.job % PORTS
-
-
 def _ask(command: Sequence[str], environ: Mapping[str, str]) -> str:
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=ANSWERS_S, check=True)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     return done.stdout

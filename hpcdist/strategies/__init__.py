@@ -1,36 +1,34 @@
-"""Distribution strategies: one file per algorithm, found by the file's name.
+"""Find distribution strategies: one file per algorithm, by the file's name.
 
-A strategy is the final subclass of `Strategy` in its file, and its `Config` holds its options. What several of them
-share lies in `families`.
+A strategy is the final subclass of `Strategy` in its file, and its `Config` holds its options. Parts that several of
+them share lie in `server`, `decentralised` and `synchronous`.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
-from hpcdist.errors import UnknownNameError
+from hpcdist.registry import STRATEGIES
 from hpcdist.strategies.base import Strategy
-
-_NOT_STRATEGIES = {"base"}
 
 
 def available() -> list[str]:
-    """The names of all strategies, sorted."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _NOT_STRATEGIES and not m.ispkg)
+    """List all strategies, sorted: those of this folder, and those that installed packages add."""
+    return STRATEGIES.available()
 
 
 def load(name: str) -> type[Strategy]:
-    """The strategy's class. Raises UnknownNameError, which lists the known ones."""
-    if name not in available():
-        raise UnknownNameError("strategy", name, available())
-    module = importlib.import_module(f"{__name__}.{name}")
-    (found,) = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, Strategy) and value.__module__ == module.__name__
-    ]
-    return found
+    """Load a strategy's class, by its name or as `path/to/file.py:Class`.
+
+    Raises:
+        UnknownNameError: there is none of that name; lists the known ones.
+        ConfigError: there are two of that name; or it can't be imported, or is no strategy.
+    """
+    return STRATEGIES.load(name)
 
 
-__all__ = ["Strategy", "available", "load"]
+def having(attribute: str) -> str:
+    """Name the strategies whose class attribute is true, for a message: "a, b or c"."""
+    *others, last = (name for name in available() if getattr(load(name), attribute))
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+__all__ = ["Strategy", "available", "having", "load"]

@@ -1,4 +1,4 @@
-"""AD-PSGD: averaging in pairs, one-sidedly and without a barrier, between the two sides of a bipartite graph.
+"""Average in pairs, one-sidedly and without a barrier, across the two sides of a bipartite graph: AD-PSGD.
 
 Ranks on one side are active, those on the other passive. A passive rank's parameters lie in its window, and change by
 additions only. An active rank holds a word of the passive one's while it averages, so that there is one at a time:
@@ -17,17 +17,18 @@ from torch import Tensor
 
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError, RankFailedError
-from hpcdist.strategies.base import Outcome, Update, mean
-from hpcdist.strategies.families.gossip import Gossip
-from hpcdist.topology import choice
-from hpcdist.topology.sides import two_sides
+from hpcdist.strategies.base import Outcome, Update
+from hpcdist.strategies.common.state import Entry, dropped, mean
+from hpcdist.strategies.decentralised.gossip import Gossip
+from hpcdist.topology.graphs import from_config
+from hpcdist.topology.graphs.bipartition import two_sides
 
 _FREE = 0  # in place of who holds it
 
 
 @final
 class ADPSGD(Gossip):
-    """Asynchronous decentralised parallel SGD: average with a random neighbour, whatever that one does meanwhile.
+    """Train by asynchronous decentralised parallel SGD: average with a random neighbour, whatever it does meanwhile.
 
     Every step of an active rank i: draw one of the neighbours that nobody else averages with at the moment, set both
     xᵢ and xⱼ to (xᵢ + xⱼ)/2, then run the local optimiser with the gradient at the old xᵢ; where all neighbours are
@@ -48,17 +49,17 @@ class ADPSGD(Gossip):
 
         topology: Named = Field(Named(name="bipartite"), description="whose parameters may be averaged with whose")
 
-    def __init__(self, config: Config, comm, model):
-        found = choice.make(config.topology, comm)
-        if not (found.static and found.symmetric):
+    def __init__(self, config: Config, comm, model, **given):
+        topology = from_config.make(config.topology, comm)
+        if not (topology.static and topology.symmetric):
             raise ConfigError(
                 f"topology of adpsgd must be symmetric and the same at every step; got {config.topology.name}. Take "
                 "bipartite, a ring or torus of even sides, or a graph of your own."
             )
-        _, passive = two_sides(found)
-        super().__init__(config, comm, model)
+        _, passive = two_sides(topology)
+        super().__init__(config, comm, model, **given)
         self._passive = comm.rank in passive
-        self._neighbours = [rank for rank in found.in_neighbours(comm.rank, 0) if rank != comm.rank]
+        self._neighbours = [rank for rank in topology.in_neighbours(comm.rank, 0) if rank != comm.rank]
         self._shared = [comm.window(p.numel() if self._passive else 0, p.dtype) for p in model.params]
         self._holder = comm.window(1 if self._passive else 0, torch.int64)  # who averages with this rank: 1 + its rank
         self._scratch = [torch.empty_like(p, device=p.device if self._passive else "cpu") for p in model.params]
@@ -73,13 +74,13 @@ class ADPSGD(Gossip):
 
     # --- an active rank -------------------------------------------------------------------------------------------
     def _average(self) -> None:
-        """Averages with the first neighbour, in random order, that is there and free."""
+        """Average with the first neighbour, in random order, that is alive and free."""
         for i in torch.randperm(len(self._neighbours), generator=self._peers).tolist():
             if self._neighbours[i] in self.present and self._average_with(self._neighbours[i]):
                 return
 
     def _average_with(self, peer: int) -> bool:
-        """Averages with `peer`; False if another rank does, or it has died."""
+        """Average with `peer`; return False if another rank is averaging with it, or it has died."""
         mine = self.comm.rank + 1
         try:
             if self._holder.compare_and_swap(_FREE, mine, peer) != _FREE:
@@ -97,13 +98,12 @@ class ADPSGD(Gossip):
 
     # --- a passive rank -------------------------------------------------------------------------------------------
     def _step_shared(self, update: Update) -> Outcome:
-        """The local optimiser's step, whose change goes into the window, and a new copy of what is there."""
-        for before, own in zip(self._scratch, self.model.params, strict=True):
-            before.copy_(own)
+        """Take the local optimiser's step, add the change to the window, and take a new copy of its contents."""
         outcome = self.step_alone(update)
         for window, before, own in zip(self._shared, self._scratch, self.model.params, strict=True):
-            window.accumulate(torch.sub(own, before, out=before), self.comm.rank)
+            window.accumulate(torch.sub(own, before, out=before), self.comm.rank)  # the loop's own changes, too
             window.get(own, self.comm.rank)
+            before.copy_(own)
         self._free_from_the_dead()
         return outcome
 
@@ -114,37 +114,42 @@ class ADPSGD(Gossip):
                 self._holder.compare_and_swap(holder, _FREE, self.comm.rank)
 
     def _share(self, params: Sequence[Tensor]) -> None:
-        """Collective. Makes `params` what others average with, where this rank is passive."""
+        """Collective. Put `params` into this rank's window, where it is passive, for others to average with."""
         if self._passive:
             for window, values in zip(self._shared, params, strict=True):
                 window.put(values, self.comm.rank)
+            for before, own in zip(self._scratch, self.model.params, strict=True):
+                before.copy_(own)
         self.comm.barrier()  # nobody may average with what was there before
 
     def _values(self) -> list[Tensor]:
-        """This rank's x: of a passive one what is in its window, as a copy."""
+        """Return this rank's parameters x; a passive rank's are copied from its window."""
         if not self._passive:
             return list(self.model.params)
         return [window.local.to(own.device, copy=True) for window, own in zip(self._shared, self.model.params)]
 
-    # --- what the ranks stand for ---------------------------------------------------------------------------------
+    # --- consensus and checkpoints --------------------------------------------------------------------------------
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Collective. The exact means of x and of the buffers; the model is untouched."""
+        """Collective. Compute the exact means of x and of the buffers; the model is untouched."""
         self.comm.barrier()  # nobody averages any more
         return self._means(self._values()), self._means(self.model.buffers)
 
-    def state(self) -> dict:
-        return {**super().state(), "shared": self._values() if self._passive else None}
+    def entries(self) -> list[Entry]:
+        return [*super().entries(), Entry("shared", self._save_shared, self._load_shared, dropped())]
 
-    def adapted_state(self, states: list[dict]) -> dict:
-        return {**super().adapted_state(states), "shared": None}
-
-    def adapted_params(self, params: list[list[Tensor]], states: list[dict]) -> list[Tensor]:
+    @classmethod
+    def reshard_params(cls, params: list[list[Tensor]], states: list[dict]) -> list[Tensor]:
         return mean([state["shared"] or own for own, state in zip(params, states, strict=True)])
 
-    def load_state(self, state: dict) -> None:
-        super().load_state(state)
+    def _save_shared(self) -> list[Tensor] | None:
+        return self._values() if self._passive else None
+
+    def _load_shared(self, saved: Sequence[Tensor] | None) -> None:
         self.comm.barrier()  # nobody still averages with what was before
-        self._share(state["shared"] or self.model.params)
+        self._share(saved or self.model.params)
+
+    def take_up(self) -> None:
+        self._load_shared(None)
 
     def close(self) -> None:
         for window in (*self._shared, self._holder):

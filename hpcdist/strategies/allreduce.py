@@ -1,23 +1,27 @@
-"""Synchronous data parallelism: gradients are averaged over all ranks, then every rank makes the same update."""
+"""Train synchronously: average gradients over all ranks, then make the same update on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hpcdist.collectives.background import Trial
+from hpcdist.collectives.tuning.background import Trial
 from hpcdist.comm.communicator import Traffic
-from hpcdist.compress import CompressionConfig, Reduction, spans
-from hpcdist.flat import Bucket
+from hpcdist.compress import JointCompression, Reduction, spans
+from hpcdist.errors import ConfigError
+from hpcdist.model.flat import Bucket
+from hpcdist.model.hyperparameters import difference, digests, sums_are_of_equals
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.families.averaging import Averaging, OutsideAveraging, OwnAveraging
-from hpcdist.strategies.families.provider import ProviderConfig
+from hpcdist.strategies.common.state import Entry, attribute, part
+from hpcdist.strategies.synchronous.averaging import Averaging, OutsideAveraging, OwnAveraging
+from hpcdist.strategies.synchronous.buffers import ChangingBuffers
+from hpcdist.strategies.synchronous.provider import ProviderConfig
 
 
 class AllReduce(Strategy):
@@ -25,17 +29,25 @@ class AllReduce(Strategy):
 
     Equals one process with the batches of all ranks together. Replicas stay bitwise equal. With `overlap`, buckets
     of gradients are reduced on a thread while the backward pass computes the rest; that costs interpreter time and
-    a core, so `auto` measures the first steps both ways.
+    a core, so `auto` measures the first steps both ways. Gradients of one stage of a model in stages are reduced after
+    its last backward pass, while other stages compute.
 
     With another `provider` the same is done by Horovod (`hpcdist horovod build`), or by torch.distributed, which have
     NCCL for GPUs, also on one rank. Adasum is another mathematics: orthogonal gradients are added, parallel ones
     averaged, so that the learning rate need not grow with the ranks.
 
+    As in DistributedDataParallel, gradients are averaged when `backward()` returns, so that the loop may clip or scale
+    them before the step. Several backward passes before a step add up; each is followed by an exchange, unless
+    `accumulation` says how many there are, or all but the last run inside the optimiser's `no_sync()`. Learning rates
+    and all other numbers in param_groups must be the same on all ranks, and are compared in every step. Buffers that
+    change in training, such as batch norm's statistics, become their mean over the ranks in every step.
+
     With `compression` each rank sends what the compressor makes of its gradient, and of what it has not sent before;
     all ranks apply the mean of what was sent, so that replicas stay bitwise equal there too.
 
     Bytes per rank and step: 2n(p − 1)/p for n bytes of gradients (ring, direct), or those of `hpcdist compressors`;
-    and 4 that say whether all gradients were there and finite, as they are as a rule.
+    32 that say whether all gradients were there and finite, as they are as a rule, and param_groups the same; and those
+    of buffers that have changed.
 
     Reference: Priya Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017; for the
     buckets, Shen Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020; for
@@ -50,7 +62,7 @@ class AllReduce(Strategy):
             "auto", description="reduce buckets while the backward pass runs; auto tries both"
         )
         accumulation: int = Field(1, ge=1, description="backward passes per step, whose gradients add up")
-        compression: CompressionConfig = Field(CompressionConfig(), description="how gradients are compressed")
+        compression: JointCompression = Field(JointCompression(), description="how gradients are compressed")
         provider: ProviderConfig = Field(ProviderConfig(), description="the library that sums gradients")
 
         @model_validator(mode="after")
@@ -77,10 +89,10 @@ class AllReduce(Strategy):
                 )
             return self
 
-    reduces_in_backward = True
+    synchronous = compares_always = weighs = supports_closures = True
 
-    def __init__(self, config: Config, comm, model):
-        super().__init__(config, comm, model)
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
         self.updates = 0
         self._channel = comm.split(0)  # the thread's own
         self._averaging: Averaging = (
@@ -92,40 +104,109 @@ class AllReduce(Strategy):
         self._compressed: Reduction | None = None
         if config.compression and comm.size > 1:
             self._compressed = Reduction(self._channel, config.compression, model.grads, spans(model))
-        self._used = (torch.ones(len(model.names), dtype=torch.bool),) * 2  # in the last step: here, and on any rank
+        self._forget_used()
         self._bad: list[str] = []
-        overlaps = self._averaging.beside and self._compressed is None
+        self._passes = 0  # backward passes whose gradients have not been averaged
+        self._merged: dict[int, list[str]] | None = None  # what was not finite, once all have been averaged
+        self._accumulates = False
+        self._changing = ChangingBuffers(comm, model)
+        overlaps = self._averaging.beside and self._compressed is None and self.stages is None
         self._trial = Trial(comm) if config.overlap == "auto" and overlaps else None
         model.on_bucket_ready(self._bucket_ready)
+        model.passes.on_end(self._backward_ended)
         self._arm(overlapped=config.overlap == "on" and overlaps)
 
+    @classmethod
+    def check_closures(cls, config: Config, optimizer: str) -> None:
+        if config.compression:
+            raise ConfigError(
+                f"strategy.compression must be none with {optimizer}, whose line search and curvature need the loss's "
+                f"own gradient; got {config.compression.name}. Leave it out."
+            )
+        if not config.provider.exact:
+            raise ConfigError(
+                f"strategy.provider must give the mean of gradients with {optimizer}, whose line search and curvature "
+                f"need the loss's own gradient; got op {config.provider.op!r}, compression "
+                f"{config.provider.compression!r}. Leave them out."
+            )
+
+    def _forget_used(self) -> None:
+        """Forget which parameters had a gradient in the last step, here and on any rank."""
+        self._used = (torch.ones(len(self.model.names), dtype=torch.bool),) * 2
+
     def _arm(self, overlapped: bool) -> None:
-        """Chooses how the next step is reduced."""
+        """Choose whether the next gradients are reduced during the backward pass."""
         self._overlapped = overlapped
-        self.model.begin(announce=overlapped, passes=self.config.accumulation)
+        self.model.begin(announce=overlapped and not self._accumulates, passes=self.config.accumulation)
 
     def _bucket_ready(self, bucket: Bucket) -> None:
-        self._averaging.begin(bucket, partial(self._prepare, self.model.weight))
+        self._averaging.begin(bucket, self._note_nonfinite)
 
-    def _prepare(self, weight: float, bucket: Bucket) -> None:
-        """Makes the bucket this rank's part of the mean, weighted by samples; notes what is not finite before."""
+    def _nonfinite_here(self) -> list[str]:
+        """Name the parameters whose gradient on this rank is not finite, unless that is to be ignored."""
+        return [] if self.ignores_nonfinite else self.model.nonfinite()
+
+    def _note_nonfinite(self, bucket: Bucket) -> None:
+        """Note gradients that are not finite before they are averaged."""
         if self.config.on_nonfinite != "ignore":
             self._bad += self.model.nonfinite(bucket)
-        if weight != 1.0:
-            bucket.grads.mul_(weight)
+
+    # --- backward passes ------------------------------------------------------------------------------------------
+    def _backward_ended(self) -> None:
+        self._passes += 1
+        enough = self._passes >= self.config.accumulation or self.model.passes.ends_epoch
+        if not self._accumulates and enough:
+            self._merged = self._merge()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes in the context add to this rank's gradients without averaging them."""
+        self._accumulates = True
+        self._arm(self._overlapped)
+        try:
+            yield
+        finally:
+            self._accumulates = False
+            self._arm(self._overlapped)
+
+    def synchronize(self) -> None:
+        """Collective. Average gradients that no backward pass has averaged yet; as a rule there are none."""
+        if self._merged is None or self._passes:
+            self._merged = self._merge()
+
+    def _require_averaged(self) -> None:
+        """Check that the loop has not changed this rank's gradients before they were averaged.
+
+        Raises:
+            ConfigError: it has.
+        """
+        if self._passes and self.comm.size > 1 and self.model.changed_since_backward():
+            raise ConfigError(
+                f"gradients must be averaged before they are changed; got some that were changed after {self._passes} "
+                f"backward passes, with strategy.accumulation = {self.config.accumulation} or in no_sync(). Call "
+                "optimizer.synchronize() first, where fewer passes make a step."
+            )
 
     def advance(self, update: Update) -> Outcome:
-        bad = self._merge()
+        self._require_averaged()
+        self.synchronize()
+        bad, self._merged = self._merged, None
+        if self.model.changed_since_backward() or (self._skips and self.config.on_nonfinite == "ignore"):
+            names = self._nonfinite_here()  # the loop may have mended them, or spoilt them, alike on all ranks
+            bad = (bad or {self.comm.rank: names}) if names else {}
+        if self.stages is not None and not self.ignores_nonfinite:
+            bad = self.stages.nonfinite(bad)
         event = self.refuse_nonfinite(bad) if bad else None
         if not bad:
+            self.clip()
             update()
             self.updates += 1
-        return Outcome(self.updates, staleness=() if bad else (0,), event=event)
+        return Outcome(self.updates, staleness=self.zero_staleness(bad), event=event)
 
     def minimise(
-        self, solve: Callable[[Callable[[], Tensor]], Any], closure: Callable[[], Any] | None
+        self, solve: Callable[[Callable[[], Tensor]], Any], closure: Callable[[], Any]
     ) -> tuple[StepRecord, Any]:
-        """Collective. One step of an optimiser that evaluates the loss as often as it likes, such as L-BFGS.
+        """Collective. Take one step of an optimiser that evaluates the loss as often as it likes, such as L-BFGS.
 
         After each evaluation gradients and loss are their means over the ranks, so that line searches decide alike
         everywhere, as in one process with the joint batch. A gradient that is not finite ends the run (or is looked
@@ -133,8 +214,7 @@ class AllReduce(Strategy):
 
         Args:
             solve: the optimiser's own step, which is given the closure to evaluate.
-            closure: zeroes the gradients, runs this rank's backward pass and returns its loss; None on a rank without
-                samples, which takes part with weight 0.
+            closure: zeroes the gradients, runs this rank's backward pass and returns its loss.
 
         Returns:
             The step's record, and what `solve` returned; losses are float64 scalars, shape ().
@@ -143,51 +223,74 @@ class AllReduce(Strategy):
         """
 
         def evaluate() -> Tensor:
-            loss = self._nothing() if closure is None else torch.as_tensor(closure(), dtype=torch.float64).item()
-            bad = self._merge()
+            loss = torch.as_tensor(closure(), dtype=torch.float64).item()
+            self.synchronize()
+            bad, self._merged = self._merged, None
             if bad:
                 self.refuse_nonfinite(bad)
             return self._mean(loss)
 
+        self.model.refresh()
+        contributes = self.model.weight > 0
         result = solve(evaluate)
+        self.model.restore_buffers()
         self.updates += 1
         self.steps += 1
-        return self.record(Outcome(self.updates, staleness=() if closure is None else (0,))), result
+        self.model.passes.done()
+        return self.record(Outcome(self.updates, staleness=(0,) if contributes else ())), result
 
     def _mean(self, loss: float) -> Tensor:
-        """Collective. The loss averaged as gradients are, the same to the bit on all ranks."""
+        """Collective. Average the loss as gradients are, the same to the bit on all ranks."""
         losses = torch.zeros(self.comm.size, dtype=torch.float64)  # one place each: a sum of zeros and one is exact
-        losses[self.comm.rank] = self.model.weight * loss
+        losses[self.comm.rank] = self.model.weight * loss if self.model.weight else 0.0
         self.comm.allreduce(losses)
         return torch.tensor(sum(losses.tolist()) / self.comm.size, dtype=torch.float64)
 
     def _merge(self) -> dict[int, list[str]]:
-        """Collective. Gives all ranks the mean gradients; where some were not finite tells which, by rank, instead."""
+        """Collective. Average the gradients over the ranks; return the names of those not finite, by rank."""
+        self._passes = 0
+        if self._merged is not None and not self._averaging.repeats:
+            raise ConfigError(
+                "strategy.accumulation must be the number of backward passes before a step with strategy.provider.op "
+                f"{self.config.provider.op!r}, whose result can't be added to; got one more. Set it, or use average."
+            )
+        if self.model.unfrozen:
+            self.unfreeze()
         if self._compressed is not None:
             used, bad = self._average_compressed()
         else:
             used, bad = self._agree(self._average_beside() if self._overlapped else self._average_now())
-        if not bad:
-            self.model.release(used)
+        self.model.release(used)
         if self._trial is not None and not self._trial.decided:
             self._trial.step()
         self._arm(self._trial.way if self._trial is not None else self._overlapped)
         return bad
 
+    def unfreeze(self) -> None:
+        if self._compressed is not None or self.config.provider:
+            super().unfreeze()
+        if self._overlapped:
+            self.model.flush()
+            self._averaging.wait()
+        self.model.lay_out_again()  # what is averaged already stays so when it is averaged again
+        self._forget_used()
+        self._arm(overlapped=False)
+
     def _average_now(self) -> torch.Tensor:
         used = self.model.collect()
         if self._alone:
-            self._bad = self.nonfinite()
+            self._bad = self._nonfinite_here()
         else:
-            self._averaging.now(self.model.buckets, partial(self._prepare, self.model.weight))
+            self._averaging.now(self.model.buckets, self._note_nonfinite)
         return used
 
     def _average_compressed(self) -> tuple[torch.Tensor, dict[int, list[str]]]:
         used, self._bad = self.model.collect(), self.nonfinite()
         used, bad = self._agree(used)  # before: what is not finite must not get into what is left to be sent
-        if not bad:
-            for flat in self.model.grads:
-                flat.mul_(self.model.weight)
+        if bad:
+            for flat in self.model.grads:  # so that all ranks see that it was not
+                flat.fill_(torch.nan)
+        else:
             ranks = self._compressed(self.model.grads)
             for flat in self.model.grads:
                 flat.div_(ranks)
@@ -196,53 +299,43 @@ class AllReduce(Strategy):
     def _average_beside(self) -> torch.Tensor:
         used = self.model.flush()
         start = self.comm.now()
-        self._averaging.wait()
+        with self.comm.span("wait for buckets", "wait"):
+            self._averaging.wait()
         self.comm.traffic.waiting_s += self.comm.now() - start
         return used
 
     def _agree(self, used: torch.Tensor) -> tuple[torch.Tensor, dict[int, list[str]]]:
-        """Which parameters had a gradient on any rank, and which were not finite, by rank."""
+        """Find which parameters had a gradient on any rank, and which were not finite, by rank.
+
+        Raises:
+            MismatchError: param_groups differ.
+        """
         bad, self._bad = self._bad, []
         if self.comm.size == 1:
             return used, {0: bad} if bad else {}
-        news = torch.tensor([bool(bad) or not torch.equal(used, self._used[0])], dtype=torch.int32)
-        self.comm.allreduce(news)
-        if int(news) == 0:  # on every rank as in the last step
+        news = bool(bad) or not torch.equal(used, self._used[0])
+        mine = digests(self.hyperparameters.digest(self.model.passes.batch))
+        word = torch.tensor([news, self._changing.look(), *mine], dtype=torch.int64)
+        self.comm.allreduce(word)
+        news, changing, *sums = word.tolist()
+        if not sums_are_of_equals(sums, self.comm.size):
+            raise difference(self.comm, self.hyperparameters, self.steps + 1)
+        self._changing.average(changing)
+        if news == 0:  # on every rank as in the last step
             return self._used[1], {}
         word = torch.cat([used.to(torch.int32), torch.tensor([len(bad)], dtype=torch.int32)])
         self.comm.allreduce(word)
         self._used = used, word[:-1] > 0
         if int(word[-1]) == 0:
             return self._used[1], {}
-        names = [text.decode() for text in self.comm.exchange("\n".join(bad).encode())]
-        return self._used[1], {rank: text.split("\n") for rank, text in enumerate(names) if text}
-
-    def _nothing(self) -> float:
-        """This rank's part of an average for which it has no samples; returns their loss."""
-        self.model.release([False] * len(self.model.names))
-        self.model.weight = 0.0
-        return 0.0
-
-    def join(self, update: Update) -> StepRecord:
-        self.model.weight = 0.0
-        return self.step_without_samples(update)
+        return self._used[1], {rank: names for rank, names in enumerate(self.comm.gather(list(bad))) if names}
 
     def traffic(self) -> Traffic:
         return self.comm.traffic + self._channel.traffic
 
-    def state(self) -> dict:
-        held = {} if self._compressed is None else {"compressed": self._compressed.state()}
-        return {**super().state(), "updates": self.updates, **held}
-
-    def adapted_state(self, states: list[dict]) -> dict:
-        compressed = [state["compressed"] for state in states if "compressed" in state]
-        return {**states[0], **({"compressed": Reduction.adapted(compressed)} if compressed else {})}
-
-    def load_state(self, state: dict) -> None:
-        super().load_state(state)
-        self.updates = state["updates"]
-        if self._compressed is not None and "compressed" in state:
-            self._compressed.load_state(state["compressed"])
+    def entries(self) -> list[Entry]:
+        compressed = part("compressed", self._compressed, Reduction.reshard)
+        return [*super().entries(), attribute(self, "updates"), *compressed]
 
     def close(self) -> None:
         if self._compressed is not None:

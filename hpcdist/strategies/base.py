@@ -1,21 +1,34 @@
-"""What every strategy is: a file with one final subclass of `Strategy`."""
+"""Train by a strategy: each is a file with one final subclass of `Strategy`."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpcdist.comm.communicator import Communicator, Traffic
 from hpcdist.config import Settings
-from hpcdist.errors import MismatchError, NonFiniteError, RankFailedError
-from hpcdist.flat import FlatModel
+from hpcdist.errors import ConfigError, MismatchError, NonFiniteError, RankFailedError
+from hpcdist.model.flat import FlatModel
+from hpcdist.model.hyperparameters import Hyperparameters, require_equal_values
+from hpcdist.model.slots import describe_difference
+from hpcdist.parallel.agreement import Agreement, clip_gradients
 from hpcdist.records import StepRecord
+from hpcdist.strategies.common.state import (
+    Entry,
+    attribute,
+    first,
+    load_entries,
+    mean,
+    reshard_entries,
+    save_entries,
+)
 
 Update = Callable[[], None]  # runs the local optimiser on the gradients that are in the model
 _CHUNK = 1 << 22  # elements averaged at a time: bounds the float64 scratch to 32 MiB
@@ -23,7 +36,7 @@ _CHUNK = 1 << 22  # elements averaged at a time: bounds the float64 scratch to 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step of a strategy did.
+    """The outcome of one step of a strategy.
 
     `clock` counts the updates of the parameters this rank now has; `staleness` has one entry per gradient applied on
     this rank; `event` says what was out of the ordinary; `dropped` counts gradients that were too stale; `waited_for`
@@ -38,7 +51,7 @@ class Outcome:
 
 
 class Strategy(abc.ABC):
-    """Collective. How the ranks of `comm` train `model` together.
+    """Collective. Train `model` together with the other ranks of `comm`.
 
     All ranks start from rank 0's parameters and buffers. The strategy owns `comm` but does not close it.
 
@@ -46,6 +59,12 @@ class Strategy(abc.ABC):
         config: this strategy's options.
         comm: a communicator of its own: nobody else sends on it.
         model: the flat view of this rank's replica.
+        optimizer: that `update` runs, for a strategy that reads its state or its hyper-parameters (learning rate,
+            momentum, decay...). None: these are the same on all ranks, and stay.
+        clip_norm: largest 2-norm of the gradients of an update, all together; None does not clip.
+        on_record: receives what a rank records outside `step`, such as a server.
+        stages: what agrees with the ranks that have the other stages of this rank's replica, where `model` is one stage
+            of it and `comm` are the ranks that have the same one; None where each rank has the whole model.
 
     Raises:
         MismatchError: the ranks' models differ.
@@ -55,105 +74,234 @@ class Strategy(abc.ABC):
         """Options that all strategies have."""
 
         on_nonfinite: Literal["stop", "skip", "ignore"] = Field(
-            "stop", description="a NaN or infinite gradient: end the run, leave the update out, or look away"
+            "stop", description="a NaN or infinite gradient: end the run, leave the update out, or ignore it"
         )
 
-    reduces_in_backward = False  # takes gradients, where `overlap` is not "off", before the backward pass has ended
+    synchronous = False  # in each step all workers communicate with each other, so that all must take as many
+    compares_always = False  # a step compares hyper-parameters by itself, every time
+    weighs = False  # gradients are averaged over ranks, each weighted by its number of samples
+    survives_deaths = False  # the others go on without a rank, or a worker, that dies, where the launcher lets them
+    read_by_others = False  # while a rank computes, other nodes read its memory, which a thread of its own answers
+    # It has `minimise`, as allreduce: a step of an optimiser that evaluates its closure several times, such as L-BFGS.
+    supports_closures = False
+    # Each step is given a closure of a portion of all workers' joint batch (`joint`), and evaluates it as often as it
+    # likes, in place of a gradient of the worker's own batch; it has `minimise`, which does not run the optimiser.
+    evaluates_portions = False
+    sends_hyperparameters = False  # servers apply gradients with those of the workers' param_groups
+    # Whether this rank's own update is of its gradients as they are at the step, so that the loop may change them.
+    takes_changed_gradients = True
+    sends_between_steps = False  # parameters are under way while the loop runs, so that its own changes come too late
 
-    def __init__(self, config: Config, comm: Communicator, model: FlatModel):
+    def __init__(
+        self,
+        config: Config,
+        comm: Communicator,
+        model: FlatModel,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        clip_norm: float | None = None,
+        on_record: Callable[[StepRecord], None] | None = None,
+        stages: Agreement | None = None,
+    ):
         self.config, self.comm, self.model = config, comm, model
+        self.optimizer, self.clip_norm, self.on_record = optimizer, clip_norm, on_record
+        self.stages = stages
+        self.hyperparameters = Hyperparameters(optimizer)
         self.steps = 0  # taken by this rank
-        self.on_record: Callable[[StepRecord], None] | None = None  # receives what a server rank records
-        self.optimizer: torch.optim.Optimizer | None = None  # that `update` runs; for a strategy that reads its state
+        self._meetings = 0  # in which ranks might have compared hyper-parameters
+        self._skips = config.on_nonfinite == "skip"  # gradients that are not finite, in this step
         self._since, self._before = comm.now(), Traffic()
+        model.passes.configure(weighs=self.weighs, looks_closely=not self.takes_changed_gradients and comm.size > 1)
         _require_equal_models(comm, model)
         for tensor in (*model.params, *model.frozen, *model.buffers):
             comm.broadcast(tensor, 0)
+        for tensor in model.others():
+            flat = tensor.contiguous().reshape(-1)
+            comm.broadcast(flat, 0)
+            tensor.copy_(flat.view(tensor.shape))
+        if comm.timeline is not None:
+            comm.timeline.role = "worker" if self.is_worker else "server"
 
     # --- what a subclass defines ----------------------------------------------------------------------------------
     @classmethod
     def worker_ranks(cls, config: Config, size: int) -> tuple[int, ...]:
-        """The ranks that compute gradients; the others serve."""
+        """Return the ranks that compute gradients; the others serve."""
         return tuple(range(size))
+
+    @classmethod
+    def check_closures(cls, config: Config, optimizer: str) -> None:
+        """Raise ConfigError where an option does not suit an optimiser, of that name, that evaluates its closure."""
 
     @abc.abstractmethod
     def advance(self, update: Update) -> Outcome:
-        """One step of a worker: the gradients of its batch are in `model.grads`; decides when `update` runs."""
+        """Take one step of a worker, whose batch's gradients are in `model.grads`; decide when `update` runs."""
 
     def serve(self, update: Update) -> None:
-        """Server ranks: applies the workers' gradients until every worker has paused."""
+        """Apply the workers' gradients, on server ranks, until every worker has paused."""
 
     def pause(self) -> None:
-        """Workers: says that no step follows for now (end of an epoch, a checkpoint), so that `serve` returns."""
+        """Pause, on workers: no step follows for now (end of an epoch, a checkpoint), so that `serve` returns."""
 
-    def join(self, update: Update) -> StepRecord | None:
-        """Workers: takes part in a step for which this rank has no samples, where a step is collective."""
-        return None
+    def synchronize(self) -> None:
+        """Collective where ranks average gradients. Make gradients those that the step will use."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward passes only add to this rank's gradients."""
+        return nullcontext()
 
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Collective. The parameters and buffers that the ranks stand for together: the exact mean over all ranks.
+        """Collective. Compute the parameters and buffers that the ranks stand for: the exact mean over all ranks.
 
         Returns new tensors shaped like `model.params` and `model.buffers`; the model is untouched.
         """
         return self._means(self.model.params), self._means(self.model.buffers)
 
-    def state(self) -> dict:
-        """This rank's state beyond parameters, buffers and the local optimiser."""
-        return {"steps": self.steps}
+    def frozen_consensus(self) -> list[Tensor] | None:
+        """Collective. Average the workers' frozen parameters, shaped like `model.frozen`; None where all are equal.
 
-    def adapted_state(self, states: list[dict]) -> dict:
-        """One state for each rank of a world of another size, from the states of all ranks of the saved one."""
-        return states[0]
+        A loop may change them: a slow copy of the model that follows it, say.
+        """
+        sums = [flat.sum(dtype=torch.float64).item() for flat in self.model.frozen]
+        sums_of = self.comm.gather(repr(sums))  # as text: a NaN is equal to itself
+        if len({sums_of[rank] for rank in self.comm.living}) == 1:
+            return None
+        workers = self.worker_ranks(self.config, self.comm.size)
+        return self._means(self.model.frozen, [rank for rank in workers if rank in self.comm.living])
 
-    def adapted_params(self, params: list[list[Tensor]], states: list[dict]) -> list[Tensor]:
-        """The parameters from which a world of another size goes on, from those of all ranks of the saved one."""
+    def entries(self) -> list[Entry]:
+        """Declare this rank's state beyond parameters, buffers and the local optimiser."""
+        return [attribute(self, "steps")]
+
+    def state(self) -> dict[str, Any]:
+        """Return this rank's state, as it is declared in `entries`."""
+        return save_entries(self.entries())
+
+    def load_state(self, saved: dict[str, Any]) -> None:
+        """Collective. Restore the result of `state` or `reshard_state`, after the model's parameters."""
+        load_entries(self.entries(), saved)
+
+    def reshard_state(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Make the state of every rank of a world of another size from the states of all saved ranks."""
+        return reshard_entries(self.entries(), states)
+
+    @classmethod
+    def reshard_params(cls, params: list[list[Tensor]], states: list[dict[str, Any]]) -> list[Tensor]:
+        """Make the first parameters of all ranks of a world of another size from those of all saved ranks."""
         return mean(params)
 
-    def adapted_optimizer(self, states: list[dict]) -> dict:
-        """Likewise the state of every rank's optimiser."""
-        return states[0]
+    def reshard_optimizer(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Make the optimiser's state of all ranks of a world of another size from those of all saved ranks."""
+        return first(states)
 
-    def load_state(self, state: dict) -> None:
-        """Collective. Takes up a state that `state()` gave; the model's parameters have been restored before."""
-        self.steps = state["steps"]
+    def take_up(self) -> None:
+        """Collective. Update the strategy's copies of the parameters, which the loop has set anew on all ranks."""
 
     @property
     def needed(self) -> tuple[int, ...]:
-        """The ranks without which the others can't go on."""
+        """Return the ranks without which the others can't go on."""
         return tuple(range(self.comm.size))
 
-    def heal(self) -> None:
-        """Collective among the living. Goes on without ranks that have died.
+    def shrink(self) -> None:
+        """Collective among the living. Shrink the group to the ranks that live, to go on without the others.
 
         Raises:
-            RankFailedError: one of them is `needed`.
+            RankFailedError: a rank that has died is `needed`.
         """
-        self.comm.heal()
+        self.comm.shrink()
         for rank in set(self.needed) & set(self.comm.lost):
             raise RankFailedError(
                 f"rank {rank} has died, and the others can't go on without it. Resume from the last checkpoint."
             )
 
     def close(self) -> None:
-        """Collective. Releases windows and threads."""
+        """Collective. Release windows and threads."""
 
     # --- what the loop calls --------------------------------------------------------------------------------------
+    @property
+    def optimizer_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that have a part of one optimiser's state; none where each has its own whole one."""
+        return ()
+
     @property
     def is_worker(self) -> bool:
         return self.comm.rank in self.worker_ranks(self.config, self.comm.size)
 
     def start(self) -> None:
-        """What happened until now (setting up, an evaluation, a checkpoint) belongs to no step's record."""
+        """Begin the next step's record here: it leaves out setting up, an evaluation, a checkpoint before."""
         self._since, self._before = self.comm.now(), self.traffic()
 
-    def step(self, update: Update) -> StepRecord:
-        """One step of a worker, and its record. Collective for synchronous strategies."""
-        outcome = self.advance(update)
+    def step(self, update: Update, *, skips: bool = False, unscale: float | None = None) -> StepRecord:
+        """Take one step of a worker, and return its record. Collective for synchronous strategies.
+
+        Gradients of a batch of weight 0 count for nothing; the rank takes part all the same.
+
+        Args:
+            skips: leaves the update out where gradients are not finite, whatever `on_nonfinite` says.
+            unscale: gradients are multiplied by it first; for a loss that was scaled.
+
+        Raises:
+            ConfigError: the module is not the one that was wrapped any more; or gradients were changed after the
+                backward pass, and the update is not of this rank's own.
+            NonFiniteError: a gradient is not finite, and `on_nonfinite` is "stop".
+            MismatchError: hyper-parameters of a synchronous strategy differ between ranks.
+        """
+        self._skips = skips or self.config.on_nonfinite == "skip"
+        self.model.refresh()
+        self.model.restore_buffers()
+        if self.model.unfrozen:
+            self.unfreeze()
+        if unscale is not None:
+            self.model.unscale(unscale)
+        if self._compares():
+            require_equal_values(self.comm, self.hyperparameters, self.steps + 1, self.model.passes.batch)
+        with self.comm.span(type(self).__name__, "strategy") as details:
+            outcome = self.advance(update)
+            if details is not None and outcome.waited_for:
+                details["held up, s"] = {f"by rank {rank}": seconds for rank, seconds in outcome.waited_for.items()}
+        self.model.reveal()
+        self.model.passes.done()
         self.steps += 1
         return self.record(outcome)
 
+    def meets(self, step: int) -> bool:
+        """Tell whether the ranks of a synchronous strategy communicate in this step; counts from 1."""
+        return True
+
+    def _compares(self) -> bool:
+        """Tell whether ranks compare hyper-parameters now: at their 1st, 2nd, 4th, 8th... and every 64th meeting."""
+        if not self.synchronous or self.compares_always or self.comm.size == 1 or not len(self.hyperparameters):
+            return False
+        if self.comm.tolerant or not self.meets(self.steps + 1):  # who dies while ranks compare would end them all
+            return False
+        self._meetings += 1
+        return self._meetings & (self._meetings - 1) == 0 or self._meetings % 64 == 0
+
+    def unfreeze(self) -> None:
+        """Start to train parameters that have been unfrozen.
+
+        Raises:
+            ConfigError: this strategy can't.
+        """
+        raise ConfigError(
+            f"requires_grad of {self.model.unfrozen!r} must stay False with {name_of(self)}; got True. Unfreeze it "
+            "first and make the DistributedOptimizer after; with plain allreduce it may be unfrozen at any time."
+        )
+
+    def require_unchanged_gradients(self) -> None:
+        """Check that the loop has not changed gradients, where this strategy can't use changed ones.
+
+        Raises:
+            ConfigError: it has.
+        """
+        if not self.takes_changed_gradients and self.comm.size > 1 and self.model.changed_since_backward():
+            raise ConfigError(
+                f"gradients must stay as backward() leaves them with {name_of(self)}, whose update is of several "
+                "workers' gradients and is made on a server; got gradients that were changed before step(). To clip "
+                "them, pass clip_norm to DistributedOptimizer; to scale them, scale the loss; or use allreduce."
+            )
+
     def record(self, outcome: Outcome) -> StepRecord:
-        """What happened since the last record of this rank.
+        """Make the record of all that happened since the last record of this rank.
 
         `computing_s` is the time in which the rank was neither communicating nor waiting.
         """
@@ -173,55 +321,84 @@ class Strategy(abc.ABC):
 
     @property
     def pending(self) -> int:
-        """Gradients that this rank has taken and no update has applied yet."""
+        """Count the gradients that this rank has taken and no update has applied yet."""
         return 0
 
     def traffic(self) -> Traffic:
-        """All that this strategy has moved so far."""
+        """Return the account of all that this strategy has sent and received so far."""
         return self.comm.traffic.copy()
 
     # --- shared -----------------------------------------------------------------------------------------------------
-    def nonfinite(self) -> list[str]:
-        """Names of the parameters whose local gradient has NaN or infinity, unless told to ignore them."""
-        return [] if self.config.on_nonfinite == "ignore" else self.model.nonfinite()
-
-    def refuse_nonfinite(self, found: dict[int, list[str]]) -> str:
-        """Raises NonFiniteError when told to stop; else the event's text for the record.
+    def clip(self, weight: float = 1.0) -> None:
+        """Collective in the replica. Scale all gradients down to the norm `clip_norm`, where theirs is larger.
 
         Args:
-            found: parameter names by rank.
+            weight: the factor of the gradients, by which the norm is multiplied too.
         """
-        where = "; ".join(f"rank {rank}: {_shorten(names)}" for rank, names in sorted(found.items()))
+        if self.clip_norm is None:
+            return
+        parameters, largest = self.model.parameters(), self.clip_norm * weight
+        if self.stages is None:
+            nn.utils.clip_grad_norm_(parameters, largest)
+        else:
+            clip_gradients(parameters, largest, self.stages.norm(parameters))
+
+    @property
+    def ignores_nonfinite(self) -> bool:
+        """Tell whether gradients that are not finite are used as they are, in this step."""
+        return self.config.on_nonfinite == "ignore" and not self._skips
+
+    def nonfinite(self) -> list[str]:
+        """Collective in the replica. Name the parameters whose local gradient has NaN or infinity, in all its stages.
+
+        None where they are to be ignored.
+        """
+        if self.ignores_nonfinite:
+            return []
+        names = self.model.nonfinite()
+        return names if self.stages is None else self.stages.nonfinite({0: names} if names else {}).get(0, [])
+
+    def refuse_nonfinite(self, names_of: dict[int, list[str]]) -> str:
+        """Leave out an update of gradients that are not finite: return the event's text for the record.
+
+        Args:
+            names_of: the parameters' names, by rank, or by replica where its ranks have a stage each.
+
+        Raises:
+            NonFiniteError: `on_nonfinite` is "stop".
+        """
+        holder = "rank" if self.stages is None else "replica"
+        where = "; ".join(f"{holder} {rank}: {_shorten(names)}" for rank, names in sorted(names_of.items()))
         text = f"NaN or infinite gradient at step {self.steps + 1}, {where}"
-        if self.config.on_nonfinite == "stop":
+        if not self._skips:
             raise NonFiniteError(
                 f"gradients must be finite; got {text}. Lower the learning rate, clip the gradients, or set "
                 "strategy.on_nonfinite = 'skip' to leave such updates out."
             )
         return f"skipped: {text}"
 
+    def zero_staleness(self, left_out: object) -> tuple[int, ...]:
+        """Return the staleness of this rank's own gradient, (0,); () if it was left out, or its batch weighs 0."""
+        return () if left_out or not self.model.passes.contributes else (0,)
+
     def step_alone(self, update: Update) -> Outcome:
-        """The local optimiser's step on this rank's own gradient, left out where that is not finite; its outcome."""
+        """Take the local optimiser's step on this rank's own gradient, left out where that is not finite."""
         self.model.release(self.model.collect())
         bad = self.nonfinite()
         event = self.refuse_nonfinite({self.comm.rank: bad}) if bad else None
         if not bad:
+            self.clip()
             update()
-        return Outcome(clock=self.steps + 1, staleness=() if bad else (0,), event=event)
-
-    def step_without_samples(self, update: Update) -> StepRecord:
-        """Takes part in a step without a gradient, so that the optimiser leaves all as it is; its record."""
-        self.model.release([False] * len(self.model.names))
-        return replace(self.step(update), staleness=())  # no gradient of this rank's was applied
+        return Outcome(clock=self.steps + 1, staleness=self.zero_staleness(bad), event=event)
 
     def _means(self, tensors: Sequence[Tensor], over: Sequence[int] | None = None) -> list[Tensor]:
-        """Collective. The mean of each tensor over the ranks `over` (default: all), on every rank."""
+        """Collective. Average each tensor over the ranks `over` (default: all), on every rank."""
         # Summed in float64, so that the mean of equal float32 replicas is that same float32 to the bit.
         over = self.comm.living if over is None else over
         means = []
         for tensor in tensors:
             mean = tensor.clone()
-            for part in mean.split(_CHUNK) if mean.numel() else ():
+            for part in torch.split(mean, _CHUNK) if mean.numel() and self.comm.size > 1 else ():
                 wide = part.to(torch.complex128 if part.is_complex() else torch.float64)
                 if self.comm.rank not in over:
                     wide.zero_()
@@ -232,23 +409,29 @@ class Strategy(abc.ABC):
         return means
 
 
-def mean(columns: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The mean of several ranks' lists of tensors, taken in float64; of integers rounded."""
-    means = []
-    for tensors in zip(*columns, strict=True):
-        wide = torch.stack([t.to(torch.float64) for t in tensors]).mean(dim=0)
-        means.append((wide if tensors[0].is_floating_point() else wide.round()).to(tensors[0].dtype))
-    return means
-
-
 def _require_equal_models(comm: Communicator, model: FlatModel) -> None:
-    found = comm.exchange(model.signature().encode())
-    for rank, signature in enumerate(found):
-        if signature != found[0]:
-            raise MismatchError(
-                f"the model must be the same on every rank; rank {rank}'s parameters or buffers differ from rank 0's "
-                "in name, shape, dtype or requires_grad. Build it from the same code and options everywhere."
-            )
+    """Collective. Check that all ranks have the same parameters and buffers.
+
+    Raises:
+        MismatchError: one has others than rank 0; on all ranks alike.
+    """
+    signatures = comm.gather(model.signature())
+    odd = [rank for rank, signature in enumerate(signatures) if signature != signatures[0]]
+    if not odd:
+        return
+    text = model.description() if comm.rank in (0, odd[0]) else ""
+    descriptions = comm.gather(text)
+    where = describe_difference(descriptions[0], descriptions[odd[0]], "on rank 0", f"on rank {odd[0]}")
+    others = f", and those of {_shorten([f'rank {rank}' for rank in odd[1:]])}," if odd[1:] else ""
+    raise MismatchError(
+        f"the model must be the same on every rank; rank {odd[0]}'s parameters or buffers{others} differ from rank 0's "
+        f"in name, shape, dtype or requires_grad, first {where}. Build it from the same code and options everywhere."
+    )
+
+
+def name_of(strategy: Strategy) -> str:
+    """Return the name of a strategy's file, for messages."""
+    return type(strategy).__module__.rpartition(".")[2].removeprefix("hpcdist_job_")  # of a file of the user's
 
 
 def _shorten(names: list[str], limit: int = 3) -> str:

@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then one step of an outer optimiser along the mean of what the ranks have done."""
+"""Take many local steps, then one step of an outer optimiser along their mean over the ranks: DiLoCo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.strategies.families.periodic import Periodic
+from hpcdist.strategies.common.state import Entry
+from hpcdist.strategies.synchronous.periodic import Periodic
 
 
 @final
@@ -42,8 +43,8 @@ class DiLoCo(Periodic):
         outer_momentum: float = Field(0.9, ge=0, lt=1, description="momentum of the outer optimiser")
         nesterov: bool = Field(True, description="the outer momentum is Nesterov's, not heavy-ball's")
 
-    def __init__(self, config: Config, comm, model):
-        super().__init__(config, comm, model)
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
         if not self.alone:
             nesterov = config.nesterov and config.outer_momentum > 0
             self._outer = torch.optim.SGD(
@@ -55,10 +56,12 @@ class DiLoCo(Periodic):
             x.grad = by
         self._outer.step()
 
-    def state(self) -> dict:
-        return {**super().state(), "outer": {} if self.alone else self._outer.state_dict()["state"]}
+    def entries(self) -> list[Entry]:
+        return [*super().entries(), Entry("outer", self._save_outer, self._load_outer)]
 
-    def load_state(self, state: dict) -> None:
-        super().load_state(state)
+    def _save_outer(self) -> dict:
+        return {} if self.alone else self._outer.state_dict()["state"]
+
+    def _load_outer(self, saved: dict) -> None:
         if not self.alone:  # with the rates of this run's settings
-            self._outer.load_state_dict({**self._outer.state_dict(), "state": deepcopy(state["outer"])})
+            self._outer.load_state_dict({**self._outer.state_dict(), "state": deepcopy(saved)})

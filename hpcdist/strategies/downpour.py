@@ -1,28 +1,37 @@
-"""Downpour SGD: workers run on with local steps, fetch and push seldom; the server's Adagrad makes up for it."""
+"""Run on with local steps, push and fetch seldom, and apply pushes with Adagrad on the servers: Downpour SGD."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, final
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
-from hpcdist.server.mailbox import FETCH, GRADIENT, PUSH, Answer, Letter, Reply
-from hpcdist.server.store import Store
 from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.families.served import Served
+from hpcdist.strategies.common.state import Entry, dropped, tensors, zeros
+from hpcdist.strategies.server.adagrad import ShardAdagrad
+from hpcdist.strategies.server.aggregate import Aggregate
+from hpcdist.strategies.server.loop import Handler
+from hpcdist.strategies.server.requests import FETCH, GRADIENT, PUSH, Reply, ServerRequest
+from hpcdist.strategies.server.strategy import ServerStrategy
+from hpcdist.strategies.server.worker import Worker
 
 
 @final
-class Downpour(Served):
-    """Every worker steps locally; it pushes the sum of its gradients every `n_push` steps, fetches every `n_fetch`.
+class Downpour(ServerStrategy):
+    """Step locally, push the sum of the gradients every `n_push` steps, and fetch parameters every `n_fetch`.
 
     A worker's step: add the gradient to the sum, take the local optimiser's step; every `n_push` steps put the sum
     into its slot on the servers and go on; every `n_fetch` steps replace the parameters by the servers'. Each server
     applies what arrives to its shard, one push at a time, with Adagrad: the rate of an element is γ/√Σg² over all its
     pushes so far; shards are not synchronised with each other. With `server_rule = "optimizer"` it is the job's own
     optimiser instead; then `n_push = n_fetch = 1` is `parameter_server`, to the bit for the same order of arrival.
+
+    A schedule in the loop changes the server's rate too: γ is `rate` times what the worker's learning rate is of its
+    first one (`initial_lr`, or the schedule's `max_lr`); the job's own optimiser is given the worker's numbers.
+    Gradients are clipped before they are added to the sum and stepped along.
 
     `warm_start` pushes are the first worker's alone: each other one drops its first gradient and starts from what that
     has reached. An epoch's end or a checkpoint ends the warm start early, since all ranks meet there. Gradients in a
@@ -31,11 +40,13 @@ class Downpour(Served):
     The staleness in the records is that of pushes: the server's clock at application minus that of the parameters
     last fetched before the push. Bytes per worker: one gradient vector per push, one parameter vector per fetch.
 
+    Of a model in half precision the servers keep parameters and Σg² in float32, and reply with rounded parameters.
+
     Reference: Jeffrey Dean et al., "Large scale distributed deep networks", 2012, section 4.1; the worker's loop is
     algorithm 7.1 of its appendix. Adagrad: John Duchi, Elad Hazan, Yoram Singer, 2011.
     """
 
-    class Config(Served.Config):
+    class Config(ServerStrategy.Config):
         """Options of downpour."""
 
         n_fetch: int = Field(1, ge=1, description="steps of a worker between two fetches of parameters")
@@ -55,138 +66,147 @@ class Downpour(Served):
                 )
             return self
 
-    def __init__(self, config: Config, comm, model):
-        super().__init__(config, comm, model)
-        if self.children and config.server_rule == "adagrad":
-            self._params = [torch.nn.Parameter(part.clone()) for part in self.shard.of(model.params)]
-            self._adagrad = torch.optim.Adagrad(self._params, lr=config.rate)
-        elif self.children:
-            self._store = Store(model, self.shard, apart=False)
-        self._sum = [torch.zeros_like(grad) for grad in model.grads] if self.is_worker and not self.alone else []
-        self._used = torch.zeros(len(model.names), dtype=torch.bool)
-        self._leader = self.roles.workers[0]
-        self._waiting: list[Letter] = []  # for the end of the warm start
+    steps_on_workers, masters_in = True, ("params",)  # with Adagrad on the servers
 
-    def master(self) -> list[torch.Tensor]:
-        if self.config.server_rule == "adagrad":
-            return [param.detach() for param in self._params]
-        return super().master()
+    def __init__(self, config: Config, comm, model, **given):
+        self.steps_on_servers = config.server_rule == "optimizer"
+        super().__init__(config, comm, model, **given)
+        warm_start = WarmStart(config.warm_start, self.roles.workers[0])
+        self.compose(lambda: _Worker(self), lambda: _Server(self, warm_start))
 
-    # --- workers --------------------------------------------------------------------------------------------------
-    def advance(self, update: Update) -> Outcome:
-        if not self.alone and self.steps == 0 and self.config.warm_start and self.comm.rank != self._leader:
-            return self._begin_late(update)
-        used, bad = self.model.collect(), self.nonfinite()
-        event = self.refuse_nonfinite({self.comm.rank: bad}) if bad else None
-        if not bad:
-            for total, grad in zip(self._sum, self.model.grads):
+
+class WarmStart:
+    """Let the first worker push alone for the first updates: a policy, without ranks or tensors."""
+
+    def __init__(self, updates: int, leader: int):
+        self._updates, self._leader = updates, leader
+
+    def may_go(self, source: int, clock: int, active: Sequence[int]) -> bool:
+        """Tell whether a worker's request is handled now: the leader's always, others' after the warm start."""
+        return source == self._leader or clock >= self._updates or self._leader not in active
+
+
+class _Worker(Worker):
+    """Take local steps, and push the sum of their gradients every `n_push` steps."""
+
+    def __init__(self, strategy: Downpour):
+        super().__init__(strategy)
+        self._sum = [torch.zeros_like(grad) for grad in self.model.grads]
+        self._used = torch.zeros(len(self.model.names), dtype=torch.bool)
+        first = self.rank == self.place.roles.workers[0]
+        self._begins_late = self.config.warm_start > 0 and not first
+
+    def step(self, update: Update) -> Outcome:
+        strategy, config = self.strategy, self.config
+        if self._begins_late and strategy.steps == 0:
+            return self._begin_late()
+        used, skipped = self.collect()
+        if not skipped:
+            strategy.clip()
+            for total, grad in zip(self._sum, self.model.grads, strict=True):
                 total.add_(grad)
             self._used |= used
-        fetches = not self.alone and (self.steps + 1) % self.config.n_fetch == 0
-        if not self.alone and (self.steps + 1) % self.config.n_push == 0:
-            self._push(update, GRADIENT if fetches else PUSH)
+        fetches = (strategy.steps + 1) % config.n_fetch == 0
+        pushes = (strategy.steps + 1) % config.n_push == 0 and bool(self._used.any())
+        if pushes:
+            self._push(GRADIENT if fetches else PUSH)
         elif fetches:
-            self.await_answers()
-            self.post(update, FETCH)
-        if not bad:
+            self._request(FETCH)
+        if not skipped:
             self.model.release(used)
             update()
         if fetches:
-            self.take_answer(self.await_answers())
-        if self.alone:
-            self.clock += 1
-            return Outcome(self.clock, staleness=() if bad else (0,), event=event)
-        return Outcome(self.clock, staleness=self._take_applied(), event=event)
+            self._take()
+        return Outcome(strategy.clock, self.loop.take_applied() if self.loop else (), skipped)
 
-    def take_answer(self, answers: Sequence[Answer]) -> None:
-        super().take_answer(answers)
-        if self.comm.rank in self.parents:  # a colocated server's master copy lies beside its worker's model
-            for own, new in zip(self.shard.of(self.model.params), self.master(), strict=True):
-                own.copy_(new)
+    def finish(self) -> None:
+        self.client.wait()  # for the reply to a push, whose slot the pause takes
 
-    def _begin_late(self, update: Update) -> Outcome:
-        self.take_answer(self.exchange(update, FETCH))
-        return Outcome(self.clock, event="dropped: the gradient of before the warm start", dropped=1)
+    def _begin_late(self) -> Outcome:
+        """Drop the first gradient, and begin with the parameters at the end of the warm start."""
+        self._request(FETCH)
+        self._take()
+        return Outcome(self.strategy.clock, event="dropped: the gradient of before the warm start", dropped=1)
 
-    def _push(self, update: Update, kind: int) -> None:
-        self.await_answers()
-        self.post(update, kind, tensors=self._sum, used=self._used, weight=1.0)
+    def _push(self, kind: int) -> None:
+        """Push the sum, and begin a new one."""
+        self._request(kind, tensors=self._sum, used=self._used, weight=1.0)
         for total in self._sum:
             total.zero_()
         self._used.zero_()
 
-    def pause(self) -> None:
-        if not self.alone:
-            self.await_answers()  # to a push, whose slot the pause takes
-        super().pause()
+    def _request(self, kind: int, **whole) -> None:
+        """Push a request, once the last one's slot is free."""
+        self.client.wait()
+        self.client.push(kind, **self.strategy.stamps(), **whole)
 
-    # --- servers --------------------------------------------------------------------------------------------------
-    def receive(self, letter: Letter) -> None:
-        if letter.source != self._leader and not self._warm():
-            self._waiting.append(letter)
-            return
-        self._deal_with(letter)
-        self.child_paused()
+    def _take(self) -> None:
+        """Replace the parameters by those of the reply."""
+        self.replica.take(self.client.wait(), self.channel.down.arrived)
+        if self.place.colocated:  # this server's master copy lies beside its worker's model
+            self.loop.show()
 
-    def child_paused(self) -> None:
-        if self._warm():
-            waiting, self._waiting = self._waiting, []
-            for letter in waiting:
-                self._deal_with(letter)
+    def entries(self) -> list[Entry]:
+        none_used = [False] * len(self._used)
+        return [
+            tensors("sum", self._sum, zeros(self._sum)),
+            Entry("used", self._used.tolist, self._load_used, dropped(none_used), optional=True),
+        ]
 
-    def _warm(self) -> bool:
-        return self.clock >= self.config.warm_start or self._leader not in self.active()
+    def _load_used(self, saved: Sequence[bool]) -> None:
+        self._used.copy_(torch.tensor(saved))
 
-    def _deal_with(self, letter: Letter) -> None:
-        if letter.kind != FETCH:
-            self._apply(letter)
-        self.reply(Reply(letter, self.clock, () if letter.kind == PUSH else self.master()))
 
-    def _apply(self, letter: Letter) -> None:
-        if self.config.server_rule == "adagrad":
-            for param, arrived in zip(self._params, letter.tensors, strict=True):
-                param.grad = arrived.to(param.device, param.dtype)
-            self._adagrad.step()
+class _Server(Handler):
+    """Apply pushes one at a time, and reply to fetches with the parameters as they are."""
+
+    def __init__(self, strategy: Downpour, warm_start: WarmStart):
+        self._loop, self._warm_start, self._model = strategy.loop, warm_start, strategy.model
+        self._shard, self._hyperparameters = strategy.shard, strategy.hyperparameters
+        self._waiting: list[ServerRequest] = []  # for the end of the warm start
+        if strategy.steps_on_servers:
+            self._rule, self._sum = None, Aggregate(self._model, self._shard, apart=False)
         else:
-            self._store.add(letter)
-            self._store.apply(self._update, 1.0)
-        self.applied.append(self.clock - letter.clocks[0])
-        self.clock += 1
-        if not self.colocated:
-            self.steps += 1
-            self.tell(Outcome(self.clock, staleness=self._take_applied()))
+            given = strategy.config.rate, strategy.optimizer, strategy.hyperparameters
+            self._rule = ShardAdagrad(self._model, self._shard, *given)
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-    def state(self) -> dict:
-        own = {"sum": self._sum, "used": self._used.tolist()}
-        if self.children and self.config.server_rule == "adagrad":
-            own |= {"params": self.master(), "squares": self._squares()}
-        return super().state() | own
+    def master(self) -> list[Tensor]:
+        return self._shard.of(self._model.params) if self._rule is None else self._rule.params
 
-    def load_state(self, state: dict) -> None:
-        super().load_state(state)
-        for total, saved in zip(self._sum, state.get("sum", [])):
-            total.copy_(saved)
-        self._used = torch.tensor(state.get("used", [False] * len(self._used)), dtype=torch.bool)
-        if self.children and self.config.server_rule == "adagrad":
-            # From a world of another size whole tensors come, and from one rank, which has no server, no Σg².
-            params, squares = state.get("params"), state.get("squares", self._squares())
-            if params is None:
-                params = self.shard.of(self.model.params)
-                squares = self.shard.of(squares) if "squares" in state else squares
-            for own, saved in zip([*self.master(), *self._squares()], [*params, *squares], strict=True):
-                own.copy_(saved)
+    def receive(self, request: ServerRequest) -> None:
+        """Handle a request at once, unless it has to wait for the end of the warm start."""
+        if not self._warm_start.may_go(request.source, self._loop.clock, self._loop.active()):
+            self._waiting.append(request)
+            return
+        self._deal(request)
+        self.settle()
 
-    def _squares(self) -> list[torch.Tensor]:
-        """Σg² of this server's shard, in the optimiser's own memory."""
-        return [self._adagrad.state[param]["sum"] for param in self._params]
+    def settle(self) -> None:
+        """Handle the requests that have waited for the end of the warm start, if it is over."""
+        waiting, loop = self._waiting, self._loop
+        if waiting and self._warm_start.may_go(waiting[0].source, loop.clock, loop.active()):
+            self._waiting = []
+            for request in waiting:
+                self._deal(request)
 
-    def saved_master(self, params: list[torch.Tensor], state: dict) -> list[torch.Tensor]:
-        return state.get("params", params)
+    def _deal(self, request: ServerRequest) -> None:
+        """Apply what a request pushes, and reply with what it fetches."""
+        if request.kind != FETCH:
+            self._apply(request)
+        parameters = () if request.kind == PUSH else self.master()
+        rounded = [new.to(own.dtype) for new, own in zip(parameters, self._model.params)]
+        self._loop.reply(Reply(request, self._loop.clock, rounded))
 
-    def adapted_state(self, states: list[dict]) -> dict:
-        """Σg² of all shards, put together; what workers had not pushed yet is dropped."""
-        adapted = super().adapted_state(states)
-        if self.config.server_rule == "adagrad" and any("squares" in state for state in states):
-            adapted["squares"] = self.put_together([state.get("squares", self.model.params) for state in states])
-        return adapted
+    def _apply(self, request: ServerRequest) -> None:
+        """Make an update of a push."""
+        staleness, values = self._loop.clock - request.clocks[0], request.values.tolist()
+        if self._rule is None:
+            self._hyperparameters.set(values)
+            self._sum.add(request)
+            self._sum.apply(self._loop.update, 1.0)
+        else:
+            self._rule.step(request.tensors, values)
+        self._loop.count_update([staleness])
+
+    def entries(self) -> Iterable[Entry]:
+        return () if self._rule is None else self._rule.entries()

@@ -1,4 +1,4 @@
-"""D-PSGD: average with one's neighbours, then step along the gradient at one's own, un-mixed parameters."""
+"""Average with one's neighbours, then step along the gradient at one's own, un-mixed parameters: D-PSGD."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hpcdist import compress
 from hpcdist.compress import CompressionConfig
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
-from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.families.copies import CompressedMixing
-from hpcdist.strategies.families.mixing import Mixing
-from hpcdist.topology import choice
+from hpcdist.strategies.common.state import Entry, dropped
+from hpcdist.strategies.decentralised.choco import CompressedMixing
+from hpcdist.strategies.decentralised.mixing import Mixing
+from hpcdist.topology.graphs import from_config
 
 
 @final
 class DPSGD(Strategy):
-    """Decentralised parallel SGD: xᵢ ← Σⱼ Wᵢⱼ xⱼ − η g(xᵢ), over the neighbours j of a topology, on all ranks together.
+    """Train by decentralised parallel SGD, all ranks together: xᵢ ← Σⱼ Wᵢⱼ xⱼ − η g(xᵢ), j the neighbours.
 
     The gradient is that at a rank's own x, before averaging; so x is sent as soon as it is made, and the neighbours'
     arrive while the rank computes: a step takes the longer of the two. The optimiser then steps from Wx, which is also
@@ -56,56 +56,75 @@ class DPSGD(Strategy):
             if not self.compression.error_feedback or self.compression.warmup_ranks is not None:
                 raise ValueError(
                     "strategy.compression of dpsgd must be with error_feedback and without warmup_ranks, for every "
-                    f"rank's neighbours follow it; got {self.compression.error_feedback} and "
-                    f"{self.compression.warmup_ranks}. Leave them out."
+                    f"rank's neighbours follow it; got {self.compression.name} with {self.compression.error_feedback} "
+                    f"and {self.compression.warmup_ranks}. Leave them out, or take another compressor."
                 )
             return self
 
         @property
         def rate(self) -> float:
-            """γ."""
+            """Return the consensus rate γ: as set, or the compressor's default."""
             faithful = compress.load(self.compression.name).faithful
             return self.consensus_rate or (1.0 if faithful else 0.05)
 
-    def __init__(self, config: Config, comm, model):
-        found = choice.make(config.topology, comm)
-        if not (found.symmetric and found.doubly_stochastic):
+    synchronous = True
+
+    def __init__(self, config: Config, comm, model, **given):
+        topology = from_config.make(config.topology, comm)
+        if not (topology.symmetric and topology.doubly_stochastic):
             raise ConfigError(
                 f"topology of dpsgd must be symmetric and doubly stochastic; got {config.topology.name}. Take ring, "
                 "torus, complete, hierarchical or graph; or strategy sgp, which goes with any topology."
             )
-        super().__init__(config, comm, model)
+        super().__init__(config, comm, model, **given)
+        self.sends_between_steps = config.overlap
         self._compressed = bool(config.compression) and comm.size > 1
         if self._compressed:
-            self._mixing = CompressedMixing(comm, found, model, config.compression, config.rate)
+            self._mixing = CompressedMixing(comm, topology, model, config.compression, config.rate)
         else:
-            self._mixing = Mixing(comm, found, overlap=config.overlap)
+            self._mixing = Mixing(comm, topology, overlap=config.overlap)
 
     def advance(self, update: Update) -> Outcome:
-        if not self._mixing.under_way:  # at the first step, or without overlap
+        if not self._mixing.under_way:  # at the first step of an epoch, or without overlap
             self._mixing.start(self.model.params, self.steps)
+        elif not self._compressed and self._versions != self._look():
+            raise ConfigError(
+                "parameters must be changed by the optimiser's step alone where strategy.overlap of dpsgd is true, for "
+                "they are being sent meanwhile; got some that were changed between steps. Set overlap=False, or change "
+                "them between epochs."
+            )
         self._mixing.finish(self.model.params)
         outcome = self.step_alone(update)
         if self.config.overlap:
             self._mixing.start(self.model.params, self.steps + 1)
+            self._versions = self._look()
         return outcome
 
-    def join(self, update: Update) -> StepRecord:
-        return self.step_without_samples(update)
+    def _look(self) -> list[int]:
+        """Count changes of the parameters, as torch and the model do."""
+        return [self.model.moves, *(p._version for p in self.model.parameters())]
+
+    def pause(self) -> None:
+        """Collective. Drop the exchange under way: changes before the next epoch are averaged then."""
+        if not self._compressed:
+            self._mixing.drop()
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    def state(self) -> dict:
-        return {**super().state(), "mixing": self._mixing.state() if self._compressed else None}
+    def entries(self) -> list[Entry]:
+        optional = not self._compressed
+        return [*super().entries(), Entry("mixing", self._save_mixing, self._load_mixing, dropped(), optional)]
 
-    def adapted_state(self, states: list[dict]) -> dict:
-        return {**states[0], "mixing": None}
-
-    def load_state(self, state: dict) -> None:
-        super().load_state(state)
-        if self._compressed:
-            self._mixing.load_state(state["mixing"], self.model.params)
-        else:
+    def load_state(self, saved: dict) -> None:
+        super().load_state(saved)
+        if not self._compressed:
             self._mixing.drop()  # what was sent is not what was loaded
+
+    def _save_mixing(self) -> dict | None:
+        return self._mixing.state() if self._compressed else None
+
+    def _load_mixing(self, saved: dict | None) -> None:
+        if self._compressed:
+            self._mixing.load_state(saved, self.model.params)
 
     def close(self) -> None:
         self._mixing.close()

@@ -1,50 +1,69 @@
-"""Elastic averaging SGD whose workers step with Nesterov's momentum, which is never exchanged."""
+"""Add to elastic averaging SGD Nesterov's momentum on each worker, which is never exchanged."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Update
-from hpcdist.strategies.families.elastic import Elastic
+from hpcdist.strategies.common.state import Entry, tensors, zeros
+from hpcdist.strategies.server.elastic import ElasticConfig, Motion, tie_to_centre
+from hpcdist.strategies.server.strategy import ServerStrategy
+
+
+class Nesterov(Motion):
+    """Move by the local optimiser's step and δ times the last velocity; the model holds x + δv."""
+
+    def __init__(self, model: FlatModel, momentum: float):
+        self._model, self._momentum = model, momentum
+        self._velocity = [torch.zeros_like(params) for params in model.params]
+
+    def position(self) -> Sequence[Tensor]:
+        ahead = zip(self._model.params, self._velocity, strict=True)
+        return [torch.sub(params, velocity, alpha=self._momentum) for params, velocity in ahead]
+
+    def step(self, update: Update) -> None:
+        if not self._model.passes.contributes:
+            update()
+            return
+        x, ahead = self.position(), [params.clone() for params in self._model.params]
+        update()
+        with torch.no_grad():
+            for params, velocity, start, gone_from in zip(self._model.params, self._velocity, x, ahead, strict=True):
+                velocity.mul_(self._momentum).add_(params - gone_from)
+                torch.add(start, velocity, alpha=1 + self._momentum, out=params)
+
+    def entries(self) -> list[Entry]:
+        return [tensors("velocity", self._velocity, zeros(self._velocity))]  # others begin at the centre, and at rest
 
 
 @final
-class EAMSGD(Elastic):
-    """`easgd` with Nesterov's momentum added to each worker's gradient: v ← δv + g, then a step along g + δv.
+class EAMSGD(ServerStrategy):
+    """Add Nesterov's momentum to `easgd`: v ← δv − η g(x + δv), x ← x + v; the spring pulls at x.
 
-    With plain SGD as the optimiser this is, to the bit, `easgd` with SGD(momentum=δ, nesterov=True), whose x is the
-    paper's point of look-ahead. Use an optimiser without momentum of its own. On one rank there is no centre and no
-    momentum is added: the optimiser runs alone.
+    A worker's model holds the point ahead, x + δv, where gradients are computed. −ηg is the step that its optimiser
+    makes from there, with weight decay and whatever else it does; use one without momentum of its own. Every `period`
+    steps, as in `easgd`, worker and centre move by e = a(x − c), with x as it was before the step. On one rank there is
+    no centre and no momentum is added: the optimiser runs alone.
 
-    Bytes per worker and exchange: one parameter vector each way.
+    Bytes per worker and exchange: one parameter vector each way. Memory: one parameter vector more on each worker.
 
     Reference: Sixin Zhang, Anna Choromanska, Yann LeCun, "Deep learning with elastic averaging SGD", 2015, algorithm 2.
     """
 
-    class Config(Elastic.Config):
+    class Config(ElasticConfig):
         """Options of eamsgd."""
 
         momentum: float = Field(0.9, ge=0, lt=1, description="δ of each worker's Nesterov momentum; 0.99 in the paper")
 
-    def __init__(self, config: Config, comm, model):
-        super().__init__(config, comm, model)
-        adds = not self.alone and self.is_worker
-        self._velocity = [torch.zeros_like(g) for g in model.grads] if adds else []
+    up, down, masters_in = "values", "moves", ("centre",)
+    steps_on_workers, steps_on_servers, sends_hyperparameters = True, False, False
 
-    def local_step(self, update: Update) -> None:
-        momentum = self.config.momentum
-        for velocity, grad in zip(self._velocity, self.model.grads):
-            velocity.mul_(momentum).add_(grad)
-            grad.add_(velocity, alpha=momentum)
-        update()
-
-    def state(self) -> dict:
-        return {**super().state(), "velocity": self._velocity}
-
-    def load_state(self, state: dict) -> None:
-        super().load_state(state)
-        for velocity, saved in zip(self._velocity, state.get("velocity", [])):
-            velocity.copy_(saved)
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
+        tie_to_centre(self, lambda: Nesterov(model, config.momentum))

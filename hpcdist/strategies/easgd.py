@@ -1,25 +1,54 @@
-"""Elastic averaging SGD: workers explore on their own, and are drawn to a centre that is drawn to them."""
+"""Let workers explore on their own, drawn to a centre that is drawn to them: elastic averaging SGD."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
-from hpcdist.strategies.families.elastic import Elastic
+from torch import Tensor
+
+from hpcdist.model.flat import FlatModel
+from hpcdist.strategies.base import Update
+from hpcdist.strategies.server.elastic import ElasticConfig, Motion, tie_to_centre
+from hpcdist.strategies.server.strategy import ServerStrategy
+
+
+class Plain(Motion):
+    """Move by the local optimiser; the model holds x."""
+
+    def __init__(self, model: FlatModel):
+        self._model = model
+
+    def position(self) -> Sequence[Tensor]:
+        return self._model.params
+
+    def step(self, update: Update) -> None:
+        update()
 
 
 @final
-class EASGD(Elastic):
-    """Each worker trains by itself; every `period` steps it and the centre move towards each other.
+class EASGD(ServerStrategy):
+    """Train each worker by itself; every `period` steps it and the centre move towards each other.
 
-    With x the worker's parameters before its step and c the centre: e = a(x − c), x ← x − e − (its optimiser's step at
-    the old x), c ← c + e, where a = beta/p for p workers. Without gradients c + Σx stays what it is, in any order of
-    arrival; with beta = 0 the workers are independent. The centre, which lies on the servers, is what the ranks stand
-    for together. On one rank there is no centre: the optimiser runs alone.
+    With x the worker's parameters before its step and c the centre: e = a(x − c), x ← x − e − (its optimiser's step
+    from the old x, weight decay included), c ← c + e, where a = beta/p for p workers. Without gradients c + Σx stays
+    what it is, in any order of arrival; with beta = 0 the workers are independent. The centre, which lies on the
+    servers, is what the ranks stand for together. On one rank there is no centre: the optimiser runs alone.
+
+    With `synchronous` all workers exchange at the same steps: c ← c + a Σ(x − c) = (1 − beta)c + beta · mean of x.
 
     Bytes per worker and exchange: one parameter vector each way.
 
-    Reference: Sixin Zhang, Anna Choromanska, Yann LeCun, "Deep learning with elastic averaging SGD", 2015, algorithm 1.
+    Reference: Sixin Zhang, Anna Choromanska, Yann LeCun, "Deep learning with elastic averaging SGD", 2015, algorithm 1;
+    for the synchronous form, equations 3 and 4.
     """
 
-    class Config(Elastic.Config):
+    class Config(ElasticConfig):
         """Options of easgd."""
+
+    up, down, masters_in = "values", "moves", ("centre",)
+    steps_on_workers, steps_on_servers, sends_hyperparameters = True, False, False
+
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
+        tie_to_centre(self, lambda: Plain(model))

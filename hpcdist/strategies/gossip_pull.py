@@ -1,4 +1,4 @@
-"""Pull gossip: after each local step, average with the parameters of a random rank, read one-sidedly."""
+"""Average, beside local steps, with the parameters of random ranks, read one-sidedly: pull gossip."""
 
 from __future__ import annotations
 
@@ -9,32 +9,40 @@ from pydantic import Field
 
 from hpcdist.comm.snapshot import Publication
 from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.families.gossip import Gossip
-from hpcdist.strategies.families.wire import Wire, WireConfig
+from hpcdist.strategies.decentralised.gossip import Gossip, MixingConfig
+from hpcdist.strategies.decentralised.half_precision import Wire
 
 
 @final
 class GossipPull(Gossip):
-    """Asynchronous gossip SGD, pull variant.
+    """Train by asynchronous gossip SGD, pull variant.
 
     Every step: run the local optimiser, publish the own parameters θᵢ, draw j uniformly over all ranks (oneself
     included), fetch θⱼ and set θᵢ ← (θᵢ + θⱼ)/2. Nobody waits for anybody. The mean of all θ is conserved in
     expectation only. Ranks that have died are not drawn; whoever pulls from one that dies goes on without averaging,
     or with what it published last.
 
-    Bytes per rank and step: one parameter vector fetched with probability (p − 1)/p; half with fp16 or bf16.
+    With `pulls` = m, m different ranks are drawn, and θᵢ becomes the mean of itself and what was fetched; whoever is
+    among those it drew counts twice. With `interval` a rank fetches in one step of so many, and still publishes in
+    every one. With `order = "before"` it fetches and averages first, then runs the local optimiser and publishes; the
+    gradient is that at θᵢ of before.
+
+    Bytes per rank and step: m(p − 1)/p parameter vectors fetched on average, m without `draw_self`; half with fp16 or
+    bf16; none in the steps between.
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
     2016, algorithm 3.
     """
 
-    class Config(Gossip.Config, WireConfig):
+    class Config(Gossip.Config, MixingConfig):
         """Options of gossip_pull."""
 
+        pulls: int = Field(1, ge=1, description="ranks whose parameters are fetched in a mixing")
         torn: bool = Field(False, description="read without checking that the fetched parameters are of one step")
 
-    def __init__(self, config: Config, comm, model):
-        super().__init__(config, comm, model)
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
+        self.check_count("pulls", config.pulls, oneself=config.draw_self)
         self._wire = Wire(config.compression, model.params)
         self._fetched = self._wire.like
         self._published = Publication(comm, self._wire.like, publishes=True)
@@ -42,23 +50,40 @@ class GossipPull(Gossip):
         comm.barrier()  # nobody may wait for what was never published
 
     def advance(self, update: Update) -> Outcome:
+        step = self.steps + 1
+        if self.config.mixes(step, "before"):
+            self._mix()
         outcome = self.step_alone(update)
-        self._published.publish(self._wire.pack(self.model.params), self.steps + 1)
-        peer = self.draw()
-        if peer != self.comm.rank:
-            self._average_with(peer)
+        self._published.publish(self._wire.pack(self.model.params), step)
+        if self.config.mixes(step, "after"):
+            self._mix()
         return outcome
 
-    def _average_with(self, peer: int) -> None:
+    def _mix(self) -> None:
+        """Average with the ranks that are drawn, all with equal weights."""
+        peers = self.draw(self.config.pulls, oneself=self.config.draw_self)
+        weight = 1 + (self.comm.rank in peers)  # of the own parameters: a mean of that many
+        for peer in peers:
+            if peer != self.comm.rank and self._average_with(peer, weight):
+                weight += 1
+
+    def _average_with(self, peer: int, weight: int) -> bool:
+        """Average the own parameters, weighted `weight` times, with a peer's; return False if that one has died."""
         read = self._published.read_torn if self.config.torn else self._published.read
         if not self.survives(read, self._fetched, peer):
-            return
+            return False
         with torch.no_grad():
             for own, other in zip(self.model.params, self._fetched, strict=True):
-                own.add_(other.to(own.device, non_blocking=True)).mul_(0.5)
+                if weight > 1:
+                    own.mul_(weight)
+                own.add_(other.to(own.device, non_blocking=True)).div_(weight + 1)
+        return True
 
-    def load_state(self, state: dict) -> None:
-        super().load_state(state)
+    def load_state(self, saved: dict) -> None:
+        super().load_state(saved)
+        self.take_up()
+
+    def take_up(self) -> None:
         self._published.publish(self._wire.pack(self.model.params), self.steps)
         self.comm.barrier()  # nobody may fetch what was published before
 

@@ -1,4 +1,4 @@
-"""Push gossip: after each local step, send the parameters to a random rank, one-sidedly, and average what has come.
+"""Send, beside local steps, the parameters to random ranks, one-sidedly, and average the messages: push gossip.
 
 Each rank has a slot for every other one, which holds the sum of the messages that it has not taken yet, and a word
 that counts them; ranks that step change the word by atomics only. The sender marks the slot as being written, writes
@@ -9,20 +9,24 @@ lost, counted twice or read torn, and nobody waits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
+from pydantic import Field
+from torch import Tensor
 
 from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.families.gossip import Gossip
-from hpcdist.strategies.families.wire import Wire, WireConfig
+from hpcdist.strategies.common.state import Entry, dropped
+from hpcdist.strategies.decentralised.gossip import Gossip, MixingConfig
+from hpcdist.strategies.decentralised.half_precision import Wire
 
 _WRITING = -1  # in place of a count
 
 
 @final
 class GossipPush(Gossip):
-    """Asynchronous gossip SGD, push variant.
+    """Train by asynchronous gossip SGD, push variant.
 
     Every step: run the local optimiser, draw j uniformly over all ranks (oneself included), put the own parameters θᵢ
     into rank j's memory, then set θᵢ ← (wθᵢ + Σ received)/(m + w) for the m messages that have arrived since the last
@@ -31,37 +35,57 @@ class GossipPush(Gossip):
     still receives. The mean of all θ is conserved in expectation only. Ranks that have died are not drawn; what is
     pushed to one that dies is lost, and what it had not pushed whole is never averaged.
 
-    Bytes per rank and step: one parameter vector put with probability (p − 1)/p, half with fp16 or bf16, and two to
-    four words. Memory per rank: p parameter vectors, p − 1 slots and a copy. A checkpoint includes what has
-    arrived and is not yet averaged; taken up on another number of ranks that is lost, for all start from the mean.
+    With `pushes` = n, n different ranks are drawn, and each gets θᵢ. With `interval` a rank pushes in one step of so
+    many; what has arrived it averages in every step, so that no message grows old in its slot. With `order =
+    "before"` it pushes and averages first, then runs the local optimiser; the gradient is that at θᵢ of before.
+
+    Bytes per rank and step that pushes: n(p − 1)/p parameter vectors put on average, n without `draw_self`; half with
+    fp16 or bf16; and two to four words for each. Memory per rank: p parameter vectors, p − 1 slots and a copy. A
+    checkpoint includes what has arrived and is not yet averaged; taken up on another number of ranks that is lost, for
+    all start from the mean.
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
-    2016, asynchronous push-gossiping SGD.
+    2016, asynchronous push-gossiping SGD; for an interval Michael Blot, David Picard, Matthieu Cord, Nicolas Thome,
+    "Gossip training for deep learning", 2016, where a rank pushes with a probability, 1/interval on average.
     """
 
-    class Config(Gossip.Config, WireConfig):
+    class Config(Gossip.Config, MixingConfig):
         """Options of gossip_push."""
 
-    def __init__(self, config: Config, comm, model):
-        super().__init__(config, comm, model)
+        pushes: int = Field(1, ge=1, description="ranks to which the parameters are sent in a mixing")
+
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
+        self.check_count("pushes", config.pushes, oneself=config.draw_self)
         self._wire = Wire(config.compression, model.params)
         self._slots = [comm.window((comm.size - 1) * t.numel(), t.dtype) for t in self._wire.like]
         self._counts = comm.window(comm.size - 1, torch.int64)
         self._taken = self._wire.like
 
     def advance(self, update: Update) -> Outcome:
+        if self.config.order == "before":
+            self._mix()
         outcome = self.step_alone(update)
-        peer = self.draw()
-        if peer != self.comm.rank:
-            self.survives(self._push, peer)
-        self._average(weight=2 if peer == self.comm.rank else 1)
+        if self.config.order == "after":
+            self._mix()
         return outcome
+
+    def _mix(self) -> None:
+        """Push where this step does, and average all messages that have arrived."""
+        weight = 1
+        if (self.steps + 1) % self.config.interval == 0:
+            for peer in self.draw(self.config.pushes, oneself=self.config.draw_self):
+                if peer == self.comm.rank:
+                    weight = 2
+                else:
+                    self.survives(self._push, peer)
+        self._average(weight)
 
     # --- the sender -----------------------------------------------------------------------------------------------
     def _push(self, peer: int) -> None:
         slot, count = (self.comm.rank - peer) % self.comm.size - 1, 0
-        while (found := self._counts.compare_and_swap(count, _WRITING, peer, slot)) != count:
-            count = found  # only the receiver changes it meanwhile, and only to 0: the third attempt succeeds
+        while (current := self._counts.compare_and_swap(count, _WRITING, peer, slot)) != count:
+            count = current  # only the receiver changes it meanwhile, and only to 0: the third attempt succeeds
         for window, own in zip(self._slots, self._wire.pack(self.model.params), strict=True):
             write = window.accumulate if count else window.put
             write(own, peer, slot * own.numel())
@@ -69,7 +93,7 @@ class GossipPush(Gossip):
 
     # --- the receiver ---------------------------------------------------------------------------------------------
     def _average(self, weight: int) -> None:
-        """Averages the own parameters, which count `weight` times, with all messages that have arrived."""
+        """Average the own parameters, weighted `weight` times, with all messages that have arrived."""
         for slot, count in enumerate(self._arrived()):
             if count > 0 and self._take(slot, count):
                 with torch.no_grad():
@@ -78,13 +102,13 @@ class GossipPush(Gossip):
                 weight += count  # a mean of that many from here on
 
     def _arrived(self) -> list[int]:
-        """How many messages each slot holds; _WRITING where its sender is writing, or died while it was."""
+        """Count the messages in each slot; _WRITING where its sender is writing, or died while it was."""
         counts = torch.empty(self.comm.size - 1, dtype=torch.int64)
         self._counts.get(counts, self.comm.rank)
         return counts.tolist()
 
     def _take(self, slot: int, count: int) -> bool:
-        """Copies a slot's sum of `count` messages and empties it; False if its sender has begun to write meanwhile."""
+        """Copy a slot's sum of `count` messages and empty it; return False if its sender is writing meanwhile."""
         self._copy(slot)
         return self._counts.compare_and_swap(count, 0, self.comm.rank, slot) == count
 
@@ -93,28 +117,32 @@ class GossipPush(Gossip):
             window.get(out, self.comm.rank, slot * out.numel())
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    def state(self) -> dict:
+    def entries(self) -> list[Entry]:  # slots are of the saved world's senders
+        return [*super().entries(), Entry("held", self._copy_slots, self._fill_slots, dropped([]))]
+
+    def _copy_slots(self) -> list[tuple[int, int, list[Tensor]]]:
+        """Copy the messages that have arrived: slot, their number, their sums."""
         held = []
         whole = len(self.comm.living) == self.comm.size  # else those who go on from here have other slots
         for slot, count in enumerate(self._arrived() if whole else ()):
             if count > 0:
                 self._copy(slot)
                 held.append((slot, count, [messages.clone() for messages in self._taken]))
-        return {**super().state(), "held": held}
+        return held
 
-    def adapted_state(self, states: list[dict]) -> dict:
-        return {**super().adapted_state(states), "held": []}  # slots were those of the saved world's senders
-
-    def load_state(self, state: dict) -> None:
-        super().load_state(state)
+    def _fill_slots(self, held: Sequence[tuple[int, int, Sequence[Tensor]]]) -> None:
+        """Collective. Put these messages, and no others, into the slots."""
         self.comm.barrier()  # nobody still pushes what was before
         counts = torch.zeros(self.comm.size - 1, dtype=torch.int64)
-        for slot, count, sums in state["held"]:
+        for slot, count, sums in held:
             counts[slot] = count
             for window, messages in zip(self._slots, sums, strict=True):
                 window.put(messages, self.comm.rank, slot * messages.numel())
         self._counts.put(counts, self.comm.rank)
         self.comm.barrier()  # nobody may push into slots that are yet to be filled
+
+    def take_up(self) -> None:
+        self._fill_slots([])
 
     def close(self) -> None:
         for window in (*self._slots, self._counts):

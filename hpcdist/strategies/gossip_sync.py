@@ -1,55 +1,84 @@
-"""Synchronous gossip: after each local step, average with one other rank, along a random permutation shared by all."""
+"""Average, beside local steps, with one other rank, by a random permutation or matching: synchronous gossip."""
 
 from __future__ import annotations
 
-from typing import final
+from typing import Literal, final
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.families.decentralised import Decentralised
-from hpcdist.strategies.families.wire import Wire, WireConfig
+from hpcdist.strategies.decentralised.base import Decentralised
+from hpcdist.strategies.decentralised.gossip import MixingConfig
+from hpcdist.strategies.decentralised.half_precision import Wire
 
 
 @final
 class GossipSync(Decentralised):
-    """Synchronous gossip SGD.
+    """Train by synchronous gossip SGD.
 
     Every step, on all ranks together: run the local optimiser, draw one permutation π of the ranks, the same
     everywhere and without communication, send θᵢ to π(i) and set θᵢ ← (θᵢ + θⱼ)/2 with j = π⁻¹(i). The mean of all θ
     changes by the mean of the local updates and by nothing else, to rounding; in expectation over π the squared
-    distance to the mean is halved. Whoever receives from a rank that has died leaves the average out until all ranks
-    heal, and draw permutations of the living.
+    distance to the mean is halved. A rank that would receive from one that has died does not average until all ranks
+    shrink the group, and draw permutations of the living.
 
-    Bytes per rank and step: one parameter vector sent, half with fp16 or bf16, unless π(i) = i, which happens with
-    probability 1/p.
+    With `pairing = "matching"` the ranks are drawn into disjoint pairs instead, and both of a pair become the mean of
+    the two, equal to the bit unless parameters travel in half precision; of an odd number one rank, another each time,
+    is left out. The mean of all θ is conserved likewise.
+
+    With `interval` ranks mix in one step of so many, and each is on its own in the others. With `order = "before"`
+    they mix first, then run the local optimiser; the gradient is that at θᵢ of before.
+
+    Bytes per rank and step that mixes: one parameter vector sent, half with fp16 or bf16, unless π(i) = i, which
+    happens with probability 1/p, and never without `draw_self`: then π is drawn until it leaves no rank alone.
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
-    2016, synchronous gossiping SGD.
+    2016, synchronous gossiping SGD. Matchings: Stephen Boyd, Arpita Ghosh, Balaji Prabhakar, Devavrat Shah,
+    "Randomized gossip algorithms", 2006, synchronous model.
     """
 
-    class Config(WireConfig):
+    class Config(MixingConfig):
         """Options of gossip_sync."""
 
         seed: int = Field(0, ge=0, description="of the permutations; all ranks draw from (seed, step)")
+        pairing: Literal["permutation", "matching"] = Field(
+            "permutation", description="receive along a random permutation, or average in random disjoint pairs"
+        )
 
-    def __init__(self, config: Config, comm, model):
-        super().__init__(config, comm, model)
+        @model_validator(mode="after")
+        def _pairs_are_of_two(self):
+            if self.pairing == "matching" and not self.draw_self:
+                raise ValueError(
+                    "strategy.draw_self must be true with strategy.pairing 'matching', whose pairs are of two ranks in "
+                    "any case; got false. Leave it out."
+                )
+            return self
+
+    synchronous = True
+
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
         self._wire = Wire(config.compression, model.params)
         self._received = [torch.empty_like(t) for t in self._wire.pack(model.params)]
 
+    def meets(self, step: int) -> bool:
+        return self.config.mixes(step, self.config.order)
+
     def advance(self, update: Update) -> Outcome:
+        step = self.steps + 1
+        if self.config.mixes(step, "before"):
+            self._average()
         outcome = self.step_alone(update)
-        self._average()
+        if self.config.mixes(step, "after"):
+            self._average()
         return outcome
 
     def _average(self) -> None:
-        """Collective. One exchange along this step's permutation, which all know alike: not all know who has died."""
+        """Collective. Average with the rank that this step's draw pairs with this one."""
         ranks, rank = self.comm.living, self.comm.rank
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.steps)
-        order = torch.randperm(len(ranks), generator=generator).tolist()
+        order = _draw_order(len(ranks), generator, self.config)  # the same on all ranks, whoever is known to be dead
         place = ranks.index(rank)
         dest, source = ranks[order[place]], ranks[order.index(place)]
         if dest == rank:
@@ -58,11 +87,21 @@ class GossipSync(Decentralised):
         if not self.exchange(sent, dest, self._received, source):
             return
         with torch.no_grad():
-            for own, told, other in zip(self.model.params, sent, self._received, strict=True):
-                if told is own:
+            for own, rounded, other in zip(self.model.params, sent, self._received, strict=True):
+                if rounded is own:
                     own.add_(other).mul_(0.5)
-                else:  # what rounding took from it stays here
-                    own.sub_(told, alpha=0.5).add_(other, alpha=0.5)
+                else:  # its rounding error stays here
+                    own.sub_(rounded, alpha=0.5).add_(other, alpha=0.5)
 
-    def join(self, update: Update) -> StepRecord:
-        return self.step_without_samples(update)
+
+def _draw_order(count: int, generator: torch.Generator, config: GossipSync.Config) -> list[int]:
+    """Draw each rank's destination: a permutation of `count` ranks, or one that swaps the two of every pair."""
+    order = torch.randperm(count, generator=generator).tolist()
+    if config.pairing == "matching":
+        swapped = list(range(count))
+        for a, b in zip(order[::2], order[1::2]):
+            swapped[a], swapped[b] = b, a
+        return swapped
+    while not config.draw_self and count > 1 and any(i == to for i, to in enumerate(order)):
+        order = torch.randperm(count, generator=generator).tolist()  # e times on average
+    return order

@@ -1,46 +1,61 @@
-"""Hardsync: the server waits for one gradient of every worker, then updates, and all go on together."""
+"""Wait for one gradient of every worker, then update, and let all go on together: hardsync."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 from pydantic import Field
 
-from hpcdist.server.mailbox import Letter
-from hpcdist.strategies.families.gradients import Gradients, Held
+from hpcdist.strategies.server.gradients import exchange_gradients
+from hpcdist.strategies.server.policy import Held, Policy
+from hpcdist.strategies.server.strategy import ServerStrategy
+
+
+class HardsyncPolicy(Policy):
+    """Update with one gradient of every worker that still takes steps; drop gradients of older parameters."""
+
+    def complete(self, held: Sequence[Held], summed: int, active: Sequence[int]) -> bool:
+        return bool(held) and {gradient.source for gradient in held} >= set(active)
+
+    def may_go(self, gradient: Held, active: Sequence[int]) -> bool:
+        return gradient.applied
+
+    def arrived(self, source: int, staleness: int) -> str | None:
+        return f"dropped: a gradient of rank {source} missed {staleness} updates" if staleness else None
 
 
 @final
-class Hardsync(Gradients):
-    """Synchronous SGD through servers: every update is of the mean of one gradient of each worker.
+class Hardsync(ServerStrategy):
+    """Update with the mean of one gradient of each worker: synchronous SGD through servers.
 
     Equals `allreduce`, and one process with the batches of all workers together; the sum is taken in rank order. No
-    gradient is stale. A worker that is left out (`learner_deadline_s`, or dead) is not waited for: updates are of those
-    that remain, weighted by their samples; what it posts later was computed from old parameters and is dropped, and it
+    gradient is stale. A worker that is evicted (`learner_deadline_s`, or dead) is not waited for: updates are of those
+    that remain, weighted by their samples; what it pushes later was computed from old parameters and is dropped, and it
     is part of the updates again. Workers that have no sample left in an epoch's last step take part with weight 0.
+    `clip_norm` clips the mean gradient, by the norm of all of it on several servers too. Learning rates and all other
+    numbers in the workers' param_groups are those that the servers update with, and must be the same.
 
     Bytes per worker and step: one gradient vector put by the worker, one parameter vector put by the servers. With
-    `servers = "colocated"` and p ranks each rank moves 2n(p − 1)/p, as a ring all-reduce does.
+    `servers = "colocated"`, p ranks and shards of equal bytes each rank moves 2n(p − 1)/p, as a ring all-reduce does.
 
     Reference: Suyog Gupta, Wei Zhang, Fei Wang, "Model accuracy and runtime tradeoff in distributed deep learning: a
     systematic study", 2016, section 3.
     """
 
-    class Config(Gradients.Config):
+    class Config(ServerStrategy.Config):
         """Options of hardsync."""
 
         fan_in: int | None = Field(
-            None, ge=2, description="workers post to aggregators, each of at most so many children, in a tree; or none"
+            None, ge=2, description="workers push to aggregators, each of at most so many children, in a tree; or none"
         )
 
-    joins = True
+    synchronous = compares_always = of_all_workers = True
 
-    def complete(self) -> bool:
-        return bool(self.held) and {held.letter.source for held in self.held} >= set(self.active())
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
+        exchange_gradients(self, HardsyncPolicy())
 
-    def may_go(self, held: Held) -> bool:
-        return held.applied
-
-    def refused(self, letter: Letter) -> str | None:
-        behind = self.clock - min(letter.clocks)
-        return f"dropped: a gradient of rank {letter.source} missed {behind} updates" if behind else None
+    @classmethod
+    def averages(cls, config: Config, workers: int) -> bool:
+        return workers > 1

@@ -1,4 +1,4 @@
-"""Local SGD: ranks step alone and average their parameters now and then."""
+"""Step alone, and average the parameters of all ranks now and then: local SGD."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from hpcdist import collectives
 from hpcdist.comm.communicator import Traffic
 from hpcdist.errors import ConfigError
+from hpcdist.model.optimizer_state import Moments
 from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.families.moments import Moments
-from hpcdist.strategies.families.periodic import Periodic, average
+from hpcdist.strategies.synchronous.periodic import Periodic, average
 
 
 @final
@@ -69,8 +69,8 @@ class LocalSGD(Periodic):
                 )
             return self
 
-    def __init__(self, config: Config, comm, model):
-        super().__init__(config, comm, model)
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
         self._node = self._reduce_inside = None
         if config.node_period is not None:
             self._node = comm.split(comm.nodes[comm.rank])
@@ -100,7 +100,7 @@ class LocalSGD(Periodic):
             x.sub_(by)
 
     def _average_state(self, reduce: collectives.AllReduce) -> None:
-        """Collective. Where it is wanted, the mean of the optimiser's state over the ranks of `reduce`."""
+        """Collective. Average the optimiser's state over the ranks of `reduce`, where that is wanted."""
         if not self.config.average_optimizer_state:
             return
         if self.optimizer is None:
@@ -113,8 +113,8 @@ class LocalSGD(Periodic):
     def traffic(self) -> Traffic:
         return super().traffic() + (Traffic() if self._node is None else self._node.traffic)
 
-    def load_state(self, state: dict) -> None:
-        super().load_state(state)
+    def load_state(self, saved: dict) -> None:
+        super().load_state(saved)
         self._moments.reset()
 
     def close(self) -> None:

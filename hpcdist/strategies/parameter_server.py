@@ -1,19 +1,30 @@
-"""Asynchronous parameter server: each gradient is applied as it arrives, on whatever the parameters are by then."""
+"""Apply each gradient as it arrives, to the parameters as they are by then: the asynchronous parameter server."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
-from hpcdist.strategies.families.gradients import Held, Stale
+from hpcdist.strategies.server.gradients import exchange_gradients
+from hpcdist.strategies.server.policy import Held
+from hpcdist.strategies.server.stale import StaleConfig, StalePolicy
+from hpcdist.strategies.server.strategy import ServerStrategy
+
+
+class AsynchronousPolicy(StalePolicy):
+    """Update with each gradient as it arrives; nobody waits."""
+
+    def complete(self, held: Sequence[Held], summed: int, active: Sequence[int]) -> bool:
+        return any(not gradient.added for gradient in held)
 
 
 @final
-class ParameterServer(Stale):
-    """Asynchronous SGD with servers; all other ranks are workers.
+class ParameterServer(ServerStrategy):
+    """Apply each worker's gradient as it arrives: asynchronous SGD with servers; all other ranks are workers.
 
     Every step of a worker: put the gradient, with the clock of the parameters it was computed from, into the worker's
-    slot on the server, and wait for the answer. The server applies gradients one by one in order of arrival with the
-    optimiser that lives there (any of torch's, with its state), adds 1 to its clock, and answers by putting the new
+    slot on the server, and wait for the reply. The server applies gradients one by one in order of arrival with the
+    optimiser that lives there (any of torch's, with its state), adds 1 to its clock, and replies by putting the new
     parameters and clock into the worker's memory. A gradient's staleness is the server's clock at application minus
     the gradient's; its mean is λ − 1 for λ workers. On one rank the optimiser runs locally.
 
@@ -27,17 +38,9 @@ class ParameterServer(Stale):
     2012 (Downpour SGD with n_fetch = n_push = 1).
     """
 
-    class Config(Stale.Config):
+    class Config(StaleConfig):
         """Options of parameter_server."""
 
-    def complete(self) -> bool:
-        return any(not held.added for held in self.held)
-
-    def may_go(self, held: Held) -> bool:
-        return True
-
-    def expected_staleness(self) -> float:
-        return len(self.roles.workers)
-
-    def weight(self) -> float:
-        return 1.0  # each gradient is an update of its own
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
+        exchange_gradients(self, AsynchronousPolicy(config, len(self.roles.workers)), overlap=config.overlap)

@@ -1,7 +1,8 @@
-"""Stochastic gradient push: averaging over directed graphs by push-sum, which keeps count of what was sent."""
+"""Average over directed graphs by push-sum, which counts how much of each was sent: stochastic gradient push."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -9,16 +10,16 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.config import Named
-from hpcdist.records import StepRecord
-from hpcdist.strategies.base import Outcome, Strategy, Update, mean
-from hpcdist.strategies.families.mixing import Mixing
-from hpcdist.strategies.families.wire import Wire, WireConfig
-from hpcdist.topology import choice
+from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.state import Entry, dropped, mean
+from hpcdist.strategies.decentralised.half_precision import Wire, WireConfig
+from hpcdist.strategies.decentralised.mixing import Mixing
+from hpcdist.topology.graphs import from_config
 
 
 @final
 class SGP(Strategy):
-    """Stochastic gradient push: x ← P(x − η g(z)), w ← Pw, z = x/w, over any topology, on all ranks together.
+    """Train by stochastic gradient push: x ← P(x − η g(z)), w ← Pw, z = x/w, over any topology, all ranks together.
 
     P is column-stochastic: every rank hands out all that it has, so Σx and Σw are conserved however uneven the graph,
     and z, which is what the model holds, goes to the true mean where x does not. The local optimiser steps on z, and
@@ -44,22 +45,24 @@ class SGP(Strategy):
         )
         overlap: bool = Field(False, description="messages arrive while the next gradient is computed, a step later")
 
-    def __init__(self, config: Config, comm, model):
-        found = choice.make(config.topology, comm)
-        super().__init__(config, comm, model)
-        self._mixing = Mixing(comm, found, overlap=config.overlap)
-        self._biased = not found.doubly_stochastic
+    synchronous = True
+
+    def __init__(self, config: Config, comm, model, **given):
+        topology = from_config.make(config.topology, comm)
+        super().__init__(config, comm, model, **given)
+        self._mixing = Mixing(comm, topology, overlap=config.overlap)
+        self._biased = not topology.doubly_stochastic
         self._x = model.copy_params() if self._biased else ()
         self._wire = Wire(config.compression, model.params)
         self._weight = torch.ones(1, dtype=torch.float64)
 
     @property
     def _pushed(self) -> tuple[Tensor, ...]:
-        """What is sent, and mixed."""
+        """Return the tensors that are sent, and mixed."""
         return (*self._x, self._weight) if self._biased else self.model.params
 
     def _rounded(self) -> tuple[Tensor, ...]:
-        """The same as it travels."""
+        """Return the same tensors as they are sent, rounded with half precision."""
         flats = self._wire.pack(self._x or self.model.params)
         return (*flats, self._weight) if self._biased else tuple(flats)
 
@@ -74,7 +77,7 @@ class SGP(Strategy):
         return outcome
 
     def _mix(self) -> None:
-        """Collective. x ← Px, w ← Pw, z ← x/w."""
+        """Collective. Mix and debias: x ← Px, w ← Pw, z ← x/w."""
         if not self._mixing.under_way:  # without overlap, or at the first step
             self._mixing.start(self._rounded(), self.steps)
         self._mixing.finish(self._pushed)
@@ -86,7 +89,7 @@ class SGP(Strategy):
                 torch.div(x, self._weight.item(), out=z)
 
     def _descend(self, update: Update) -> Outcome:
-        """The local optimiser's step on z, and the same change to x."""
+        """Take the local optimiser's step on z, and make the same change to x."""
         if not self._biased:
             return self.step_alone(update)
         for x, z in zip(self._x, self.model.params, strict=True):
@@ -97,31 +100,36 @@ class SGP(Strategy):
         self._debias()
         return outcome
 
-    def join(self, update: Update) -> StepRecord:
-        return self.step_without_samples(update)
-
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Collective. The mean of x, which messages conserve, and of the buffers."""
+        """Collective. Compute the mean of x, which messages conserve, and of the buffers."""
         return self._means(self._pushed[: len(self.model.params)]), self._means(self.model.buffers)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    def state(self) -> dict:
-        x = [x.clone() for x in self._x] if self._biased else None
-        return {**super().state(), "x": x, "weight": self._weight.item()}
+    def entries(self) -> list[Entry]:
+        return [
+            *super().entries(),
+            Entry("x", self._save_x, self._load_x, dropped()),
+            Entry("weight", self._weight.item, self._load_weight, dropped(1.0)),
+        ]
 
-    def adapted_state(self, states: list[dict]) -> dict:
-        return {**states[0], "x": None, "weight": 1.0}
-
-    def adapted_params(self, params: list[list[Tensor]], states: list[dict]) -> list[Tensor]:
+    @classmethod
+    def reshard_params(cls, params: list[list[Tensor]], states: list[dict]) -> list[Tensor]:
         return mean([own if state["x"] is None else state["x"] for own, state in zip(params, states, strict=True)])
 
-    def load_state(self, state: dict) -> None:
-        super().load_state(state)
+    def load_state(self, saved: dict) -> None:
+        super().load_state(saved)
         self._mixing.drop()  # what was sent is not what was loaded
+
+    def _save_x(self) -> list[Tensor] | None:
+        return [x.clone() for x in self._x] if self._biased else None
+
+    def _load_x(self, saved: Sequence[Tensor] | None) -> None:
+        for x, value in zip(self._x, (saved or self.model.params) if self._biased else (), strict=True):
+            x.copy_(value)
+
+    def _load_weight(self, saved: float) -> None:
         if self._biased:
-            for x, saved in zip(self._x, state["x"] or self.model.params, strict=True):
-                x.copy_(saved)
-            self._weight.fill_(state["weight"])
+            self._weight.fill_(saved)
 
     def close(self) -> None:
         self._mixing.close()

@@ -1,21 +1,66 @@
-"""Stale synchronous parallel: fast workers run ahead of slow ones by a bounded number of steps, then wait."""
+"""Let fast workers run ahead of slow ones by a bounded number of steps, then wait: stale synchronous parallel."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from pydantic import Field
 
-from hpcdist.server.mailbox import NOBODY, Letter
-from hpcdist.strategies.families.gradients import Gradients, Held
+from hpcdist.strategies.common.state import Entry, dropped
+from hpcdist.strategies.server.gradients import exchange_gradients
+from hpcdist.strategies.server.policy import Held, Policy
+from hpcdist.strategies.server.requests import NOBODY
+from hpcdist.strategies.server.strategy import ServerStrategy
+
+
+class SSPPolicy(Policy):
+    """Let a worker of clock c, its completed steps, read once all clocks are c − s or more; update when one may read.
+
+    An update is of all gradients that have arrived.
+    """
+
+    divides_by_workers = True
+
+    def __init__(self, bound: int, workers: Iterable[int]):
+        self._bound, self._completed = bound, dict.fromkeys(workers, 0)  # s; each worker's clock
+
+    def arrived(self, source: int, staleness: int) -> str | None:
+        self._completed[source] += 1
+        return None
+
+    def complete(self, held: Sequence[Held], summed: int, active: Sequence[int]) -> bool:
+        return any(self._within_bound(gradient, active) for gradient in held)
+
+    def may_go(self, gradient: Held, active: Sequence[int]) -> bool:
+        return gradient.applied and self._within_bound(gradient, active)
+
+    def _within_bound(self, gradient: Held, active: Sequence[int]) -> bool:
+        """Tell whether c − min(clock) <= s for the clock c of the gradient's worker."""
+        least = min((self._completed[worker] for worker in active), default=math.inf)
+        return self._completed[gradient.source] - least <= self._bound
+
+    def blocker(self, active: Sequence[int]) -> int:
+        return min(active, key=self._completed.__getitem__, default=NOBODY)
+
+    def returned(self, worker: int, active: Sequence[int]) -> None:
+        # Nobody waited for its steps while it was evicted: it goes on from the clock of the slowest.
+        others = [self._completed[other] for other in active if other != worker]
+        self._completed[worker] = max(self._completed[worker], min(others, default=0))
+
+    def entries(self) -> Iterable[Entry]:
+        return [Entry("completed", self._save_completed, self._completed.update, dropped([]), optional=True)]
+
+    def _save_completed(self) -> list[list[int]]:
+        return [[worker, steps] for worker, steps in self._completed.items()]
 
 
 @final
-class SSP(Gradients):
-    """Bounded staleness: a worker's clock counts its steps, and no worker reads more than `bound` ahead of another.
+class SSP(ServerStrategy):
+    """Bound the number of steps that a worker is ahead of any other when it reads parameters, by `bound`.
 
-    A worker that has completed c steps is answered once every other one has completed c − bound: what it reads
+    A worker that has completed c steps gets its reply once every other one has completed c − bound: what it reads
     includes all gradients of all workers up to that step, its own always. So c − min(clock) <= bound at every read,
     under any straggler; right after a step it may be one more. The step's record tells how long the worker was held
     up, and by whom. `bound = 0` is hardsync, bitwise; a large bound never waits.
@@ -30,51 +75,17 @@ class SSP(Gradients):
     2013.
     """
 
-    class Config(Gradients.Config):
+    class Config(ServerStrategy.Config):
         """Options of ssp."""
 
         bound: int = Field(
             3, ge=0, description="s: steps by which a worker may be ahead of the slowest when it reads parameters"
         )
 
-    joins = True
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
+        exchange_gradients(self, SSPPolicy(config.bound, self.place.children))
 
-    def __init__(self, config: Config, comm, model):
-        super().__init__(config, comm, model)
-        self._completed = dict.fromkeys(self.children, 0)  # steps by worker
-
-    def receive(self, letter: Letter) -> None:
-        self._completed[letter.source] += 1
-        super().receive(letter)
-
-    def child_returned(self, child: int) -> None:
-        # Its steps while it was left out were nobody's to wait for.
-        others = [self._completed[rank] for rank in self.active() if rank != child]
-        self._completed[child] = max(self._completed[child], min(others, default=0))
-
-    def _slowest(self) -> int:
-        """The rank that has completed the fewest steps, of those that still take some."""
-        return min(self.active(), key=lambda rank: self._completed[rank], default=NOBODY)
-
-    def _legal(self, held: Held) -> bool:
-        least = min((self._completed[rank] for rank in self.active()), default=math.inf)
-        return self._completed[held.letter.source] - least <= self.config.bound
-
-    def complete(self) -> bool:
-        return any(self._legal(held) for held in self.held)
-
-    def may_go(self, held: Held) -> bool:
-        return held.applied and self._legal(held)
-
-    def blocker(self, held: Held) -> int:
-        return self._slowest()
-
-    def divisor(self) -> float:
-        return len(self.roles.workers) - len(self.left_out)
-
-    def state(self) -> dict:
-        return {**super().state(), "completed": [[rank, steps] for rank, steps in self._completed.items()]}
-
-    def load_state(self, state: dict) -> None:
-        super().load_state(state)
-        self._completed.update(state.get("completed", []))
+    @classmethod
+    def averages(cls, config: Config, workers: int) -> bool:
+        return workers > 1

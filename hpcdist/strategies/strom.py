@@ -1,4 +1,4 @@
-"""Compressed updates from every rank to every other, without a server, a barrier or a wait."""
+"""Send compressed updates from every rank to every other, without a server, a barrier or a wait."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Envelope, Request
 from hpcdist.compress import CompressionConfig, Feedback, spans
-from hpcdist.compress.gather import cut, join
+from hpcdist.compress.coding.gather import cut, join
 from hpcdist.config import Named
-from hpcdist.flat import FlatModel
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.families.decentralised import Decentralised
-from hpcdist.topology import choice
-from hpcdist.topology.spanning import spanning_tree
+from hpcdist.strategies.common.state import Entry
+from hpcdist.strategies.decentralised.base import Decentralised
+from hpcdist.topology import load
+from hpcdist.topology.graphs import from_config
+from hpcdist.topology.graphs.spanning import spanning_tree
 
 _CODED, _WHOLE, _END = 1, 2, 3  # tags; the last message of a period is empty
 
 
 class Updates(CompressionConfig):
-    """How updates are compressed."""
+    """The choice of a compressor for updates."""
 
     name: str = Field("threshold", description="compressor, see `hpcdist compressors`; none: all is sent as it is")
 
 
 @final
 class Strom(Decentralised):
-    """Every rank's updates, compressed, are added to the parameters of all ranks, as they arrive.
+    """Add every rank's updates, compressed, to the parameters of all ranks, as they arrive.
 
     Every step: run the local optimiser, but take from its change of the parameters only what a message says, and leave
     the rest in a residual, for later messages; send the message to all other ranks; add all messages that have come.
@@ -61,15 +63,17 @@ class Strom(Decentralised):
 
         @model_validator(mode="after")
         def _trees_hold_what_they_pass_on(self):
-            if self.topology.name != "complete" and not self.compression.error_feedback:
+            if not self.compression.error_feedback and not load(self.topology.name).complete:
                 raise ValueError(
                     "strategy.compression.error_feedback must be true where strategy.topology is not complete, for "
                     "what a rank passes on waits in the residual; got false. Leave it out."
                 )
             return self
 
-    def __init__(self, config: Config, comm, model):
-        super().__init__(config, comm, model)
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
+        # One message goes to all others, so that this rank's parameters change by it, too.
+        self._floods = load(config.topology.name).complete
         self._links = self._make_links()
         self._period = 0  # paused so often; every peer says when it has
         self._ended = dict.fromkeys(range(comm.size), 0)
@@ -82,7 +86,7 @@ class Strom(Decentralised):
         others = [rank for rank in comm.living if rank != comm.rank]
         if self._floods:
             return [_Link(others, config.compression, self.model, comm.rank)] if others else []
-        tree = spanning_tree(choice.make(config.topology, comm), comm.living)
+        tree = spanning_tree(from_config.make(config.topology, comm), comm.living)
         return [_Link([peer], config.compression, self.model, comm.rank) for peer in tree[comm.rank]]
 
     # --- a step ---------------------------------------------------------------------------------------------------
@@ -98,7 +102,7 @@ class Strom(Decentralised):
         return outcome
 
     def _send_change(self) -> None:
-        """Sends what the local optimiser has done to the parameters, which keep what the others get as well."""
+        """Send the local optimiser's change of the parameters; they keep the part that is sent."""
         warming = self.steps < self.config.compression.warmup_steps
         silent = warming and self.comm.rank >= (self.config.compression.warmup_ranks or self.comm.size)
         whole = warming and self.config.compression.warmup_ranks is None
@@ -114,11 +118,6 @@ class Strom(Decentralised):
             else:
                 own.add_(old)
 
-    @property
-    def _floods(self) -> bool:
-        """Whether one message goes to all others, so that this rank's parameters change by what it says, too."""
-        return self.config.topology.name == "complete"
-
     # --- messages -------------------------------------------------------------------------------------------------
     def _send(self, message: Tensor, peers: Sequence[int], tag: int) -> None:
         self._sending = [r for r in self._sending if self.survives(r.done) and not r.done()]
@@ -127,9 +126,9 @@ class Strom(Decentralised):
                 self.survives(lambda to=peer: self._sending.append(self.comm.isend(message, to, tag)))
 
     def _add_arrived(self) -> None:
-        """Adds what has come in full; nothing is waited for."""
-        while (found := self._probe()) is not None:
-            self._begin(found)
+        """Add messages that have come in full; wait for none."""
+        while (envelope := self._probe()) is not None:
+            self._begin(envelope)
         arriving, self._arriving = self._arriving, []
         for request, *message in arriving:
             if self.survives(request.done):  # else its sender died while sending it
@@ -139,18 +138,18 @@ class Strom(Decentralised):
                     self._arriving.append((request, *message))
 
     def _probe(self) -> Envelope | None:
-        found: list[Envelope | None] = []
-        self.survives(lambda: found.append(self.comm.probe(block=False)))
-        return found[0] if found else None
+        envelopes: list[Envelope | None] = []
+        self.survives(lambda: envelopes.append(self.comm.probe(block=False)))
+        return envelopes[0] if envelopes else None
 
-    def _begin(self, found: Envelope) -> None:
-        message = torch.empty(found.n_bytes, dtype=torch.uint8)
-        request = self.comm.irecv(message, found.source, found.tag)
-        if found.tag == _END:  # all earlier messages of this source have been begun: they don't overtake each other
+    def _begin(self, envelope: Envelope) -> None:
+        message = torch.empty(envelope.n_bytes, dtype=torch.uint8)
+        request = self.comm.irecv(message, envelope.source, envelope.tag)
+        if envelope.tag == _END:  # all earlier messages of this source have been begun: they don't overtake each other
             request.wait()
-            self._ended[found.source] += 1
+            self._ended[envelope.source] += 1
         else:
-            self._arriving.append((request, message, found.source, found.tag))
+            self._arriving.append((request, message, envelope.source, envelope.tag))
 
     def _add(self, message: Tensor, source: int, tag: int) -> None:
         parts = cut(message, len(self.model.params))
@@ -162,7 +161,7 @@ class Strom(Decentralised):
                     feedback.add(part, feedback.residual, whole=tag == _WHOLE)  # passed on with the next message
 
     def pause(self) -> None:
-        """Collective. Waits for all messages that the others have sent in this period."""
+        """Collective. Wait for all messages that the others have sent in this period."""
         self._period += 1
         peers = [peer for link in self._links for peer in link.peers]
         self._send(torch.empty(0, dtype=torch.uint8), peers, _END)
@@ -176,14 +175,14 @@ class Strom(Decentralised):
             self.survives(request.wait)
         self._sending, self._arriving = [], []
 
-    def heal(self) -> None:
+    def shrink(self) -> None:
         living = self.comm.living
-        super().heal()
+        super().shrink()
         if self.comm.living != living:
             self._links = self._keep(self._links, self._make_links())
 
     def _keep(self, old: list[_Link], new: list[_Link]) -> list[_Link]:
-        """The new links, with what the old ones still had for the same ranks."""
+        """Move the residuals of the old links to the new links to the same ranks."""
         for link in new:
             for before in old:
                 if self._floods or before.peers == link.peers:
@@ -191,27 +190,30 @@ class Strom(Decentralised):
         return new
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    def state(self) -> dict:
-        return {**super().state(), "links": [[f.state() for f in link.feedbacks] for link in self._links]}
+    def entries(self) -> list[Entry]:
+        return [*super().entries(), Entry("links", self._save_links, self._load_links, self._reshard_links)]
 
-    def adapted_state(self, states: list[dict]) -> dict:
-        """What all ranks have not sent yet is dealt out evenly; what a tree's links hold has no place in another."""
-        links = []
-        if self._floods and self._links and states[0]["links"]:
-            for saved in zip(*(state["links"][0] for state in states), strict=True):
-                total = sum(feedback["residual"] for feedback in saved)
-                links.append({**saved[0], "residual": total / self.comm.size})
-        return {**states[0], "links": [links] if links else []}
+    def _save_links(self) -> list[list[dict]]:
+        return [[feedback.state() for feedback in link.feedbacks] for link in self._links]
 
-    def load_state(self, state: dict) -> None:
-        super().load_state(state)
-        for link, saved in zip(self._links, state["links"]):
-            for feedback, own in zip(link.feedbacks, saved, strict=True):
-                feedback.load_state(own)
+    def _load_links(self, saved: Sequence[Sequence[dict]]) -> None:
+        for link, states in zip(self._links, saved):
+            for feedback, state in zip(link.feedbacks, states, strict=True):
+                feedback.load_state(state)
+
+    def _reshard_links(self, saved: Sequence[Sequence[Sequence[dict]]]) -> list[list[dict]]:
+        """Spread the residuals of all saved ranks evenly; those of a tree are dropped, as links have changed."""
+        if not (self._floods and self._links and saved[0]):
+            return []
+        link = []
+        for states in zip(*(links[0] for links in saved), strict=True):
+            total = sum(state["residual"] for state in states)
+            link.append({**states[0], "residual": total / self.comm.size})
+        return [link]
 
 
 class _Link:
-    """Ranks that get the same messages, and what they have not been sent yet."""
+    """A link to ranks that get the same messages, with the residuals: the part of the updates not sent to them yet."""
 
     def __init__(self, peers: Sequence[int], config: CompressionConfig, model: FlatModel, stream: int):
         self.peers = peers

@@ -1,6 +1,23 @@
-"""Studies: many runs of which each is made once, and what their spread allows to say."""
+"""Studies: cells with settings and seeds, whose runs are each made once; what they show, and the files that say so."""
 
-from hpcdist.study.pool import Run, run_all
-from hpcdist.study.statistics import Interval, interval
+from hpcdist.study.claims import Claim
+from hpcdist.study.comparison.cells import TUNING, CellRuns, EndedRun, at_rate, declare_cell
+from hpcdist.study.comparison.loop import OwnRun
+from hpcdist.study.output import Study, start
+from hpcdist.study.statistics import Interval, difference, interval, ratio
 
-__all__ = ["Interval", "Run", "interval", "run_all"]
+__all__ = [
+    "TUNING",
+    "CellRuns",
+    "Claim",
+    "EndedRun",
+    "Interval",
+    "OwnRun",
+    "Study",
+    "at_rate",
+    "declare_cell",
+    "difference",
+    "interval",
+    "ratio",
+    "start",
+]

@@ -1,40 +1,26 @@
-"""Who averages with whom, and with which weights: one file per topology, found by the file's name.
+"""Topologies, which say who averages with whom and with which weights: one file each, found by the file's name.
 
 A topology is a pure function of (rank, size, step): it communicates nothing, and all ranks compute the same.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
-from functools import cache
-
-from hpcdist.errors import UnknownNameError
+from hpcdist.registry import TOPOLOGIES
 from hpcdist.topology.base import Topology
 
 __all__ = ["Topology", "available", "load"]
 
 
-@cache
-def _found() -> dict[str, type[Topology]]:
-    classes = {}
-    for info in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{info.name}")
-        for _, cls in inspect.getmembers(module, inspect.isclass):
-            if cls.__module__ == module.__name__ and issubclass(cls, Topology) and not inspect.isabstract(cls):
-                classes[info.name] = cls
-    return classes
-
-
 def available() -> list[str]:
-    """The names of all topologies, sorted."""
-    return sorted(_found())
+    """List the names of all topologies, sorted: those of this folder, and those that installed packages add."""
+    return TOPOLOGIES.available()
 
 
 def load(name: str) -> type[Topology]:
-    """The topology's class, to be made with the number of ranks and its options. Raises UnknownNameError."""
-    classes = _found()
-    if name not in classes:
-        raise UnknownNameError("topology", name, classes)
-    return classes[name]
+    """Load a topology's class, by its name or as `path/to/file.py:Class`; construct it with a size and its options.
+
+    Raises:
+        UnknownNameError: there is none of that name; lists the known ones.
+        ConfigError: there are two of that name; or it can't be imported, or is no topology.
+    """
+    return TOPOLOGIES.load(name)

@@ -9,9 +9,9 @@ from hpcdist.topology.base import Topology
 
 @final
 class Bipartite(Topology):
-    """Edges between even and odd ranks, all of them, and no other: no odd cycle, whatever the number of ranks.
+    """The complete bipartite graph: edges between all even and all odd ranks, so no odd cycle for any p.
 
-    Weights 1/(1 + ⌈p/2⌉) along each edge, and oneself has the rest; ⌊p/2⌋ or ⌈p/2⌉ messages. Spectral gap 4/(p + 2)
+    Weights 1/(1 + ⌈p/2⌉) along each edge, the rest for oneself; ⌊p/2⌋ or ⌈p/2⌉ messages. Spectral gap 4/(p + 2)
     where p is even, and 6/(p + 3) where it is odd and at least 7.
 
     Reference: Xiangru Lian, Wei Zhang, Ce Zhang, Ji Liu, "Asynchronous decentralized parallel stochastic gradient

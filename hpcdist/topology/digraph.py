@@ -6,18 +6,21 @@ from pathlib import Path
 from typing import final
 
 from hpcdist.topology.base import Topology, uniform
-from hpcdist.topology.edges import read_edges
+from hpcdist.topology.graphs.edges import read_edges
 
 
 @final
 class Digraph(Topology):
-    """Each rank divides what it has evenly among itself and those it sends to: columns sum to 1, rows need not.
+    """A directed graph from a file. Each rank divides its values evenly among itself and those it sends to.
+
+    So columns sum to 1, and rows need not.
 
     Args:
         size: number of ranks.
         path: file of edges; `a b` means that a sends to b. `#` begins a comment.
 
-    Raises ConfigError where the file breaks a rule, or not every rank can be reached from every other.
+    Raises:
+        ConfigError: the file breaks a rule, or not every rank can be reached from every other.
 
     Reference: Mahmoud Assran, Nicolas Loizou, Nicolas Ballas, Mike Rabbat, "Stochastic gradient push for distributed
     deep learning", 2019, section 2.

@@ -1,15 +1,17 @@
-"""Static exponential graph: sending to the ranks at distances 1, 2, 4, 8..."""
+"""Static exponential graph: each rank sends to the ranks at distances 1, 2, 4, 8..."""
 
 from __future__ import annotations
 
 from typing import final
 
-from hpcdist.topology.circulant import Circulant
+from hpcdist.topology.graphs.circulant import Circulant
 
 
 @final
-class Exponential(Circulant):
-    """Rank i sends to i + 2ᵏ for all 2ᵏ < p; weights 1/(1 + t) with t = ⌈lg p⌉ messages per rank.
+class ExponentialGraph(Circulant):
+    """The static exponential graph: rank i sends to i + 2ᵏ for all 2ᵏ < p, with weights 1/(1 + t).
+
+    Messages per rank: t = ⌈lg p⌉.
 
     Spectral gap 2/(1 + t) where p is even, more where it is odd.
 

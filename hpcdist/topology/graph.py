@@ -6,18 +6,21 @@ from pathlib import Path
 from typing import final
 
 from hpcdist.topology.base import Topology
-from hpcdist.topology.edges import read_edges
+from hpcdist.topology.graphs.edges import read_edges
 
 
 @final
 class Graph(Topology):
-    """Wᵢⱼ = 1/(1 + max(dᵢ, dⱼ)) along each edge, d being the degrees, and oneself has the rest; dᵢ messages.
+    """An undirected graph from a file, with weights Wᵢⱼ = 1/(1 + max(dᵢ, dⱼ)) for degrees d.
+
+    The rest of a row is the rank's own weight. Messages of rank i: dᵢ.
 
     Args:
         size: number of ranks.
         path: file of edges, `a b` per line, either way round; `#` begins a comment.
 
-    Raises ConfigError where the file breaks a rule, or a rank can't be reached.
+    Raises:
+        ConfigError: the file breaks a rule, or a rank can't be reached.
 
     Reference: Lin Xiao, Stephen Boyd, "Fast linear iterations for distributed averaging", 2004, local-degree
     weights; Lin Xiao, Stephen Boyd, Sanjay Lall, "A scheme for robust distributed sensor fusion based on average

@@ -9,17 +9,19 @@ from hpcdist.topology.base import Topology, uniform
 
 
 @final
-class Hierarchical(Topology):
-    """Even steps: the exact mean inside the node. Odd steps: rank k of each node averages with rank k of the node
-    before and of the node after, among those that have so many ranks; 2 messages per rank across nodes.
+class HierarchicalGraph(Topology):
+    """A complete graph inside each node at even steps; rings across the nodes at odd ones.
 
-    On q nodes of equal size two steps do what one step of a ring on q ranks does.
+    Even steps: the exact mean inside the node. Odd steps: rank k of each node averages with rank k of the node
+    before and of the node after, among those that have so many ranks; 2 messages per rank across nodes. On q nodes
+    of equal size two steps do what one step of a ring on q ranks does.
 
     Args:
         size: number of ranks.
         nodes: node of each rank, as `Communicator.nodes`.
 
-    Raises ConfigError where `nodes` has not one entry per rank.
+    Raises:
+        ConfigError: `nodes` has not one entry per rank.
 
     Reference: Bicheng Ying, Kun Yuan, Hanbin Hu, Yiming Chen, Wotao Yin, "BlueFog: make decentralized algorithms
     practical for optimization and deep learning", 2021, hierarchical neighbour all-reduce.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import final
 
-from hpcdist.topology.circulant import Circulant
+from hpcdist.topology.graphs.circulant import Circulant
 
 
 @final
 class OnePeerExponential(Circulant):
-    """At step s rank i sends to i + 2^(s mod t), t = ⌈lg p⌉; weights 1/2, one message per rank.
+    """The one-peer exponential graph: at step s rank i sends to i + 2^(s mod t), t = ⌈lg p⌉; weights 1/2.
+
+    One message per rank and step.
 
     Where p is a power of two, any t steps in a row make the exact mean; elsewhere no number of steps does.
 

@@ -13,7 +13,7 @@ from hpcdist.topology.base import Topology, uniform
 
 @final
 class RandomPermutation(Topology):
-    """The ranks in a circle, in an order drawn from (seed, step): each sends to the next; weights 1/2, one message.
+    """A circle of all ranks, in an order drawn from (seed, step): each sends to the next; weights 1/2, one message.
 
     All ranks draw the same. The expected squared distance from the mean is multiplied by (p − 2)/(2(p − 1)) at every
     step: less than half however many ranks.
@@ -22,7 +22,8 @@ class RandomPermutation(Topology):
         size: number of ranks.
         seed: of the draws, at least 0.
 
-    Raises ConfigError where `seed` is negative.
+    Raises:
+        ConfigError: `seed` is negative.
 
     Reference: Stephen Boyd, Arpita Ghosh, Balaji Prabhakar, Devavrat Shah, "Randomized gossip algorithms", 2006, for
     convergence by E[WᵀW]; here nobody waits for a rank that two have drawn.
@@ -48,6 +49,6 @@ class RandomPermutation(Topology):
 
 @lru_cache(maxsize=4)
 def _draw(size: int, seed: int, step: int) -> tuple[list[int], list[int]]:
-    """The ranks in order, and each rank's place in it."""
+    """Draw the order of the ranks; return it, and each rank's position in it."""
     order = np.random.default_rng([seed, step]).permutation(size)
     return order.tolist(), np.argsort(order).tolist()

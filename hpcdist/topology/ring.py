@@ -1,15 +1,15 @@
-"""Ring: averaging with the rank before and the rank after."""
+"""Ring: each rank averages with the rank before and the rank after."""
 
 from __future__ import annotations
 
 from typing import final
 
-from hpcdist.topology.circulant import Circulant
+from hpcdist.topology.graphs.circulant import Circulant
 
 
 @final
-class Ring(Circulant):
-    """Weights 1/3 for oneself and both neighbours; 2 messages per rank. On 2 ranks both neighbours are one: 1/2.
+class RingGraph(Circulant):
+    """A ring with weights 1/3 for oneself and both neighbours; 2 messages per rank. On 2 ranks weights are 1/2.
 
     Spectral gap ⅔(1 − cos(2π/p)) for p ≥ 3, which falls as 1/p².
 

@@ -1,4 +1,4 @@
-"""Two-dimensional torus: averaging with the ranks above, below, left and right."""
+"""Two-dimensional torus: each rank averages with the ranks above, below, left and right."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpcdist.topology.base import Topology, uniform
 
 @final
 class Torus(Topology):
-    """Ranks lie row by row on a grid whose edges are joined; weights 1/5 for oneself and each of four neighbours.
+    """A grid of ranks, row by row, whose edges are joined; weights 1/5 for oneself and each of four neighbours.
 
     Where neighbours are the same rank (2 rows or columns) or oneself (1), the distinct ones have equal weights; one
     row is a ring. With at least 3 rows and 3 columns the spectral gap is ⅖(1 − cos(2π/n)), n the longer side's length.
@@ -20,7 +20,8 @@ class Torus(Topology):
         size: number of ranks.
         rows: divides `size`; by default its largest divisor up to the root.
 
-    Raises ConfigError where `rows` does not divide `size`.
+    Raises:
+        ConfigError: `rows` does not divide `size`.
 
     Reference: Bicheng Ying, Kun Yuan, Yiming Chen, Hanbin Hu, Pan Pan, Wotao Yin, "Exponential graph is provably
     efficient for decentralized deep training", 2021, which compares it with others.

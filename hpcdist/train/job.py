@@ -1,9 +1,7 @@
-"""A job: what to train, on what, and how it is judged. The rest is configuration."""
+"""Define a job: the model, its data, its measure. The rest is configuration."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,17 +9,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hpcdist.config.files import load_file
 from hpcdist.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of merit over a data set: `finish` of the mean of `per_sample` values.
+    """A measure of a model over a data set: `finish` of the mean of `per_sample` values.
 
     Args:
         per_sample: (outputs, targets) -> one value per sample, shape (batch,).
         finish: applied to the mean over the data set, e.g. a square root.
-        higher_is_better: which way it is read.
+        higher_is_better: False for an error.
     """
 
     per_sample: Callable[[Tensor, Tensor], Tensor]
@@ -31,7 +30,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Job:
-    """What a file in `jobs/` defines under the name `job`.
+    """A training job; a file in `jobs/` has one under the name `job`.
 
     Args:
         model: makes the model from the options under `model` in the configuration; seeded alike on every rank.
@@ -49,7 +48,7 @@ class Job:
 
 
 def load_job(path: str | Path) -> Job:
-    """The job that a file defines.
+    """Load the job that a file defines; the file may import files beside it, while it is loaded.
 
     Raises:
         ConfigError: there is no such file, or it defines no `job`.
@@ -57,21 +56,17 @@ def load_job(path: str | Path) -> Job:
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"job must be a Python file; got {path}, which does not exist. See jobs/ for examples.")
-    spec = importlib.util.spec_from_file_location(f"hpcdist_job_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # as an import would: dataclasses and pickle look for it there
-    spec.loader.exec_module(module)
-    job = getattr(module, "job", None)
+    job = getattr(load_file(path), "job", None)
     if not isinstance(job, Job):
         raise ConfigError(f"job file must define `job = hpcdist.train.Job(...)`; got {path}, which does not.")
     return job
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """1 for each sample whose largest output is its class, else 0. Shapes (batch, classes) and (batch,)."""
+    """Return 1 for each sample whose largest output is its class, else 0. Shapes (batch, classes) and (batch,)."""
     return (outputs.argmax(dim=1) == targets).double()
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Squared difference of each sample, averaged over its outputs."""
+    """Compute the squared difference of each sample, averaged over its outputs; shape (batch,)."""
     return (outputs.reshape(targets.shape) - targets).double().square().reshape(len(targets), -1).mean(dim=1)

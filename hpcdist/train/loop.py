@@ -1,67 +1,48 @@
-"""The training loop: the only one, for every job and every strategy, on real and on virtual ranks."""
+"""Train: the only loop, for every job and every strategy, on real and on virtual ranks."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hpcdist import session, strategies
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig
-from hpcdist.data.hdf5 import HDF5Dataset
 from hpcdist.data.loader import Batch, Loader
-from hpcdist.records import (
-    RecordWriter,
-    StepRecord,
-    Summary,
-    digest,
-    read_records,
-    record_path,
-    summarise,
-    write_summary,
-)
+from hpcdist.errors import ConfigError
+from hpcdist.records import StepRecord, Summary
+from hpcdist.session.joint import joint_batch
 from hpcdist.session.leaving import Leaving
-from hpcdist.session.world import require_equal
+from hpcdist.session.period import Weighed, period
+from hpcdist.session.world import current, require_equal
+from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.train import resume
+from hpcdist.train.averaging import IterateAverage
+from hpcdist.train.curves import Curves
+from hpcdist.train.data import open_data
 from hpcdist.train.evaluate import evaluate
+from hpcdist.train.finite import SkippedSteps, require_finite
 from hpcdist.train.job import Job
+from hpcdist.train.log import Progress, RunLog
+from hpcdist.train.milestones import Milestones
+from hpcdist.train.planning import with_measured_cut
 from hpcdist.train.precision import Precision
+from hpcdist.train.replica import make_replica
+from hpcdist.train.resume import Position
 
 T = TypeVar("T")
 SAVED_BYTES_S = 100e6  # how fast a checkpoint is written until one has been: a slow shared file system
 
 
-@dataclass
-class Position:
-    """Where a run stands, in numbers that don't depend on the number of ranks but for `step`."""
-
-    epoch: int = 0
-    consumed: int = 0  # samples of this epoch, all ranks together
-    step: int = 0  # since the run began
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a run has to show while it goes on, as the first living rank sees it."""
-
-    epoch: int
-    epochs: int
-    samples: int  # of all epochs, all ranks together
-    total_samples: int
-    seconds: float
-    loss: float | None
-    metrics: dict[str, float]
-
-
 class Trainer:
-    """Collective. One run of a job.
+    """Collective. Run a job once.
 
     Args:
         config: as checked by `JobConfig`; the same on all ranks.
@@ -70,7 +51,7 @@ class Trainer:
         report: called now and then with the run's progress, on rank 0, or the first rank that lives.
         ends_at: when the job is ended from outside, in seconds since 1970, so that the run leaves before; None for
             never, or where another rank knows.
-        listens: whether the run leaves on a signal, or before `ends_at`.
+        listens: leave on a signal, or before `ends_at`.
     """
 
     def __init__(
@@ -84,8 +65,7 @@ class Trainer:
         ends_at: float | None = None,
         listens: bool = False,
     ):
-        self.job, self.config, self.comm, self.output = job, config, comm, output
-        self._report = report
+        self.job, self.comm, self.output = job, comm, output
         session.init(
             comm=comm,
             deadline_s=config.deadline_s,
@@ -94,16 +74,20 @@ class Trainer:
         )
         require_equal(comm, config.model_dump(exclude={"output", "data"}), "configuration")
         self.checkpoints = Path(config.checkpoint.folder or output / "checkpoints")
-        self.position, self.train_s, self.metrics = Position(), 0.0, {}
-        self.device = _device(session.local_rank())
+        self.position = Position()
+        self.device = own_device(session.local_rank())
+        self.config = config = with_measured_cut(comm, job, config, self.device)
+        self.precision = Precision(config.amp, self.device)
         self._make_model()
         self._open_data()
-        self.precision = Precision(config.amp, self.device)
-        self._writer: RecordWriter | None = None
-        self._losses: list[float] = []
-        self._gradients = 0  # that a server has applied in this epoch
+        speakers = tuple(map(self.replica.speaker, self.workers))
+        curves = Curves(config, comm, speakers, self.strategy_options, self.optimizer, output, tuple(job.metrics))
+        self.log = RunLog(output, config, comm, self.position, self.milestones, report, curves, self.device)
+        self._skipped = SkippedSteps(config.max_skipped)
         self._save_s = 3 * self.model.n_bytes / SAVED_BYTES_S  # with two moments; a guess
         self._evaluate_s = 0.0
+        self._evaluate = comm.noted("evaluation", "run", self._evaluate)
+        self._save = comm.noted("checkpoint", "run", self._save)
         self.leaving: Leaving | None = None
         if listens and config.leave.enabled:
             margin_s, every_s = config.leave.margin_s, config.leave.every_s
@@ -114,229 +98,270 @@ class Trainer:
     def _make_model(self) -> None:
         config = self.config
         torch.manual_seed(config.seed)
-        module = self.job.model(**config.model).to(self.device)
-        self.optimizer = config.optimizer.build(module.parameters())
-        self.schedule = config.schedule.build(self.optimizer)
+        self.replica = make_replica(self.job, config, self.comm, self.device, self.precision)
+        current().grid = self.replica.grid
+        self._make_optimizer()
         options = {"on_nonfinite": "skip" if config.amp == "fp16" else config.on_nonfinite, **config.strategy.options}
         fields = strategies.load(config.strategy.name).Config.model_fields
         if "seed" in fields:
             options.setdefault("seed", config.seed)
-        if config.amp == "fp16" and strategies.load(config.strategy.name).reduces_in_backward:
-            options["overlap"] = "off"  # gradients are divided by the loss scale after the backward pass
         session.DistributedOptimizer(
-            self.optimizer, module, config.strategy.name, clip_norm=config.clip_norm, **options
+            self.optimizer, self.replica.module, config.strategy.name, clip_norm=config.clip_norm, **options
         )
+        if config.amp == "fp16" and self.optimizer.strategy.evaluates_portions:
+            raise ConfigError(
+                f"amp must be off or bf16 with {config.strategy.name}, whose line search needs the loss's own "
+                "gradient; got fp16. Use bf16."
+            )
         self.strategy, self.model = self.optimizer.strategy, self.optimizer.strategy.model
         # A plateau's schedule looks at evaluations.
-        if self.schedule and config.schedule.per == "step" and not isinstance(self.schedule, ReduceLROnPlateau):
-            self.optimizer.register_step_post_hook(lambda *_: self.schedule.step())  # where updates are made
-        torch.manual_seed(config.seed + 1 + self.comm.rank)  # dropout and the like differ between ranks
+        self._schedules_steps = config.schedule.per == "step" and not isinstance(self.schedule, ReduceLROnPlateau)
+        torch.manual_seed(config.seed + 1 + self.comm.rank)  # dropout and the like differ between ranks, stages too
         self.strategy.on_record = self._write
+        self.average = IterateAverage(self.model, self.replica.others) if config.average_iterates else None
+
+    def _make_optimizer(self) -> None:
+        """Make the optimiser, whose rate follows the number of workers where it is set so."""
+        config, strategy = self.config, strategies.load(self.config.strategy.name)
+        options = strategy.Config.from_mapping(config.strategy.options, "strategy")
+        workers = len(strategy.worker_ranks(options, self.replica.others.size))
+        self.rate_factor = config.optimizer.factor(workers * config.batch_size * config.accumulation)
+        self.optimizer = config.optimizer.build(self.replica.module.parameters(), self.rate_factor)
+        self.schedule = config.schedule.build(self.optimizer, self.rate_factor)
 
     def _open_data(self) -> None:
-        path = Path(self.config.data.path)
-        if self.comm.rank == 0 and not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.job.data(path)
-        self.comm.barrier()
-        mpi = self.comm.mpi if self.config.data.parallel else None
-        self._train, self._test = (HDF5Dataset(path, split, mpi_comm=mpi) for split in ("train", "test"))
-        self._deal_samples(self.strategy.worker_ranks(self.strategy.config, self.comm.size))
+        self._train, self._test = open_data(self.job, self.config, self.comm)
+        self.milestones = Milestones(self.config, self.comm, self.position, len(self._train))
+        self._deal_samples(self.strategy.worker_ranks(self.strategy.config, self.replica.others.size))
 
     def _deal_samples(self, workers: tuple[int, ...]) -> None:
-        """Shares the samples of the epochs to come among these ranks."""
+        """Divide the samples of the epochs to come among these replicas."""
         self.workers = workers
         self.loader = Loader(
             self._train,
-            self.config.batch_size,
-            worker=self.workers.index(self.comm.rank) if self.strategy.is_worker else 0,
+            self.config.batch_size * self.config.accumulation,
+            fill=True,
+            worker=self.workers.index(self.replica.number) if self.strategy.is_worker else 0,
             workers=len(self.workers),
             seed=self.config.seed,
             prefetch=self.config.data.prefetch,
         )
+        self.milestones.global_batch = self.loader.plan.global_batch
+
+    @property
+    def strategy_options(self) -> dict[str, Any]:
+        """Return the strategy's options, with its defaults."""
+        return self.strategy.config.model_dump()
 
     # --- the run --------------------------------------------------------------------------------------------------
     def run(self, resume_from: Path | None = None) -> Summary | None:
-        """Collective. Trains to the end, evaluates, writes the summary; the same on every rank.
+        """Collective. Train to the end, evaluate and write the summary; return it, the same on every rank.
 
         None if the run has left early, after its newest checkpoint; `leaving.reason` says why.
         """
         if resume_from is not None:
             resume.load(self, resume_from)
-        self._writer = RecordWriter(record_path(self.output, self.comm.rank), first_step=self.strategy.steps + 1)
+        self.milestones.look(self.log.train_s)
+        self.log.open(first_step=self.strategy.steps + 1)
         try:
             with self.leaving or nullcontext():
-                while self.position.epoch < self.config.epochs:
+                while not self.milestones.ended:
                     self._epoch()
                     if self._leaves:
                         return None
-            if not self.metrics:  # resumed from the very end
-                self._evaluate()
+            if not self.log.metrics:  # resumed from the very end
+                self._write_evaluation()
             return self._surviving(self._summarise)
         finally:
-            self._writer.close()
+            self.log.close()
+
+    @property
+    def data_source(self) -> str:
+        """Return the source of the data, as their file tells it."""
+        return self._train.source
 
     @property
     def _leaves(self) -> bool:
         return self.leaving is not None and self.leaving.reason is not None
 
     def _epoch(self) -> None:
-        """The rest of an epoch, or what can be done of it before the run leaves."""
+        """Train the rest of an epoch, or its steps until the run leaves or ends."""
         position, every = self.position, self.config.checkpoint.every_steps
         self.loader.set_epoch(position.epoch, position.consumed)
         plan = self.loader.plan
         batches, done = iter(self.loader), 0
-        while done < plan.steps and not self._leaves:
-            count = min(plan.steps - done, every - position.step % every if every else plan.steps)
-            if self.leaving is not None:
-                count = min(count, self.leaving.steps)
+        while done < plan.steps and not self._leaves and not self.milestones.ended:
+            count, before = self._count_steps(plan.steps - done), self.milestones.samples
             self._timed(lambda: self._steps(batches, done, count))
             done, position.step = done + count, position.step + count
             position.consumed = plan.position(done)
+            self.milestones.look(self.log.train_s, count)
+            evaluates = self.milestones.evaluates(before) or self.milestones.ended
             if done == plan.steps:
-                self._end_epoch()
+                self._end_epoch(evaluates)
+            elif evaluates:
+                self._write_evaluation()
+                self.log.end_stretch()
             saves = every > 0 and position.step % every == 0
             if saves:
                 self._save()
-            if self.leaving is not None and position.epoch < self.config.epochs:
-                near = plan.steps - done % plan.steps <= self.leaving.steps
+            if self.leaving is not None and not self.milestones.ended:
+                left = plan.steps - done % plan.steps
+                near = min(left, self.milestones.steps_to_evaluation or left) <= self.leaving.steps
                 if self.leaving.meet(count, soon_s=self._evaluate_s if near else 0.0) and not saves:
                     self._save()
 
+    def _count_steps(self, left: int) -> int:
+        """Count the steps until all ranks meet again: at most the `left` ones of this epoch."""
+        every = self.config.checkpoint.every_steps
+        ahead = [left, self.milestones.steps or left]
+        if every:
+            ahead.append(every - self.position.step % every)
+        if self.leaving is not None:
+            ahead.append(self.leaving.steps)
+        return min(ahead)
+
     def _save(self) -> None:
-        self._writer.flush()  # what a checkpoint stands for has been recorded, even if this process is killed
+        self.log.flush()  # before the checkpoint: its steps must have been recorded
         start = self.comm.now()
+        self._require_finite()  # before a good checkpoint makes room for this one
         self._surviving(lambda: resume.save(self, self.checkpoints, self.config.checkpoint.keep))
         self._save_s = self.comm.now() - start
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self, evaluates: bool) -> None:
+        """Go to the next epoch.
+
+        Args:
+            evaluates: whatever the number of epochs.
+        """
         self.position.epoch, self.position.consumed = self.position.epoch + 1, 0
-        self._gradients = 0
-        if self.position.epoch % self.config.eval_every == 0 or self.position.epoch == self.config.epochs:
-            start = self.comm.now()
-            self._evaluate()
-            self._evaluate_s = self.comm.now() - start
-        left = tuple(rank for rank in self.workers if rank in self.comm.living)
+        evaluates = evaluates or self.milestones.ended or self.position.epoch % self.config.eval_every == 0
+        if evaluates:
+            self._write_evaluation()
+        left = tuple(rank for rank in self.workers if rank in self.replica.others.living)
         if left != self.workers:
             self._deal_samples(left)
         if isinstance(self.schedule, ReduceLROnPlateau):
-            self.schedule.step(self.metrics.get("loss", math.inf))  # the same on all ranks
+            if evaluates:
+                self.schedule.step(self.log.metrics["loss"])  # the same on all ranks
         elif self.schedule is not None and self.config.schedule.per == "epoch":
             self.schedule.step()
-        self._show(self.position.epoch * len(self._train))
+        self.log.end_epoch()
+
+    def _write_evaluation(self) -> None:
+        start = self.comm.now()
+        self._evaluate()
+        self.log.write_evaluation()
+        self._evaluate_s = self.comm.now() - start
 
     def _evaluate(self) -> None:
-        self.metrics = self._surviving(lambda: evaluate(self.job, self.strategy, self.comm, self._test))
+        self._require_finite()
+        with self.average.swapped_in() if self.average is not None else nullcontext():
+            self.log.metrics = self._surviving(self._evaluated)
+
+    def _evaluated(self) -> dict[str, float]:
+        return evaluate(self.job, self.strategy, self.comm, self._test, self.replica.others)
+
+    def _require_finite(self) -> None:
+        self._surviving(lambda: require_finite(self.strategy, self.comm, self.position.step))
 
     def _surviving(self, action: Callable[[], T]) -> T:
-        """Collective. What `action` returns, on all ranks that live; see Communicator.surviving."""
+        """Collective. Return the result of `action` on all ranks that live; see Communicator.retry_on_failure."""
 
-        def healed() -> T:
-            self.strategy.heal()
+        def shrunk() -> T:
+            self.strategy.shrink()
+            self.replica.require_whole(self.comm.lost)
             return action()
 
-        return self.comm.surviving(healed, self.strategy.comm)
+        return self.comm.retry_on_failure(shrunk, self.strategy.comm)
 
     def _timed(self, work: Callable[[], None]) -> None:
         self.strategy.start()
         start = self.comm.now()
         work()
         self._surviving(self.comm.barrier)
-        self.train_s += self.comm.now() - start
+        self.log.train_s += self.comm.now() - start
 
     def _steps(self, batches: Iterator[Batch], first: int, count: int) -> None:
-        """`count` steps of this epoch from step `first` on; servers serve meanwhile."""
-        if not self.strategy.is_worker:
-            self.strategy.serve(self.optimizer.update)
-            return
-        plan, worker = self.loader.plan, self.workers.index(self.comm.rank)
-        for step in range(first, first + count):
-            sizes = plan.sizes(step)
-            self.model.weight = sizes[worker] * len(sizes) / sum(sizes)
-            if sizes[worker]:
-                self._step(*next(batches))
-            else:
-                self.optimizer.join()
-                if self.optimizer.record is not None:
-                    self._write(self.optimizer.record)
+        """Take `count` steps of this epoch from step `first` on; servers serve meanwhile."""
+        steps = range(first, first + count)
+        portions = self.strategy.evaluates_portions
+        weighed = self._joint(steps) if portions else self._weighed(batches, steps)
+        take = self._step_in_portions if portions else self._step
+        for step, (x, y) in enumerate(period([self.optimizer], weighed), first):
+            take(x, y)
             if (step + 1) % self.config.log_every == 0:
-                self._show(self.position.epoch * len(self._train) + plan.position(step + 1))
-        self.strategy.pause()
+                self.log.report(self.loader.plan.position(step + 1))
+
+    def _weighed(self, batches: Iterator[Batch], steps: Iterable[int]) -> Iterator[Weighed]:
+        """Draw this worker's batches of these steps."""
+        plan, worker = self.loader.plan, self.workers.index(self.replica.number)
+        for step in steps:
+            yield Weighed(next(batches), plan.weight(step, worker), ends_epoch=step == plan.steps - 1)
+
+    def _joint(self, steps: Iterable[int]) -> Iterator[Weighed]:
+        """Draw the joint batches of all workers, as indices: any worker may read any portion of them."""
+        plan, worker = self.loader.plan, self.workers.index(self.replica.number)
+        for step in steps:
+            indices, self.strategy.joint = joint_batch(plan, step, worker, self.strategy.config)
+            yield Weighed((indices, self.strategy.joint), ends_epoch=step == plan.steps - 1)
+
+    def _step_in_portions(self, indices: np.ndarray, joint: JointBatch) -> None:
+        share = self.config.batch_size * self.config.accumulation
+
+        def evaluate(portion: slice) -> torch.Tensor:
+            x, y = (tensor.to(self.device) for tensor in self._train.batch(indices[portion]))
+            self.comm.compute(len(x) / share)
+            return self.replica.backward_part(x, y, len(x))
+
+        self._end_step(joint.share, self.optimizer.step(evaluate).item())
 
     def _step(self, x: torch.Tensor, y: torch.Tensor) -> None:
         x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
         def evaluate() -> torch.Tensor:
             self.optimizer.zero_grad()
-            self.comm.compute()
-            with self.precision.autocast():
-                loss = self.job.loss(self.model.module(x), y)
-            self.precision.backward(loss, self.model)
-            return loss
+            return self.replica.backward(self.optimizer, x, y)
 
-        self._losses.append(self.optimizer.step(evaluate).item())
+        self._end_step(len(x) if self.model.weight else 0, self.precision.step(self.optimizer, evaluate).item())
+
+    def _end_step(self, samples: int, loss: float) -> None:
+        """Go on with schedule and average, and write the step's record, of so many samples that count."""
+        if self.schedule is not None and self._schedules_steps:
+            self.schedule.step()
+        if self.average is not None:
+            self.average.add()
         record = self.optimizer.record
-        self.precision.step_done(skipped=(record.event or "").startswith("skipped"))
-        self._write(replace(record, samples=len(x), loss=self._losses[-1]))
+        if samples:
+            record = replace(record, samples=samples, loss=loss)
+        self._write(record)
 
-    # --- what is written ------------------------------------------------------------------------------------------
     def _write(self, record: StepRecord) -> None:
-        self._writer.write(record)
-        if not self.strategy.is_worker and record.staleness:
-            before, self._gradients = self._gradients, self._gradients + len(record.staleness)
-            if before // self.config.log_every < self._gradients // self.config.log_every:
-                # An estimate, for not all batches are full.
-                epoch, samples = self.position.epoch, len(self._train)
-                self._show(min(epoch * samples + self._gradients * self.config.batch_size, (epoch + 1) * samples))
-
-    def _show(self, samples: int) -> None:
-        if self._report is not None and self.comm.rank == self.comm.living[0]:
-            recent = self._losses[-self.config.log_every :]
-            self._report(
-                Progress(
-                    epoch=self.position.epoch,
-                    epochs=self.config.epochs,
-                    samples=samples,
-                    total_samples=self.config.epochs * len(self._train),
-                    seconds=self.train_s,
-                    loss=sum(recent) / len(recent) if recent else None,
-                    metrics=self.metrics,
-                )
-            )
+        self.log.write(self.replica.account(record), record.loss)
+        self._skipped.count(record)
+        if not self.strategy.is_worker:
+            self.log.count_gradients(len(record.staleness))
 
     def _summarise(self) -> Summary:
-        self._writer.flush()
+        self.log.flush()
         params, _ = self.strategy.consensus()
-        pending = torch.tensor([self.strategy.pending])
+        sha256 = self.replica.digest(self.model, params)
+        pending = torch.tensor([self.strategy.pending if self.replica.speaks else 0])
         self.comm.allreduce(pending)
         self.comm.barrier()  # all records are in the files
-        summary, first = None, self.comm.living[0]
-        if self.comm.rank == first:
-            summary = summarise(
-                read_records(self.output),
-                strategy=self.config.strategy.name,
-                ranks=self.comm.size,
-                seed=self.config.seed,
-                wall_s=self.train_s,
-                metrics=self.metrics,
-                sha256=digest(params),
-                pending=int(pending),
-                lost_ranks=list(self.comm.lost),
-            )
-            write_summary(self.output, summary)
-        found = self.comm.exchange(b"" if summary is None else summary.model_dump_json().encode())
-        return Summary.model_validate_json(found[first])
+        return self.log.summarise(sha256, int(pending), workers=len(self.workers), cut=list(self.replica.cut))
 
     def close(self) -> None:
-        """Collective. Releases windows, threads and files."""
+        """Collective. Release windows, threads and files."""
         self.strategy.close()
         self.strategy.comm.close()
         self.model.close()
+        self.replica.close()
         self._train.close()
         self._test.close()
 
 
-def _device(local_rank: int) -> torch.device:
+def own_device(local_rank: int) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     return torch.device("cpu")

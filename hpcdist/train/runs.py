@@ -1,21 +1,37 @@
-"""From a job file, settings and flags to a finished run in a folder."""
+"""Run a job in a folder to its end, from a job file, settings and flags."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from hpcdist import checkpoint, strategies
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.traced import begin_timeline, end_timeline
 from hpcdist.config import JobConfig, load
-from hpcdist.errors import ConfigError, HpcdistError
-from hpcdist.records import Summary
+from hpcdist.config.files import neighbours
+from hpcdist.config.schedule import with_functions_of
+from hpcdist.errors import ConfigError, suggestion
+from hpcdist.parallel import schedules
+from hpcdist.parallel.build import outline
+from hpcdist.parallel.pipeline import cut_of
+from hpcdist.records import Summary, end_run, locked, merged_timeline
+from hpcdist.records.timeline import unused
+from hpcdist.registry import label
+from hpcdist.train import loggers
 from hpcdist.train.job import Job, load_job
-from hpcdist.train.loop import Progress, Trainer
+from hpcdist.train.log import Progress
+from hpcdist.train.loop import Trainer
+from hpcdist.train.provenance import write_down
+from hpcdist.train.resume import saved_cut
 
-T = TypeVar("T")
+ENDING_S = 5.0  # for which a run that is being killed may hold its folder, when the next one goes on
+_logger = logging.getLogger(__name__)
 
 
 def train(
@@ -26,10 +42,12 @@ def train(
     output: Path | None = None,
     resume: bool = False,
     show: Callable[[str, Progress], None] | None = None,
-    say: Callable[[str], None] | None = None,
     ends_at: float | None = None,
+    command: Sequence[str] = (),
+    make: Callable[..., Any] = Trainer,
+    timeline: bool = False,
 ) -> tuple[Path, Summary | None]:
-    """Collective. Runs a job to its end; its folder and its summary, the same on all ranks.
+    """Collective. Run a job to its end; return its folder and its summary, the same on all ranks.
 
     Without a summary the run has left early, on a signal or before `ends_at`, and a checkpoint has been saved.
 
@@ -38,76 +56,128 @@ def train(
         output: the run's folder; None makes a new one under the configured one.
         resume: go on from the newest whole checkpoint in `output`; start anew where there is none yet.
         show: called with the strategy's name and the progress, on rank 0, or the first rank that lives.
-        say: called on rank 0 with what the user should know about resuming, and about leaving.
         ends_at: when the job is ended from outside, in seconds since 1970; None where it is not, or not known.
+        command: the words of the command line, to be written down in the run's folder.
+        make: makes what trains, from the same arguments as a Trainer.
+        timeline: write `timeline.json`, a run that goes on `timeline-2.json`...
 
     Raises:
-        ConfigError: a setting breaks its rule, or the folder holds another run.
+        ConfigError: a setting breaks its rule, or the folder holds another run, or one is at work in it.
     """
-    job, config = together(comm, lambda: specify(job_path, toml_path, overrides))
-    folder = _decided(comm, lambda: _choose(job_path, config, output, resume))
-    report = None if show is None else lambda progress: show(config.strategy.name, progress)
-    trainer = Trainer(job, config, comm, folder, report, ends_at=ends_at, listens=True)
-    summary = trainer.run(_decided(comm, lambda: _newest(trainer.checkpoints, say)) if resume else None)
-    if summary is None and say is not None and comm.rank == comm.living[0]:
-        step = trainer.position.step
-        say(f"left after step {step} ({trainer.leaving.reason}), saved in {trainer.checkpoints}: go on with --resume")
-    trainer.close()
+    with ExitStack() as until_the_end:
+        until_the_end.enter_context(neighbours(job_path))  # functions of the job may import them when they are called
+        job, config = comm.together(lambda: specify(job_path, toml_path, overrides))
+        folder = _decided(comm, lambda: _choose(job_path, config, output, resume, until_the_end))
+        if timeline:
+            comm = begin_timeline(comm, _decided(comm, lambda: unused(folder / merged_timeline.FILE_NAME)))
+        report = None if show is None else lambda progress: show(config.strategy.name, progress)
+        if resume and config.parallel.measures:
+            config = _with_saved_cut(comm, config, Path(config.checkpoint.folder or folder / "checkpoints"))
+        trainer = make(job, config, comm, folder, report, ends_at=ends_at, listens=comm.virtual is None)
+        newest = _decided(comm, lambda: _newest(trainer.checkpoints)) if resume else None
+        write_down(trainer, job_path, command, newest)
+        try:
+            summary = trainer.run(newest)
+        except Exception:
+            with suppress(OSError):
+                _end(comm, folder)
+                if comm.timeline is not None:
+                    comm.timeline.close()
+            raise
+        _end(comm, folder)
+        if comm.timeline is not None:
+            end_timeline(comm)
+        if summary is None and comm.rank == comm.living[0]:
+            where = f"({trainer.leaving.reason}), saved in {trainer.checkpoints}"
+            _logger.info(f"left after step {trainer.position.step} {where}: go on with --resume")
+        trainer.close()
     return folder, summary
 
 
-def together(comm: Communicator, work: Callable[[], T]) -> T:
-    """Collective. `work()` on every rank; where it fails with an error of hpcdist's on one, it raises on all.
-
-    So a setting that only one rank finds wrong (its file is missing, say) leaves nobody waiting.
-    """
-    result, failure = None, None
-    try:
-        result = work()
-    except HpcdistError as error:
-        failure = error
-    told = comm.exchange(b"" if failure is None else str(failure).encode())
-    if failure is not None:
-        raise failure
-    for rank, text in enumerate(told):
-        if text:
-            raise ConfigError(f"on rank {rank}: {text.decode()}")
-    return result
+def _end(comm: Communicator, folder: Path) -> None:
+    if comm.rank == comm.living[0]:
+        end_run(folder)
 
 
 def _decided(comm: Communicator, work: Callable[[], Path | None]) -> Path | None:
-    """Collective. What `work()` finds on rank 0, on every rank: other nodes may see a shared folder later."""
-    found = together(comm, lambda: work() if comm.rank == 0 else None)
-    text = comm.exchange(str(found or "").encode())[0].decode()
+    """Collective. Run `work()` on rank 0 and return its result on all: other nodes may see a shared folder later."""
+    path = comm.together(lambda: work() if comm.rank == 0 else None)
+    text = comm.gather(str(path or ""))[0]
     return Path(text) if text else None
 
 
 def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) -> tuple[Job, JobConfig]:
+    """Load a job and its settings, checked as far as one process can.
+
+    Raises:
+        ConfigError: the file defines no job, or a setting breaks its rule.
+    """
     job = load_job(job_path)
-    values = load({"data": {"path": f"data/{job_path.stem}.h5"}, **job.defaults}, toml_path, overrides)
+    given = load({}, toml_path, overrides)
+    defaults = {"data": {"path": f"data/{job_path.stem}.h5"}, **job.defaults}
+    if "epochs" not in given and _has_budget(given):  # it ends the run instead of the job's own number of epochs
+        defaults.pop("epochs", None)
+    values = load(defaults, toml_path, overrides)
+    if "schedule" in values:
+        values["schedule"] = with_functions_of(job_path, values["schedule"])
     config = JobConfig(**values)
     strategies.load(config.strategy.name).Config.from_mapping(config.strategy.options, "strategy")  # before any folder
+    loggers.require(config.log)
+    _check_model(job, config)
+    if not config.parallel.whole:
+        _check_stages(job, config)
     return job, config
 
 
-def _choose(job_path: Path, config: JobConfig, output: Path | None, resume: bool) -> Path:
-    """The run's folder, made."""
+def _has_budget(values: Mapping[str, Any]) -> bool:
+    budget = values.get("budget")
+    return isinstance(budget, Mapping) and any(limit != "none" for limit in budget.values())
+
+
+def _check_model(job: Job, config: JobConfig) -> None:
+    try:
+        parameters = inspect.signature(job.model)
+    except ValueError:  # written in C
+        return
+    try:
+        parameters.bind(**config.model)
+    except TypeError as error:
+        known = list(parameters.parameters)
+        close = "".join(suggestion(option, known) for option in config.model if option not in known)
+        raise ConfigError(
+            f"model options must suit the job's model, which takes {', '.join(known) or 'none'}; got {config.model} "
+            f"({error}).{close}"
+        ) from None
+
+
+def _check_stages(job: Job, config: JobConfig) -> None:
+    """Check that the model has so many layers, and the schedule suits so many stages; raise ConfigError otherwise."""
+    settings = config.parallel
+    schedules.make(settings.schedule, settings.stages, settings.micro_batches * config.accumulation, settings.chunks)
+    cut_of(outline(lambda: job.model(**config.model)), settings.stages * settings.chunks, settings.sizes)
+
+
+def _choose(job_path: Path, config: JobConfig, output: Path | None, resume: bool, until_the_end: ExitStack) -> Path:
+    """Make the run's folder, or find it, locked until the end."""
     if output is None and resume:
         raise ConfigError("--output must be given with --resume; got none. It names the run to go on with.")
-    if output is not None and not resume and any(output.glob("records-rank*.jsonl")):
-        raise ConfigError(
-            f"--output must be a folder without records; got {output}, which holds a run. Add --resume to go on with "
-            "it, or give another folder."
-        )
     try:
         if output is None:
-            return _new_folder(Path(config.output), f"{job_path.stem}-{config.strategy.name}")
-        output.mkdir(parents=True, exist_ok=True)
+            folder = _new_folder(Path(config.output), f"{job_path.stem}-{label(config.strategy.name)}")
+        else:
+            (folder := output).mkdir(parents=True, exist_ok=True)
+        until_the_end.enter_context(locked(folder, ENDING_S if resume else 0.0))
     except OSError as error:
         raise ConfigError(
-            f"--output must be a folder that can be made; got {error.filename} ({error.strerror}). Give another one."
+            f"--output must be a folder that can be made; got {error.filename or folder} ({error.strerror}). Give "
+            "another one."
         ) from None
-    return output
+    if not resume and any(folder.glob("records-rank*.jsonl")):
+        raise ConfigError(
+            f"--output must be a folder without records; got {folder}, which holds a run. Add --resume to go on with "
+            "it, or give another folder."
+        )
+    return folder
 
 
 def _new_folder(parent: Path, name: str) -> Path:
@@ -120,8 +190,14 @@ def _new_folder(parent: Path, name: str) -> Path:
         return folder
 
 
-def _newest(checkpoints: Path, say: Callable[[str], None] | None) -> Path | None:
-    found = checkpoint.latest(checkpoints, fallback=True)
-    if say is not None:
-        say(f"going on from {found}" if found else f"no checkpoint in {checkpoints} yet: starting anew")
-    return found
+def _with_saved_cut(comm: Communicator, config: JobConfig, checkpoints: Path) -> JobConfig:
+    """Collective. Return the settings with the cut of the newest checkpoint, where it has as many stages."""
+    sizes = comm.gather(comm.together(lambda: saved_cut(checkpoints) if comm.rank == 0 else None))[0]
+    stages = config.parallel.stages * config.parallel.chunks
+    return config.with_cut(tuple(sizes)) if sizes and len(sizes) == stages else config
+
+
+def _newest(checkpoints: Path) -> Path | None:
+    newest = checkpoint.latest(checkpoints, fallback=True)
+    _logger.info(f"going on from {newest}" if newest else f"no checkpoint in {checkpoints} yet: starting anew")
+    return newest

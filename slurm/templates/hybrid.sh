@@ -1,8 +1,8 @@
 {% extends "parts/script.sh" %}
 {% set distribution = "block" %}
 {% block opening %}
-#: Slurm runs this on the job's first node. Ranks of a node hold one copy of the model in parts; nodes hold copies.
+#: Slurm runs this on the job's first node. Ranks of a node hold a copy of the model in stages; nodes hold copies.
 {% endblock %}
 {% block placement %}
-#: Stages talk most, so that they belong together: in blocks, rank // {{ spec.ranks_per_node }} is the copy and rank % {{ spec.ranks_per_node }} the stage.
+#: Stages talk most, so that they belong together: in blocks, rank // {{ spec.model_stages }} is the copy and rank % {{ spec.model_stages }} the stage.
 {% endblock %}

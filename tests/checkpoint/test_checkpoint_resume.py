@@ -108,6 +108,7 @@ def test_a_cuda_state_without_cuda_is_told():
         set_random_state(random_state() | {"cuda": torch.get_rng_state()})
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_cuda_generator_goes_on_where_it_was(tmp_path):
     torch.randn(3, device="cuda")

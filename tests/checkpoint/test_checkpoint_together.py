@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from states import bits, names, state_of
-from train import tiny
 
 from hpcdist.checkpoint import latest, read, read_manifest, save, verify_together
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import CheckpointError
+from train import tiny
 
 
 @pytest.mark.parametrize(("saved", "size"), [(3, 3), (3, 2), (5, 2), (2, 4), (1, 3), (3, 1)])

@@ -26,7 +26,7 @@ x = torch.randn(comm.size, SAMPLES, WIDTH, dtype=torch.float64, generator=torch.
 x = x[across.rank]
 
 losses = []
-for step in range(STEPS):
+for _ in range(STEPS):
     optimizer.zero_grad()
     activations, upstream = torch.empty_like(x), torch.empty_like(x)
     if node.rank == 0:

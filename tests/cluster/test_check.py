@@ -7,11 +7,10 @@ import re
 
 import pytest
 
+from cluster import jobs
 from hpcdist.slurm.render import render
 from hpcdist.slurm.site import Site
 from hpcdist.slurm.spec import JobSpec
-
-from cluster import jobs
 
 HOSTILE = """it's "quoted" $(touch owned) `touch owned` ; | & # #SBATCH --hold %j {{ 7 }} é -"""
 WITH_BACKSLASH = HOSTILE + r" \n \" \\"

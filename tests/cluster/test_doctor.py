@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+from functools import partial
 
 import pytest
 
 from cluster import jobs, kit
-from cluster.kit.hosts import NET
 
 PMI2 = kit.mpich()  # srun --mpi=pmi2 starts it whenever it is asked to
 
@@ -49,9 +49,9 @@ SILENT = """
 import os, time
 from mpi4py import MPI
 from hpcdist import cli
-from hpcdist.doctor import world
+from hpcdist.comm.mpi import first_messages
 MPI.COMM_WORLD.Barrier()
-world.ANSWER_S = 2.0
+first_messages.ANSWER_S = 2.0
 if os.environ["SLURMD_NODENAME"] == "n2":
     time.sleep(100)
 cli.main()
@@ -91,11 +91,11 @@ def job(cluster, workdir, how, *, state="COMPLETED", site=None, **spec):
 
 
 @contextlib.contextmanager
-def severed(cluster, one, other, *, silently):
+def disconnected(cluster, one, other, *, silently):
     """Within the block two nodes pass each other nothing: what is sent gets lost, or is refused."""
     with contextlib.ExitStack() as stack:
         for host, to in ((one, other), (other, one)):
-            ip, address = cluster.hosts[host].ip, f"{NET}.{cluster.nodes.index(to) + 1}"
+            ip, address = partial(cluster.run, "ip", on=host), cluster.hosts.addresses[to]
             if silently:
                 ip("neigh", "replace", address, "lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
                 stack.callback(ip, "neigh", "del", address, "dev", "eth0")
@@ -108,7 +108,7 @@ def severed(cluster, one, other, *, silently):
 @pytest.mark.parametrize(("how", "silently"), [("srun-pmix", True), ("srun-pmi2", False)])
 def test_a_job_goes_on_without_one_of_two_nodes_that_pass_each_other_nothing(cluster, workdir, how, silently):
     """MPI does not start there: one waits, the other ends the job."""
-    with severed(cluster, "n2", "n3", silently=silently):
+    with disconnected(cluster, "n2", "n3", silently=silently):
         said, found, ran = job(cluster, workdir, how, spare_nodes=1)
     told = "the link n2-n3 passes nothing: no TCP connection came about within 3.5 s, though all reach n1. Leave one"
     assert found[0].startswith(told), said
@@ -116,7 +116,7 @@ def test_a_job_goes_on_without_one_of_two_nodes_that_pass_each_other_nothing(clu
 
 
 def test_with_nothing_to_spare_it_ends(cluster, workdir):
-    with severed(cluster, "n2", "n3", silently=False):
+    with disconnected(cluster, "n2", "n3", silently=False):
         said, found, ran = job(cluster, workdir, "srun-pmi2", state="FAILED")
     assert found[0].startswith("the link n2-n3 passes nothing: ") and ran == [], said
 

@@ -16,7 +16,7 @@ CRASHES = """
 import os
 from cluster import kit
 with kit.made() as cluster:
-    print(cluster.folder, *(host.pid for host in cluster.hosts.values()), flush=True)
+    print(cluster.folder, *map(cluster.hosts.pid, cluster.hosts.names), flush=True)
     os.kill(os.getpid(), 9)
 """
 

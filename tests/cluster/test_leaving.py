@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpcdist.records import load_summary, read_records
-
 from cluster import jobs
+from hpcdist.records import load_summary, read_records
 
 SLOW = str(Path(__file__).with_name("slow.py"))
 STEPS = 144  # 12 epochs of 12 on two ranks, 0.04 s each

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.slurm import ledger
-
 from cluster import jobs
+from hpcdist.slurm import history
 
 SLOW = str(Path(__file__).with_name("slow.py"))
 
@@ -41,7 +40,7 @@ def test_what_is_submitted_is_remembered(cluster, workdir, prepared, slurm):
     assert done.returncode == 0 and job.isdigit(), done.stderr
     assert f"its run goes to runs/{job}, its log to runs/it-{job}.out" in done.stderr
     assert f"job {job} is COMPLETED" in done.stderr
-    entry = ledger.find(None, workdir / ".hpcdist")
+    entry = history.find(None, workdir / ".hpcdist")
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=workdir, capture_output=True, text=True).stdout.strip()
     assert (entry.job, entry.name, entry.commit, entry.dirty) == (job, "it", head, False)
     assert entry.spec["command"][0] == "sh" and entry.script == f".hpcdist/{job}.sh"
@@ -119,4 +118,4 @@ def test_what_slurm_refuses_is_told_in_its_words(cluster, workdir, slurm, prepar
     prepared("true", nodes=5)
     done = slurm("submit", "job.toml")
     assert done.returncode == 1 and "Requested node configuration is not available" in done.stderr
-    assert ledger.read(workdir / ".hpcdist") == [] and not list(workdir.glob(".hpcdist/*.sh"))
+    assert history.read(workdir / ".hpcdist") == [] and not list(workdir.glob(".hpcdist/*.sh"))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.records import load_summary, read_records
-
 from cluster import jobs
+from hpcdist.records import load_summary, read_records
 
 HERE = Path(__file__).parent
 TINY = str(HERE.parent / "train" / "tiny.py")
+TRANSFORMER = str(HERE.parents[1] / "jobs" / "transformer.py")
 
 
 def run(cluster, workdir, how, data, **spec):
@@ -50,13 +50,9 @@ def test_every_rank_trains_on_its_node(cluster, workdir, data, how, nodes, ranks
         ("one_per_node", "srun-pmix", 2, 2, 2, {"n1", "n2"}),
     ],
 )
-def test_servers_run_where_the_job_says(
-    cluster, workdir, data, servers_on, how, nodes, ranks_per_node, servers, there
-):
+def test_servers_run_where_the_job_says(cluster, workdir, data, servers_on, how, nodes, ranks_per_node, servers, there):
     spec = {"nodes": nodes, "ranks_per_node": ranks_per_node, "servers": servers, "servers_on": servers_on}
-    log, folder = run(
-        cluster, workdir, how, data, shape="parameter_server", job=TINY, settings=["epochs=1"], **spec
-    )
+    log, folder = run(cluster, workdir, how, data, shape="parameter_server", job=TINY, settings=["epochs=1"], **spec)
     hosts, records = jobs.hosts(log), read_records(folder)
     serving = {rank for rank, found in records.items() if not any(record.samples for record in found)}
     assert len(serving) == servers and len(hosts) == nodes * ranks_per_node
@@ -72,6 +68,16 @@ def test_stages_inside_a_node_and_data_parallel_across(cluster, workdir, data):
     assert told[0]["weight"] == told[2]["weight"] != told[1]["weight"] == told[3]["weight"]
     for losses in (told[1]["losses"], told[3]["losses"]):
         assert losses[-1] < losses[0]
+
+
+def test_a_job_in_stages_inside_a_node(cluster, workdir, data):
+    data_path = f"data.path={json.dumps(str(workdir / 'reference.h5'))}"
+    settings = [data_path, "model.width=16", "model.blocks=2", "budget.steps=5"]
+    spec = {"shape": "hybrid", "nodes": 2, "ranks_per_node": 2, "gpus_per_rank": 0, "strategy": "gossip_pull"}
+    log, folder = run(cluster, workdir, "mpiexec", data, job=TRANSFORMER, settings=settings, **spec)
+    assert jobs.hosts(log) == {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
+    summary = load_summary(folder)
+    assert (summary.ranks, summary.workers, summary.stages) == (4, 2, 2) and summary.strategy == "gossip_pull"
 
 
 def test_a_study_is_an_array_of_runs(cluster, workdir, data):

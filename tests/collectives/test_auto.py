@@ -11,10 +11,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdist.collectives import load, table_cache
+from hpcdist.collectives import load
 from hpcdist.collectives.auto import Auto
-from hpcdist.collectives.table import SIZES, SLOW_S, SWITCHED, Table, candidates, measure_table, predict_table
-from hpcdist.collectives.table_cache import cached_table
+from hpcdist.collectives.tuning import table_cache
+from hpcdist.collectives.tuning.table import (
+    SIZES,
+    SLOW_S,
+    SWITCHED,
+    TimingTable,
+    candidates,
+    measure_table,
+    predict_table,
+)
+from hpcdist.collectives.tuning.table_cache import cached_table
 from hpcdist.comm.virtual import Network, run_virtual
 
 NETWORK = Network(1e-3, 1e9, ranks_per_node=4)  # slow, so that few calls fill the time for measuring
@@ -22,7 +31,7 @@ SMALL = (64, 4096)
 
 
 def table(**seconds):
-    return Table(sizes=(1024, 4096, 16384), seconds=seconds)
+    return TimingTable(sizes=(1024, 4096, 16384), seconds=seconds)
 
 
 # --- the table ----------------------------------------------------------------------------------------------------
@@ -76,7 +85,7 @@ def test_no_other_choice_costs_less(data):
     found = table(**rows)
 
     def cost(names):
-        switches = sum(a != b for a, b in zip(names, names[1:]))
+        switches = sum(a != b for a, b in itertools.pairwise(names))
         return sum(found._excess(name, size) for size, name in enumerate(names)) + switches * math.log(SWITCHED)
 
     best = min(cost(names) for names in itertools.product(rows, repeat=3))
@@ -98,7 +107,7 @@ def test_no_other_choice_costs_less(data):
 )
 def test_a_broken_table_is_refused(text, rule):
     with pytest.raises(ValueError, match=rule):
-        Table.model_validate_json(text)
+        TimingTable.model_validate_json(text)
 
 
 def test_predicted_tables_follow_the_formulas():
@@ -144,7 +153,7 @@ def test_measured_tables_agree_and_leave_the_account_alone(ranks):
 
 
 def test_what_did_badly_is_not_tried_on_long_tensors(monkeypatch):
-    monkeypatch.setattr("hpcdist.collectives.table.LONG", 500_000)
+    monkeypatch.setattr("hpcdist.collectives.tuning.table.LONG", 500_000)
     names = ["ring", "recursive_doubling", "native"]
 
     def body(comm):

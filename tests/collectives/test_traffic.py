@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from hpcdist.collectives import hierarchical, load
+from hpcdist.collectives import available, hierarchical, load
 from hpcdist.collectives.base import Algorithm, segment_count
-from hpcdist.collectives.catalogue import available
 from hpcdist.comm.virtual import Network, run_virtual
 
 WITH_FORMULAS = [name for name in available() if issubclass(load(name), Algorithm)]

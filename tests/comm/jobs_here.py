@@ -8,7 +8,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from harness.launch import SETTINGS, launch
+from harness.launch import SETTINGS, SITE, launch
 from hpcdist.comm.launch import unlaunched
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def clean_environment(**more: str) -> dict[str, str]:
     import os
 
     inherited = unlaunched(os.environ)
-    return {**inherited, **SETTINGS, "PYTHONPATH": str(ROOT), **more}
+    return {**inherited, **SETTINGS, "PYTHONPATH": f"{SITE}:{ROOT}", **more}
 
 
 def run_alone(folder: Path, text: str, **more: str) -> subprocess.CompletedProcess:

@@ -9,13 +9,13 @@ import sys
 import numpy as np
 import pytest
 
-from hpcdist.comm import cross_memory
-from hpcdist.comm.cross_memory import PeerMemory
+from hpcdist.comm.mpi import cross_memory
+from hpcdist.comm.mpi.cross_memory import PeerMemory
 from hpcdist.errors import CommunicationError
 
 CHILD = """
 import numpy, sys
-from hpcdist.comm import cross_memory
+from hpcdist.comm.mpi import cross_memory
 cross_memory.allow_peers()
 data = numpy.arange(100_000, dtype=numpy.int64)
 print(data.ctypes.data, flush=True)

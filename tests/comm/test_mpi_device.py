@@ -7,33 +7,33 @@ import sys
 
 import pytest
 import torch
-from train import tiny
 
 import hpcdist as hd
 from comm.jobs_here import ROOT, clean_environment, run
 from harness.launch import find_mpirun
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError, MismatchError
+from train import tiny
 
 REFUSED = "gpu_aware_mpi must be false where MPI can't read the memory of a GPU; got true, and on rank 0 "
 needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
 
 def test_an_obstacle_is_said_in_words():
-    from hpcdist.comm.mpi import library
-    from hpcdist.comm.mpi_device import explain
+    from hpcdist.comm.mpi.device import explain
+    from hpcdist.comm.mpi.library import version
 
     for supported in (True, False, None):
         assert explain(0, supported) == "torch finds no CUDA device"
-    assert explain(4, False) == f"{library()} was built or started without CUDA support"
+    assert explain(4, False) == f"{version()} was built or started without CUDA support"
     assert explain(4, True) == explain(1, None) == ""
 
 
 def test_mpi_tells_whether_it_reads_device_memory():
-    from hpcdist.comm.mpi import library
-    from hpcdist.comm.mpi_device import obstacle, supports_cuda
+    from hpcdist.comm.mpi.device import obstacle, supports_cuda
+    from hpcdist.comm.mpi.library import version
 
-    if library().startswith(("Open MPI", "MPICH")):
+    if version().startswith(("Open MPI", "MPICH")):
         assert isinstance(supports_cuda(), bool)
     assert (obstacle() == "") == (torch.cuda.is_available() and supports_cuda() is not False)
 
@@ -44,7 +44,7 @@ def test_it_is_refused_on_all_ranks_without_a_gpu(ranks):
         why = "there is no MPI: the ranks are virtual" if comm.mpi is None else "torch finds no CUDA device"
         with pytest.raises(ConfigError, match=f"{REFUSED}{why}. Leave it out: messages then go through pinned host"):
             hd.init(comm=comm, gpu_aware_mpi=True)
-        assert comm.mpi is None or not comm.staging.device_aware
+        assert not comm.device_aware
         return True
 
     assert all(ranks(body))
@@ -67,22 +67,23 @@ def test_what_is_split_from_a_communicator_does_as_it_does(ranks):
     def body(comm):
         found = []
         for wanted in (True, False):
-            comm.staging.device_aware = True
+            comm.device_aware = True
             if not wanted:
                 hd.init(comm=comm, gpu_aware_mpi=False)
             part = comm.split(0)
-            found.append(part.staging.device_aware)
+            found.append(part.device_aware)
             assert part.staging.direct(torch.zeros(1)), "host memory is MPI's anyway"
             part.close()
         hd.init(comm=comm)  # says nothing of it, so nothing changes
-        return found, comm.staging.device_aware
+        return found, comm.device_aware
 
     assert all(result == ([True, False], False) for result in ranks(body))
 
 
+@pytest.mark.gpu
 @pytest.mark.mpi()
 def test_sums_of_device_memory(ranks):
-    from hpcdist.comm.mpi_device import obstacle
+    from hpcdist.comm.mpi.device import obstacle
 
     if obstacle():
         pytest.skip(obstacle())

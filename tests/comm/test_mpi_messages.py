@@ -247,7 +247,7 @@ def test_a_thousand_splits_leave_nothing_behind(ranks):
     def body(comm):
         for _ in range(300):
             part = comm.split(0)
-            part.node_mpi()
+            part.transports.node_mpi()
             part.close()
 
     ranks(body)
@@ -273,13 +273,13 @@ def test_ranks_of_one_machine_share_a_node_unless_told_otherwise(ranks):
         assert comm.nodes == (0,) * comm.size
         apart = comm.apart("tcp")
         assert apart.nodes == tuple(range(comm.size)) and apart.can_attach == (comm.size == 1)
-        assert apart.across == (None if comm.size == 1 else "tcp") and comm.across is None
+        assert apart.internode == (None if comm.size == 1 else "tcp") and comm.internode is None
         part = apart.split(comm.rank % 2)
-        assert part.nodes == tuple(range(part.size)) and part.across in ("tcp", None)
+        assert part.nodes == tuple(range(part.size)) and part.internode in ("tcp", None)
         part.close()
         apart.close()
         with pytest.raises(CommunicationError, match=r"nodes must have one index for each of the \d ranks; got 0"):
-            type(comm)(comm.mpi, nodes=())
+            comm.apart(nodes=())
 
     ranks(body)
 
@@ -352,7 +352,7 @@ def test_attached_memory_is_read_and_written_in_place(ranks):
             pytest.skip("the kernel lets no process read another's memory")
         tensor, out = torch.full((5,), comm.rank, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)
         window = comm.attach(tensor)
-        after, before = ring(comm)
+        after, _before = ring(comm)
         window.get(out, after, 3)
         assert (out == after).all()
         comm.barrier()

@@ -283,7 +283,7 @@ def test_two_ranks_of_one_node_and_others_elsewhere(ranks, way):
 
     def body(comm):
         nodes = tuple(min(rank, comm.size - 2) for rank in range(comm.size))  # the last two share a node
-        mixed = type(comm)(comm.mpi.Dup(), nodes=nodes, across=way, deadline_s=comm.deadline_s)
+        mixed = comm.apart(way, nodes)
         for dtype in (torch.float32, torch.bfloat16):
             window = mixed.window(8, dtype)
             for _ in range(10):

@@ -20,9 +20,7 @@ def _follow(comm, rounds):
             values = torch.full((COUNT,), float(step))
             ranks = range(comm.size)
             comm.put_all(
-                put
-                for rank in ranks
-                for put in (Put(data, values, rank, 0), Put(flags, torch.tensor([step]), rank, 0))
+                put for rank in ranks for put in (Put(data, values, rank, 0), Put(flags, torch.tensor([step]), rank, 0))
             )
         flags.wait(lambda words, step=step: int(words[0]) == step)
         assert (data.local == step).all()

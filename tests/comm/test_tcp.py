@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hpcdist.comm import interfaces, tcp
+from hpcdist.comm.network import interfaces, tcp
 from hpcdist.errors import UnknownNameError
 
 TOKEN = bytes(range(tcp.TOKEN_BYTES))

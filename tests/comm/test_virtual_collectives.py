@@ -25,7 +25,7 @@ def values(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
 
 
 # --- allreduce --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("dtype", FLOATS + (torch.complex64,), ids=str)
+@pytest.mark.parametrize("dtype", (*FLOATS, torch.complex64), ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_allreduce_adds_in_rank_order_to_the_bit(dtype, size):
     if dtype == torch.float16:

@@ -159,7 +159,7 @@ def test_all_messages_arrive_and_none_overtakes_another_of_its_source(size, mess
 
     results = run_virtual(body, size, seed=seed, network=Network(1.0, 64.0, 2, 0.1), compute=Jitter(1.0, 1.0))
     assert sorted(sum(results, [])) == list(range(len(messages)))
-    for rank, received in enumerate(results):
+    for received in results:
         for source in range(size):
             numbers = [n for n in received if messages[n][0] == source]
             assert numbers == sorted(numbers)

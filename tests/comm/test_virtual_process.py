@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 
@@ -38,7 +39,7 @@ def test_random_numbers_do_not_depend_on_the_other_ranks(size):
     together = run_virtual(lambda comm: [(draw(), comm.compute())[0] for _ in range(7)], size, seed=5)
     in_one_go = run_virtual(lambda comm: [draw() for _ in range(7)], size, seed=5)
     assert together == in_one_go
-    assert all(a != b for a, b in zip(together, together[1:]))
+    assert all(a != b for a, b in itertools.pairwise(together))
 
 
 def test_seeds_set_by_the_body_are_its_own():

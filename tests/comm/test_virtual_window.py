@@ -40,9 +40,7 @@ def test_every_rank_reads_what_every_rank_wrote(size, network):
 @settings(max_examples=25, deadline=None)
 @given(
     counts=st.lists(st.integers(0, 6), min_size=1, max_size=5),
-    changes=st.lists(
-        st.tuples(st.booleans(), *(st.integers(0, most) for most in (4, 4, 6, 6))), max_size=20
-    ),
+    changes=st.lists(st.tuples(st.booleans(), *(st.integers(0, most) for most in (4, 4, 6, 6))), max_size=20),
 )
 def test_any_sequence_of_changes_equals_that_on_local_memory(counts, changes):
     """Ranks take turns; `count` differs between them and may be 0."""

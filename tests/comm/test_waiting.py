@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 
@@ -33,7 +34,7 @@ def test_pauses_stay_below_their_longest():
     asked = []
     until = time.perf_counter() + 0.2
     wait_until(lambda: asked.append(time.perf_counter()) or time.perf_counter() >= until, 10, str, longest_s=1e-4)
-    gaps = sorted(b - a for a, b in zip(asked, asked[1:]))
+    gaps = sorted(b - a for a, b in itertools.pairwise(asked))
     assert gaps[len(gaps) // 2] < 1e-3
 
 

@@ -46,6 +46,44 @@ def test_it_is_the_papers_algorithm():
         torch.testing.assert_close(feedback.residual, v, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("masking", [True, False])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_nesterovs_momentum_and_masking_are_options(nesterov, masking):
+    """As in the authors' code: u ← m(u + g), v ← v + u + g with Nesterov's; only v is masked without masking of u."""
+    count, size, momentum = 200, 10, 0.9
+    feedback = make(count, ratio=size / count, momentum=momentum, values="fp64", nesterov=nesterov, masking=masking)
+    u, v = torch.zeros(2, count, dtype=torch.float64)
+    for step in range(50):
+        gradient = normal(count, step)
+        if nesterov:
+            u = momentum * (u + gradient)
+            v = v + u + gradient
+        else:
+            u = momentum * u + gradient
+            v = v + u
+        mask = torch.zeros(count, dtype=torch.bool)
+        mask[v.abs().topk(size).indices] = True
+        torch.testing.assert_close(sent(feedback, gradient), v * mask, rtol=1e-12, atol=1e-12)
+        u, v = u * ~mask if masking else u, v * ~mask
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_sent_whole_it_is_sgd_with_momentum(nesterov):
+    feedback, x = make(20, momentum=0.8, nesterov=nesterov), torch.zeros(20, dtype=torch.float64)
+    theirs = torch.nn.Parameter(x.clone())
+    optimizer = torch.optim.SGD([theirs], lr=0.1, momentum=0.8, nesterov=nesterov)
+    for step in range(20):
+        theirs.grad = normal(20, step)
+        optimizer.step()
+        if step % 2:
+            feedback.take_whole(gradient := normal(20, step))
+            x.sub_(gradient, alpha=0.1)
+        else:
+            feedback.add(feedback.encode(normal(20, step), whole=True), x, whole=True, weight=-0.1)
+        assert not feedback.residual.any()
+        torch.testing.assert_close(x, theirs.detach(), rtol=1e-13, atol=1e-13)
+
+
 def test_sending_all_each_time_masks_all_velocity():
     """So nothing is left of momentum, and what is sent is the gradient."""
     feedback = make(50, ratio=1.0, momentum=0.9, values="fp64")
@@ -89,6 +127,15 @@ def test_gradients_are_clipped_before_they_are_added():
     assert sent(feedback, torch.tensor([3.0, 0.0, 4.0], dtype=torch.float64)).tolist() == pytest.approx([0.6, 0, 0.8])
     assert sent(feedback, torch.tensor([0.3, 0.0, 0.4], dtype=torch.float64)).tolist() == [0.3, 0, 0.4]
     assert sent(feedback, torch.zeros(3, dtype=torch.float64)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 3e38), (torch.float64, 1e308), (torch.float32, 1e-30)])
+def test_gradients_of_any_size_are_clipped_to_the_norm(dtype, size):
+    """Also where squares overflow, or vanish."""
+    norm = min(1.0, size)
+    feedback = make(4, dtype, ratio=1.0, momentum=0.0, clip_norm=norm)
+    out = sent(feedback, torch.full((4,), size, dtype=dtype))
+    assert (out / norm).tolist() == pytest.approx([0.5] * 4, rel=1e-5)
 
 
 def test_velocity_and_ramp_go_on_from_a_state():

@@ -164,7 +164,53 @@ def test_sizes_of_any_order_stay_finite(name, dtype, size):
     message = compressor.take(values)
     out = decoded(compressor, message, dtype)
     assert out.isfinite().all() and values.isfinite().all()
-    torch.testing.assert_close(out + values, before, **error(dtype, 8 * max(size, 1e-25)))
+    # What stands for elements may be larger than they are, as ±1 is.
+    torch.testing.assert_close(out + values, before, **error(dtype, 8 * max(size, 1e-25, out.abs().max().item())))
+
+
+@every
+@dtypes
+@pytest.mark.parametrize(
+    "kind", ["largest", "signs", "one", "negative", "mixed", "least", "beyond float32", "row", "half"]
+)
+@pytest.mark.parametrize("split", [True, False])
+def test_what_is_finite_stays_finite(name, dtype, kind, split):
+    """Messages, what they stand for, and what they leave, up to the largest numbers; in float32 sums overflow there.
+
+    What can't be sent waits: before = message + after, but for powersgd, whose products must not overflow: where even
+    that waits in part, it may end at the largest number.
+    """
+    most, info = torch.finfo(torch.float32).max, torch.finfo(dtype)
+    drawn, values = gradient(0, dtype), torch.zeros(COUNT, dtype=dtype)
+    if kind == "largest":
+        values.fill_(most)
+    elif kind == "signs":
+        values.copy_(drawn.sign() * most)
+    elif kind == "one":
+        values[3] = -most
+    elif kind == "negative":
+        values.fill_(-most)
+    elif kind == "mixed":
+        values.copy_(drawn)
+        values[::7] = most
+        values[::11] = -most
+    elif kind == "least":
+        values.copy_(drawn.sign() * info.smallest_normal / 4)
+    elif kind == "beyond float32":
+        values.copy_(drawn.sign() * info.max)
+    elif kind == "row":
+        values[:16], values[16:32] = most, -most
+    else:
+        values.copy_(drawn.clamp(-1, 1) * (most / 2))
+    compressor, before = make(name, split=split), values.clone()
+    for _ in range(3):
+        message = compressor.take(values)
+        out = decoded(compressor, message, dtype)
+        assert out.isfinite().all() and values.isfinite().all()
+        if name != "powersgd":
+            tolerance = 64 * info.eps * torch.maximum(before.abs(), out.abs()).max().item()
+            torch.testing.assert_close(out / 2 + values / 2, before / 2, rtol=0, atol=tolerance)
+        before = values.clone()
 
 
 @every

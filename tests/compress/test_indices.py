@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcdist.compress import indices
+from hpcdist.compress.coding import indices
 
 MOST = 1 << 31
 WORDS = [469762048, 50332415, 1008898285, 4028502861, 49]

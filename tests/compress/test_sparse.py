@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcdist.compress import indices, sparse
-from hpcdist.compress.sample import Sample
+from hpcdist.compress.coding import indices, sparse
+from hpcdist.compress.coding.sample import Sample
 
 
 def normal(count: int, seed: int = 0, dtype=np.float32) -> np.ndarray:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcdist.compress import Feedback, indices, load
+from hpcdist.compress import Feedback, load
+from hpcdist.compress.coding import indices
 from hpcdist.errors import ConfigError
 
 TopK = load("topk")

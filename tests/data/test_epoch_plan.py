@@ -33,9 +33,7 @@ def test_each_sample_is_seen_exactly_once(n, workers, batch_size, seed, epoch, s
 
 @settings(max_examples=100, deadline=None)
 @given(**PLAN)
-def test_workers_together_see_what_one_process_with_the_global_batch_sees(
-    n, workers, batch_size, seed, epoch, shuffle
-):
+def test_workers_together_see_what_one_process_with_the_global_batch_sees(n, workers, batch_size, seed, epoch, shuffle):
     plan = EpochPlan(n, workers, batch_size, seed=seed, epoch=epoch, shuffle=shuffle)
     alone = EpochPlan(n, 1, workers * batch_size, seed=seed, epoch=epoch, shuffle=shuffle)
     assert plan.steps == alone.steps

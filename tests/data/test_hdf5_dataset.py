@@ -176,7 +176,7 @@ def test_scale_and_offset(tmp_path, stored, scale, offset, loaded):
 
 def test_close_and_use_again(files):
     for how in (contiguous, gzip):
-        path, x, _ = files[how]
+        path, _x, _ = files[how]
         dataset = HDF5Dataset(path)
         first = dataset.batch([1, 2])[0]
         dataset.close()

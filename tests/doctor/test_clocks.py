@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hpcdist.comm.virtual import Network, run_virtual
-from hpcdist.doctor.base import OK, WARNING, Asked, Nodes, find_nodes
+from hpcdist.doctor.base import OK, WARNING, Nodes, Requirements
 from hpcdist.doctor.checks import clocks
+from hpcdist.doctor.nodes import find_nodes
 
 
 def test_a_clock_that_is_off_is_measured_to_within_the_round_trip():
@@ -14,7 +15,7 @@ def test_a_clock_that_is_off_is_measured_to_within_the_round_trip():
 
     def body(comm):
         nodes = find_nodes(comm, f"n{comm.rank}")
-        return clocks.measure(comm, nodes, Asked(), lambda: 1e9 + comm.now() + ahead_s[comm.rank])
+        return clocks.measure(comm, nodes, Requirements(), lambda: 1e9 + comm.now() + ahead_s[comm.rank])
 
     found = run_virtual(body, 3, network=Network(latency_s=0.01, bandwidth_bytes_s=1e9))[0]["clocks"]
     assert found["n1"]["ahead_s"] == pytest.approx(0.002, abs=1e-5)
@@ -25,8 +26,8 @@ def test_a_clock_that_is_off_is_measured_to_within_the_round_trip():
 def test_ranks_of_this_machine_have_one_clock(ranks):
     def body(comm):
         nodes = find_nodes(comm, "host")
-        measured = clocks.measure(comm, nodes, Asked())
-        return list(clocks.judge(measured, nodes, Asked())) if comm.rank == 0 else None
+        measured = clocks.measure(comm, nodes, Requirements())
+        return list(clocks.judge(measured, nodes, Requirements())) if comm.rank == 0 else None
 
     (finding,) = ranks(body)[0]
     assert finding.status == OK and "clock" in finding.text
@@ -39,7 +40,7 @@ NODES = Nodes(("n1", "n2", "n3"), (0, 1, 2))
 def judge(*ahead_s: float, error_s: float = 1e-4):
     names = NODES.names[1 : len(ahead_s) + 1]
     found = {name: {"ahead_s": s, "error_s": error_s} for name, s in zip(names, ahead_s)}
-    return list(clocks.judge({"clocks": found}, NODES, Asked()))
+    return list(clocks.judge({"clocks": found}, NODES, Requirements()))
 
 
 def test_clocks_that_agree():

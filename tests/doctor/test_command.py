@@ -14,9 +14,11 @@ import pytest
 
 from harness.launch import SETTINGS, find_mpirun, launch
 from hpcdist.comm.launch import unlaunched
+from hpcdist.doctor import checks
 from hpcdist.doctor.base import WARNING, Finding, Nodes
-from hpcdist.doctor.report import Options, Report
+from hpcdist.doctor.report import ExaminationOptions, Report
 from hpcdist.errors import ConfigError
+from hpcdist.study.hosts import NET, Cable
 
 ROOT = Path(__file__).parents[2]
 MPICH = ROOT / ".venv-mpich"
@@ -29,7 +31,6 @@ pytestmark = [pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is ins
 # Runs the command after a statement of its own on each rank.
 SCRIPT = """
 import os, signal, sys, time
-from hpcdist.doctor import world
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 from hpcdist import cli
 from mpi4py import MPI
@@ -62,9 +63,7 @@ def test_it_prints_a_line_per_finding_and_writes_what_it_measured():
     job, _ = doctor(2, "--json", "told.json", "--exclude-file", "out", *PATIENT)
     assert job.returncode == 0, job.stdout + job.stderr
     found = lines(job)
-    assert [check for _, check, _ in found if check != "world"] == [
-        "clocks", "files", "gpus", "links", "progress", "versions", "all"
-    ]  # fmt: skip
+    assert [check for _, check, _ in found if check != "world"] == [*checks.available(), "all"]
     assert found[0][2].startswith("2 ranks on 1 node (") and "started by Open MPI's mpirun" in found[0][2]
     assert all(status in ("ok", "warning") for status, _, _ in found)
     assert found[-1][2].startswith("0 errors, ") and found[-1][2].endswith("exit status 0")
@@ -93,7 +92,7 @@ def test_another_number_of_ranks_is_told_once():
 
 
 @pytest.mark.skipif(not MPIEXEC.exists(), reason="tests/run.sh makes .venv-mpich; it is not there")
-@pytest.mark.skipif(MPICH == Path(sys.prefix), reason="runs from .venv")
+@pytest.mark.skipif(Path(sys.prefix) == MPICH, reason="runs from .venv")
 def test_worlds_of_size_1_are_told_once():
     """MPICH's mpiexec starts processes that find Open MPI."""
     inherited = unlaunched(os.environ)
@@ -116,24 +115,31 @@ def test_as_many_to_spare_as_there_are_is_refused():
 
 
 def test_a_file_that_can_not_be_written_is_refused():
-    report = Report(Options(json_path=Path("nowhere") / "told.json"), speaks=True)
+    report = Report(ExaminationOptions(json_path=Path("nowhere") / "told.json"), speaks=True)
     with pytest.raises(ConfigError, match="told.json must be a file that can be written; got No such file"):
         report.conclude()
 
 
 def test_what_is_known_before_mpi_starts_is_in_the_files_already():
-    report = Report(Options(2, Path("out"), json_path=Path("told.json")), speaks=True)
+    report = Report(ExaminationOptions(2, Path("out"), json_path=Path("told.json")), speaks=True)
     report.nodes = Nodes(("n1", "n2", "n3"), ())
     report.add([Finding(WARNING, "n2 is not well", ("n2",))])
-    report.foresee()
+    report.write_ahead()
     told = json.loads(Path("told.json").read_text())
     assert (told["status"], told["excluded"], len(told["findings"])) == (1, ["n2", "n3"], 1)
     assert Path("out").read_text() == "n2,n3\n"
 
 
 # --- it ends whatever hangs -------------------------------------------------------------------------------------------
+SILENT = """
+from hpcdist.comm.mpi import first_messages
+first_messages.ANSWER_S = 2.0
+if rank == 2: time.sleep(100)
+"""
+
+
 def test_a_rank_that_never_answers_is_named():
-    job, seconds = doctor(3, before="world.ANSWER_S = 2.0\nif rank == 2: time.sleep(100)")
+    job, seconds = doctor(3, before=SILENT)
     assert job.returncode == 1 and seconds < 50
     (world, _) = lines(job)
     assert world[:2] == ["error", "world"]
@@ -161,7 +167,7 @@ def test_a_rank_that_stops_is_named(rank, seconds):
 
 
 def test_what_takes_too_long_is_named():
-    before = "from hpcdist.comm import mpi_rollcall\nmpi_rollcall.call = lambda *_: time.sleep(100)"
+    before = "from hpcdist.doctor import examination\nexamination.check = lambda *_: time.sleep(100)"
     job, seconds = doctor(2, "--limit-s", "2", before=before)
     assert job.returncode == 1 and seconds < 50
     (world, _) = lines(job)
@@ -171,7 +177,7 @@ def test_what_takes_too_long_is_named():
 
 SOONER = """
 import time
-from hpcdist.doctor.limit import TimeLimit
+from hpcdist.doctor.time_limit import TimeLimit
 limit = TimeLimit(60, print)
 with limit.sooner(0.5):
     pass
@@ -187,11 +193,32 @@ def test_what_may_not_come_back_ends_sooner_and_without_a_word():
     assert (job.returncode, job.stdout, job.stderr) == (1, "goes on\n", "")
 
 
+LATE = """
+import os, sys, time
+if os.environ["OMPI_COMM_WORLD_RANK"] == "{rank}": time.sleep(100)
+from hpcdist import cli
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(("late", "speaks"), [(2, 0), (0, 1)])
+def test_a_rank_that_never_starts_mpi_is_not_waited_for(late, speaks):
+    options = ["doctor", "--limit-s", "4", "--json", "told.json"]
+    start = time.monotonic()
+    job = launch(3, ["-c", LATE.format(rank=late), *options], env={**ENV, "HOME": os.getcwd()}, timeout_s=120)
+    assert job.returncode == 1 and time.monotonic() - start < 50, job.stdout + job.stderr
+    world, *more = lines(job)
+    assert world[:2] == ["error", "world"]
+    assert re.match(rf"rank {speaks} waited \d\S* s in MPI's start for the others of 3 ranks\. One has ended", world[2])
+    assert [row[:2] for row in more] == [["error", "all"]] * (speaks == 0) and "Timeout" not in job.stderr
+    assert Path("told.json").exists() == (speaks == 0)
+
+
 # --- on hosts of its own ----------------------------------------------------------------------------------------------
-def test_the_host_behind_a_slow_cable_is_named_and_a_folder_that_is_not_shared(kit, make_hosts):
+def test_the_host_behind_a_slow_cable_is_named_and_a_folder_that_is_not_shared(make_hosts):
     """Each host has a /dev/shm of its own."""
     made = make_hosts(3)
-    made.shape(kit.Cable(50), "n2")
+    made.shape(Cable(50), "n2")
     options = ("--folder", "/dev/shm", "--spare", "1", "--exclude-file", "out", "--json", "told.json", *PATIENT)
     job = made.launch(["-m", "hpcdist", "doctor", *options], env={**ENV, "HOME": os.getcwd()}, timeout_s=120)
     found = [line.split(maxsplit=2) for line in job.stdout.splitlines()]
@@ -218,9 +245,9 @@ def on_hosts(made, program: list[str], *options: str) -> tuple[list[list[str]], 
 LOSE = ("neigh", "replace", "{}", "lladdr", "02:00:00:00:00:99", "dev", "eth0", "nud", "permanent")
 
 
-def test_two_hosts_that_pass_each_other_nothing_are_named(kit, make_hosts):
+def test_two_hosts_that_pass_each_other_nothing_are_named(make_hosts):
     made = make_hosts(4)
-    words = [word.format(f"{kit.NET}.2") for word in LOSE]
+    words = [word.format(f"{NET}.2") for word in LOSE]
     subprocess.run([*made.inside("n4"), "ip", *words], check=True)
     found, said = on_hosts(made, ["-m", "hpcdist"])
     assert [row[:2] for row in found] == [["error", "links"], ["ok", "spare"], ["error", "all"]], said
@@ -243,8 +270,8 @@ links._pair = breaking
 """
 
 
-def test_a_link_that_breaks_while_it_is_measured_is_named(kit, make_hosts):
-    before = BREAKS.format(command=" ".join(LOSE).format(f"{kit.NET}.3"))
+def test_a_link_that_breaks_while_it_is_measured_is_named(make_hosts):
+    before = BREAKS.format(command=" ".join(LOSE).format(f"{NET}.3"))
     found, said = on_hosts(make_hosts(3), ["-c", SCRIPT.format(text=before)])
     (link,) = [row for row in found if row[0] == "error" and row[1] == "links"]
     assert link[2].startswith("the link n2-n3 passes nothing: its measurement did not end within 3 s, though"), said

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.doctor.base import ERROR, OK, WARNING, Asked, Nodes, find_nodes
+from hpcdist.doctor.base import ERROR, OK, WARNING, Nodes, Requirements
 from hpcdist.doctor.checks import files
+from hpcdist.doctor.nodes import find_nodes
 
 NODES = Nodes(("n1", "n2", "n3"), (0, 1, 2))
 
 
 def examined(comm, folder: Path):
     nodes = find_nodes(comm, "host")
-    measured = files.measure(comm, nodes, Asked(folder=folder))
+    measured = files.measure(comm, nodes, Requirements(folder=folder))
     comm.barrier()
-    return measured, list(files.judge(measured, nodes, Asked(folder=folder)))
+    return measured, list(files.judge(measured, nodes, Requirements(folder=folder)))
 
 
 # --- real folders -----------------------------------------------------------------------------------------------------
@@ -58,7 +59,7 @@ def fine() -> dict:
 
 
 def judge(measured: dict, **environ: str):
-    return list(files.judge(measured, NODES, Asked(environ=environ)))
+    return list(files.judge(measured, NODES, Requirements(environ=environ)))
 
 
 def test_a_good_file_system():

@@ -3,17 +3,58 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 
+import pynvml
 import pytest
 
-from hpcdist.doctor.base import ERROR, OK, WARNING, Asked, Nodes, find_nodes
+from hpcdist.doctor.base import ERROR, OK, WARNING, Nodes, Requirements
 from hpcdist.doctor.checks import gpus
+from hpcdist.doctor.nodes import find_nodes
 
 NODES = Nodes(("n1", "n2"), (0, 0, 1, 1))
-TABLE = """\
-GPU-aaaa, NVIDIA H200, 143771, 143156, 0, 0x0000000000000001
-GPU-bbbb, NVIDIA A100-SXM4-80GB, 81920, 81037, [N/A], 0x0000000000000040
-"""
+
+
+class Driver:
+    """NVIDIA's library on a node with two GPUs, the second of which has no counter of memory errors."""
+
+    NVMLError, NVMLError_LibraryNotFound = pynvml.NVMLError, pynvml.NVMLError_LibraryNotFound
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, i: int) -> int:
+        return i
+
+    def nvmlDeviceGetUUID(self, i: int) -> str:
+        return ("GPU-aaaa", "GPU-bbbb")[i]
+
+    def nvmlDeviceGetName(self, i: int) -> str:
+        return ("NVIDIA H200", "NVIDIA A100-SXM4-80GB")[i]
+
+    def nvmlDeviceGetMemoryInfo(self, i: int) -> SimpleNamespace:
+        return SimpleNamespace(total=(143771, 81920)[i] << 20, free=(143156, 81037)[i] << 20)
+
+    def nvmlDeviceGetTotalEccErrors(self, i: int, kind: int, since: int) -> int:
+        if i:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return 0
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, i: int) -> int:
+        return (0x1, 0x40)[i]
+
+    def nvmlDeviceGetComputeRunningProcesses(self, i: int) -> list[SimpleNamespace]:
+        return [] if i else [SimpleNamespace(pid=17), SimpleNamespace(pid=18)]
+
+    def nvmlSystemGetProcessName(self, pid: int) -> str:
+        if pid == 18:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+        return "python, x"
 
 
 def fine() -> dict:
@@ -24,39 +65,63 @@ def fine() -> dict:
 
 
 def judge(measured: dict, wanted: bool = False):
-    return list(gpus.judge(measured, NODES, Asked(gpus=wanted)))
+    return list(gpus.judge(measured, NODES, Requirements(gpus=wanted)))
 
 
-def test_the_drivers_table():
-    first, second = gpus.parse(TABLE)
+def test_what_the_driver_tells(monkeypatch):
+    monkeypatch.setattr(gpus, "nvml", Driver())
+    told = gpus.driver()
+    first, second = told["gpus"]
     assert first == {
         "uuid": "GPU-aaaa", "name": "NVIDIA H200", "total_mb": 143771, "free_mb": 143156, "ecc_errors": 0, "reasons": 1
     }  # fmt: skip
     assert second["ecc_errors"] is None and second["reasons"] == 0x40
-    assert gpus.parse_processes("GPU-aaaa, 17, python, x\n") == [["GPU-aaaa", "17", "python, x"]]
+    assert told["processes"] == [["GPU-aaaa", "17", "python, x"], ["GPU-aaaa", "18", "unknown"]]
 
 
 def test_ranks_tell_what_they_see(ranks):
     def body(comm):
         nodes = find_nodes(comm, "host")
-        measured = gpus.measure(comm, nodes, Asked())
-        return measured, list(gpus.judge(measured, nodes, Asked(gpus=True)))
+        measured = gpus.measure(comm, nodes, Requirements())
+        return measured, list(gpus.judge(measured, nodes, Requirements(gpus=True)))
 
     for measured, found in ranks(body):
         if measured["ranks"][0]["count"] == 0:
             assert found[0].status == ERROR and "every rank must see a GPU; got none on any." in found[0].text
 
 
-def test_a_driver_that_fails_is_told(monkeypatch, tmp_path):
-    """An nvidia-smi that is there and refuses, as where the driver's module is not loaded."""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed to communicate; exit 9\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    with pytest.raises(OSError, match="nvidia-smi has failed: NVIDIA-SMI has failed to communicate"):
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ("nvmlInit", "the GPU driver must answer; got Driver Not Loaded"),
+        ("nvmlDeviceGetHandleByIndex", "the GPU driver must tell of each GPU; got Driver Not Loaded"),
+    ],
+)
+def test_a_driver_that_fails_is_told(monkeypatch, call, text):
+    def fail(*_):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+
+    monkeypatch.setattr(gpus, "nvml", found := Driver())
+    monkeypatch.setattr(found, call, fail)
+    with pytest.raises(OSError, match=text):
         gpus.driver()
 
 
-@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="there is no nvidia-smi")
+def test_without_a_driver_there_is_nothing_to_tell(monkeypatch):
+    def fail():
+        raise pynvml.NVMLError_LibraryNotFound
+
+    monkeypatch.setattr(gpus, "nvml", found := Driver())
+    monkeypatch.setattr(found, "nvmlInit", fail)
+    assert gpus.driver() is None
+    measured = fine()
+    measured["nodes"] = {"n1": None, "n2": None}
+    (found,) = judge(measured)
+    assert found.text == "each rank sees 2 and has its own; no NVIDIA driver: health unknown"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="there is no NVIDIA driver")
 def test_the_real_driver_answers():
     told = gpus.driver()
     assert told["gpus"] and all(gpu["uuid"].startswith("GPU-") and gpu["total_mb"] for gpu in told["gpus"])

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcdist.comm.virtual import Network, run_virtual
-from hpcdist.doctor.base import OK, WARNING, Asked, Nodes, find_nodes
+from hpcdist.doctor.base import OK, WARNING, Nodes, Requirements
 from hpcdist.doctor.checks import links
 from hpcdist.doctor.checks.links import Link, compare, judge, rounds
+from hpcdist.doctor.nodes import find_nodes
 
 # What links of one healthy network differ by, and how much worse a bad one is.
 FINE_S, FINE_BYTES_S = st.floats(20e-6, 50e-6), st.floats(0.8e9, 1.2e9)
@@ -54,7 +55,7 @@ def test_a_network_is_measured_as_it_is(size):
     def body(comm):
         start = comm.now()
         nodes = find_nodes(comm, f"n{comm.rank}")
-        return links.measure(comm, nodes, Asked()), comm.now() - start
+        return links.measure(comm, nodes, Requirements()), comm.now() - start
 
     found, seconds = run_virtual(body, size, network=network)[0]
     assert len(found["links"]) == (size if size > 2 else 1)
@@ -62,13 +63,13 @@ def test_a_network_is_measured_as_it_is(size):
         assert latency_s == pytest.approx(2e-4, rel=1e-2) and bandwidth_bytes_s == pytest.approx(5e7, rel=0.05)
     assert seconds < len(rounds(size)) * 3 * links.PAIR_S
     nodes = Nodes(tuple(f"n{i}" for i in range(size)), tuple(range(size)))
-    assert [finding.status for finding in judge(found, nodes, Asked())] == [OK]
+    assert [finding.status for finding in judge(found, nodes, Requirements())] == [OK]
 
 
 def test_a_very_slow_network_takes_no_longer():
     def body(comm):
         start = comm.now()
-        links.measure(comm, find_nodes(comm, f"n{comm.rank}"), Asked())
+        links.measure(comm, find_nodes(comm, f"n{comm.rank}"), Requirements())
         return comm.now() - start
 
     slow = Network(latency_s=0.05, bandwidth_bytes_s=1e5)
@@ -85,7 +86,7 @@ def test_what_looks_slow_is_measured_again_and_only_that(monkeypatch):
         return 1e-5, 1e7 if busy else 1e9
 
     monkeypatch.setattr(links, "_pair", pair)
-    found = run_virtual(lambda comm: links.measure(comm, find_nodes(comm, f"n{comm.rank}"), Asked()), 5)[0]
+    found = run_virtual(lambda comm: links.measure(comm, find_nodes(comm, f"n{comm.rank}"), Requirements()), 5)[0]
     assert {tuple(row[2:]) for row in found["links"]} == {(1e-5, 1e9)}
     assert sorted(map(asked.count, {frozenset(row[:2]) for row in found["links"]})) == [2, 2, 2, 4, 4]
 
@@ -94,7 +95,7 @@ def test_what_looks_slow_is_measured_again_and_only_that(monkeypatch):
 def test_real_ranks_are_measured(ranks):
     def body(comm):
         apart = comm.apart()
-        found = links.measure(apart, find_nodes(apart, "host"), Asked())
+        found = links.measure(apart, find_nodes(apart, "host"), Requirements())
         apart.close()
         return found
 
@@ -151,7 +152,7 @@ def say(figures: list, nodes: Nodes = NODES, networks: dict | None = None):
     pairs = [(i, (i + 1) % count) for i in range(len(figures))]
     table = [[*pair, *row] for pair, row in zip(pairs, figures)]
     found = {"links": table, "networks": networks or dict.fromkeys(nodes.names, ETH)}
-    return list(judge(found, nodes, Asked()))
+    return list(judge(found, nodes, Requirements()))
 
 
 def test_the_slow_node_is_named_with_its_links_and_the_median():
@@ -174,7 +175,7 @@ def test_two_nodes_have_nothing_to_compare_with():
 
 
 def test_one_node_has_no_links():
-    (fine,) = judge({"links": [], "networks": {"n1": ETH}}, Nodes(("n1",), (0, 0)), Asked())
+    (fine,) = judge({"links": [], "networks": {"n1": ETH}}, Nodes(("n1",), (0, 0)), Requirements())
     assert (fine.status, fine.text) == (OK, "one node (n1): no links to measure")
 
 

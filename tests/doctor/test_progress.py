@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.doctor.base import OK, WARNING, Asked, Nodes, find_nodes
+from hpcdist.doctor.base import OK, WARNING, Nodes, Requirements
 from hpcdist.doctor.checks import progress
+from hpcdist.doctor.nodes import find_nodes
 
 NODES = Nodes(("n1", "n2"), (0, 1))
 
@@ -15,7 +16,7 @@ NODES = Nodes(("n1", "n2"), (0, 1))
 def test_real_ranks_are_measured(ranks, way):
     def body(comm):
         place = comm.apart(way) if way else comm.split(0)
-        found = progress.measure(place, find_nodes(place, "host"), Asked())
+        found = progress.measure(place, find_nodes(place, "host"), Requirements())
         place.close()
         return found
 
@@ -28,14 +29,14 @@ def test_one_rank_waits_for_nobody(ranks):
     def body(comm):
         alone = comm.split(comm.rank)
         nodes = find_nodes(alone, "host")
-        return list(progress.judge(progress.measure(alone, nodes, Asked()), nodes, Asked()))
+        return list(progress.judge(progress.measure(alone, nodes, Requirements()), nodes, Requirements()))
 
     assert all(finding.text == "one rank: nobody to wait for" for (finding,) in ranks(body))
 
 
 def say(mpi_s: float, window_s: float, across: str | None = "tcp"):
     measured = {"asker": 1, "across": across, "mpi_s": mpi_s, "window_s": window_s, "library": "Open MPI v5"}
-    (finding,) = progress.judge(measured, NODES, Asked())
+    (finding,) = progress.judge(measured, NODES, Requirements())
     return finding.status, finding.text
 
 

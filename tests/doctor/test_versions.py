@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from hpcdist.doctor.base import ERROR, OK, WARNING, Asked, Nodes, find_nodes
+from hpcdist.doctor.base import ERROR, OK, WARNING, Nodes, Requirements
 from hpcdist.doctor.checks import versions
+from hpcdist.doctor.nodes import find_nodes
 
 NODES = Nodes(("n1", "n2"), (0, 0, 1, 1))
 OWN = {"hpcdist": "1", "torch": "2.9", "mpi": "Open MPI", "python": "3.11", "numpy": "2.1"}
 
 
 def judge(*differing: dict):
-    return list(versions.judge({"versions": [OWN | more for more in differing]}, NODES, Asked()))
+    return list(versions.judge({"versions": [OWN | more for more in differing]}, NODES, Requirements()))
 
 
 def test_ranks_tell_what_they_run(ranks):
     def body(comm):
         nodes = find_nodes(comm, "host")
-        return list(versions.judge(versions.measure(comm, nodes, Asked()), nodes, Asked()))
+        return list(versions.judge(versions.measure(comm, nodes, Requirements()), nodes, Requirements()))
 
     for (finding,) in ranks(body):
         assert finding.status == OK and "the same on all ranks: hpcdist " in finding.text and "h5py 3" in finding.text

@@ -7,14 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from comm.jobs_here import run
 from harness.launch import find_mpirun
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.config import JobConfig, load
 from hpcdist.data import importers
 from hpcdist.records import read_records
+from hpcdist.train import Job, Metric, Trainer, accuracy
 
 ULFM = ["--with-ft", "ulfm"]  # Open MPI's User-Level Failure Mitigation: mpirun lets the others live
 AT_ANY_TIME = 0  # in place of a step
+DEFAULTS = {"epochs": 3, "batch_size": 16, "optimizer": {"name": "SGD", "lr": 0.2}, "seed": 3}
 
 
 def _survives() -> bool:
@@ -27,7 +32,7 @@ def _survives() -> bool:
 survivable = pytest.mark.skipif(not _survives(), reason="only Open MPI's mpirun lets other ranks outlive a killed one")
 
 JOB = """
-import atexit, gc, operator, os, signal, sys, threading, time
+import operator, os, signal, sys, threading, time
 from pathlib import Path
 import torch
 import hpcdist as hd
@@ -36,8 +41,8 @@ from hpcdist.train import Job, Metric, Trainer, accuracy
 
 DEATHS, INSIDE, CALL, AMID_S = {deaths}, {inside!r}, {call}, {amid_s}
 NAP_S, APART, HIDDEN = {nap_s}, {apart}, {hidden}
-OPTIONS, RESUME, FOLDER = {options}, {resume!r}, Path({folder!r})
-atexit.register(gc.freeze)  # else the interpreter ends with a second of collecting what torch leaves
+OPTIONS, FOLDER = {options}, Path({folder!r})
+hd.init(deadline_s=60)  # a busy machine starts ranks late
 world = hd.init(deadline_s=20)
 comm = world.apart() if APART else world
 calls = 0
@@ -82,13 +87,12 @@ job = Job(
     loss=loss,
     metrics={{"accuracy": Metric(accuracy)}},
     data=lambda path: None,  # it is there
-    defaults={{"epochs": 3, "batch_size": 16, "optimizer": {{"name": "SGD", "lr": 0.2}}, "seed": 3}},
 )
-values = load({{**job.defaults, "data": {{"path": {data!r}}}}}, None, OPTIONS)
+values = load({{**{defaults}, "data": {{"path": {data!r}}}}}, None, OPTIONS)
 trainer = Trainer(job, JobConfig(**values), comm, FOLDER / "run", None, listens=True)
 if DEATHS.get(comm.rank) == 0:  # such as a server, which has no step of its own
     threading.Timer(0.3, die).start()
-trainer.run(Path(RESUME) if RESUME else None)
+trainer.run()
 trainer.close()
 """
 
@@ -104,7 +108,6 @@ def job(
     nap_s: float = 0.0,
     apart: bool = False,
     hidden: int = 0,
-    resume: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Trains digits.
 
@@ -128,9 +131,27 @@ def job(
         options=list(options),
         folder=str(folder),
         data=str(_digits(folder.parent)),
-        resume=resume,
+        defaults=DEFAULTS,
     )
     return run(folder, text, size, options=ULFM, timeout_s=90)[0]
+
+
+def go_on(folder: Path, size: int, checkpoint: Path, *options: str) -> None:
+    """Resume such a run, without a hidden layer, on virtual ranks."""
+    job = Job(
+        model=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)),
+        loss=torch.nn.functional.cross_entropy,
+        metrics={"accuracy": Metric(accuracy)},
+        data=lambda path: None,
+    )
+    values = load({**DEFAULTS, "data": {"path": str(_digits(folder.parent))}}, None, options)
+
+    def body(comm):
+        trainer = Trainer(job, JobConfig(**values), comm, folder / "run", None)
+        trainer.run(checkpoint)
+        trainer.close()
+
+    run_virtual(body, size)
 
 
 def _digits(folder: Path) -> Path:

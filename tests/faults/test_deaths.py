@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from faults.deaths import AT_ANY_TIME, events, job, survivable
+from faults.deaths import AT_ANY_TIME, events, go_on, job, survivable
 from hpcdist.records import load_summary, read_records
 
 pytestmark = survivable
@@ -43,15 +43,20 @@ def test_what_is_left_saves_a_checkpoint_from_which_as_many_ranks_go_on(tmp_path
     assert done.returncode == 0, done.stderr
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == ["step-00000030", "step-00000060"] or len(saved) == 2, saved
-    latest = tmp_path / "run" / "checkpoints" / saved[-1]
-    again = job(tmp_path, 3, "strategy=hardsync", "epochs=3", resume=str(latest))
-    assert again.returncode == 0, again.stderr
+    go_on(tmp_path, 3, tmp_path / "run" / "checkpoints" / saved[-1], "strategy=hardsync", "epochs=3")
     assert load_summary(tmp_path / "run").ranks == 3
 
 
-def test_a_killed_server_ends_the_run_with_a_message(tmp_path):
-    options = ("strategy=parameter_server", "epochs=2000", "checkpoint.every_steps=20")
-    done = job(tmp_path, 3, *options, deaths={0: AT_ANY_TIME})
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (3, ["strategy=parameter_server"]),
+        (4, ["strategy=hardsync", "strategy.fan_in=2"]),  # rank 1 is an aggregator, and 2 and 3 push to it alone
+    ],
+    ids=["parameter_server", "aggregator"],
+)
+def test_a_killed_server_ends_the_run_with_a_message(tmp_path, size, options):
+    done = job(tmp_path, size, *options, "epochs=2000", "checkpoint.every_steps=20", deaths={0: AT_ANY_TIME})
     assert done.returncode != 0
     # In a step, or between two steps, where all ranks take part.
     met = ", and its part of the parameters", ", and the others can't go on without it", "; this call needs all of them"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -11,12 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from subprocess import PIPE
+from subprocess import DEVNULL, PIPE
 
 from hpcdist.comm.launch import unlaunched
 
 TESTS = Path(__file__).parents[1]
 IMPORTS = {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}  # the library, and the tests' own modules
+# What Python reads first in every process of a job. To the library, lines in a folder of this name are not the user's.
+SITE = Path(__file__).with_name("dist-packages")
 SETTINGS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -41,14 +46,17 @@ def launch(
     env: Mapping[str, str] | None = None,
     timeout_s: float = 120.0,
     options: Sequence[str] = (),
+    compiler: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python *arguments` on `size` ranks, with further `options` of mpirun; stdout, stderr and the exit status.
+
+    Without `compiler` the job can't use torch's, and starts sooner.
 
     Raises subprocess.TimeoutExpired, after ending the job, if it takes longer than `timeout_s`.
     """
     command = _command(size, arguments, options)
     with (
-        _environment(env) as environment,
+        _environment(env, compiler) as environment,
         subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True, errors="replace") as job,
     ):
         try:
@@ -87,7 +95,41 @@ def _command(size: int, arguments: Sequence[str | Path], options: Sequence[str])
 
 
 @contextmanager
-def _environment(env: Mapping[str, str] | None) -> Iterator[dict[str, str]]:
+def _environment(env: Mapping[str, str] | None, compiler: bool = False) -> Iterator[dict[str, str]]:
     """With a folder for what mpirun keeps under its process id: what a killed one leaves stops a later one there."""
     with tempfile.TemporaryDirectory(prefix="mpirun-", ignore_cleanup_errors=True) as folder:
-        yield {**unlaunched(os.environ), **SETTINGS, "PRTE_MCA_prte_tmpdir_base": folder, **(env or {})}
+        given = {**unlaunched(os.environ), **SETTINGS, "PRTE_MCA_prte_tmpdir_base": folder, **(env or {})}
+        if compiler:
+            yield given
+            return
+        paths = [str(SITE), given.get("PYTHONPATH", "")]
+        with _served(Path(folder, "server")) as address:
+            yield {**given, "PYTHONPATH": os.pathsep.join(paths), "FORKSERVER": address}
+
+
+@contextmanager
+def _served(path: Path) -> Iterator[str]:
+    """Serves a job at this address; in the end kills the ranks that are left."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        lifeline, other_end = socket.socketpair()
+        with other_end:
+            socket.send_fds(_forkserver(), [b"serve"], [listener.fileno(), other_end.fileno()])
+    with lifeline:
+        yield str(path)
+
+
+@functools.cache
+def _forkserver() -> socket.socket:
+    """Starts what serves all jobs of this process, and ends with it; what takes its requests."""
+    here = {**unlaunched(os.environ), **SETTINGS, "PYTHONPATH": os.pathsep.join([str(SITE), str(TESTS.parent)])}
+    requests, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with other_end:
+        given = other_end.fileno()
+        command = [sys.executable, SITE / "forkserver.py", str(given)]
+        # In a session of its own: Ctrl-C is for the launchers of jobs.
+        server = subprocess.Popen(command, env=here, pass_fds=[given], stdin=DEVNULL, start_new_session=True)
+    atexit.register(server.wait)
+    atexit.register(requests.close)  # first: then it ends
+    return requests

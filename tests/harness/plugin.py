@@ -6,6 +6,7 @@ Plain `pytest` runs everything on virtual ranks; under a launcher only tests tha
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import hypothesis
@@ -17,15 +18,20 @@ from harness.time_limit import TimeLimit
 from hpcdist.comm.launch import check_world, declared_size
 
 SIZES = (1, 2, 3, 4)
+REPEATED = (2, 4)  # on so many real ranks tests marked `computes` run in any case
 MARKERS = (
-    "sizes(*sizes, exact=False): numbers of virtual ranks, default 1, 2, 3, 4. A real job runs the test if it is not "
-    "smaller than the smallest; with exact=True, or where there is only one, if its size is one of them",
+    "sizes(*sizes, exact=False): numbers of virtual ranks, default 1, 2, 3, 4. A real job runs the test if its size is "
+    "one of them, or larger than those of them up to 4; with exact=True, or where there is only one, in the first case",
     "mpi(min_size=1): runs under a launcher only",
     "virtual: uses ranks, but runs on virtual ones only",
+    "computes: is about what ranks compute, by communication that other tests examine. --without-repeats leaves it out "
+    "of a real job, except where it needs 1 or 3 ranks",
     "alone: measures how long something takes, so that no other test may run beside it",
+    "gpu: needs a GPU that torch can use, and is skipped elsewhere unless --gpu-as cpu is given",
     "cluster: uses the fixture of that name, a cluster under Slurm; set by itself",
     "time_limit(seconds): how long the test may take before the run is ended; default --time-limit",
 )
+REAL = re.compile(r"def \w+\([^)]*\branks\b|mark\.mpi\b")  # what is in a file of tests for real ranks, or beside it
 JOB = pytest.StashKey()
 DESELECTED = pytest.StashKey()
 
@@ -46,6 +52,9 @@ hypothesis.settings.register_profile(
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ranks")
     group.addoption("--grace", type=float, default=5.0, help="seconds after which a failed rank ends the job")
+    help_ = "leave out tests marked computes that run on 2 or 4 ranks of another job"
+    group.addoption("--without-repeats", action="store_true", help=help_)
+    group.addoption("--gpu-as", choices=("cuda", "cpu"), help="device that tests marked gpu use instead of a GPU")
     group.addoption("--time-limit", type=float, default=240.0, help="seconds that a test may take")
 
 
@@ -82,6 +91,18 @@ def _join(config: pytest.Config, console: Console):
 
 
 # --- which tests run where --------------------------------------------------------------------------------------------
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out files without a test for real ranks, or with the one marker of -m: importing all takes 10 seconds."""
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    wanted = [REAL] if config.stash[JOB] else []
+    if config.option.markexpr.isidentifier():
+        wanted.append(re.compile(rf"\b{config.option.markexpr}\b"))
+    paths = [path for path in (collection_path, collection_path.parent / "conftest.py") if path.exists()]
+    text = "\n".join(path.read_text() for path in paths)
+    return None if all(pattern.search(text) for pattern in wanted) else True
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "ranks" not in metafunc.fixturenames:
         return
@@ -95,28 +116,69 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _skip_size(size: int, sizes: tuple[int, ...], exact: bool) -> list[pytest.MarkDecorator]:
+    reason = _why_not(size, sizes, exact)
+    return [pytest.mark.skip(reason=reason)] if reason else []
+
+
+def _why_not(size: int, sizes: tuple[int, ...], exact: bool) -> str:
     exact = exact or len(sizes) == 1
-    if size in sizes or (not exact and size >= min(sizes)):
-        return []
-    wanted = " or ".join(map(str, sizes)) if exact else f"{min(sizes)} or more"
-    return [pytest.mark.skip(reason=f"needs {wanted} ranks; this job has {size}")]
+    if size in sizes:
+        return ""
+    if exact or size < min(sizes):
+        wanted = " or ".join(map(str, sizes)) if exact else f"{min(sizes)} or more"
+        return f"needs {wanted} ranks; this job has {size}"
+    if any(size < given <= max(SIZES) for given in sizes):
+        return f"is for {' or '.join(map(str, sizes))} ranks, to which {size} add nothing"
+    return ""
+
+
+def _repeats(item: pytest.Item) -> bool:
+    """Whether another job's run of the test shows as much."""
+    marker = item.get_closest_marker("sizes")
+    sizes, exact = (marker.args, marker.kwargs.get("exact", False)) if marker else (SIZES, False)
+    return item.get_closest_marker("computes") is not None and not all(_why_not(n, sizes, exact) for n in REPEATED)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     job = config.stash[JOB]
+    leave_out = bool(job) and config.getoption("--without-repeats")
     runs = [_runs_real(item) if job else item.get_closest_marker("mpi") is None for item in items]
+    runs = [here and not (leave_out and _repeats(item)) for item, here in zip(items, runs, strict=True)]
     deselected = [item for item, here in zip(items, runs, strict=True) if not here]
     items[:] = [item for item, here in zip(items, runs, strict=True) if here]
     config.stash[DESELECTED] = len(deselected)
     if deselected:
         config.hook.pytest_deselected(items=deselected)
+    without_gpu = _why_no_gpu(config) if any(item.get_closest_marker("gpu") for item in items) else ""
     for item in items:
+        if without_gpu and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=without_gpu))
         marker = item.get_closest_marker("mpi")
         min_size = marker.kwargs.get("min_size", 1) if marker else 1
         if job and job.size < min_size:
             reason = f"needs {min_size} or more ranks; this job has {job.size}"
             item.add_marker(pytest.mark.skip(reason=reason))
+    if not job:
+        _slow_files_first(config, items)
+
+
+def _slow_files_first(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Those that give their tests more time: begun last, one would keep a single process busy in the end."""
+    limits: dict[Path, float] = {}
+    for item in items:
+        marker = item.get_closest_marker("time_limit")
+        limit_s = marker.args[0] if marker else config.getoption("--time-limit")
+        limits[item.path] = max(limit_s, limits.get(item.path, 0.0))
+    items.sort(key=lambda item: -limits[item.path])
+
+
+def _why_no_gpu(config: pytest.Config) -> str:
+    if config.getoption("--gpu-as") == "cpu":
+        return ""
+    import torch  # slow, and most tests of Slurm's part do without
+
+    return "" if torch.cuda.is_available() else "torch finds no GPU on this machine"
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -130,8 +192,9 @@ def _runs_real(item: pytest.Item) -> bool:
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str:
-    count = config.stash[DESELECTED]
+    count = config.stash.get(DESELECTED, 0)  # unset where a path is wrong
     where = "in plain pytest only (they use no real ranks)" if config.stash[JOB] else "under mpirun only"
+    where += " or in other jobs" if config.getoption("--without-repeats") else ""
     return f"{count} tests deselected that run {where}" if count else ""
 
 
@@ -141,6 +204,17 @@ def ranks(request: pytest.FixtureRequest) -> RealRanks | VirtualRanks:
     """Call it with a body: `results = ranks(lambda comm: ...)`; see RealRanks and VirtualRanks."""
     job = request.config.stash[JOB]
     return RealRanks(job) if job else VirtualRanks(request.param)
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest):
+    """The GPU of this rank, or of all virtual ranks; several ranks may share one. For tests marked `gpu`."""
+    import torch
+
+    if request.config.getoption("--gpu-as") == "cpu":
+        return torch.device("cpu")
+    job = request.config.stash[JOB]
+    return torch.device("cuda", (job.rank if job else 0) % torch.cuda.device_count())
 
 
 @pytest.fixture

@@ -30,7 +30,8 @@ def _built() -> None:
 @pytest.fixture
 def horovod(_built: None) -> None:
     """Horovod, installed for this environment's MPI."""
-    from hpcdist.comm import hvd  # starts MPI, whose traces in the environment the processes of a test run must not see
+    # It starts MPI, whose traces in the environment the processes of a test run must not see.
+    from hpcdist.comm.external import horovod as hvd
 
     if reason := hvd.obstacle():
         pytest.skip(reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -13,10 +14,16 @@ import pytest
 import torch
 from tools_here import FOUND
 
-from hpcdist.comm import hvd, hvd_process
+from hpcdist.comm.external import horovod as hvd
+from hpcdist.comm.external import horovod_process
 from hpcdist.errors import BuildError, ConfigError
 from hpcdist.horovod import build, check, wheel
-from hpcdist.horovod.tools import Search, Wanted
+from hpcdist.horovod.tools import ChosenTools, Search
+
+
+@pytest.fixture(autouse=True)
+def all_levels(caplog):
+    caplog.set_level(logging.INFO, "hpcdist")
 
 
 # --- the build --------------------------------------------------------------------------------------------------------
@@ -63,11 +70,12 @@ CONFIGURED = "-- Build files have been written to: /tmp/x\n[  7%] Building CXX o
         (f"{CONFIGURED}fatal error: Python.h: No such file", "compile: .* Python's headers are missing"),
     ],
 )  # fmt: skip
-def test_a_failed_build_says_which_part_and_what_to_do(tmp_path, printed, message):
+def test_a_failed_build_says_which_part_and_what_to_do(tmp_path, caplog, printed, message):
     log = tmp_path / "log"
     with pytest.raises(BuildError, match=message) as error:
-        wheel.build(FOUND, tmp_path, Search(os.environ), source_package(tmp_path, printed), 1, log, pytest.fail)
+        wheel.build(FOUND, tmp_path, Search(os.environ), source_package(tmp_path, printed), 1, log)
     assert str(error.value).endswith(f"Log: {log}") and printed.splitlines()[-1] in log.read_text()
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
@@ -87,29 +95,31 @@ def test_what_a_log_tells_of_the_cause(line, what):
 
 
 @pytest.mark.parametrize("source", ["broken", None])
-def test_a_failed_download_says_so(tmp_path, source):
+def test_a_failed_download_says_so(tmp_path, caplog, source):
     """A file that is no package; and an index that has none."""
     if source:
         (tmp_path / "broken.tar.gz").write_text("no archive")
     environ = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}
     file = tmp_path / "broken.tar.gz" if source else None
     with pytest.raises(BuildError, match="download of the source: pip must build Horovod; got exit status .*--source"):
-        wheel.build(FOUND, tmp_path, Search(environ), file, 1, tmp_path / "log", pytest.fail)
+        wheel.build(FOUND, tmp_path, Search(environ), file, 1, tmp_path / "log")
+    assert caplog.messages == []
 
 
-def test_what_pip_can_not_install_is_told(tmp_path):
+def test_what_pip_can_not_install_is_told(tmp_path, caplog):
     environ = {**os.environ, "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
-    names, said = {"no_such_module_anywhere": "no-such-package-anywhere"}, []
+    names = {"no_such_module_anywhere": "no-such-package-anywhere"}
     with pytest.raises(BuildError, match="install: `.*no-such-package-anywhere` must work; got: .* Install it by"):
-        build._pip_install(names, None, tmp_path / "log", environ, said.append)
-    assert said == ["installing no-such-package-anywhere, which Horovod needs"]
-    build._pip_install({"torch": "torch"}, None, tmp_path / "log", environ, pytest.fail)  # is there
+        build._pip_install(names, None, tmp_path / "log", environ)
+    build._pip_install({"torch": "torch"}, None, tmp_path / "log", environ)  # is there
+    assert caplog.messages == ["installing no-such-package-anywhere, which Horovod needs"]
 
 
-def test_a_source_that_is_no_file_is_refused(tmp_path):
-    options = build.Options(tmp_path, source=tmp_path / "none.tar.gz")
+def test_a_source_that_is_no_file_is_refused(tmp_path, caplog):
+    options = build.BuildOptions(tmp_path, source=tmp_path / "none.tar.gz")
     with pytest.raises(ConfigError, match="--source must be the file of Horovod's source package; got .*none.tar.gz"):
-        build.run(options, Wanted(), os.environ, pytest.fail)
+        build.run(options, ChosenTools(), os.environ)
+    assert caplog.messages == []
 
 
 # --- the check --------------------------------------------------------------------------------------------------------
@@ -173,16 +183,16 @@ def test_a_horovod_that_is_not_there_or_of_another_mpi_is_told(tmp_path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     assert "Horovod is not installed in this environment, or without its part for torch. Run" in hvd.obstacle()
     with pytest.raises(ConfigError, match="Horovod must be built for this environment's torch and MPI; got none: "):
-        hvd_process.horovod()
+        horovod_process.horovod()
     extension.write_bytes(b"\0libmpi.so.99\0")
     assert "Horovod was built for libmpi.so.99, and mpi4py uses /" in hvd.obstacle()
 
 
 def test_a_horovod_that_says_that_it_is_of_another_torch_is_refused(tmp_path):
     extension = fake(tmp_path, "print('undefined symbol')") / "horovod" / "torch" / "mpi_lib_v2.so"
-    program = "import pathlib, sys\nfrom hpcdist.comm import hvd_process\n"
-    program += "from hpcdist.comm.mpi_library import loaded_here\n"
-    program += "pathlib.Path(sys.argv[1]).write_bytes(loaded_here()[0].name.encode())\nhvd_process.horovod()"
+    program = "import pathlib, sys\nfrom hpcdist.comm.external import horovod_process\n"
+    program += "from hpcdist.comm.mpi.library import loaded_here\n"
+    program += "pathlib.Path(sys.argv[1]).write_bytes(loaded_here()[0].name.encode())\nhorovod_process.horovod()"
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     done = subprocess.run(
         [sys.executable, "-c", program, extension],

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hpcdist import collectives
-from hpcdist.comm import hvd
-from hpcdist.comm.hvd import Horovod
+from hpcdist.comm.external import horovod as hvd
+from hpcdist.comm.external.horovod import Horovod
 from hpcdist.errors import CommunicationError, ConfigError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("horovod"), pytest.mark.time_limit(600)]
@@ -227,5 +227,3 @@ def test_without_threads_it_is_refused(ranks):
         return True
 
     assert all(ranks(body))
-
-

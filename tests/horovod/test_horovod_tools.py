@@ -11,18 +11,18 @@ import pytest
 import torch
 from tools_here import FOUND
 
-from hpcdist.comm.mpi_library import loaded
+from hpcdist.comm.mpi.library import loaded
 from hpcdist.errors import BuildError, ConfigError
 from hpcdist.horovod import build, cache, tools, wheel
-from hpcdist.horovod.tools import Search, Wanted
+from hpcdist.horovod.tools import ChosenTools, Search
 
 
 # --- what is found ----------------------------------------------------------------------------------------------------
 def test_without_a_compiler(search):
     with pytest.raises(BuildError, match=r"C\+\+ compiler: one that knows C\+\+17 must be on PATH; got none. Install"):
-        tools.find(Wanted(), search)
+        tools.find(ChosenTools(), search)
     with pytest.raises(BuildError, match="must be on PATH; got icpx. Install"):
-        tools.find(Wanted(cxx="icpx"), search)
+        tools.find(ChosenTools(cxx="icpx"), search)
 
 
 @pytest.mark.parametrize(
@@ -33,19 +33,19 @@ def test_without_cmake_or_with_an_old_one(program, search, shown, got):
     if shown:
         program("cmake", f"echo {shown}")
     with pytest.raises(BuildError, match=f"CMake: cmake 3.13 or newer must be on PATH; got {got}. Install it"):
-        tools.find(Wanted(), search)
+        tools.find(ChosenTools(), search)
 
 
 def test_without_the_compiler_of_this_mpi(program, search):
     program("g++", "echo 12")
     program("cmake", "echo cmake version 4.1.0")
     with pytest.raises(BuildError, match="MPI compiler: mpicxx of the MPI that mpi4py uses, .*; got none. Load"):
-        tools.find(Wanted(), search)
+        tools.find(ChosenTools(), search)
     other = program("mpicxx", "echo g++ -I/other/include -L/other/lib -lmpi")
     with pytest.raises(BuildError, match=f"must be in the environment or on PATH; got {other}. Load"):
-        tools.find(Wanted(), search)
+        tools.find(ChosenTools(), search)
     with pytest.raises(BuildError, match="MPI compiler: --mpicxx must be a program; got CC. Check the path"):
-        tools.find(Wanted(mpicxx="CC"), search)
+        tools.find(ChosenTools(mpicxx="CC"), search)
 
 
 def test_an_mpi_compiler_belongs_to_the_library_that_it_links(tmp_path):
@@ -69,7 +69,7 @@ def test_here_all_is_found():
     search = Search(os.environ)
     if not (search.program("cmake") and search.program("g++")):
         pytest.skip("this machine has no CMake or no C++ compiler")
-    found = tools.find(Wanted(gpu="off"), search)
+    found = tools.find(ChosenTools(gpu="off"), search)
     assert found.torch == torch.__version__ and found.why_no_gpu == "as chosen"
     assert Path(found.mpicxx).parent == Path(build.launcher_of(found, None, search)[0]).parent
 
@@ -95,14 +95,14 @@ def cuda(program, tmp_path):
     program("nvcc", "echo Cuda compilation tools, release 12.6, V12.6.20", folder="cuda/bin")
     (tmp_path / "nccl" / "include").mkdir(parents=True)
     (tmp_path / "nccl" / "include" / "nccl.h").touch()
-    return Wanted(cuda_home=tmp_path / "cuda", nccl_home=tmp_path / "nccl")
+    return ChosenTools(cuda_home=tmp_path / "cuda", nccl_home=tmp_path / "nccl")
 
 
 def test_nccl_where_torch_cuda_and_nccl_are_there(cuda, search):
     found = tools.with_gpu(FOUND, "12.8", cuda, search)
     assert (found.cuda_version, found.cuda_home, found.nccl_home) == ("12.6", str(cuda.cuda_home), str(cuda.nccl_home))
     named = Search({"PATH": "", "CUDA_HOME": str(cuda.cuda_home), "NCCL_HOME": str(cuda.nccl_home)}, search.prefix)
-    assert tools.with_gpu(FOUND, "12.8", Wanted(), named) == found
+    assert tools.with_gpu(FOUND, "12.8", ChosenTools(), named) == found
 
 
 @pytest.mark.parametrize(
@@ -115,13 +115,13 @@ def test_nccl_where_torch_cuda_and_nccl_are_there(cuda, search):
     ],
 )
 def test_what_is_lacking_for_gpus_is_told_or_refused(cuda, search, torch_cuda, left_out, lack, monkeypatch):
-    wanted = replace(cuda, **dict.fromkeys(left_out))
+    choice = replace(cuda, **dict.fromkeys(left_out))
     monkeypatch.setattr(tools, "SYSTEMS_CUDA", [])
     monkeypatch.setattr(tools, "SYSTEMS_NCCL", [])
-    found = tools.with_gpu(FOUND, torch_cuda, wanted, search)
+    found = tools.with_gpu(FOUND, torch_cuda, choice, search)
     assert found.cuda_home is None and lack in found.why_no_gpu
     with pytest.raises(BuildError, match="CUDA and NCCL: both must be there for --gpu nccl; ") as error:
-        tools.with_gpu(FOUND, torch_cuda, replace(wanted, gpu="nccl"), search)
+        tools.with_gpu(FOUND, torch_cuda, replace(choice, gpu="nccl"), search)
     assert lack in str(error.value)
 
 
@@ -156,19 +156,21 @@ def test_a_wheel_depends_on_versions_and_not_on_where_the_environment_is():
     assert cache.key(replace(FOUND, python="3.11.9"), Path("/env")) == key
 
 
-def test_wheels_are_kept_outside_the_checkout():
-    assert cache.default_folder({"XDG_CACHE_HOME": "/scratch"}) == Path("/scratch/hpcdist/horovod")
-    assert cache.default_folder({}) == Path.home() / ".cache" / "hpcdist" / "horovod"
+def test_wheels_are_kept_outside_the_checkout(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/scratch")
+    assert cache.default_folder() == Path("/scratch/hpcdist/horovod")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache.default_folder() == Path.home() / ".cache" / "hpcdist" / "horovod"
 
 
 def test_a_cache_that_can_not_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--cache must be a folder that can be written; got .*file/cache"):
-        cache.Entry(tmp_path / "file" / "cache", {})
+        cache.CachedBuild(tmp_path / "file" / "cache", {})
 
 
 def test_a_wheel_is_in_the_cache_whole_or_not_at_all(tmp_path):
-    entry = cache.Entry(tmp_path / "cache", {"torch": "1"})
+    entry = cache.CachedBuild(tmp_path / "cache", {"torch": "1"})
     with pytest.raises(KeyboardInterrupt), entry.building() as folder:
         (folder / "half.whl").write_text("half")
         raise KeyboardInterrupt
@@ -180,8 +182,8 @@ def test_a_wheel_is_in_the_cache_whole_or_not_at_all(tmp_path):
         (folder / "whole.whl").write_text("whole")
         kept = entry.keep(folder / "whole.whl")
         assert entry.wheel == kept and kept.read_text() == "whole"
-    assert cache.Entry(tmp_path / "cache", {"torch": "1"}).wheel == kept
-    assert cache.Entry(tmp_path / "cache", {"torch": "2"}).wheel is None
+    assert cache.CachedBuild(tmp_path / "cache", {"torch": "1"}).wheel == kept
+    assert cache.CachedBuild(tmp_path / "cache", {"torch": "2"}).wheel is None
     assert '"torch": "1"' in (kept.parent / "key.json").read_text()
 
 
@@ -190,15 +192,18 @@ def test_two_builds_of_the_same_wheel_wait_for_each_other(tmp_path, monkeypatch)
     order, waits = [], threading.Event()
 
     def second():
-        with cache.Entry(tmp_path, {"torch": "1"}).locked(waits.set):
+        with cache.CachedBuild(tmp_path, {"torch": "1"}).locked(waits.set):
             order.append("second")
 
     thread = threading.Thread(target=second)
-    with cache.Entry(tmp_path, {"torch": "1"}).locked(pytest.fail):
+    with cache.CachedBuild(tmp_path, {"torch": "1"}).locked(pytest.fail):
         thread.start()
         assert waits.wait(10)
         order.append("first")
     thread.join()
     assert order == ["first", "second"]
-    with cache.Entry(tmp_path, {"torch": "1"}).locked(pytest.fail), cache.Entry(tmp_path, {}).locked(pytest.fail):
+    with (
+        cache.CachedBuild(tmp_path, {"torch": "1"}).locked(pytest.fail),
+        cache.CachedBuild(tmp_path, {}).locked(pytest.fail),
+    ):
         pass  # others need not wait

@@ -6,17 +6,19 @@ import copy
 
 import pytest
 import torch
-from strategies import problem
 
 import hpcdist as hd
 from hpcdist import strategies
-from hpcdist.comm.interfaces import LOOPBACK
-from hpcdist.comm.process_group import ProcessGroup
-from hpcdist.comm.rendezvous import meet
+from hpcdist.comm.external.process_group import ProcessGroup
+from hpcdist.comm.external.rendezvous import meet
+from hpcdist.comm.network.interfaces import LOOPBACK
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import describe
 from hpcdist.errors import ConfigError, NonFiniteError, UnknownNameError
-from hpcdist.flat import FlatModel
+from hpcdist.model.flat import FlatModel
+from strategies import problem
+
+pytestmark = pytest.mark.computes
 
 REAL = [pytest.mark.mpi, pytest.mark.time_limit(600)]
 PROVIDERS = [pytest.param("gloo", id="gloo"), pytest.param("horovod", id="horovod")]
@@ -245,7 +247,7 @@ def test_ranks_of_one_host_meet_by_loopback(ranks):
 @pytest.mark.sizes(2, 3)
 def test_ranks_of_several_hosts_never_meet_by_loopback(ranks, monkeypatch):
     """Hosts that only say that they are others: their addresses are this one's, or there is none."""
-    from hpcdist.comm import rendezvous
+    from hpcdist.comm.external import rendezvous
     from hpcdist.errors import CommunicationError
 
     def body(comm):
@@ -342,4 +344,3 @@ def test_an_optimiser_with_line_searches_needs_the_mean_itself(provider):
             hd.DistributedOptimizer(optimizer, module, provider={"name": "horovod", **provider})
 
     run_virtual(body, 2)
-

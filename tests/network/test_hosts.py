@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hpcdist.study import relay
+from hpcdist.study.hosts import Cable, Hosts, describe, hosts, why_not
+
 # Host n2 sends back a byte for each one, or, of a connection that begins otherwise, takes and gives a megabyte.
 ECHO = """
 import socket, threading
@@ -86,31 +89,31 @@ def test_a_cable_carries_so_many_bits_in_each_direction(make_hosts, ask):
     assert alone_s < ask(made)["megabyte_s"] < 5 * alone_s
 
 
-def test_cables_can_be_changed(kit, make_hosts, ask):
+def test_cables_can_be_changed(make_hosts, ask):
     made = make_hosts(3)
     fast = ask(made)
     assert fast["ping_ms"] < 8 and fast["megabyte_s"] < 0.3
-    made.shape(kit.Cable(20))
+    made.shape(Cable(20))
     assert ask(made)["megabyte_s"] > 0.3
-    made.shape(kit.Cable())
+    made.shape(Cable())
     assert ask(made)["megabyte_s"] < 0.3
 
 
-def test_a_cable_delays_each_message_alike(kit, make_hosts, ask):
+def test_a_cable_delays_each_message_alike(make_hosts, ask):
     made = make_hosts(2, mbit_s=100, delay_ms=20)
     slow = ask(made)
     assert 40 < slow["ping_ms"] < 55, "the round trip"
     assert slow["megabyte_s"] > 0.11
-    made.shape(kit.Cable())
+    made.shape(Cable())
     assert ask(made)["ping_ms"] < 15, "the relay passes on at once"
-    made.shape(kit.Cable(delay_ms=20))
+    made.shape(Cable(delay_ms=20))
     assert 40 < ask(made)["ping_ms"] < 55
 
 
-def test_hosts_are_gone_at_the_end(kit, tmp_path):
-    if reason := kit.why_not(kit.Cable(delay_ms=1)):
+def test_hosts_are_gone_at_the_end(tmp_path):
+    if reason := why_not(Cable(delay_ms=1)):
         pytest.skip(reason)
-    with kit.hosts(tmp_path, 1, kit.Cable(delay_ms=1)) as made:
+    with hosts(tmp_path, 1, Cable(delay_ms=1)) as made:
         pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
         assert len(pids) == 3, "the switch, a host and a relay"
         left_behind = subprocess.Popen([*made.inside("n1"), "sh", "-c", "sleep 100 & echo $!"], stdout=subprocess.PIPE)
@@ -126,9 +129,8 @@ def test_hosts_are_gone_at_the_end(kit, tmp_path):
 ABANDONED = """
 import os, subprocess, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from network_study.hosts import Cable, hosts
-folder = Path(sys.argv[2])
+from hpcdist.study.hosts import Cable, hosts
+folder = Path(sys.argv[1])
 with hosts(folder, 1, Cable(delay_ms=1)) as made:
     left_behind = subprocess.Popen([*made.inside("n1"), "sleep", "100"])
     print(left_behind.pid, *(path.read_text().strip() for path in folder.glob("*.pid")), flush=True)
@@ -136,10 +138,10 @@ with hosts(folder, 1, Cable(delay_ms=1)) as made:
 """
 
 
-def test_hosts_go_when_who_made_them_is_gone(kit, tmp_path):
-    if reason := kit.why_not(kit.Cable(delay_ms=1)):
+def test_hosts_go_when_who_made_them_is_gone(tmp_path):
+    if reason := why_not(Cable(delay_ms=1)):
         pytest.skip(reason)
-    command = [sys.executable, "-c", ABANDONED, Path(kit.__file__).parents[1], tmp_path]
+    command = [sys.executable, "-c", ABANDONED, tmp_path]
     told = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60).stdout
     pids = [int(pid) for pid in told.split()]
     assert len(pids) == 4, "a process, the switch, a host and a relay"
@@ -156,6 +158,44 @@ def runs(pid: int) -> bool:
         return False
 
 
+def test_hosts_may_be_machines_of_their_own_that_fail_and_come_back(tmp_path):
+    if reason := why_not():
+        pytest.skip(reason)
+    describe(tmp_path / "hosts", ["n1", "n2"])
+    made = Hosts(tmp_path / "hosts", common=[tmp_path])
+
+    def run(name: str, script: str) -> str:
+        command = [*made.inside(name), "env", "-C", tmp_path, "sh", "-c", script]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    try:
+        made.start("n1")
+        made.start("n2")
+        assert run("n2", "touch /tmp/own /run/own common; hostname; [ $$ -lt 100 ]") == "n2\n", "with few processes"
+        assert run("n1", "cat common; ls -d /tmp/own /run/own || echo none") == "none\n"
+        left_behind = subprocess.Popen([*made.inside("n2"), "sleep", "100"])
+        made.end("n2")
+        assert left_behind.wait(timeout=10) != 0
+        made.start("n2", Cable(100))
+        assert run("n1", "getent hosts n2") == "10.78.0.2       n2\n"
+    finally:
+        made.close()
+
+
+def test_a_host_that_does_not_start_says_why(monkeypatch, tmp_path):
+    if reason := why_not(Cable(delay_ms=1)):
+        pytest.skip(reason)
+    describe(tmp_path / "hosts", ["n1"])
+    made = Hosts(tmp_path / "hosts", common=[tmp_path / "absent"])
+    with pytest.raises(RuntimeError, match="host n1 must start; it ended and wrote: mount: .*/absent"):
+        made.start("n1")
+    made.close()
+    monkeypatch.setattr(relay, "__file__", str(tmp_path / "absent"))
+    with pytest.raises(RuntimeError, match="the relay of n1's cable must run; it has ended"):
+        with hosts(tmp_path / "others", 1, Cable(delay_ms=1)):
+            pass
+
+
 @pytest.mark.parametrize(
     ("cable", "words"),
     [
@@ -164,14 +204,14 @@ def runs(pid: int) -> bool:
         ({"mbit_s": 1000, "delay_ms": 10}, "1 Gbit/s, 10 ms"),
     ],
 )
-def test_cables_have_names(kit, cable, words):
-    assert str(kit.Cable(**cable)) == words
+def test_cables_have_names(cable, words):
+    assert str(Cable(**cable)) == words
 
 
-def test_where_no_hosts_can_be_made_it_says_why(kit, monkeypatch, tmp_path):
+def test_where_no_hosts_can_be_made_it_says_why(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    assert kit.why_not() == "needs ip, unshare, nsenter, mount (iproute2, util-linux)"
-    assert kit.why_not(kit.Cable(100)) == "needs ip, unshare, nsenter, mount, tc (iproute2, util-linux)"
+    assert why_not() == "needs ip, unshare, nsenter, mount (iproute2, util-linux)"
+    assert why_not(Cable(100)) == "needs ip, unshare, nsenter, mount, tc (iproute2, util-linux)"
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert kit.why_not() == "making network namespaces needs root"
+    assert why_not() == "making network namespaces needs root"

@@ -10,9 +10,10 @@ import torch
 from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import UnknownNameError
-from hpcdist.flat import FlatModel
-from hpcdist.server.mailbox import GRADIENT, Letter
-from hpcdist.server.modulation import RULES, factor
+from hpcdist.model.flat import FlatModel
+from hpcdist.strategies.parameter_server import AsynchronousPolicy
+from hpcdist.strategies.server.modulation import RULES, MeanStaleness, factor
+from hpcdist.strategies.server.requests import GRADIENT, ServerRequest
 
 STALENESS = (0, 1, 2, 5)
 RATE, SIZE = 0.1, 7
@@ -23,17 +24,21 @@ RATE, SIZE = 0.1, 7
     [
         ("none", (1, 1, 1, 1)),
         ("average", (1 / 4, 1 / 4, 1 / 4, 1 / 4)),
+        ("measured", (1 / 3, 1 / 3, 1 / 3, 1 / 3)),
         ("per-gradient", (1, 1, 1 / 2, 1 / 5)),
         ("plus-one", (1, 1 / 2, 1 / 3, 1 / 6)),
         ("exponential", (1, math.exp(-0.3), math.exp(-0.6), math.exp(-1.5))),
     ],
 )
 def test_factors_of_staleness_0_1_2_5(rule, expected):
-    assert tuple(factor(rule, s, expected=4.0, decay=0.3) for s in STALENESS) == pytest.approx(expected, rel=1e-15)
+    known = {"expected": 4.0, "measured": 3.0, "decay": 0.3}
+    assert tuple(factor(rule, s, **known) for s in STALENESS) == pytest.approx(expected, rel=1e-15)
 
 
 def test_no_rule_makes_a_gradient_count_for_more():
-    assert all(0 < factor(rule, s, expected=e) <= 1 for rule in RULES for s in range(40) for e in (0.0, 0.5, 1.0, 30.0))
+    means = (0.0, 0.5, 1.0, 30.0)
+    factors = [factor(rule, s, expected=e, measured=e) for rule in RULES for s in range(40) for e in means]
+    assert all(0 < found <= 1 for found in factors)
 
 
 def test_an_unknown_rule_is_refused():
@@ -41,8 +46,8 @@ def test_an_unknown_rule_is_refused():
         factor("by-luck", 1)
 
 
-def _scripted(name, options, letters, workers, optimizer):
-    """A server that is given letters of (worker, clock, gradient) and nothing else; its parameters after each one."""
+def _scripted(name, options, requests, workers, optimizer):
+    """A server that is given requests of (worker, clock, gradient) and nothing else; its parameters after each one."""
 
     def body(comm):
         module = torch.nn.Linear(SIZE, 1, bias=False, dtype=torch.float64)
@@ -53,10 +58,10 @@ def _scripted(name, options, letters, workers, optimizer):
         strategy.on_record = records.append
         if comm.rank == 0:
             local = optimizer(module.parameters())
-            strategy._update = local.step  # as `serve` hands it over; the period is the script
-            for worker, clock, gradient in letters:
+            strategy.loop.update = local.step  # as `serve` hands it over; the period is the script
+            for worker, clock, gradient in requests:
                 used = torch.ones(1, dtype=torch.bool)
-                strategy.receive(Letter(1 + worker, GRADIENT, 1.0, (clock,), [gradient.clone()], used))
+                strategy.handler.receive(ServerRequest(1 + worker, GRADIENT, 1.0, (clock,), [gradient.clone()], used))
                 found.append(strategy.model.params[0].clone())
         comm.barrier()
         strategy.close()
@@ -73,10 +78,10 @@ def _gradients(count):
 def test_an_update_is_the_mean_of_modulated_gradients(rule):
     """(α/c) Σ f(τᵢ) gᵢ for 1-softsync of 4 workers, after 5 updates of zero gradients, at τ = 0, 1, 2, 5."""
     gradients, zero = _gradients(4), torch.zeros(SIZE, dtype=torch.float64)
-    letters = [(worker, update, zero) for update in range(5) for worker in range(4)]
-    letters += [(worker, 5 - s, g) for worker, (s, g) in enumerate(zip(STALENESS, gradients, strict=True))]
+    requests = [(worker, update, zero) for update in range(5) for worker in range(4)]
+    requests += [(worker, 5 - s, g) for worker, (s, g) in enumerate(zip(STALENESS, gradients, strict=True))]
     options = {"splits": 1, "modulation": rule, "decay": 0.3}
-    found, staleness = _scripted("softsync", options, letters, 4, lambda p: torch.optim.SGD(p, lr=RATE))
+    found, staleness = _scripted("softsync", options, requests, 4, lambda p: torch.optim.SGD(p, lr=RATE))
     factors = [factor(rule, s, expected=1.0, decay=0.3) for s in STALENESS]
     expected = 1 - RATE / 4 * sum(f * g for f, g in zip(factors, gradients, strict=True))
     assert staleness == [0] * 20 + list(STALENESS)
@@ -88,16 +93,17 @@ def test_an_update_is_the_mean_of_modulated_gradients(rule):
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop])
 def test_every_optimisers_step_is_smaller_by_the_factor(rule, make):
     """Adam undoes a constant factor of its gradients; the step must be smaller all the same."""
-    letters = [(0, 0, gradient) for gradient in _gradients(4)]  # one worker's, at staleness 0, 1, 2, 3
+    requests = [(0, 0, gradient) for gradient in _gradients(4)]  # one worker's, at staleness 0, 1, 2, 3
     runs = {}
     for modulation in ("none", rule):
         options = {"modulation": modulation, "decay": 0.3}
-        found, staleness = _scripted("parameter_server", options, letters, 3, lambda p: make(p, lr=RATE))
+        found, staleness = _scripted("parameter_server", options, requests, 3, lambda p: make(p, lr=RATE))
         runs[modulation] = found
         assert staleness == [0, 1, 2, 3]
     first = [b - a for a, b in zip(runs["none"], runs["none"][1:])]
     second = [b - a for a, b in zip(runs[rule], runs[rule][1:])]
-    expected = [factor(rule, s, expected=3.0, decay=0.3) for s in range(4)]
+    measured = (0, 0, 0.5, 1)  # of the gradients before
+    expected = [factor(rule, s, expected=3.0, measured=m, decay=0.3) for s, m in enumerate(measured)]
     if make is torch.optim.AdamW:  # its decay looks at the parameters, which differ from the second step on
         first, second, expected = first[:1], second[:1], expected[:1]
     for plain, modulated, less in zip(first, second, expected, strict=True):
@@ -106,7 +112,69 @@ def test_every_optimisers_step_is_smaller_by_the_factor(rule, make):
 
 def test_average_divides_by_the_number_of_splits():
     gradients = _gradients(6)
-    letters = [(worker, 0, gradient) for worker, gradient in enumerate(gradients)]
+    requests = [(worker, 0, gradient) for worker, gradient in enumerate(gradients)]
     options = {"splits": 3, "modulation": "average"}
-    found, _ = _scripted("softsync", options, letters, 6, lambda p: torch.optim.SGD(p, lr=RATE))
+    found, _ = _scripted("softsync", options, requests, 6, lambda p: torch.optim.SGD(p, lr=RATE))
     torch.testing.assert_close(found[-1], 1 - RATE / 3 * sum(gradients) / 2, rtol=1e-14, atol=0)
+
+
+# --- the staleness that is found --------------------------------------------------------------------------------------
+def test_the_mean_staleness_is_that_of_the_last_gradients_applied():
+    found = MeanStaleness(3)
+    assert found.value == 0
+    means = []
+    for update in ([4], [0, 2], [5], [1, 1, 1, 1]):
+        found.note(update)
+        means.append(found.value)
+    assert means == [4, 2, 7 / 3, 1]
+    again = MeanStaleness(3)
+    again.note([9])
+    again.load_state(found.state())
+    again.note([4])
+    assert again.value == 2
+
+
+def test_measured_divides_by_the_mean_staleness_of_the_gradients_before():
+    """A worker's four gradients of updates ago 0, 1, 2, 3, and then of 4, 5, 6: the window is of four."""
+    gradients = _gradients(7)
+    requests = [(0, 0, gradient) for gradient in gradients]
+    options = {"modulation": "measured", "modulation_window": 4}
+    found, staleness = _scripted("parameter_server", options, requests, 3, lambda p: torch.optim.SGD(p, lr=RATE))
+    assert staleness == list(range(7))
+    divisors = [1, 1, 1, 1, 1.5, 2.5, 3.5]  # means 0, 0, 0.5, 1 are not above 1
+    for before, after, gradient, divisor in zip(found, found[1:], gradients, divisors, strict=False):
+        torch.testing.assert_close(after, before - RATE / divisor * gradient, rtol=1e-14, atol=1e-15)
+
+
+def test_all_gradients_of_an_update_are_divided_alike():
+    """Two at a time: those of the third update, of staleness 2 and 0, by the mean of 0, 0, 1, 5 in the two before."""
+    gradients, zero = _gradients(2), torch.zeros(SIZE, dtype=torch.float64)
+    updates = [(0, 0), (0, -4), (0, 2)]
+    requests = [(worker, clock, zero) for clocks in updates[:2] for worker, clock in enumerate(clocks)]
+    requests += [(worker, clock, g) for worker, (clock, g) in enumerate(zip(updates[2], gradients, strict=True))]
+    options = {"splits": 1, "modulation": "measured"}
+    found, staleness = _scripted("softsync", options, requests, 2, lambda p: torch.optim.SGD(p, lr=RATE))
+    assert staleness == [0, 0, 1, 5, 2, 0]
+    torch.testing.assert_close(found[-1], 1 - RATE / 1.5 * sum(gradients) / 2, rtol=1e-14, atol=0)
+
+
+def test_each_server_divides_by_what_it_has_found_itself_and_saves_it():
+    """Two servers, of which the second's gradients are staler."""
+
+    def body(comm):
+        module = torch.nn.Linear(SIZE - 1, 2, bias=False, dtype=torch.float64)
+        cls = strategies.load("parameter_server")
+        strategy = cls(cls.Config(servers=2, modulation="measured"), comm.split(0), FlatModel(module))
+        policy = strategy.handler.policy if comm.rank < 2 else AsynchronousPolicy(strategy.config, 1)
+        policy.updated([2 + 6 * comm.rank])
+        found = policy.factor(0)
+        state = strategy.state()
+        policy.updated([100])
+        strategy.load_state(state)
+        again = policy.factor(0)
+        strategy.load_state(strategy.reshard_state([strategy.state()] * 4))  # of a world of another size
+        anew = policy.factor(0)
+        strategy.close()
+        return found, again, anew
+
+    assert run_virtual(body, 3)[:2] == [(1 / 2, 1 / 2, 1), (1 / 8, 1 / 8, 1)]

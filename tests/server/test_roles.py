@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from hpcdist import strategies
 from hpcdist.errors import ConfigError
-from hpcdist.server.roles import COLOCATED, Roles, assign
+from hpcdist.strategies.server.roles import COLOCATED, Roles, assign
 
 
 def _height(roles, rank):
-    """Letters from a rank up to a server."""
+    """Count the requests from a rank up to a server."""
     height = 0
     while rank not in roles.servers:
         (rank,) = roles.parents[rank]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
+from contextlib import nullcontext
 
 import pytest
 import torch
-from strategies import problem
 from torch.utils.data import DataLoader, TensorDataset
-from train import tiny
 
 import hpcdist as hd
 from hpcdist import checkpoint, strategies
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError, NonFiniteError
+from strategies import problem
+from train import tiny
+
+pytestmark = pytest.mark.computes
 
 searches = pytest.mark.parametrize("search", [None, "strong_wolfe"])
 STEPS = 4  # rounding differences grow with each
@@ -48,11 +50,11 @@ def _train(comm, search, sizes, **options):
     begin = sum(sizes[: comm.rank])
     indices, losses, seen = range(begin, begin + sizes[comm.rank]), [], []
     for _ in range(STEPS):
-        optimizer.strategy.model.weight = sizes[comm.rank] * len(sizes) / sum(sizes)
+        optimizer.strategy.model.begin_batch(sizes[comm.rank] * len(sizes) / sum(sizes))
         if len(indices):
             losses.append(optimizer.step(_closure(optimizer, module, indices, seen)).item())
         else:
-            optimizer.join()
+            optimizer.step(_closure(optimizer, module, range(4)))  # counts 0
     (evaluations,) = {state["func_evals"] for state in optimizer.state.values()}
     record = optimizer.record
     optimizer.strategy.close()
@@ -196,10 +198,9 @@ def test_a_nan_in_a_line_search_stops_all_ranks(ranks):
         evaluations = []
 
         def closure():
-            loss = _closure(optimizer, module, range(24), evaluations)()
-            if comm.rank == 1 and len(evaluations) == 2:
-                module[0].weight.grad[0, 0] = math.nan
-            return loss
+            poisons = comm.rank == 1 and len(evaluations) == 1
+            with problem.poisoned(module[0].weight) if poisons else nullcontext():
+                return _closure(optimizer, module, range(24), evaluations)()
 
         with pytest.raises(NonFiniteError, match=r"gradients must be finite; got NaN .* step 1, rank 1: 0.weight"):
             optimizer.step(closure)
@@ -234,6 +235,16 @@ def test_what_does_not_suit_it_is_refused(ranks):
         return True
 
     assert all(ranks(body))
+
+
+def test_a_strategy_of_ones_own_may_support_closures(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text("from hpcdist.strategies.allreduce import AllReduce\n\n\nclass Own(AllReduce):\n    pass\n")
+    own, native = (
+        run_virtual(lambda comm, name=name: _train(comm, None, [24, 24], strategy=name)[0], 2)
+        for name in (f"{path}:Own", "allreduce")
+    )
+    assert torch.equal(own[0], native[0]) and torch.equal(own[1], native[1])
 
 
 # --- in a job ---------------------------------------------------------------------------------------------------------

@@ -92,10 +92,8 @@ def payload(arguments: list[str]) -> list[str]:
 def script(site: Site | None = None, **settings: object) -> Script:
     """A job's script; without the doctor if nothing else is said."""
     given = {"doctor": False, **settings}
-    if "command" not in given and given.get("shape") != "hybrid":
+    if "command" not in given:
         given.setdefault("job", "jobs/digits.py")
-    if given.get("shape") == "hybrid":
-        given.setdefault("command", ["python", "stages.py"])
     if given.get("shape") == "study":
         given.setdefault("cases", [["seed=1"], ["seed=2", "optimizer.lr=0.1"]])
     return render(JobSpec(**given), site or Site())

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from hpcdist import strategies
-from hpcdist.slurm import check, cluster
-from hpcdist.slurm.check import Finding, examine
-from hpcdist.slurm.cluster import minutes, misfits, nodes, unknown_pmi
+from hpcdist.slurm import check, limits
+from hpcdist.slurm.check import Problem, examine
+from hpcdist.slurm.limits import minutes, misfits, nodes, unknown_pmi
 from hpcdist.slurm.site import Site
 from hpcdist.slurm.spec import JobSpec
 
 GOOD = {"job": "it.py", "nodes": 2, "settings": ["checkpoint.every_steps=100"], "cpus_per_rank": 2}
-NO_SLURM = Finding(
+NO_SLURM = Problem(
     "note", "Slurm must be on PATH to be asked; found no sbatch. Run this on a host of the cluster, too."
 )
 
@@ -26,8 +28,8 @@ def folder(tmp_path, monkeypatch) -> Path:
     """A working directory with a job, on a host without Slurm, outside of what nodes have of their own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(check, "NODE_LOCAL", ("/dev/shm",))
-    monkeypatch.setattr(cluster.shutil, "which", lambda name: None)
-    Path("it.py").touch()
+    monkeypatch.setattr(limits.shutil, "which", lambda name: None)
+    Path("it.py").write_text("from train.tiny import job\n")
     return tmp_path
 
 
@@ -47,6 +49,7 @@ def found(site: Site | None = None, **settings: object) -> list[str]:
         {"shape": "gossip", "strategy": "gossip_push"},
         {"shape": "study", "cases": [["seed=1"], ["seed=2"]]},
         {"shape": "hybrid", "job": None, "command": ["python", "it.py"]},
+        {"shape": "hybrid", "ranks_per_node": 4, "stages": 2, "strategy": "dpsgd"},
         {"shape": "interactive", "job": None},
     ],
 )
@@ -72,6 +75,8 @@ def test_good_jobs_have_no_findings(settings):
          "warning: servers must be at most nodes, 2, to have one each; got 3."),
         ({"shape": "parameter_server", "ranks_per_node": 2, "servers": 3},
          "warning: servers must be at most ranks_per_node, 2, to fit on the first node; got 3."),
+        ({"shape": "hybrid"}, "warning: stages must be at least 2 to divide a model; got 1. Raise ranks_per_node, or"),
+        ({"shape": "hybrid", "ranks_per_node": 7}, "error: stages must be 1 to the model's number of layers, 6; got 7"),
         ({"shape": "allreduce", "gpus_per_rank": 0}, "warning: gpus_per_rank must be 1 in the shape allreduce on GPUs"),
         ({"provider": "nccl"}, "error: provider must be horovod or none without GPUs; got 'nccl', which sums on GPUs"),
         ({"gpus_per_rank": 2}, "warning: gpus_per_rank must be 1, for a rank of hpcdist uses one GPU; got 2."),
@@ -104,6 +109,75 @@ def test_what_is_found_of_a_profile(site, settings, expected):
     assert finding.startswith(expected), finding
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["epochss=3"], "error: setting must be one of .*; got 'epochss'. Did you mean 'epochs'?"),
+        (["epochs=0", "batch_size=0"], "error: epochs must be greater than or equal to 1; got 0."),
+        (["optimizer=Adm"], "error: optimizer.name must be one of .*; got 'Adm'. Did you mean 'Adam'?"),
+        (["strategy=gosip_pull"], "error: strategy must be one of .* Did you mean 'gossip_pull'?"),
+        (["strategy.algoritm=ring"], "error: strategy setting must be one of .*; got 'algoritm'. Did you m"),
+        (["strategy=hardsync", "strategy.servers=8"], "error: strategy.servers must leave at least one rank to be"),
+        (["strategy=dpsgd", "strategy.topology=rign"], "error: topology must be one of .* Did you mean 'ring'?"),
+        (["strategy=dpsgd", "strategy.topology.name=torus", "strategy.topology.rows=3"],
+         "error: rows must be a divisor of the number of ranks, 8; got 3."),
+        (["strategy=softsync", "strategy.splits=99"], "error: strategy.splits must be "),
+        (["optimizer=LBFGS", "strategy=gossip_pull", "clip_norm=none"],
+         "error: strategy must be allreduce with LBFGS, whose steps"),
+        (["schedule=none", "model.widht=3"], "error: model options must suit the job's model, which takes width; got"),
+    ],
+)  # fmt: skip
+def test_the_runs_own_settings_are_looked_at_as_train_does(settings, expected):
+    finding, *others = found(settings=["checkpoint.every_steps=9", *settings], ranks_per_node=4)
+    assert re.match(expected.replace("?", r"\?"), finding), finding
+    assert len(others) == (len(settings) if settings[0] == "epochs=0" else 1) - 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("job = 3", r"error: job file must define `job = hpcdist.train.Job(...)`; got it.py, which does not."),
+        ("job = ", "error: job must be a file that Python can run; got SyntaxError in it.py: invalid syntax"),
+        ("1 / 0", "error: job must be a file that Python can run; got ZeroDivisionError in it.py: division by zero."),
+        ("import not_there_at_all", "warning: job must import what is there; got No module named 'not_there_at"),
+    ],
+)
+def test_a_jobs_file_that_is_wrong(text, expected):
+    Path("it.py").write_text(f"{text}\n")
+    (finding,) = found()
+    assert finding.startswith(expected), finding
+
+
+def test_each_case_of_a_study_is_looked_at():
+    cases = [["seed=1"], ["seed=-1"], ["strategy=hardsync"], ["strategy=hardsync", "strategy.servers=2"]]
+    assert [finding[:30] for finding in found(shape="study", cases=cases)] == [
+        "error: seed must be greater th", "error: strategy.servers must l",
+    ]  # fmt: skip
+    assert found(shape="study", cases=cases)[0].endswith(" That is in cases[1].")
+    wrong = found(shape="study", cases=[["seed=1"], ["seed=2"]], settings=["epochs=0", "checkpoint.every_steps=9"])
+    assert len(wrong) == 1 and "cases" not in wrong[0]
+
+
+@pytest.mark.parametrize("name", strategies.available())
+def test_every_strategy_is_rehearsed_on_as_many_ranks_as_threads_can_be(name):
+    assert found(strategy=name, nodes=4, ranks_per_node=8) == []
+    if name == "hardsync":
+        assert found(strategy=name, nodes=64, ranks_per_node=64) == [], "too many to be rehearsed"
+        (finding,) = found(settings=["checkpoint.every_steps=9", "strategy.servers=4096"], strategy=name, nodes=64,
+                           ranks_per_node=64)  # fmt: skip
+        assert finding.startswith("error: strategy.servers must leave at least one rank to be a worker; got 4096")
+
+
+def test_jobs_without_a_file_are_checked_without_torch():
+    code = (
+        "import sys; from hpcdist.slurm.check import examine; from hpcdist.slurm.site import Site; "
+        "from hpcdist.slurm.spec import JobSpec; "
+        "examine(JobSpec(shape='hybrid', command=['true']), Site(), {}); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr
+
+
 def test_the_runs_own_file_is_read():
     Path("run.toml").write_text('strategy = "gossip_pull"\n[checkpoint]\nevery_steps = 5\n')
     assert found(config="run.toml", settings=[], strategy="local_sgd") == []
@@ -125,9 +199,20 @@ def test_errors_come_first():
     assert levels == ["error", "warning", "warning"]
 
 
+def test_strategies_say_themselves_what_they_need():
+    alone = {"adpsgd", "gossip_pull", "gossip_push", "gossip_sync", "strom"}
+    served = {"downpour", "eamsgd", "easgd", "hardsync", "parameter_server", "softsync", "ssp"}
+    for name in alone | served:
+        assert strategies.load(name).survives_deaths
+    assert not any(strategies.load(name).survives_deaths for name in ("allreduce", "dpsgd", "sgp", "local_sgd"))
+    assert all(strategies.load(name).read_by_others for name in ("adpsgd", "gossip_pull", "gossip_push"))
+    assert not any(strategies.load(name).read_by_others for name in (served | {"gossip_sync", "strom", "allreduce"}))
+
+
 def test_strategies_are_known_without_loading_them():
-    assert check.strategies() == strategies.available()
-    assert set(check.OUTLIVES + check.WITH_WORKERS + check.READ_BY_OTHERS) <= set(strategies.available())
+    code = "import sys; from hpcdist.registry import STRATEGIES as s; print(*s.available(), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [*strategies.available(), "False"], done.stderr
 
 
 # --- what Slurm says --------------------------------------------------------------------------------------------------
@@ -159,6 +244,7 @@ def test_slurms_times(text, expected):
         ({}, {}, []),
         ({"partition": "gpu"}, {"nodes": 1, "ranks_per_node": 4, "gpus_per_rank": 1}, []),
         ({"partition": "none-such"}, {}, ["partition must be one of gpu, main; got 'none-such'."]),
+        ({"partition": "mian"}, {}, ["partition must be one of gpu, main; got 'mian'. Did you mean 'main'?"]),
         ({}, {"directives": {"add": {"partition": "x"}}}, ["partition must be one of gpu, main; got 'x'."]),
         ({}, {"cpus_per_rank": 9}, ["ranks_per_node x cpus_per_rank must be at most the 8 cores of a node of main"]),
         ({}, {"nodes": 1, "gpus_per_rank": 3}, ["ranks_per_node x gpus_per_rank must be at most the 2 GPUs of a"]),

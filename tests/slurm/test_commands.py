@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hpcdist.slurm.commands import app
+from hpcdist.cli.slurm import app
 from hpcdist.slurm.render import render
 from hpcdist.slurm.site import load_site
 from hpcdist.slurm.spec import load_spec
@@ -23,7 +23,7 @@ JOB = 'job = "it.py"\nnodes = 2\nsettings = ["checkpoint.every_steps=9"]\n'
 @pytest.fixture
 def invoke(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("it.py").touch()
+    Path("it.py").write_text("from train.tiny import job\n")
     Path("job.toml").write_text(JOB)
     return lambda *arguments: CliRunner().invoke(app, arguments, catch_exceptions=False)
 
@@ -46,11 +46,13 @@ def test_a_check(invoke):
     assert done.exit_code == 0 and "note: " in done.stdout and "0 errors, " in done.stderr
     done = invoke("check", "job.toml", "--set", "warn_s=9999")
     assert done.exit_code == 1 and "error: warn_s must be less than the time limit, 3600 s; got 9999." in done.stdout
+    done = invoke("check", "job.toml", "--set", 'settings=["epochss=3"]')
+    assert done.exit_code == 1 and "got 'epochss'. Did you mean 'epochs'?" in done.stdout, "as `hpcdist train` says"
 
 
 def test_nothing_needs_torch():
     """On a login node importing it takes seconds, and memory that may not be there."""
-    code = "import sys, hpcdist.slurm.commands, hpcdist.slurm.check; print('torch' in sys.modules)"
+    code = "import sys, hpcdist.cli.slurm, hpcdist.slurm.check; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 

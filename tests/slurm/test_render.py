@@ -42,7 +42,8 @@ def test_every_line_has_a_reason(shape):
     sites += [EVERYTHING.model_copy(update={"launcher": launcher}) for launcher in ("mpirun", "mpiexec")]
     sites += [EVERYTHING.model_copy(update={"gpus": how}) for how in ("per_task", "gres")]
     for site in sites:
-        for settings in ({}, FULL, {**FULL, "requeue": False}):
+        folders = {"folders": ["a", "b"]} if shape == "study" else {}
+        for settings in ({}, {**FULL, **folders}, {**FULL, "requeue": False}):
             found = script(site, shape=shape, **settings)
             assert [line.text for line in found.lines if line.text and not line.reason] == []
             explained, plain = found.with_reasons(), found.text
@@ -163,6 +164,7 @@ def test_gpus_are_for_gpu_shapes_unless_asked_for():
         ({"shape": "gossip", "settings": ["epochs=3"]}, ["strategy=gossip_pull", "epochs=3"]),
         ({"shape": "allreduce", "provider": "nccl"}, ["strategy=allreduce", "strategy.provider=nccl"]),
         ({"shape": "parameter_server", "servers": 2}, ["strategy=parameter_server", "strategy.servers=2"]),
+        ({"shape": "hybrid", "ranks_per_node": 4}, ["strategy=allreduce", "parallel.stages=4"]),
     ],
 )
 def test_the_strategy_is_one_word(settings, expected):
@@ -191,12 +193,29 @@ def test_where_servers_are(launcher, in_blocks, dealt_out):
     assert dealt_out in each and in_blocks not in each
 
 
+def test_stages_of_a_copy_are_ranks_in_a_row():
+    settings = {"shape": "hybrid", "nodes": 2, "ranks_per_node": 4, "stages": 2}
+    found = script(Site(launcher="mpirun"), **settings)
+    assert "--map-by ppr:4:node" in found.text and "--set parallel.stages=2" in lines(found.text)
+    assert "rank // 2 is the copy and rank % 2 the stage" in found.with_reasons()
+    own = script(shape="hybrid", ranks_per_node=4, job=None, command=["python", "stages.py"])
+    assert "payload=(python stages.py)" in lines(own.text) and "parallel.stages" not in own.text
+    assert "rank // 4 is the copy and rank % 4 the stage" in own.with_reasons()
+
+
 def test_a_study_is_an_array():
     cases = [["seed=1"], ["seed=2", "optimizer.lr=0.1"], []]
     text = script(shape="study", cases=cases, at_once=2).text
     assert "#SBATCH --array=0-2%2" in lines(text)
     assert "1) payload+=(--set seed=2 --set optimizer.lr=0.1) ;;" in lines(text) and "2) payload+=() ;;" in lines(text)
     assert "#SBATCH --array=0-1" in lines(script(shape="study").text)
+
+
+def test_runs_of_a_study_may_have_folders_of_their_own(bash):
+    found = script(shape="study", output="a b", folders=["one", "x/it's"])
+    assert bash.run(found)[0] == 0 and (bash.folder / "a b/x/it's").is_dir()
+    (arguments,) = bash.launched()
+    assert arguments[arguments.index("--output") + 1] == "a b/x/it's"
 
 
 def test_an_interactive_job_asks_for_nodes_itself():

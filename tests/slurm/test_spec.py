@@ -46,10 +46,17 @@ else:
         ({"job": None, "command": [""]}, "command must begin with a program's name; got ''."),
         ({"command": ["python"]}, "command must be left out where job is given; got ['python']. Take one of the two."),
         ({"job": None}, "job or command must be given; got neither. Name a file such as jobs/digits.py."),
-        ({"shape": "hybrid"}, "command must be given in the shape hybrid, whose stages are your script's"),
+        ({"stages": 2}, "shape must be hybrid for stages; got 'cpu'. Set shape = \"hybrid\"."),
+        ({"shape": "hybrid", "job": None, "command": ["a"], "stages": 2},
+         "stages must be left out where command is given, which says them; got 2."),
+        ({"shape": "hybrid", "nodes": 3, "ranks_per_node": 4, "stages": 3},
+         "stages must divide ranks_per_node, 4; got 3. A copy of the model has its stages on one node, unless set"),
+        ({"shape": "hybrid", "nodes": 3, "ranks_per_node": 4, "stages": 5, "settings": ["parallel.spread=true"]},
+         "stages must divide the number of ranks, 12; got 5."),
         ({"shape": "study"}, 'cases must be given in the shape study; got none. Write cases = [["seed=1"], ["s'),
         ({"shape": "study", "job": None, "command": ["a"], "cases": [["seed=1"]]},
          "job must be given in the shape study, whose cases are its settings; got none."),
+        ({"shape": "study", "cases": [["seed=1"]], "folders": ["a", "b"]}, "folders must be as many as cases, 1; got"),
         ({"cases": [["seed=1"]]}, "shape must be study for cases; got 'cpu'. Set shape = \"study\"."),
     ],
 )  # fmt: skip
@@ -85,6 +92,14 @@ def test_settings_come_from_a_file_and_flags(tmp_path):
     spec = load_spec(path, ["nodes=16", "env.B=x", "directives.add.partition=gpu"])
     assert (spec.nodes, spec.size, spec.env) == (16, 16, {"A": "1", "B": "x"})
     assert spec.directives.add == {"partition": "gpu"} and spec.settings == ["epochs=3"]
+
+
+def test_a_copy_of_a_model_has_the_ranks_of_a_node_as_stages_if_nothing_else_is_said():
+    hybrid = {"shape": "hybrid", "job": "it.py", "nodes": 3, "ranks_per_node": 4}
+    assert JobSpec(**hybrid).run_settings == ["strategy=allreduce", "parallel.stages=4"]
+    two = JobSpec(**hybrid, stages=2, strategy="gossip_pull", settings=["epochs=3"])
+    assert two.run_settings == ["strategy=gossip_pull", "parallel.stages=2", "epochs=3"]
+    assert JobSpec(**hybrid, stages=6, settings=["parallel.spread=true"]).model_stages == 6
 
 
 @pytest.mark.parametrize("model", [JobSpec, Site])

@@ -8,7 +8,7 @@ import pytest
 
 from hpcdist.comm.launch import Task, task
 from hpcdist.errors import WorldError
-from hpcdist.slurm.environment import Allocation, allocation, check_tasks, end_time, rendezvous
+from hpcdist.slurm.environment import Allocation, allocation, check_tasks, end_time
 
 STEP = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
 PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
@@ -90,10 +90,3 @@ def test_a_job_whose_end_can_t_be_asked_for_trains_on():
     start = time.monotonic()
     assert end_time({"SLURM_JOB_ID": "7", "PATH": ""}) is None
     assert time.monotonic() - start < 10
-
-
-def test_there_is_no_meeting_at_localhost():
-    with pytest.raises(WorldError, match="SLURM_JOB_ID must be set to find the host where ranks meet; got nothing"):
-        rendezvous({})
-    with pytest.raises(WorldError, match=r"scontrol show hostnames must tell the nodes of job 7; got .*'scontrol'"):
-        rendezvous({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "PATH": ""})

@@ -8,15 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from strategies import problem
 from torch import Tensor
 
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Network, run_virtual
 from hpcdist.config import Named
 from hpcdist.data import EpochPlan
-from hpcdist.flat import FlatModel
-from hpcdist.topology import Topology, choice
+from hpcdist.model.flat import FlatModel
+from hpcdist.topology import Topology
+from hpcdist.topology.graphs import from_config
+from strategies import problem
 
 NODES = Network(1e-4, 1e9, ranks_per_node=2)
 LINEAR_BYTES = 8 * 8  # of the parameters of `linear`
@@ -63,7 +64,7 @@ def drawn(rank: int, count: int = 8) -> Tensor:
 
 
 def made(comm, option: dict) -> Topology:
-    return choice.make(Named(**option), comm)
+    return from_config.make(Named(**option), comm)
 
 
 def matrix(found: Topology, step: int) -> Tensor:
@@ -111,3 +112,9 @@ def simulate(
             z = step(z, [updates_of(rank, bool(sizes[rank])) for rank in range(size)], number)
             number += 1
     return z
+
+
+def step_without_samples(strategy):
+    """Takes part in a step without a gradient."""
+    strategy.model.begin_batch(0.0)
+    strategy.step(lambda: None)

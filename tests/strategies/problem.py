@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
 from hpcdist.data import EpochPlan
-from hpcdist.flat import FlatModel
+from hpcdist.model.flat import FlatModel
 from hpcdist.records import StepRecord
+from hpcdist.session.joint import joint_batch
 
 SAMPLES, FEATURES = 240, 6
 _generator = torch.Generator().manual_seed(7)
@@ -37,6 +39,11 @@ def loss(module: nn.Module, indices: Any) -> Tensor:
     return nn.functional.mse_loss(module(X[indices].to(dtype)), Y[indices].to(dtype))
 
 
+def stepping() -> list[str]:
+    """The strategies whose steps go along gradients that the loop has computed; the others evaluate portions."""
+    return [name for name in strategies.available() if not strategies.load(name).evaluates_portions]
+
+
 def load(module: nn.Module, params: Collection[Tensor]) -> None:
     """Copies flat parameters into a module."""
     FlatModel(module).load_params(list(params))
@@ -46,6 +53,14 @@ def make(comm: Communicator, name: str, module: nn.Module, **options: Any) -> st
     """Collective. A strategy for `module`, on a communicator of its own."""
     cls = strategies.load(name)
     return cls(cls.Config(**options), comm.split(0), FlatModel(module))
+
+
+@contextmanager
+def poisoned(parameter: nn.Parameter) -> Iterator[None]:
+    """Backward passes in the context give the parameter a gradient of NaN."""
+    hook = parameter.register_hook(lambda grad: torch.full_like(grad, torch.nan))
+    yield
+    hook.remove()
 
 
 def seconds(strategy: strategies.Strategy, steps: int) -> float:
@@ -88,25 +103,26 @@ def train(
     epochs: int = 2,
     dtype: torch.dtype = torch.float64,
     poison: Collection[tuple[int, int]] = (),
+    tells: bool = True,
 ) -> Run:
     """Collective. Trains by a strategy, with every step's computation on the virtual clock where there is one.
 
-    In every epoch the gradient of each (worker, step) in `poison` is NaN.
+    If it `tells`, the strategy knows the optimiser, so that hyper-parameters travel, or are compared. In every epoch
+    the gradient of each (worker, step) in `poison` is NaN.
     """
     cls = strategies.load(name) if isinstance(name, str) else name
     module = model(dtype)
     local = OPTIMIZERS.get(optimizer, optimizer)(module.parameters())
     channel = comm.split(0)
-    strategy = cls(cls.Config(**(options or {})), channel, FlatModel(module))
     records: list[StepRecord] = []
-    strategy.on_record = records.append
-    strategy.optimizer = local
+    given = {"optimizer": local if tells else None, "on_record": records.append}
+    strategy = cls(cls.Config(**(options or {})), channel, FlatModel(module), **given)
     workers = strategy.worker_ranks(strategy.config, comm.size)
     strategy.start()
     for epoch in range(epochs):
         plan = EpochPlan(samples, len(workers), batch, seed=1, epoch=epoch)
         if strategy.is_worker:
-            _steps(strategy, local, module, plan, workers.index(comm.rank), records, poison)
+            _steps(strategy, local, module, plan, workers.index(comm.rank), records, poison, batch)
         else:
             strategy.serve(local.step)
     run = Run(strategy, records)
@@ -115,20 +131,28 @@ def train(
     return run
 
 
-def _steps(strategy, local, module, plan: EpochPlan, worker: int, records: list[StepRecord], poison) -> None:
+def _steps(strategy, local, module, plan: EpochPlan, worker: int, records: list[StepRecord], poison, batch) -> None:
     for step in range(plan.steps):
         sizes = plan.sizes(step)
-        strategy.model.weight = sizes[worker] * len(sizes) / sum(sizes)
+        strategy.model.begin_batch(sizes[worker] * len(sizes) / sum(sizes))
         strategy.comm.compute()
-        if sizes[worker]:
-            local.zero_grad()
-            loss(module, plan.indices(step, worker)).backward()
-            if (worker, step) in poison:
-                next(module.parameters()).grad.fill_(float("nan"))
-            records.append(strategy.step(local.step))
-        else:
-            strategy.join(local.step)
+        local.zero_grad()
+        if strategy.evaluates_portions:
+            joint, strategy.joint = joint_batch(plan, step, worker, strategy.config)
+            record, _ = strategy.minimise(local.step, lambda portion: _backward(module, joint[portion]))
+            records.append(record)
+            continue
+        indices = plan.indices(step, worker) if sizes[worker] else range(batch)  # what counts 0 may be any batch
+        with poisoned(next(module.parameters())) if (worker, step) in poison else nullcontext():
+            loss(module, indices).backward()
+        records.append(strategy.step(local.step))
     strategy.pause()
+
+
+def _backward(module: nn.Module, indices: Any) -> float:
+    mean = loss(module, indices)
+    mean.backward()
+    return mean.item()
 
 
 def serial(

@@ -6,11 +6,13 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import torch
-from strategies import problem
 
+from hpcdist.compress import spans
 from hpcdist.data import EpochPlan
-from hpcdist.flat import FlatModel
-from hpcdist.server.shards import cut
+from hpcdist.model.flat import FlatModel
+from hpcdist.strategies.server.shards import cut
+from strategies import problem
+from strategies.watched import watched
 
 
 class Arrival(NamedTuple):
@@ -23,16 +25,16 @@ class Arrival(NamedTuple):
 
 def logged(cls):
     """The strategy, with the arrivals at every server in `arrivals[rank]`."""
+    arrivals: dict[int, list[Arrival]] = defaultdict(list)
 
-    class Logged(cls):
-        arrivals: dict[int, list[Arrival]] = defaultdict(list)
+    def note(strategy, request):
+        arrival = Arrival(request.source, request.clocks[0], torch.cat([t.clone() for t in request.tensors]))
+        if request.weight:  # else it is of a step without samples, and counts for nothing
+            arrivals[strategy.comm.rank].append(arrival)
 
-        def receive(self, letter):
-            arrival = Arrival(letter.source, letter.clocks[0], torch.cat([t.clone() for t in letter.tensors]))
-            self.arrivals[self.comm.rank].append(arrival)
-            super().receive(letter)
-
-    return Logged
+    found = watched(cls, note)
+    found.arrivals = arrivals
+    return found
 
 
 def asynchronous(arrivals, workers, *, optimizer, samples, batch=4):
@@ -46,7 +48,7 @@ def asynchronous(arrivals, workers, *, optimizer, samples, batch=4):
     modules = [problem.model() for _ in servers]
     models = [FlatModel(module) for module in modules]
     optimizers = [problem.OPTIMIZERS[optimizer](module.parameters()) for module in modules]
-    ranges = [shard.ranges[0] for shard in cut(models[0].params, len(servers))]
+    ranges = [shard.ranges[0] for shard in cut(models[0].params, len(servers), spans(models[0]))]
     history = [[model.params[0][slice(*r)].clone()] for model, r in zip(models, ranges, strict=True)]
     plan = EpochPlan(samples, len(workers), batch, seed=1)
     at, count = [0] * len(servers), [defaultdict(int) for _ in servers]
@@ -57,14 +59,14 @@ def asynchronous(arrivals, workers, *, optimizer, samples, batch=4):
             if at[s] == len(arrivals[server]):
                 continue
             source = arrivals[server][at[s]].source
-            letter = (source, count[s][source])
-            known = [clocks[other][nth[other][letter]] for other in range(len(servers))]
+            request = (source, count[s][source])
+            known = [clocks[other][nth[other][request]] for other in range(len(servers))]
             if any(clock >= len(past) for clock, past in zip(known, history, strict=True)):
                 continue  # another server comes first
             found = torch.cat([past[clock] for past, clock in zip(history, known, strict=True)])
-            gradient = _gradient(found, plan.indices(letter[1], workers.index(source)))
+            gradient = _gradient(found, plan.indices(request[1], workers.index(source)))
             if not torch.equal(gradient[slice(*ranges[s])], arrivals[server][at[s]].gradient):
-                raise AssertionError(f"letter {letter} isn't the gradient at the parameters of its clocks {known}")
+                raise AssertionError(f"request {request} isn't the gradient at the parameters of its clocks {known}")
             _load(models[s], history[s][-1], ranges[s])
             models[s].grads[0].copy_(gradient)
             models[s].release([True] * len(models[s].names))
@@ -76,7 +78,7 @@ def asynchronous(arrivals, workers, *, optimizer, samples, batch=4):
 
 
 def _numbered(log):
-    """Where the n-th letter of a source is: {(source, n): index}."""
+    """Where the n-th request of a source is: {(source, n): index}."""
     seen, found = defaultdict(int), {}
     for i, arrival in enumerate(log):
         found[arrival.source, seen[arrival.source]] = i

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from strategies import problem
 from torch import Tensor
-from train import tiny
 
 from hpcdist import strategies
 from hpcdist.checkpoint.tree import decode, encode
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual import Network
-from hpcdist.flat import FlatModel
+from hpcdist.model.flat import FlatModel
+from strategies import problem
+from train import tiny
 
 PAIRS = Network(0.0, math.inf, ranks_per_node=2)
 BATCH = 4
@@ -26,7 +26,7 @@ def in_pairs(comm: Communicator) -> Communicator:
     if comm.mpi is None:
         return comm.split(0)
     nodes = tuple(rank // 2 for rank in range(comm.size))
-    return type(comm)(comm.mpi.Dup(), nodes=nodes, deadline_s=comm.deadline_s)
+    return comm.apart(nodes=nodes)
 
 
 def backward(module: torch.nn.Module, rank: int, size: int, step: int) -> None:

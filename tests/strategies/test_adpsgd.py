@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from strategies import mixed, problem
 
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Exponential, Jitter, Network, Straggler, run_virtual
 from hpcdist.errors import ConfigError
-from hpcdist.flat import FlatModel
+from hpcdist.model.flat import FlatModel
+from strategies import mixed, problem
 
 NAME = "adpsgd"
 # Transfers that tear, and last longer than a step: many happen at once.
@@ -228,9 +228,9 @@ def test_on_another_number_of_ranks_it_goes_on_from_the_mean_of_x():
 
     found = run_virtual(body, 4, compute=Constant(0.1))
     strategy, states = found[0][0], [state for _, _, state, _ in found]
-    (adapted,) = strategy.adapted_params([[params] for _, params, _, _ in found], states)
-    assert torch.allclose(adapted, found[0][3], rtol=0, atol=1e-15)
-    assert strategy.adapted_state(states) == {"steps": 1, "peers": None, "shared": None}
+    (resharded,) = strategy.reshard_params([[params] for _, params, _, _ in found], states)
+    assert torch.allclose(resharded, found[0][3], rtol=0, atol=1e-15)
+    assert strategy.reshard_state(states) == {"steps": 1, "peers": None, "shared": None}
 
 
 def test_the_living_go_on_and_a_passive_rank_frees_itself_from_a_dead_one():

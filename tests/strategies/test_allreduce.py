@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from strategies import problem
 
 from hpcdist import collectives, strategies
 from hpcdist.comm.virtual import Constant, Jitter, Network, run_virtual
-from hpcdist.flat import FlatModel
+from hpcdist.model.flat import FlatModel
+from strategies import problem
 
 
 @pytest.mark.sizes(1, 2, 3, 4, 5, 8, 16)

@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 import torch
-from strategies import problem
 
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Exponential, Jitter, Network, Straggler, run_virtual
 from hpcdist.errors import ConfigError
-from hpcdist.flat import FlatModel
-from hpcdist.server.mailbox import FETCH, GRADIENT, PAUSE, PUSH
+from hpcdist.model.flat import FlatModel
+from hpcdist.strategies.server.requests import FETCH, GRADIENT, PAUSE, PUSH
+from strategies import problem
 
 NAME = "downpour"
 
@@ -23,14 +23,19 @@ def _train(options, size, name=NAME, **settings):
 
 
 def _noting():
-    """Downpour that notes which letters each server gets."""
+    """Downpour that notes which requests each server gets."""
 
     class Noting(strategies.load(NAME)):
-        letters: list[tuple[int, int, int]] = []  # server, source, kind
+        requests: list[tuple[int, int, int]] = []  # server, source, kind
 
-        def _deal(self, letter):
-            self.letters.append((self.comm.rank, letter.source, letter.kind))
-            super()._deal(letter)
+        def __init__(self, *args, **given):
+            super().__init__(*args, **given)
+            if self.loop is not None:
+                self._deal, self.loop._deal = self.loop._deal, self._note
+
+        def _note(self, request):
+            self.requests.append((self.comm.rank, request.source, request.kind))
+            self._deal(request)
 
     return Noting
 
@@ -82,15 +87,96 @@ def test_the_local_optimiser_of_colocated_servers_cannot_be_theirs_too():
         strategies.load(NAME).Config(servers="colocated", server_rule="optimizer")
 
 
+# --- half precision ---------------------------------------------------------------------------------------------------
+def _masters(again, strategy):
+    """What both have on this server, pair by pair; nothing where this rank doesn't serve."""
+    return zip(again.handler.master(), strategy.handler.master(), strict=True) if strategy.handler else ()
+
+
+HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+
+
+def _steps(comm, dtype, gradients, **options):
+    """The worker's parameters after each step on one of `gradients`, and the servers' state."""
+    module = torch.nn.Linear(gradients.shape[1], 1, bias=False, dtype=dtype)
+    torch.nn.init.ones_(module.weight)
+    strategy = problem.make(comm, NAME, module, **options)
+    local, found = torch.optim.SGD(module.parameters(), lr=1e-3), []
+    if strategy.is_worker:
+        for gradient in gradients:
+            module.weight.grad = gradient[None].to(dtype)
+            strategy.step(local.step)
+            found.append(module.weight.detach()[0].clone())
+        strategy.pause()
+    else:
+        strategy.serve(local.step)
+    consensus, state = strategy.consensus()[0][0], strategy.state()
+    resharded = strategy.reshard_state([state]) if comm.size == 2 and comm.rank == 0 else None  # all lies on rank 0
+    again = problem.make(comm, NAME, module, **options)
+    again.load_state(state)
+    same = [torch.equal(a, b) for a, b in _masters(again, strategy)]
+    for made in (again, strategy):
+        made.close()
+    return found, consensus, resharded, same
+
+
+@HALF
+@pytest.mark.parametrize("servers", [1, 2, "colocated"])
+def test_a_model_in_half_precision_follows_adagrad_in_single_precision(dtype, servers):
+    """Gradients of 0 in some elements, always or at first; what the server has is not rounded."""
+    gradients = torch.randn(40, 6, generator=torch.Generator().manual_seed(2)) * torch.tensor([0, 1, 1, 1e-6, 200, 1])
+    gradients[:20, 1] = 0
+
+    def body(comm):
+        others = servers == "colocated" and comm.rank > 0  # whose gradients leave the sums alone
+        return _steps(comm, dtype, 0 * gradients if others else gradients, rate=0.01, servers=servers)
+
+    found = run_virtual(body, 2 if servers == "colocated" else servers + 1, compute=Constant(0.1))
+    params = torch.nn.Parameter(torch.ones(6))
+    adagrad, expected = torch.optim.Adagrad([params], lr=0.01), []
+    for gradient in gradients:
+        params.grad = gradient.to(dtype).float()
+        adagrad.step()
+        expected.append(params.detach().to(dtype))
+    steps = found[0 if servers == "colocated" else -1][0]
+    assert all(step.isfinite().all() for step in steps)
+    assert all(torch.equal(consensus, expected[-1]) for _, consensus, *_ in found)
+    if servers != "colocated":  # there the two meet in other orders
+        assert all(torch.equal(a, b) for a, b in zip(steps, expected, strict=True))
+    assert all(all(same) for *_, same in found), "a checkpoint rounds"
+    if servers == 1:
+        assert torch.equal(found[0][2]["squares"][0], adagrad.state[params]["sum"])
+        assert torch.equal(found[0][2]["params"][0], params.detach()), "on other ranks it goes on from rounded ones"
+
+
+@HALF
+def test_sums_of_squares_of_a_model_in_half_precision_keep_growing(dtype):
+    """300 is 90,000 squared, more than float16 holds; in bfloat16 a sum of 256 stays there."""
+    gradients = torch.tensor([[300.0, 1.0]]).repeat(1000, 1)
+    squares = run_virtual(lambda comm: _steps(comm, dtype, gradients), 2)[0][2]["squares"][0]
+    torch.testing.assert_close(squares, 1000 * gradients[0].to(dtype).float() ** 2, rtol=1e-4, atol=0)
+
+
+@HALF
+@pytest.mark.parametrize("options", [{}, {"servers": 2, "n_push": 2}, {"servers": "colocated"}], ids=str)
+def test_a_model_in_half_precision_learns(dtype, options):
+    start = problem.loss(problem.model(), range(problem.SAMPLES)).item()
+    runs = _train({"rate": 0.05, **options}, 4, dtype=dtype, optimizer="sgd", epochs=4)
+    assert all(run.params[0].dtype == dtype and torch.equal(run.consensus[0], runs[0].consensus[0]) for run in runs)
+    module = problem.model(dtype)
+    problem.load(module, runs[0].consensus)
+    assert problem.loss(module, range(problem.SAMPLES)).item() < 0.8 * start
+
+
 # --- schedules --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("servers", [1, 2])
 def test_it_pushes_and_fetches_when_it_should(servers):
     """31 steps: 10 pushes and 6 fetches, of which steps 15 and 30 are both; whole gradients, whole parameters."""
     noting, workers, steps = _noting(), 2, 31
     options = {"n_push": 3, "n_fetch": 5, "servers": servers}
-    settings = {"batch": 2, "samples": 2 * workers * steps, "epochs": 1}
+    settings = {"batch": 2, "samples": 2 * workers * steps, "epochs": 1, "tells": False}
     runs = _train(options, servers + workers, name=noting, compute=Jitter(0.1, 0.2), **settings)
-    counts = Counter(noting.letters)
+    counts = Counter(noting.requests)
     for worker in range(servers, servers + workers):
         for server in range(servers):
             kinds = {kind: counts[server, worker, kind] for kind in (PUSH, FETCH, GRADIENT, PAUSE)}
@@ -98,8 +184,8 @@ def test_it_pushes_and_fetches_when_it_should(servers):
     n_bytes, word, names = problem.FlatModel(problem.model()).n_bytes, 8, 4
     for run in runs[servers:]:
         pushes = 10 * n_bytes + servers * names  # which parameters have a gradient is told once, as it stays the same
-        letters = 14 * servers * 6 * word  # kind, weight, number of clocks, clock; ticket drawn and raised
-        assert sum(record.bytes_sent for record in run.records) == pushes + letters
+        requests = 14 * servers * 6 * word  # kind, weight, number of clocks, clock; ticket drawn and raised
+        assert sum(record.bytes_sent for record in run.records) == pushes + requests
     assert [len(run.staleness) for run in runs[:servers]] == [10 * workers] * servers
 
 
@@ -152,7 +238,8 @@ def test_a_fetch_brings_a_colocated_worker_its_own_shard_too(ranks):
             module(torch.full((2, 7), comm.rank + 1.0)).square().sum().backward()
             strategy.step(local.step)
             local.zero_grad()
-            found.append([(part.clone(), new.clone()) for part, new in zip(own, strategy.master(), strict=True)])
+            master = strategy.handler.master()
+            found.append([(part.clone(), new.clone()) for part, new in zip(own, master, strict=True)])
         strategy.pause()
         strategy.close()
         channel.close()
@@ -170,7 +257,7 @@ def test_the_first_pushes_are_the_first_workers_alone(servers, compute):
     runs = _train({"warm_start": warm, "servers": servers}, 5, name=noting, compute=compute, epochs=1)
     leader = 0 if servers == "colocated" else servers
     for server in range(5 if servers == "colocated" else servers):
-        kinds = [(source, kind) for at, source, kind in noting.letters if at == server]
+        kinds = [(source, kind) for at, source, kind in noting.requests if at == server]
         first = next(i for i, (source, kind) in enumerate(kinds) if source != leader and kind == GRADIENT)
         before = [source for source, kind in kinds[:first] if kind == GRADIENT]
         assert before == [leader] * len(before) and len(before) >= warm

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from strategies import mixed, problem
 
 from hpcdist import strategies, topology
 from hpcdist.comm.virtual import Constant, Network, run_virtual
 from hpcdist.errors import ConfigError
-from hpcdist.flat import FlatModel
-from hpcdist.topology.spectrum import spectral_gap
+from hpcdist.model.flat import FlatModel
+from hpcdist.topology.graphs.spectrum import spectral_gap
+from strategies import mixed, problem
 
 NAME = "dpsgd"
 SYMMETRIC = [name for name in topology.available() if topology.load(name).symmetric]
@@ -148,7 +148,8 @@ def test_a_step_takes_the_longer_of_computing_and_exchanging(compute_s, exchange
 
 @pytest.mark.parametrize(("name", "messages"), [("ring", 2), ("complete", 4), ("hierarchical", 2)])
 def test_bytes_are_a_parameter_vector_per_neighbour(name, messages):
-    runs = run_virtual(lambda comm: problem.train(comm, NAME, {"topology": name, "overlap": False}), 5)
+    options = {"topology": name, "overlap": False}
+    runs = run_virtual(lambda comm: problem.train(comm, NAME, options, tells=False), 5)
     n_bytes = runs[0].params[0].nbytes
     sent = {(record.bytes_sent, record.messages_sent) for run in runs for record in run.records}
     expected = {(messages * n_bytes, messages)}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
-from strategies import problem
 
 from hpcdist import strategies
 from hpcdist.comm.virtual import Exponential, Jitter, Network, run_virtual
 from hpcdist.errors import ConfigError
-from hpcdist.flat import FlatModel
+from hpcdist.model.flat import FlatModel
+from strategies import elastic, problem
 
 NAME = "easgd"
 BOTH = pytest.mark.parametrize("name", ["easgd", "eamsgd"])
@@ -72,7 +73,7 @@ def test_without_learning_the_centre_plus_all_workers_is_conserved(ranks, name, 
 @BOTH
 @pytest.mark.parametrize("servers", [1, 2])
 def test_one_exchange_is_of_the_old_values_on_both_sides(name, servers):
-    """e = a(x − c); x ← x − e − η g, c ← c + e; with momentum δ the first Nesterov step is (1 + δ) g."""
+    """e = a(x − c); x ← x − e − η g, c ← c + e; with momentum δ the model then holds x + δv, v being −η g."""
     rate, gradient, beta = 0.1, 3.0, 0.6
     found = run_virtual(
         lambda comm: _mix(comm, {"beta": beta, "servers": servers}, 1, name, gradient, rate), servers + 1
@@ -84,6 +85,117 @@ def test_one_exchange_is_of_the_old_values_on_both_sides(name, servers):
     torch.testing.assert_close(centre, beta * start, rtol=1e-15, atol=0)
 
 
+@pytest.mark.parametrize("paces", [(1.0,), (1.0, 0.6), (0.7, 1.9, 1.1)], ids=len)
+@pytest.mark.parametrize("period", [1, 3])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_it_is_algorithm_1_with_weight_decay_at_the_old_x(paces, period, decay):
+    def gradient(worker, x):
+        return elastic.curved(worker, x) + decay * x
+
+    steps, rate = 60, 0.05
+    found = elastic.run(NAME, {"period": period}, steps, paces, lr=rate, weight_decay=decay)
+    centre, workers = elastic.asynchronous(found.order, len(paces), steps, period, 0.9, rate, gradient)
+    np.testing.assert_allclose(found.centre, centre, rtol=0, atol=1e-13)
+    for held, worker in zip(found.models, workers, strict=True):
+        np.testing.assert_allclose(held, worker.x, rtol=0, atol=1e-13)
+
+
+@BOTH
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])  # with decoupled and with common weight decay
+def test_every_optimisers_step_is_from_the_old_x(name, optimizer):
+    """It sees the parameters as the gradient's computation left them, also at an exchange."""
+    seen, left = [], []
+
+    def body(comm):
+        def noting(parameters):
+            local = problem.OPTIMIZERS[optimizer](parameters)
+            held = [p for group in local.param_groups for p in group["params"]]
+            local.register_step_pre_hook(lambda *_: seen.append(torch.cat([p.detach().flatten() for p in held])))
+            held[0].register_hook(lambda _: left.append(torch.cat([p.detach().flatten() for p in held])))
+            return local
+
+        return problem.train(comm, name, {"period": 1}, optimizer=noting, samples=40, epochs=1)
+
+    run_virtual(body, 3, compute=Exponential(0.1))
+    assert len(seen) == len(left) == 10
+    assert all(any(torch.equal(at, computed) for computed in left) for at in seen)
+
+
+# --- all at once ------------------------------------------------------------------------------------------------------
+@BOTH
+@pytest.mark.parametrize("period", [1, 3])
+@pytest.mark.parametrize("paces", [(1.0,), (1.0, 0.6), (0.7, 1.9, 1.1)], ids=len)
+def test_all_at_once_it_is_the_papers_synchronous_form(name, paces, period):
+    steps, rate, momentum = 60, 0.05, 0.9 if name == "eamsgd" else 0.0
+    found = elastic.run(name, {"period": period, "synchronous": True}, steps, paces, lr=rate)
+    centre, workers = elastic.synchronous(len(paces), steps, period, 0.9, rate, elastic.curved, momentum)
+    np.testing.assert_allclose(found.centre, centre, rtol=0, atol=1e-12)
+    for held, worker in zip(found.models, workers, strict=True):
+        np.testing.assert_allclose(held, worker.x + momentum * worker.v, rtol=0, atol=1e-12)
+
+
+@BOTH
+@SERVERS
+@pytest.mark.parametrize("compression", ["none", {"name": "topk", "ratio": 0.4}], ids=str)
+def test_all_at_once_the_order_of_arrival_changes_no_bit(name, servers, compression):
+    options = {"synchronous": True, "period": 2, "servers": servers, "compression": compression}
+    size = 4 if servers == "colocated" else 4 + servers
+    first, *others = (_train(options, size, name=name, compute=Exponential(0.1), seed=seed) for seed in range(3))
+    for runs in others:
+        for run, expected in zip(runs, first, strict=True):
+            assert torch.equal(run.consensus[0], expected.consensus[0])
+            assert torch.equal(run.params[0], expected.params[0])
+
+
+@BOTH
+@SERVERS
+@pytest.mark.parametrize("compression", ["none", {"name": "topk", "ratio": 0.4}], ids=str)
+@pytest.mark.sizes(2, 3, 4)
+def test_all_at_once_the_centre_plus_all_workers_is_conserved(ranks, name, servers, compression):
+    options = {
+        "period": 1, "servers": _some(servers, ranks.size), "compression": compression, "synchronous": True
+    }  # fmt: skip
+    found = ranks(lambda comm: _mix(comm, options, 12, name), compute=Exponential(0.1))
+    first = ranks.size - len(strategies.load(name).worker_ranks(strategies.load(name).Config(**options), ranks.size))
+    expected = sum(torch.arange(1.0, 6.0, dtype=torch.float64) + rank for rank in range(first, ranks.size))
+    torch.testing.assert_close(found[0][0] + sum(x for _, x, _ in found), expected, rtol=1e-13, atol=0)
+    assert found[0][0].min() > 0.1
+
+
+def test_all_at_once_who_ends_early_holds_nobody_up_and_the_last_to_come_is_named():
+    def body(comm):
+        module = torch.nn.Linear(5, 1, bias=False)
+        cls, channel = strategies.load(NAME), comm.split(0)
+        strategy = cls(cls.Config(period=1, synchronous=True), channel, FlatModel(module))
+        local, records = torch.optim.SGD(module.parameters(), lr=0.1), []
+        if strategy.is_worker:
+            for _ in range(3 if comm.rank == 1 else 6):
+                comm.compute()
+                module.weight.grad = torch.ones_like(module.weight)
+                records.append(strategy.step(local.step))
+            strategy.pause()
+        else:
+            strategy.serve(local.step)
+        clock = strategy.clock
+        strategy.close()
+        channel.close()
+        return clock, records
+
+    found = run_virtual(body, 4, compute=elastic.Paces((1.0, 1.0, 1.0, 3.0)))
+    assert found[0][0] == 6, "one move of the centre for each meeting"
+    assert [len(records) for _, records in found[1:]] == [3, 6, 6]
+    for record in found[2][1]:
+        assert set(record.waited_for) == {3} and record.waited_for[3] == pytest.approx(2.0, rel=0.01)
+    assert not any(record.waited_for for record in found[3][1])
+
+
+@BOTH
+@pytest.mark.sizes(2, 3, 4)
+def test_all_at_once_it_learns(ranks, name):
+    problem.learns(ranks, name, {"synchronous": True, "period": 2}, epochs=8, compute=Jitter(0.1, 0.2))
+
+
+# --- when and with whom -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("period", [1, 3, 7])
 def test_it_exchanges_at_every_periodth_step_from_the_first_on(period):
     runs = _train({"period": period}, 4, samples=240, epochs=1)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 
 import pytest
 import torch
-from strategies import problem
 
 from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError, MismatchError, NonFiniteError, UnknownNameError
-from hpcdist.flat import FlatModel
+from hpcdist.model.flat import FlatModel
+from strategies import problem
 
 every = pytest.mark.parametrize("name", strategies.available())
+stepping = pytest.mark.parametrize("name", problem.stepping())
 
 
 def test_an_unknown_strategy_is_refused_with_the_known_ones():
@@ -35,7 +37,7 @@ def test_an_unknown_option_is_refused(name):
         strategies.load(name).Config(speling=1)
 
 
-@every
+@stepping
 @pytest.mark.parametrize("optimizer", problem.OPTIMIZERS)
 @pytest.mark.sizes(1, exact=True)
 def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit(ranks, name, optimizer):
@@ -94,8 +96,13 @@ def test_models_that_differ_are_refused_on_all_ranks(ranks, name):
         module = torch.nn.Linear(3, 3 if comm.rank < 2 else 4)
         channel = comm.split(0)
         cls = strategies.load(name)
-        with pytest.raises(MismatchError, match="model must be the same on every rank; rank 2's parameters"):
+        with pytest.raises(MismatchError, match="model must be the same on every rank; rank 2's parameters") as caught:
             cls(cls.Config(), channel, FlatModel(module))
+        others = ", and those of rank 3," if comm.size == 4 else ""
+        assert f"rank 2's parameters or buffers{others} differ from rank 0's in name" in str(caught.value)
+        first = "first 'weight: trainable float32 [3, 3] in group 0' on rank 0 against"
+        second = "'weight: trainable float32 [4, 3] in group 0' on rank 2. Build it"
+        assert f"{first} {second}" in str(caught.value)
         channel.close()
         return True
 
@@ -114,9 +121,9 @@ def _with_nan(comm, name, on_nonfinite):
     else:
         for step in range(3):
             local.zero_grad()
-            problem.loss(module, range(8)).backward()
-            if step == 1 and comm.rank == comm.size - 1:
-                module[0].bias.grad[2] = float("nan")
+            poisons = step == 1 and comm.rank == comm.size - 1
+            with problem.poisoned(module[0].bias) if poisons else nullcontext():
+                problem.loss(module, range(8)).backward()
             records.append(strategy.step(local.step))
         strategy.pause()
     params = [p.clone() for p in strategy.consensus()[0]]
@@ -124,7 +131,7 @@ def _with_nan(comm, name, on_nonfinite):
     return records, params
 
 
-@every
+@stepping
 @pytest.mark.sizes(1, 2, 3)
 def test_a_nan_gradient_is_left_out_when_told_so(ranks, name):
     results = ranks(lambda comm: _with_nan(comm, name, "skip"))
@@ -134,7 +141,7 @@ def test_a_nan_gradient_is_left_out_when_told_so(ranks, name):
     assert events == [None, where, None]
 
 
-@every
+@stepping
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_nan_gradient_ends_the_run_and_names_rank_parameter_and_step(name, size):
     where = f"gradients must be finite; got NaN or infinite gradient at step 2, rank {size - 1}: 0.bias"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from strategies import problem
 
 from hpcdist.comm.virtual import Jitter, run_virtual
+from strategies import problem
 
 both = pytest.mark.parametrize("name", ["gossip_pull", "gossip_push"])
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from strategies import problem
 
 from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtual
+from strategies import problem
 
 NAME = "gossip_push"
 
@@ -20,7 +20,7 @@ def _make(comm, features=3, **options):
 
 def _step(strategy, peer):
     """A step without learning in which this rank draws `peer`."""
-    strategy.draw = lambda: peer
+    strategy.draw = lambda *_, **__: [peer]
     strategy.step(lambda: None)
     return strategy.model.params[0].clone()
 
@@ -148,7 +148,7 @@ def _push_ones(comm, module, steps):
     strategy._take = counting
     for _ in range(steps):
         comm.compute()
-        peer = draw()
+        (peer,) = draw()
         pushed += peer != comm.rank
         for params in strategy.model.params:
             params.fill_(1.0)
@@ -163,6 +163,7 @@ def _push_ones(comm, module, steps):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_message_arrives_exactly_once(size):
     network, compute = Network(latency_s=1e-3, bandwidth_bytes_s=1e5), Jitter(0.05, 1.0)
+
     def body(comm):
         return _push_ones(comm, torch.nn.Linear(400, 2), 200)
 
@@ -192,7 +193,7 @@ def test_peers_are_drawn_uniformly_oneself_included():
 
     def body(comm):
         strategy = _make(comm, seed=3)
-        drawn = [strategy.draw() for _ in range(steps)]
+        drawn = [peer for _ in range(steps) for peer in strategy.draw()]
         strategy.close()
         return drawn
 
@@ -207,7 +208,7 @@ def test_a_rank_that_has_died_is_not_drawn():
         strategy = _make(comm)
         strategy.comm.living = (0, 2, 3)
         strategy.look()
-        drawn = {strategy.draw() for _ in range(50)}
+        drawn = {peer for _ in range(50) for peer in strategy.draw()}
         strategy.close()
         return drawn
 
@@ -227,7 +228,7 @@ def test_the_state_includes_what_has_arrived(ranks):
         comm.barrier()
         state, params = strategy.state(), strategy.model.params[0].clone()
         following = [strategy._peers.get_state()]
-        other = strategy.adapted_state([state])
+        other = strategy.reshard_state([state])
         strategy.close()
 
         strategy, found = _make(comm, seed=7), []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from strategies import problem
 
 from hpcdist.comm.virtual import Constant, Exponential, Straggler, run_virtual
+from strategies import problem
 
 NAME = "hardsync"
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["momentum", "adam"])

@@ -6,13 +6,13 @@ import threading
 
 import pytest
 import torch
-from strategies import problem, replicas
 
 import hpcdist as hd
 from hpcdist import strategies
 from hpcdist.comm.virtual import Jitter, run_virtual
 from hpcdist.errors import ConfigError
-from hpcdist.flat import FlatModel
+from hpcdist.model.flat import FlatModel
+from strategies import problem, replicas
 
 NAME = "local_sgd"
 STEPS = 14

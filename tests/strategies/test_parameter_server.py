@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 import torch
-from strategies import problem
-from strategies.replay import asynchronous, logged
 
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Exponential, Jitter, Network, Straggler, run_virtual
 from hpcdist.errors import ConfigError
-from hpcdist.flat import FlatModel
+from hpcdist.model.flat import FlatModel
+from strategies import problem
+from strategies.replay import asynchronous, logged
 
 NAME = "parameter_server"
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["momentum", "adam"])
@@ -71,7 +71,7 @@ def test_a_bound_of_staleness_drops_and_counts(bound):
 
 @pytest.mark.parametrize("workers", [1, 4, 10])
 def test_overlap_costs_as_many_updates_of_staleness_as_there_are_workers(workers):
-    """A gradient is of the parameters that came with the last answer but one: two rounds of all, less itself."""
+    """A gradient is of the parameters that came with the last reply but one: two rounds of all, less itself."""
     network = Network(latency_s=1e-5, bandwidth_bytes_s=1e9)
     runs = run_virtual(
         lambda comm: problem.train(comm, NAME, {"overlap": True}, batch=1, epochs=2),
@@ -94,7 +94,7 @@ def test_overlap_hides_the_network():
             network=network,
         )
         seconds[overlap] = max(run.seconds for run in runs)
-    assert seconds[True] < 0.85 * seconds[False]  # posting takes its time; only the answer travels meanwhile
+    assert seconds[True] < 0.85 * seconds[False]  # pushing takes its time; only the reply travels meanwhile
 
 
 def test_with_overlap_shards_that_move_only_inside_a_step_are_refused():
@@ -222,7 +222,7 @@ def test_one_worker_of_any_model_equals_one_process_to_the_bit(ranks, optimizer,
 @pytest.mark.parametrize("servers", [1, 2, "colocated"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_it_learns_and_all_ranks_agree_in_the_end(ranks, servers, overlap):
-    if servers == 2 and ranks.size == 2 or servers == "colocated" and overlap:
+    if (servers == 2 and ranks.size == 2) or (servers == "colocated" and overlap):
         servers = 1
     options = {"servers": servers, "overlap": overlap}
 

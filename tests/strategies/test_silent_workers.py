@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 import torch
-from strategies import problem
 
 from hpcdist import strategies
 from hpcdist.comm.virtual import ComputeModel, Network, run_virtual
 from hpcdist.errors import ConfigError
-from hpcdist.flat import FlatModel
+from hpcdist.model.flat import FlatModel
+from strategies import problem
 
 SILENT, AT, LONG_S, STEP_S, DEADLINE_S = 3, 5, 50.0, 0.1, 2.0
 SERVERS = [name for name in strategies.available() if "learner_deadline_s" in strategies.load(name).Config.model_fields]

@@ -6,12 +6,13 @@ from collections import Counter
 
 import pytest
 import torch
-from strategies import problem
 
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Exponential, Jitter, Network, Straggler, run_virtual
 from hpcdist.errors import ConfigError
-from hpcdist.flat import FlatModel
+from hpcdist.model.flat import FlatModel
+from strategies import problem
+from strategies.watched import watched
 
 NAME = "softsync"
 
@@ -86,18 +87,19 @@ def test_overlap_costs_n_updates_of_staleness(splits):
 class Sources(strategies.load(NAME)):
     """Notes whose gradients each update was made of."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **given):
+        super().__init__(*args, **given)
         self.sources, self.updates = [], []
+        if self.handler is not None:
+            self._receive, self.handler.receive = self.handler.receive, self._note
 
-    def receive(self, letter):
-        self.sources.append(letter.source)
+    def _note(self, request):
+        self.sources += [request.source] * (request.weight > 0)
         before = self.clock
-        super().receive(letter)
+        self._receive(request)
         if self.clock > before:
             self.updates.append(self.sources)
             self.sources = []
-
 
 
 @pytest.mark.parametrize(("workers", "splits", "quota"), [(4, 1, 4), (7, 2, 3), (7, 3, 2), (7, 7, 1)])
@@ -145,7 +147,7 @@ def test_gradients_without_an_update_wait_for_the_next_epoch(servers):
     assert (once[0].pending, twice[0].pending) == (1, 0)
 
 
-@pytest.mark.parametrize("modulation", ["none", "average", "per-gradient", "plus-one", "exponential"])
+@pytest.mark.parametrize("modulation", ["none", "average", "measured", "per-gradient", "plus-one", "exponential"])
 def test_a_modulated_run_learns(modulation):
     start = problem.loss(problem.model(), range(problem.SAMPLES)).item()
     runs = _train({"splits": 4, "modulation": modulation}, 9, optimizer="sgd", epochs=8, compute=Jitter(0.1, 0.2))
@@ -155,29 +157,22 @@ def test_a_modulated_run_learns(modulation):
 
 
 # --- trees ------------------------------------------------------------------------------------------------------------
-class Sums(strategies.load(NAME)):
-    """Notes of how many gradients the letters are that the root gets."""
-
-    found: list[int] = []
-
-    def receive(self, letter):
-        if self.comm.rank == 0:
-            self.found.append(len(letter.clocks))
-        super().receive(letter)
-
-
 @pytest.mark.parametrize(
     ("size", "fan_in", "splits", "group"),
     [(7, 2, 1, 2), (7, 2, 4, 1), (15, 2, 1, 4), (15, 2, 2, 4), (13, 3, 3, 3), (13, 3, 4, 2), (16, 4, 2, 3)],
 )
 def test_aggregators_sum_as_many_as_make_up_an_update(size, fan_in, splits, group):
-    class Noting(Sums):
-        found: list[int] = []
+    found = []  # of how many gradients the requests are that the root gets
 
-    runs = _train({"splits": splits, "fan_in": fan_in}, size, name=Noting, batch=2, epochs=1, compute=Jitter(0.1, 0.1))
+    def note(strategy, request):
+        if strategy.comm.rank == 0:
+            found.append(len(request.clocks))
+
+    name, settings = watched(strategies.load(NAME), note), {"batch": 2, "epochs": 1, "compute": Jitter(0.1, 0.1)}
+    runs = _train({"splits": splits, "fan_in": fan_in}, size, name=name, **settings)
     workers = sum(run.is_worker for run in runs)
     quota = workers // splits
-    assert set(Noting.found) == {group}
+    assert set(found) == {group}
     assert all(len(record.staleness) == quota for record in runs[0].records)
     gradients = problem.SAMPLES // 2
     assert len(_staleness(runs)) + sum(run.pending for run in runs) == gradients
@@ -201,6 +196,31 @@ def test_in_a_tree_the_learning_rate_is_divided_by_n_once():
         assert sum(run.is_worker for run in runs) == 4 and len(runs[0].records) == 2
         moved[modulation] = runs[0].consensus[0] - start
     torch.testing.assert_close(moved["average"], moved["none"] / 2, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("options", [{}, {"servers": 2}, {"servers": "colocated"}, {"fan_in": 4}], ids=str)
+def test_the_rate_is_divided_by_the_staleness_that_each_server_measures(options):
+    """About n = 4; on one server, on each of several, at the root of a tree."""
+
+    class Noting(strategies.load(NAME)):
+        rates = []
+
+        def __init__(self, *args, **given):
+            super().__init__(*args, **given)
+            if self.handler is not None:
+                self._updated, self.handler.policy.updated = self.handler.policy.updated, self._note
+
+        def _note(self, staleness):
+            policy = self.handler.policy
+            self.rates.append((policy.factor(0), _mean(policy.measured.state() or [0])))
+            self._updated(staleness)
+
+    settings = {"batch": 1, "epochs": 2, "compute": Jitter(0.1, 0.1)}
+    size = 8 if options.get("servers") == "colocated" else 9 + options.get("servers", 1)
+    _train({"splits": 4, "modulation": "measured", **options}, size, name=Noting, **settings)
+    assert len(Noting.rates) > 100
+    assert all(rate == 1 / max(1, measured) for rate, measured in Noting.rates)
+    assert 1 / 12 < min(rate for rate, _ in Noting.rates) < 1 / 2
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -232,6 +252,4 @@ def test_it_learns_and_all_ranks_agree_in_the_end(ranks, servers):
     if servers == 2 and ranks.size == 2:
         servers = 1
 
-    problem.learns(
-        ranks, NAME, {"servers": servers}, epochs=8, compute=Jitter(0.1, 0.2), network=Network(1e-4, 1e9)
-    )
+    problem.learns(ranks, NAME, {"servers": servers}, epochs=8, compute=Jitter(0.1, 0.2), network=Network(1e-4, 1e9))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from strategies import problem
 
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Exponential, Jitter, Straggler, run_virtual
+from strategies import problem
 
 NAME = "ssp"
 SLOW = Straggler(Constant(0.1), 2, 4.0)
@@ -19,26 +19,28 @@ def _train(options, size, name=NAME, **settings):
 
 
 def _watched():
-    """SSP that notes at every answer how far ahead its reader is, by clocks of our own, and right after every step."""
+    """SSP that notes at every reply how far ahead its reader is, by clocks of our own, and right after every step."""
 
     class Watched(strategies.load(NAME)):
         reads: list[int] = []
         gaps: list[int] = []
 
-        def __init__(self, *args):
-            super().__init__(*args)
+        def __init__(self, *args, **given):
+            super().__init__(*args, **given)
             self.clocks = dict.fromkeys(self.roles.workers, 0)
+            if self.handler is not None:
+                self._receive, self.handler.receive = self.handler.receive, self._note_step
+                self._reply, self.loop.reply = self.loop.reply, self._note_reads
 
-        def receive(self, letter):
-            self.clocks[letter.source] += 1
-            self.gaps.append(self.clocks[letter.source] - min(self.clocks.values()))
-            super().receive(letter)
+        def _note_step(self, request):
+            self.clocks[request.source] += 1
+            self.gaps.append(self.clocks[request.source] - min(self.clocks.values()))
+            self._receive(request)
 
-        def may_go(self, held):
-            answered = super().may_go(held)
-            if answered and self.active() == list(self.clocks):
-                self.reads.append(self.clocks[held.letter.source] - min(self.clocks.values()))
-            return answered
+        def _note_reads(self, *replies):
+            if self.loop.active() == list(self.clocks):
+                self.reads += [self.clocks[reply.request.source] - min(self.clocks.values()) for reply in replies]
+            self._reply(*replies)
 
     return Watched
 
@@ -58,7 +60,7 @@ def test_nobody_reads_further_ahead_than_the_bound(bound, compute):
 
 @pytest.mark.parametrize("bound", [0, 2])
 def test_a_read_includes_what_every_worker_had_done_by_then_and_ones_own_step(bound):
-    """The gradients in an answer's parameters, counted: 1 per gradient at a learning rate of 1."""
+    """The gradients in a reply's parameters, counted: 1 per gradient at a learning rate of 1."""
     size, steps = 4, 12
     workers = size - 1
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from strategies import problem
 
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtual
 from hpcdist.errors import ConfigError
-from hpcdist.flat import FlatModel
+from hpcdist.model.flat import FlatModel
 from hpcdist.topology import load as topology
-from hpcdist.topology.spanning import spanning_tree
+from hpcdist.topology.graphs.spanning import spanning_tree
+from strategies import problem
 
 Strom = strategies.load("strom")
 COMPRESSIONS = [
@@ -205,13 +205,13 @@ def test_another_number_of_ranks_takes_up_all_that_was_not_sent():
 
     def load(comm):
         trainer = Trainer(comm)
-        trainer.strategy.load_state(trainer.strategy.adapted_state(states))
+        trainer.strategy.load_state(trainer.strategy.reshard_state(states))
         return next(iter(trainer.residuals.values()))
 
     held = sum(state["links"][0][0]["residual"] for state in states)
     for size in (2, 3, 5):
         torch.testing.assert_close(sum(run_virtual(load, size)), held, rtol=0, atol=1e-14)
-    assert run_virtual(lambda comm: Trainer(comm).strategy.adapted_state(states)["links"], 1) == [[]]
+    assert run_virtual(lambda comm: Trainer(comm).strategy.reshard_state(states)["links"], 1) == [[]]
 
 
 def test_a_tree_without_error_feedback_is_refused():

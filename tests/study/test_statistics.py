@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from hpcdist.study import interval
+from hpcdist.study import difference, interval, ratio
+from hpcdist.study.statistics import effect, holm, ratio_of
 
 
 def test_the_interval_is_students():
@@ -29,3 +30,53 @@ def test_it_holds_the_true_mean_as_often_as_it_says(confidence):
     generator = np.random.default_rng(0)
     drawn = [interval(generator.normal(1.0, 3.0, 5).tolist(), confidence) for _ in range(2000)]
     assert np.mean([i.low <= 1.0 <= i.high for i in drawn]) == pytest.approx(confidence, abs=0.03)
+
+
+def test_runs_of_the_same_seed_are_compared_pair_by_pair():
+    values, others = [3.0, 5.0, 9.0], [2.0, 4.0, 6.0]
+    assert difference(values, others) == interval([1.0, 1.0, 3.0])
+    assert ratio(values, others) == interval([1.5, 1.25, 1.5])
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        difference(values, others[:2])
+
+
+def test_an_interval_excludes_what_lies_outside():
+    found = interval([1.0, 2.0, 3.0])
+    assert f"{found:+.1f}" == "+2.0 ± 2.5"
+    assert found.excludes(-1.0) and found.excludes(5.0) and not found.excludes(0.0)
+    assert not interval([2.0]).excludes(0.0), "unknown"
+
+
+# --- tests of differences; numbers by scipy.stats ---------------------------------------------------------------------
+def test_runs_of_the_same_seeds_are_compared_pair_by_pair():
+    found = effect({0: 2.0, 1: 4.0, 2: 6.0}, {0: 1.0, 1: 2.0, 2: 3.0})
+    assert found.paired and found.mean == 2.0
+    assert (found.low, found.high, found.p) == pytest.approx((-0.4841377, 4.4841377, 0.0741799))
+
+
+def test_runs_of_other_seeds_are_compared_as_groups():
+    found = effect({0: 1.0, 1: 3.0, 2: 4.0}, {0: 2.0, 5: 6.0, 6: 9.0, 7: 5.0})
+    assert not found.paired and found.mean == pytest.approx(-2.8333333)
+    assert (found.low, found.high, found.p) == pytest.approx((-7.2724652, 1.6057985, 0.1587671))
+
+
+def test_a_ratio_is_that_of_logarithms():
+    found = ratio_of({0: 2.0, 1: 8.0}, {0: 1.0, 1: 2.0})
+    half = 12.7062047 * math.log(2) / 2  # t of one degree of freedom; logarithms are log 2 and 2 log 2
+    assert found.mean == pytest.approx(2**1.5)
+    assert (found.low, found.high) == pytest.approx((2**1.5 * math.exp(-half), 2**1.5 * math.exp(half)))
+
+
+def test_one_pair_tells_nothing_and_equal_pairs_tell_all():
+    one = effect({0: 2.0}, {0: 1.0})
+    assert one.mean == 1.0 and math.isnan(one.low) and math.isnan(one.p)
+    assert math.isnan(effect({0: 2.0}, {1: 1.0, 2: 1.5}).p)
+    assert effect({0: 2.0, 1: 3.0}, {0: 1.0, 1: 2.0}).p == 0.0
+    assert effect({0: 2.0, 1: 3.0}, {0: 2.0, 1: 3.0}).p == 1.0
+
+
+def test_holms_correction():
+    assert holm([0.01, 0.04, math.nan, 0.03])[::3] == pytest.approx([0.03, 0.06])
+    corrected = holm([0.01, 0.04, math.nan, 0.03])
+    assert corrected[1] == pytest.approx(0.06) and math.isnan(corrected[2]), "never below a smaller one's"
+    assert holm([0.6, 0.9]) == [1.0, 1.0]

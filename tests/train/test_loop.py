@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
-from train import tiny
 
 from hpcdist import checkpoint, strategies
 from hpcdist.comm.virtual import ComputeModel, Constant, run_virtual
-from hpcdist.errors import CheckpointError, MismatchError, NonFiniteError
+from hpcdist.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
 from hpcdist.records import digest, load_summary, read_records
+from hpcdist.strategies.server.strategy import ServerStrategy
 from hpcdist.train import resume as resuming
+from strategies import problem
+from train import tiny
 
 every = pytest.mark.parametrize("name", strategies.available())
-# What suits short runs of a small model: diloco's own period is longer, and strom's 1 % of so few elements little.
-SUITED = {"diloco": ["strategy.period=5"], "strom": ["strategy.compression.density=0.1"]}
+# What suits short runs of a small model: diloco's own period is longer, strom's 1 % of so few elements little, and a
+# step of sandblaster is of a large batch.
+SUITED = {
+    "diloco": ["strategy.period=5"], "strom": ["strategy.compression.density=0.1"], "sandblaster": ["batch_size=90"],
+}  # fmt: skip
 
 
 def _run(comm, folder, *overrides, resume=None, report=None):
@@ -28,6 +34,7 @@ def _run(comm, folder, *overrides, resume=None, report=None):
 
 
 @every
+@pytest.mark.computes
 @pytest.mark.sizes(1, 2, 4)
 def test_the_summary_tells_what_the_run_was(ranks, shared_tmp_path, name):
     options = (f"strategy={name}", *SUITED.get(name, []))
@@ -131,7 +138,7 @@ def test_a_resumed_run_with_servers_ends_where_the_uninterrupted_one_ends(tmp_pa
         assert any(pending for *_, pending in found), "no gradient without an update: the test shows nothing"
 
 
-SERVED = [name for name in strategies.available() if "servers" in strategies.load(name).Config.model_fields]
+SERVED = [name for name in strategies.available() if issubclass(strategies.load(name), ServerStrategy)]
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -167,14 +174,14 @@ def _interrupt_after(trainer, step):
 
 
 @every
+@pytest.mark.computes
 @pytest.mark.sizes(1, 2, 3)
 def test_every_strategy_resumes(ranks, shared_tmp_path, name):
     def body(comm):
-        first, _ = _run(comm, shared_tmp_path, f"strategy={name}", "epochs=1", "checkpoint.every_steps=3")
+        options = (f"strategy={name}", *SUITED.get(name, []), "checkpoint.every_steps=3")
+        first, _ = _run(comm, shared_tmp_path, *options, "epochs=1")
         path = checkpoint.latest(shared_tmp_path / "run" / "checkpoints")
-        second, _ = _run(
-            comm, shared_tmp_path, f"strategy={name}", "epochs=2", "checkpoint.every_steps=3", resume=path
-        )
+        second, _ = _run(comm, shared_tmp_path, *options, "epochs=2", resume=path)
         return first, second
 
     for first, second in ranks(body):
@@ -183,7 +190,7 @@ def test_every_strategy_resumes(ranks, shared_tmp_path, name):
             assert second.metrics["accuracy"] > first.metrics["accuracy"] - 0.1
 
 
-@every
+@pytest.mark.parametrize("name", problem.stepping())
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 2), (2, 5)])
 def test_it_resumes_on_another_number_of_ranks(tmp_path, name, before, after):
     options = (f"strategy={name}", *SUITED.get(name, []), "checkpoint.every_steps=2")
@@ -194,8 +201,18 @@ def test_it_resumes_on_another_number_of_ranks(tmp_path, name, before, after):
 
     def body(comm):
         trainer = tiny.trainer(comm, tmp_path, *options, "epochs=2")
-        fetch = trainer._train.batch
-        trainer._train.batch = lambda indices: (seen.extend(indices.tolist()), fetch(indices))[1]
+        fetch, step, fetched = trainer._train.batch, trainer._step, []
+
+        def noting(indices):
+            fetched.append(indices.tolist())
+            return fetch(indices)
+
+        def counting(x, y):
+            indices = fetched.pop(0)
+            seen.extend(indices if trainer.model.weight else [])  # a batch of weight 0 does not count
+            step(x, y)
+
+        trainer._train.batch, trainer._step = noting, counting
         summary = trainer.run(path)
         trainer.close()
         return summary, len(trainer._train)
@@ -261,6 +278,32 @@ def test_what_is_evaluated_is_the_mean_and_training_goes_on_from_ones_own(ranks,
     assert all(once == again == found[0][0] and untouched and mode for once, again, untouched, mode in found)
 
 
+@pytest.mark.parametrize("name", ["allreduce", "hardsync", "gossip_sync"])
+def test_batches_that_add_up_are_one_large_one(tmp_path, monkeypatch, name):
+    """To rounding, uneven last steps included; another number of them is another run."""
+    plain = replace(tiny.job, model=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
+    monkeypatch.setattr(tiny, "job", plain)  # batch norm and dropout see each batch alone
+
+    def body(comm, folder, *options):
+        trainer = tiny.trainer(comm, tmp_path / folder, f"strategy={name}", "epochs=2", *options)
+        summary = trainer.run()
+        params = trainer.strategy.consensus()[0]
+        trainer.close()
+        return summary.samples, trainer.position.step, params
+
+    added = run_virtual(lambda comm: body(comm, "added", "batch_size=8", "accumulation=3"), 3)[0]
+    whole = run_virtual(lambda comm: body(comm, "whole", "batch_size=24"), 3)[0]
+    once = run_virtual(lambda comm: body(comm, "once", "batch_size=8"), 3)[0]
+    assert added[:2] == whole[:2] and once[1] > whole[1]
+    torch.testing.assert_close(added[2], whole[2], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(added[2][0], once[2][0], rtol=1e-3, atol=1e-3)
+
+
+def test_a_jobs_accumulation_is_its_own_setting(tmp_path):
+    with pytest.raises(ConfigError, match="strategy.accumulation must be left out in a job, .*; got 3. Set"):
+        run_virtual(lambda comm: tiny.trainer(comm, tmp_path, "strategy.accumulation=3"), 1)
+
+
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_mixed_precision_learns(tmp_path, amp):
     (summary, _), _ = run_virtual(lambda comm: _run(comm, tmp_path, f"amp={amp}"), 2)
@@ -270,9 +313,9 @@ def test_mixed_precision_learns(tmp_path, amp):
 def test_an_overflow_of_float16_is_left_out_and_halves_the_scale(tmp_path):
     def body(comm):
         trainer = tiny.trainer(comm, tmp_path, "amp=fp16", "epochs=1")
-        trainer.precision.scale = 2.0**20
+        trainer.precision.load_state({**trainer.precision.state(), "scale": 2.0**20})
         summary = trainer.run()
-        scale = trainer.precision.scale
+        scale = trainer.precision.state()["scale"]
         trainer.close()
         return summary, scale
 

@@ -1,4 +1,4 @@
-"""Makes hpcdist's data files from other formats: one module each, found by its name.
+"""Make hpcdist's data files from other formats: one module each, found by its name.
 
 Every module has one function `convert(source, destination, **options) -> Path`, whose keyword-only arguments are the
 options: their types and defaults are in its signature, their meaning in its docstring. A new format is one new file.
@@ -6,21 +6,22 @@ options: their types and defaults are in its signature, their meaning in its doc
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 
-from hpcdist.errors import UnknownNameError
+from hpcdist.registry import IMPORTERS
 
 
 def available() -> list[str]:
-    """The names of all importers."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    """List the names of all importers, sorted: those of this folder, and those that installed packages add."""
+    return IMPORTERS.available()
 
 
 def load(name: str) -> Callable[..., Path]:
-    """The `convert` function of the importer of that name. Raises UnknownNameError where there is none."""
-    if name not in available():
-        raise UnknownNameError("importer", name, available())
-    return importlib.import_module(f"{__name__}.{name}").convert
+    """Load the function `convert` of the importer of that name, or as `path/to/file.py:convert`.
+
+    Raises:
+        UnknownNameError: there is none of that name; lists the known ones.
+        ConfigError: there are two of that name; or what there is can't be imported, or is no function.
+    """
+    return IMPORTERS.load(name)

@@ -1,4 +1,4 @@
-"""What several importers need."""
+"""Functions that several importers need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from hpcdist.errors import ConfigError, DataError
 def split_indices(
     samples: int, test_fraction: float, seed: int, labels: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted indices of the training and of the test samples, drawn from `seed`; with labels, each class alike.
+    """Draw the training and the test samples from `seed`, and return their indices, sorted.
+
+    With labels, each class has the same fraction of test samples.
 
     Raises:
         ConfigError: test_fraction is not in [0, 1).
@@ -35,7 +37,7 @@ def split_indices(
 
 
 def need_folder(source: str | Path, advice: str) -> Path:
-    """`source` as a path. Raises DataError unless it is a folder."""
+    """Return `source` as a path. Raise DataError unless it is a folder."""
     path = Path(source)
     if not path.is_dir():
         raise DataError(f"{path} must be a folder; it {'is a file' if path.exists() else 'does not exist'}. {advice}")

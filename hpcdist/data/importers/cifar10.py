@@ -19,7 +19,7 @@ ADVICE = "Unpack cifar-10-binary.tar.gz (the binary version) again and name its 
 
 
 def convert(source: str | Path, destination: str | Path, *, compression: str | None = None) -> Path:
-    """Writes CIFAR-10 from its binary files: x (3, 32, 32), stored as uint8, read as float32 in 0..1; y int64.
+    """Write CIFAR-10 from its binary files: x (3, 32, 32), stored as uint8, read as float32 in 0..1; y int64.
 
     Args:
         source: The folder with data_batch_1.bin and so on (as many as there are) and test_batch.bin.

@@ -22,13 +22,13 @@ def convert(
     seed: int = 0,
     compression: str | None = None,
 ) -> Path:
-    """Writes scikit-learn's handwritten digits: x (1, 8, 8), stored as uint8, read as float32 in 0..1; y int64.
+    """Write scikit-learn's handwritten digits: x (1, 8, 8), stored as uint8, read as float32 in 0..1; y int64.
 
     Args:
         source: "sklearn" or None, since the data come with the package.
         destination: The file to write.
         test_fraction: Part of each digit's samples that is kept for testing.
-        seed: What the test samples are drawn from.
+        seed: Seed of the choice of test samples.
         compression: None, "gzip" or "lzf".
 
     Reference: E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository,

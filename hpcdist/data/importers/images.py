@@ -28,17 +28,17 @@ def convert(
     seed: int = 0,
     compression: str | None = None,
 ) -> Path:
-    """Writes all images below a folder: x (3 or 1, height, width), stored as uint8, read as float32 in 0..1; y int64.
+    """Write all images below a folder: x (3 or 1, height, width), stored as uint8, read as float32 in 0..1; y int64.
 
     The folders' names, sorted, are the classes. Hidden files are left out; any other file must be an image.
 
     Args:
         source: A folder with one folder per class; or with the folders `train` and `test`, each with one per class.
         destination: The file to write.
-        height, width: What every image is resized to (bilinear; its proportions are not kept).
+        height, width: Size in pixels that every image is resized to (bilinear; its proportions change).
         mode: "RGB", or "L" for shades of grey.
         test_fraction: Part of each class that is kept for testing, where `source` has no `train` and `test`.
-        seed: What the test samples are drawn from.
+        seed: Seed of the choice of test samples.
         compression: None, "gzip" or "lzf".
     """
     if mode not in MODES:
@@ -76,11 +76,11 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _list_images(folder: Path, classes: Sequence[str]) -> list[Labelled]:
-    """All images below the class folders of `folder`, each with its label."""
+    """List all images below the class folders of `folder`, each with its label."""
     suffixes = Image.registered_extensions()
     if unknown := [path.name for path in _visible(folder) if path.name not in classes or not path.is_dir()]:
         raise DataError(f"{folder} must have nothing but the folders {', '.join(classes)}; got {', '.join(unknown)}.")
-    found = []
+    images = []
     for label, name in enumerate(classes):
         paths = _visible(folder / name) if (folder / name).is_dir() else []
         if not paths:
@@ -88,8 +88,8 @@ def _list_images(folder: Path, classes: Sequence[str]) -> list[Labelled]:
         for path in paths:
             if path.suffix.lower() not in suffixes:
                 raise DataError(f"{path} must be an image in a format that Pillow knows. Move it elsewhere.")
-            found.append((path, label))
-    return found
+            images.append((path, label))
+    return images
 
 
 def _visible(folder: Path) -> list[Path]:
@@ -103,7 +103,7 @@ def _blocks(images: Sequence[Labelled], mode: str, size: tuple[int, int]) -> Ite
 
 
 def _read(path: Path, mode: str, size: tuple[int, int]) -> np.ndarray:
-    """One image as uint8 (channels, height, width)."""
+    """Read one image as uint8 (channels, height, width)."""
     try:
         with Image.open(path) as image:
             upright = ImageOps.exif_transpose(image).convert(mode)

@@ -1,4 +1,4 @@
-"""MNIST and everything else in its IDX files (Fashion-MNIST, KMNIST...): four files, gzipped or not."""
+"""MNIST and other data sets in its IDX format (Fashion-MNIST, KMNIST...): four files, gzipped or not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def convert(
     classes: str = "0,1,2,3,4,5,6,7,8,9",
     compression: str | None = None,
 ) -> Path:
-    """Writes MNIST from its four files: x (1, rows, columns), stored as uint8, read as float32 in 0..1; y int64.
+    """Write MNIST from its four files: x (1, rows, columns), stored as uint8, read as float32 in 0..1; y int64.
 
     Args:
         source: The folder with train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and
@@ -98,12 +98,12 @@ class IdxFile:
             )
 
     def read(self, count: int) -> np.ndarray:
-        """The next `count` samples, uint8."""
+        """Read the next `count` samples: uint8 (count, *shape of a sample)."""
         sample = self.shape[1:]
         return np.frombuffer(self._bytes(count * math.prod(sample)), np.uint8).reshape(count, *sample)
 
     def check_end(self) -> None:
-        """Raises DataError if anything follows the last sample."""
+        """Raise DataError if anything follows the last sample."""
         if self._read(1):
             raise DataError(f"{self.path} must end after {self.shape[0]} samples but goes on. Download it again.")
 

@@ -39,7 +39,7 @@ def convert(
     seed: int = 0,
     compression: str | None = None,
 ) -> Path:
-    """Writes a table of numbers for regression: x (features,) and y (targets,), both of `dtype`.
+    """Write a table of numbers for regression: x (features,) and y (targets,), both of `dtype`.
 
     Standardised columns are (value - mean) / deviation, computed in float64; the constants are those of the training
     samples alone and are stored as x_mean, x_std, y_mean and y_std. A constant column keeps deviation 1.
@@ -49,11 +49,11 @@ def convert(
             1, and so on; or a .npz file with one such array, or with two called x and y.
         destination: The file to write.
         target: The column or columns to predict, with commas between; by default the last one.
-        delimiter: What stands between the columns of a .csv file.
+        delimiter: Separator of the columns of a .csv file.
         standardise: "none", "features", or "all" for the targets as well.
         dtype: "float32" or "float64".
         test_fraction: Part of the samples that is kept for testing.
-        seed: What the test samples are drawn from.
+        seed: Seed of the choice of test samples.
         compression: None, "gzip" or "lzf".
     """
     for name, value, choices in (("standardise", standardise, STANDARDISE), ("dtype", dtype, DTYPES)):

@@ -1,8 +1,4 @@
-"""The nodes' clocks: records of several ranks are put together by time, and a job ends by its own node's clock.
-
-Reference: Flaviu Cristian, "Probabilistic clock synchronization", 1989: the reply of a remote clock is taken to be
-from the middle of the round trip, and the shortest of several round trips bounds the error best.
-"""
+"""The nodes' clocks: records of several ranks are put together by time, and a job ends by its own node's clock."""
 
 from __future__ import annotations
 
@@ -10,43 +6,28 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from hpcdist.doctor.base import OK, WARNING, Asked, Finding, Nodes, gather
+from hpcdist.doctor.base import OK, WARNING, Finding, Nodes, Requirements, gather
 
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
 
-TRIPS = 8
 MOST_S = 0.05  # what clocks that are kept by NTP stay well below
-ASK, TELL = 30_005, 30_006  # tags
 
 
-def measure(comm: Communicator, nodes: Nodes, asked: Asked, clock: Callable[[], float] = time.time) -> dict:
-    """Collective. Each node's clock ahead of rank 0's, and how wrong that may be, in seconds."""
-    import torch
+def measure(comm: Communicator, nodes: Nodes, required: Requirements, clock: Callable[[], float] = time.time) -> dict:
+    """Collective. Measure how far each node's clock is ahead of rank 0's, and how wrong that may be, in seconds."""
+    from hpcdist.comm.clocks import measure_ahead
 
-    told, found = torch.empty(1, dtype=torch.float64), {}
-    for leader in nodes.leaders[1:]:
-        trips = []
-        for _ in range(TRIPS):
-            if comm.rank == 0:
-                start = clock()
-                comm.isend(torch.zeros(1), leader, ASK).wait()
-                comm.irecv(told, leader, TELL).wait()
-                end = clock()
-                trips.append((end - start, float(told) - (start + end) / 2))
-            elif comm.rank == leader:
-                comm.irecv(torch.empty(1), 0, ASK).wait()
-                comm.isend(torch.tensor([clock()], dtype=torch.float64), 0, TELL).wait()
-        if trips:
-            took_s, ahead_s = min(trips)
-            found[nodes.name(leader)] = {"ahead_s": ahead_s, "error_s": took_s / 2}
+    found = measure_ahead(comm, nodes.leaders[1:], clock)
     gather(comm, None)  # the others wait here, without using their cores
-    return {"clocks": found}
+    return {"clocks": {nodes.name(rank): {"ahead_s": s, "error_s": error_s} for rank, (s, error_s) in found.items()}}
 
 
-def judge(measured: dict, nodes: Nodes, asked: Asked) -> Iterator[Finding]:
-    """A line for each node that is off, by more than could be the network's; or one for all. The one that most nodes
-    differ from is rank 0's own."""
+def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
+    """Report each node whose clock is off by more than the network explains; or all in one line.
+
+    Where most nodes differ from rank 0, its own clock is off.
+    """
     clocks, first = measured["clocks"], nodes.names[0]
     off = {name: row for name, row in clocks.items() if abs(row["ahead_s"]) - row["error_s"] > MOST_S}
     if len(clocks) > 1 and len(off) == len(clocks):

@@ -1,4 +1,4 @@
-"""The run's file system: one for all nodes, with room, locks that hold between nodes, and how fast it is.
+"""The run's file system: shared by all nodes, with room, locks that hold between nodes, and speed.
 
 Rank 0 makes a folder that every node looks into, writes to, and locks a file in; it is gone at the end. Every call
 that touches files may hang where a server is dead, so each has a limit.
@@ -6,7 +6,6 @@ that touches files may hang where a server is dead, so each has a limit.
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import shutil
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcdist.doctor.base import ERROR, OK, WARNING, Asked, Finding, Nodes, gather, listed, within
+from hpcdist.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, gather, gather_by_node, listed, within
 from hpcdist.errors import DeadlineError
 
 if TYPE_CHECKING:
@@ -26,16 +25,15 @@ SEEN_S = 4.0  # how long a new file may take to be seen on other nodes: NFS keep
 FREED_S = 2.0  # how long a lock that was given back may stay refused
 SAMPLE_BYTES, BLOCK_BYTES, SAMPLE_S = 1 << 24, 1 << 20, 1.5
 NO_ROOM_BYTES, LITTLE_ROOM_BYTES = 1 << 27, 1 << 32  # a checkpoint of a small model; of a large one
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
-def measure(comm: Communicator, nodes: Nodes, asked: Asked) -> dict:
-    """Collective. By node: free bytes, after how long it saw what rank 0 wrote, whether locks hold; the speeds."""
+def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
+    """Collective. Measure by node the free bytes, the time until it sees a new file, and locks; then the speeds."""
     first = comm.rank == 0
-    made = gather(comm, _try(lambda: _begin(asked.folder)) if first else None)[0]
+    made = gather(comm, _try(lambda: _begin(required.folder)) if first else None)[0]
     if "error" in made:
-        return {"folder": str(asked.folder.absolute()), "error": made["error"]}
+        return {"folder": str(required.folder.absolute()), "error": made["error"]}
     folder = Path(made["made"])
     try:
         return {
@@ -51,10 +49,9 @@ def measure(comm: Communicator, nodes: Nodes, asked: Asked) -> dict:
 
 
 def _share(comm: Communicator, nodes: Nodes, folder: Path, token: str) -> dict[str, dict]:
-    """Collective. What each node sees of what rank 0 wrote, and whether rank 0 sees what it wrote."""
+    """Collective. Find out whether each node sees rank 0's file, and whether rank 0 sees each node's."""
     node = nodes.of[comm.rank]
-    told = gather(comm, _try(lambda: _look(folder, token, node)) if comm.rank in nodes.leaders else None)
-    found = {nodes.name(rank): told[rank] for rank in nodes.leaders}
+    found = gather_by_node(comm, nodes, lambda: _try(lambda: _look(folder, token, node)))
     if comm.rank == 0:
         able = [name for name in nodes.names if found[name].get("seen_s") is not None]
         wrote = {name: folder / f"node{nodes.names.index(name)}" for name in able}
@@ -64,7 +61,7 @@ def _share(comm: Communicator, nodes: Nodes, folder: Path, token: str) -> dict[s
 
 
 def _locks(comm: Communicator, nodes: Nodes, path: Path) -> dict:
-    """Collective. Whether rank 0 gets a lock, and whether others then don't, and do when it has been given back."""
+    """Collective. Find out whether rank 0 gets a lock, and whether others are refused it until it is given back."""
     lock, asks = _Lock(path), _asks_for_lock(comm, nodes)
     held = gather(comm, _try(lock.take) if comm.rank == 0 else None)[0]
     refused = _try(lock.refused) if asks and held.get("held") else None
@@ -72,18 +69,18 @@ def _locks(comm: Communicator, nodes: Nodes, path: Path) -> dict:
     if comm.rank == 0:
         _try(lock.drop)
     gather(comm, None)
-    told = gather(comm, _try(lambda: lock.free(refused)) if refused and "error" not in refused else refused)
-    return {**held, "nodes": {nodes.name(rank): row for rank, row in enumerate(told) if row}}
+    rows = gather(comm, _try(lambda: lock.free(refused)) if refused and "error" not in refused else refused)
+    return {**held, "nodes": {nodes.name(rank): row for rank, row in enumerate(rows) if row}}
 
 
 def _on_last(comm: Communicator, nodes: Nodes, call: Callable[[], dict]) -> dict:
-    """Collective. What a call tells on the last node, whose memory holds nothing of what rank 0 wrote."""
+    """Collective. Call a function on the last node, whose memory does not hold what rank 0 wrote."""
     rank = nodes.leaders[-1]
     return gather(comm, _try(call) if comm.rank == rank else None)[rank]
 
 
 def _try(call: Callable[[], dict]) -> dict:
-    """What a step found out, or {"error": ...} if it failed or took too long."""
+    """Take one step; return what it found out, or {"error": ...} if it failed or took too long."""
     try:
         return within(CALL_S, "the file system's answer", call)
     except (OSError, DeadlineError, ValueError) as error:
@@ -91,7 +88,7 @@ def _try(call: Callable[[], dict]) -> dict:
 
 
 def _begin(wanted: Path) -> dict:
-    """Makes a folder in the one that is wanted, or in the nearest one above it that is there."""
+    """Make a folder in the one that is wanted, or in the nearest one above it that exists."""
     wanted = wanted.absolute()
     folder = next(path for path in (wanted, *wanted.parents) if path.is_dir())
     made, token = folder / f".hpcdist-doctor-{secrets.token_hex(4)}", secrets.token_hex(16)
@@ -101,7 +98,7 @@ def _begin(wanted: Path) -> dict:
 
 
 def _look(folder: Path, token: str, node: int) -> dict:
-    """On every node: sees what rank 0 wrote, writes a file of its own."""
+    """Wait for the file that rank 0 wrote, then write one of this node's own."""
     start, content = time.monotonic(), _content(folder / "token")
     while content != token and time.monotonic() - start < SEEN_S:
         time.sleep(0.02)
@@ -121,7 +118,7 @@ def _content(path: Path) -> str | None:
 
 
 def _missing(wrote: Mapping[str, Path]) -> list[str]:
-    """Nodes whose own file rank 0 does not see."""
+    """List the nodes whose own file rank 0 does not see."""
     until = time.monotonic() + SEEN_S
     while not all(path.exists() for path in wrote.values()) and time.monotonic() < until:
         time.sleep(0.02)
@@ -129,14 +126,14 @@ def _missing(wrote: Mapping[str, Path]) -> list[str]:
 
 
 def _asks_for_lock(comm: Communicator, nodes: Nodes) -> bool:
-    """The other nodes' first ranks; on one node its second rank; or the only rank there is."""
+    """Tell whether this rank tries the lock: a node's first one; on one node its second one, or the only one."""
     if len(nodes.names) > 1:
         return comm.rank in nodes.leaders[1:]
     return comm.rank == min(1, comm.size - 1)
 
 
 class _Lock:
-    """The lock that HDF5 takes of a file: flock, which NFS turns into one of the server, and some file systems refuse.
+    """Lock a file as HDF5 does: by flock, which NFS turns into a lock of its server, and some file systems refuse.
 
     Every call returns what it found out. Locks are of an open file, so that one process can hold and be refused one.
     """
@@ -145,16 +142,17 @@ class _Lock:
         self._path, self._file = path, None
 
     def take(self) -> dict:
+        """Take the lock, and keep it."""
         self._file = open(self._path, "w")
         return {"held": self._lock(self._file) == 0}
 
     def refused(self) -> dict:
-        """Whether somebody else's lock is seen."""
+        """Find out whether another one's lock is seen."""
         with open(self._path, "r+") as file:
             return {"refused": self._lock(file) != 0}
 
     def free(self, before: dict) -> dict:
-        """Whether the lock can be had, now that nobody holds it but for a moment: others ask, too."""
+        """Find out whether the lock can be had again; others, who try too, hold it for a moment only."""
         until = time.monotonic() + FREED_S
         with open(self._path, "r+") as file:
             while not (freed := self._lock(file) == 0) and time.monotonic() < until:
@@ -162,12 +160,13 @@ class _Lock:
             return before | {"freed": freed}
 
     def drop(self) -> dict:
+        """Give the lock back."""
         self._file.close()
         return {}
 
     @staticmethod
     def _lock(file) -> int:
-        """0, or the number of the error that means that another one has it; raises OSError for any other."""
+        """Return 0, or the number of the error that says that another one has it; raise any other OSError."""
         import fcntl
 
         try:
@@ -185,6 +184,7 @@ def _write_all(path: Path, data: bytes) -> None:
 
 
 def _write(path: Path) -> dict:
+    """Write a file for a moment; return bytes and seconds."""
     block, written, start = secrets.token_bytes(BLOCK_BYTES), 0, time.monotonic()
     with open(path, "xb", buffering=0) as file:
         while written < SAMPLE_BYTES and time.monotonic() - start < SAMPLE_S:
@@ -194,6 +194,7 @@ def _write(path: Path) -> dict:
 
 
 def _read(path: Path) -> dict:
+    """Read a file for a moment; return bytes and seconds."""
     read, start = 0, time.monotonic()
     with open(path, "rb", buffering=0) as file:
         while (data := file.read(BLOCK_BYTES)) and time.monotonic() - start < SAMPLE_S:
@@ -202,21 +203,22 @@ def _read(path: Path) -> dict:
 
 
 # --- judging ----------------------------------------------------------------------------------------------------------
-def judge(measured: dict, nodes: Nodes, asked: Asked) -> Iterator[Finding]:
-    """A line for each node that can't use the folder, for room, for locks, for speeds; or one that all is well."""
+def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
+    """Report nodes that can't use the folder, too little room, locks and speeds; or in one line that all is well."""
     if "error" in measured:
         text = f"folder must be one that can be written; got {measured['folder']} on {nodes.names[0]}: "
         yield Finding(ERROR, f"{text}{measured['error']}. Choose another one with --folder")
         return
     sharing = list(_sharing(measured, nodes))
-    locking = [] if sharing else list(_locking(measured, asked.environ))
+    locking = [] if sharing else list(_locking(measured, required.environ))
     found = [*sharing, *_room(measured), *locking, *([] if sharing else _samples(measured))]
     yield from found
     if not any(finding.status == ERROR for finding in found):
-        yield Finding(OK, _summary(measured, nodes, holds=not locking and not _off(asked.environ)))
+        yield Finding(OK, _summary(measured, nodes, holds=not locking and not _off(required.environ)))
 
 
 def _sharing(measured: dict, nodes: Nodes) -> Iterator[Finding]:
+    """Report nodes that do not see, or can't write, the folder."""
     folder, found, first = measured["folder"], measured["nodes"], nodes.names[0]
     blind = [name for name, row in found.items() if row.get("seen_s", 0) is None]
     if blind and len(blind) == len(nodes.names) - 1:
@@ -235,6 +237,7 @@ def _sharing(measured: dict, nodes: Nodes) -> Iterator[Finding]:
 
 
 def _room(measured: dict) -> Iterator[Finding]:
+    """Report too little free space."""
     room = [row["free_bytes"] for row in measured["nodes"].values() if "free_bytes" in row]
     if room and min(room) < LITTLE_ROOM_BYTES:
         text = f"{measured['folder']} has {_amount(min(room))} of free space: a run writes records and checkpoints"
@@ -242,6 +245,7 @@ def _room(measured: dict) -> Iterator[Finding]:
 
 
 def _locking(measured: dict, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Report locks that are refused, or do not hold between nodes."""
     if _off(environ):
         return
     folder, locks = measured["folder"], measured["locks"]
@@ -266,6 +270,7 @@ def _off(environ: Mapping[str, str]) -> bool:
 
 
 def _samples(measured: dict) -> Iterator[Finding]:
+    """Report that a file could not be written or read."""
     for what in ("write", "read"):
         if "error" in measured[what]:
             yield Finding(ERROR, f"{measured['folder']} must allow to {what} a file; got {measured[what]['error']}")

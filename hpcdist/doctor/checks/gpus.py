@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-from hpcdist.doctor.base import ERROR, OK, WARNING, Asked, Finding, Nodes, counted, gather, listed, within
-from hpcdist.errors import DeadlineError
+import pynvml as nvml
+
+from hpcdist.doctor.base import (
+    ERROR,
+    OK,
+    WARNING,
+    Finding,
+    Nodes,
+    Requirements,
+    counted,
+    gather,
+    gather_by_node,
+    listed,
+    within,
+)
 
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
 
 CALL_S = 8.0  # the driver needs seconds for the first call where nobody keeps it awake (nvidia-persistenced)
 FREE = 0.9  # of the memory: the driver itself keeps a few percent
-FIELDS = ("uuid", "name", "memory.total", "memory.free", "ecc.errors.uncorrected.volatile.total")
-REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # the second up to driver 535
 SLOWED = {0x08: "hardware", 0x20: "heat, by the driver", 0x40: "heat", 0x80: "the power supply"}  # of nvml.h
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
-def measure(comm: Communicator, nodes: Nodes, asked: Asked) -> dict:
-    """Collective. What torch shows each rank, and what the driver says on each node (None where there is no driver)."""
+def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
+    """Collective. Ask torch on each rank, and the driver on each node (None where there is no driver)."""
     number = nodes.ranks(nodes.of[comm.rank]).index(comm.rank)
     seen = gather(comm, _try(lambda: visible(number)))
-    told = gather(comm, _try(driver) if comm.rank in nodes.leaders else None)
-    return {"ranks": seen, "nodes": {nodes.name(rank): told[rank] for rank in nodes.leaders}}
+    return {"ranks": seen, "nodes": gather_by_node(comm, nodes, lambda: _try(driver))}
 
 
 def _try(call) -> dict | None:
@@ -37,7 +45,7 @@ def _try(call) -> dict | None:
 
 
 def visible(number: int) -> dict:
-    """How many GPUs this rank sees, and the UUID of the one that it uses as the rank of that number on its node."""
+    """Count the GPUs that this rank, of that number on its node, sees; and find the UUID of the one that it uses."""
     import torch
 
     count = torch.cuda.device_count()
@@ -46,59 +54,68 @@ def visible(number: int) -> dict:
 
 
 def driver() -> dict | None:
-    """What nvidia-smi tells; None where it is not installed."""
-    if shutil.which("nvidia-smi") is None:
+    """Ask the driver for this node's GPUs and the processes that compute on them; None where none is installed.
+
+    Raises:
+        OSError: the driver does not work.
+    """
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError_LibraryNotFound:
         return None
+    except nvml.NVMLError as error:
+        raise OSError(f"the GPU driver must answer; got {error}") from None
     try:
-        table = _ask(f"--query-gpu={','.join((*FIELDS, REASONS[0]))}")
-    except OSError:
-        table = _ask(f"--query-gpu={','.join((*FIELDS, REASONS[1]))}")
-    return {"gpus": parse(table), "processes": parse_processes(_ask("--query-compute-apps=gpu_uuid,pid,process_name"))}
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        found = [describe(handle) for handle in handles]
+        return {"gpus": found, "processes": [[gpu["uuid"], *one] for gpu, h in zip(found, handles) for one in users(h)]}
+    except nvml.NVMLError as error:
+        raise OSError(f"the GPU driver must tell of each GPU; got {error}") from None
+    finally:
+        nvml.nvmlShutdown()
 
 
-def _ask(query: str) -> str:
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_S)
-    if done.returncode:
-        raise OSError(f"nvidia-smi has failed: {(done.stdout or done.stderr).strip()}")
-    return done.stdout
+def describe(handle: Any) -> dict:
+    """Describe a GPU by the driver's library; with None for each value that it does not give."""
+    memory = _ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+    kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    return {
+        "uuid": nvml.nvmlDeviceGetUUID(handle),
+        "name": nvml.nvmlDeviceGetName(handle),
+        "total_mb": memory and memory.total >> 20,
+        "free_mb": memory and memory.free >> 20,
+        "ecc_errors": _ask(nvml.nvmlDeviceGetTotalEccErrors, handle, *kind),
+        "reasons": _ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0,
+    }
 
 
-def parse(table: str) -> list[dict]:
-    """nvidia-smi's rows of FIELDS and REASONS; None for what a GPU does not tell."""
-    found = []
-    for line in filter(None, table.splitlines()):
-        uuid, name, total, free, errors, reasons = (cell.strip() for cell in line.rsplit(",", 5))
-        row = {"uuid": uuid, "name": name, "total_mb": _number(total), "free_mb": _number(free)}
-        found.append(row | {"ecc_errors": _number(errors), "reasons": _number(reasons) or 0})
-    return found
+def users(handle: Any) -> list[list[str]]:
+    """List the number and the program of each process that computes on a GPU."""
+    pids = [process.pid for process in _ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()]
+    return [[str(pid), _ask(nvml.nvmlSystemGetProcessName, pid) or "unknown"] for pid in pids]
 
 
-def parse_processes(table: str) -> list[list]:
-    """nvidia-smi's rows of GPU, process number, program."""
-    return [[cell.strip() for cell in line.split(",", 2)] for line in filter(None, table.splitlines())]
-
-
-def _number(cell: str) -> int | None:
+def _ask(call: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        return int(cell, 0)  # decimal, or 0x...
-    except ValueError:
-        return None  # [N/A], [Not Supported], [Unknown Error]
+        return call(*arguments)
+    except nvml.NVMLError:
+        return None  # not supported, no permission, or gone
 
 
 # --- judging ----------------------------------------------------------------------------------------------------------
-def judge(measured: dict, nodes: Nodes, asked: Asked) -> Iterator[Finding]:
-    """A line for each thing that is wrong with a node's GPUs; or one for all."""
-    found = [*_broken(measured, nodes), *_counts(measured, nodes, asked.gpus), *_sharing(measured, nodes)]
-    found += [f for name, told in measured["nodes"].items() if told and "gpus" in told for f in _health(name, told)]
+def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
+    """Report each thing that is wrong with a node's GPUs; or all in one line."""
+    found = [*_broken(measured, nodes), *_counts(measured, nodes, required.gpus), *_sharing(measured, nodes)]
+    found += [f for name, node in measured["nodes"].items() if node and "gpus" in node for f in _health(name, node)]
     yield from found
     if not found:
         yield Finding(OK, _summary(measured, nodes))
 
 
 def _broken(measured: dict, nodes: Nodes) -> Iterator[Finding]:
-    for name, told in measured["nodes"].items():
-        errors = [told["error"]] if told and "error" in told else []
+    """Report nodes where torch or the driver fails."""
+    for name, node in measured["nodes"].items():
+        errors = [node["error"]] if node and "error" in node else []
         rows = [measured["ranks"][rank] for rank in nodes.ranks(nodes.names.index(name))]
         errors += [row["error"] for row in rows if "error" in row]
         if errors:
@@ -106,7 +123,7 @@ def _broken(measured: dict, nodes: Nodes) -> Iterator[Finding]:
 
 
 def _counts(measured: dict, nodes: Nodes, wanted: bool) -> Iterator[Finding]:
-    """Ranks that see fewer GPUs than others; all, if they see none and there must be some."""
+    """Report ranks that see fewer GPUs than others; all, if they see none and there must be some."""
     counts = {rank: row["count"] for rank, row in enumerate(measured["ranks"]) if "count" in row}
     if not counts:
         return
@@ -124,7 +141,7 @@ def _counts(measured: dict, nodes: Nodes, wanted: bool) -> Iterator[Finding]:
 
 
 def _sharing(measured: dict, nodes: Nodes) -> Iterator[Finding]:
-    """Ranks of one node that would use the same GPU."""
+    """Report ranks of one node that would use the same GPU."""
     for node, name in enumerate(nodes.names):
         users: dict[str, list[int]] = {}
         for rank in nodes.ranks(node):
@@ -136,8 +153,9 @@ def _sharing(measured: dict, nodes: Nodes) -> Iterator[Finding]:
                 yield Finding(WARNING, f"{text}Start as many ranks on a node as it has GPUs, and look at --gpu-bind")
 
 
-def _health(name: str, told: dict) -> Iterator[Finding]:
-    for gpu in told["gpus"]:
+def _health(name: str, node: dict) -> Iterator[Finding]:
+    """Report GPUs of a node with memory errors, slowed down, or in use."""
+    for gpu in node["gpus"]:
         at = f"{name}: {gpu['name']} {gpu['uuid']}"
         if gpu["ecc_errors"]:
             text = f"{at} has {gpu['ecc_errors']} uncorrected memory errors. Leave the node out, and tell the site"
@@ -146,7 +164,7 @@ def _health(name: str, told: dict) -> Iterator[Finding]:
         if slowed:
             text = f"{at} is slowed down by {listed(slowed)}. Leave the node out, and tell the site"
             yield Finding(WARNING, text, (name,))
-        others = [f"{pid} ({program})" for uuid, pid, program in told["processes"] if uuid == gpu["uuid"]]
+        others = [f"{pid} ({program})" for uuid, pid, program in node["processes"] if uuid == gpu["uuid"]]
         low = None not in (gpu["free_mb"], gpu["total_mb"]) and gpu["free_mb"] < FREE * gpu["total_mb"]
         if others or low:
             whose = f"process {listed(others)}" if others else "somebody"
@@ -157,8 +175,8 @@ def _health(name: str, told: dict) -> Iterator[Finding]:
 def _summary(measured: dict, nodes: Nodes) -> str:
     counts = {row["count"] for row in measured["ranks"]}
     if counts == {0}:
-        driven = [name for name, told in measured["nodes"].items() if told and told["gpus"]]
+        driven = [name for name, node in measured["nodes"].items() if node and node["gpus"]]
         return "none" + f" visible to torch, though the driver has some on {listed(driven)}" * bool(driven)
-    kinds = {gpu["name"] for told in measured["nodes"].values() if told for gpu in told["gpus"]}
+    kinds = {gpu["name"] for node in measured["nodes"].values() if node for gpu in node["gpus"]}
     text = f"each rank sees {counts.pop()} and has its own" + f" ({listed(sorted(kinds))})" * bool(kinds)
-    return text + (", free and in good health" if kinds else "; no nvidia-smi: health unknown")
+    return text + (", free and in good health" if kinds else "; no NVIDIA driver: health unknown")

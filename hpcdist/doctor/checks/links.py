@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator
 from statistics import median, median_high, median_low
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcdist.comm import interfaces
-from hpcdist.doctor.base import OK, WARNING, Asked, Finding, Nodes, Unanswered, gather, listed
+from hpcdist.comm.network import interfaces
+from hpcdist.doctor.base import OK, WARNING, Finding, Nodes, Requirements, Unanswered, gather, gather_by_node, listed
 
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
@@ -26,7 +26,7 @@ PING, TIME = 30_003, 30_004  # tags
 
 
 class Link(NamedTuple):
-    """What was measured between nodes a and b."""
+    """Latency and bandwidth as measured between nodes a and b."""
 
     a: int
     b: int
@@ -35,7 +35,7 @@ class Link(NamedTuple):
 
 
 class Slow(NamedTuple):
-    """What a table of links shows: slow nodes, and slow links between nodes that are not; and what the others have."""
+    """Slow nodes, and slow links between nodes that are not slow; and the medians of all nodes."""
 
     nodes: dict[int, float]  # how many times as bad as usual
     links: list[Link]
@@ -45,7 +45,7 @@ class Slow(NamedTuple):
 
 # --- measuring --------------------------------------------------------------------------------------------------------
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """The links of a ring of `count` nodes, in rounds within which no two share a node."""
+    """Divide the links of a ring of `count` nodes into rounds within which no two share a node."""
     ring = [(i, (i + 1) % count) for i in range(count if count > 2 else count - 1)]
     if len(ring) <= ONE_BY_ONE:
         return [[pair] for pair in ring]
@@ -54,13 +54,12 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return [even[0::2], even[1::2], *last]
 
 
-def measure(comm: Communicator, nodes: Nodes, asked: Asked) -> dict:
-    """Collective. The table of links, and each node's networks: [interface, network, Mbit/s of its driver or 0].
+def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
+    """Collective. Measure the links, and list each node's networks: [interface, network, Mbit/s of its driver or 0].
 
     Links that look slow are measured once more, and the better figures count: somebody else may have been using them.
     """
-    own = comm.rank in nodes.leaders
-    told = gather(comm, networks() if own else [])
+    found = gather_by_node(comm, nodes, networks)
     parts = rounds(len(nodes.names))
     links = _table(comm, nodes, parts)
     slow = compare(links.values(), len(nodes.names)) if links else Slow({}, [], 0.0, 0.0)
@@ -68,11 +67,11 @@ def measure(comm: Communicator, nodes: Nodes, asked: Asked) -> dict:
     for pair, again in _table(comm, nodes, [[p for p in part if p in suspects] for part in parts]).items():
         latency_s = min(links[pair].latency_s, again.latency_s)
         links[pair] = Link(*pair, latency_s, max(links[pair].bandwidth_bytes_s, again.bandwidth_bytes_s))
-    return {"networks": {nodes.name(rank): told[rank] for rank in nodes.leaders}, "links": list(links.values())}
+    return {"networks": found, "links": list(links.values())}
 
 
 def _table(comm: Communicator, nodes: Nodes, parts: list[list[tuple[int, int]]]) -> dict[tuple[int, int], Link]:
-    """Collective. The same on all ranks."""
+    """Collective. Measure these rounds of links; return the same on all ranks."""
     found = {}
     for pairs in filter(None, parts):
         link = None
@@ -80,13 +79,15 @@ def _table(comm: Communicator, nodes: Nodes, parts: list[list[tuple[int, int]]])
             ends = [nodes.leaders[node] for node in pair]
             if comm.rank in ends:
                 link = [*pair, *_pair(comm, ends[1 - ends.index(comm.rank)])]
-        heard = _hear(comm, nodes, pairs, link)
-        found |= {pair: Link(*heard[nodes.leaders[pair[0]]]) for pair in pairs}
+        measured = _gather_round(comm, nodes, pairs, link)
+        found |= {pair: Link(*measured[nodes.leaders[pair[0]]]) for pair in pairs}
     return found
 
 
-def _hear(comm: Communicator, nodes: Nodes, pairs: list[tuple[int, int]], link: list | None) -> list[list | None]:
-    """Collective. As `gather`; where both ends of a pair do not come, its messages have got stuck."""
+def _gather_round(
+    comm: Communicator, nodes: Nodes, pairs: list[tuple[int, int]], link: list | None
+) -> list[list | None]:
+    """Collective. Gather the links of a round; where both ends of one do not answer, its messages have got stuck."""
     try:
         return gather(comm, link)
     except Unanswered as error:
@@ -96,12 +97,12 @@ def _hear(comm: Communicator, nodes: Nodes, pairs: list[tuple[int, int]], link: 
 
 
 def networks() -> list[list]:
-    """This host's addresses, those of the fastest interface first."""
+    """List this host's addresses, those of the fastest interface first."""
     return [[a.interface, str(a.ip.network), interfaces.speed_mbit_s(a.interface)] for a in interfaces.addresses()]
 
 
 def _pair(comm: Communicator, peer: int) -> tuple[float, float]:
-    """Latency in seconds and bytes per second in each direction at once; the same at both ends."""
+    """Measure latency in seconds, and bytes per second in each direction at once; the same at both ends."""
     import torch
 
     out, into = torch.zeros(2), torch.zeros(2)
@@ -131,7 +132,7 @@ def _exchange(comm: Communicator, peer: int, send, receive) -> float:
 
 
 def _agreed(comm: Communicator, peer: int, seconds: float) -> float:
-    """The longer of what both ends have measured: both then decide alike."""
+    """Return the longer of both ends' times: both then decide alike."""
     import torch
 
     other = torch.empty(1, dtype=torch.float64)
@@ -141,8 +142,10 @@ def _agreed(comm: Communicator, peer: int, seconds: float) -> float:
 
 # --- judging ----------------------------------------------------------------------------------------------------------
 def compare(links: Collection[Link], count: int) -> Slow:
-    """Which nodes and links are slow. A node is as good as the better one of its links, and is held against the
-    median of the nodes: right as long as most of them have a good one.
+    """Find the slow nodes and links.
+
+    A node is as good as the better one of its links, and is compared with the median of the nodes: right as long as
+    most of them have a good one.
     """
     bandwidth, latency = [0.0] * count, [float("inf")] * count
     for link in links:
@@ -152,7 +155,7 @@ def compare(links: Collection[Link], count: int) -> Slow:
     usual_bandwidth, usual_s = median_high(bandwidth), median_low(latency)
 
     def worse(bytes_s: float, latency_s: float) -> float:
-        """How many times as bad as usual; 0 if it is not slow."""
+        """Return how many times as bad as usual it is; 0 if it is not slow."""
         late = latency_s > LATE * usual_s and latency_s > usual_s + LATE_S
         less = bytes_s < SLOW * usual_bandwidth
         return max(latency_s / usual_s if late else 0.0, usual_bandwidth / bytes_s if less else 0.0)
@@ -163,8 +166,8 @@ def compare(links: Collection[Link], count: int) -> Slow:
     return Slow(nodes, between, usual_s, usual_bandwidth)
 
 
-def judge(measured: dict, nodes: Nodes, asked: Asked) -> Iterator[Finding]:
-    """A line for each slow node and link, and one for the rest."""
+def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
+    """Report each slow node and link, and the rest in one line."""
     links = [Link(*row) for row in measured["links"]]
     if not links:
         yield Finding(OK, f"one node ({nodes}): no links to measure")
@@ -174,8 +177,8 @@ def judge(measured: dict, nodes: Nodes, asked: Asked) -> Iterator[Finding]:
     usual = f"the nodes' median is {_figures(slow.latency_s, slow.bandwidth_bytes_s)}"
     for node, times in slow.nodes.items():
         name = nodes.names[node]
-        told = [f"to {nodes.names[_other(link, node)]} {_figures(*link[2:])}" for link in links if node in link[:2]]
-        text = f"{name} is slow: {', '.join(told)}; {usual}. Leave it out (--exclude={name}), and tell the site"
+        each = [f"to {nodes.names[_other(link, node)]} {_figures(*link[2:])}" for link in links if node in link[:2]]
+        text = f"{name} is slow: {', '.join(each)}; {usual}. Leave it out (--exclude={name}), and tell the site"
         yield Finding(WARNING, text, (name,), weight=times)
     for link in slow.links:
         ends = (nodes.names[link.a], nodes.names[link.b])
@@ -189,7 +192,7 @@ def _other(link: Link, node: int) -> int:
 
 
 def _apart(found: dict[str, list], nodes: Nodes) -> Iterator[Finding]:
-    """Nodes that share no network with the first one, where both know theirs."""
+    """Report nodes that share no network with the first one, where both know theirs."""
     first = {network for _, network, _ in found[nodes.names[0]]}
     apart = [name for name in nodes.names if first and found[name] and not first & {row[1] for row in found[name]}]
     if apart:

@@ -1,7 +1,7 @@
 """Windows while their owner computes: whether MPI's one-sided calls get on alone, and how long ours take at worst.
 
-Gossip that pulls, and parameter servers that train, read and write the memory of ranks that are busy. Some MPI
-libraries let such calls wait until the owner calls MPI again. See `comm/mpi_across.py` for the two ways to do without.
+Gossip that pulls, and parameter servers that train, read and write the memory of ranks that are busy. With some MPI
+libraries such calls wait until the owner calls MPI again. `comm/mpi/internode.py` has two ways around that.
 """
 
 from __future__ import annotations
@@ -10,40 +10,40 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hpcdist.doctor.base import OK, WARNING, Asked, Finding, Nodes, gather
+from hpcdist.doctor.base import OK, WARNING, Finding, Nodes, Requirements, gather
 
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
 
 SPAN_S = 0.4  # how long the owner computes, for each of the two measurements
 COUNT = 1 << 14  # elements of float32 in a transfer
-WAITED = 0.5  # of that time: who waits as long waits for the owner
+WAITED = 0.5  # of that time: a call that takes as long waits for the owner
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
-def measure(comm: Communicator, nodes: Nodes, asked: Asked) -> dict:
-    """Collective. The longest wait in seconds of MPI's calls alone and of our windows, and how these go.
+def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
+    """Collective. Measure the longest wait in seconds of MPI's calls alone, and of our windows with their transport.
 
     Rank 0 owns the memory, the first rank of the second node asks, or rank 1 where there is one node.
     """
-    from hpcdist.comm.mpi_unattended import worst_wait
+    from hpcdist.comm.mpi.rma_latency import worst_wait
 
     if comm.size == 1:
         return {"asker": None}
     asker = nodes.leaders[1] if len(nodes.names) > 1 else 1
     own = comm.split(0)
-    own.choose_across() if len(nodes.names) > 1 else None  # may measure both ways, and keep what it finds
+    own.transports.choose() if len(nodes.names) > 1 else None  # may measure both ways, and keep what it finds
     alone_s = worst_wait(own, 0, asker, COUNT, _compute, SPAN_S)
     gather(comm, None)
     window_s = _window_wait(own, asker)
     found = gather(comm, [alone_s, window_s])[asker]
-    across = own.across
+    across = own.internode
     own.close()
     return {"asker": asker, "across": across, "mpi_s": found[0], "window_s": found[1], "library": comm.library}
 
 
 def _window_wait(comm: Communicator, asker: int) -> float:
-    """Collective. The asker's longest transfer; 0.0 on the others."""
+    """Collective. Measure the asker's longest transfer; 0.0 on the others."""
     import torch
 
     window, worst_s = comm.window(COUNT if comm.rank == 0 else 0), 0.0
@@ -74,8 +74,8 @@ def _compute() -> None:
 
 
 # --- judging ----------------------------------------------------------------------------------------------------------
-def judge(measured: dict, nodes: Nodes, asked: Asked) -> Iterator[Finding]:
-    """One line: which way windows go, and what both waited for."""
+def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
+    """Report in one line the windows' transport, and how long both kinds of calls waited."""
     if measured["asker"] is None:
         yield Finding(OK, "one rank: nobody to wait for")
         return

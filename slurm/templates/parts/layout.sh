@@ -8,5 +8,5 @@
 {% elif spec.shape == "parameter_server" %}
 #: So the servers, which are the first ranks, are on the first node.
 {% elif spec.shape == "hybrid" %}
-#: So the ranks of a node are the stages of one copy of the model: they talk most, and nodes hold copies.
+#: So the stages of a copy of the model are ranks in a row, of one node: they talk most.
 {% endif %}

@@ -15,36 +15,28 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from string import Template
 
+from harness.launch import SITE
 from hpcdist.comm.launch import LAUNCHED
-
-from cluster.kit.hosts import NET, Host
+from hpcdist.study import hosts
 
 KIT = Path(__file__).parent
 ROOT = KIT.parents[2]
 PACKAGES = (KIT / "packages").read_text().split()  # of Debian
 ACCOUNTING_PACKAGES = (KIT / "packages-accounting").read_text().split()
-TOOLS = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "tc", "unshare", "nsenter")
+TOOLS = ("slurmctld", "slurmd", "sbatch", "munged")
 ACCOUNTING_TOOLS = ("slurmdbd", "mariadbd")
 NODES, CPUS, GPUS = 4, 8, 2  # CPUs and GPUs of each node, as Slurm believes
+NET = "10.77.0"
 PREFIX = "hpcdist-cluster-"
 MPICH = ROOT / ".venv-mpich"
-SETTINGS = {
-    **dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
-    **dict.fromkeys(("PRTE_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-    "OMPI_MCA_btl_tcp_if_include": "eth0",
-    "OMPI_MCA_osc": "^ucx",
-    "OMPI_MCA_btl": "^ofi",
-    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
-    "PRTE_MCA_hwloc_default_binding_policy": "none",  # each node would bind to the same cores of this machine
-    "OMP_NUM_THREADS": "1",
-}
+# Else each node would bind to the same cores of this machine.
+SETTINGS = {**hosts.SETTINGS, "PRTE_MCA_hwloc_default_binding_policy": "none"}
 # What a job that runs these tests has in its environment, and jobs of this cluster must not inherit.
 INHERITED = (*LAUNCHED, "PRTE_MCA_", "SLURM_", "SBATCH_", "SRUN_", "PYTEST_")
 
 
 def why_not(accounting: bool = False) -> str | None:
-    """Why there can be no such cluster here, or none with accounting; None if there can."""
+    """Return the reason why there can be no such cluster here, or none with accounting; None if there can."""
     if os.geteuid() != 0:
         return "a Slurm cluster of namespaces needs root"
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -57,21 +49,16 @@ def why_not(accounting: bool = False) -> str | None:
         packages = PACKAGES + ACCOUNTING_PACKAGES
     if missing:
         return f"needs {', '.join(missing)}: apt-get install {' '.join(packages)}"
-    tried = subprocess.run(
-        ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "tmpfs", "/tmp"],
-        capture_output=True,
-        text=True,
-    )
-    return f"namespaces are refused: {tried.stderr.strip()}" if tried.returncode else None
+    return hosts.why_not(hosts.Cable(1))
 
 
 def mpich() -> dict[str, str]:
-    """The environment's changes under which MPICH of .venv-mpich runs."""
+    """Return the environment's changes under which MPICH of .venv-mpich runs."""
     return {"PATH": f"{MPICH}/bin:{os.environ['PATH']}", "MPI4PY_LIBMPI": f"{MPICH}/lib/libmpi.so.12"}
 
 
 class Cluster:
-    """A controller `ctl` and nodes `n1`, `n2`, ... under Slurm; see `cluster.kit`.
+    """Run a controller `ctl` and nodes `n1`, `n2`, ... under Slurm; see `cluster.kit`.
 
     Args:
         folder: an empty one, for all its files.
@@ -83,13 +70,13 @@ class Cluster:
         self._accounting = accounting
         self.nodes = tuple(f"n{i + 1}" for i in range(NODES))
         common = {folder, ROOT, Path(sys.prefix), Path(sys.base_prefix)}
-        self._common = [path for path in sorted(common) if not common & set(path.parents)]
-        self.hosts: dict[str, Host] = {}
+        hosts.describe(folder / "hosts", [*self.nodes, "ctl"], NET)
+        self.hosts = hosts.Hosts(folder / "hosts", [path for path in sorted(common) if not common & set(path.parents)])
 
     # --- commands -------------------------------------------------------------------------------------------------
     def command(self, *command: str | Path, on: str = "ctl", cwd: Path | None = None) -> list[str]:
-        """The command as one that this machine runs."""
-        return [*self.hosts[on].inside(), "env", "-C", str(cwd or self.folder), *map(str, command)]
+        """Return the command as one that this machine runs."""
+        return [*self.hosts.inside(on), "env", "-C", str(cwd or self.folder), *map(str, command)]
 
     def run(
         self,
@@ -101,7 +88,7 @@ class Cluster:
         timeout_s: float = 60.0,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command on a host; what it wrote, and its exit status. Ends it after `timeout_s`.
+        """Run a command on a host; return what it wrote, and its exit status. Ends it after `timeout_s`.
 
         Raises:
             RuntimeError: it failed, unless `check` is false; or it took too long. Shows what it wrote.
@@ -121,23 +108,23 @@ class Cluster:
         return done
 
     def environment(self, changes: Mapping[str, str] | None = None) -> dict[str, str]:
-        """What a command on a host sees."""
+        """Return the environment of a command on a host."""
         own = {name: value for name, value in os.environ.items() if not name.startswith(INHERITED)}
-        return {**own, **SETTINGS, **(changes or {})}
+        return {**own, **SETTINGS, "PYTHONPATH": str(SITE), **(changes or {})}
 
     # --- jobs -----------------------------------------------------------------------------------------------------
     def submit(self, script: str, *options: str, cwd: Path, env: Mapping[str, str] | None = None) -> str:
-        """Submits the text of a batch script; the job's id."""
+        """Submit the text of a batch script; return the job's id."""
         done = self.run("sbatch", "--parsable", *options, cwd=cwd, env=env, stdin=script)
         return done.stdout.strip().split(";")[0]
 
     def job(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` tells; of an array, of its first task there."""
+        """Return what `scontrol show job` tells; of an array, of its first task there."""
         first = self.run("scontrol", "--oneliner", "show", "job", job).stdout.splitlines()[0]
         return dict(word.split("=", 1) for word in first.split() if "=" in word)
 
     def wait(self, job: str, state: str = "COMPLETED", timeout_s: float = 120.0) -> dict[str, str]:
-        """Waits until a job has that state; what Slurm then tells of it.
+        """Wait until a job has that state; return what Slurm then tells of it.
 
         Raises:
             RuntimeError: it ended in another one, or was not there in time. Shows its output.
@@ -151,12 +138,12 @@ class Cluster:
         return found
 
     def output(self, job: str) -> str:
-        """What a job has written so far."""
+        """Return what a job has written so far."""
         path = Path(self.job(job)["StdOut"])
         return path.read_text(errors="replace") if path.exists() else f"(no {path})"
 
     def until(self, true: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
-        """Waits until `true()` is; `what` says what that means."""
+        """Wait until `true()` is; `what` says what that means."""
         until = time.monotonic() + timeout_s
         while not true():
             if time.monotonic() > until:
@@ -165,17 +152,23 @@ class Cluster:
 
     # --- nodes ----------------------------------------------------------------------------------------------------
     def kill(self, node: str) -> None:
-        """A power failure: all its processes, its mounts and its end of the cable are gone when this returns."""
-        self.hosts.pop(node).end()
+        """Make its power fail: all its processes, its mounts and its end of the cable are gone when this returns."""
+        self.hosts.end(node)
 
     def start(self, node: str, wait: bool = True) -> None:
-        """Starts a node that does not run; waits until Slurm can use it."""
-        number = self.nodes.index(node) + 1
-        self.hosts[node] = host = Host(node, self.folder, self._common, ["slurmd", "-D"])
-        host.plug(self.hosts["ctl"], f"port{number}", number)
-        host.go()
+        """Start a node that does not run; wait until Slurm can use it."""
+        self._boot(node, "slurmd", "-D")
         if wait:
             self.until(lambda: self._state(node) in ("IDLE", "MIXED", "ALLOCATED"), f"{node} is back", 60)
+
+    def _boot(self, host: str, *daemon: str | Path) -> None:
+        """Start a host, and its daemon on it."""
+        self.hosts.start(host)
+        command = [*self.hosts.inside(host), "bash", KIT / "daemons.sh", host, self.folder, *daemon]
+        with open(self.folder / "log" / f"host.{host}", "a") as log:
+            done = subprocess.run(list(map(str, command)), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        if done.returncode:
+            raise RuntimeError(f"{host}'s daemons did not start:\n{self.logs()}")
 
     def _state(self, node: str) -> str:
         told = self.run("scontrol", "--oneliner", "show", "node", node).stdout
@@ -183,7 +176,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def shaped(self, node: str, *, mbit_s: float) -> Iterator[None]:
-        """Within the block a node's cable is as slow as that."""
+        """Make a node's cable as slow as that within the block."""
         self.shape(node, mbit_s=mbit_s)
         try:
             yield
@@ -191,18 +184,15 @@ class Cluster:
             self.shape(node)
 
     def shape(self, node: str, *, mbit_s: float | None = None) -> None:
-        """A node's cable carries so many 10⁶ bits per second each way; None: as many as the machine manages."""
-        self.hosts[node].shape(self.hosts["ctl"], mbit_s)
+        """Let a node's cable carry so many 10⁶ bits per second each way; None: as many as the machine manages."""
+        self.hosts.shape(hosts.Cable(mbit_s), node)
 
     # --- all of it ------------------------------------------------------------------------------------------------
     def open(self) -> None:
-        """Starts all hosts; returns when all nodes are idle."""
+        """Start all hosts; return when all nodes are idle."""
         self._write_files()
-        accounting = ["bash", str(KIT / "accounting.sh"), str(self.folder)]
-        daemon = accounting if self._accounting else ["slurmctld", "-D", "-c"]
-        self.hosts["ctl"] = ctl = Host("ctl", self.folder, self._common, daemon)
-        ctl.bridge()
-        ctl.go()
+        accounting = ("bash", KIT / "accounting.sh", self.folder)
+        self._boot("ctl", *(accounting if self._accounting else ("slurmctld", "-D", "-c")))
         for node in self.nodes:
             self.start(node, wait=False)
         try:
@@ -215,7 +205,7 @@ class Cluster:
         return found == ["idle"] * NODES
 
     def logs(self, lines: int = 15) -> str:
-        """The last lines of Slurm's daemons."""
+        """Return the last lines of Slurm's daemons."""
         paths = sorted((self.folder / "log").iterdir())
         return "\n".join(f"{p.name}: {line}" for p in paths for line in p.read_text().splitlines()[-lines:])
 
@@ -228,8 +218,6 @@ class Cluster:
         for gpu in range(GPUS):
             os.mknod(self.folder / "dev" / f"nvidia{gpu}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # /dev/null
         etc = self.folder / "etc"
-        addresses = ["127.0.0.1 localhost", f"{NET}.254 ctl", *(f"{NET}.{i + 1} {n}" for i, n in enumerate(self.nodes))]
-        (etc / "hosts").write_text("\n".join(addresses) + "\n")
         # Not used, but what is looked for without it is missing here.
         (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         values = {"folder": self.folder, "nodes": f"n[1-{NODES}]", "cpus": CPUS, "gpus": GPUS, "last_gpu": GPUS - 1}
@@ -240,14 +228,13 @@ class Cluster:
         (etc / "slurmdbd.conf").chmod(0o600)  # slurmdbd insists: a password could be there
 
     def close(self) -> None:
-        """Ends all hosts, and all that runs on them, at once."""
-        for name in list(self.hosts):
-            self.hosts.pop(name).end()
+        """End all hosts, and all that runs on them, at once."""
+        self.hosts.close()
 
 
 @contextlib.contextmanager
 def made(accounting: bool = False) -> Iterator[Cluster]:
-    """Makes a cluster and takes it away again, with all its files; see `Cluster` for `accounting`."""
+    """Make a cluster and take it away again, with all its files; see `Cluster` for `accounting`."""
     delete_left_behind()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
     folder.chmod(0o755)
@@ -263,7 +250,7 @@ def made(accounting: bool = False) -> Iterator[Cluster]:
 
 
 def delete_left_behind() -> None:
-    """Deletes the files of clusters whose makers were killed; their hosts have ended with them."""
+    """Delete the files of clusters whose makers were killed; their hosts have ended with them."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), open(folder / "lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

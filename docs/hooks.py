@@ -1,0 +1,145 @@
+"""Pages of the site that are made from the code: every strategy, compressor and topology, as its docstring has it.
+
+mkdocs calls the functions that begin with `on_`. Nothing here is kept in files, so nothing can go stale.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from hpcdist import compress, strategies, topology
+from hpcdist.config import describe
+
+ROOT = Path(__file__).parents[1]
+CATALOGUES = {"Strategies": strategies, "Compressors": compress, "Topologies": topology}
+COPIED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "slurm.md": "slurm/README.md"}
+COST = ("Bytes", "Messages", "Memory", "Error")  # first words of paragraphs that say what it costs
+SECTION = re.compile(r"(Args|Attributes|Raises|Returns):\n((?:    .*\n?)+)")
+
+
+# --- mkdocs's events --------------------------------------------------------------------------------------------------
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    for section in config.nav:
+        ((title, pages),) = section.items()
+        if title in CATALOGUES:
+            pages += [{name: f"{title.lower()}/{name}.md"} for name in CATALOGUES[title].available()]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for title, catalogue in CATALOGUES.items():
+        for name in catalogue.available():
+            content = page_of(name, catalogue.load(name), title)
+            files.append(File.generated(config, f"{title.lower()}/{name}.md", content=content))
+    for path, source in COPIED.items():
+        files.append(File.generated(config, path, content=(ROOT / source).read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page, config: MkDocsConfig, files: Files) -> str:
+    markdown = re.sub(r"^ *<!--.*?-->\n", "", markdown, flags=re.M | re.S)
+    folder = Path(COPIED.get(page.file.src_path, f"docs/{page.file.src_path}")).parent
+    markdown = re.sub(r"\[([^]\n]+)\]\(([^)#\s]+)\)", lambda found: link(found, folder, page, files), markdown)
+    title = Path(page.file.src_path).stem.capitalize()
+    if title in CATALOGUES:  # its tables' first column names what has a page
+        names = "|".join(CATALOGUES[title].available())
+        markdown = re.sub(rf"(?<=[|,] )`({names})`(?=[^\n]*\|)", rf"[`\1`]({title.lower()}/\1.md)", markdown)
+    return markdown
+
+
+def link(found: re.Match, folder: Path, page, files: Files) -> str:
+    """A link between the repository's files, as the site has it: to a page, or no link where the site has none."""
+    text, target = found[1], found[2]
+    if "://" in target:
+        return found[0]
+    path = (ROOT / folder / target).resolve()
+    if not path.is_relative_to(ROOT) or not path.exists():
+        return found[0]
+    source = path.relative_to(ROOT).as_posix()
+    pages = {value: key for key, value in COPIED.items()} | {"README.md": "index.md"}
+    site = pages.get(source, source.removeprefix("docs/") if source.startswith("docs/") else None)
+    if site is None or files.get_file_from_path(site) is None:
+        return text
+    return f"[{text}]({'../' * page.file.src_path.count('/')}{site})"
+
+
+# --- one page ---------------------------------------------------------------------------------------------------------
+def page_of(name: str, algorithm: type, title: str) -> str:
+    """What the module and the class say of it, its options, and the command that chooses it."""
+    module = inspect.getdoc(inspect.getmodule(algorithm)).split("\n\n")[0]
+    head, _, reference = inspect.getdoc(algorithm).partition("Reference:")
+    head = re.sub(r"(?<=[.;:]\s)(?=Bytes\s+per\s)", "\n\n", head.strip())  # a paragraph's last sentences
+    paragraphs = head.split("\n\n")
+    costs = [text for text in paragraphs if text.startswith(COST)]
+    parts = [
+        f"# {name}",
+        '!!! abstract ""\n' + "\n".join(f"    {line}" for line in module.splitlines()),
+        *(prose(text) for text in paragraphs if text not in costs),
+    ]
+    if title != "Topologies":
+        where = "strategy" if title == "Strategies" else "strategy.compression"
+        if costs:
+            parts += ["## Cost", *map(prose, costs)]
+        if title == "Strategies":
+            parts += ["## When to use it", advice(name)]
+        parts += ["## Options", options(algorithm, where)]
+    if title == "Topologies":
+        options_of = inspect.signature(algorithm.__init__).parameters.values()
+        keys = [p for p in options_of if p.kind is p.KEYWORD_ONLY]
+        if keys:
+            parts += ["## Options", "\n".join(f"- `{p.name}`: `{p.annotation}`{default(p)}" for p in keys)]
+    if reference.strip():
+        parts += ["## Reference", " ".join(reference.split())]
+    return "\n\n".join([*parts, *use(name, title)]) + "\n"
+
+
+def advice(strategy: str) -> str:
+    """What the table of docs/strategies.md says of a strategy."""
+    text = (ROOT / "docs/strategies.md").read_text().split("## When to use which")[1]
+    row = next(row for row in re.findall(r"^\|.*", text, re.M) if f"`{strategy}`" in row.split("|")[1])
+    _, _, when, careful, _ = (cell.strip() for cell in row.split("|"))
+    return f"Use it when {when}." + (f" Be careful when {careful}." if careful else "")
+
+
+def default(parameter: inspect.Parameter) -> str:
+    return "" if parameter.default is parameter.empty else f", default `{parameter.default}`"
+
+
+def use(name: str, title: str) -> Iterator[str]:
+    shown = {
+        "Strategies": f'optimizer = hd.DistributedOptimizer(optimizer, model, strategy="{name}")',
+        "Compressors": f'optimizer = hd.DistributedOptimizer(optimizer, model, compression="{name}")',
+        "Topologies": f"hpcdist topology {name} --ranks 16 --output {name}.svg",
+    }
+    yield "## Use"
+    yield f"```{'sh' if title == 'Topologies' else 'python'}\n{shown[title]}\n```"
+
+
+def prose(paragraph: str) -> str:
+    """A paragraph of a docstring; sections such as `Args:` become a list."""
+    section = SECTION.fullmatch(paragraph + "\n")
+    if section is None:
+        return paragraph
+    items = re.sub(r"\n +", " ", inspect.cleandoc(section[2])).splitlines()
+    return "\n".join([f"**{section[1]}**", "", *(re.sub(r"^(\w+): ", r"- `\1`: ", item) for item in items)])
+
+
+def options(algorithm: type, where: str) -> str:
+    rows = [
+        f"In a job `{where}.OPTION`, as in `--set {where}.OPTION=VALUE`; in a loop of your own arguments of "
+        "`DistributedOptimizer`, those with a dot in a dictionary.\n",
+        "| option | type | default | |",
+        "|---|---|---|---|",
+    ]
+    for option in describe(algorithm.Config, where):
+        key = option.key.removeprefix(f"{where}.")
+        types = ", ".join(f"`{name}`" for name in option.type.split("|"))
+        shown = f"`{option.default}`" if option.default else "needed"
+        rows.append(f"| `{key}` | {types} | {shown} | {option.description} |")
+    return "\n".join(rows)

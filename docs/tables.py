@@ -1,0 +1,201 @@
+"""Make tables of the documentation from runs that jobs/evidence.sh has made.
+
+    python docs/tables.py compression runs/evidence/compression docs/data/compression.csv    # then docs/plots.py
+
+Means over the seeds of all runs that have ended, with 95 % intervals (Student's t); differences and ratios are taken
+seed by seed. An asterisk stands where one is real: p < 0.05 after Holm's correction for all of a table's comparisons.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated
+
+import typer
+
+from hpcdist.study.report.analysis import SIGNIFICANT, CellEvidence, Contrast, Findings, analyse
+from hpcdist.study.report.read import read
+from hpcdist.study.statistics import Effect, Interval, interval
+
+Table = list[list[str]]  # the first row is the head
+CONDITIONS = {"jitter": "even steps", "straggler": "a straggler", "exponential": "exponential steps"}
+
+
+# --- the tables, by their names ---------------------------------------------------------------------------------------
+def compression(folder: Path) -> Table:
+    """Set accuracy beside the bytes that each compressor saves, on each number of ranks."""
+    findings = analyse(read([folder]))
+    cells = _cells(findings)
+    numbers = sorted({ranks for _, ranks in cells})
+    names = list(dict.fromkeys(name for name, _ in cells))  # in order, which those of equal bytes keep
+
+    def times(name: str, ranks: int) -> float:
+        return _bytes(cells[findings.evidence.reference, ranks]) / _bytes(cells[name, ranks])
+
+    head = ["compression"]
+    for ranks in numbers:
+        head += [f"bytes fewer, {ranks} ranks", f"accuracy in %, {ranks} ranks", "minus uncompressed"]
+    rows = []
+    for name in sorted(names, key=lambda name: times(name, numbers[0])):
+        row = [shown(name).removeprefix("`allreduce`, ")]
+        for ranks in numbers:
+            row += [_short(times(name, ranks)), _accuracy(cells[name, ranks]), _gap(findings, cells[name, ranks])]
+        rows.append(row)
+    return [head, *rows]
+
+
+def modulation(folder: Path) -> Table:
+    """Set accuracy beside staleness."""
+    findings = analyse(replace(read([folder]), reference="hardsync"))
+    rows = []
+    for cell in _in_order(findings):
+        stale = sum(value * share for value, share in cell.staleness.items())
+        staleness = [f"{stale:.3g}", str(max(cell.staleness, default=0))]
+        rows.append([shown(cell.name), *staleness, _accuracy(cell), _gap(findings, cell)])
+    return [["strategy", "mean staleness", "largest", "accuracy in %", "minus `hardsync`"], *rows]
+
+
+def gossip(folder: Path) -> Table:
+    """Set times to the target beside each other, under each model of the time of a step."""
+    of_each = {name: analyse(read([folder / name])) for name in CONDITIONS}
+    head, rows = ["strategy"], {cell.name: [shown(cell.name)] for cell in _in_order(of_each["jitter"])}
+    for name, findings in of_each.items():
+        head += [f"{CONDITIONS[name]}: s to {_target(findings)}", "times sooner", "accuracy in %"]
+        for cell in _in_order(findings):
+            rows[cell.name] += [_seconds(cell), _sooner(findings, cell), _accuracy(cell)]
+    return [head, *rows.values()]
+
+
+def slow_link(folder: Path) -> Table:
+    """Set times and bytes to the target beside each other."""
+    findings = analyse(read([folder]))
+    rows = []
+    for cell in _in_order(findings):
+        rows.append([shown(cell.name), _seconds(cell), _sooner(findings, cell), _megabytes(cell), _accuracy(cell)])
+    target = _target(findings)
+    return [["strategy", f"s to {target}", "times sooner", f"MB to {target}", "accuracy in %"], *rows]
+
+
+def sandblaster(folder: Path) -> Table:
+    """Set times and bytes to the target beside each other, of comparisons with batches of their own."""
+    of_each = [analyse(read([path.parent])) for path in sorted(folder.glob("*/comparison.json"))]
+    cells = sorted((cell for findings in of_each for cell in _in_order(findings)), key=lambda cell: cell.ranks)
+    target = _target(of_each[0])
+    head = ["ranks", "strategy", "batch of all workers", f"s to {target}", f"MB to {target}"]
+    return [head, *([str(c.ranks), shown(c.name), str(c.total_batch), _seconds(c), _megabytes(c)] for c in cells)]
+
+
+TABLES: dict[str, Callable[[Path], Table]] = {
+    "compression": compression,
+    "modulation": modulation,
+    "gossip": gossip,
+    "slow-link": slow_link,
+    "sandblaster": sandblaster,
+}
+
+
+# --- cells and how they are written -----------------------------------------------------------------------------------
+def _in_order(findings: Findings) -> list[CellEvidence]:
+    """List the cells that have a result by their names, the reference first, and `splits 4` before `splits 16`."""
+    ended = [cell for cell in findings.cells if cell.ended]
+    return sorted(ended, key=lambda cell: (cell.name != findings.evidence.reference, _digits(cell.name)))
+
+
+def _digits(name: str) -> list[str]:
+    return [part.zfill(4) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _cells(findings: Findings) -> dict[tuple[str, int], CellEvidence]:
+    return {(cell.name, cell.ranks): cell for cell in _in_order(findings)}
+
+
+def shown(name: str) -> str:
+    """Write a cell's name as pages do: `allreduce`, `topk`, ratio 0.01."""
+    strategy, _, rest = name.partition(" (")
+    options = [option.removeprefix("compression.") for option in rest.removesuffix(")").split(", ") if option]
+    if options and options[0].startswith("compression "):
+        options[0] = f"`{options[0].split()[1]}`"
+    return ", ".join([f"`{strategy}`", *options])
+
+
+def _bytes(cell: CellEvidence) -> float:
+    """Average the bytes that all ranks sent and fetched in a step."""
+    return fmean(cell.measure(lambda summary: summary.bytes_per_step).values())
+
+
+def _short(value: float) -> str:
+    """Write a number with three digits, or all of them before the point."""
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.3g}"
+
+
+def _target(findings: Findings) -> str:
+    return f"{100 * findings.evidence.target:.0f} %"
+
+
+def _accuracy(cell: CellEvidence) -> str:
+    return f"{interval([100 * value for value in cell.final.values()]):.2f}"
+
+
+def _contrast(findings: Findings, cell: CellEvidence) -> Contrast | None:
+    return next((found for found in findings.contrasts if found.cell is cell), None)
+
+
+def _gap(findings: Findings, cell: CellEvidence) -> str:
+    """Write by how many points a cell's accuracy is above the reference's; nothing for that itself."""
+    found = _contrast(findings, cell)
+    if found is None or found.better is None:
+        return ""
+    return f"{_half(found.better, 100):+.2f}{_star(cell, found.p_better)}"
+
+
+def _half(effect: Effect, factor: float) -> Interval:
+    return Interval(factor * effect.mean, factor * (effect.high - effect.low) / 2)
+
+
+def _seconds(cell: CellEvidence) -> str:
+    """Write the seconds to the target, and how many runs met it where that is not all."""
+    seconds = list(cell.seconds_to_target.values())
+    if not seconds:
+        return "not reached"
+    return f"{interval(seconds):.2f}{'' if cell.all_reached else f' ({len(seconds)} of {cell.tried})'}"
+
+
+def _megabytes(cell: CellEvidence) -> str:
+    """Write what all ranks sent and fetched until the target."""
+    spent = [point.bytes for point in cell.reached.values() if point is not None and point.bytes is not None]
+    return _short(fmean(spent) / 1e6) if spent else "not reached"
+
+
+def _sooner(findings: Findings, cell: CellEvidence) -> str:
+    """Write how many times sooner than the reference a cell met the target."""
+    found = _contrast(findings, cell)
+    if found is None or found.sooner is None:
+        return ""
+    sooner = found.sooner
+    if not sooner.low < sooner.high:  # one seed
+        return f"{sooner.mean:.2f}"
+    return f"{sooner.mean:.2f} ({sooner.low:.2f} to {sooner.high:.2f}){_star(cell, found.p_sooner)}"
+
+
+def _star(cell: CellEvidence, p: float) -> str:
+    """Mark what is real; two seeds are too few to say, as they may differ by the same number by chance."""
+    return "*" * (p < SIGNIFICANT and len(cell.ended) > 2)
+
+
+def main(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(TABLES)}.")],
+    folder: Annotated[Path, typer.Argument(help="Of the part's runs.")],
+    output: Annotated[Path, typer.Argument(help="The file to write, such as docs/data/NAME.csv.")],
+) -> None:
+    """Write a table as CSV."""
+    with open(output, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows(TABLES[name](folder))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,238 @@
+"""One rank without MPI: the seam on a computer, or in a container, that has no MPI library.
+
+Nothing leaves the process. Messages of the rank to itself are copied when they are sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.messages import Messages, check_graph
+from hpcdist.comm.neighbourhood import Neighbourhood
+from hpcdist.comm.traffic import Traffic
+from hpcdist.comm.transfer import ANY, Envelope, Request, check_flat, check_tag
+from hpcdist.comm.waiting import wait_until
+from hpcdist.comm.window import Memory, Put, Window, out_of_range
+from hpcdist.errors import CommunicationError
+
+DEADLINE_S = 600.0
+
+
+class Alone(Communicator):
+    """The communicator of one rank alone. A wait for something that only another rank could do ends at the deadline."""
+
+    rank, size, nodes, living, world_ranks = 0, 1, (0,), (0,), (0,)
+    library = "no MPI"
+    concurrent = can_attach = True
+
+    def __init__(self, deadline_s: float = DEADLINE_S):
+        self.deadline_s, self.traffic = deadline_s, Traffic()
+        self._sent: list[_Message] = []  # not yet received, in their order
+
+    # --- point to point -------------------------------------------------------------------------------------------
+    def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:
+        self.isend(send, dest, tag)
+        self.irecv(recv, source, tag).wait()
+
+    def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
+        check_flat(tensor)
+        self.check_peer(dest, "dest")
+        check_tag(tag)
+        self._sent.append(_Message(tag, tensor.detach().clone()))
+        return _Done()
+
+    def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
+        check_flat(tensor)
+        self._check_source(source, tag)
+        return _Receiving(self, tensor, tag)
+
+    def probe(self, source: int = ANY, tag: int = ANY, *, block: bool = True) -> Envelope | None:
+        self._check_source(source, tag)
+        if block:
+            self.wait_for(lambda: self.find(tag) is not None, "a message from rank 0")
+        message = self.find(tag)
+        return None if message is None else Envelope(0, message.tag, message.data.nbytes)
+
+    def _check_source(self, source: int, tag: int) -> None:
+        if source != ANY:
+            self.check_peer(source, "source")
+        if tag != ANY:
+            check_tag(tag)
+
+    def find(self, tag: int) -> _Message | None:
+        """Return the first message with that tag that has not been received."""
+        return next((message for message in self._sent if tag in (ANY, message.tag)), None)
+
+    def take(self, message: _Message) -> Tensor:
+        """Remove a message from those not received yet, and return its contents."""
+        self._sent = [other for other in self._sent if other is not message]
+        return message.data
+
+    def wait_for(self, ready: Callable[[], bool], what: str, deadline_s: float | None = None) -> None:
+        """Block until `ready()` is true; the time counts as waiting."""
+        limit_s = self.deadline_s if deadline_s is None else deadline_s
+        self.traffic.waiting_s += wait_until(ready, limit_s, lambda: f"rank 0, alone: {what}")
+
+    # --- collective -----------------------------------------------------------------------------------------------
+    def allreduce(self, tensor: Tensor) -> None:
+        check_flat(tensor)
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        check_flat(tensor)
+        self.check_peer(root, "root")
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        return [bytes(data)]
+
+    def barrier(self) -> None:
+        pass
+
+    @overload
+    def split(self, color: int, key: int = 0) -> Alone: ...
+
+    @overload
+    def split(self, color: int | None, key: int = 0) -> Alone | None: ...
+
+    def split(self, color: int | None, key: int = 0) -> Alone | None:
+        if color is None:
+            return None
+        if color < 0:
+            raise CommunicationError(f"color must be an integer of at least 0, or None; got {color}.")
+        return Alone(self.deadline_s)
+
+    def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
+        check_graph(self, sources, destinations)
+        return Messages(self.split(0), sources, destinations, owned=True)
+
+    def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
+        if count < 0:
+            raise CommunicationError(f"count of a window must be at least 0; got {count}.")
+        return OwnWindow(self, torch.zeros(count, dtype=dtype))
+
+    def put_all(self, puts: Iterable[Put]) -> None:
+        for window, values, rank, offset in puts:
+            window.put(values, rank, offset)
+
+    def attach(self, tensor: Tensor) -> Memory:
+        check_flat(tensor)
+        return OwnWindow(self, tensor)
+
+    # --- time -----------------------------------------------------------------------------------------------------
+    def compute(self, share: float = 1.0) -> float:
+        return 0.0
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def close(self) -> None:
+        self._sent.clear()
+
+
+@dataclass(eq=False)
+class _Message:
+    tag: int
+    data: Tensor
+
+
+class _Done(Request):
+    """A message that has been copied."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class _Receiving(Request):
+    """A message that may not have been sent yet."""
+
+    def __init__(self, comm: Alone, into: Tensor, tag: int):
+        self._comm, self._into, self._tag, self._complete = comm, into.detach(), tag, False
+
+    def done(self) -> bool:
+        message = None if self._complete else self._comm.find(self._tag)
+        if message is not None:
+            if message.data.nbytes > self._into.nbytes or message.data.dtype != self._into.dtype:
+                raise CommunicationError(
+                    f"a tensor to receive into must be as long as the message; got {self._into.numel()} elements of "
+                    f"{self._into.dtype} for {message.data.numel()} of {message.data.dtype}."
+                )
+            data = self._comm.take(message)
+            self._into[: data.numel()].copy_(data)
+            self._complete = True
+        return self._complete
+
+    def wait(self) -> None:
+        self._comm.wait_for(self.done, "a message from rank 0")
+
+
+class OwnWindow(Window):
+    """A window over this rank's own memory."""
+
+    def __init__(self, comm: Alone, local: Tensor):
+        self._comm, self.local = comm, local.detach()
+
+    def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
+        out.detach().copy_(self._part(rank, offset, out))
+
+    def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
+        self._part(rank, offset, values).copy_(values.detach())
+
+    def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
+        self._part(rank, offset, values).add_(values.detach())
+
+    def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
+        element = self._word(rank, offset)
+        before = int(element)
+        element.add_(value)
+        return before
+
+    def compare_and_swap(self, expected: int, desired: int, rank: int, offset: int = 0) -> int:
+        element = self._word(rank, offset)
+        before = int(element)
+        if before == expected:
+            element.fill_(desired)
+        return before
+
+    def wait(
+        self,
+        predicate: Callable[[Tensor], bool],
+        *,
+        rank: int | None = None,
+        offset: int = 0,
+        count: int | None = None,
+        what: str = "a change in a window",
+        deadline_s: float | None = None,
+    ) -> None:
+        elements = self._elements(rank or 0, offset, len(self.local) - offset if count is None else count)
+        self._comm.wait_for(lambda: predicate(elements), what, deadline_s)
+
+    def close(self) -> None:
+        del self.local
+
+    def _part(self, rank: int, offset: int, tensor: Tensor) -> Tensor:
+        check_flat(tensor)
+        if tensor.dtype != self.local.dtype:
+            raise CommunicationError(
+                f"dtype must be that of the window, {self.local.dtype}; got {tensor.dtype}. Convert the tensor."
+            )
+        return self._elements(rank, offset, tensor.numel())
+
+    def _word(self, rank: int, offset: int) -> Tensor:
+        if self.local.dtype != torch.int64:
+            raise CommunicationError(f"an atomic must be used on an int64 window; got a window of {self.local.dtype}.")
+        return self._elements(rank, offset, 1)[0]
+
+    def _elements(self, rank: int, offset: int, count: int) -> Tensor:
+        self._comm.check_peer(rank, "rank of a window")
+        if offset < 0 or count < 0 or offset + count > len(self.local):
+            raise out_of_range(rank, len(self.local), offset, count)
+        return self.local[offset : offset + count]

@@ -1,0 +1,70 @@
+"""Neighbour exchange by point-to-point messages, and the check of a neighbourhood's lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.neighbourhood import Neighbourhood
+from hpcdist.comm.transfer import Request
+from hpcdist.errors import CommunicationError, MismatchError
+
+
+class Messages(Neighbourhood):
+    """Exchange with neighbours by point-to-point messages. Construction is local, so that neighbours may change.
+
+    Args:
+        comm: used with tag 0, exclusively between these ranks.
+        owned: close `comm` at the end.
+    """
+
+    def __init__(self, comm: Communicator, sources: Sequence[int], destinations: Sequence[int], *, owned: bool = False):
+        self.sources, self.destinations = tuple(sources), tuple(destinations)
+        self._comm, self._owned = comm, owned
+        # By distance: where all have the same distances nobody is sent to by two at a time.
+        self._order = sorted(destinations, key=lambda dest: (dest - comm.rank) % comm.size)
+
+    def _start(self, send: Tensor, received: Tensor) -> Request:
+        n = send.numel()
+        parts = [received[k * n : (k + 1) * n] for k in range(len(self.sources))]
+        receiving = [self._comm.irecv(part, source, 0) for part, source in zip(parts, self.sources, strict=True)]
+        return Requests([*receiving, *(self._comm.isend(send, dest, 0) for dest in self._order)])
+
+    def close(self) -> None:
+        if self._owned:
+            self._comm.close()
+
+
+class Requests(Request):
+    """Several transfers as one request."""
+
+    def __init__(self, requests: Sequence[Request]):
+        self._requests = requests
+
+    def done(self) -> bool:
+        return all([request.done() for request in self._requests])  # each one makes progress by being asked
+
+    def wait(self) -> None:
+        for request in self._requests:
+            request.wait()
+
+
+def check_graph(comm: Communicator, sources: Sequence[int], destinations: Sequence[int]) -> None:
+    """Collective. Check the lists of a neighbourhood; raise, on all ranks, where they don't match."""
+    lists_of = comm.gather([list(sources), list(destinations)])
+    ranks = {rank: lists_of[rank] for rank in comm.living}
+    for rank, lists in ranks.items():
+        for name, peers in zip(("sources", "destinations"), lists, strict=True):
+            if len(set(peers)) < len(peers) or not set(peers) <= set(ranks) - {rank}:
+                raise CommunicationError(
+                    f"{name} must be different ranks, without oneself; got {peers} on rank {rank} of {comm.size}."
+                )
+    for rank, (_, peers) in ranks.items():
+        expected = [peer for peer in ranks if rank in ranks[peer][0]]
+        if sorted(peers) != expected:
+            raise MismatchError(
+                f"destinations must be the ranks that have one among their sources; got {sorted(peers)} on rank "
+                f"{rank}, which is a source of {expected}. Work out both lists from the same graph."
+            )

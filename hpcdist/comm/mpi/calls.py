@@ -1,0 +1,159 @@
+"""Blocking calls of real ranks, each with a note of its peer and its deadline for messages and the watchdog."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+
+from hpcdist.comm.mpi.members import Members
+from hpcdist.comm.traffic import Traffic
+from hpcdist.comm.waiting import wait_until
+from hpcdist.errors import CommunicationError, DeadlineError, RankFailedError
+
+_clock = time.perf_counter
+EVERYONE, ANYONE = -1, -2  # in place of the rank that a call waits for
+SHOWN = 16  # ranks that a message names one by one
+_DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+
+
+@dataclass(slots=True)
+class Call:
+    """The call that a rank is blocked in.
+
+    `peer` is a rank of the communicator, EVERYONE or ANYONE; `deadline_s` is infinite where the call itself minds it.
+    """
+
+    what: str
+    peer: int
+    since: float
+    deadline_s: float
+
+
+class Place(NamedTuple):
+    """A description of where a rank is, and whether that is the rank's own answer."""
+
+    text: str
+    answers: bool
+
+
+class Calls:
+    """Make the calls of MPI for one communicator, and note the one that this rank is blocked in.
+
+    Args:
+        members: the communicator's ranks.
+        name: how messages call the communicator.
+        deadline_s: seconds after which a blocking call ends the run with a message.
+        places: tells where each rank of the job is, by its number there; nothing where nobody can.
+    """
+
+    def __init__(self, members: Members, name: str, deadline_s: float, places: Callable[[], Mapping[int, Place]]):
+        self._members, self._places = members, places
+        self.name, self.deadline_s, self.traffic = name, deadline_s, Traffic()
+        self.rank = members.all.Get_rank()
+        self.world_ranks = _world_ranks(members.all)
+        self.current: Call | None = None  # what this rank is blocked in
+        self.count = 0  # collective calls begun; ranks in step have equal counts
+
+    @contextmanager
+    def blocked(self, what: str, peer: int, deadline_s: float) -> Iterator[None]:
+        """Note, inside the context, the call that this rank is blocked in, for the watchdog."""
+        outer, self.current = self.current, Call(what, peer, _clock(), deadline_s)
+        try:
+            yield
+        finally:
+            self.current = outer
+
+    def communicate(self, what: str, peer: int, function: Callable, *args: Any) -> None:
+        """Make a call that moves data; its time counts as communicating."""
+        start = _clock()
+        outer, self.current = self.current, Call(what, peer, start, self.deadline_s)
+        try:
+            function(*args)
+        except MPI.Exception as error:
+            raise self.failure(what, peer, error) from error
+        finally:
+            self.current = outer
+            self.traffic.communicating_s += _clock() - start
+
+    def attempt(self, what: str, peer: int, function: Callable, *args: Any) -> Any:
+        """Make a call that returns at once; return its result."""
+        try:
+            return function(*args)
+        except MPI.Exception as error:
+            raise self.failure(what, peer, error) from error
+
+    def await_until(
+        self, ready: Callable[[], bool], call: str, what: str, peer: int, deadline_s: float | None = None
+    ) -> None:
+        """Block until `ready()` is true; the time counts as waiting.
+
+        Args:
+            call: the name of the call that waits, for other ranks' messages.
+            what: a description of the awaited event.
+            deadline_s: by default the communicator's, past which the error says where all ranks are.
+        """
+        limit_s = self.deadline_s if deadline_s is None else deadline_s
+        with self.blocked(call, peer, math.inf):
+            try:
+                self.traffic.waiting_s += wait_until(ready, limit_s, lambda: f"rank {self.rank}: {what}")
+            except DeadlineError as error:
+                if deadline_s is not None:
+                    raise
+                raise DeadlineError(f"{error}{self.whereabouts()}") from None
+
+    # --- messages -------------------------------------------------------------------------------------------------
+    def whereabouts(self) -> str:
+        """Describe where all ranks of the communicator are. See Communicator.whereabouts."""
+        places = self._places()
+        if not places:
+            return ""
+        lines = []
+        for rank, number in enumerate(self.world_ranks):
+            as_launched = "" if rank == number else f" (rank {number} of the job)"
+            lines.append((places[number].answers, f"  rank {rank}{as_launched}: {places[number].text}"))
+        lines.sort(key=lambda line: line[0])  # first those that say nothing
+        shown = [text for _, text in lines[:SHOWN]]
+        shown += [f"  and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)
+        return "\n".join(["", "Where the ranks are:", *shown])
+
+    def failure(self, what: str, peer: int, error: MPI.Exception) -> CommunicationError:
+        """Convert an error of MPI to one of the seam's."""
+        died = self._members.tolerant and error.Get_error_class() in _DEATHS
+        return (RankFailedError if died else CommunicationError)(self._explain(what, peer, error))
+
+    def _explain(self, what: str, peer: int, error: MPI.Exception) -> str:
+        if self._members.all == MPI.COMM_NULL:
+            return "a communicator must not be used once it is closed. Close it after its last use."
+        whom = "" if peer < 0 else f" with rank {peer}"
+        hint = ""
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:
+            hint = " A message was longer than the tensor it was received into: lengths and dtypes must agree."
+        if dead := self._members.failed():
+            ranks = f"ranks {', '.join(map(str, dead))} have" if len(dead) > 1 else f"rank {dead[0]} has"
+            hint = f" {ranks} died; this call needs all of them. Resume from the last checkpoint."
+        return f"{what}{whom} on {self.name} failed on rank {self.rank}: {error.Get_error_string()}.{hint}"
+
+    def place(self, call: Call) -> str:
+        """Name a call with its communicator and its count."""
+        return f"in {call.what} on {self.name} (call {self.count})"
+
+    def peer_name(self, peer: int) -> str:
+        """Name the rank that a call waits for, as the launcher numbers ranks."""
+        if peer < 0:
+            return "any rank" if peer == ANYONE else "every rank"
+        return f"rank {self.world_ranks[peer]}"
+
+
+def _world_ranks(mpi: MPI.Intracomm) -> tuple[int, ...]:
+    """Return the numbers that the ranks of a communicator have in MPI's world."""
+    group, world = mpi.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = group.Translate_ranks(list(range(group.Get_size())), world)
+    group.Free()
+    world.Free()
+    return tuple(ranks)

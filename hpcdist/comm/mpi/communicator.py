@@ -1,0 +1,370 @@
+"""Real ranks: the seam over mpi4py.
+
+Buffers are passed in place, nothing on the hot path is pickled, and a blocking call leaves a note of what it waits
+for (`comm/mpi/calls.py`), which the watchdog (`comm/mpi/watchdog.py`) reads when the deadline passes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar, overload
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.mpi.buffers import NUMBERS, Staging, memory_at, message, numbers
+from hpcdist.comm.mpi.calls import ANYONE, EVERYONE, Call, Calls
+from hpcdist.comm.mpi.end import end
+from hpcdist.comm.mpi.fault_tolerance import FaultTolerance
+from hpcdist.comm.mpi.library import version
+from hpcdist.comm.mpi.members import Members
+from hpcdist.comm.mpi.neighbourhood import MpiNeighbourhood
+from hpcdist.comm.mpi.node import find_nodes, try_attach
+from hpcdist.comm.mpi.process import Process
+from hpcdist.comm.mpi.request import MpiRequest
+from hpcdist.comm.mpi.transports import Transports
+from hpcdist.comm.neighbourhood import Neighbourhood
+from hpcdist.comm.traffic import Traffic
+from hpcdist.comm.transfer import ANY, Envelope, Request, check_flat, check_tag
+from hpcdist.comm.window import Memory, Put, Window
+from hpcdist.errors import CommunicationError
+
+T = TypeVar("T")
+DEADLINE_S = 600.0
+_clock = time.perf_counter
+_IN_PLACE = MPI.IN_PLACE
+
+
+class MpiCommunicator(Communicator):
+    """Collective. Implement the seam over one MPI communicator, which it owns and frees.
+
+    It has `members` (who lives), `calls` (what it is blocked in), `fault_tolerance` and `transports` (its windows).
+
+    Args:
+        mpi: an intracommunicator.
+        process: what this process has once.
+        deadline_s: seconds after which a blocking call ends the run with a message.
+        nodes: node index of each rank; by default ranks that can share memory are on one node.
+        device_aware: the MPI library reads and writes device memory itself; off unless the user asks.
+        internode: how windows are read and written across nodes: `tcp`, `rma`, or `auto` for what a self-test finds
+            faster (`comm/mpi/internode.py`). `tcp:ib0`, `auto:10.1.0.0/16`: by this interface or network.
+        name: how messages call this communicator.
+    """
+
+    def __init__(
+        self,
+        mpi: MPI.Intracomm,
+        process: Process,
+        *,
+        deadline_s: float = DEADLINE_S,
+        nodes: tuple[int, ...] | None = None,
+        device_aware: bool = False,
+        internode: str = "auto",
+        name: str = "communicator",
+    ):
+        self.mpi, self.process, self.name = mpi, process, name
+        self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
+        self.tolerant = process.tolerant
+        self.members = Members(mpi, process.tolerant)
+        self.calls = Calls(self.members, name, deadline_s, process.places)
+        self.fault_tolerance = FaultTolerance(self.members, self.calls)
+        self._summing, self._hops = Call("allreduce", EVERYONE, 0.0, deadline_s), 2 * (self.size - 1)
+        self.library = version()
+        self.nodes = _checked_nodes(nodes, self.size) if nodes is not None else find_nodes(mpi)
+        self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self.staging = Staging(device_aware)
+        self.pids = [int.from_bytes(p, "little") for p in self.exchange(os.getpid().to_bytes(8, "little"))]
+        self.can_attach = try_attach(self) and len(set(self.nodes)) == 1
+        self.transports = Transports(self, internode)
+        process.add(self.calls)
+
+    # --- what its parts have --------------------------------------------------------------------------------------
+    @property
+    def deadline_s(self) -> float:
+        return self.calls.deadline_s
+
+    @deadline_s.setter
+    def deadline_s(self, seconds: float) -> None:
+        self.calls.deadline_s = seconds
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.calls.traffic
+
+    @traffic.setter
+    def traffic(self, traffic: Traffic) -> None:
+        self.calls.traffic = traffic
+
+    @property
+    def internode(self) -> str | None:
+        return self.transports.internode
+
+    @internode.setter
+    def internode(self, wanted: str) -> None:
+        self.transports.wanted = wanted
+
+    @property
+    def device_aware(self) -> bool:
+        return self.staging.device_aware
+
+    @device_aware.setter
+    def device_aware(self, wanted: bool) -> None:
+        self.staging.device_aware = wanted
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        return self.members.living
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        return self.members.lost
+
+    @property
+    def world_ranks(self) -> tuple[int, ...]:
+        """Return the numbers that these ranks have in the job."""
+        return self.calls.world_ranks
+
+    # --- failures -------------------------------------------------------------------------------------------------
+    def failed(self) -> tuple[int, ...]:
+        return self.members.failed()
+
+    def whereabouts(self) -> str:
+        return self.calls.whereabouts()
+
+    def shrink(self) -> None:
+        self.fault_tolerance.shrink()
+
+    def retry_on_failure(self, action: Callable[[], T], *others: MpiCommunicator) -> T:
+        return self.fault_tolerance.retry(action, [other.members for other in others])
+
+    # --- point to point -------------------------------------------------------------------------------------------
+    def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:
+        check_flat(send, "send")
+        check_flat(recv, "recv")
+        self.check_peer(dest, "dest")
+        self.check_peer(source, "source")
+        check_tag(tag)
+        if self.staging.direct(send) and self.staging.direct(recv):
+            args = (message(send), dest, tag, message(recv), source, tag)
+            self.calls.communicate("sendrecv", source, self.mpi.Sendrecv, *args)
+        else:
+            with self.staging.host(send, write=False, slot="send") as out, self.staging.host(recv, read=False) as into:
+                args = (message(out), dest, tag, message(into), source, tag)
+                self.calls.communicate("sendrecv", source, self.mpi.Sendrecv, *args)
+        self.traffic.sent(send.nbytes)
+
+    def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
+        check_flat(tensor)
+        self.check_peer(dest, "dest")
+        check_tag(tag)
+        host, start = tensor, _clock()
+        if not self.staging.direct(tensor):
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+        request = self.calls.attempt("isend", dest, self.mpi.Isend, message(host), dest, tag)
+        self.traffic.communicating_s += _clock() - start  # MPI copies or sends here what goes at once
+        self.traffic.sent(tensor.nbytes)
+        return MpiRequest(self.calls, request, "isend", dest, host, None)
+
+    def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
+        check_flat(tensor)
+        source, tag, peer = self._wanted(source, tag)
+        host = tensor if self.staging.direct(tensor) else torch.empty_like(tensor, device="cpu", pin_memory=True)
+        request = self.calls.attempt("irecv", peer, self.mpi.Irecv, message(host), source, tag)
+        return MpiRequest(self.calls, request, "irecv", peer, host, None if host is tensor else tensor)
+
+    def probe(self, source: int = ANY, tag: int = ANY, *, block: bool = True) -> Envelope | None:
+        source, tag, peer = self._wanted(source, tag)
+        status = MPI.Status()
+
+        def arrived() -> bool:
+            return self.calls.attempt("probe", peer, self.mpi.Iprobe, source, tag, status)
+
+        if block:
+            whom = "any rank" if peer == ANYONE else f"rank {source}"
+            self.calls.await_until(arrived, "probe", f"a message from {whom} on {self.name}", peer)
+        elif not arrived():
+            return None
+        return Envelope(status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE))
+
+    def _wanted(self, source: int, tag: int) -> tuple[int, int, int]:
+        """Return MPI's source and tag for a message to receive, and the peer to wait for."""
+        if source != ANY:
+            self.check_peer(source, "source")
+        if tag != ANY:
+            check_tag(tag)
+        any_tag = MPI.ANY_TAG if tag == ANY else tag
+        return (MPI.ANY_SOURCE, any_tag, ANYONE) if source == ANY else (source, any_tag, source)
+
+    # --- collective -----------------------------------------------------------------------------------------------
+    def allreduce(self, tensor: Tensor) -> None:
+        """Collective. Sum `tensor` over all ranks in place, by MPI's own all-reduce.
+
+        MPI has no 16-bit floats: those are summed in float32 and rounded once. Bytes counted are those of a ring,
+        2n(p-1)/p, the least that any algorithm sends for large n; MPI does not tell what it really sent.
+        """
+        kind = NUMBERS.get(tensor.dtype)
+        if kind is None or not tensor.is_cpu or tensor.ndim != 1 or not tensor.is_contiguous():
+            return self._allreduce_converted(tensor)
+        # As `communicate` does, written out and with one Call for all: MPI sums a short tensor in 3 µs, of which each
+        # call here is a fiftieth and each object made a tenth.
+        calls, call, n_bytes = self.calls, self._summing, tensor.nbytes
+        outer = calls.current
+        call.deadline_s = calls.deadline_s
+        call.since = start = _clock()
+        calls.current = call
+        calls.count += 1
+        try:
+            self.members.alive.Allreduce(_IN_PLACE, (memory_at(tensor.data_ptr(), n_bytes), kind))
+        except MPI.Exception as error:
+            raise calls.failure("allreduce", EVERYONE, error) from error
+        finally:
+            calls.current = outer
+            traffic = calls.traffic
+            traffic.communicating_s += _clock() - start
+        hops = self._hops
+        traffic.bytes_sent += hops * n_bytes // self.size
+        traffic.messages_sent += hops
+
+    def _allreduce_converted(self, tensor: Tensor) -> None:
+        check_flat(tensor)
+        if tensor.dtype in (torch.float16, torch.bfloat16):
+            wide = tensor.float()
+            self.allreduce(wide)
+            tensor.copy_(wide)
+        elif tensor.dtype in NUMBERS:
+            with self.staging.host(tensor) as host:
+                self.calls.count += 1
+                self.calls.communicate("allreduce", EVERYONE, self.members.alive.Allreduce, _IN_PLACE, numbers(host))
+                self.traffic.sent(self._hops * tensor.nbytes // self.size, self._hops)
+        else:
+            raise CommunicationError(f"dtype of a sum must be a number; got {tensor.dtype}. Convert the tensor first.")
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        check_flat(tensor)
+        self.check_peer(root, "root")
+        self.calls.count += 1
+        with self.staging.host(tensor, read=self.rank == root, write=self.rank != root) as host:
+            self.calls.communicate("broadcast", root, self.members.alive.Bcast, message(host), self.living.index(root))
+        if self.rank == root and self.size > 1:
+            self.traffic.sent(tensor.nbytes)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        alive, living = self.members.alive, self.living
+        lengths = np.zeros(len(living), np.int64)
+        self.calls.count += 1
+        self.calls.communicate("exchange", EVERYONE, alive.Allgather, np.array([len(data)], np.int64), lengths)
+        gathered, ends = bytearray(int(lengths.sum())), lengths.cumsum()
+        into = [gathered, lengths, ends - lengths, MPI.BYTE]
+        self.calls.communicate("exchange", EVERYONE, alive.Allgatherv, [data, len(data), MPI.BYTE], into)
+        others = len(living) - 1
+        self.traffic.sent(len(data) * others, others)
+        data_of = [b""] * self.size
+        for rank, n, stop in zip(living, lengths, ends, strict=True):
+            data_of[rank] = bytes(gathered[stop - n : stop])
+        return data_of
+
+    def barrier(self) -> None:
+        start = _clock()
+        self.calls.count += 1
+        with self.calls.blocked("barrier", EVERYONE, self.deadline_s):
+            self.calls.attempt("barrier", EVERYONE, self.members.alive.Barrier)
+        self.traffic.waiting_s += _clock() - start
+
+    @overload
+    def split(self, color: int, key: int = 0, *, name: str | None = None) -> MpiCommunicator: ...
+
+    @overload
+    def split(self, color: int | None, key: int = 0, *, name: str | None = None) -> MpiCommunicator | None: ...
+
+    def split(self, color: int | None, key: int = 0, *, name: str | None = None) -> MpiCommunicator | None:
+        if color is not None and color < 0:
+            raise CommunicationError(f"color must be an integer of at least 0, or None; got {color}.")
+        wanted = self.gather([None if color is None else int(color), int(key)])
+        mpi = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        if color is None:
+            return None
+        members = sorted((choice[1], r) for r, choice in enumerate(wanted) if choice and choice[0] == color)
+        nodes = [self.nodes[r] for _, r in members]
+        index = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
+        name = name or f"{self.name}/{color}"
+        return self._made(mpi, tuple(index[node] for node in nodes), self.transports.wanted, name)
+
+    def apart(self, internode: str = "auto", nodes: tuple[int, ...] | None = None) -> MpiCommunicator:
+        """Collective. Copy this communicator as if its ranks were on other nodes: for tests and measurements.
+
+        Args:
+            nodes: node index of each rank; by default each is on a node of its own.
+        """
+        nodes = tuple(range(self.size)) if nodes is None else nodes
+        return self._made(self.mpi.Dup(), nodes, internode, f"{self.name}/apart")
+
+    def _made(self, mpi: MPI.Intracomm, nodes: tuple[int, ...], internode: str, name: str) -> MpiCommunicator:
+        return MpiCommunicator(
+            mpi,
+            self.process,
+            deadline_s=self.deadline_s,
+            nodes=nodes,
+            device_aware=self.device_aware,
+            internode=internode,
+            name=name,
+        )
+
+    def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
+        return MpiNeighbourhood(self, sources, destinations)
+
+    def overlapping(self) -> AbstractContextManager[None]:
+        """Let messages go on inside the context; see Communicator.overlapping. Inside a node they need no help."""
+        helps = self.concurrent and len(set(self.nodes)) > 1
+        return self.process.progress.running() if helps else nullcontext()
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+    def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
+        return self.transports.window(count, dtype)
+
+    def put_all(self, puts: Iterable[Put]) -> None:
+        self.transports.put_all(puts)
+
+    def attach(self, tensor: Tensor) -> Memory:
+        return self.transports.attach(tensor)
+
+    def host(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
+        """Yield the tensor, or its copy on the host; see Communicator.host."""
+        return self.staging.host(tensor)
+
+    # --- time and end ---------------------------------------------------------------------------------------------
+    def compute(self, share: float = 1.0) -> float:
+        return 0.0
+
+    def now(self) -> float:
+        return _clock()
+
+    def watch(self) -> None:
+        """Collective. End the job from now on where a call of this thread takes longer than its deadline."""
+        here = {rank: pid for rank, pid in enumerate(self.pids) if self.nodes[rank] == self.nodes[self.rank]}
+        self.process.watch(self.mpi.Dup(), here)
+
+    def abort(self, status: int = 1) -> None:
+        """End every rank of the job, with this exit status; where ranks outlive others and one has died, this rank."""
+        if self.tolerant:
+            self.fault_tolerance.end_alone(status)
+        end(status)
+
+    def close(self) -> None:
+        self.process.remove(self.calls)
+        if self.process.world is self:
+            self.process.world = None
+        self.transports.close()
+        if not self.tolerant:  # freeing is collective, and any rank may be dead by now; the job's end does it
+            self.mpi.Free()
+
+
+def _checked_nodes(nodes: tuple[int, ...], size: int) -> tuple[int, ...]:
+    if len(nodes) != size:
+        raise CommunicationError(f"nodes must have one index for each of the {size} ranks; got {len(nodes)}.")
+    return tuple(nodes)

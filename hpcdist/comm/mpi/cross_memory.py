@@ -1,0 +1,64 @@
+"""Reading and writing another process's memory on the same node, in one copy and without its help.
+
+Linux's cross-memory attach (`process_vm_readv`, `process_vm_writev`), which MPI libraries use for their own large
+messages inside a node. It needs the right to trace the other process: same user, and either no Yama restriction or
+the target's leave, which `allow_peers` gives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from hpcdist.errors import CommunicationError
+
+_PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)
+
+
+class _Range(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("n_bytes", ctypes.c_size_t)]
+
+
+_libc = ctypes.CDLL(None, use_errno=True)  # releases the interpreter lock during calls
+_signature = [ctypes.c_int, *(ctypes.POINTER(_Range), ctypes.c_ulong) * 2, ctypes.c_ulong]
+for _name in ("process_vm_readv", "process_vm_writev"):
+    if hasattr(_libc, _name):
+        getattr(_libc, _name).argtypes = _signature
+        getattr(_libc, _name).restype = ctypes.c_ssize_t
+_read = getattr(_libc, "process_vm_readv", None)
+_write = getattr(_libc, "process_vm_writev", None)
+
+
+def allow_peers() -> None:
+    """Let the other processes of this user attach to this one (Yama's `ptrace_scope` 1 forbids it otherwise)."""
+    if hasattr(_libc, "prctl"):
+        _libc.prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)  # fails harmlessly where Yama is absent
+
+
+class PeerMemory:
+    """The memory of process `pid` on this node."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self._here, self._there = _Range(), _Range()
+
+    def _transfer(self, call, verb: str, own_address: int, address: int, n_bytes: int) -> None:
+        if call is None:
+            raise CommunicationError("cross-memory attach must be offered by the C library; this system has none.")
+        done = 0
+        while done < n_bytes:  # the kernel moves at most 2 GiB a call
+            self._here.address, self._here.n_bytes = own_address + done, n_bytes - done
+            self._there.address, self._there.n_bytes = address + done, n_bytes - done
+            moved = call(self.pid, self._here, 1, self._there, 1, 0)
+            if moved <= 0:
+                reason = os.strerror(ctypes.get_errno())
+                raise CommunicationError(f"{verb} {n_bytes} bytes of process {self.pid} failed: {reason}.")
+            done += moved
+
+    def read(self, into_address: int, address: int, n_bytes: int) -> None:
+        """Copy `n_bytes` from the peer's `address` to `into_address` here; raise CommunicationError if refused."""
+        self._transfer(_read, "reading", into_address, address, n_bytes)
+
+    def write(self, from_address: int, address: int, n_bytes: int) -> None:
+        """Copy `n_bytes` from `from_address` here to the peer's `address`; raise CommunicationError if refused."""
+        self._transfer(_write, "writing", from_address, address, n_bytes)

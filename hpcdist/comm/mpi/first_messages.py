@@ -1,0 +1,78 @@
+"""MPI's first messages, with limits: by them `doctor/startup/check.py` finds ranks that are absent or unreachable.
+
+A collective call waits for ever for a rank that can't be reached, and the watchdog needs some to begin with. So none of
+this is collective for MPI, nor blocks in it. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Mapping, Sequence
+
+from mpi4py import MPI
+
+ANSWER_S = 10.0  # how long a rank may take to answer; not all start at the same moment
+REACH_S = 2.5  # then also another one; 3 s after the first packet Linux gives up, and Open MPI ends the job
+PAUSE_S = 1e-3
+TO_FIRST, FROM_FIRST, HELLO = 1, 2, 3  # tags
+_kept: list = []  # buffers of messages that never leave
+
+
+class FirstMessages:
+    """Messages between all ranks of the job, for the start-up check."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+        self.answer_s, self.reach_s = ANSWER_S, REACH_S
+
+    def exchange(self, text: str, limit_s: float, members: Collection[int]) -> dict[int, str]:
+        """Collective. Tell `members` each other's texts through rank 0."""
+        world, until, status = MPI.COMM_WORLD, time.monotonic() + limit_s, MPI.Status()
+        texts = {self.rank: text}
+        if self.rank > 0:
+            _send(text, 0, TO_FIRST)
+            while not world.Iprobe(0, FROM_FIRST, status):
+                if time.monotonic() > until + limit_s:
+                    return texts
+                time.sleep(PAUSE_S)
+            return {int(rank): theirs for rank, theirs in json.loads(_receive(status)).items()}
+        while len(texts) < len(members) and time.monotonic() < until:
+            if not world.Iprobe(MPI.ANY_SOURCE, TO_FIRST, status):
+                time.sleep(PAUSE_S)
+                continue
+            theirs = _receive(status)
+            if status.Get_source() in members:
+                texts[status.Get_source()] = theirs
+        MPI.Request.Waitall([_send(json.dumps(texts), rank, FROM_FIRST) for rank in texts if rank > 0])
+        return texts
+
+    def unreachable(self, pairs: Sequence[tuple[int, int]], texts: Mapping[int, str]) -> list[tuple[int, int]]:
+        """Send a message each way between the ranks of each pair, all at the same time.
+
+        Return the pairs of this rank whose message did not come in time.
+        """
+        until, waiting = time.monotonic() + self.reach_s, {}
+        for pair in pairs:
+            if self.rank in pair:
+                peer, into = sum(pair) - self.rank, bytearray(1)
+                waiting[pair] = MPI.COMM_WORLD.Irecv(into, peer, HELLO)
+                _kept.append((into, waiting[pair], _send("!", peer, HELLO)))
+        while waiting and time.monotonic() < until:
+            waiting = {pair: request for pair, request in waiting.items() if not request.Test()}
+            time.sleep(PAUSE_S if waiting else 0)
+        return list(waiting)
+
+
+def _send(text: str, rank: int, tag: int) -> MPI.Request:
+    data = text.encode()
+    request = MPI.COMM_WORLD.Isend(data, rank, tag)
+    _kept.append((data, request))
+    return request
+
+
+def _receive(status: MPI.Status) -> str:
+    """Receive the message that was probed."""
+    data = bytearray(status.Get_count(MPI.BYTE))
+    MPI.COMM_WORLD.Recv(data, status.Get_source(), status.Get_tag())
+    return data.decode()

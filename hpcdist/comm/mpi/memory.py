@@ -1,0 +1,102 @@
+"""Memory that the ranks of a node share without MPI, where ranks may die.
+
+Open MPI warns at every start that its own windows are not tested with deaths. Here the kernel keeps a file without a
+name for each rank, which the others map through its process; it is gone with the last of them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from hpcdist.errors import CommunicationError
+
+
+class NodeMemory:
+    """Collective among the living. A window inside a node with the methods of MPI.Win.
+
+    Any rank may read and write all memory, but only its owner adds to it or changes words of it atomically: there
+    threads exclude each other.
+
+    Args:
+        comm: the MpiCommunicator; what is mapped is the memory of the ranks of this rank's node.
+        n_bytes: of this rank.
+    """
+
+    def __init__(self, comm, n_bytes: int):
+        self._lock = threading.Lock()
+        own = os.memfd_create("hpcdist-window")
+        try:
+            if n_bytes:
+                os.posix_fallocate(own, 0, n_bytes)
+            files = comm.gather([own, n_bytes])
+            ranks = [rank for rank in range(comm.size) if comm.nodes[rank] == comm.nodes[comm.rank]]
+            self._parts = [_mapped(comm, rank, files[rank] or [0, 0], own) for rank in ranks]
+            comm.barrier()  # all have been mapped
+        finally:
+            os.close(own)
+
+    def Shared_query(self, node_rank: int) -> tuple[mmap.mmap | memoryview, int]:
+        return self._parts[node_rank], 1
+
+    def Lock_all(self) -> None:
+        pass
+
+    def Sync(self) -> None:
+        with self._lock:  # what was written before is seen by whoever reads after
+            pass
+
+    def Flush(self, target: int) -> None:
+        pass
+
+    def Accumulate(self, values: Sequence, target: int, place: Sequence) -> None:
+        memory, count, kind = values
+        with self._lock:
+            elements = self._elements(target, kind.typestr, place[0], count)
+            np.add(elements, np.frombuffer(memory, kind.typestr), out=elements)
+
+    def Fetch_and_op(self, value: np.ndarray, before: np.ndarray, target: int, offset: int, op: MPI.Op) -> None:
+        """Add to one element, for any `op`, and write its former value into `before`."""
+        with self._lock:
+            word = self._elements(target, value.dtype, offset, 1)
+            before[:] = word
+            np.add(word, value, out=word)
+
+    def Compare_and_swap(
+        self, value: np.ndarray, expected: np.ndarray, before: np.ndarray, target: int, offset: int
+    ) -> None:
+        with self._lock:
+            word = self._elements(target, value.dtype, offset, 1)
+            before[:] = word
+            if before[0] == expected[0]:
+                word[:] = value
+
+    def _elements(self, target: int, dtype: str | np.dtype, offset: int, count: int) -> np.ndarray:
+        dtype = np.dtype(dtype)
+        return np.frombuffer(self._parts[target], dtype, count, offset * dtype.itemsize)
+
+
+def _mapped(comm, rank: int, file_of: Sequence[int], own: int) -> mmap.mmap | memoryview:
+    """Map the memory of a rank of this node, a file of its process; nothing of a rank that has died."""
+    file, n_bytes = file_of
+    if not n_bytes:
+        return memoryview(b"")
+    if rank == comm.rank:
+        return mmap.mmap(own, n_bytes)
+    path = f"/proc/{comm.pids[rank]}/fd/{file}"
+    try:
+        theirs = os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise CommunicationError(
+            f"rank {comm.rank} can't map the memory of rank {rank}, which is on the same node ({error}). Start all "
+            "ranks of a node in one container, or without --with-ft ulfm."
+        ) from error
+    try:
+        return mmap.mmap(theirs, n_bytes)
+    finally:
+        os.close(theirs)

@@ -1,0 +1,16 @@
+"""MPI's own all-reduce as a program without hpcdist calls it: the reference of measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpi4py import MPI
+from torch import Tensor
+
+from hpcdist.comm.communicator import Communicator
+
+
+def plain_allreduce(comm: Communicator) -> Callable[[Tensor], None]:
+    """Sum a tensor on the host over the ranks of `comm`, in place, by mpi4py alone. The call is Collective."""
+    call, in_place = comm.mpi.Allreduce, MPI.IN_PLACE
+    return lambda tensor: call(in_place, tensor.numpy())

@@ -1,0 +1,104 @@
+"""The state that a process has once, for all of its communicators: made when it joins the job, closed at the end."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import weakref
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from mpi4py import MPI
+
+from hpcdist.comm.mpi.calls import EVERYONE, Calls, Place
+from hpcdist.comm.mpi.members import meet
+from hpcdist.comm.mpi.progress import ProgressThread
+from hpcdist.comm.mpi.watchdog import Watchdog
+from hpcdist.comm.waiting import wait_until
+
+
+class Stoppable(Protocol):
+    """One or several threads that run beside the script."""
+
+    def stop(self) -> None:
+        """End the threads. Called at the end of the script, or before."""
+
+
+class Process:
+    """Own the communicators in use, the threads and the watchdog of this process.
+
+    Args:
+        tolerant: the launcher keeps the job going when a rank dies, and MPI tells (`mpirun --with-ft ulfm`).
+    """
+
+    def __init__(self, *, tolerant: bool = False):
+        self.tolerant = tolerant
+        self.world: Any = None  # the communicator of all ranks of the job, once it is made, until it is closed
+        self.progress = ProgressThread()
+        self._calls: weakref.WeakValueDictionary[int, Calls] = weakref.WeakValueDictionary()
+        self._threads: list[Stoppable] = []
+        self._watchdog: Watchdog | None = None
+        self._of_all: tuple[Calls, MPI.Intracomm] | None = None
+
+    # --- communicators --------------------------------------------------------------------------------------------
+    def add(self, calls: Calls) -> None:
+        """Add a communicator, by its calls, to those in use, until it is removed or garbage-collected."""
+        self._calls[id(calls)] = calls
+
+    def remove(self, calls: Calls) -> None:
+        self._calls.pop(id(calls), None)
+
+    def calls_in_use(self) -> list[Calls]:
+        """Return the calls of the communicators in use. Any thread may call this."""
+        return [calls for reference in self._calls.valuerefs() if (calls := reference()) is not None]
+
+    # --- threads --------------------------------------------------------------------------------------------------
+    def started(self, thread: Stoppable) -> None:
+        """Register a thread that has to end before MPI does."""
+        self._threads.append(thread)
+
+    def stopped(self, thread: Stoppable) -> None:
+        self._threads.remove(thread)
+
+    def watch(self, mpi: MPI.Intracomm, pids: Mapping[int, int]) -> None:
+        """Collective. Watch the calling thread: past a deadline the job ends with a message of where each rank is.
+
+        Args:
+            mpi: all ranks; used from here on by the watchdog alone.
+            pids: processes of the ranks of this node.
+        """
+        watchdog = Watchdog(mpi, pids, self.calls_in_use, tolerant=self.tolerant)
+        if watchdog.start():
+            self._watchdog = watchdog
+            self.started(watchdog)
+
+    def places(self) -> Mapping[int, Place]:
+        """Describe where each rank of the job is; empty without a watchdog."""
+        return {} if self._watchdog is None else self._watchdog.find_all()
+
+    # --- the end --------------------------------------------------------------------------------------------------
+    def close_at_exit(self, calls: Calls) -> None:
+        """Collective. Close this process at the end of the script; `calls` are those of the communicator of all."""
+        if self._of_all is None:
+            atexit.register(self.close)
+        self._of_all = calls, MPI.COMM_WORLD.Dup()
+
+    def close(self) -> None:
+        """Collective. Wait for the other ranks, then end this package's threads.
+
+        Until all ranks are here this one still serves its windows, and its watchdog still tells where it is. MPI must
+        not be finalised while a thread may be inside it (MPI 4.1, 11.10).
+        """
+        if self._of_all is None or MPI.Is_finalized():
+            return
+        calls, everyone = self._of_all
+        with calls.blocked("exit", EVERYONE, math.inf):
+            if self.tolerant:
+                meet(everyone)
+            else:
+                wait_until(everyone.Ibarrier().Test, math.inf, str)
+        self.progress.stop()
+        for thread in list(self._threads):
+            thread.stop()
+        self._threads.clear()
+        self._watchdog = None

@@ -1,0 +1,320 @@
+"""Windows across nodes over TCP: threads of the owner answer requests while the owner computes.
+
+All of them are blocked in the kernel until a request comes, so a window that nobody uses costs its owner nothing, and
+neither MPI's progress nor its polling decides how soon an answer comes. Accumulates and atomics always go this way,
+since only one rank's memory operations exclude each other on every network; `get` and `put` where it is the faster
+way (`comm/mpi/internode.py`). Where ranks may die, they go this way inside a node too (`comm/mpi/window.py`).
+
+On the wire: a header of six int64, the values of a put or accumulate, and one reply: the values of a get, the old
+value of an atomic, or one byte for what is done.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpcdist.comm.mpi.buffers import memory_at
+from hpcdist.comm.network import interfaces, tcp
+from hpcdist.errors import (
+    CommunicationError,
+    DeadlineError,
+    HpcdistError,
+    RankFailedError,
+)
+
+OPERATIONS = ("get", "put", "accumulate", "fetch_add", "compare_and_swap")
+HEADER, WORD = struct.Struct("<6q"), struct.Struct("<q")  # operation, window, offset, count, operands; an old value
+DONE = b"\1"
+PART_BYTES = 1 << 20  # what is accumulated at once: it stays in the core's cache between arriving and being added
+SWITCH_INTERVAL_S = 5e-4  # how long a computing thread may keep the interpreter lock from a request (default 5 ms)
+
+
+class Server:
+    """Collective. Serve this rank's windows of one communicator, by a thread for each requesting rank.
+
+    Args:
+        comm: the MpiCommunicator whose ranks the requests name.
+        interface: the only interface or network to use, see `interfaces.addresses`; any if empty.
+    """
+
+    def __init__(self, comm, interface: str = ""):
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:  # accumulates and atomics are MPI's own on the owner
+            raise CommunicationError(
+                "windows across nodes must have an MPI at MPI_THREAD_MULTIPLE; got level "
+                f"{MPI.Query_thread()}. Initialise MPI through mpi4py, or use an MPI built with threads."
+            )
+        self._comm = comm
+        self._windows: dict[int, object] = {}
+        self._exposed = 0
+        self._adding = threading.Lock()  # the others sleep; inside MPI they would spin
+        self._token = secrets.token_bytes(tcp.TOKEN_BYTES)
+        self._own = interfaces.addresses(interface)
+        only = str(self._own[0].ip.ip) if interface else ""
+        self._listener = tcp.listen(only)
+        self._peers = [_Peer(**(address or {})) for address in comm.gather(self._address(only))]
+        self._asking: dict[threading.Thread, socket.socket] = {}  # who serves which connection
+        self._stopped = False
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
+        self._thread = threading.Thread(target=self._listen, name="hpcdist-window-listener", daemon=True)
+        self._thread.start()
+        comm.process.started(self)
+
+    def _address(self, only: str) -> dict:
+        ips = [only] if only else [str(address.ip.ip) for address in self._own]
+        here = "" if only else interfaces.here()
+        return {"port": self._listener.getsockname()[1], "ips": ips, "here": here, "token": self._token.hex()}
+
+    def expose(self, window) -> TcpTransfers:
+        """Collective. Answer requests for `window` from now on."""
+        self._exposed += 1  # numbered alike on all ranks
+        self._windows[self._exposed] = window
+        return TcpTransfers(self, self._exposed)
+
+    def withdraw(self, number: int) -> None:
+        """Stop serving a window. No request for it may be under way."""
+        del self._windows[number]
+
+    def refuse(self) -> None:
+        """Refuse new connections; existing ones stay."""
+        self._stopped = True
+        tcp.close(self._listener)
+        self._thread.join()
+
+    def stop(self) -> None:
+        """End all threads and connections. No request may be under way."""
+        self.refuse()
+        for peer in self._peers:
+            peer.drop()
+        for thread, connection in list(self._asking.items()):
+            tcp.close(connection)
+            thread.join()
+        self._comm.process.stopped(self)
+
+    def close(self) -> None:
+        """Collective. End all threads and connections, once no rank needs them."""
+        self._comm.retry_on_failure(self._comm.barrier)
+        self.stop()
+
+    # --- asking ---------------------------------------------------------------------------------------------------
+    def ask(
+        self,
+        what: str,
+        window: int,
+        rank: int,
+        offset: int,
+        count: int,
+        reply: memoryview,
+        data: memoryview | bytes = b"",
+        operands: tuple[int, ...] = (),
+    ) -> None:
+        """Send one request to `rank`, with `data`, and wait for the reply, which overwrites `reply`.
+
+        Raises:
+            DeadlineError: it has not come in time.
+            RankFailedError: the rank has died.
+            CommunicationError: the rank can't be reached, or no longer.
+        """
+        request = HEADER.pack(OPERATIONS.index(what), window, offset, count, *(*operands, 0, 0)[:2])
+        self._comm.calls.communicate(f"window {what}", rank, self._transfer, rank, what, request, data, reply)
+
+    def _transfer(self, rank: int, what: str, request: bytes, data: memoryview | bytes, reply: memoryview) -> None:
+        with self._peers[rank].lock, self._connected(rank, what) as connection:
+            tcp.send(connection, request, data)
+            tcp.receive(connection, reply)
+
+    def put_all(self, puts: Iterable[tuple[int, int, int, Tensor]]) -> None:
+        """Send puts, each a rank, a window, an offset and values on the host, and then wait for all replies.
+
+        An owner deals with its own in their order. Raises as `ask` does.
+        """
+        owners: list[int] = []
+        with ExitStack() as locks:
+            try:
+                for rank, window, offset, values in puts:
+                    if rank not in owners:
+                        locks.enter_context(self._peers[rank].lock)
+                    owners.append(rank)
+                    request = HEADER.pack(OPERATIONS.index("put"), window, offset, values.numel(), 0, 0)
+                    self._comm.calls.communicate("window put", rank, self._send, rank, request, _bytes(values))
+                for rank in owners:
+                    self._comm.calls.communicate("window put", rank, self._take_reply, rank)
+            except BaseException:
+                for rank in owners:
+                    self._peers[rank].drop()
+                raise
+
+    def _send(self, rank: int, request: bytes, data: memoryview) -> None:
+        with self._connected(rank, "put") as connection:
+            tcp.send(connection, request, data)
+
+    def _take_reply(self, rank: int) -> None:
+        with self._connected(rank, "put") as connection:
+            tcp.receive(connection, _done())
+
+    @contextmanager
+    def _connected(self, rank: int, what: str) -> Iterator[socket.socket]:
+        """Yield the connection to `rank`, made if necessary; this thread holds its lock, as requests take turns."""
+        peer, comm = self._peers[rank], self._comm
+        complete = False
+        try:
+            connection = peer.connection or self._connect(peer)
+            tcp.set_deadline(connection, comm.deadline_s)
+            yield connection
+            complete = True
+        except (BlockingIOError, TimeoutError) as error:
+            with comm.calls.blocked(f"window {what}", rank, math.inf):  # the deadline has been minded
+                places = comm.whereabouts()
+            raise DeadlineError(
+                f"rank {comm.rank}: the answer of rank {rank} to a window {what} on {comm.name} "
+                f"did not happen within {comm.deadline_s:g} s.{places}"
+            ) from error
+        except OSError as error:
+            if comm.members.has_died(rank):
+                raise RankFailedError(
+                    f"rank {comm.rank} can't reach rank {rank} in a window {what} on {comm.name} ({error}): "
+                    f"rank {rank} has died; this call needs all of them. Resume from the last checkpoint."
+                ) from error
+            raise CommunicationError(
+                f"rank {comm.rank} can't reach rank {rank} in a window {what} on {comm.name} ({error}). Either "
+                f"rank {rank} has gone away: see what it said last; or hosts share another network: name its "
+                "interface, as in across='tcp:eth0'."
+            ) from error
+        finally:
+            if not complete:
+                peer.drop()  # what is on its way there belongs to no later call
+
+    def _connect(self, peer: _Peer) -> socket.socket:
+        """Connect to one of a rank's addresses; try again until the deadline if one is slow: its host may be busy."""
+        own_host = peer.here and peer.here == interfaces.here()
+        ips = [interfaces.LOOPBACK] * bool(own_host) + interfaces.in_order(peer.ips, self._own)
+        until = time.perf_counter() + self._comm.deadline_s
+        while True:
+            problems: list[OSError] = []
+            for ip in ips:
+                try:
+                    left_s = max(0.1, until - time.perf_counter())
+                    peer.connection = tcp.connect(ip, peer.port, peer.token, left_s)
+                    if peer.connection is not None:
+                        return peer.connection
+                except OSError as error:
+                    problems.append(error)
+            late = [error for error in problems if isinstance(error, TimeoutError)]
+            if not late or time.perf_counter() > until:
+                strangers = ConnectionRefusedError(f"nobody of this job answers at {', '.join(ips) or 'any address'}")
+                raise (late or problems or [strangers])[0]
+
+    # --- answering ------------------------------------------------------------------------------------------------
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except ConnectionAbortedError:
+                continue  # whoever it was has changed its mind
+            except OSError:
+                if not self._stopped:  # such as too many open files
+                    sys.excepthook(*sys.exc_info())
+                return
+            thread = threading.Thread(target=self._serve, args=[connection], name="hpcdist-window", daemon=True)
+            self._asking[thread] = connection
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                if tcp.accept(connection, self._token):
+                    self._answer_all(connection)
+        except Exception as error:
+            if isinstance(error, HpcdistError) or not isinstance(error, OSError):  # an OSError: who asked has gone
+                sys.excepthook(*sys.exc_info())  # without this others would wait for a thread that is no more
+        finally:
+            self._asking.pop(threading.current_thread(), None)
+
+    def _answer_all(self, connection: socket.socket) -> None:
+        header = bytearray(HEADER.size)
+        part = torch.empty(0, dtype=torch.uint8)  # what arrives to be added
+        while True:
+            tcp.receive(connection, memoryview(header))
+            operation, number, offset, count, *values = HEADER.unpack(header)
+            what, window = OPERATIONS[operation], self._windows[number]
+            reply: bytes | memoryview = DONE
+            with self._comm.span("serve", "window", operation=what, elements=count):
+                if what == "get":
+                    reply = _bytes(window.local[offset : offset + count])
+                elif what == "put":
+                    tcp.receive(connection, _bytes(window.local[offset : offset + count]))
+                elif what == "accumulate":
+                    if not len(part):
+                        part = torch.empty(PART_BYTES, dtype=torch.uint8)
+                    self._accumulate(connection, window, offset, count, part.view(window.dtype))
+                else:
+                    values = values[: 1 if what == "fetch_add" else 2]
+                    with self._adding:
+                        reply = WORD.pack(window.atomic(what, self._comm.rank, offset, *values))
+                tcp.send(connection, reply)
+
+    def _accumulate(self, connection: socket.socket, window, offset: int, count: int, part: Tensor) -> None:
+        for start in range(0, count, len(part)):
+            values = part[: count - start]
+            tcp.receive(connection, _bytes(values))
+            with self._adding:
+                window.add(values, self._comm.rank, offset + start)
+
+
+class _Peer:
+    """The address of another rank, and the connection for requests to it."""
+
+    def __init__(self, port: int = 0, ips: Sequence[str] = (), here: str = "", token: str = ""):  # by default nowhere
+        self.port, self.ips, self.here, self.token = port, ips, here, bytes.fromhex(token)
+        self.lock = threading.Lock()
+        self.connection: socket.socket | None = None
+
+    def drop(self) -> None:
+        if self.connection is not None:
+            tcp.close(self.connection)
+            self.connection = None
+
+
+class TcpTransfers:
+    """Carry one window's transfers to and from ranks of other nodes, over TCP."""
+
+    def __init__(self, server: Server, number: int):
+        self._server, self.number = server, number
+
+    def get(self, out: Tensor, rank: int, offset: int) -> None:
+        self._server.ask("get", self.number, rank, offset, out.numel(), _bytes(out))
+
+    def put(self, values: Tensor, rank: int, offset: int) -> None:
+        self._server.ask("put", self.number, rank, offset, values.numel(), _done(), _bytes(values))
+
+    def accumulate(self, values: Tensor, rank: int, offset: int) -> None:
+        self._server.ask("accumulate", self.number, rank, offset, values.numel(), _done(), _bytes(values))
+
+    def atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
+        before = bytearray(WORD.size)
+        self._server.ask(what, self.number, rank, offset, 1, memoryview(before), b"", values)
+        return WORD.unpack(before)[0]
+
+    def close(self) -> None:
+        """Stop serving this window. No request for it may be under way."""
+        self._server.withdraw(self.number)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """View the tensor's memory as bytes."""
+    return memoryview(memory_at(tensor.data_ptr(), tensor.nbytes)) if tensor.nbytes else memoryview(bytearray())
+
+
+def _done() -> memoryview:
+    return memoryview(bytearray(DONE))

@@ -1,0 +1,114 @@
+"""The windows of one communicator, and their transports to other ranks' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpcdist.comm.mpi import internode
+from hpcdist.comm.mpi.calls import EVERYONE
+from hpcdist.comm.mpi.tcp import Server
+from hpcdist.comm.mpi.window import AttachedMemory, MpiWindow
+from hpcdist.comm.transfer import check_flat
+from hpcdist.comm.window import Memory, Put, Window
+from hpcdist.errors import CommunicationError, MismatchError
+
+
+class Transports:
+    """Make windows: over shared memory inside a node; across nodes by TCP or MPI's one-sided calls.
+
+    Args:
+        comm: the MpiCommunicator that has these.
+        wanted: how windows are read and written across nodes, see MpiCommunicator.
+    """
+
+    def __init__(self, comm, wanted: str):
+        self._comm = comm
+        self.wanted = wanted  # counts for windows made from now on, by the interface of the first
+        self._across_nodes = len(set(comm.nodes)) > 1
+        self._node_mpi: MPI.Intracomm | None = None
+        self._server: Server | None = None
+
+    # --- what windows are made of ---------------------------------------------------------------------------------
+    def node_mpi(self) -> MPI.Intracomm:
+        """Collective at the first call. Return MPI's communicator of the ranks on this rank's node."""
+        if self._node_mpi is None:
+            self._node_mpi = self._comm.mpi.Split(self._comm.nodes[self._comm.rank], self._comm.rank)
+        return self._node_mpi
+
+    def server(self) -> Server:
+        """Collective at the first call. Return the server of windows to ranks of other nodes."""
+        if self._server is None:
+            self._server = Server(self._comm, self.wanted.partition(":")[2])
+        return self._server
+
+    def choose(self) -> str:
+        """Collective. Choose the transport of windows across nodes; it is measured at the first call if necessary."""
+        way, colon, interface = self.wanted.partition(":")
+        way = internode.choose(self._comm, way)
+        self.wanted = way + colon + interface
+        return way
+
+    @property
+    def internode(self) -> str | None:
+        """Return the transport in use: `tcp` or `rma`; `auto` before the first window; None where there is one node."""
+        return self.wanted.partition(":")[0] if self._across_nodes else None
+
+    # --- windows --------------------------------------------------------------------------------------------------
+    def window(self, count: int, dtype: torch.dtype = torch.float32, way: str | None = None) -> Window:
+        """Collective. Make a window. See Communicator.window.
+
+        Args:
+            way: how other nodes are reached, instead of the communicator's own way.
+        """
+        return MpiWindow(self._comm, count, dtype, way)
+
+    def put_all(self, puts: Iterable[Put]) -> None:
+        """Start puts and wait for all; see Communicator.put_all. Puts that are no TCP requests complete one by one."""
+
+        def requests() -> Iterator[tuple[int, int, int, Tensor]]:
+            for window, values, rank, offset in puts:
+                if isinstance(window, MpiWindow) and window.over_tcp(rank):
+                    yield from window.requests(values, rank, offset)
+                else:
+                    window.put(values, rank, offset)
+
+        if self._across_nodes:
+            self.server().put_all(requests())
+        else:
+            for window, values, rank, offset in puts:
+                window.put(values, rank, offset)
+
+    def attach(self, tensor: Tensor) -> Memory:
+        """Collective. Make memory that other ranks of the node may use; see Communicator.attach."""
+        comm = self._comm
+        if not comm.can_attach:
+            raise CommunicationError(
+                f"{comm.name} must lie within one node whose kernel allows cross-memory attach; "
+                "can_attach tells. Use a window, or another collective."
+            )
+        check_flat(tensor)
+        own = np.array([tensor.data_ptr(), tensor.nbytes], np.int64)
+        ranges = np.empty((comm.size, 2), np.int64)
+        comm.calls.count += 1
+        comm.calls.communicate("attach", EVERYONE, comm.mpi.Allgather, own, ranges)
+        if (ranges[:, 1] != ranges[0, 1]).any():
+            raise MismatchError(
+                f"tensors attached together must have the same number of bytes on every rank; "
+                f"got {ranges[:, 1].tolist()} in rank order."
+            )
+        return AttachedMemory(comm, tensor, ranges[:, 0].tolist())
+
+    # --- the end --------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Collective. End the threads that serve windows, and release MPI's communicator of the node."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self._node_mpi is not None and not self._comm.tolerant:
+            self._node_mpi.Free()
+            self._node_mpi = None

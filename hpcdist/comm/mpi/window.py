@@ -1,0 +1,271 @@
+"""Windows of real ranks: shared memory inside a node; across nodes the faster transport by `comm/mpi/internode.py`.
+
+Inside a node every rank's memory is mapped by all: `get` and `put` are plain copies that need nobody's help. Atomic
+operations are carried out there under a lock that the ranks share (`comm/mpi/locked_memory.py`), and across nodes by
+the owner's threads. Threads do so inside a node too where a rank's death is survived: a rank that died with the lock of
+another's memory would keep it. There the memory is not MPI's either (`comm/mpi/memory.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpcdist.comm.mpi.buffers import NUMBERS, Staging, numbers
+from hpcdist.comm.mpi.cross_memory import PeerMemory
+from hpcdist.comm.mpi.locked_memory import LockedMemory
+from hpcdist.comm.mpi.memory import NodeMemory
+from hpcdist.comm.mpi.rma import OneSided
+from hpcdist.comm.mpi.tcp import TcpTransfers
+from hpcdist.comm.transfer import check_flat
+from hpcdist.comm.waiting import wait_until
+from hpcdist.comm.window import Memory, Window, out_of_range, refuse_attached
+from hpcdist.errors import CommunicationError
+
+
+class MpiWindow(Window):
+    """Collective. A window over `count` zeroed elements of `dtype` on this rank.
+
+    Args:
+        comm: the MpiCommunicator.
+        way: how other nodes are reached, instead of the communicator's own way.
+    """
+
+    def __init__(self, comm, count: int, dtype: torch.dtype, way: str | None = None):
+        if count < 0:
+            raise CommunicationError(f"count of a window must be at least 0; got {count}.")
+        self.comm, self.dtype = comm, dtype
+        itemsize = torch.empty(0, dtype=dtype).itemsize
+        self.counts = [n or 0 for n in comm.gather(int(count))]
+        if comm.tolerant:
+            self._shared = NodeMemory(comm, count * itemsize)
+        else:
+            self._shared = LockedMemory(comm.transports.node_mpi(), count * itemsize, comm.deadline_s)
+        self._shared.Lock_all()
+        ranks = [r for r in range(comm.size) if comm.nodes[r] == comm.nodes[comm.rank]]
+        self._node_rank = {rank: i for i, rank in enumerate(ranks)}
+        self._memory = {rank: _mapped(self._shared, i, dtype) for rank, i in self._node_rank.items()}
+        self.local = self._memory[comm.rank]
+        self.local.zero_()
+        self._locks = None if dtype in NUMBERS else MpiWindow(comm, 1, torch.int64, "tcp")  # see _add_locked
+        self._staging = Staging()  # never device-aware: MPI may read what it adds with plain loads
+        self._served: TcpTransfers | None = None  # does what only the owner's threads may do
+        self._bulk: TcpTransfers | OneSided | None = None  # gets and puts across nodes
+        if len(ranks) < comm.size or comm.tolerant:
+            self._served = comm.transports.server().expose(self)
+        if len(ranks) < comm.size:
+            way = way or comm.transports.choose()
+            self._bulk = OneSided(comm, self.local) if way == "rma" else self._served
+        comm.barrier()
+
+    # --- transfers ------------------------------------------------------------------------------------------------
+    def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
+        memory = self._at(rank, offset, out)
+        if memory is None:
+            with self._staging.host(out, read=False) as host:
+                self._bulk.get(host, rank, offset)
+        else:
+            start = self.comm.now()
+            self._shared.Sync()
+            out.copy_(memory)
+            self.comm.traffic.communicating_s += self.comm.now() - start
+        if rank != self.comm.rank:
+            self.comm.traffic.fetched(out.nbytes)
+
+    def read(self, rank: int, offset: int, count: int) -> Tensor:
+        memory = self._at(rank, offset, None, count)
+        if memory is None:
+            return super().read(rank, offset, count)
+        self._shared.Sync()
+        if rank != self.comm.rank:
+            self.comm.traffic.fetched(memory.nbytes)
+        return memory
+
+    def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
+        memory = self._at(rank, offset, values)
+        if memory is None:
+            with self._staging.host(values, write=False) as host:
+                self._bulk.put(host, rank, offset)
+        else:
+            start = self.comm.now()
+            memory.copy_(values)
+            self._shared.Sync()
+            self.comm.traffic.communicating_s += self.comm.now() - start
+        if rank != self.comm.rank:
+            self.comm.traffic.sent(values.nbytes)
+
+    def requests(self, values: Tensor, rank: int, offset: int) -> Iterator[tuple[int, int, int, Tensor]]:
+        """Yield a put as a request to the owner's threads; its copy on the host is freed afterwards."""
+        self._at(rank, offset, values)
+        self.comm.traffic.sent(values.nbytes)
+        with self._staging.host(values, write=False) as host:
+            yield rank, self._served.number, offset, host
+
+    def over_tcp(self, rank: int) -> bool:
+        """Tell whether a put to that rank is a request over TCP."""
+        return rank not in self._memory and self._bulk is self._served
+
+    def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
+        memory = self._at(rank, offset, values)
+        with self._staging.host(values, write=False) as host:
+            if memory is None or self._left_to(rank):
+                self._served.accumulate(host, rank, offset)
+            else:
+                start = self.comm.now()
+                self.add(host, rank, offset)
+                self.comm.traffic.communicating_s += self.comm.now() - start
+        if rank != self.comm.rank:
+            self.comm.traffic.sent(values.nbytes)
+
+    def add(self, values: Tensor, rank: int, offset: int) -> None:
+        """Accumulate inside this node, from values on the host."""
+        if self._locks is not None:
+            return self._add_locked(values, rank, offset)
+        target = self._node_rank[rank]
+        self._shared.Accumulate(numbers(values), target, [offset, values.numel(), NUMBERS[values.dtype]])
+        self._shared.Flush(target)
+
+    def _add_locked(self, values: Tensor, rank: int, offset: int) -> None:
+        # MPI can't add 16-bit floats, so these exclude each other by a word of the owner's.
+        def locked() -> bool:
+            return self._locks.atomic("compare_and_swap", rank, 0, 0, 1) == 0
+
+        wait_until(locked, self.comm.deadline_s, lambda: f"the lock of rank {rank}'s window")
+        self._shared.Sync()
+        self._memory[rank][offset : offset + values.numel()].add_(values)
+        self._shared.Sync()
+        self._locks.atomic("compare_and_swap", rank, 0, 1, 0)
+
+    # --- atomics --------------------------------------------------------------------------------------------------
+    def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
+        return self._atomic("fetch_add", rank, offset, value)
+
+    def compare_and_swap(self, expected: int, desired: int, rank: int, offset: int = 0) -> int:
+        return self._atomic("compare_and_swap", rank, offset, expected, desired)
+
+    def _atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
+        if self.dtype != torch.int64:
+            raise CommunicationError(f"{what} must be used on an int64 window; got a window of {self.dtype}.")
+        for value in values:
+            if not -(2**63) <= value < 2**63:
+                raise CommunicationError(f"operand of an atomic must fit in 64 bits; got {value}.")
+        if self._at(rank, offset, None) is None or self._left_to(rank):
+            before = self._served.atomic(what, rank, offset, *values)
+        else:
+            start = self.comm.now()
+            before = self.atomic(what, rank, offset, *values)
+            self.comm.traffic.communicating_s += self.comm.now() - start
+        if rank != self.comm.rank:
+            self.comm.traffic.sent(8)
+        return before
+
+    def atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
+        """Make a `fetch_add` or `compare_and_swap` inside this node."""
+        target, before = self._node_rank[rank], np.empty(1, np.int64)
+        words = [np.array([v], np.int64) for v in values]
+        if what == "fetch_add":
+            self._shared.Fetch_and_op(words[0], before, target, offset, MPI.SUM)
+        else:
+            self._shared.Compare_and_swap(words[1], words[0], before, target, offset)
+        self._shared.Flush(target)
+        return int(before[0])
+
+    def _left_to(self, owner: int) -> bool:
+        """Tell whether only the owner's threads may lock its memory, although that is mapped here."""
+        return self.comm.tolerant and owner != self.comm.rank
+
+    # --- waiting --------------------------------------------------------------------------------------------------
+    def wait(
+        self,
+        predicate: Callable[[Tensor], bool],
+        *,
+        rank: int | None = None,
+        offset: int = 0,
+        count: int | None = None,
+        what: str = "a change in a window",
+        deadline_s: float | None = None,
+    ) -> None:
+        rank = self.comm.rank if rank is None else rank
+        self.comm.check_peer(rank, "rank of a window")
+        count = self.counts[rank] - offset if count is None else count
+        here = self._at(rank, offset, None, count)
+        seen = torch.empty(count, dtype=self.dtype) if here is None else here
+
+        def ready() -> bool:
+            if here is None:
+                self._bulk.get(seen, rank, offset)
+            else:
+                self._shared.Sync()
+            return predicate(seen)
+
+        self.comm.calls.await_until(ready, f"Window.wait for {what}", what, rank, deadline_s)
+
+    def close(self) -> None:
+        self.comm.retry_on_failure(self.comm.barrier)  # nobody may still be in a transfer
+        for remote in {self._served, self._bulk} - {None}:
+            remote.close()
+        if self._locks is not None:
+            self._locks.close()
+        self._memory.clear()
+        del self.local
+        if self.comm.tolerant:
+            return  # freeing is collective, and any rank may be dead by now; the job's end does it
+        self._shared.Unlock_all()
+        self._shared.Free()
+
+    def _at(self, rank: int, offset: int, tensor: Tensor | None, count: int = 1) -> Tensor | None:
+        """Return the addressed part of `rank`'s memory; None if it lies on another node."""
+        if not self._memory:
+            raise CommunicationError("a window must not be used once it is closed. Close it after its last use.")
+        self.comm.check_peer(rank, "rank of a window")
+        if tensor is not None:
+            check_flat(tensor)
+            count = tensor.numel()
+            if tensor.dtype != self.dtype:
+                raise CommunicationError(
+                    f"dtype must be that of the window, {self.dtype}; got {tensor.dtype}. Convert the tensor."
+                )
+        if offset < 0 or count < 0 or offset + count > self.counts[rank]:
+            raise out_of_range(rank, self.counts[rank], offset, count)
+        memory = self._memory.get(rank)
+        return None if memory is None else memory[offset : offset + count]
+
+
+class AttachedMemory(Memory):
+    """Memory that the ranks of one node already have, read and written by cross-memory attach."""
+
+    def __init__(self, comm, tensor: Tensor, addresses: list[int]):
+        self.comm, self.local, self._addresses = comm, tensor, addresses
+        self._peers = [PeerMemory(pid) for pid in comm.pids]
+
+    def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
+        self._transfer(self._peers[rank].read, out, rank, offset)
+        self.comm.traffic.fetched(out.nbytes)
+
+    def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
+        self._transfer(self._peers[rank].write, values, rank, offset)
+        self.comm.traffic.sent(values.nbytes)
+
+    def _transfer(self, call: Callable, tensor: Tensor, rank: int, offset: int) -> None:
+        itemsize, n_bytes = tensor.itemsize, tensor.nbytes
+        if offset < 0 or offset * itemsize + n_bytes > self.local.nbytes:
+            raise out_of_range(rank, self.local.numel(), offset, tensor.numel())
+        start = self.comm.now()
+        call(tensor.data_ptr(), self._addresses[rank] + offset * itemsize, n_bytes)
+        self.comm.traffic.communicating_s += self.comm.now() - start
+
+    accumulate = fetch_add = compare_and_swap = wait = refuse_attached
+
+    def close(self) -> None:
+        self._peers.clear()
+
+
+def _mapped(win: MPI.Win | NodeMemory, node_rank: int, dtype: torch.dtype) -> Tensor:
+    memory, _ = win.Shared_query(node_rank)
+    if len(memory) == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype)

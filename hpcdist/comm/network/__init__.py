@@ -1,0 +1,1 @@
+"""This host's network: addresses and TCP connections."""

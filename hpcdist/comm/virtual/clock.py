@@ -1,0 +1,298 @@
+"""The clock of the virtual cluster: a deterministic discrete-event simulation in which one rank runs at a time.
+
+Each rank is a thread that runs only while it holds the baton (threads, because torch keeps grad mode and autograd's
+state per thread). The queue holds what is due in virtual time: *effects*, generators that yield the time at which
+they go on, and ranks that resume. While a rank's code runs, the clock shows that rank's time, and everything due by
+then has happened. At equal times effects go before ranks, and then whatever was queued first goes first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from types import FrameType
+from typing import Any
+
+from hpcdist.comm.virtual.random import RandomState
+from hpcdist.errors import CommunicationError, DeadlineError, DeadlockError
+
+Effect = Iterator[float]
+_EFFECT, _RANK = 0, 1  # which goes first at equal times
+_STANDSTILL = 100_000  # turns without time passing, while a rank waits for it to pass: somebody spins
+_HERE = os.path.dirname(__file__)
+
+
+class RankEnded(BaseException):
+    """The end of a rank because the run has failed elsewhere. No Exception, so that only `finally` blocks see it."""
+
+
+class VirtualRank:
+    """One rank's thread, and its state on the clock."""
+
+    def __init__(self, rank: int, random: RandomState):
+        self.rank, self.random = rank, random
+        self.thread: threading.Thread | None = None
+        self.baton = threading.Lock()
+        self.baton.acquire()
+        self.awaits: object | None = None  # what it is blocked on; str() says it in words
+        self.since_s = 0.0
+        self.waits = 0  # number of the present wait
+        self.expired = False
+        self.error: BaseException | None = None  # to be raised in the rank when it resumes
+        self.polled: set[Hashable] = set()  # fruitless polls since it last did something or time passed
+        self.polled_s = 0.0
+        self.watched: list[Any] = []  # memory of this rank that others wait on; see enter()
+        self.finished = False
+        self.result: Any = None
+
+    def begun(self) -> bool:
+        return self.thread is not None and self.thread.ident is not None
+
+
+class VirtualClock:
+    """The scheduler of virtual ranks. All methods but `run` are called by the rank that runs, or by an effect."""
+
+    def __init__(self, size: int, seed: int):
+        self.now_s = 0.0
+        self.current: VirtualRank | None = None
+        self.ranks = [VirtualRank(rank, RandomState(seed, rank)) for rank in range(size)]
+        self._queue: list[tuple[float, int, int, Any]] = []
+        self._order = itertools.count()
+        self._polling: list[VirtualRank] = []
+        self._turns = 0  # of ranks at the present time
+        self._ending = False
+        self._failure: BaseException | None = None
+        self._finished = threading.Lock()
+        self._finished.acquire()
+
+    # --- the run --------------------------------------------------------------------------------------------------
+    def run(self, body: Callable[[int], Any]) -> list:
+        """Run `body(rank)` on every rank; return the results in order, or raise the error of the first failing rank."""
+        for me in self.ranks:
+            name = f"virtual rank {me.rank}"
+            me.thread = threading.Thread(target=self._live, args=(me, body), name=name, daemon=True)
+            self._schedule(me, 0.0)
+        try:
+            self._resume(self._due())
+            self._finished.acquire()
+        except BaseException as interruption:  # Ctrl-C reaches the calling thread only
+            self._end(interruption)
+            self._finished.acquire()
+        for me in self.ranks:
+            if me.begun():
+                me.thread.join()
+        self.current, self._ending = None, False
+        if self._failure is not None:
+            raise self._failure
+        return [me.result for me in self.ranks]
+
+    def _live(self, me: VirtualRank, body: Callable[[int], Any]) -> None:
+        try:
+            me.result = body(me.rank)
+        except RankEnded:
+            pass
+        except BaseException as error:
+            if not self._ending:
+                _add_note(error, f"raised on virtual rank {me.rank} of {len(self.ranks)} at {self.now_s:g} virtual s")
+                self._end(error)
+        me.finished = True
+        self._look_at_memory(me)
+        due = self._due()
+        if due is None:
+            self._finished.release()
+        else:
+            self._resume(due)
+
+    def _end(self, error: BaseException) -> None:
+        if not self._ending:
+            self._failure, self._ending = error, True
+
+    # --- what calls of the seam are made of -----------------------------------------------------------------------
+    def enter(self, me: VirtualRank, *, polling: bool = False) -> None:
+        """Begin a call of the seam; each of them calls this first."""
+        if self._ending:
+            raise RankEnded
+        if self.current is not me or threading.get_ident() != me.thread.ident:
+            runs = "no rank" if self.current is None else f"rank {self.current.rank}"
+            raise CommunicationError(
+                f"a virtual communicator must be used by its own rank and thread only; that of rank {me.rank} was used "
+                f"in thread {threading.current_thread().name!r} while {runs} ran. Use the communicator that the body "
+                "was called with, in the thread that called it."
+            )
+        self._look_at_memory(me)
+        if not polling:
+            me.polled.clear()
+
+    def advance(self, until_s: float) -> None:
+        """Advance the time of the rank that runs. Other ranks run first if they are due before, or at the same time."""
+        if self._queue and self._queue[0][0] <= until_s:
+            self._schedule(self.current, until_s)
+            self._hand_over(self.current)
+        else:
+            self.now_s = until_s
+
+    def block(self, awaits: object, deadline_s: float = math.inf, begin: Callable[[], None] | None = None) -> None:
+        """Block the rank that runs until it is woken by `wake`. `begin()` is called once it can be woken.
+
+        `awaits` says, by str(), what the rank waits for.
+        """
+        me = self.current
+        me.awaits, me.since_s, me.expired, me.waits = awaits, self.now_s, False, me.waits + 1
+        if deadline_s < math.inf:
+            self.spawn(self._expire(me, me.waits, self.now_s + deadline_s))
+        if begin is not None:
+            begin()
+        self._hand_over(me)
+        if me.error is not None:
+            error, me.error = me.error, None
+            raise error
+        if me.expired:
+            raise DeadlineError(f"rank {me.rank} waited past the deadline of {deadline_s:g} virtual s for {awaits}.")
+
+    def wake(self, rank: VirtualRank, at_s: float | None = None) -> None:
+        """Wake a blocked rank, now or at a later time; do nothing where it has been woken already."""
+        if rank.awaits is not None:
+            rank.awaits = None
+            self._schedule(rank, self.now_s if at_s is None else at_s)
+
+    def spawn(self, effect: Effect) -> None:
+        """Start an effect, or continue it; its actions at the present time are done when this returns."""
+        for rank in self._polling:
+            self.wake(rank)
+        self._polling.clear()
+        for at_s in effect:
+            if at_s > self.now_s:
+                heapq.heappush(self._queue, (at_s, _EFFECT, next(self._order), effect))
+                return
+
+    def perform(self, awaits: str, *effects: Effect) -> None:
+        """Block the rank that runs until all effects are over; they begin in their order."""
+        me, left = self.current, [len(effects)]
+
+        def begin() -> None:
+            for effect in effects:
+                self.spawn(self._perform(effect, me, left))
+
+        if effects:
+            self.block(awaits, begin=begin)
+
+    def _perform(self, effect: Effect, rank: VirtualRank, left: list[int]) -> Effect:
+        try:
+            yield from effect
+        except BaseException as error:  # whichever thread runs the effect, the fault is that of the rank that began it
+            rank.error = error
+        left[0] -= 1
+        if not left[0]:
+            self.wake(rank)
+
+    def poll(self, key: Hashable, awaits: str, until_s: float = math.inf) -> None:
+        """Note a non-blocking call without a result, so that time passes for a rank that calls it in a loop.
+
+        When it asks the same once more, having done nothing else, it goes on with the next effect of any rank (at
+        `until_s` at the latest); if there will be none, that is a deadlock like any other.
+        """
+        me = self.current
+        if me.polled_s != self.now_s:
+            me.polled.clear()
+            me.polled_s = self.now_s
+        if key not in me.polled:
+            me.polled.add(key)
+            return
+        me.polled.clear()
+        if until_s < math.inf:
+            heapq.heappush(self._queue, (until_s, _EFFECT, next(self._order), iter(())))
+        self._polling.append(me)
+        self.block(f"(polling) {awaits}")
+
+    # --- the simulation -------------------------------------------------------------------------------------------
+    def _schedule(self, rank: VirtualRank, at_s: float) -> None:
+        heapq.heappush(self._queue, (at_s, _RANK, next(self._order), rank))
+
+    def _due(self) -> VirtualRank | None:
+        """Run the effects that are due, and return the rank that runs next; None once all have finished."""
+        while self._queue and not self._ending:
+            at_s, kind, _, task = heapq.heappop(self._queue)
+            self._turns = self._turns + 1 if at_s == self.now_s else 0
+            self.now_s = at_s
+            if kind == _EFFECT:
+                self.spawn(task)
+            elif self._turns < _STANDSTILL or not self._stands_still(task):
+                return task
+        if not self._ending and not all(rank.finished for rank in self.ranks):
+            self._end(DeadlockError(self._report()))
+        return next((rank for rank in self.ranks if rank.begun() and not rank.finished), None)
+
+    def _stands_still(self, due: VirtualRank) -> bool:
+        later = [(at_s, task.rank) for at_s, kind, _, task in self._queue if kind == _RANK and at_s > self.now_s]
+        if later:
+            at_s, rank = min(later)
+            self._end(DeadlockError(
+                f"virtual time stands still at {self.now_s:g} s: ranks took {_STANDSTILL} turns without any time "
+                f"passing, and rank {rank} goes on at {at_s:g} s only. Rank {due.rank} is {self.where(due)}. Wait by a "
+                "call that waits (Window.wait, Request.wait, probe), or give the run a network that takes time."
+            ))  # fmt: skip
+        self._turns = 0
+        return bool(later)
+
+    def _hand_over(self, me: VirtualRank) -> None:
+        due = self._due()
+        if due is not me:
+            me.random.save()
+            self._resume(due)
+            me.baton.acquire()
+        if self._ending:
+            raise RankEnded
+
+    def _resume(self, rank: VirtualRank) -> None:
+        rank.random.load()
+        self.current = rank
+        if rank.begun():
+            rank.baton.release()
+        else:
+            rank.thread.start()
+
+    def _expire(self, rank: VirtualRank, wait: int, at_s: float) -> Effect:
+        yield at_s
+        if rank.waits == wait and rank.awaits is not None:
+            rank.expired = True
+            self.wake(rank)
+
+    def _look_at_memory(self, me: VirtualRank) -> None:
+        # The owner of a window changes its own memory without a call, at its own time, which is now.
+        for memory in tuple(me.watched):
+            memory.look()
+
+    # --- messages -------------------------------------------------------------------------------------------------
+    def _report(self) -> str:
+        lines = [f"no virtual rank can go on at {self.now_s:g} virtual s:"]
+        for rank in self.ranks:
+            if rank.finished:
+                lines.append(f"  rank {rank.rank} has returned")
+            else:
+                lines.append(f"  rank {rank.rank} waits since {rank.since_s:g} s for {rank.awaits}, {self.where(rank)}")
+        return "\n".join(lines)
+
+    def where(self, rank: VirtualRank) -> str:
+        """Find the line of the user's code at which a rank is."""
+        frame: FrameType = sys._current_frames()[rank.thread.ident]
+        while not _is_ours(frame):  # it may be inside `threading`, starting another rank
+            frame = frame.f_back
+        while _is_ours(frame):
+            frame = frame.f_back
+        return f"at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return os.path.dirname(frame.f_code.co_filename) == _HERE
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:  # Python 3.10
+        error.args = (f"{note}: {error}",)

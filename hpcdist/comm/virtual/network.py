@@ -1,0 +1,113 @@
+"""The network of the virtual cluster: links of one transfer at a time, and the latency between them.
+
+A transfer of n bytes from one rank to another at time t::
+
+    start   = max(t, outgoing link free)                        n / bandwidth on the sender's outgoing link
+    begin   = max(start + latency, incoming link free)          n / bandwidth on the receiver's incoming link
+    arrival = begin + n / bandwidth
+
+Cut-through: the first byte goes on at once, so that an uncontended transfer takes exactly latency + n / bandwidth.
+Transfers queue at a link in the order in which they reach it. A node's ranks share its two links to other nodes (one
+rank per node unless `ranks_per_node` says otherwise); between the ranks of one node each rank has two links of its
+own. A message of a rank to itself takes no time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import NamedTuple
+
+from hpcdist.comm.virtual.compute import at_least_0, require
+
+
+@dataclass(frozen=True)
+class Network:
+    """The latency and bandwidth of every link, and the number of ranks on each node.
+
+    Args:
+        latency_s: seconds from the first byte's departure to its arrival.
+        bandwidth_bytes_s: bytes per second of a link; `math.inf` for a network of latency only.
+        ranks_per_node: ranks 0..k-1 are on node 0, the next k on node 1...; None puts every rank on a node of its own.
+        intra_latency_s, intra_bandwidth_bytes_s: the same between ranks of one node; None takes the network's.
+    """
+
+    latency_s: float
+    bandwidth_bytes_s: float
+    ranks_per_node: int | None = None
+    intra_latency_s: float | None = None
+    intra_bandwidth_bytes_s: float | None = None
+
+    def __post_init__(self):
+        for name in ("latency_s", "intra_latency_s"):
+            value = getattr(self, name)
+            require(_absent(name, value) or at_least_0(value), name, "a finite number of at least 0", value)
+        for name in ("bandwidth_bytes_s", "intra_bandwidth_bytes_s"):
+            value = getattr(self, name)
+            holds = _absent(name, value) or (isinstance(value, Real) and value > 0)
+            require(holds, name, "a number above 0 (math.inf for no limit)", value)
+        k = self.ranks_per_node
+        require(
+            k is None or (isinstance(k, Integral) and k >= 1), "ranks_per_node", "an integer of at least 1, or None", k
+        )
+
+    def nodes(self, size: int) -> tuple[int, ...]:
+        """Return the node index of each of `size` ranks."""
+        return tuple(rank // (self.ranks_per_node or 1) for rank in range(size))
+
+
+def _absent(name: str, value: object) -> bool:
+    return value is None and name.startswith("intra")
+
+
+class OneWayLink:
+    """One direction of a link, which carries one transfer after the other."""
+
+    def __init__(self):
+        self.free_s = 0.0
+
+    def reserve(self, at_s: float, duration_s: float) -> tuple[float, float]:
+        """Reserve the link for a transfer that reaches it at `at_s`; return the times of its begin and end."""
+        begin_s = max(at_s, self.free_s)
+        self.free_s = begin_s + duration_s
+        return begin_s, self.free_s
+
+
+class Path(NamedTuple):
+    """The links from one rank to another, and their latency."""
+
+    latency_s: float
+    bandwidth_bytes_s: float
+    out: OneWayLink
+    into: OneWayLink
+
+    def duration_s(self, n_bytes: int) -> float:
+        return n_bytes / self.bandwidth_bytes_s
+
+
+class Wiring:
+    """The links between the ranks of one run, which are numbered as in the whole run."""
+
+    def __init__(self, network: Network, size: int):
+        self._inter = (float(network.latency_s), float(network.bandwidth_bytes_s))
+        self._intra = tuple(
+            float(inter if intra is None else intra)
+            for intra, inter in zip((network.intra_latency_s, network.intra_bandwidth_bytes_s), self._inter)
+        )
+        self.nodes = network.nodes(size)
+        self._inter_links = [(OneWayLink(), OneWayLink()) for _ in range(max(self.nodes) + 1)]
+        self._intra_links = [(OneWayLink(), OneWayLink()) for _ in range(size)]
+        self._to_self = Path(0.0, math.inf, OneWayLink(), OneWayLink())
+
+    def path(self, source: int, dest: int) -> Path:
+        if source == dest:
+            return self._to_self
+        ours, theirs = self.nodes[source], self.nodes[dest]
+        if ours == theirs:
+            return Path(*self._intra, self._intra_links[source][0], self._intra_links[dest][1])
+        return Path(*self._inter, self._inter_links[ours][0], self._inter_links[theirs][1])
+
+    def slowest(self, ranks: list[int]) -> tuple[float, float]:
+        """Return latency and bandwidth that bound a collective of `ranks`: those inside a node if all are on one."""
+        return self._intra if len({self.nodes[r] for r in ranks}) == 1 else self._inter

@@ -1,0 +1,265 @@
+"""Windows of virtual ranks: memory that others read and change at the virtual time of arrival.
+
+With latency a, bandwidth b and n bytes, on free links (`virtual_network` says how transfers queue):
+
+- get: the request takes a, then the data a + n/b on the owner's outgoing and the caller's incoming link;
+- put, accumulate: the data takes a + n/b, the acknowledgement a;
+- fetch_add, compare_and_swap: 2a, the element rides with the headers;
+- wait on another rank's memory: a for the request, and a from the change that fulfils it to the return.
+
+A transfer that takes time can be torn, like a real one. Put and accumulate change the first half of the elements when
+the first byte arrives and the second half with the last byte. A get reads the second half when the first byte leaves
+the owner and the first half with the last: MPI promises no order, and in this one every get that overlaps a put of
+equal length is torn, whereas two sweeps of one speed and direction never would be. So what must not rely on whole reads
+is put to the test, at times that the network model fixes. A transfer that takes no time is not torn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from hpcdist.comm.transfer import check_flat, check_rank
+from hpcdist.comm.virtual.clock import VirtualRank
+from hpcdist.comm.virtual.collectives import addable
+from hpcdist.comm.virtual.member import Member
+from hpcdist.comm.virtual.network import Path
+from hpcdist.comm.window import Memory, Window, out_of_range, refuse_attached
+from hpcdist.errors import CommunicationError
+
+
+class Exposed:
+    """One rank's part of a window, which wakes the ranks that wait for a change."""
+
+    def __init__(self, tensor: Tensor, owner: VirtualRank):
+        self.tensor, self.owner = tensor.detach(), owner
+        self._waiters: list[Waiter] = []
+
+    def changed(self, first: int, stop: int) -> None:
+        """Look for waiters to wake: elements [first, stop) may have changed."""
+        for waiter in tuple(self._waiters):
+            if waiter.first < stop and first < waiter.stop:
+                waiter.notice()
+
+    def look(self) -> None:
+        """Look for waiters to wake: any element may have changed."""
+        for waiter in tuple(self._waiters):
+            waiter.notice()
+
+    def watch(self, waiter: Waiter) -> None:
+        self._waiters.append(waiter)
+        if self not in self.owner.watched:
+            self.owner.watched.append(self)
+        waiter.notice()
+
+    def unwatch(self, waiter: Waiter) -> None:
+        if waiter in self._waiters:
+            self._waiters.remove(waiter)
+            if not self._waiters:
+                self.owner.watched.remove(self)
+
+
+class Waiter:
+    """A rank that waits for a predicate to hold on elements [first, stop) of some memory."""
+
+    def __init__(self, rank: VirtualRank, predicate: Callable[[Tensor], bool], memory: Exposed, first: int, stop: int):
+        self._rank, self._predicate = rank, predicate
+        self.first, self.stop = first, stop
+        self._elements = memory.tensor[first:stop]
+        self.wake: Callable[[], None] | None = None  # None: nobody waits (any more)
+
+    def notice(self) -> None:
+        """Wake the rank if the predicate holds. Runs in the thread of whichever rank changed the memory."""
+        if self.wake is None:
+            return
+        try:
+            holds = bool(self._predicate(self._elements))
+        except BaseException as error:
+            holds, self._rank.error = True, error
+        if holds:
+            self.wake()
+            self.wake = None
+
+
+class VirtualMemory(Memory):
+    """One memory per rank of a group, to get and put."""
+
+    def __init__(self, member: Member, local: Tensor, memories: list[Exposed]):
+        self.local, self._member, self._clock, self._memories = local, member, member.clock, memories
+        self._closed = False
+
+    # --- transfers ------------------------------------------------------------------------------------------------
+    def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
+        memory = self._enter(rank, offset, out)
+        part = memory.tensor[offset : offset + out.numel()]
+        with self._member.counted("communicating_s"):
+            effect = self._read(out.detach(), part, self._member.path_from(rank))
+            self._clock.perform(f"a get from rank {memory.owner.rank}", effect)
+        if rank != self._member.rank:
+            self._member.traffic.fetched(out.nbytes)
+
+    def _read(self, out: Tensor, part: Tensor, path: Path) -> Iterator[float]:
+        half, duration_s = out.numel() // 2, path.duration_s(out.nbytes)
+        yield self._clock.now_s + path.latency_s
+        start_s, end_s = path.out.reserve(self._clock.now_s, duration_s)
+        yield start_s
+        arrival_s = path.into.reserve(start_s + path.latency_s, duration_s)[1]
+        _copy(out[half:], part[half:])
+        yield end_s
+        _copy(out[:half], part[:half])
+        yield arrival_s
+
+    def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
+        self._change("put", values, rank, offset, _copy)
+
+    def writing(self, values: Tensor, rank: int, offset: int) -> Iterator[float]:
+        """Write values at their time of arrival, as an effect on the clock."""
+        memory = self._enter(rank, offset, values)
+        return self._write(values.detach(), memory, offset, self._member.path_to(rank), _copy)
+
+    def _change(self, what: str, values: Tensor, rank: int, offset: int, apply: Callable) -> None:
+        memory = self._enter(rank, offset, values)
+        with self._member.counted("communicating_s"):
+            effect = self._write(values.detach(), memory, offset, self._member.path_to(rank), apply)
+            self._clock.perform(f"a {what} to rank {memory.owner.rank}", effect)
+        if rank != self._member.rank:
+            self._member.traffic.sent(values.nbytes)
+
+    def _write(self, values: Tensor, memory: Exposed, offset: int, path: Path, apply: Callable) -> Iterator[float]:
+        n, half, duration_s = values.numel(), values.numel() // 2, path.duration_s(values.nbytes)
+        start_s, _ = path.out.reserve(self._clock.now_s, duration_s)
+        yield start_s
+        begin_s, arrival_s = path.into.reserve(start_s + path.latency_s, duration_s)
+        for at_s, first, stop in ((begin_s, 0, half), (arrival_s, half, n)):
+            yield at_s
+            if first < stop:
+                apply(memory.tensor[offset + first : offset + stop], values[first:stop])
+                memory.changed(offset + first, offset + stop)
+        yield arrival_s + path.latency_s
+
+    def _release(self) -> None:
+        self._closed = True
+        self._memories = []
+        del self.local
+
+    def _enter(self, rank: int, offset: int, tensor: Tensor | None = None, count: int = 0) -> Exposed:
+        """Begin a call: check its arguments, and return the memory of `rank`."""
+        self._member.enter()
+        if self._closed:
+            raise CommunicationError("a window must not be used once it is closed. Close it after its last use.")
+        check_rank(rank, self._member.size, "rank of a window")
+        memory = self._memories[rank]
+        if tensor is not None:
+            check_flat(tensor)
+            count = tensor.numel()
+            if tensor.dtype != memory.tensor.dtype:
+                raise CommunicationError(
+                    f"dtype must be that of the window, {memory.tensor.dtype}; got {tensor.dtype}. Convert the tensor."
+                )
+        length = memory.tensor.numel()
+        if offset < 0 or count < 0 or offset + count > length:
+            raise out_of_range(rank, length, offset, count)
+        return memory
+
+
+class VirtualWindow(VirtualMemory, Window):
+    """A window over one memory per rank."""
+
+    def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
+        self._change("accumulate", values, rank, offset, _add)
+
+    # --- atomics --------------------------------------------------------------------------------------------------
+    def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
+        _check_int64(value)
+        return self._atomic("fetch_add", rank, offset, lambda element: element.add_(value))
+
+    def compare_and_swap(self, expected: int, desired: int, rank: int, offset: int = 0) -> int:
+        _check_int64(desired)
+
+        def swap(element: Tensor) -> None:
+            if int(element) == expected:
+                element.fill_(desired)
+
+        return self._atomic("compare_and_swap", rank, offset, swap)
+
+    def _atomic(self, what: str, rank: int, offset: int, apply: Callable[[Tensor], object]) -> int:
+        memory = self._enter(rank, offset, count=1)
+        if memory.tensor.dtype != torch.int64:
+            raise CommunicationError(f"{what} must be used on an int64 window; got a window of {memory.tensor.dtype}.")
+        latency_s, element, before = self._member.path_to(rank).latency_s, memory.tensor[offset], []
+
+        def effect() -> Iterator[float]:
+            yield self._clock.now_s + latency_s
+            before.append(int(element))
+            apply(element)
+            memory.changed(offset, offset + 1)
+            yield self._clock.now_s + latency_s
+
+        with self._member.counted("communicating_s"):
+            self._clock.perform(f"a {what} on rank {memory.owner.rank}", effect())
+        if rank != self._member.rank:
+            self._member.traffic.sent(element.nbytes)
+        return before[0]
+
+    # --- waiting --------------------------------------------------------------------------------------------------
+    def wait(
+        self,
+        predicate: Callable[[Tensor], bool],
+        *,
+        rank: int | None = None,
+        offset: int = 0,
+        count: int | None = None,
+        what: str = "a change in a window",
+        deadline_s: float | None = None,
+    ) -> None:
+        rank = self._member.rank if rank is None else rank
+        memory = self._enter(rank, offset, count=count or 0)
+        stop = memory.tensor.numel() if count is None else offset + count
+        me, latency_s = self._clock.current, self._member.path_to(rank).latency_s
+        waiter = Waiter(me, predicate, memory, offset, stop)
+        waiter.wake = lambda: self._clock.wake(me, self._clock.now_s + latency_s)
+
+        def request() -> Iterator[float]:
+            yield self._clock.now_s + latency_s
+            memory.watch(waiter)
+
+        try:
+            with self._member.counted("waiting_s"):
+                deadline_s = self._member.deadline_s if deadline_s is None else deadline_s
+                self._clock.block(what, deadline_s, lambda: self._clock.spawn(request()))
+        finally:
+            waiter.wake = None
+            memory.unwatch(waiter)
+
+    def close(self) -> None:
+        self._member.meet("close of a window")
+        self._release()
+
+
+class VirtualAttached(VirtualMemory):
+    """Memory that the callers already had, to get and put."""
+
+    accumulate = fetch_add = compare_and_swap = wait = refuse_attached
+
+    def close(self) -> None:
+        self._member.enter()
+        self._release()
+
+
+def _check_int64(value: int) -> None:
+    if not -(2**63) <= value < 2**63:
+        raise CommunicationError(f"operand of an atomic must fit in 64 bits; got {value}.")
+
+
+# An effect runs in whichever rank's thread is at hand, and only a thread in inference mode may write a tensor that was
+# made in inference mode (nor does it mind other tensors).
+@torch.inference_mode()
+def _copy(into: Tensor, values: Tensor) -> None:
+    into.copy_(values)
+
+
+@torch.inference_mode()
+def _add(into: Tensor, values: Tensor) -> None:
+    addable(into).add_(addable(values))

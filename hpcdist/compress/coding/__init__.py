@@ -1,0 +1,1 @@
+"""Parts of compressors: error feedback, indices, sparse messages, sums over the ranks."""

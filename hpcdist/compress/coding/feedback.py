@@ -1,0 +1,92 @@
+"""Error feedback: the error of a message is added to the next tensor, so that it is sent late rather than never."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcdist.compress.base import Compressor
+from hpcdist.compress.none import Uncompressed
+
+
+class Feedback:
+    """A compressor with its residual, the errors of all messages so far: Σ tensors = Σ messages + residual.
+
+    Memory: one tensor more. Without feedback (`enabled` false) the error of a message is forgotten.
+
+    Args:
+        like: a tensor of the length and dtype of those to come. Half precision is accumulated in float32.
+
+    Reference: Frank Seide, Hao Fu, Jasha Droppo, Gang Li, Dong Yu, "1-bit stochastic gradient descent and its
+    application to data-parallel distributed training of speech DNNs", 2014; Sai Praneeth Karimireddy, Quentin Rebjock,
+    Sebastian Stich, Martin Jaggi, "Error feedback fixes SignSGD and other gradient compression schemes", 2019.
+    """
+
+    def __init__(self, compressor: Compressor, like: Tensor, enabled: bool = True):
+        self.compressor, self._enabled = compressor, enabled
+        self._whole = Uncompressed(Uncompressed.Config(), like.numel())
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        self.residual = torch.zeros(like.numel(), dtype=dtype)
+        self._all_sent = True  # the residual is zero
+
+    def encode(self, tensor: Tensor, whole: bool = False) -> Tensor:
+        """Encode `tensor`, on any device, together with the residual; uncompressed where `whole`."""
+        self._accumulate(tensor)
+        return (self._whole if whole else self.compressor).take(self.residual)
+
+    def take_whole(self, tensor: Tensor) -> None:
+        """Replace `tensor`, on any device, by its sum with the residual; what its dtype can't hold stays there."""
+        if self._all_sent and type(self.compressor).accumulate is Compressor.accumulate:
+            return
+        self._accumulate(tensor)
+        tensor.copy_(self.residual)
+        self.residual.sub_(tensor.to(self.residual))
+
+    def add(self, message: Tensor, out: Tensor, whole: bool = False, weight: float = 1.0) -> None:
+        """Decode a message of `encode` and add `weight` times the result to `out`, on any device."""
+        compressor = self._whole if whole else self.compressor
+        if out.dtype == self.residual.dtype and out.device == self.residual.device:
+            compressor.add(message, out, weight)
+        else:
+            decoded = torch.empty_like(self.residual)
+            compressor.decode(message, decoded)
+            out.add_(decoded.to(out.device, out.dtype), alpha=weight)
+
+    def to_send(self, tensor: Tensor) -> Tensor:
+        """Add `tensor`, on any device, to the residual and return that, for the compressor to encode in place."""
+        self._accumulate(tensor)
+        return self.residual
+
+    def _accumulate(self, tensor: Tensor) -> None:
+        if not self._enabled:
+            self.residual.zero_()
+        self._all_sent = False
+        self.compressor.accumulate(self.residual, tensor.to(self.residual.device))
+
+    def state(self) -> dict:
+        return {"residual": self.residual, "compressor": self.compressor.state()}
+
+    @staticmethod
+    def reshard(states: Sequence[dict]) -> dict:
+        """Make one state for every rank of a world of another size: the mean of tensors, all else from the first."""
+        compressors = [state["compressor"] for state in states]
+        return {
+            "residual": _mean([state["residual"] for state in states]),
+            "compressor": {key: _mean([state[key] for state in compressors]) for key in compressors[0]},
+        }
+
+    def load_state(self, state: dict) -> None:
+        self.residual.copy_(state["residual"])
+        self._all_sent = not self.residual.any()
+        self.compressor.load_state(state["compressor"])
+
+
+def _mean(values: list[Any]) -> Any:
+    """Average tensors; of other values return the first. None counts as zeros: ranks silent in the warm-up have it."""
+    like = next((value for value in values if isinstance(value, Tensor)), None)
+    if like is None:
+        return values[0]
+    return torch.stack([torch.zeros_like(like) if value is None else value for value in values]).mean(dim=0)

@@ -1,0 +1,129 @@
+"""TernGrad: every element becomes −s, 0 or s at random, s being its parameter's largest magnitude."""
+
+from __future__ import annotations
+
+from typing import final
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcdist.compress.base import Compressor
+from hpcdist.compress.coding.magnitude import mean
+from hpcdist.compress.coding.pieces import CHUNK, chunks
+
+_RANDOM_BITS = 16
+_LEAST = 1e-30  # scales below are sent as 0: one over them may not be finite
+_MOST = float(np.finfo(np.float32).max)
+_PER_BYTE = 5  # 3^5 = 243 fit one
+_POWERS = 3 ** np.arange(_PER_BYTE)
+_DIGITS = np.ascontiguousarray((np.arange(256) // _POWERS[:, None] % 3).astype(np.uint8))  # of each byte
+
+
+@final
+class TernGrad(Compressor):
+    """Round each element x at random to sign(x)·s, with probability |x|/s, or to 0, so that the expectation is x.
+
+    s is the largest magnitude in its parameter. Before that elements are clipped to `clip` times their root mean
+    square. Without error feedback, which diverges with so much variance; what is clipped is lost.
+
+    Bytes for n elements: n/5, as 5 elements fill a byte (1.6 bits each; 2 in the paper), and 4 for each parameter.
+
+    Error: unbiased up to clipping and 2⁻¹⁷ of s, as 16 random bits are drawn for each element. Its variance in a
+    parameter v is s‖v‖₁ − ‖v‖², at most (√d − 1)/2 · ‖v‖² for d elements.
+
+    Reference: Wei Wen, Cong Xu, Feng Yan, Chunpeng Wu, Yandan Wang, Yiran Chen, Hai Li, "TernGrad: ternary gradients to
+    reduce communication in distributed deep learning", 2017; clipping in its section 3.3, s by layers.
+    """
+
+    class Config(Compressor.Config):
+        """Options of terngrad."""
+
+        clip: float | None = Field(
+            2.5, gt=0, description="largest magnitude, in units of a parameter's root mean square; none: any"
+        )
+        seed: int = Field(0, ge=0, description="of the rounding; ranks draw apart all the same")
+
+        def check_feedback(self) -> None:
+            raise ValueError(
+                "strategy.compression.error_feedback must be false with terngrad, whose variance would make it "
+                "diverge; got true. Leave it out, or take qsgd."
+            )
+
+    feeds_back = False
+
+    def __init__(self, config: Config, count, spans=()):
+        super().__init__(config, count, spans)
+        self._parts = [slice(span.start, span.stop) for span in self.spans if span.stop > span.start]
+        self._bytes = -(-count // _PER_BYTE)
+        self._taken = 0  # messages so far
+
+    def take(self, tensor: Tensor) -> Tensor:
+        source = np.random.SFC64((self.config.seed, self.stream, self._taken))
+        self._taken += 1
+        message = np.empty(4 * len(self._parts) + self._bytes, np.uint8)
+        scales, packed = self._open(message)
+        digits = np.ones(_PER_BYTE * self._bytes, np.uint8)
+        for place, part in enumerate(self._parts):
+            scales[place] = self._scale(tensor[part])
+            self._round(tensor.numpy()[part], float(scales[place]), source, digits[part])
+        _pack(digits, packed)
+        return torch.from_numpy(message)
+
+    def _scale(self, values: Tensor) -> float:
+        most = max(-values.min().item(), values.max().item())
+        if self.config.clip is not None:
+            most = min(most, self.config.clip * mean(values, 2))
+        return min(most, _MOST) if most >= _LEAST else 0.0
+
+    @staticmethod
+    def _round(values: np.ndarray, scale: float, source: np.random.SFC64, digits: np.ndarray) -> None:
+        """Write the digits 0, 1 or 2 for −scale, 0 and scale; leave the errors in `values`."""
+        if not scale:
+            return
+        up = 2.0**_RANDOM_BITS / scale
+        for piece in chunks(len(values)):
+            part = values[piece]
+            drawn = source.random_raw(-(-len(part) // 4)).view(np.uint16)[: len(part)].astype(part.dtype)
+            drawn += part.dtype.type(0.5)  # so that zeros are never chosen
+            chosen = np.abs(part) * part.dtype.type(up) > drawn
+            negative = part < 0
+            digits[piece] += chosen
+            digits[piece] -= 2 * (chosen & negative).view(np.uint8)
+            part -= (digits[piece].astype(part.dtype) - 1) * part.dtype.type(scale)
+
+    def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
+        scales, packed = self._open(message.numpy())
+        digits, values = _unpack(packed), out.numpy()
+        for scale, part in zip(scales.tolist(), self._parts, strict=True):
+            for piece in chunks(part.stop - part.start, CHUNK):
+                place = slice(part.start + piece.start, part.start + piece.stop)
+                values[place] += (digits[place].astype(values.dtype) - 1) * values.dtype.type(weight * scale)
+
+    def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return views of a message: the scales, and the packed elements."""
+        head = 4 * len(self._parts)
+        return message[:head].view(np.float32), message[head:]
+
+    def state(self) -> dict:
+        return {"taken": self._taken}
+
+    def load_state(self, state: dict) -> None:
+        self._taken = state["taken"]
+
+
+def _pack(digits: np.ndarray, out: np.ndarray) -> None:
+    """Pack digits below 3, five to a byte: the first fifth of them, the second one... side by side."""
+    parts = digits.reshape(_PER_BYTE, -1)
+    out[:] = parts[-1]
+    for part in parts[-2::-1]:
+        out *= 3
+        out += part
+
+
+def _unpack(packed: np.ndarray) -> np.ndarray:
+    digits = np.empty((_PER_BYTE, len(packed)), np.uint8)
+    for table, part in zip(_DIGITS, digits, strict=True):
+        np.take(table, packed, out=part, mode="clip")
+    return digits.reshape(-1)

@@ -1,0 +1,109 @@
+"""Load the user's Python files as modules. They may import modules from their own folder, as with `python FILE`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hpcdist.errors import ConfigError, suggestion
+
+_neighbours: dict[str, tuple[ModuleType, Path]] = {}  # by its name: a neighbour that was imported, and its folder
+_loaded: dict[Path, tuple[tuple[int, int], ModuleType]] = {}  # by its file: the file's age and length, and the module
+
+
+@contextmanager
+def neighbours(path: Path) -> Iterator[None]:
+    """Search the folder of the file `path` first for modules to import, within the context.
+
+    Modules that were imported from another file's folder are removed from sys.modules, so that two files' `import
+    helpers` each get their own. Where one context is inside another, they come back at the end of the inner one.
+    """
+    folder = path.resolve().parent
+    hidden = {}  # modules of the outer context
+    for name, (module, its_folder) in list(_neighbours.items()):
+        if its_folder != folder:
+            del _neighbours[name]
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+                if str(its_folder) in sys.path:
+                    hidden[name] = module, its_folder
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        if str(folder) in sys.path:
+            sys.path.remove(str(folder))
+        for name, module in list(sys.modules.items()):
+            top = name.partition(".")[0]
+            if top not in before and _is_beside(sys.modules.get(top), folder):
+                _neighbours[name] = module, folder
+        _neighbours.update(hidden)
+        sys.modules.update({name: module for name, (module, _) in hidden.items()})
+
+
+def imported_beside(path: Path) -> list[Path]:
+    """List the files in the folder of `path`, or in packages there, that have been imported so far; sorted."""
+    folder, files = path.resolve().parent, set()
+    for name, module in list(sys.modules.items()):
+        top, file = name.partition(".")[0], getattr(module, "__file__", None)
+        if top not in ("__main__", "hpcdist") and file and _is_beside(sys.modules.get(top), folder):
+            files.add(Path(file).resolve())
+    return sorted(files - {path.resolve()})
+
+
+def _is_beside(module: Any, folder: Path) -> bool:
+    """Tell whether a module, or a package, lies directly in the folder."""
+    file, places = getattr(module, "__file__", None), getattr(module, "__path__", None)
+    where = next(iter(places), None) if places is not None else file
+    return where is not None and Path(where).resolve().parent == folder
+
+
+def load_file(path: Path) -> ModuleType:
+    """Run a file and return its module, which may import modules from its folder. Each call runs the file again."""
+    spec = importlib.util.spec_from_file_location(f"hpcdist_job_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # as an import would: dataclasses and pickle look for it there
+    with neighbours(path):
+        spec.loader.exec_module(module)
+    _loaded[path.resolve()] = _version(path), module
+    return module
+
+
+def load_module(path: Path) -> ModuleType:
+    """Load the module of a file. A file that has been run already, and has not changed, is not run again."""
+    version, module = _loaded.get(path.resolve(), (None, None))
+    return module if version == _version(path) else load_file(path)
+
+
+def load_function(reference: str, where: str) -> Callable[..., Any]:
+    """Load the function that `path/to/file.py:name` names; see `load_module`.
+
+    Args:
+        where: the setting's dotted key, for messages.
+
+    Raises:
+        ConfigError: there is no such file, or no such function in it.
+    """
+    file, colon, name = reference.rpartition(":")
+    path = Path(file)
+    if not colon or not path.is_file():
+        raise ConfigError(
+            f"{where} must be a function as path/to/file.py:name, or a name in the job's file; got {reference!r}."
+        )
+    module = load_module(path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        close = suggestion(name, [known for known, value in vars(module).items() if callable(value)])
+        raise ConfigError(f"{where} must be a function of {file}; got {name!r}, which is none.{close}")
+    return function
+
+
+def _version(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_mtime_ns, stat.st_size

@@ -1,0 +1,120 @@
+"""Merge the settings of a job's defaults, a TOML file and flags; a later one overrides the earlier ones."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcdist.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_OPENERS = ("[", "{", '"', "'")
+
+
+def load(
+    defaults: Mapping[str, Any], toml_path: str | Path | None = None, overrides: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Override the defaults by a TOML file, and both by flags `key=value`, the last of which wins.
+
+    Tables are merged key by key. A table with a `name` (strategy, optimizer...) is replaced as a whole where its name
+    changes, because the options of one algorithm mean nothing to another; `strategy = "hardsync"` is short for
+    `strategy = {name = "hardsync"}`. The value of a flag is written as in TOML; a bare word is a string.
+
+    Raises:
+        ConfigError: the file is missing or no TOML, or a flag is malformed; names the file's line or the flag.
+    """
+    merged = copy.deepcopy(dict(defaults))
+    if toml_path is not None:
+        merged = _merge(merged, _read(Path(toml_path)))
+    flags: dict[str, Any] = {}
+    for override in overrides:
+        _set(flags, override)
+    return _merge(merged, flags)
+
+
+def as_flags(values: Mapping[str, Any], where: str = "") -> list[str]:
+    """Write a table as flags `key=value`, from which `load` makes the same table."""
+    flags = []
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flags += as_flags(value, f"{where}{key}.")
+        else:
+            flags.append(f"{where}{key}={_toml(value)}")
+    return flags
+
+
+def _toml(value: Any) -> str:
+    """Write a value as TOML."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key} = {_toml(item)}' for key, item in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+
+
+def _merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(lower)
+    for key, value in upper.items():
+        below = merged.get(key)
+        if isinstance(below, str) and isinstance(value, dict):
+            below = {"name": below}
+        elif isinstance(value, str) and isinstance(below, dict) and "name" in below:
+            value = {"name": value}
+        tables = isinstance(below, dict) and isinstance(value, dict)
+        same = tables and value.get("name", below.get("name")) == below.get("name")
+        merged[key] = _merge(below, value) if same else value
+    return merged
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"configuration file must exist; got {path}. Check the path.") from None
+    except OSError as error:
+        raise ConfigError(f"configuration file must be readable; got {path} ({error.strerror}).") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} must be TOML in UTF-8; got other bytes at offset {error.start}.") from None
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"line (\d+)", str(error))
+        where = f"{path}:{line[1]}" if line else str(path)
+        raise ConfigError(f"{where} must be TOML; got an error: {error}. Strings need quotes there.") from None
+
+
+def _set(table: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not _KEY.fullmatch(key):
+        raise ConfigError(f"--set must be key=value, such as strategy.period=4; got {override!r}.")
+    *parents, name = key.split(".")
+    value = _parse(text.strip(), override)
+    for parent in parents:
+        below = table.setdefault(parent, {})
+        if isinstance(below, str):  # --set strategy=hardsync --set strategy.splits=2
+            below = table[parent] = {"name": below}
+        if not isinstance(below, dict):
+            raise ConfigError(f"--set {override}: {parent} must be a table; got {below!r} by an earlier --set.")
+        table = below
+    table[name] = value
+
+
+def _parse(text: str, override: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError as error:
+        if text.startswith(_OPENERS):
+            raise ConfigError(f"--set {override}: the value must be TOML or a bare word; got {error}.") from None
+        return text
+    # Text of several lines may parse as several keys, and a date as a date, which no setting is: both are strings.
+    value = parsed["value"]
+    return value if len(parsed) == 1 and isinstance(value, (bool, int, float, str, list, dict)) else text

@@ -1,0 +1,262 @@
+"""Original data sets: IDX files, fetched from where they can be had, and accepted only if they are the originals."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import NamedTuple
+
+from hpcdist.errors import DataError, UnknownNameError
+from hpcdist.records.durable import stamp, writing
+
+TIMEOUT_S = 20.0  # in which a mirror must send something
+BLOCK_BYTES = 1 << 20
+_logger = logging.getLogger(__name__)
+Show = Callable[[str, int, "int | None"], None]  # a file's name, its bytes so far, and of the whole, if it is known
+
+
+@dataclass(frozen=True)
+class Release:
+    """A data set as its authors released it.
+
+    Args:
+        sha256: of each file, uncompressed.
+        mirrors: addresses of folders with the files compressed by gzip, the first one preferred.
+        package: Debian's package with the same files in the folder `installed`.
+        importer: writes them as HDF5.
+    """
+
+    title: str
+    importer: str
+    sha256: Mapping[str, str]
+    mirrors: Sequence[str]
+    package: str | None = None
+    installed: Path | None = None
+
+
+RELEASES = {  # the mirrors are those of torchvision
+    "mnist": Release(
+        "MNIST",
+        "mnist",
+        {
+            "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+            "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+            "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+            "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+        },
+        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "http://yann.lecun.com/exdb/mnist/"),
+    ),
+    "fashion-mnist": Release(
+        "Fashion-MNIST",
+        "fashion_mnist",
+        {
+            "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+            "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+            "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+            "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+        },
+        ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+        package="dataset-fashion-mnist",
+        installed=Path("/usr/share/datasets/fashion-mnist"),
+    ),
+}
+
+
+class Unavailable(Exception):
+    """One place does not have the files; another may."""
+
+
+class Supplier(NamedTuple):
+    """A place that may have a data set's files. `take` writes them to a folder."""
+
+    name: str
+    take: Callable[[Path], None]
+
+
+def fetch(name: str, folder: Path, *, source: Path | None = None, show: Show = lambda file, n, total: None) -> str:
+    """Put a data set's original files, uncompressed, into a folder; return where they came from.
+
+    Files that are there already are checked, and fetched again if they are not the originals. Without `source` they
+    are taken from Debian's package, installed or not, or from a mirror, in this order. A download that was interrupted
+    goes on where it ended.
+
+    Args:
+        name: one of RELEASES.
+        folder: made if it is not there.
+        source: a folder that has the files, compressed by gzip or not; then no other place is tried.
+        show: called while a file is downloaded.
+
+    Raises:
+        UnknownNameError: there is no data set of that name.
+        DataError: no place has the originals. It says of each one why.
+        OutputError: a file can't be written.
+    """
+    if name not in RELEASES:
+        raise UnknownNameError("data set", name, list(RELEASES))
+    release = RELEASES[name]
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if all(_is_original(folder / file, sha) for file, sha in release.sha256.items()):
+            return f"{folder}, where they were already"
+        reasons = []
+        for supplier in _suppliers(release, source, show):
+            try:
+                supplier.take(folder)
+                return supplier.name
+            except Unavailable as reason:
+                reasons.append(f"{supplier.name}: {reason}")
+    raise DataError(
+        f"{release.title}'s four files must come from one of these places; none has them: {'; '.join(reasons)}. "
+        "Download them where there is a network, and name their folder by --from."
+    )
+
+
+def fetch_first(names: Sequence[str], folder: Path) -> str:
+    """Put the first data set that can be had into its folder in `folder`, and return its name.
+
+    A data set that is there already comes before the others; else the order is that of `names`.
+
+    Raises:
+        DataError: none can be had. It says of each one why.
+    """
+    reasons = []
+    for name in sorted(
+        names, key=lambda name: not all((folder / name / file).exists() for file in RELEASES[name].sha256)
+    ):
+        try:
+            _logger.info(f"data: {RELEASES[name].title} from {fetch(name, folder / name)}")
+            return name
+        except DataError as reason:
+            reasons.append(str(reason))
+    raise DataError("\n".join(reasons))
+
+
+def _suppliers(release: Release, source: Path | None, show: Show) -> Iterator[Supplier]:
+    """List the places to try, the nearest first."""
+    if source is not None:
+        yield Supplier(str(source), lambda folder: _copy(release, source, folder))
+        return
+    if release.package is not None and release.installed is not None:
+        installed, package = release.installed, release.package
+        yield Supplier(f"Debian's package {package}, installed", lambda folder: _copy(release, installed, folder))
+        yield Supplier(f"Debian's package {package}", lambda folder: _unpack(release, package, installed, folder))
+    for mirror in release.mirrors:
+        yield Supplier(mirror, lambda folder, mirror=mirror: _download(release, mirror, folder, show))
+
+
+# --- a folder ---------------------------------------------------------------------------------------------------------
+def _copy(release: Release, source: Path, folder: Path) -> None:
+    """Copy the files from a folder."""
+    if not source.is_dir():
+        raise Unavailable("there is no such folder")
+    for file, sha in release.sha256.items():
+        # As torchvision and others name them, too: train-images.idx3-ubyte.
+        names = [f"{stem}{end}" for stem in (file, file.replace("-idx", ".idx")) for end in ("", ".gz")]
+        path = next((source / one for one in names if (source / one).is_file()), None)
+        if path is None:
+            raise Unavailable(f"it has none of {', '.join(names)}")
+        _accept(path, folder / file, sha)
+
+
+def _accept(path: Path, target: Path, sha: str) -> None:
+    """Write a file uncompressed to `target`, in whole or not at all, if it is the original."""
+    partial = target.with_name(f"{target.name}.part")
+    found = hashlib.sha256()
+    try:
+        with open(partial, "wb") as written:
+            for block in _blocks(path):
+                found.update(block)
+                written.write(block)
+        if found.hexdigest() != sha:
+            raise Unavailable(f"{path.name} is not the original: its sha256 is {found.hexdigest()}, not {sha}")
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Read a file, uncompressed."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                yield block
+    except (EOFError, OSError, zlib.error) as error:
+        raise Unavailable(f"{path.name} can't be read ({error})") from None
+
+
+def _is_original(path: Path, sha: str) -> bool:
+    """Tell whether a file is there, and whole."""
+    return path.is_file() and stamp(path).sha256 == sha
+
+
+# --- Debian's package -------------------------------------------------------------------------------------------------
+def _unpack(release: Release, package: str, installed: Path, folder: Path) -> None:
+    """Take the files out of Debian's package, which is downloaded and not installed: that needs no root."""
+    missing = [tool for tool in ("apt-get", "dpkg-deb") if shutil.which(tool) is None]
+    if missing:
+        raise Unavailable(f"there is no {missing[0]}")
+    with tempfile.TemporaryDirectory(prefix="hpcdist-") as scratch:
+        _command(["apt-get", "--quiet", "download", package], scratch)
+        archive = next(Path(scratch).glob("*.deb"))
+        _command(["dpkg-deb", "--extract", str(archive), "files"], scratch)
+        _copy(release, Path(scratch, "files", *installed.parts[1:]), folder)
+
+
+def _command(command: list[str], folder: str) -> None:
+    """Run a command in a folder."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode != 0:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("E:")] or done.stderr.splitlines()
+        raise Unavailable(f"{command[0]}: {lines[0] if lines else f'status {done.returncode}'}")
+
+
+# --- a mirror ---------------------------------------------------------------------------------------------------------
+def _download(release: Release, mirror: str, folder: Path, show: Show) -> None:
+    """Download the files that are missing."""
+    for file, sha in release.sha256.items():
+        if _is_original(folder / file, sha):
+            continue
+        compressed = folder / f"{file}.gz"
+        _get(f"{mirror}{file}.gz", compressed, show)
+        try:
+            _accept(compressed, folder / file, sha)
+        finally:
+            compressed.unlink()
+
+
+def _get(url: str, path: Path, show: Show) -> None:
+    """Download a file, from where a former attempt ended."""
+    partial = path.with_name(f"{path.name}.download")
+    have = partial.stat().st_size if partial.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            resumed = answer.status == 206
+            have = have if resumed else 0
+            length = answer.headers.get("Content-Length")
+            total = None if length is None else have + int(length)
+            with open(partial, "ab" if resumed else "wb") as file:
+                while block := answer.read(BLOCK_BYTES):
+                    file.write(block)
+                    have += len(block)
+                    show(path.name, have, total)
+        if total is not None and have < total:
+            raise Unavailable(f"the connection ended after {have} of {total} bytes of {path.name}")
+    except urllib.error.HTTPError as error:
+        if error.code != 416:  # nothing is left to send: it ended just before the file got its name
+            raise Unavailable(f"{error.code} {error.reason} for {path.name}") from None
+    except (urllib.error.URLError, HTTPException, TimeoutError, ConnectionError) as error:
+        raise Unavailable(f"{getattr(error, 'reason', error)}") from None
+    os.replace(partial, path)

@@ -1,0 +1,147 @@
+"""Send, compare and set the numbers in an optimiser's param_groups: learning rate, momentum, decay...
+
+A schedule changes them on the rank where it runs. So they travel with the gradients to where these are applied, and
+ranks that must have the same ones compare them.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import ConfigError, MismatchError
+
+_PRIME = (1 << 31) - 1
+_LEFT_OUT = {"params", "initial_lr"}  # the second is a schedule's own, and stays
+_LEAVE_OUT = "Run backward() and step() for every batch on every rank, or leave a batch out on all of them."
+_Place = tuple[int, str, int | None]  # group, setting, and index within a setting that is a tuple
+
+
+class Hyperparameters:
+    """Hold the numbers of all param_groups as one vector of float64, to be sent, compared and set.
+
+    Booleans and integers count as numbers, tuples (Adam's betas) as several, tensors of one element (a learning rate
+    for `capturable`) as one. The rest (None, names) does not change in training and is left out.
+
+    Args:
+        optimizer: None has no numbers.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None):
+        self._optimizer = optimizer
+        self._places = list(self._find())
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def _find(self) -> Iterator[_Place]:
+        for number, group in enumerate(self._optimizer.param_groups if self._optimizer is not None else ()):
+            for key, value in group.items():
+                if key in _LEFT_OUT:
+                    continue
+                if isinstance(value, (tuple, list)) and all(isinstance(item, (int, float)) for item in value):
+                    yield from ((number, key, index) for index in range(len(value)))
+                elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+                    yield number, key, None
+
+    def values(self) -> list[float]:
+        """Return the numbers, as they are now.
+
+        Raises:
+            ConfigError: settings or groups have come or gone.
+        """
+        groups = self._optimizer.param_groups if self._optimizer is not None else ()
+        try:
+            items = [groups[n][key] if index is None else groups[n][key][index] for n, key, index in self._places]
+            return [float(value) for value in items]
+        except (KeyError, IndexError, TypeError):
+            raise ConfigError(
+                f"param_groups must keep their settings in training; got {len(groups)} groups in which "
+                f"{self.names()[0]} or another one is no number any more. Change values, not their kind."
+            ) from None
+
+    def names(self) -> list[str]:
+        """Name each number, such as "lr", or "betas[0] of group 1"."""
+        return [
+            key + ("" if index is None else f"[{index}]") + (f" of group {number}" if number else "")
+            for number, key, index in self._places
+        ]
+
+    def set(self, values: Sequence[float]) -> None:
+        """Write the numbers into the param_groups, each in the type that is there."""
+        for (number, key, index), value in zip(self._places, values, strict=True):
+            group = self._optimizer.param_groups[number]
+            old = group[key] if index is None else group[key][index]
+            if isinstance(old, Tensor):
+                old.fill_(value)
+                continue
+            new = type(old)(value if isinstance(old, float) else round(value))
+            if index is None:
+                group[key] = new
+            else:
+                group[key] = type(group[key])(new if i == index else v for i, v in enumerate(group[key]))
+
+    def digest(self, *others: float) -> int:
+        """Return a checksum of 31 bits, of `others` too."""
+        values = [*self.values(), *others]
+        return zlib.crc32(struct.pack(f"{len(values)}d", *values)) >> 1
+
+
+def require_equal_values(comm: Communicator, mine: Hyperparameters, step: int, batch: int = 0) -> None:
+    """Collective. Check that all ranks have the same numbers, and are at the same batch. Sends 16 bytes, as a rule.
+
+    Raises:
+        MismatchError: they differ.
+    """
+    word = torch.tensor(digests(mine.digest(batch)), dtype=torch.int64)
+    comm.allreduce(word)
+    if not sums_are_of_equals(word.tolist(), len(comm.living)):
+        raise difference(comm, mine, step)
+
+
+def digests(digest: int) -> list[int]:
+    """Return the two numbers, d and d² modulo a prime, whose sums over ranks `sums_are_of_equals` looks at."""
+    return [digest, digest * digest % _PRIME]
+
+
+def sums_are_of_equals(sums: Sequence[int], count: int) -> bool:
+    """Tell whether Σd and Σ(d² mod a prime) can be of `count` equal digests d: the same verdict on every rank."""
+    total, squares = sums
+    digest, rest = divmod(total, count)
+    return rest == 0 and squares == count * (digest * digest % _PRIME)
+
+
+def difference(comm: Communicator, mine: Hyperparameters, step: int) -> MismatchError:
+    """Collective. Make the error that names the number and the rank that differ."""
+    values = {rank: numbers for rank, numbers in enumerate(comm.gather(mine.values())) if numbers is not None}
+    error = unequal(mine, values, f"every rank at step {step}")
+    if error is not None:
+        return error
+    return MismatchError(f"ranks must take the same steps; at step {step} they are at different batches. {_LEAVE_OUT}")
+
+
+def unequal_steps(counts: Mapping[int, int], what: str) -> MismatchError | None:
+    """Make the error for ranks whose steps differ, by a count of `what` on each; None where all are equal."""
+    if len(set(counts.values())) < 2:
+        return None
+    listed = ", ".join(f"{count} on rank {rank}" for rank, count in sorted(counts.items()))
+    return MismatchError(f"ranks must take the same steps; {what} are {listed}. {_LEAVE_OUT}")
+
+
+def unequal(mine: Hyperparameters, values_of: Mapping[int, Sequence[float]], where: str) -> MismatchError | None:
+    """Make the error that names the first number in which a rank differs from the lowest one; None of equal ones."""
+    first = min(values_of)
+    for rank, values in sorted(values_of.items()):
+        for name, own, theirs in zip(mine.names(), values_of[first], values):  # more may have come along with them
+            if own != theirs:
+                return MismatchError(
+                    f"hyper-parameters must be the same on {where}; {name} is {own:.6g} on rank {first} and "
+                    f"{theirs:.6g} on rank {rank}. Step schedules alike everywhere: a ReduceLROnPlateau on the mean of "
+                    "all ranks' losses (hpcdist.metric), not on this rank's own."
+                )
+    return None

@@ -1,0 +1,195 @@
+"""Lay a module's tensors out in flat memory: slots, checks, and the description that ranks compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hpcdist.errors import ConfigError
+
+
+@dataclass(eq=False)
+class Slot:
+    """Place one tensor of a module at elements [start, stop) of flat tensor number `group`.
+
+    A tensor of any shape lies there row-major (last dimension fastest). A complex one lies there as pairs (real part,
+    imaginary part), so that whoever sends, sums or compresses flat memory meets real numbers only.
+    """
+
+    name: str
+    tensor: Tensor  # the module's own Parameter or buffer object, whose memory the slot is
+    group: int
+    start: int
+    stop: int
+    dtype: torch.dtype
+    shape: torch.Size
+    trainable: bool
+    pointer: int = 0  # address of the slot's memory, to see later whether the tensor still lies there
+
+    def view(self, flat: Tensor) -> Tensor:
+        """Return the slot's elements of `flat`, in the shape and dtype of the tensor."""
+        return flat[self.start : self.stop].view(self.dtype).view(self.shape)
+
+    def bind(self, flat: Tensor) -> None:
+        """Make `flat` the tensor's memory. The tensor object stays the same, so references to it stay valid."""
+        self.tensor.data = self.view(flat)
+        self.pointer = self.tensor.data_ptr()
+
+    def place(self) -> list[Any]:
+        """Describe the slot, in types that JSON has: name, group, start, stop, dtype, shape."""
+        return [self.name, self.group, self.start, self.stop, str(self.dtype), list(self.shape)]
+
+    def moved(self) -> bool:
+        """Tell whether somebody gave the tensor other memory, or another dtype."""
+        return self.tensor.data_ptr() != self.pointer or self.tensor.dtype != self.dtype
+
+    def take_back(self, flat: Tensor) -> None:
+        """Move the tensor back from other memory, with its values there.
+
+        Raises:
+            ConfigError: it has another shape, dtype or device.
+        """
+        tensor = self.tensor
+        if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != flat.device:
+            raise ConfigError(
+                f"parameter {self.name!r} must stay {self.dtype} of shape {tuple(self.shape)} on {flat.device}; got "
+                f"{kind(tensor)} on {tensor.device} (by module.to(), .half(), p.data = ... or the like). Move or "
+                "convert the module first, wrap it after."
+            )
+        self.view(flat).copy_(tensor.detach())
+        self.bind(flat)
+
+
+def flatten(named: Iterable[tuple[str, Tensor]]) -> tuple[list[Slot], tuple[Tensor, ...]]:
+    """Move tensors into flat memory, one per (dtype, device), in the order given and without padding; values stay."""
+    groups: dict[tuple[torch.dtype, torch.device], int] = {}
+    lengths: list[int] = []
+    slots: list[Slot] = []
+    for name, tensor in named:
+        group = groups.setdefault((tensor.dtype, tensor.device), len(groups))
+        if group == len(lengths):
+            lengths.append(0)
+        start = lengths[group]
+        lengths[group] += tensor.numel() * (2 if tensor.is_complex() else 1)
+        place = group, start, lengths[group]
+        slots.append(Slot(name, tensor, *place, tensor.dtype, tensor.shape, tensor.requires_grad))
+    flats = tuple(
+        torch.empty(length, dtype=dtype.to_real(), device=device)
+        for (dtype, device), length in zip(groups, lengths, strict=True)
+    )
+    for slot in slots:
+        slot.view(flats[slot.group]).copy_(slot.tensor.detach())
+        slot.bind(flats[slot.group])
+    return slots, flats
+
+
+def check_flattenable(parameters: Sequence[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that tensors have dense memory, which no parameter shares with another; raise ConfigError otherwise."""
+    owners: dict[int, str] = {}  # address of a parameter -> its name
+    for name, tensor in [*parameters, *buffers]:
+        flaw = _flaw(tensor)
+        if flaw:
+            raise ConfigError(f"{name!r} must be a dense tensor that has its memory; got {flaw} before wrapping.")
+        if tensor.numel() == 0:
+            continue
+        if tensor.data_ptr() in owners:
+            raise ConfigError(
+                f"{name!r} must have memory of its own; got that of parameter {owners[tensor.data_ptr()]!r}. To tie "
+                "them, make both attributes one Parameter object (a.weight = b.weight); else clone one."
+            )
+        if isinstance(tensor, nn.Parameter):
+            owners[tensor.data_ptr()] = name
+
+
+def _flaw(tensor: Tensor) -> str | None:
+    """Name the reason that keeps a tensor out of flat memory, and its remedy; None where there is none."""
+    if is_lazy(tensor):
+        return "an uninitialised one. Run one batch through the module"
+    if tensor.is_meta:
+        return "one on device meta. Materialise the module (to_empty, then initialise)"
+    if tensor.layout is not torch.strided:
+        return f"layout {tensor.layout}. Convert it (to_dense) or keep it in a plain attribute"
+    if type(tensor.data) is not Tensor:
+        return f"a {type(tensor.data).__name__}. Wrap the plain, unsharded module"
+    return None
+
+
+class Structure:
+    """The places where a module keeps its parameters, to see at little cost whether they have changed."""
+
+    def __init__(self, module: nn.Module):
+        modules = list(module.modules())
+        self._places = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
+        self.tensors = [tensor for _, _, tensor in self._places]
+        self._counts = [(m._parameters, m._modules, len(m._parameters), len(m._modules)) for m in modules]
+
+    def changed(self) -> bool:
+        """Tell whether a parameter was replaced, added or removed, or a module added or removed."""
+        for parameters, key, tensor in self._places:
+            if parameters.get(key) is not tensor:
+                return True
+        return any(len(p) != n_p or len(m) != n_m for p, m, n_p, n_m in self._counts)
+
+
+def check_parameters(now: Sequence[tuple[str, Tensor]], slots: Sequence[Slot]) -> None:
+    """Check that these parameters are those of `slots`, the same objects in order; raise ConfigError otherwise."""
+    odd = next((name for (name, tensor), slot in zip(now, slots) if tensor is not slot.tensor), None)
+    if odd is None and len(now) != len(slots):
+        names = max([name for name, _ in now], [slot.name for slot in slots], key=len)
+        odd = names[min(len(now), len(slots))]
+    if odd is not None:
+        raise ConfigError(
+            f"the module's parameters must be the same as when it was wrapped; got {odd!r} added, removed or replaced "
+            "(load_state_dict(assign=True) replaces). Change the module first, wrap it after."
+        )
+
+
+def check_values(setting: str, tensors: Sequence[Tensor], like: Sequence[Tensor]) -> None:
+    """Check that `tensors` match `like` in number, shape and dtype; raise ConfigError otherwise."""
+    if len(tensors) != len(like):
+        raise ConfigError(f"{setting} must be {len(like)} flat tensors, one per group; got {len(tensors)}.")
+    for group, (tensor, own) in enumerate(zip(tensors, like, strict=True)):
+        if tensor.shape != own.shape or tensor.dtype != own.dtype:
+            raise ConfigError(f"{setting}, group {group}, must be {kind(own)}; got {kind(tensor)}.")
+
+
+def check_memory(setting: str, tensors: Sequence[Tensor], like: Sequence[Tensor], slots: Iterable[Slot]) -> None:
+    """Check that `tensors` can be the memory of `slots` in place of `like`; raise ConfigError otherwise."""
+    check_values(setting, tensors, like)
+    complex_groups = {slot.group for slot in slots if slot.dtype.is_complex}
+    for group, (tensor, own) in enumerate(zip(tensors, like, strict=True)):
+        aligned = group not in complex_groups or tensor.storage_offset() % 2 == 0
+        if tensor.device != own.device or not tensor.is_contiguous() or not aligned:
+            raise ConfigError(
+                f"{setting}, group {group}, must be contiguous, on {own.device}, and at an even storage offset where "
+                f"parameters are complex; got strides {tensor.stride()}, {tensor.device}, offset "
+                f"{tensor.storage_offset()}. Allocate a tensor for it alone."
+            )
+
+
+def kind(tensor: Tensor) -> str:
+    """Describe dtype and shape, for messages."""
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+
+
+def describe(parameters: Iterable[Slot], buffers: Iterable[Slot]) -> str:
+    """Describe tensors, a line each: equal texts mean equal flat memory, element by element, on any device."""
+    roles = [("trainable" if slot.trainable else "frozen", slot) for slot in parameters]
+    return "\n".join(
+        f"{slot.name}: {role} {str(slot.dtype).removeprefix('torch.')} {list(slot.shape)} in group {slot.group}"
+        for role, slot in roles + [("buffer", slot) for slot in buffers]
+    )
+
+
+def describe_difference(mine: str, theirs: str, here: str = "here", there: str = "there") -> str | None:
+    """Find the first line in which two descriptions (`FlatModel.description`) differ; None where they are equal."""
+    for one, other in zip_longest(mine.splitlines(), theirs.splitlines(), fillvalue="nothing"):
+        if one != other:
+            return f"{one!r} {here} against {other!r} {there}"
+    return None

@@ -1,0 +1,191 @@
+"""Pass values from a stage to the next, and their gradients back."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.errors import ConfigError
+
+Values = tuple[Any, ...]  # of a boundary: tensors, None, and tuples, lists or dicts of them
+
+
+class Described(NamedTuple):
+    """A tensor of a boundary, for which the next stage makes memory.
+
+    `grad` says that a gradient comes back, of zeros where there is none: so freezing or unfreezing a layer changes
+    nothing for other ranks.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    grad: bool
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+class Layout(NamedTuple):
+    """The values of a boundary without their contents: where the tensors are in it, and what they are like."""
+
+    tree: pytree.TreeSpec
+    tensors: tuple[Described | None, ...]  # None for None
+
+    @property
+    def with_gradient(self) -> list[Described]:
+        return [tensor for tensor in self.tensors if tensor is not None and tensor.grad]
+
+    def __str__(self) -> str:
+        return ", ".join(str(tensor) for tensor in self.tensors)
+
+    def encode(self) -> bytes:
+        tensors = [t and [str(t.dtype).removeprefix("torch."), list(t.shape), t.grad] for t in self.tensors]
+        return json.dumps([pytree.treespec_dumps(self.tree), tensors]).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Layout:
+        tree, tensors = json.loads(data)
+        described = (t and Described(getattr(torch, t[0]), tuple(t[1]), t[2]) for t in tensors)
+        return Layout(pytree.treespec_loads(tree), tuple(described))
+
+
+class Boundary:
+    """One rank's end of the boundary between two stages; both ends where one rank has both stages.
+
+    Values and gradients of the micro-batches are passed in their order. The layout of values that come from inputs of
+    some shapes is sent ahead of the first ones, and must stay; later ones are the tensors alone, a message each.
+
+    Args:
+        comm: the ranks of a replica.
+        stage: the one before the boundary.
+        other: the rank at the other end.
+        device: where what is received lies.
+    """
+
+    def __init__(self, comm: Communicator, stage: int, other: int, device: torch.device):
+        self._comm, self._stage, self._other, self._device = comm, stage, other, device
+        self._layouts: dict[Hashable, Layout] = {}
+        self._sending: list[tuple[Request, Tensor]] = []
+        self._posted: dict[int, deque[tuple[list[Tensor], list[Request]]]] = {tag: deque() for tag in self._tags}
+        self._here: dict[int, deque[list[Tensor]]] | None = None
+        if other == comm.rank:
+            self._here = {tag: deque() for tag in self._tags}
+
+    @property
+    def _tags(self) -> tuple[int, int]:
+        return 2 * self._stage, 2 * self._stage + 1  # of values, of gradients
+
+    # --- the stage before -----------------------------------------------------------------------------------------
+    def send(self, key: Hashable, values: Values) -> list[Tensor]:
+        """Start sending values; return the tensors of which gradients will come, in order.
+
+        Args:
+            key: shapes and the like that the layout of the values follows from; known at both ends.
+
+        Raises:
+            ConfigError: they hold something else than tensors; or their layout is not the one that `key` had before.
+        """
+        leaves, tree = pytree.tree_flatten(values)
+        layout = Layout(tree, tuple(self._describe(leaf) for leaf in leaves))
+        known = self._layouts.setdefault(key, layout)
+        if known is layout and self._here is None:
+            header = torch.frombuffer(bytearray(layout.encode()), dtype=torch.uint8)
+            self._isend(torch.tensor([len(header)]), self._tags[0])
+            self._isend(header, self._tags[0])
+        elif known != layout:
+            raise ConfigError(
+                f"shapes and types of what stage {self._stage} returns must follow from those of the batch; got "
+                f"{layout}, and {known} before for a batch of the same shapes. Pad to a length that the batch tells."
+            )
+        self._send([leaf for leaf in leaves if leaf is not None], self._tags[0])
+        return [leaf for leaf, tensor in zip(leaves, layout.tensors, strict=True) if tensor is not None and tensor.grad]
+
+    def _describe(self, leaf: Any) -> Described | None:
+        if leaf is None:
+            return None
+        if not isinstance(leaf, Tensor):
+            raise ConfigError(
+                f"stage {self._stage} must return tensors, and tuples, lists or dicts of them; got "
+                f"{type(leaf).__name__}. Cut the model elsewhere, or make it a tensor."
+            )
+        differentiable = leaf.is_floating_point() or leaf.is_complex()
+        return Described(leaf.dtype, tuple(leaf.shape), differentiable and torch.is_grad_enabled())
+
+    def post_gradients(self, key: Hashable) -> None:
+        """Start receiving the gradients of the next micro-batch, once its values have been sent."""
+        if key in self._layouts:
+            self._post(self._tags[1], self._layouts[key].with_gradient)
+
+    def receive_gradients(self, key: Hashable) -> list[Tensor]:
+        """Receive the gradients of the tensors that `send` has returned."""
+        return self._receive(self._tags[1], self._layouts[key].with_gradient)
+
+    # --- the stage behind -----------------------------------------------------------------------------------------
+    def post(self, key: Hashable) -> None:
+        """Start receiving the values of the next micro-batch, where their layout is known."""
+        if key in self._layouts:
+            self._post(self._tags[0], [tensor for tensor in self._layouts[key].tensors if tensor is not None])
+
+    def receive(self, key: Hashable) -> tuple[list[Tensor | None], Layout]:
+        """Receive the values of a micro-batch: the tensors, None in between where None was sent, and their layout."""
+        if key not in self._layouts:
+            length = torch.empty(1, dtype=torch.int64)
+            self._comm.irecv(length, self._other, self._tags[0]).wait()
+            header = torch.empty(int(length), dtype=torch.uint8)
+            self._comm.irecv(header, self._other, self._tags[0]).wait()
+            self._layouts[key] = Layout.decode(header.numpy().tobytes())
+        layout = self._layouts[key]
+        tensors = iter(self._receive(self._tags[0], [tensor for tensor in layout.tensors if tensor is not None]))
+        return [None if tensor is None else next(tensors) for tensor in layout.tensors], layout
+
+    def send_gradients(self, gradients: list[Tensor]) -> None:
+        """Start sending the gradients of the values that have one, in their order."""
+        self._send(gradients, self._tags[1])
+
+    # --- messages -------------------------------------------------------------------------------------------------
+    def _send(self, tensors: list[Tensor], tag: int) -> None:
+        tensors = [tensor.detach() for tensor in tensors]
+        if self._here is not None:
+            self._here[tag].append([tensor.clone() for tensor in tensors])  # the next stage may change them in place
+            return
+        self._sending = [(request, tensor) for request, tensor in self._sending if not request.done()]
+        for tensor in tensors:
+            self._isend(tensor, tag)
+
+    def _isend(self, tensor: Tensor, tag: int) -> None:
+        if tensor.numel():
+            flat = tensor.contiguous().view(-1)
+            self._sending.append((self._comm.isend(flat, self._other, tag), flat))
+
+    def _post(self, tag: int, described: list[Described]) -> None:
+        if self._here is not None:
+            return
+        tensors = [one.empty(self._device) for one in described]
+        requests = [self._comm.irecv(t.view(-1), self._other, tag) for t in tensors if t.numel()]
+        self._posted[tag].append((tensors, requests))
+
+    def _receive(self, tag: int, described: list[Described]) -> list[Tensor]:
+        if self._here is not None:
+            return self._here[tag].popleft()
+        if not self._posted[tag]:
+            self._post(tag, described)
+        tensors, requests = self._posted[tag].popleft()
+        for request in requests:
+            request.wait()
+        return tensors
+
+    def wait(self) -> None:
+        """Wait until all that has been sent has left."""
+        for request, _ in self._sending:
+            request.wait()
+        self._sending.clear()

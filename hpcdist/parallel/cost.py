@@ -1,0 +1,214 @@
+"""Measure each layer of a model: its time, its parameters, the activations that it keeps, the values behind it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from hpcdist.comm.virtual.random import callers_state_kept
+from hpcdist.parallel.build import build, outline
+from hpcdist.parallel.layers import Chain, unwrapped
+
+HELD_BYTES = 2**30
+WARM_UP = 2  # passes that are not counted
+Values = tuple[Any, ...]
+Run = Callable[[Values], Values]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """A layer's cost for one micro-batch.
+
+    Args:
+        name: its number and its class.
+        forward_s, backward_s: seconds of its passes; the last layer's are with those of the loss.
+        inputs_s: the part of `backward_s` that makes the gradients of its inputs; the rest makes those of its weights.
+        parameter_bytes: of its parameters.
+        activation_bytes: of the tensors that are kept for the backward pass, without its inputs and parameters; its
+            outputs are among them where it or a layer behind it needs them.
+        boundary_bytes: of the values behind it, those that are carried past it too; 0 behind the last layer.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    inputs_s: float
+    parameter_bytes: int
+    activation_bytes: int
+    boundary_bytes: int
+
+
+def measure(
+    model: Callable[[], Any] | nn.Module | Sequence[nn.Module],
+    x: Any,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    y: Any = None,
+    *,
+    repeats: int = 5,
+    device: torch.device | str = "cpu",
+    held_bytes: int = HELD_BYTES,
+) -> list[LayerCost]:
+    """Measure every layer with the values that the layers before it return. Model and random states stay as they are.
+
+    Args:
+        model: a function that returns a Chain, an nn.Sequential or a list of layers. Layers are built some at a time,
+            with `held_bytes` of parameters at most, or one; fewer bytes take longer. Or the model itself.
+        x: inputs of one micro-batch.
+        loss: (outputs, targets) -> a scalar. The last layer has its cost, too.
+        y: targets of one micro-batch.
+        repeats: passes, of whose seconds the median is taken.
+        device: on which layers are measured.
+
+    Raises:
+        ConfigError: the model has no layers in a row, or can't be made on the meta device.
+    """
+    device = torch.device(device)
+    with callers_state_kept():
+        whole, layers = _layers(model, device, held_bytes)
+        probe = _Probe(_to(whole.values(x), device), repeats, device)
+        for number, layer in enumerate(layers):
+            probe.measure(f"{number} {type(layer.layer(0)).__name__}", layer.run, layer)
+        if loss is None:
+            *others, last = probe.costs
+            return [*others, replace(last, boundary_bytes=0)]
+        y = _to(y, device)
+        targets = (leaf for leaf in pytree.tree_leaves(y) if isinstance(leaf, Tensor))
+        probe.measure("loss", lambda values: (loss(unwrapped(values), y),), known=targets)
+    *others, last, of_loss = probe.costs
+    sums = ("forward_s", "backward_s", "inputs_s", "activation_bytes")
+    return [*others, replace(last, boundary_bytes=0, **{k: getattr(last, k) + getattr(of_loss, k) for k in sums})]
+
+
+def _layers(model: Any, device: torch.device, held_bytes: int) -> tuple[Chain, Iterator[Chain]]:
+    """Return the whole model, perhaps on the meta device, and an iterator of its layers in memory, which may change."""
+    if isinstance(model, (nn.Module, list, tuple)):
+        chain = Chain.of(model)
+        return chain, (copy.deepcopy(chain.part([number])).to(device) for number in range(len(chain)))
+    whole = outline(model)
+    return whole, _built(model, whole, device, held_bytes)
+
+
+def _built(make: Callable[[], Any], whole: Chain, device: torch.device, held_bytes: int) -> Iterator[Chain]:
+    sizes = [_bytes(whole.layer(number).parameters()) for number in range(len(whole))]
+    first = 0
+    while first < len(sizes):
+        end = first + 1
+        while end < len(sizes) and sum(sizes[first : end + 1]) <= held_bytes:
+            end += 1
+        chain = build(make, range(first, end), device)
+        yield from (chain.part([place]) for place in range(end - first))
+        first = end
+
+
+class _Probe:
+    """Measure one layer after the other: it has the values between them, and who is charged for keeping each."""
+
+    def __init__(self, values: Values, repeats: int, device: torch.device):
+        self._values, self._repeats, self._device = values, repeats, device
+        self._owners: list[int | None] = [None] * len(pytree.tree_leaves(values))  # None where no layer is charged
+        self.costs: list[LayerCost] = []
+
+    def measure(self, name: str, run: Run, layer: nn.Module | None = None, known: Iterable[Tensor] = ()) -> None:
+        """Add the cost of a layer to `costs`.
+
+        Args:
+            known: tensors that are in memory anyway.
+        """
+        parameters = [] if layer is None else [*layer.parameters()]
+        passes = [self._pass(run, parameters) for _ in range(WARM_UP + self._repeats)][WARM_UP:]
+        forward_s, backward_s, inputs_s = (median(each) for each in zip(*passes, strict=True))
+        self.costs.append(LayerCost(name, forward_s, backward_s, min(inputs_s, backward_s), _bytes(parameters), 0, 0))
+        self._advance(run, [*known, *parameters, *([] if layer is None else layer.buffers())])
+        boundary = _bytes(leaf for leaf in pytree.tree_leaves(self._values) if isinstance(leaf, Tensor))
+        self.costs[-1] = replace(self.costs[-1], boundary_bytes=boundary)
+
+    def _pass(self, run: Run, parameters: list[nn.Parameter]) -> tuple[float, float, float]:
+        """Return the seconds of a forward pass, of its backward pass, and of that for the inputs alone."""
+        roots, values = self._entered()
+        start = self._now()
+        outputs = _with_gradient(run(values))
+        forward_s = self._now() - start
+        ones = [torch.ones_like(tensor) for tensor in outputs]
+        if not outputs:
+            return forward_s, 0.0, 0.0
+        start = self._now()
+        torch.autograd.backward(outputs, ones)
+        backward_s = self._now() - start
+        if not roots or not any(parameter.requires_grad for parameter in parameters):
+            return forward_s, backward_s, backward_s if roots else 0.0
+        roots, values = self._entered()
+        outputs = _with_gradient(run(values))
+        start = self._now()
+        torch.autograd.grad(outputs, roots, ones, allow_unused=True)
+        return forward_s, backward_s, self._now() - start
+
+    def _advance(self, run: Run, known: list[Tensor]) -> None:
+        """Run the layer once more, charge who is to be charged for what autograd keeps, and go on to its outputs."""
+        number = len(self.costs) - 1
+        _, values = self._entered()
+        places = {_address(leaf): i for i, leaf in enumerate(pytree.tree_leaves(values)) if isinstance(leaf, Tensor)}
+        here = {_address(tensor) for tensor in known}
+        kept: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            if tensor.layout is torch.strided and _address(tensor) not in here:
+                kept[_address(tensor)] = tensor.detach()  # alive, so that nobody else gets this address
+            return tensor
+
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            outputs = run(values)
+        for address, tensor in kept.items():
+            place = places.get(address)
+            owner = number if place is None else self._owners[place]
+            if place is not None:
+                self._owners[place] = None  # charged from now on
+            if owner is not None:
+                n_bytes = self.costs[owner].activation_bytes + tensor.untyped_storage().nbytes()
+                self.costs[owner] = replace(self.costs[owner], activation_bytes=n_bytes)
+        addresses = [_address(leaf) if isinstance(leaf, Tensor) else 0 for leaf in pytree.tree_leaves(outputs)]
+        self._owners = [
+            self._owners[places[address]] if address in places else None if address in kept else number
+            for address in addresses
+        ]
+        self._values = _detached(outputs)
+
+    def _entered(self) -> tuple[list[Tensor], Values]:
+        """Return the values that have gradients, and copies of all, which a layer may change in place."""
+        roots = _detached(self._values)
+        copies = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, roots)
+        return _with_gradient(roots), copies
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def _with_gradient(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _detached(values: Any) -> Any:
+    """Return values that share memory with these, and have gradients where these do."""
+    return pytree.tree_map(lambda v: v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v, values)
+
+
+def _to(values: Any, device: torch.device) -> Any:
+    return pytree.tree_map(lambda v: v.to(device) if isinstance(v, Tensor) else v, values)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

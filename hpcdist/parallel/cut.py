@@ -1,0 +1,158 @@
+"""The cut of a model into stages, runs of consecutive layers: by their costs, or by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from hpcdist.errors import ConfigError
+
+Weight = Callable[[int, int, int], Any]  # (stage, first layer, layer behind the last) -> what the stage costs
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Stages of a model: stage s has the layers bounds[s] to bounds[s + 1] - 1."""
+
+    bounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.bounds) < 2 or self.bounds[0] != 0 or any(a >= b for a, b in pairwise(self.bounds)):
+            raise ConfigError(f"bounds of stages must ascend from 0; got {self.bounds}. Give each stage a layer.")
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.sizes))
+
+    @property
+    def stages(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in pairwise(self.bounds))
+
+    def layers(self, stage: int) -> range:
+        """Return the layers of a stage."""
+        return range(self.bounds[stage], self.bounds[stage + 1])
+
+
+def by_hand(sizes: Sequence[int], n_layers: int) -> Cut:
+    """Cut a model of `n_layers` layers into stages of these numbers of layers.
+
+    Raises:
+        ConfigError: a number is less than 1, or their sum is another than the model's number of layers.
+    """
+    if not sizes or min(sizes) < 1 or sum(sizes) != n_layers:
+        raise ConfigError(
+            f"cut must be numbers of layers, at least 1 for each stage, whose sum is the model's {n_layers}; got "
+            f"{', '.join(map(str, sizes)) or 'none'}. Change them, or leave the cut out to have it computed."
+        )
+    return Cut((0, *accumulate(sizes)))
+
+
+def balance(
+    costs: Sequence[float],
+    stages: int,
+    memory: Sequence[int] | Callable[[int, range], int] | None = None,
+    limit_bytes: int | None = None,
+    boundaries: Sequence[int] | None = None,
+    needed: Sequence[bool] | None = None,
+) -> Cut:
+    """Cut a model so that the slowest stage is as fast as can be, by dynamic programming.
+
+    Among such cuts the one is taken whose stages send the fewest bytes, and among these the most even one.
+
+    Args:
+        costs: the time of each layer, in any unit.
+        stages: the number of stages.
+        memory: the bytes of each layer; or a function of a stage and its layers that returns the bytes of all these,
+            where stages keep the activations of different numbers of micro-batches.
+        limit_bytes: the most bytes that a stage may have.
+        boundaries: the bytes that go from each layer to the next.
+        needed: for each layer, whether it is one of those of which each stage needs one, such as those with parameters.
+
+    Raises:
+        ConfigError: there are more stages than layers, or than needed ones; or no cut keeps the limit.
+    """
+    layers = len(costs)
+    if not 1 <= stages <= layers:
+        raise ConfigError(
+            f"stages must be 1 to the model's number of layers, {layers}; got {stages}. Take fewer stages or chunks, "
+            "or cut the model into more layers."
+        )
+    if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
+        raise ConfigError(f"costs of layers must be finite and at least 0; got {list(costs)}. Measure them again.")
+    needed = [True] * layers if needed is None else needed
+    if sum(needed) < stages:
+        raise ConfigError(
+            f"stages must be at most as many as the model's layers with parameters, {sum(needed)}; got {stages}. Take "
+            "fewer stages, or cut the model into more layers."
+        )
+    time, useful = _sum(costs), _sum(needed)
+    sizes = _of_range(memory) if callable(memory) else _sum(memory or [0] * layers)
+    limit = math.inf if limit_bytes is None else limit_bytes
+    _need_room(sizes, useful, layers, stages, limit)
+
+    def fits(*part: int) -> bool:
+        return useful(*part) > 0 and sizes(*part) <= limit
+
+    slowest, _ = _best(lambda *part: time(*part) if fits(*part) else None, max, layers, stages)
+    sent = [0, *(boundaries or [0] * layers)]
+
+    def price(*part: int) -> tuple[float, float] | None:
+        return (sent[part[1]], time(*part) ** 2) if time(*part) <= slowest and fits(*part) else None
+
+    return Cut(_best(price, lambda one, other: (one[0] + other[0], one[1] + other[1]), layers, stages)[1])
+
+
+def _sum(weights: Sequence[float]) -> Weight:
+    """Return the sum of a stage's layers."""
+    totals = [0, *accumulate(weights)]
+    return lambda stage, first, end: totals[end] - totals[first]
+
+
+def _of_range(memory: Callable[[int, range], int]) -> Weight:
+    return lambda stage, first, end: memory(stage, range(first, end))
+
+
+def _best(weight: Weight, combine: Callable[[Any, Any], Any], layers: int, stages: int) -> tuple[Any, tuple[int, ...]]:
+    """Find the cut of the least combined weight of its stages; weight None forbids a stage.
+
+    Bellman's recursion over (stage, layers so far), which is right where combine never falls in either argument.
+    """
+    found: dict[int, tuple[Any, tuple[int, ...]]] = {
+        end: (own, (0, end)) for end in range(1, layers - stages + 2) if (own := weight(0, 0, end)) is not None
+    }
+    for stage in range(1, stages):
+        before, found = found, {}
+        for end in range(stage + 1, layers - stages + stage + 2):
+            tries = [
+                (combine(total, own), (*bounds, end))
+                for first, (total, bounds) in before.items()
+                if first < end and (own := weight(stage, first, end)) is not None
+            ]
+            if tries:
+                found[end] = min(tries)
+    return found[layers]
+
+
+def _need_room(sizes: Weight, useful: Weight, layers: int, stages: int, limit_bytes: float) -> None:
+    """Refuse a limit that no cut keeps: name the layer, or the stage of the cut of least memory, that is above it."""
+    for layer in range(layers):
+        least = min(sizes(stage, layer, layer + 1) for stage in range(stages))
+        if least > limit_bytes:
+            raise ConfigError(
+                f"memory of each stage must be at most {limit_bytes} bytes; got {least} of layer {layer} alone. Raise "
+                "the limit, or divide this layer."
+            )
+    least, bounds = _best(lambda *part: sizes(*part) if useful(*part) else None, max, layers, stages)
+    if least > limit_bytes:
+        stage = next(s for s in range(stages) if sizes(s, bounds[s], bounds[s + 1]) == least)
+        raise ConfigError(
+            f"memory of each stage must be at most {limit_bytes} bytes; got {least} of stage {stage} (layers "
+            f"{bounds[stage]} to {bounds[stage + 1] - 1}) in the cut that needs the least. Take more stages, smaller "
+            "micro-batches or recomputation, or raise the limit."
+        )

@@ -1,0 +1,85 @@
+"""The grid of ranks: consecutive ranks hold one model together, and each of them has its like in every other replica.
+
+With 2 stages and 3 replicas, ranks are numbered::
+
+                 stage 0   stage 1
+    replica 0       0         1       inner communicators: the rows
+    replica 1       2         3
+    replica 2       4         5       outer communicators: the columns
+"""
+
+from __future__ import annotations
+
+import platform
+from numbers import Integral
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import ConfigError
+
+
+class Grid:
+    """Collective. Arrange the ranks of `comm` as replicas of a model that is in `stages` parts, one per rank.
+
+    A replica's ranks exchange activations, or parts of parameters, many times in a step, so they must share a node.
+    Virtual ranks may be torn apart where each has a node of its own: that is a cluster without nodes.
+
+    Args:
+        stages: ranks that hold one whole model together; 1 for plain data parallelism.
+        spread: let a replica lie on several nodes.
+
+    Attributes:
+        inner: the ranks of this rank's replica; a rank in it is a stage.
+        outer: the ranks that hold this rank's stage; a rank in it is a replica.
+        stage, replica: the place of this rank.
+        stages, replicas: the size of the grid.
+
+    Raises:
+        ConfigError: `stages` does not divide the number of ranks; or a replica is not on one node.
+    """
+
+    inner: Communicator
+    outer: Communicator
+
+    def __init__(self, comm: Communicator, stages: int, spread: bool = False):
+        self.stages = checked_stages(stages, comm.size)
+        self.replicas = comm.size // self.stages
+        self.replica, self.stage = divmod(comm.rank, self.stages)
+        if not spread:
+            _check_placement(comm, self.stages)
+        self.inner, self.outer = comm.split(self.replica), comm.split(self.stage)
+
+    def close(self) -> None:
+        """Collective. Release both communicators."""
+        self.inner.close()
+        self.outer.close()
+
+
+def checked_stages(stages: int, size: int) -> int:
+    """Return the stages of a grid of `size` ranks; raise ConfigError where these make no whole replicas."""
+    if not isinstance(stages, Integral) or stages < 1:
+        raise ConfigError(f"stages must be an integer of at least 1; got {stages!r}.")
+    if size % stages:
+        fewer, more = size // stages * stages, (size // stages + 1) * stages
+        fit = f"{fewer} or {more}" if fewer else f"{more}"
+        raise ConfigError(
+            f"stages must divide the number of ranks, {size}; got {stages}. Start {fit} ranks, or cut the model into "
+            "another number of stages."
+        )
+    return int(stages)
+
+
+def _check_placement(comm: Communicator, stages: int) -> None:
+    """Collective where a replica is torn apart. Check that each is on one node; raise ConfigError otherwise."""
+    if comm.virtual is not None and len(set(comm.nodes)) == comm.size:
+        return
+    replicas = [range(first, first + stages) for first in range(0, comm.size, stages)]
+    torn = [ranks for ranks in replicas if len({comm.nodes[rank] for rank in ranks}) > 1]
+    if not torn:
+        return
+    hosts = comm.gather(platform.node() if comm.virtual is None else "virtual node")
+    places = [f"rank {rank} on {hosts[rank]} (node {comm.nodes[rank]})" for rank in torn[0]]
+    raise ConfigError(
+        f"the {stages} ranks of a replica must be on one node; got {len(torn)} of {len(replicas)} replicas on several, "
+        f"the first with {', '.join(places)}. Start consecutive ranks on one node (mpirun --map-by slot, srun "
+        f"--distribution=block), a multiple of {stages} on each; or allow it: spread = true."
+    )

@@ -1,0 +1,403 @@
+"""Train a model that is cut into stages, one or several per rank, by a schedule of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from itertools import pairwise, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hpcdist.comm.communicator import TAG_LIMIT, Traffic
+from hpcdist.errors import ConfigError
+from hpcdist.parallel import schedules
+from hpcdist.parallel.agreement import Agreement, clip_gradients
+from hpcdist.parallel.boundary import Boundary, Values
+from hpcdist.parallel.build import build, outline
+from hpcdist.parallel.cut import Cut, balance, by_hand
+from hpcdist.parallel.grid import Grid
+from hpcdist.parallel.layers import Chain, unwrapped
+from hpcdist.parallel.part import PartOfModel
+from hpcdist.parallel.schedules import Operation, Table
+from hpcdist.parallel.stage import Stage
+from hpcdist.parallel.tied import TiedParameters
+
+_LOSS = TAG_LIMIT - 1
+_THIRDS = {"F": 1, "B": 2, "I": 1, "W": 1}  # of a step: a backward pass takes twice as long as a forward pass
+
+
+def _as_it_is(loss: Tensor) -> Tensor:
+    return loss
+
+
+def _nothing(key: Hashable) -> None:
+    return None
+
+
+class Pipeline(PartOfModel):
+    """Collective. This rank's stages of a model, whose parameters have their names in the unsplit model.
+
+    A batch is divided into micro-batches along the first dimension, as evenly as possible. Its gradients are those of
+    the mean loss of the micro-batches, weighted by their samples: of the batch, for a loss that is a mean over samples.
+    Layers see micro-batches: dropout draws a mask for each, batch norm takes the statistics of each, as in gradient
+    accumulation.
+
+    Messages of a rank in a step: for each micro-batch and boundary the values there, and their gradients back.
+
+    Args:
+        make: returns the model: a Chain, an nn.Sequential or a list of layers. Called on all ranks, each of which
+            builds its own layers only. Or the model itself, of which each rank keeps its layers.
+        loss: (outputs, targets) -> the mean loss over a micro-batch, a scalar.
+        grid: whose ranks `inner` are the stages, in order.
+        cut: layers of each stage, or their numbers; None balances the numbers of parameters.
+        micro_batches: number of them; fewer where a batch has fewer samples.
+        schedule: order of their passes, by name.
+        chunks: stages of each rank; more than 1 with the schedule `interleaved`.
+        recompute: keep only the inputs of a stage for its backward pass, and compute the rest again.
+        device: where this rank computes.
+
+    Attributes:
+        cut: the layers of each stage.
+        stages: the numbers of this rank's stages.
+        is_first, is_last: this rank has the first stage, the last stage.
+        optimizers: distributed ones, which train these parameters.
+        agreement: with the other ranks of the replica, on gradients.
+
+    Raises:
+        ConfigError: the model can't be cut so.
+
+    Reference: Yanping Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism",
+    2019; Deepak Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM",
+    2021.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any] | nn.Module | Sequence[nn.Module],
+        loss: Callable[[Any, Any], Tensor],
+        grid: Grid,
+        *,
+        cut: Cut | Sequence[int] | None = None,
+        micro_batches: int = 4,
+        schedule: str = "one_f_one_b",
+        chunks: int = 1,
+        recompute: bool = False,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__()
+        if micro_batches < 1:
+            raise ConfigError(f"micro_batches must be at least 1; got {micro_batches}.")
+        if recompute and schedule == "zero_bubble":
+            raise ConfigError(
+                "recompute must be False with the schedule zero_bubble, which divides a backward pass in two; got "
+                "True. Take one_f_one_b."
+            )
+        self.grid, self.optimizers = grid, []
+        self._loss, self._micro_batches, self._chunks, self._recompute = loss, micro_batches, chunks, recompute
+        self._schedule = schedule
+        self._tables: dict[int, Table] = {}
+        schedules.make(schedule, grid.inner.size, micro_batches, chunks)  # refused before anything is built
+        self._device = torch.device("cpu") if device is None else torch.device(device)
+        made = make if isinstance(make, (nn.Module, list, tuple)) else None
+        self._build((lambda: made) if made is not None else make, cut)
+
+    def _build(self, make: Callable[[], Any], cut: Cut | Sequence[int] | None) -> None:
+        comm, ranks = self.grid.inner, self.grid.inner.size
+        whole, parts = outline(make), ranks * self._chunks
+        self.cut = cut_of(whole, parts, cut)
+        of_ranks = [[n for s in range(rank, parts, ranks) for n in self.cut.layers(s)] for rank in range(ranks)]
+        own = build(make, of_ranks[comm.rank], self._device)
+        for name, layer in own._modules.items():
+            self.add_module(name, layer)
+        self.stages = tuple(range(comm.rank, parts, ranks))
+        self.is_first, self.is_last = self.stages[0] == 0, self.stages[-1] == parts - 1
+        self._chain = (own,)  # a tuple hides it from nn.Module: its layers are here already
+        numbers = {number: place for place, number in enumerate(of_ranks[comm.rank])}
+        self._stages: dict[int, Stage] = {}
+        self._boundaries: dict[int, Boundary] = {}  # by the stage before
+        for stage in self.stages:
+            layers = self.cut.layers(stage)
+            self._stages[stage] = Stage(stage, own.part(numbers[n] for n in layers), layers, self._recompute)
+            for before, other in ((stage - 1, stage - 1), (stage, stage + 1)):
+                if 0 <= other < parts and before not in self._boundaries:
+                    self._boundaries[before] = Boundary(comm, before, other % ranks, self._device)
+        self.tied = TiedParameters(comm, whole, of_ranks, own)
+        self.agreement = Agreement(comm.split(0), self.tied.repeated)
+
+    @property
+    def n_stages(self) -> int:
+        """Return the number of stages of the model, on all ranks."""
+        return self.grid.inner.size * self._chunks
+
+    # --- training -------------------------------------------------------------------------------------------------
+    def step(self, x: Any, y: Any, *, scaler: torch.amp.GradScaler | None = None) -> Tensor:
+        """Collective. Take a step of all `optimizers` on a batch; return its mean loss, shape (), float64.
+
+        Args:
+            x: inputs: a tensor, or a tuple, list or dict of tensors; on the ranks of a replica the same.
+            y: targets, likewise.
+            scaler: scales the loss, for float16; where gradients overflow in one stage, none of the replica steps.
+
+        Raises:
+            ConfigError: no DistributedOptimizer trains the model.
+        """
+        if not self.optimizers:
+            raise ConfigError(
+                "model.step must be called once a DistributedOptimizer trains the model; got none. Make it with what "
+                "hpcdist.pipeline has returned, or call model.forward_backward and the steps of your own optimisers."
+            )
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss = self.forward_backward(x, y, scaled=_as_it_is if scaler is None else scaler.scale)
+        for optimizer in self.optimizers:
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+        return loss
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Collective in the replica. Scale gradients down where the 2-norm of all stages' is larger; return that norm.
+
+        A tied parameter counts once.
+        """
+        parameters = list(self.parameters())
+        norm = self.agreement.norm(parameters)
+        clip_gradients(parameters, max_norm, norm)
+        return norm
+
+    def forward_backward(
+        self, x: Any, y: Any, *, scaled: Callable[[Tensor], Tensor] = _as_it_is, micro_batches: int | None = None
+    ) -> Tensor:
+        """Collective in the replica. Add a batch's gradients to those of the parameters; return its mean loss.
+
+        Args:
+            x, y: as for `step`.
+            scaled: multiplies the loss, before its backward pass, by the scale of a GradScaler.
+            micro_batches: another number than otherwise, as for the smaller last batch of an epoch.
+
+        Returns:
+            The loss, not scaled, on all ranks of the replica; shape (), float64.
+        """
+        batch = _Batch(x, y, micro_batches or self._micro_batches, self._device)
+        operations = self._operations(batch.parts)
+        total = torch.zeros(1, dtype=torch.float64)
+        scaled(torch.zeros((), device=self._device))  # a GradScaler begins with the first loss, which one rank has
+        with ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(optimizer.strategy.model.passes.joined())
+            stack.enter_context(self.grid.inner.overlapping())
+            self.tied.begin_gradients()
+            for operation, following in zip_longest(operations, operations[1:]):
+                received = self._receive(operation, batch)
+                if following is not None:
+                    self._post(following, batch)
+                self._run(operation, received, batch, total, scaled)
+            self._wait()
+            self.tied.sum_gradients()
+            if scaled is not _as_it_is:
+                self.agreement.spread_overflow(p.grad for p in self.parameters() if p.grad is not None)
+            return self._spread(total)
+
+    def _operations(self, parts: int) -> list[Operation]:
+        if parts not in self._tables:
+            self._tables[parts] = schedules.make(self._schedule, self.grid.inner.size, parts, self._chunks)
+        return self._tables[parts][self.grid.inner.rank]
+
+    def _receive(self, operation: Operation, batch: _Batch) -> Any:
+        """Receive what the operation needs: (tensors, layout) or gradients; None where that is nothing."""
+        _, receive = self._incoming(operation)
+        return receive(batch.keys[operation.micro_batch])
+
+    def _post(self, operation: Operation, batch: _Batch) -> None:
+        """Start receiving what an operation needs."""
+        post, _ = self._incoming(operation)
+        post(batch.keys[operation.micro_batch])
+
+    def _incoming(self, operation: Operation) -> tuple[Callable[[Hashable], None], Callable[[Hashable], Any]]:
+        """Return what starts receiving for an operation, and what receives; both do nothing where it needs nothing."""
+        kind, stage, _ = operation
+        if kind == "F" and stage > 0:
+            return self._boundaries[stage - 1].post, self._boundaries[stage - 1].receive
+        if kind in "BI" and stage < self.n_stages - 1:
+            return self._boundaries[stage].post_gradients, self._boundaries[stage].receive_gradients
+        return _nothing, _nothing
+
+    def _run(
+        self, operation: Operation, received: Any, batch: _Batch, total: Tensor, scaled: Callable[[Tensor], Tensor]
+    ) -> None:
+        kind, number, part = operation
+        stage = self._stages[number]
+        thirds = _THIRDS[kind] + (kind == "B" and self._recompute)
+        self.grid.inner.compute(thirds / 3 / self.n_stages * batch.shares[part])
+        if kind == "F":
+            values = stage.forward(self._values(stage, received, batch, part, grads=True))
+            if number < self.n_stages - 1:
+                stage.leave(part, self._boundaries[number].send(batch.keys[part], values))
+            else:
+                self._leave_loss(stage, values, batch, part, total, scaled)
+        elif kind == "W":
+            stage.backward_weights(part)
+        else:
+            gradients = (stage.backward if kind == "B" else stage.backward_inputs)(part, received)
+            if number > 0:
+                self._boundaries[number - 1].send_gradients(gradients)
+
+    def _leave_loss(
+        self,
+        stage: Stage,
+        values: Values,
+        batch: _Batch,
+        part: int,
+        total: Tensor,
+        scaled: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Compute a micro-batch's part of the loss, add it to `total`, and keep it for the backward pass."""
+        loss = self._loss(unwrapped(values), batch.targets(part)) * batch.shares[part]
+        total += loss.detach().to(total)
+        stage.leave(part, [scaled(loss)])
+
+    def _values(self, stage: Stage, received: Any, batch: _Batch, part: int, grads: bool) -> Values:
+        """Return the values that go into a stage: the batch's inputs, or what the stage before has sent."""
+        if stage.number == 0:
+            return self._chain[0].values(batch.inputs(part))
+        tensors, layout = received
+        with_gradient = [grads and tensor is not None and tensor.grad for tensor in layout.tensors]
+        return stage.enter(part, tensors, layout.tree, with_gradient)
+
+    def _wait(self) -> None:
+        """Wait until all that has been sent has left."""
+        for boundary in self._boundaries.values():
+            boundary.wait()
+
+    def _spread(self, total: Tensor) -> Tensor:
+        """Collective in the replica. Send the loss from the last stage's rank to the others."""
+        comm, last = self.grid.inner, self.grid.inner.size - 1
+        if comm.rank == last:
+            for request in [comm.isend(total, rank, _LOSS) for rank in range(last)]:
+                request.wait()
+        else:
+            comm.irecv(total, last, _LOSS).wait()
+        return total[0]
+
+    # --- evaluation -----------------------------------------------------------------------------------------------
+    def forward(self, x: Any) -> Any:
+        """Collective in the replica. Compute outputs, without gradients; None on ranks without the last stage.
+
+        Raises:
+            ConfigError: the model is in training, and gradients are not switched off.
+        """
+        if self.training and torch.is_grad_enabled():
+            raise ConfigError(
+                "a model in stages must be called under torch.no_grad() in training, as gradients don't go through "
+                "stages by themselves; got a call with gradients. To train, call model.step(x, y), or "
+                "model.forward_backward(x, y) and optimizer.step()."
+            )
+        outputs = []
+        with torch.no_grad():
+            batch = _Batch(x, None, self._micro_batches, self._device)
+            for operation in self._operations(batch.parts):
+                kind, number, part = operation
+                if kind != "F":
+                    continue
+                stage = self._stages[number]
+                values = stage.forward(self._values(stage, self._receive(operation, batch), batch, part, grads=False))
+                if number < self.n_stages - 1:
+                    self._boundaries[number].send(batch.keys[part], values)
+                else:
+                    outputs.append(unwrapped(values))
+        self._wait()
+        return pytree.tree_map(lambda *parts: torch.cat(parts), *outputs) if outputs else None
+
+    def traffic(self) -> Traffic:
+        """Return the account of all that this rank has exchanged with the other ranks of its replica so far."""
+        return self.grid.inner.traffic + self.agreement.traffic + self.tied.traffic
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        """Copy the layers, for a moving average of them; communicators are shared, and no optimiser trains the copy."""
+        shared = (self.grid, self.tied, self.agreement, self._loss, *self._boundaries.values())
+        memo |= {id(one): one for one in shared} | {id(self.optimizers): []}
+        made = memo[id(self)] = self.__class__.__new__(self.__class__)
+        vars(made).update(deepcopy(vars(self), memo))
+        return made
+
+    def share_values(self) -> None:
+        self.tied.share_values()
+
+    def close(self) -> None:
+        """Collective in the replica. Release communicators."""
+        self.agreement.close()
+        self.tied.close()
+
+
+class _Batch:
+    """A batch in micro-batches.
+
+    Attributes:
+        parts: number of them.
+        shares: of each in the batch's samples.
+        keys: shapes and types of each one's inputs, from which those at the boundaries follow.
+    """
+
+    def __init__(self, x: Any, y: Any, micro_batches: int, device: torch.device):
+        self._x, self._y, self._device = x, y, device
+        samples = _samples(x)
+        self.parts = min(micro_batches, samples)
+        starts = [samples * part // self.parts for part in range(self.parts + 1)]
+        self._slices = [slice(*pair) for pair in pairwise(starts)]
+        self.shares = [(part.stop - part.start) / samples for part in self._slices]
+        amp = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        state = (torch.is_grad_enabled(), amp)
+        leaves = [leaf for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
+        self.keys: list[Hashable] = [
+            (state, *((leaf.dtype, part.stop - part.start, *leaf.shape[1:]) for leaf in leaves))
+            for part in self._slices
+        ]
+
+    def inputs(self, part: int) -> Any:
+        return self._take(self._x, part)
+
+    def targets(self, part: int) -> Any:
+        return self._take(self._y, part)
+
+    def _take(self, tensors: Any, part: int) -> Any:
+        def take(leaf: Any) -> Any:
+            return leaf[self._slices[part]].to(self._device) if isinstance(leaf, Tensor) else leaf
+
+        return pytree.tree_map(take, tensors)
+
+
+def _samples(x: Any) -> int:
+    lengths = {len(leaf) for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(lengths) != 1 or lengths == {0}:
+        raise ConfigError(
+            "a batch in micro-batches must be of tensors with one sample or more each along dimension 0, as many in "
+            f"all; got {sorted(lengths) or 'no tensor'} samples. Give inputs whose first dimension is the batch."
+        )
+    return lengths.pop()
+
+
+def cut_of(whole: Chain, parts: int, cut: Cut | Sequence[int] | None) -> Cut:
+    """Return the cut of a model into `parts` stages: as given, or by numbers of parameters.
+
+    Args:
+        cut: a Cut, or numbers of layers.
+
+    Raises:
+        ConfigError: it has another number of stages, or of layers.
+    """
+    if isinstance(cut, Cut):
+        if cut.stages != parts or cut.bounds[-1] != len(whole):
+            raise ConfigError(
+                f"cut must be of {len(whole)} layers into {parts} stages, one per rank and chunk; got one of "
+                f"{cut.bounds[-1]} layers into {cut.stages}."
+            )
+        return cut
+    if cut is not None:
+        return cut_of(whole, parts, by_hand(cut, len(whole)))
+    # Layers without parameters cost nothing, so that none of them is a stage of its own where there are enough others.
+    costs = [sum(p.numel() for p in whole.layer(number).parameters()) for number in range(len(whole))]
+    return balance(costs, parts)

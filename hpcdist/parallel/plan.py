@@ -1,0 +1,255 @@
+"""Predict a pipeline by the costs of its layers: its stages, the time of a step, the memory of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import ConfigError
+from hpcdist.parallel import schedules
+from hpcdist.parallel.cost import LayerCost
+from hpcdist.parallel.cut import Cut, balance, by_hand
+from hpcdist.parallel.schedules import Operation, Table, Timing
+from hpcdist.parallel.schedules.base import peak
+
+EQUAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # seconds in stages that are equal
+_SUMMED = ("forward_s", "backward_s", "inputs_s", "parameter_bytes", "activation_bytes")
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """A stage's cost for one micro-batch.
+
+    Args:
+        stage, rank: its number, and the rank that has it.
+        layers: the numbers of its layers.
+        forward_s, backward_s, inputs_s, parameter_bytes, activation_bytes: sums of a LayerCost's.
+        received_bytes, sent_bytes: of the values at the boundaries before and behind it.
+    """
+
+    stage: int
+    rank: int
+    layers: range
+    forward_s: float
+    backward_s: float
+    inputs_s: float
+    parameter_bytes: int
+    activation_bytes: int
+    received_bytes: int
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pipeline as it will run.
+
+    Args:
+        schedule: its name.
+        table: the operations of each rank.
+        cut: the layers of each stage.
+        stages: the cost of each.
+        timing: the course of the table at these costs.
+        equal_bubble: the idle share of time with stages that take equal time, backward passes twice that of forward.
+        memory_bytes: of each rank, for parameters, their gradients, the optimiser's state, and the activations that
+            are kept at the moment when they are most.
+    """
+
+    schedule: str
+    table: Table
+    cut: Cut
+    stages: tuple[StageCost, ...]
+    timing: Timing
+    equal_bubble: float
+    memory_bytes: tuple[int, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it but the table as values of JSON."""
+        ranks = zip(self.timing.bubbles, self.timing.peaks, self.memory_bytes)
+        return {
+            "schedule": self.schedule,
+            "cut": list(self.cut.sizes),
+            "step_s": self.timing.makespan_s,
+            "bubble": self.timing.bubble,
+            "equal_bubble": self.equal_bubble,
+            "stages": [asdict(stage) | {"layers": list(stage.layers)} for stage in self.stages],
+            "ranks": [{"bubble": b, "micro_batches": m, "memory_bytes": n} for b, m, n in ranks],
+        }
+
+
+def predict(
+    costs: Sequence[LayerCost],
+    ranks: int,
+    *,
+    micro_batches: int = 4,
+    schedule: str = "one_f_one_b",
+    chunks: int = 1,
+    recompute: bool = False,
+    cut: Cut | None = None,
+    limit_bytes: int | None = None,
+    copies: float = 2.0,
+    transfer_s: Callable[[int], float] = lambda n_bytes: 0.0,
+) -> Plan:
+    """Predict the pipeline that a Pipeline with these settings is, with the best cut unless one is given.
+
+    Args:
+        costs: of each layer, for one micro-batch.
+        ranks: the number of ranks that hold the model together.
+        cut: None for the best one, by which each rank has parameters, unless it has several stages.
+        limit_bytes: the most memory that a rank may need; it has an effect on the best cut alone.
+        copies: the bytes of parameters, gradients and the optimiser's state for each byte of parameters.
+        transfer_s: a function that returns the seconds of a message of so many bytes.
+
+    Raises:
+        ConfigError: the schedule refuses the numbers, or no cut keeps the limit.
+    """
+    table = schedules.make(schedule, ranks, micro_batches, chunks)
+    if recompute and any(operation.kind == "I" for operation in table[0]):
+        raise ConfigError(
+            f"recompute must be False with the schedule {schedule}, which divides a backward pass in two; got True. "
+            "Take one_f_one_b."
+        )
+    if cut is not None and cut.stages != ranks * chunks:
+        raise ConfigError(
+            f"cut must have {ranks * chunks} stages, {chunks} for each of {ranks} ranks; got {cut.stages}. Change it."
+        )
+    if cut is None:
+        memory = _Memory(costs, table, chunks, copies, recompute)
+        limit = None if limit_bytes is None else limit_bytes // chunks
+        times = [cost.forward_s + cost.backward_s for cost in costs]
+        boundaries = [cost.boundary_bytes for cost in costs]
+        trained = [cost.parameter_bytes > 0 for cost in costs] if chunks == 1 else None
+        cut = balance(times, ranks * chunks, memory.of_stage, limit, boundaries, trained)
+    stages = tuple(_stage(costs, cut, number, ranks) for number in range(cut.stages))
+
+    def seconds(operation: Operation) -> float:
+        stage = stages[operation.stage]
+        again_s = stage.forward_s if recompute else 0.0
+        return {
+            "F": stage.forward_s,
+            "B": stage.backward_s + again_s,
+            "I": stage.inputs_s + again_s,
+            "W": stage.backward_s - stage.inputs_s,
+        }[operation.kind]
+
+    def message_s(operation: Operation) -> float:
+        stage = stages[operation.stage]
+        return transfer_s(stage.sent_bytes if operation.kind == "F" else stage.received_bytes)
+
+    timing = schedules.simulate(table, seconds, message_s)
+    equal = schedules.simulate(table, EQUAL)
+    kept = [_kept_bytes(operations, stages, recompute) for operations in table]
+    held = [sum(round(s.parameter_bytes * copies) for s in stages if s.rank == rank) for rank in range(ranks)]
+    return Plan(schedule, table, cut, stages, timing, equal.bubble, tuple(a + b for a, b in zip(held, kept)))
+
+
+def compare(costs: Sequence[LayerCost], ranks: int, **settings: Any) -> list[Plan]:
+    """Predict pipelines by all schedules that are there, with one stage and with two on each rank.
+
+    Args:
+        settings: others of `predict`, which `schedule`, `chunks` and `cut` are not among.
+    """
+    plans: list[Plan] = []
+    for schedule in schedules.available():
+        for chunks in (1, 2):
+            with suppress(ConfigError):  # it has one stage on each rank; there are too few layers...
+                plan = predict(costs, ranks, schedule=schedule, chunks=chunks, **settings)
+                plans = [*(other for other in plans if other.table != plan.table), plan]
+    return plans
+
+
+def measured_cut(comm: Communicator, costs: Callable[[], Sequence[LayerCost]], ranks: int, **settings: Any) -> Cut:
+    """Collective. Return the best cut by the costs that rank 0 measures, the same on all ranks of `comm`.
+
+    Args:
+        costs: a function that measures; called on rank 0.
+        ranks, settings: as for `predict`.
+    """
+    sizes = comm.together(lambda: predict(costs(), ranks, **settings).cut.sizes if comm.rank == 0 else ())
+    agreed = comm.gather(list(sizes))[0]
+    return by_hand(agreed, sum(agreed))
+
+
+def _stage(costs: Sequence[LayerCost], cut: Cut, number: int, ranks: int) -> StageCost:
+    layers = cut.layers(number)
+    sums = {key: sum(getattr(costs[layer], key) for layer in layers) for key in _SUMMED}
+    received = costs[layers[0] - 1].boundary_bytes if number else 0
+    sent = costs[layers[-1]].boundary_bytes if number < cut.stages - 1 else 0
+    return StageCost(number, number % ranks, layers, **sums, received_bytes=received, sent_bytes=sent)
+
+
+def _kept_bytes(operations: Sequence[Operation], stages: Sequence[StageCost], recompute: bool) -> int:
+    """Compute the most bytes of activations that a rank keeps; with recomputation inputs, and those of one stage."""
+    if not recompute:
+        return peak(operations, lambda stage: stages[stage].received_bytes + stages[stage].activation_bytes)
+    again = max(stages[operation.stage].activation_bytes for operation in operations)
+    return peak(operations, lambda stage: stages[stage].received_bytes) + again
+
+
+class _Memory:
+    """The bytes that a stage needs with some layers, by the number of micro-batches that its schedule keeps there."""
+
+    def __init__(self, costs: Sequence[LayerCost], table: Table, chunks: int, copies: float, recompute: bool):
+        self._received = [0, *(cost.boundary_bytes for cost in costs)]
+        self._parameters = [0, *accumulate(cost.parameter_bytes * copies for cost in costs)]
+        self._activations = [0, *accumulate(cost.activation_bytes for cost in costs)]
+        ranks, self._recompute = len(table), recompute
+        self._live = [
+            peak([operation for operation in table[stage % ranks] if operation.stage == stage])
+            for stage in range(ranks * chunks)
+        ]
+
+    def of_stage(self, stage: int, layers: range) -> int:
+        """Return the bytes of a stage with these layers."""
+        first, end = layers.start, layers.stop
+        live = self._live[stage]
+        activations = self._activations[end] - self._activations[first]
+        kept = live * self._received[first] + (1 if self._recompute else live) * activations
+        return round(self._parameters[end] - self._parameters[first]) + kept
+
+
+# --- as tables --------------------------------------------------------------------------------------------------------
+def stage_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return a row for each stage."""
+    return [
+        {
+            "stage": stage.stage,
+            "rank": stage.rank,
+            "layers": _numbers(stage.layers),
+            "forward\nms": stage.forward_s * 1e3,
+            "backward\nms": stage.backward_s * 1e3,
+            "parameters\nMB": stage.parameter_bytes / 1e6,
+            "activations\nMB": stage.activation_bytes / 1e6,
+            "sends\nkB": stage.sent_bytes / 1e3,
+        }
+        for stage in plan.stages
+    ]
+
+
+def rank_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return a row for each rank."""
+    return [
+        {"rank": rank, "idle": f"{idle:.1%}", "micro-batches\nkept": kept, "memory\nMB": n_bytes / 1e6}
+        for rank, (idle, kept, n_bytes) in enumerate(zip(plan.timing.bubbles, plan.timing.peaks, plan.memory_bytes))
+    ]
+
+
+def plan_rows(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """Return a row for each plan."""
+    return [
+        {
+            "schedule": plan.schedule,
+            "stages\nper rank": plan.cut.stages // len(plan.table),
+            "step\nms": plan.timing.makespan_s * 1e3,
+            "idle": f"{plan.timing.bubble:.1%}",
+            "fullest rank's\nmemory MB": max(plan.memory_bytes) / 1e6,
+        }
+        for plan in plans
+    ]
+
+
+def _numbers(layers: range) -> str:
+    return f"{layers[0]}" if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"

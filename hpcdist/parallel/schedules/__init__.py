@@ -1,0 +1,44 @@
+"""Schedules of pipelines: one file each, found by the file's name.
+
+Each has one function `table(ranks, micro_batches, chunks=1)`, which returns the operations of every rank in their
+order. It is pure: it communicates nothing, and all ranks compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hpcdist.errors import ConfigError
+from hpcdist.parallel.schedules.base import Operation, Table, Timing, check, simulate
+from hpcdist.registry import SCHEDULES
+
+__all__ = ["Operation", "Table", "Timing", "available", "check", "load", "make", "simulate"]
+
+
+def available() -> list[str]:
+    """List the names of all schedules, sorted: those of this folder, and those that installed packages add."""
+    return SCHEDULES.available()
+
+
+def load(name: str) -> Callable[..., Table]:
+    """Load the function `table` of the schedule of that name, or as `path/to/file.py:table`.
+
+    Raises:
+        UnknownNameError: there is none of that name; lists the known ones.
+        ConfigError: there are two of that name; or it can't be imported, or is no function.
+    """
+    return SCHEDULES.load(name)
+
+
+def make(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Table:
+    """Make the table of the schedule of that name, and check it.
+
+    Raises:
+        ConfigError: a number is less than 1; or the schedule refuses them, or its table can't be executed.
+    """
+    for setting, value in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
+        if value < 1:
+            raise ConfigError(f"{setting} of a schedule must be at least 1; got {value}. Give a larger number.")
+    table = load(name)(ranks, micro_batches, chunks)
+    check(table, ranks, micro_batches, chunks)
+    return table

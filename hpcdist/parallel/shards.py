@@ -1,0 +1,230 @@
+"""Train models of DTensors by strategies: this rank's parts of the parameters, as plain tensors in the same memory.
+
+With torch's `fully_shard` (FSDP2) and `parallelize_module` (tensor parallelism) the ranks of a replica hold parameters
+together: DTensors. A strategy averages, sends and compresses plain tensors; it gets each rank's part, and exchanges it
+with the ranks that hold the same part in other replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hpcdist.errors import ConfigError
+from hpcdist.parallel.agreement import Agreement
+from hpcdist.parallel.grid import Grid
+from hpcdist.parallel.part import PartOfModel
+
+
+class Shards(PartOfModel):
+    """Collective. Hold this rank's parts of a model's parameters and its buffers, as "shard0of2.layer.weight".
+
+    Give this to the optimiser and to `DistributedOptimizer`; run the model itself, forward and backward. A part lies in
+    the same memory as the DTensor: whatever changes one changes the other. When the parts are moved (into flat memory,
+    to the consensus of all replicas and back), the DTensors follow before the model's next forward pass.
+
+    A backward pass leaves its gradients here, as `.grad` of the parts, and none in the model: zero them by the
+    optimiser's `zero_grad`. Gradients that are not finite on one rank are so on all ranks of the replica. Parts that
+    fully_shard has padded, to be of one size on all ranks, are padded here.
+
+    Parameters that all ranks of a replica hold whole, as norms and some biases under tensor parallelism, are made equal
+    to the first rank's after each step, for gossip may have mixed them with different replicas. Messages: one
+    broadcast in the replica for all of them.
+
+    Args:
+        model: on its device; fully_shard or parallelize_module has been called on it already.
+        grid: whose ranks `inner` hold the model together.
+
+    Raises:
+        ConfigError: the model has no DTensor; or fully_shard has left out some parameter.
+    """
+
+    def __init__(self, model: nn.Module, grid: Grid):
+        super().__init__()
+        self.grid, self.optimizers = grid, []
+        self._models = (model,)  # in a tuple: no submodule, for its parameters are not to be trained as they are
+        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._reshard()
+        places = dict(_places(model))
+        _check(places, bool(self._sharded))
+        self._meshes = list(dict.fromkeys(p.device_mesh for _, _, p in places.values() if isinstance(p, DTensor)))
+        self._parts = {name: _OwnShard(*place, by_fsdp=bool(self._sharded)) for name, place in places.items()}
+        for name, part in self._parts.items():
+            path, _, key = name.rpartition(".")
+            self._home(path).register_parameter(key, part.own)
+        for path, module in model.named_modules():
+            if module._buffers:  # the same dictionary, for a module may replace its buffers
+                self._home(path)._buffers = module._buffers
+        repeated = [part.own for part in self._parts.values() if any(g.rank() > 0 for g in self._holders(part))]
+        self.agreement = Agreement(grid.inner.split(0), repeated)
+        self._arrived: dict[_OwnShard, Tensor] = {}
+        for part in self._parts.values():
+            if part.own.requires_grad:
+                part.tensor.register_post_accumulate_grad_hook(self._hook(part))
+        model.register_forward_pre_hook(lambda *_: self._begin_forward(), prepend=True)
+        model.register_state_dict_pre_hook(lambda *_: self._follow())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        return self._models[0](*args, **kwargs)
+
+    def _home(self, path: str) -> nn.Module:
+        """Return the module that stands here for the model's one of that name.
+
+        Names begin with the rank's place, so that no checkpoint takes one rank's part for another's, or for the whole.
+        """
+        home: nn.Module = self
+        for name in [f"shard{self.grid.stage}of{self.grid.stages}", *(path.split(".") if path else ())]:
+            if name not in home._modules:
+                home.add_module(name, nn.Module())
+            home = home._modules[name]
+        return home
+
+    # --- values ---------------------------------------------------------------------------------------------------
+    def _begin_forward(self) -> None:
+        """Bring the DTensors up to date."""
+        self._arrived.clear()  # of a backward pass that has failed
+        self._follow()
+        for name, part in self._parts.items():
+            part.check(name)
+
+    def _reshard(self) -> None:
+        """Let go of whole parameters that a forward pass without a backward one has left: they may be old."""
+        for module in self._sharded:
+            module.reshard()
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Move the DTensors to the memory of their parts, where these have been moved."""
+        self._reshard()
+        moved = [part for part in self._parts.values() if part.moved]
+        for part in moved:
+            part.follow()
+        if moved and self._sharded:
+            self._models[0].load_state_dict({}, strict=False)  # after which FSDP takes its parameters' memory anew
+        for part in moved:
+            part.trim()
+
+    @torch.no_grad()
+    def share_values(self) -> None:
+        self._follow()
+        groups: dict[tuple[Any, torch.dtype], list[Tensor]] = {}
+        for part in self._parts.values():
+            for group in self._holders(part):
+                groups.setdefault((group, part.own.dtype), []).append(part.own.detach())
+        for (group, _), tensors in groups.items():
+            joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            dist.broadcast(joined, dist.get_global_rank(group, 0), group=group)
+            for tensor, values in zip(tensors, joined.split([tensor.numel() for tensor in tensors]), strict=True):
+                if not torch.equal(tensor, values.view_as(tensor)):  # a strategy may be sending it
+                    tensor.copy_(values.view_as(tensor))
+
+    def _holders(self, part: _OwnShard) -> list[Any]:
+        """List the groups of ranks that hold the part, too: one per dimension of the mesh along which all do."""
+        if not isinstance(part.tensor, DTensor):
+            return [mesh.get_group(i) for mesh in self._meshes[:1] for i in range(mesh.ndim) if mesh.size(i) > 1]
+        mesh, placements = part.tensor.device_mesh, part.tensor.placements
+        return [mesh.get_group(i) for i, p in enumerate(placements) if p.is_replicate() and mesh.size(i) > 1]
+
+    # --- gradients ------------------------------------------------------------------------------------------------
+    def _hook(self, part: _OwnShard) -> Any:
+        def take(tensor: Tensor) -> None:
+            if not self._arrived:
+                # Not `_deliver` at once: FSDP's callback may be behind this one, and brings the last gradients.
+                torch.autograd.Variable._execution_engine.queue_callback(self._at_the_end)
+            grad, earlier = part.take_gradient(), self._arrived.get(part)
+            self._arrived[part] = grad if earlier is None else earlier + grad
+
+        return take
+
+    def _at_the_end(self) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self._deliver)
+
+    def _deliver(self) -> None:
+        """Give the pass's gradients to the parts, as a backward pass of theirs: with its hooks and its end."""
+        arrived, self._arrived = self._arrived, {}
+        self.agreement.spread_overflow(arrived.values())
+        torch.autograd.backward([part.own for part in arrived], list(arrived.values()))
+
+
+class _OwnShard:
+    """One parameter of the model, and this rank's part of it."""
+
+    def __init__(self, owner: nn.Module, key: str, tensor: nn.Parameter, by_fsdp: bool):
+        self._owner, self._key, self.tensor = owner, key, tensor
+        local = self._local
+        elements = local.untyped_storage().nbytes() // local.element_size()
+        self._rows = len(local) if by_fsdp and local.numel() != elements else None  # the rest of its storage is padding
+        if self._rows is not None:
+            row = local.shape[1:]
+            local = torch.empty(0, dtype=local.dtype, device=local.device).set_(local.untyped_storage()).view(-1, *row)
+        self.own = nn.Parameter(local.detach(), requires_grad=tensor.requires_grad)
+        self._pointer = self.own.data_ptr()
+
+    @property
+    def _local(self) -> Tensor:
+        # Not `to_local()`, which returns a view of it, whose memory can't be exchanged for other memory.
+        return self.tensor._local_tensor if isinstance(self.tensor, DTensor) else self.tensor
+
+    def check(self, name: str) -> None:
+        """Raise ConfigError where the model has another parameter by now, whose gradients would go astray."""
+        if self._owner._parameters.get(self._key) is not self.tensor:
+            raise ConfigError(
+                f"{name!r} must stay the parameter that it was when Shards were made; got another. Call fully_shard or "
+                "parallelize_module first."
+            )
+
+    @property
+    def moved(self) -> bool:
+        return self._pointer != self.own.data_ptr()
+
+    def follow(self) -> None:
+        """Move the model's parameter to the memory of the part, with the padding."""
+        self._local.data = self.own.data
+        self._pointer = self.own.data_ptr()
+
+    def trim(self) -> None:
+        """Leave the padding out of the model's parameter again."""
+        if self._rows is not None:
+            self._local.data = self.own.data[: self._rows]
+
+    def take_gradient(self) -> Tensor:
+        """Take the gradient away from the model; return this rank's part of it."""
+        grad, self.tensor.grad = self.tensor.grad, None
+        if isinstance(self.tensor, DTensor):
+            if grad.placements != self.tensor.placements:  # such as sums that lie in several ranks
+                grad = grad.redistribute(placements=self.tensor.placements)
+            grad = grad.to_local()
+        if self._rows is None:
+            return grad
+        padded = torch.zeros_like(self.own)
+        padded[: self._rows] = grad
+        return padded
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, nn.Parameter]]]:
+    """Yield the name, the module and the attribute of each parameter, each once."""
+    for name, parameter in model.named_parameters():
+        path, _, key = name.rpartition(".")
+        yield name, (model.get_submodule(path), key, parameter)
+
+
+def _check(places: dict[str, tuple[nn.Module, str, nn.Parameter]], by_fsdp: bool) -> None:
+    """Raise ConfigError where parameters are not shared out among the ranks of a replica as they should be."""
+    plain = [name for name, (_, _, parameter) in places.items() if not isinstance(parameter, DTensor)]
+    if len(plain) == len(places):
+        raise ConfigError(
+            "model must have parameters that ranks hold together, DTensors; got none. Call fully_shard(model) or "
+            "parallelize_module before; or give the model itself to DistributedOptimizer."
+        )
+    if by_fsdp and plain:
+        raise ConfigError(
+            f"fully_shard must have all parameters of a model, for it averages gradients over the replica's samples; "
+            f"got {plain[0]!r} left out. Call fully_shard(model) on the whole model, last."
+        )

@@ -1,0 +1,175 @@
+"""The energy of a run, by the counters of processors and GPUs; what no counter tells is not guessed.
+
+References: Intel, "Software developer's manual", volume 3B, "Platform specific power management support" (RAPL), as
+Linux shows it in /sys/class/powercap; NVIDIA, "NVML reference", nvmlDeviceGetTotalEnergyConsumption.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SYSFS = Path("/sys")
+EVERY_S = 20.0  # between looks at counters of processors, which may wrap around in a minute under load
+CPU, GPU = "cpu", "gpu"  # sources
+Joules = Callable[[], float]  # a counter: joules since some moment, which never grow fewer
+
+
+class Energy(BaseModel):
+    """The energy of a run, from its begin to its last evaluation."""
+
+    model_config = ConfigDict(extra="allow")
+
+    joules: float | None = Field(None, description="of all sources; none where no source was measured")
+    sources: dict[str, float] = Field(
+        default_factory=dict,
+        description="joules of the processors' packages (cpu), of the GPUs that ranks compute on (gpu)",
+    )
+    not_measured: str | None = Field(None, description="what the joules lack, and why")
+
+
+class EnergyMeter:
+    """Measure the joules of this rank's share of the hardware, from its making on.
+
+    Args:
+        counters: makers of counters, by source; none of a source that another rank measures.
+
+    Attributes:
+        missing: why a source is not measured, which is so from its first failure on.
+    """
+
+    def __init__(self, counters: Mapping[str, Callable[[], Sequence[Joules]]]):
+        self.missing: dict[str, str] = {}
+        self._counters: dict[str, Sequence[Joules]] = {}
+        for source, make in counters.items():
+            try:
+                self._counters[source] = make()
+            except OSError as error:
+                self.missing[source] = str(error)
+        self._begin = self.read()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="hpcdist-energy", daemon=True)
+        if CPU in self._counters:
+            self._thread.start()
+
+    def joules(self) -> dict[str, float]:
+        """Return the joules since the making, by source."""
+        return {source: now - self._begin[source] for source, now in self.read().items()}
+
+    def read(self) -> dict[str, float]:
+        """Return what the counters show, by source."""
+        shown = {}
+        for source, counters in self._counters.items():
+            try:
+                shown[source] = sum(counter() for counter in counters)
+            except OSError as error:
+                self.missing.setdefault(source, str(error))
+        return {source: joules for source, joules in shown.items() if source not in self.missing}
+
+    def _look(self) -> None:
+        """Look at the counters now and then, so that none wraps around unseen."""
+        while not self._ended.wait(EVERY_S):
+            self.read()
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+
+Sums = tuple[dict[str, float], dict[str, str]]  # joules by source, and reasons by source
+
+
+def add_up(parts: Iterable[tuple[Mapping[str, float], Mapping[str, str]]]) -> Sums:
+    """Add up joules by source, and put the reasons together of what is missing."""
+    joules: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    for part, reasons in parts:
+        for source, value in part.items():
+            joules[source] = joules.get(source, 0.0) + value
+        missing = {**reasons, **missing}
+    return joules, missing
+
+
+def energy_of(joules: Mapping[str, float], missing: Mapping[str, str]) -> Energy:
+    """Make the energy of a run. A source that is missing anywhere is left out: a part of it is not the run's."""
+    sources = {source: value for source, value in joules.items() if source not in missing}
+    reasons = "; ".join(f"{source}: {reason}" for source, reason in sorted(missing.items()))
+    return Energy(joules=sum(sources.values()) if sources else None, sources=sources, not_measured=reasons or None)
+
+
+# --- processors -------------------------------------------------------------------------------------------------------
+class Package:
+    """The counter of one processor, which wraps around. Threads may share it.
+
+    Raises:
+        OSError: it can't be read.
+    """
+
+    def __init__(self, folder: Path):
+        self._file, self._lock = folder / "energy_uj", threading.Lock()
+        self._range = _number(folder / "max_energy_range_uj") + 1
+        self._last, self._total = _number(self._file), 0
+
+    def __call__(self) -> float:
+        """Return the joules since the making."""
+        with self._lock:
+            now = _number(self._file)
+            self._total += (now - self._last) % self._range
+            self._last = now
+            return 1e-6 * self._total
+
+
+def packages(root: Path = SYSFS) -> list[Package]:
+    """Return the counters of this host's processors: whole packages, whose cores and caches count within them.
+
+    Raises:
+        OSError: there are none, or they can't be read.
+    """
+    folder = root / "class" / "powercap"
+    zones = [zone for zone in sorted(folder.glob("intel-rapl:*")) if zone.name.count(":") == 1]
+    names = {zone: (zone / "name").read_text().strip() for zone in zones if (zone / "name").exists()}
+    found = [zone for zone, name in names.items() if name.startswith("package")]
+    if not found:
+        raise OSError(f"no counter of processors (RAPL) in {folder}")
+    return [Package(zone) for zone in found]
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except PermissionError:
+        raise OSError(f"{path} can't be read by this user; the site may let its users") from None
+    except (OSError, ValueError) as error:
+        raise OSError(f"{path} can't be read ({error})") from None
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+class GpuCounter:
+    """The counter of one GPU, since its driver was loaded.
+
+    Raises:
+        OSError: there is no driver, no GPU of that UUID, or none that counts, such as a part of one (MIG).
+    """
+
+    def __init__(self, uuid: str):
+        import pynvml as nvml
+
+        self._nvml: Any = nvml
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError as error:
+            raise OSError(f"no driver of NVIDIA's answers ({error})") from None
+        self._uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        self()
+
+    def __call__(self) -> float:
+        try:
+            handle = self._nvml.nvmlDeviceGetHandleByUUID(self._uuid)
+            return 1e-3 * self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+        except self._nvml.NVMLError as error:
+            raise OSError(f"{self._uuid} does not count its energy ({error})") from None

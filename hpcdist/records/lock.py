@@ -1,0 +1,120 @@
+"""A lock on a run's folder: one process holds it, and it ends with that process, even if that is killed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import platform
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpcdist.errors import ConfigError
+
+FILE_NAME = ".lock"
+RETRY_S = 0.2
+RELEASED_S, KILLED_S, ELSEWHERE_S = 2.0, 30.0, 300.0  # see is_abandoned
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # a file system, or how it is mounted
+_HOLDER = re.compile(r"process (\d+) on host (\S+) since .+")
+
+
+@contextmanager
+def locked(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold the folder's lock within the context. The file `.lock` names the holder; the kernel unlocks it at its end.
+
+    Other nodes see the lock where the shared file system has a common `flock` (NFS, GPFS, BeeGFS, Lustre mounted so).
+    Without `flock`, only a live holder on this host is seen.
+
+    Args:
+        wait_s: seconds to wait for a holder that is ending.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    file = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if not _acquired(file, wait_s):
+            raise ConfigError(
+                f"--output must be a folder in which no other run is at work; got {folder}, held by {_read(file)}. "
+                "Wait until that ends, or give another folder."
+            )
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        _write(file, f"process {os.getpid()} on host {platform.node()} since {since}")
+        try:
+            yield
+        finally:
+            _write(file, "")
+    finally:
+        os.close(file)
+
+
+def is_abandoned(folder: Path, quiet_s: float) -> bool:
+    """Tell whether no process is at work in a folder where one was; reads only.
+
+    A holder that ends takes its name out of the file. One that was killed, or the rank that held the lock of a run
+    that goes on without it, does not: then the run's files must have been quiet for a while; longer where the
+    holder was on another host, whose lock may be invisible here.
+
+    Args:
+        quiet_s: seconds since something was written there.
+    """
+    try:
+        file = os.open(folder / FILE_NAME, os.O_RDONLY)
+    except OSError:  # none was ever at work there, or it is not to be seen
+        return False
+    try:
+        holder = _read(file)
+        match = _HOLDER.fullmatch(holder)
+        here = match is not None and match[2] == platform.node()
+        patience_s = RELEASED_S if match is None else KILLED_S if here else ELSEWHERE_S
+        if quiet_s < patience_s:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: closing the file releases it
+        except OSError as error:
+            return error.errno in _NO_LOCKS and (match is None or (here and not _holder_lives(holder)))
+        return True
+    finally:
+        os.close(file)
+
+
+def _acquired(file: int, wait_s: float) -> bool:
+    end = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return not _holder_lives(_read(file))
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+        if time.monotonic() > end:
+            return False
+        time.sleep(RETRY_S)
+
+
+def _holder_lives(text: str) -> bool:
+    match = _HOLDER.fullmatch(text)
+    if match is None or match[2] != platform.node():
+        return False
+    try:
+        os.kill(int(match[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # a process of another user
+        return True
+    return True
+
+
+def _read(file: int) -> str:
+    return os.pread(file, 1000, 0).decode(errors="replace").strip() or "another process"
+
+
+def _write(file: int, text: str) -> None:
+    os.ftruncate(file, 0)
+    if text:
+        os.pwrite(file, f"{text}\n".encode(), 0)

@@ -1,0 +1,143 @@
+"""`timeline.json`: the timelines of all ranks on one clock, with who waited for whom.
+
+Reference: Google, "Trace event format", 2016; https://ui.perfetto.dev and chrome://tracing show it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from hpcdist.records.durable import writing
+from hpcdist.records.timeline import rank_path, span_us
+
+FILE_NAME = "timeline.json"
+Event = dict[str, Any]
+
+
+class RankTimeline(BaseModel):
+    """A rank's timeline in its file, and its clock."""
+
+    rank: int
+    name: str = Field(description="as viewers show it")
+    clock: list[tuple[float, float]] = Field(description="moments, and how far this clock was ahead of the first's")
+    error_s: float = Field(0.0, description="how wrong the latter may be")
+    left_out: int = 0
+
+    def common_s(self, own_s: float) -> float:
+        """Convert a moment of this rank's clock to the first rank's; the clocks drift apart evenly."""
+        (first_s, ahead_s), (last_s, ahead_last_s) = self.clock[0], self.clock[-1]
+        if last_s > first_s:
+            ahead_s += (ahead_last_s - ahead_s) * (own_s - first_s) / (last_s - first_s)
+        return own_s - ahead_s
+
+
+def merge_timelines(path: Path, ranks: Sequence[RankTimeline], **about: Any) -> None:
+    """Write the timeline of all ranks from the ranks' files, and remove these.
+
+    Events of one thread are in the order of their begins. A collective call names the rank that came last, for which
+    the others waited; arrows lead from sends to the ends of their receives. Holds one rank's events at a time.
+
+    Args:
+        about: what the file says of itself.
+    """
+    zero_s = min(rank.common_s(rank.clock[0][0]) for rank in ranks)
+    links = _Links()
+    for rank in ranks:
+        for event in _events(path, rank, zero_s):
+            links.note(event)
+    about |= {"ranks": len(ranks), "left out": {rank.rank: rank.left_out for rank in ranks if rank.left_out}}
+    about["clocks"] = {
+        rank.rank: {"ahead, s": [ahead for _, ahead in rank.clock], "error, s": rank.error_s} for rank in ranks
+    }
+    temporary = path.with_name(f"{path.name}.tmp")
+    with writing(path):
+        with open(temporary, "w") as file:
+            file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)}, "traceEvents": [\n')
+            between = ""
+            for event in (event for rank in ranks for event in _merged(path, rank, zero_s, links)):
+                file.write(between + json.dumps(event))
+                between = ",\n"
+            file.write("\n]}\n")
+        os.replace(temporary, path)
+        for rank in ranks:
+            rank_path(path, rank.rank).unlink(missing_ok=True)
+
+
+def _merged(path: Path, rank: RankTimeline, zero_s: float, links: _Links) -> Iterator[Event]:
+    """Yield a rank's events, of each thread those that begin first first, and of these the longest."""
+    yield {"name": "process_sort_index", "ph": "M", "pid": rank.rank, "args": {"sort_index": rank.rank}}
+    events = list(_events(path, rank, zero_s))
+    places = {id(event): place for place, event in enumerate(events)}  # what is within another one ended before it
+    events.sort(key=lambda e: (e["ph"] != "M", e["tid"], e.get("ts", 0), -e.get("dur", 0), -places[id(e)]))
+    for event in events:
+        if event["name"] == "process_name":
+            event["args"]["name"] = rank.name
+        arrows = links.complete(event)
+        yield event
+        yield from arrows
+
+
+def _events(path: Path, rank: RankTimeline, zero_s: float) -> Iterator[Event]:
+    """Read a rank's events, with the moments of the common clock."""
+    file = rank_path(path, rank.rank)
+    for line in file.read_text().splitlines() if file.exists() else ():  # of a rank that died there may be none
+        if not line.startswith("{"):
+            continue
+        try:
+            event = json.loads(line.rstrip(","))
+        except ValueError:
+            continue  # cut short, as its rank died
+        if "ts" in event:
+            own_us = event["ts"], event["ts"] + event.get("dur", 0)
+            times = span_us(*(rank.common_s(1e-6 * us) - zero_s for us in own_us))
+            event |= times if "dur" in event else {"ts": times["ts"]}
+        yield event
+
+
+class _Links:
+    """The connections between events of several ranks: collective calls, and messages."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[float, int]] = {}  # of a call: when the last rank came, and which
+        self._ends: dict[str, float] = {}  # of a message that was received: when
+        self._starts: dict[str, float] = {}  # and sent
+        self._numbers: dict[str, int] = {}
+
+    def note(self, event: Event) -> None:
+        args = event.get("args", {})
+        if call := args.get("call"):
+            self._last[call] = max(self._last.get(call, (float("-inf"), -1)), (event["ts"], event["pid"]))
+        if sent := args.get("sent"):
+            self._starts[sent] = event["ts"]
+        if received := args.get("received"):
+            self._ends[received] = event["ts"] + event["dur"]
+
+    def complete(self, event: Event) -> list[Event]:
+        """Add to an event who came last; return the arrows that begin or end in it."""
+        args = event.get("args", {})
+        if call := args.get("call"):
+            at_us, last = self._last[call]
+            if at_us > event["ts"]:
+                args |= {"waited for": f"rank {last}", "waited, ms": round(1e-3 * (at_us - event["ts"]), 3)}
+        arrows = []
+        for kind, phase in (("sent", "s"), ("received", "f")):
+            message = args.get(kind)
+            if message in self._starts and message in self._ends:
+                arrow = {"name": "message", "cat": "message", "ph": phase, "id": self._number(message)}
+                # A nanosecond before the end: viewers take the event around that moment.
+                last_us = max(event["ts"], round(event["ts"] + event["dur"] - 0.001, 3))
+                at_us = event["ts"] if phase == "s" else last_us
+                arrows.append(arrow | {"ts": at_us, "pid": event["pid"], "tid": event["tid"]} | _BINDING[phase])
+        return arrows
+
+    def _number(self, message: str) -> int:
+        return self._numbers.setdefault(message, len(self._numbers))
+
+
+_BINDING: dict[str, dict[str, str]] = {"s": {}, "f": {"bp": "e"}}  # an arrow ends in the event around it

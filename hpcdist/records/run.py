@@ -1,0 +1,129 @@
+"""`run.json`: command, settings, versions and files of each start of a run, to repeat it and to compare it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hpcdist.errors import DataError
+from hpcdist.records.durable import replace_durably, writing
+
+FILE_NAME = "run.json"
+
+
+class JobFile(BaseModel):
+    """A job's file and the files that it imported from its folder, copied to the run's folder."""
+
+    model_config = ConfigDict(extra="allow")
+
+    path: str = Field(description="as the user gave it")
+    sha256: str
+    copies: dict[str, str] = Field(description="sha256 of each copy, by its path in the run's folder")
+
+
+class Start(BaseModel):
+    """One start of a run. Dates are in UTC. Further keys are kept as they are."""
+
+    # A setting may be infinite, and must be read back as such.
+    model_config = ConfigDict(extra="allow", ser_json_inf_nan="constants")
+
+    started: str
+    ended: str | None = Field(None, description="none for a start that was killed, or that still runs")
+    command: list[str]
+    job: JobFile
+    commit: str | None = Field(description="of the job's folder; none outside of git")
+    dirty: bool = Field(description="whether files differed from that commit")
+    ranks: int
+    samples: int | None = Field(None, description="in an epoch")
+    hosts: list[str] = Field(description="of each rank")
+    versions: dict[str, str | None]
+    settings: dict[str, Any] = Field(description="all of them, defaults included")
+    rate_factor: float = Field(1.0, description="by which optimizer.scale multiplied the learning rate")
+    virtual: dict[str, Any] | None = Field(
+        None, description="network and step times of virtual ranks, whose seconds are virtual in all files"
+    )
+    went_on_from: str | None = Field(None, description="the checkpoint, in the run's folder")
+
+
+class RunRecord(Start):
+    """A run: its first start, and those with --resume."""
+
+    resumed: list[Start] = Field(default_factory=list)
+
+    @property
+    def last(self) -> Start:
+        """Return the newest start, with whose settings the run ended."""
+        return self.resumed[-1] if self.resumed else self
+
+
+def now() -> str:
+    """Return the current time in UTC, such as 2026-01-31T12:00:00Z."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def begin_run(folder: Path, start: Start) -> None:
+    """Add a start to `run.json`, or create that file."""
+    path = folder / FILE_NAME
+    run = load_run(folder)
+    if run is None:
+        run = RunRecord(**start.model_dump())
+    else:
+        run.resumed.append(start)
+    _write(path, run)
+
+
+def end_run(folder: Path) -> None:
+    """Record the time at which the newest start ended."""
+    run = load_run(folder)
+    if run is not None:
+        run.last.ended = now()
+        _write(folder / FILE_NAME, run)
+
+
+def load_run(folder: str | Path) -> RunRecord | None:
+    """Read `run.json`; None where there is none, as in folders of older versions.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    path = Path(folder) / FILE_NAME
+    if not path.exists():
+        return None
+    try:
+        return RunRecord.model_validate(json.loads(path.read_bytes()))
+    except (ValueError, ValidationError) as error:
+        raise DataError(f"{path} must be what a run was started with; got {error}. Move it away to go on.") from None
+
+
+def copy_job(folder: Path, path: Path, neighbours: Iterable[Path]) -> JobFile:
+    """Copy a job's file and its neighbours to `job` in the run's folder; to `job-2`... where they have changed."""
+    home = path.resolve().parent
+    files = {str(file.resolve().relative_to(home)): file.read_bytes() for file in (path, *neighbours)}
+    sums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    number = 1
+    while True:
+        target = folder / ("job" if number == 1 else f"job-{number}")
+        if not target.exists() or all(_has(target / name, content) for name, content in files.items()):
+            break
+        number += 1
+    for name, content in files.items():
+        with writing(target / name):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+        if not _has(target / name, content):
+            replace_durably(target / name, content)
+    copies = {f"{target.name}/{name}": digest for name, digest in sums.items()}
+    return JobFile(path=str(path), sha256=sums[path.resolve().name], copies=copies)
+
+
+def _has(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == content
+
+
+def _write(path: Path, run: RunRecord) -> None:
+    replace_durably(path, (run.model_dump_json(indent=2, exclude_none=False) + "\n").encode())

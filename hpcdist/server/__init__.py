@@ -1,1 +1,0 @@
-"""What the parameter-server strategies share: the mailbox of gradients."""

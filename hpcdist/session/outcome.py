@@ -1,0 +1,270 @@
+"""Use the model that the ranks stand for, and save and load checkpoints, in the user's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from hpcdist import checkpoint
+from hpcdist.errors import CheckpointError, ConfigError
+from hpcdist.model.hyperparameters import unequal_steps
+from hpcdist.session.optimizer import release
+from hpcdist.session.pipeline import share_tied
+from hpcdist.session.stages import SavedGrid
+from hpcdist.session.state import capture, require_saved, restore
+from hpcdist.session.values import broadcast_in
+from hpcdist.session.world import current
+from hpcdist.strategies import Strategy
+
+
+@contextmanager
+def consensus(model: nn.Module) -> Iterator[nn.Module]:
+    """Collective. Give `model`, inside the context, the parameters that all ranks stand for; afterwards its own again.
+
+    With servers these are the servers' parameters, else the mean of all ranks' parameters; buffers such as batch
+    norm's statistics are the mean of the workers'. Evaluate and export there::
+
+        with hpcdist.consensus(model):
+            model.eval()
+            ...
+
+    Raises:
+        ConfigError: no DistributedOptimizer trains the model; or ranks that serve can't take part, inside the loop.
+    """
+    with consensus_of(_holders(model)):
+        yield model
+
+
+@contextmanager
+def consensus_of(optimizers: Iterable[Any]) -> Iterator[None]:
+    """Collective. Give the models of these optimisers, inside the context, the parameters that all ranks stand for."""
+    _require_all_ranks("an evaluation")
+    optimizers = list(optimizers)
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            flat = optimizer.strategy.model
+            if not flat.is_swapped:  # else within another context
+                _require_same_batches(optimizer.strategy)
+                flat.refresh()
+                stack.enter_context(flat.swapped(*optimizer.strategy.consensus()))
+                stack.enter_context(_holding(flat.frozen, optimizer.strategy.frozen_consensus()))
+        for optimizer in optimizers:
+            share_tied(optimizer.strategy.model.module)
+        yield
+
+
+@contextmanager
+def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor] | None) -> Iterator[None]:
+    """Give the tensors these values inside the context; None: their own."""
+    kept = [] if values is None else [tensor.clone() for tensor in tensors]
+    for tensor, value in zip(tensors, values or ()):
+        tensor.copy_(value)
+    try:
+        yield
+    finally:
+        for tensor, value in zip(tensors, kept):
+            tensor.copy_(value)
+
+
+def finish(model: nn.Module) -> nn.Module:
+    """Collective. End the training of `model`, leave the trained one on every rank, and return it.
+
+    Its parameters and buffers become those that the ranks stand for together. Its optimisers are plain ones again.
+
+    Raises:
+        ConfigError: no DistributedOptimizer trains the model; or ranks that serve can't take part, inside the loop.
+    """
+    _require_all_ranks("the end of training")
+    for optimizer in _holders(model):
+        flat = optimizer.strategy.model
+        _require_same_batches(optimizer.strategy)
+        flat.refresh()
+        params, buffers = optimizer.strategy.consensus()
+        frozen = optimizer.strategy.frozen_consensus() or flat.frozen
+        mine = (*flat.params, *flat.buffers, *flat.frozen)
+        for own, value in zip(mine, (*params, *buffers, *frozen), strict=True):
+            own.copy_(value)
+        release(optimizer)
+        current().optimizers.remove(optimizer)
+    share_tied(model)
+    return model
+
+
+def _require_same_batches(strategy: Strategy) -> None:
+    """Collective. Check that workers that take their steps together took them for the same batches.
+
+    Raises:
+        MismatchError: they did not.
+    """
+    if not strategy.synchronous:
+        return
+    comm, batches = strategy.comm, strategy.model.passes.batches_used
+    of_all = comm.retry_on_failure(lambda: comm.gather(batches))
+    workers = [rank for rank in strategy.worker_ranks(strategy.config, comm.size) if rank in comm.living]
+    error = unequal_steps({rank: of_all[rank] for rank in workers}, "batches that steps were taken for")
+    if error is not None:
+        raise error
+
+
+def _holders(model: nn.Module) -> list[Any]:
+    optimizers = [o for o in current().optimizers if o.strategy.model.module is model]
+    if not optimizers:
+        raise ConfigError(
+            "model must be one that a DistributedOptimizer trains; got another one, or one that is finished. Pass the "
+            "module that DistributedOptimizer was given."
+        )
+    return optimizers
+
+
+def _require_all_ranks(what: str) -> None:
+    if current().group is not None:
+        raise ConfigError(
+            f"{what} must be outside of the training loop where ranks serve, for they can't take part inside it; got "
+            "one inside. Do it between epochs: after the loop over hpcdist.shard(loader)."
+        )
+
+
+def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: Any) -> Path:
+    """Collective. Save a checkpoint of the user's own loop in folder `path`, and return its own folder.
+
+    ::
+
+        hpcdist.save("checkpoints", optimizer=optimizer, schedule=schedule, loader=loader, epoch=epoch)
+
+    A DistributedOptimizer is saved with its model and its strategy's state. Of other objects their `state_dict()` is
+    saved (schedules, GradScalers, other modules, sharded loaders), and plain values as they are. The random generators
+    of Python, NumPy and torch are saved too. Every rank writes its own files; the checkpoint is there whole or not.
+
+    Args:
+        step: orders checkpoints; by default the steps that have been taken.
+        keep: number of checkpoints that stay.
+        state: objects to save, by names that `load` is given too. Models of the optimisers may be named or not.
+
+    Raises:
+        CheckpointError: some rank can't save its state. Raised on all ranks.
+        ConfigError: ranks that serve can't take part, inside the loop.
+    """
+    _require_all_ranks("a checkpoint")
+    comm = current().comm
+    trained = _trained(state)
+    steps = [taken for taken in comm.gather(_steps(trained)) if taken is not None]
+    saved = {name: _saved(value) for name, value in state.items() if not _belongs(value, trained)}
+    meta: dict[str, Any] = {"loop": {name: _identity(optimizer) for name, optimizer in trained.items()}}
+    if current().stages > 1:
+        meta["stages"] = current().stages
+    saved = {"state": saved, "random": checkpoint.random_state()}
+    return checkpoint.save(comm, path, max(steps) if step is None else step, saved, meta=meta, keep=keep)
+
+
+def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
+    """Collective. Load the newest checkpoint in folder `path`; return the plain values, or None if there is none.
+
+    ::
+
+        found = hpcdist.load("checkpoints", optimizer=optimizer, schedule=schedule, loader=loader)
+        first = found["epoch"] + 1 if found else 0
+
+    On as many ranks as have saved it the run goes on to the bit with synchronous strategies; on another number all
+    start from the parameters that the saved ranks stood for together. A model in stages may be cut into others, or be
+    whole: parameters, buffers and the optimiser's state are found by their names; what compression has not sent yet is
+    dropped then.
+
+    Args:
+        path: a folder of checkpoints, or one of them.
+        state: objects by the names that `save` was given; their states are replaced.
+
+    Raises:
+        CheckpointError: it is damaged, of another model or strategy, or lacks one of the names.
+        ConfigError: ranks that serve can't take part, inside the loop.
+    """
+    _require_all_ranks("a checkpoint")
+    session, trained = current(), _trained(state)
+    newest = _find(Path(path))
+    if newest is None:
+        return None
+    manifest = checkpoint.verify_together(session.comm, newest)
+    saved = SavedGrid(newest, manifest)
+    _require_same(newest, manifest.meta.get("loop", {}), trained, staged=max(saved.stages, session.stages) > 1)
+    replica, stage = session.outer.rank, session.comm.rank % session.stages
+    near = saved.read(min(replica, saved.replicas - 1), min(stage, saved.stages - 1))
+    same_cut = saved.has_cut(
+        session, {name: (optimizer, near["state"].get(name)) for name, optimizer in trained.items()}
+    )
+    same = same_cut and saved.replicas == session.outer.size
+    if same:
+        checkpoint.set_random_state(near["random"])
+    plain = dict(
+        near["state"] if same else saved.read(_first_worker(trained, saved), min(stage, saved.stages - 1))["state"]
+    )
+    for name, value in state.items():
+        if _belongs(value, trained):
+            continue
+        if name not in plain:
+            raise CheckpointError(f"{newest} must hold {name!r}; got {', '.join(sorted(plain))}. Load what was saved.")
+        mine = plain.pop(name)
+        if name in trained:
+            restore(value, mine if same else saved.state_for(value, _named(name), stage if same_cut else None))
+        elif same_cut or not isinstance(value, nn.Module):
+            value.load_state_dict(mine)
+        else:
+            joined = saved.module_state(_first_worker(trained, saved), _named(name))
+            value.load_state_dict({key: joined[key] for key in value.state_dict() if key in joined})
+    return plain
+
+
+def _named(name: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda state: state["state"][name]
+
+
+def _first_worker(trained: Mapping[str, Any], saved: SavedGrid) -> int:
+    """Return the first replica that took steps, among those that have saved."""
+    strategy = next((optimizer.strategy for optimizer in trained.values()), None)
+    return 0 if strategy is None else strategy.worker_ranks(strategy.config, saved.replicas)[0]
+
+
+def _trained(state: Mapping[str, Any]) -> dict[str, Any]:
+    held = current().optimizers
+    return {name: value for name, value in state.items() if any(value is optimizer for optimizer in held)}
+
+
+def _belongs(value: Any, trained: Mapping[str, Any]) -> bool:
+    """Tell whether a value is saved with an optimiser, as its model is."""
+    return any(value is optimizer.strategy.model.module for optimizer in trained.values())
+
+
+def _saved(value: Any) -> Any:
+    if any(value is optimizer for optimizer in current().optimizers):
+        return capture(value)
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _steps(trained: Mapping[str, Any]) -> int:
+    return max((optimizer.strategy.steps for optimizer in trained.values()), default=0)
+
+
+def _find(path: Path) -> Path | None:
+    """Collective. Find the checkpoint on rank 0, for all: other ranks may see a shared folder later."""
+    comm = current().comm
+
+    def look() -> str:
+        newest = path if (path / checkpoint.MANIFEST).is_file() else checkpoint.latest(path, fallback=True)
+        return str(newest or "")
+
+    text = broadcast_in(comm, look() if comm.rank == comm.living[0] else None, comm.living[0])
+    return Path(text) if text else None
+
+
+def _identity(optimizer: Any) -> dict[str, str]:
+    return {"strategy": type(optimizer.strategy).__name__, "model": optimizer.strategy.model.signature()}
+
+
+def _require_same(path: Path, saved: Mapping[str, Any], trained: Mapping[str, Any], staged: bool) -> None:
+    """Check that a checkpoint is of the same strategies and models; those in stages are compared name by name later."""
+    for name, optimizer in trained.items():
+        for what, own in _identity(optimizer).items():
+            if what != "model" or not staged:
+                require_saved(what, saved.get(name, {}).get(what), own, path)

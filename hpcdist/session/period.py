@@ -1,0 +1,54 @@
+"""Run one period of training: workers take steps until they pause, servers serve them meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from hpcdist.errors import ConfigError
+from hpcdist.strategies.server.strategy import serve_together
+
+
+class Weighed(NamedTuple):
+    """This rank's batch of one step, and its weight.
+
+    `weight` is this rank's number of samples in the step over the workers' mean number; 0 for a batch that does not
+    count. `ends_epoch` says that no batch of the epoch follows.
+    """
+
+    batch: Any
+    weight: float = 1.0
+    ends_epoch: bool = False
+
+
+def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when_left: bool = False) -> Iterator[Any]:
+    """Yield a worker's batches, each of which begins with its weight, and pause after the last; serve on a server.
+
+    A server yields nothing: it serves until all workers have paused.
+
+    Args:
+        optimizers: distributed ones, which the loop steps; with the same workers.
+        pauses_when_left: pause also where the loop is left by `break`, or fails: the others then don't wait.
+    """
+    strategies = [optimizer.strategy for optimizer in optimizers]
+    if len(strategies) > 1 and any(strategy.evaluates_portions for strategy in strategies):
+        raise ConfigError(
+            f"a loop with a strategy that evaluates portions of its batches must have one optimizer; got "
+            f"{len(strategies)}. Give one optimizer all parameters, or use another strategy."
+        )
+    if not strategies[0].is_worker:
+        serve_together([(optimizer.strategy, optimizer.local_step) for optimizer in optimizers])
+        return
+    pauses = pauses_when_left
+    try:
+        for batch, weight, ends_epoch in batches:
+            for strategy in strategies:
+                strategy.model.begin_batch(weight, ends_epoch=ends_epoch)
+            with strategies[0].comm.span(f"step {strategies[0].steps + 1}", "step"):
+                yield batch
+        pauses = True
+    finally:
+        for strategy in strategies:
+            strategy.model.end_batches()
+        for strategy in strategies if pauses else ():
+            strategy.pause()

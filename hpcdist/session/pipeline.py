@@ -1,0 +1,179 @@
+"""Train a model that is cut into stages, one or several per rank, in the user's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hpcdist.errors import ConfigError
+from hpcdist.parallel.agreement import Agreement
+from hpcdist.parallel.cost import measure
+from hpcdist.parallel.cut import Cut
+from hpcdist.parallel.grid import Grid
+from hpcdist.parallel.part import PartOfModel
+from hpcdist.parallel.pipeline import Pipeline
+from hpcdist.parallel.plan import measured_cut
+from hpcdist.session.world import Session, current, require_equal
+from hpcdist.strategies import Strategy
+
+
+def pipeline(
+    model: Callable[[], Any] | nn.Module | Sequence[nn.Module],
+    loss: Callable[[Any, Any], Tensor],
+    *,
+    stages: int,
+    micro_batches: int = 4,
+    schedule: str = "one_f_one_b",
+    chunks: int = 1,
+    recompute: bool = False,
+    cut: Cut | Sequence[int] | None = None,
+    example: tuple[Any, Any] | None = None,
+    spread: bool = False,
+    device: torch.device | str | None = None,
+) -> Pipeline:
+    """Collective. Cut `model` into stages, one per rank of `stages` consecutive ranks; return this rank's.
+
+    ::
+
+        model = hd.pipeline(make_model, loss_fn, stages=4)
+        optimizer = hd.DistributedOptimizer(torch.optim.AdamW(model.parameters()), model, strategy="gossip_pull")
+        for x, y in hd.shard(loader):
+            loss = model.step(x, y)
+
+    So many ranks are one replica of the model; all ranks together are a grid of stages and replicas. From here on
+    DistributedOptimizers train the replicas of each stage together, and `shard` deals samples out among replicas: all
+    ranks of one get the same batches. Instead of `model.step` a loop may call `model.forward_backward(x, y)`, perhaps
+    several times, `model.clip_grad_norm_(max_norm)`, and its optimisers' `step`.
+
+    Args:
+        model: a function that returns an nn.Sequential, a list of layers or a `hpcdist.parallel.Chain`, so that no rank
+            ever holds the whole model; or the model itself, of which each rank keeps its stages.
+        loss: (outputs, targets) -> the mean loss of a micro-batch, a scalar; called on the last stage's rank.
+        stages: ranks of a replica; divides the number of all ranks.
+        micro_batches: number of parts into which each batch is divided, which are under way at the same time.
+        schedule: order in which a rank works on them; see `hpcdist plan`.
+        chunks: stages on each rank, which its schedule must allow.
+        recompute: compute activations again in the backward pass, for memory.
+        cut: number of layers of each stage; by default stages have about equal numbers of parameters.
+        example: a batch (x, y), as for `model.step`. Rank 0 measures each layer with its first micro-batch, and stages
+            take about equal times: the cut of `hpcdist plan`. It may be another one in the next run.
+        spread: let a replica's ranks be on several nodes.
+        device: device of this rank's stages; that of the model, if None.
+
+    Raises:
+        ConfigError: the ranks are no multiple of `stages`, the model has fewer layers, or is distributed already;
+            both `cut` and `example` are given.
+        MismatchError: ranks differ in what they ask for.
+    """
+    session = current()
+    _check_model(session, model)
+    if example is not None and cut is not None:
+        raise ConfigError(f"cut must be left out with an example, by which layers are measured; got {cut}. Give one.")
+    sizes = list(cut.sizes) if isinstance(cut, Cut) else None if cut is None else list(cut)
+    how: dict[str, Any] = {"micro_batches": micro_batches, "schedule": schedule, "chunks": chunks}
+    how["recompute"] = recompute
+    mine = {"stages": stages, "spread": spread, "cut": sizes, "example": example is not None}
+    require_equal(session.comm, mine | how, "settings of the pipeline")
+    grid = grid_of(session, stages, spread)
+    if example is not None:
+        x, y = _micro_batch(example, micro_batches)
+        cut = measured_cut(session.comm, lambda: measure(model, x, loss, y, device=device or "cpu"), stages, **how)
+    made = Pipeline(model, loss, grid, cut=cut, device=device, **how)
+    session.grid = grid
+    return made
+
+
+def _check_model(session: Session, model: object) -> None:
+    """Raise ConfigError where the model is in stages, or distributed, already."""
+    if isinstance(model, Pipeline):
+        raise ConfigError("model must not be in stages already; got what hpcdist.pipeline has returned. Use that.")
+    if any(optimizer.strategy.model.module is model for optimizer in session.optimizers):
+        raise ConfigError(
+            "model must be cut into stages before a DistributedOptimizer trains it; got one that is trained. Call "
+            "hpcdist.pipeline first, and give DistributedOptimizer what it returns."
+        )
+
+
+def _micro_batch(example: Any, micro_batches: int) -> tuple[Any, Any]:
+    """Return the first micro-batch of a batch of inputs and targets."""
+    if not isinstance(example, (tuple, list)) or len(example) != 2:
+        raise ConfigError(
+            f"example must be a batch, a tuple of inputs and targets; got {type(example).__name__}. Give what the loop "
+            "gives model.step, such as next(iter(loader))."
+        )
+
+    def first(leaf: Any) -> Any:
+        return leaf[: -(-len(leaf) // max(1, micro_batches))] if isinstance(leaf, Tensor) and leaf.dim() else leaf
+
+    return pytree.tree_map(first, example[0]), pytree.tree_map(first, example[1])
+
+
+def grid_of(session: Session, stages: int, spread: bool) -> Grid:
+    """Collective. Return the session's grid, or a new one of so many stages."""
+    grid = session.grid
+    if grid is not None and grid.stages == stages:
+        return grid
+    if session.optimizers:
+        raise ConfigError(
+            f"stages must be the same for all models that are trained at a time, {session.stages}; got {stages}. End "
+            "the other training first (hpcdist.finish), or cut into as many."
+        )
+    return Grid(session.comm, stages, spread)
+
+
+# --- what DistributedOptimizer needs ----------------------------------------------------------------------------------
+def require_in_stages(session: Session, model: nn.Module) -> None:
+    """Check that a model is of this session's grid, where there is one; raise ConfigError otherwise."""
+    if isinstance(model, PartOfModel):
+        if session.grid is None and not session.optimizers:
+            session.grid = model.grid
+        if model.grid is not session.grid:
+            raise ConfigError(
+                "model must be cut by hpcdist.pipeline in this session; got one of another grid of ranks. Call "
+                "hpcdist.init first, then hpcdist.pipeline, or device_mesh and local_shards."
+            )
+    elif session.stages > 1:
+        raise ConfigError(
+            f"model must be what hpcdist.pipeline has returned where ranks hold {session.stages} stages; got "
+            f"{type(model).__name__}. Pass that, or what local_shards has returned, to DistributedOptimizer, and its "
+            "parameters() to the optimiser."
+        )
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, evaluating: bool, strategy: type[Strategy]
+) -> None:
+    """Check that an optimiser and a strategy can train one stage of several; raise ConfigError otherwise."""
+    if strategy.evaluates_portions:
+        raise ConfigError(
+            f"strategy must step along each stage by itself where a model is in stages; got {strategy.__name__}, whose "
+            "directions and line search are of all parameters. Take another one."
+        )
+    if evaluating:
+        raise ConfigError(
+            f"optimizer must step along each stage by itself where a model is in stages; got "
+            f"{type(optimizer).__name__}, whose directions and line search are of all parameters. Use another one."
+        )
+    own = set(map(id, model.parameters()))
+    others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if others:
+        raise ConfigError(
+            f"optimizer must have parameters of this rank's stages; got {len(others)} others. Make it of "
+            "model.parameters(), of what hpcdist.pipeline or local_shards has returned; a loss with parameters is a "
+            "last layer."
+        )
+
+
+def agreement(model: nn.Module) -> Agreement | None:
+    """Return what agrees with the other ranks of the replica; None for a model that each rank has whole."""
+    return model.agreement if isinstance(model, PartOfModel) else None
+
+
+def share_tied(model: nn.Module) -> None:
+    """Collective in the replica where stages share parameters. Give them the first stage's values."""
+    if isinstance(model, PartOfModel):
+        model.share_values()

@@ -1,0 +1,337 @@
+"""Carry a checkpoint over to another grid of stages and replicas: tensors are put together and cut anew by their names.
+
+Every rank saves its own stage. On another number of replicas, a stage's state is made of those that its replicas have
+saved, as on another number of ranks without stages. Where the stages are cut otherwise, so it is for each saved stage;
+of the results each rank takes up what its own layers have the names of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcdist import checkpoint, strategies
+from hpcdist.errors import CheckpointError
+from hpcdist.session.state import capture, layout_of, merge, workers_of
+from hpcdist.session.world import Session
+from hpcdist.strategies import Strategy
+from hpcdist.strategies.common.state import Anew, Entry, mean
+
+Named = dict[str, Tensor]
+Pick = Callable[[dict[str, Any]], dict[str, Any]]  # finds one optimiser's part (see `capture`) in a rank's state
+_KINDS = ("params", "frozen", "buffers")
+_NOTHING = object()
+
+
+class SavedGrid:
+    """The states in a checkpoint, by replica and stage; one stage where it is of whole models.
+
+    Attributes:
+        stages, replicas: numbers of them.
+    """
+
+    def __init__(self, path: Path, manifest: checkpoint.Manifest):
+        self.path = path
+        self.stages: int = manifest.meta.get("stages", 1)
+        self.replicas = manifest.ranks // self.stages
+
+    def read(self, replica: int, stage: int) -> dict[str, Any]:
+        """Read the state that the rank of this replica and stage has saved."""
+        return checkpoint.read(self.path, replica * self.stages + stage)
+
+    def has_cut(self, session: Session, states: Mapping[str, tuple[Any, Any]]) -> bool:
+        """Collective where there are stages. Tell whether the saved stages have the layers that the ranks' have now.
+
+        Args:
+            states: of each optimiser, by name: itself, and its state on a rank of this rank's stage.
+        """
+        if self.stages == session.stages == 1:  # models that are whole have been compared
+            return True
+        mine = {name: layout_of(optimizer) for name, (optimizer, _) in states.items()}
+        saved = {name: (state or {}).get("layout") for name, (_, state) in states.items()}
+        return all(session.comm.gather(self.stages == session.stages and mine == saved))
+
+    def state_for(self, optimizer: Any, pick: Pick, stage: int | None) -> dict[str, Any]:
+        """Make this rank's state on another grid than the saved one.
+
+        Args:
+            pick: finds the optimiser's part in a rank's state.
+            stage: this rank's stage, where the saved ones have the same layers; None: they are cut anew.
+        """
+        if stage is not None:
+            states = [pick(self.read(replica, stage)) for replica in range(self.replicas)]
+            return merge(states, optimizer.strategy)
+        return _cut_anew(self, optimizer, pick)
+
+    def module_state(self, replica: int, find: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+        """Join the state dicts of a module's stages."""
+        joined: dict[str, Any] = {}
+        for stage in range(self.stages):
+            joined = find(self.read(replica, stage)) | joined
+        return joined
+
+
+# --- a saved stage ----------------------------------------------------------------------------------------------------
+class _SavedStage:
+    """One saved stage: the values that its replicas stand for together, by the names of parameters.
+
+    Args:
+        states: of its replicas, as `capture` makes them.
+        strategy: this run's, or its class.
+    """
+
+    def __init__(self, states: Sequence[dict[str, Any]], strategy: Any, path: Path):
+        self._states, self._workers = states, workers_of(states)
+        if not states[0].get("layout"):
+            raise CheckpointError(
+                f"{path} must say where each parameter lies in it, to be cut into other stages; got one of an earlier "
+                "version of hpcdist. Resume on as many stages, and save once more."
+            )
+        self.layout = layout = states[0]["layout"]
+        self.also: dict[str, str] = layout["also"]
+        first = states[self._workers[0]]
+        params = strategy.reshard_params([state["params"] for state in states], [s["strategy"] for s in states])
+        buffers = mean([states[worker]["buffers"] for worker in self._workers])
+        flats = {"params": params, "frozen": first["frozen"], "buffers": buffers}
+        self.named = {kind: dict(_by_name(layout[kind], flats[kind])) for kind in _KINDS}
+
+    def optimizer(self, strategy: Strategy) -> tuple[dict[str, Any], list[tuple[list[str], dict[str, Any]]]]:
+        """Return the optimiser's state of each parameter, and its groups: names, and settings."""
+        whole = strategy.reshard_optimizer([state["optimizer"] for state in self._states])
+        groups = self._states[self._workers[0]]["optimizer"]["param_groups"]
+        order = self.layout["order"]
+        of = {order[index]: state for index, state in whole["state"].items()}
+        return of, [([order[index] for index in group["params"]], _settings(group)) for group in groups]
+
+    def along(self, entry: Entry) -> Any:
+        """Return an entry of the strategy's state: by kind and name where its tensors lie along the parameters.
+
+        Numbers and the like are one of the ranks'; `_NOTHING` stands for what can't be carried over.
+        """
+        saved = [s["strategy"][entry.name] for s in self._states if entry.name in s["strategy"]]
+        if not saved or isinstance(saved[0], Tensor):
+            return _NOTHING
+        if all(value is None or isinstance(value, (bool, int, float, str)) for value in saved):
+            return max(saved) if entry.reshard is max else saved[self._workers[0] if self._all_have(saved) else 0]
+        if not any(saved):
+            return saved[0]
+        found = self._split(saved[0])
+        if found is None and all(_are_tensors(value) for value in saved):  # each server's shard
+            found = self._split([torch.cat(parts) for parts in zip(*saved, strict=True)])
+        return _NOTHING if found is None else found
+
+    def _all_have(self, saved: Sequence[Any]) -> bool:
+        return len(saved) == len(self._states)
+
+    def _split(self, value: Any) -> dict[str, Named] | None:
+        """Divide tensors along the parameters by name; None where they are others."""
+        places = self.layout["params"]
+        if _are_tensors(value) and _fits(value, places):
+            return {"": dict(_by_name(places, value))}
+        if isinstance(value, dict) and sorted(value) == list(range(len(value))):  # a torch optimiser's, of flat tensors
+            kinds = {kind: [value[group][kind] for group in range(len(value))] for kind in value[0]}
+            if all(_are_tensors(flats) and _fits(flats, places) for flats in kinds.values()):
+                return {kind: dict(_by_name(places, flats)) for kind, flats in kinds.items()}
+        return None
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _are_tensors(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, Tensor) for item in value)
+
+
+def _fits(flats: Sequence[Tensor], places: Sequence[Sequence[Any]]) -> bool:
+    lengths = [0] * len(flats)
+    for _, group, _, stop, *_ in places:
+        if group >= len(flats):
+            return False
+        lengths[group] = max(lengths[group], stop)
+    return [flat.numel() for flat in flats] == lengths
+
+
+def _by_name(places: Sequence[Sequence[Any]], flats: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, group, start, stop, *_ in places:
+        yield name, flats[group][start:stop]
+
+
+# --- this rank's stage ------------------------------------------------------------------------------------------------
+def _cut_anew(saved: SavedGrid, optimizer: Any, pick: Pick) -> dict[str, Any]:
+    """Make this rank's state from all saved stages, one of which is in memory at a time."""
+    strategy, own = optimizer.strategy, capture(optimizer)
+    layout, entries = own["layout"], strategy.entries()
+    taker = _Taker(layout, saved.path)
+    state_of: dict[str, Any] = {}
+    groups: list[tuple[list[str], dict[str, Any]]] = []
+    values: dict[str, Any] = {}
+    for number in range(saved.stages):
+        states = [pick(saved.read(replica, number)) for replica in range(saved.replicas)]
+        stage = _SavedStage(states, strategy, saved.path)
+        taker.also |= stage.also
+        for kind in _KINDS:
+            taker.take(kind, stage.named[kind])
+        of, groups_of_stage = stage.optimizer(strategy)
+        state_of |= {name: state for name, state in of.items() if taker.wants(name)}
+        groups += groups_of_stage
+        for entry in entries:
+            values[entry.name] = _joined(values.get(entry.name), stage.along(entry), taker)
+    flats = {kind: taker.flats(kind, own[kind]) for kind in _KINDS}
+    return {
+        **own,
+        **flats,
+        "optimizer": _optimizer_state(own["optimizer"], layout["order"], state_of, groups, taker),
+        "strategy": _strategy_state(strategy, entries, values, taker, flats["params"]),
+    }
+
+
+class _Taker:
+    """Take what this rank's stage needs of the saved ones."""
+
+    def __init__(self, layout: Mapping[str, Any], path: Path):
+        self._layout, self._path = layout, path
+        self.also: dict[str, str] = dict(layout["also"])  # other names of tied tensors, now and when they were saved
+        self._found: dict[str, Named] = {kind: {} for kind in _KINDS}
+
+    def wants(self, name: str) -> bool:
+        """Tell whether a parameter is this stage's, or tied to one that is."""
+        return any(self._is(place[0], name) for kind in _KINDS for place in self._layout[kind])
+
+    def _is(self, own: str, name: str) -> bool:
+        return own == name or self.also.get(own, own) == self.also.get(name, name)
+
+    def take(self, kind: str, named: Named) -> None:
+        # Copies: the flat memory of the saved stage can go.
+        self._found[kind] |= {name: tensor.clone() for name, tensor in named.items() if self.wants(name)}
+
+    def find(self, name: str, named: Mapping[str, Any]) -> Any:
+        """Return what is under a parameter's name, or under that of one that is tied to it; None where nothing is."""
+        if name in named:
+            return named[name]
+        return next((value for other, value in named.items() if self._is(name, other)), None)
+
+    def flats(self, kind: str, like: Sequence[Tensor], named: Named | None = None) -> list[Tensor]:
+        """Lay tensors out as this stage's are.
+
+        Raises:
+            CheckpointError: one is not there, or of another shape.
+        """
+        flats = [torch.empty_like(flat) for flat in like]
+        for name, group, start, stop, dtype, shape in self._layout[kind]:
+            value = self.find(name, self._found[kind] if named is None else named)
+            if value is None and named is None:  # frozen when it was saved, or not any more
+                value = self.find(name, {n: t for found in self._found.values() for n, t in found.items()})
+            if value is None or value.numel() != stop - start:
+                got = "nothing of that name" if value is None else f"one of {value.numel()} elements"
+                raise CheckpointError(
+                    f"model must be that of the checkpoint to resume from it; got {name!r} ({dtype} of shape {shape}), "
+                    f"for which {self._path} has {got}. Resume with the model of that run."
+                )
+            flats[group][start:stop] = value
+        return flats
+
+
+def _joined(before: Any, now: Any, taker: _Taker) -> Any:
+    """Join an entry's values of two stages."""
+    if isinstance(now, dict):
+        wanted = {kind: {n: t.clone() for n, t in of.items() if taker.wants(n)} for kind, of in now.items()}
+        known = before if isinstance(before, dict) else {}
+        return {kind: known.get(kind, {}) | named for kind, named in wanted.items()} | {
+            kind: named for kind, named in known.items() if kind not in wanted
+        }
+    return now if before is None else before
+
+
+def _optimizer_state(
+    own: dict[str, Any],
+    order: Sequence[str],
+    state_of: Mapping[str, Any],
+    groups: Sequence[tuple[list[str], dict[str, Any]]],
+    taker: _Taker,
+) -> dict[str, Any]:
+    """Return the state dict of this rank's optimiser, with the saved numbers."""
+    found = {index: taker.find(name, state_of) for index, name in enumerate(order)}
+    own_groups = []
+    for number, group in enumerate(own["param_groups"]):
+        names = [order[index] for index in group["params"]]
+        fitting = [
+            settings for members, settings in groups if any(taker.find(n, dict.fromkeys(members, 1)) for n in names)
+        ]
+        numbered = [settings for _, settings in groups[number : number + 1]]  # of a group that is empty here
+        own_groups.append({**group, **(fitting or numbered or [{}])[0]})
+    return {**own, "state": {i: state for i, state in found.items() if state is not None}, "param_groups": own_groups}
+
+
+def _strategy_state(
+    strategy: Strategy, entries: Sequence[Entry], values: Mapping[str, Any], taker: _Taker, like: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Return the strategy's state: what lies along the parameters, and numbers; the rest begins anew."""
+    whole: dict[str, Any] = {}
+    for entry in entries:
+        value = values.get(entry.name)
+        if value is _NOTHING or (value is None and not isinstance(entry.reshard, Anew)):
+            continue
+        if isinstance(value, dict) and value:
+            flats = {kind: taker.flats("params", like, named) for kind, named in value.items()}
+            groups = range(len(like))
+            value = flats[""] if "" in flats else {g: {kind: flats[kind][g] for kind in flats} for g in groups}
+        whole[entry.name] = value
+    state = strategy.reshard_state([whole])
+    return {entry.name: entry.save() for entry in entries if not entry.optional} | state
+
+
+# --- the unsplit model ------------------------------------------------------------------------------------------------
+def unsplit(path: str | Path, optimizer: str = "optimizer") -> dict[str, Tensor]:
+    """Return the state dict of the whole model that a checkpoint's ranks stand for together, of any grid; on the CPU.
+
+    ::
+
+        model.load_state_dict(hpcdist.unsplit("checkpoints"))
+
+    Args:
+        path: a folder of checkpoints, or one of them: of `hpcdist.save`, or of `hpcdist train`.
+        optimizer: the name under which `hpcdist.save` was given the optimiser.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, lacks that name, or is of a strategy that is not installed.
+    """
+    found = path if (Path(path) / checkpoint.MANIFEST).is_file() else checkpoint.latest(path, fallback=True)
+    if found is None:
+        raise CheckpointError(f"{path} must be a checkpoint, or a folder of them; got none there.")
+    manifest = checkpoint.verify(found)
+    saved = SavedGrid(Path(found), manifest)
+
+    def pick(state: dict[str, Any]) -> dict[str, Any]:
+        if "params" in state:
+            return state
+        if optimizer not in state["state"]:
+            raise CheckpointError(
+                f"optimizer must be a name that hpcdist.save was given; got {optimizer!r}, and {found} has "
+                f"{', '.join(sorted(state['state']))}."
+            )
+        return state["state"][optimizer]
+
+    whole: dict[str, Tensor] = {}
+    for number in range(saved.stages):
+        states = [pick(saved.read(replica, number)) for replica in range(saved.replicas)]
+        layout: dict[str, Any] = states[0].get("layout", {})
+        cls = strategies.load(layout["strategy"]) if layout else Strategy
+        stage = _SavedStage(states, cls, saved.path)
+        for kind in _KINDS:
+            for (name, tensor), place in zip(stage.named[kind].items(), layout[kind], strict=True):
+                if name not in layout["beside"]:
+                    whole.setdefault(name, _shaped(tensor, place))
+        for name, other in stage.also.items():
+            if other in whole:
+                whole.setdefault(name, whole[other])
+    return whole
+
+
+def _shaped(flat: Tensor, place: Sequence[Any]) -> Tensor:
+    *_, dtype, shape = place
+    return flat.view(getattr(torch, dtype.removeprefix("torch."))).view(shape).clone()

@@ -1,0 +1,149 @@
+"""Batch normalisation over the batches of all ranks together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import ConfigError
+from hpcdist.model.flat import FlatModel
+from hpcdist.strategies import Strategy, having
+
+
+class _Ranks:
+    """The ranks that a layer normalises over. Copies of the layer share them; a saved one has none."""
+
+    def __init__(self, comm: Communicator | None = None, flat: FlatModel | None = None):
+        self.comm = comm
+        self.flat = flat  # knows the batch's weight
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Ranks, ()
+
+    @property
+    def several(self) -> bool:
+        return self.comm is not None and self.comm.size > 1
+
+    @property
+    def weight(self) -> float:
+        flat: Any = self.flat  # there is one where there are several ranks
+        return flat.weight if flat.passes.weighs else float(flat.weight > 0)
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """Normalise by the mean and variance of the batches of all ranks together, on CPUs and GPUs.
+
+    `hpcdist.DistributedOptimizer` makes these of torch's `nn.SyncBatchNorm` layers, whose own code needs
+    torch.distributed and GPUs, and otherwise normalises each rank's batch alone. So write `nn.SyncBatchNorm`, or
+    convert a model by `nn.SyncBatchNorm.convert_sync_batchnorm(model)`. In training, forward and backward passes are
+    collective; a batch of weight 0 counts for nothing. In evaluation this is ordinary batch normalisation.
+
+    Messages: an all-reduce of 2 numbers per channel in the forward pass, and of as many in the backward pass.
+
+    Reference: Sergey Ioffe, Christian Szegedy, "Batch normalization: accelerating deep network training by reducing
+    internal covariate shift", 2015; over ranks, Chao Peng et al., "MegDet: a large mini-batch object detector", 2018.
+    """
+
+    ranks: Any = _Ranks()  # set by DistributedOptimizer
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        uses_batch = self.training or self.running_mean is None
+        if not uses_batch or not self.ranks.several:
+            return self._normalise_alone(input, uses_batch)
+        how = self.weight, self.bias, self.eps, self.ranks.weight, self.ranks.comm
+        output, mean, variance, count = _Normalise.apply(input, *how)  # type: ignore[no-untyped-call]
+        if self.training and self.running_mean is not None:
+            self._track(mean, variance, float(count))
+        return output
+
+    def _normalise_alone(self, input: Tensor, uses_batch: bool) -> Tensor:
+        factor = 0.0
+        if self.training and self.track_running_stats:
+            factor = self._count_batch()
+        tracked = not self.training or self.track_running_stats
+        mean, variance = (self.running_mean, self.running_var) if tracked else (None, None)
+        return nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, uses_batch, factor, self.eps)
+
+    def _count_batch(self) -> float:
+        """Count one more batch; return the weight of its statistics in the running ones."""
+        tracked: Any = self.num_batches_tracked  # a tensor where there are running statistics
+        tracked.add_(1)
+        return 1.0 / float(tracked) if self.momentum is None else self.momentum
+
+    def _track(self, mean: Tensor, variance: Tensor, count: float) -> None:
+        factor = self._count_batch()
+        with torch.no_grad():
+            own: Any = self  # whose statistics are tensors here
+            own.running_mean.lerp_(mean.to(own.running_mean), factor)
+            own.running_var.lerp_((variance * (count / max(1.0, count - 1.0))).to(own.running_var), factor)
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalise by the mean and (biased) variance per channel of all ranks' inputs; sums are taken in float64."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None, eps: float, weight: float, comm: Communicator
+    ) -> Any:
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        wide = x.double()
+        count = float(x.numel() // x.shape[1])
+        own = torch.cat([wide.sum(axes), wide.square().sum(axes), wide.new_tensor([count])])
+        sums = own if weight else torch.zeros_like(own)
+        comm.allreduce(sums)
+        total = sums[-1].clamp(min=1.0)
+        mean, square = (sums[:-1] / total).chunk(2)
+        variance = (square - mean.square()).clamp(min=0.0)
+        inverse = (variance + eps).rsqrt()
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        normalised = ((wide - mean.view(shape)) * inverse.view(shape)).to(x.dtype)
+        ctx.save_for_backward(normalised, scale, inverse, total)
+        ctx.axes, ctx.shape, ctx.weight, ctx.comm, ctx.shifts = axes, shape, weight, comm, shift is not None
+        output = normalised if scale is None else normalised * scale.view(shape).to(x.dtype)
+        output = output if shift is None else output + shift.view(shape).to(x.dtype)
+        ctx.mark_non_differentiable(mean, variance, total)
+        return output.clone() if output is normalised else output, mean, variance, total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+        normalised, scale, inverse, total = ctx.saved_tensors
+        axes, shape, weight = ctx.axes, ctx.shape, ctx.weight
+        wide, hat = grad.double(), normalised.double()
+        along, across = wide.sum(axes), (wide * hat).sum(axes)
+        # Every rank's gradients are multiplied by its weight at the parameters, those that come from others before.
+        sums = torch.cat([along, across]) * weight if weight else torch.zeros_like(torch.cat([along, across]))
+        ctx.comm.allreduce(sums)
+        mean_along, mean_across = (sums / (total * (weight or 1.0))).chunk(2)
+        factor = inverse if scale is None else inverse * scale.double()
+        inner = wide - mean_along.view(shape) - hat * mean_across.view(shape)
+        grad_x = (inner * factor.view(shape)).to(grad.dtype) if weight else torch.zeros_like(grad)
+        grad_scale = None if scale is None else across.to(scale.dtype)
+        grad_shift = along.to(scale.dtype if scale is not None else grad.dtype) if ctx.shifts else None
+        return grad_x, grad_scale, grad_shift, None, None, None
+
+
+def synchronise_batch_norms(flat: FlatModel, strategy: type[Strategy], workers: Communicator) -> None:
+    """Convert torch's SyncBatchNorm layers to `SyncBatchNorm` over the ranks that train.
+
+    Raises:
+        ConfigError: the strategy's ranks don't take their steps together.
+    """
+    layers = [(name, layer) for name, layer in flat.module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
+    if not layers:
+        return
+    if not strategy.synchronous:
+        raise ConfigError(
+            f"SyncBatchNorm must go with a strategy whose ranks take their steps together; got {layers[0][0]!r} with "
+            f"{strategy.__name__}. Use BatchNorm, or {having('synchronous')}."
+        )
+    flat.exempt_buffers(tensor for _, layer in layers for tensor in layer.buffers())
+    for _, layer in layers:
+        layer.__class__ = SyncBatchNorm
+        layer.ranks = _Ranks(workers, flat)  # type: ignore[assignment]

@@ -1,0 +1,69 @@
+"""The jobs that were submitted from a folder: `.hpcdist/jobs.jsonl`, one line per job. Later commands need no flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from hpcdist.errors import DataError
+
+FOLDER = Path(".hpcdist")
+
+
+class Submission(BaseModel):
+    """One submitted job. Paths are relative to the folder that it was submitted from."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    job: str  # Slurm's number
+    name: str
+    submitted: float  # seconds since 1970
+    commit: str | None  # of the folder; None outside of git
+    dirty: bool  # there were changes beside that commit
+    script: str  # the file that holds what was submitted
+    log: str  # where %a stands for an array's task
+    output: str  # the run's folder; of an array the beginning of its tasks' folders
+    cases: int  # of an array; 0 of another job
+    spec: dict[str, Any]
+
+    @property
+    def folders(self) -> list[Path]:
+        """Return the folders of its runs, of a study without names for them as far as they are there."""
+        output = Path(self.output)
+        if "folders" in self.spec:
+            return [output.parent / name for name in self.spec["folders"]]
+        return sorted(output.parent.glob(f"{output.name}_*")) if self.cases else [output]
+
+
+def append(entry: Submission, folder: Path = FOLDER) -> None:
+    """Add a job's line in one write, so that the lines of two processes do not mix."""
+    with open(folder / "jobs.jsonl", "ab", buffering=0) as file:
+        file.write(entry.model_dump_json().encode() + b"\n")
+
+
+def read(folder: Path = FOLDER) -> list[Submission]:
+    """Read all entries, the oldest first; none where nothing was submitted.
+
+    Raises:
+        DataError: a line is damaged.
+    """
+    path, entries = folder / "jobs.jsonl", []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), start=1):
+        try:
+            entries.append(Submission.model_validate_json(line))
+        except ValidationError as error:
+            raise DataError(
+                f"{path}:{number} must be a submitted job; got {line[:60]!r} ({error.errors()[0]['msg']}). "
+                "Delete this line to use the others."
+            ) from None
+    return entries
+
+
+def find(job: str | None, folder: Path = FOLDER) -> Submission | None:
+    """Find the entry of a job, also by an array task's id (12_3), or the newest entry; None where there is none."""
+    entries = read(folder)
+    if job is not None:
+        entries = [entry for entry in entries if entry.job == job.partition("_")[0]]
+    return entries[-1] if entries else None

@@ -1,0 +1,1 @@
+"""Parts of strategies without servers: random peers, mixing, compressed mixing."""

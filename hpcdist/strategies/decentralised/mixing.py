@@ -1,0 +1,96 @@
+"""Mix with the neighbours, x ← Wx, while the ranks compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.messages import Messages
+from hpcdist.comm.neighbourhood import Neighbourhood
+from hpcdist.topology import Topology
+
+
+class Mixing:
+    """Collective. Mix tensors xᵢ over ranks i with a topology's weights: xᵢ ← Σⱼ Wᵢⱼ xⱼ.
+
+    Where the neighbours never change they make a neighbourhood of the communicator, else each step has messages of its
+    own. Messages: one per tensor and neighbour sent to.
+
+    Args:
+        comm: nobody else sends on it.
+        overlap: ranks compute between `start` and `finish`.
+    """
+
+    def __init__(self, comm: Communicator, topology: Topology, *, overlap: bool):
+        self._comm, self._topology = comm, topology
+        self._static = comm.neighbourhood(*self._peers(0)) if topology.static else None
+        self._received: list[Tensor] = []
+        self._sent: Sequence[Tensor] = ()
+        self._requests: list[Request] = []
+        self._step: int | None = None  # whose exchange is under way
+        self._context = ExitStack()
+        if overlap and comm.size > 1:
+            self._context.enter_context(comm.overlapping())
+
+    @property
+    def under_way(self) -> bool:
+        """Tell whether an exchange has been started and not finished."""
+        return self._step is not None
+
+    def start(self, tensors: Sequence[Tensor], step: int) -> None:
+        """Collective. Start sending `tensors`, flat ones, to the neighbours of `step`.
+
+        Never blocks. The tensors must not change until `finish`.
+        """
+        around = self._neighbourhood(step)
+        wanted = [len(around.sources) * tensor.numel() for tensor in tensors]
+        types = [tensor.dtype for tensor in tensors]
+        if wanted != [r.numel() for r in self._received] or types != [r.dtype for r in self._received]:
+            self._received = [t.new_empty(n) for t, n in zip(tensors, wanted, strict=True)]
+        self._sent = tuple(tensors)
+        self._requests = [around.start(t, r) for t, r in zip(tensors, self._received, strict=True)]
+        self._step = step
+
+    def finish(self, tensors: Sequence[Tensor]) -> None:
+        """Collective. Wait for the exchange and mix `tensors`, in place.
+
+        They were sent, or rounded copies of them; rounding errors then stay, so that sums are conserved.
+        """
+        step = self._step
+        self.drop()
+        weights = self._topology.in_neighbours(self._comm.rank, step)
+        own = weights.pop(self._comm.rank)
+        with torch.no_grad():
+            for tensor, sent, received in zip(tensors, self._sent, self._received, strict=True):
+                if sent.dtype != tensor.dtype:
+                    tensor.sub_(sent, alpha=1 - own)
+                elif weights:  # else the weight is 1, to the bit
+                    tensor.mul_(own)
+                for k, weight in enumerate(weights.values()):
+                    tensor.add_(received[k * tensor.numel() : (k + 1) * tensor.numel()], alpha=weight)
+
+    def drop(self) -> None:
+        """Collective. Wait for the exchange under way, if there is one, and drop its result."""
+        for request in self._requests:
+            request.wait()
+        self._requests, self._step = [], None
+
+    def close(self) -> None:
+        """Collective. Wait for the exchange under way, and release the neighbourhood."""
+        self.drop()
+        if self._static is not None:
+            self._static.close()
+        self._context.close()
+
+    def _neighbourhood(self, step: int) -> Neighbourhood:
+        return self._static or Messages(self._comm, *self._peers(step))
+
+    def _peers(self, step: int) -> tuple[list[int], list[int]]:
+        """Return the ranks received from at `step`, in the order of their weights, and those sent to."""
+        rank, topology = self._comm.rank, self._topology
+        sides = topology.in_neighbours(rank, step), topology.out_neighbours(rank, step)
+        return tuple([peer for peer in side if peer != rank] for side in sides)

@@ -1,1 +1,0 @@
-"""What strategies of one family share; the strategies themselves are the files beside this folder."""

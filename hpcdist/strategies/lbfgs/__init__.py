@@ -1,0 +1,1 @@
+"""Distributed L-BFGS: a coordinator of numbers, shards of vectors, workers of portions."""

@@ -1,0 +1,345 @@
+"""Take steps of L-BFGS whose vectors lie in parts on several ranks, on batches that are computed in portions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from hpcdist.errors import CheckpointError, ConfigError
+from hpcdist.records import StepRecord
+from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.state import Entry, dropped
+from hpcdist.strategies.lbfgs.coordinator import Coordinator, LbfgsSettings
+from hpcdist.strategies.lbfgs.mail import Mail
+from hpcdist.strategies.lbfgs.memory import ShardMemory
+from hpcdist.strategies.lbfgs.portions import JointBatch
+from hpcdist.strategies.lbfgs.roles import COORDINATOR, assign_lbfgs
+from hpcdist.strategies.lbfgs.shard import HistoryShard
+from hpcdist.strategies.lbfgs.vectors import MOST, WORDS, RemoteVectors
+from hpcdist.strategies.lbfgs.worker import PortionWorker
+from hpcdist.strategies.server.shards import broadcast_shards, put_together
+
+OPERATIONS, PUSH, ASK, PAUSE = range(4)  # the first word of a message to a rank that serves
+_log = logging.getLogger("hpcdist")
+
+
+@final
+class Sandblaster(Strategy):
+    """Take a step of L-BFGS on the joint batch of all workers, with a strong Wolfe line search.
+
+    Rank 0 coordinates: it sends operations (dot, axpy, scale, copy) to the shards, and never sees a vector. Ranks
+    1 to `servers` have one range each of the parameters, the gradient and the history. The other ranks are workers. Of
+    two ranks the first is coordinator and shard; one rank is everything.
+
+    A step's batch is of all workers, `batch_size` samples each. It is cut into portions, `portions` for each worker.
+    An idle worker is given the next one: it fetches the parameters from the shards, and pushes the gradient to them.
+    When all portions are given out, those that take longer than they do as a rule are given to idle workers a second
+    time, and the first result counts, so that a slow worker delays an evaluation by about one portion at most. The
+    portions of a worker that dies are given to others. Each shard adds gradients in the order of the portions: the sum
+    is the same to the bit whoever computed them.
+
+    Every step begins from the gradient at the present point, of the new batch (of the same one, where a batch is the
+    whole data set: then it is there already). The line search evaluates the loss a few times on the same batch, and
+    goes beyond L-BFGS's own step only where that is the whole data set: what helps one batch harms the next. The pair
+    (s, y) of the history is of this batch at both ends of the step; with `overlap` it is of those samples that the next
+    batch has too, as in multi-batch L-BFGS. Batches must be large: thousands of samples rather than tens.
+
+    The loop gives each step a closure of a portion: `optimizer.step(closure)`, see `hpcdist.shard`. The job's optimiser
+    is not run, nor are its learning rate, momentum or weight decay used, or a schedule: the line search finds the
+    length of each step, and only what is in the loss is minimised. `clip_norm` is the longest first step where there is
+    no history, 1 without it.
+
+    Messages per step: with m pairs of the history and e evaluations, 2m + 2e + 6 messages of a few numbers from the
+    coordinator to each shard, and as many back. Bytes per worker: n of parameters for each evaluation, and n of
+    gradients for each portion. Memory of a shard: its range 2m + 6 times, and once for each worker.
+
+    Reference: Jeffrey Dean et al., "Large scale distributed deep networks", 2012, section 4.2; Dong Liu, Jorge Nocedal,
+    "On the limited memory BFGS method for large scale optimization", 1989; for `overlap`, Albert Berahas, Jorge
+    Nocedal, Martin Takáč, "A multi-batch L-BFGS method for machine learning", 2016.
+    """
+
+    class Config(Strategy.Config):
+        """Options of sandblaster."""
+
+        servers: int = Field(1, ge=1, description="how many ranks have a range of the vectors, beside the coordinator")
+        history: int = Field(10, ge=1, description="pairs (s, y) that are kept")
+        portions: int = Field(4, ge=1, description="portions of a batch for each worker")
+        overlap: float = Field(
+            0.0,
+            ge=0,
+            le=0.5,
+            description="share of a batch that the next one has too, of which y is; 0: of one batch",
+        )
+        c1: float = Field(1e-4, gt=0, lt=0.5, description="sufficient decrease of the strong Wolfe conditions")
+        c2: float = Field(0.9, gt=0, lt=1, description="curvature of the strong Wolfe conditions")
+        seed: int = Field(0, ge=0, description="of dropout and the like, which are the same at all points of a step")
+        max_evaluations: int = Field(20, ge=2, description="evaluations of the loss in one line search")
+
+        @model_validator(mode="after")
+        def _searches(self):
+            if not self.c1 < self.c2:
+                raise ValueError(f"strategy.c1 must be less than strategy.c2; got {self.c1} and {self.c2}.")
+            if self.on_nonfinite == "ignore":
+                raise ValueError(
+                    "strategy.on_nonfinite must be stop or skip with sandblaster, whose line search needs finite "
+                    "losses; got ignore. Use skip."
+                )
+            return self
+
+    survives_deaths = evaluates_portions = True
+    takes_changed_gradients = False
+
+    def __init__(self, config: Config, comm, model, **given):
+        roles = assign_lbfgs(comm.size, config.servers)
+        super().__init__(config, comm, model, **given)
+        self.roles = roles
+        self.joint: JointBatch | None = None  # the loop says of which batch the next step is
+        self.memory = ShardMemory(comm, roles, model.params)
+        self.mail = Mail(comm, 1 + MOST * WORDS, self.needed)
+        self._dead: set[int] = set()
+        portions = config.portions * len(roles.workers)
+        own = self.memory.shards.get(comm.rank)
+        self.shard = None if own is None else HistoryShard(self.memory, own, model)
+        self.coordinator: Coordinator | None = None
+        self.worker: PortionWorker | None = None
+        if comm.rank == COORDINATOR:
+            self.coordinator = Coordinator(self._settings(portions), RemoteVectors(self._operate), self._report)
+            self._warn_of_unused()
+        if self.is_worker:
+            self.worker = PortionWorker(comm, model, self.memory, portions, config.seed, self._push, self._ask)
+
+    @classmethod
+    def worker_ranks(cls, config: Config, size: int) -> tuple[int, ...]:
+        return assign_lbfgs(size, config.servers).workers
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        return tuple(sorted({COORDINATOR, *self.roles.shards}))
+
+    def _settings(self, portions: int) -> LbfgsSettings:
+        config = self.config
+        precision = max((torch.finfo(flat.dtype).eps for flat in self.model.params), default=0.0)
+        return LbfgsSettings(
+            config.history, portions, config.c1, config.c2, config.max_evaluations,
+            first_length=self.clip_norm or 1.0, resolution=4 * precision, skips=config.on_nonfinite == "skip",
+        )  # fmt: skip
+
+    def _warn_of_unused(self) -> None:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        decays = max((group.get("weight_decay") or 0.0 for group in groups), default=0.0)
+        if decays:
+            _log.warning(
+                "sandblaster does not run %s, and does not apply its weight_decay, %g. Add it to the loss.",
+                type(self.optimizer).__name__, decays,
+            )  # fmt: skip
+
+    # --- workers --------------------------------------------------------------------------------------------------
+    def advance(self, update: Update) -> Outcome:
+        raise ConfigError(
+            "closure must be given to each step with sandblaster, which evaluates the loss of a portion of the batch "
+            "several times; got none. Call optimizer.step(closure); closure(portion) runs the backward pass of the "
+            "samples in that slice, and returns their mean loss."
+        )
+
+    def minimise(self, solve: Callable[..., Any], closure: Callable[[slice], Any]) -> tuple[StepRecord, Tensor]:
+        """Take one step on the batch of all workers, in portions as this worker is given them.
+
+        Args:
+            solve: the local optimiser's step, which is not called.
+            closure: runs the backward pass of a portion, a slice of the joint batch, and returns its mean loss. The
+                gradients are None before.
+
+        Returns:
+            The step's record, and the loss of the batch at the step's beginning, a float64 scalar, shape ().
+        """
+        if self.joint is None:
+            raise ConfigError(
+                "a step with sandblaster must be of a batch that is known to all ranks; got one outside of a loop over "
+                "hpcdist.shard(loader). Iterate over that."
+            )
+        self.model.refresh()
+        if self.coordinator is not None:  # one rank alone: nobody else begins a period
+            self.coordinator.begin()
+        with self.comm.span(type(self).__name__, "strategy"):
+            loss = self.worker.step(closure, self.joint)
+        if self.coordinator is not None:
+            self.coordinator.finish()
+        else:
+            self.steps += 1
+        self.model.passes.done()
+        staleness = (0,) if self.joint.share else ()
+        event, self._event = self._event, None
+        return self.record(Outcome(self.worker.clock, staleness, event)), torch.tensor(loss, dtype=torch.float64)
+
+    _event: str | None = None  # of the step of one rank alone
+
+    def _ask(self, message: Sequence[float]) -> list[float]:
+        """Send a message to the coordinator, and wait for its reply."""
+        if self.coordinator is not None:
+            self.coordinator.receive(self.comm.now(), self.comm.rank, *message)
+            ((_, reply),) = self.coordinator.take_replies(self.comm.now())
+            return reply
+        self.mail.send([(COORDINATOR, [ASK, *message])])
+        return self.mail.expect(COORDINATOR, "a portion from the coordinator, rank 0")
+
+    def _push(self, evaluation: int, portion: int, weight: float) -> None:
+        """Push the gradients in the model to all shards, and wait until they are counted."""
+        if self.shard is not None:
+            self.shard.push(evaluation, portion, weight, self.model.grads)
+            return
+        puts = []
+        for rank in self.roles.shards:
+            puts += self.memory.puts(rank, self.model.grads) + self.mail.puts(rank, [PUSH, evaluation, portion, weight])
+        self.comm.put_all(puts)
+        for rank in self.roles.shards:
+            self.mail.expect(rank, f"shard rank {rank} to count a gradient")
+
+    def pause(self) -> None:
+        if self.coordinator is None:
+            self.mail.send([(COORDINATOR, [PAUSE])])
+            _, clock = self.mail.expect(COORDINATOR, "the end of a period, which rank 0 tells")
+            self.worker.clock = int(clock)
+        self.worker.fetch(0)
+
+    # --- ranks that serve -----------------------------------------------------------------------------------------
+    def serve(self, update: Update) -> None:
+        self.model.refresh()
+        if self.coordinator is not None:
+            self._coordinate()
+        else:
+            self._serve_shard()
+
+    def _coordinate(self) -> None:
+        """Give out portions until every worker has paused or died."""
+        coordinator, paused = self.coordinator, set[int]()
+        coordinator.begin()
+        while active := [rank for rank in self.roles.workers if rank not in paused | self._dead]:
+            patience_s = coordinator.patience_s(self.comm.now())
+            found = self.mail.take(active, "a message of any worker", patience_s)
+            if found is not None:
+                source, (kind, *message) = found
+                if kind == PUSH:
+                    self._count(source, message)
+                elif kind == PAUSE:
+                    paused.add(source)
+                else:
+                    coordinator.receive(self.comm.now(), source, *message)
+            self._forget_dead()
+            self.mail.send(coordinator.take_replies(self.comm.now()))
+        coordinator.finish()
+        self.mail.send([(rank, [PAUSE, coordinator.clock]) for rank in sorted(paused - self._dead)])
+
+    def _forget_dead(self) -> None:
+        """Go on without workers that have died meanwhile."""
+        self.mail.require_needed()
+        new = set(self.comm.failed()) - self._dead
+        self._dead |= new
+        for rank in sorted(new):
+            self._report(0, f"goes on without rank {rank}: it has died")
+        self.coordinator.forget(new)
+
+    def _serve_shard(self) -> None:
+        """Count gradients, and run the coordinator's operations, until it ends the period."""
+        self.shard.has_finished = False
+        while not self.shard.has_finished:
+            found = self.mail.take([COORDINATOR, *self.roles.workers], "an operation of rank 0, or a gradient")
+            if found is None:
+                self.mail.require_needed()
+            elif found[0] == COORDINATOR:
+                self.mail.send([(COORDINATOR, self.shard.run(found[1][1:]))])
+            else:
+                self._count(found[0], found[1][1:])
+        self._report(0, None)
+
+    def _count(self, worker: int, message: Sequence[float]) -> None:
+        """Count a gradient that a worker has pushed, and tell it so."""
+        self.shard.push_of(worker, *message)
+        self.mail.send([(worker, [PUSH])])
+
+    def _operate(self, words: Sequence[float]) -> list[float]:
+        """Let all shards run operations; return the sums of their results."""
+        if self.shard is not None:
+            return self.shard.run(words)
+        self.mail.send([(rank, [OPERATIONS, *words]) for rank in self.roles.shards])
+        results = [self.mail.expect(rank, f"a result of shard rank {rank}") for rank in self.roles.shards]
+        return [sum(column) for column in zip(*results, strict=True)]
+
+    def _report(self, steps: int, event: str | None) -> None:
+        """Write a record of a rank that serves, after so many steps."""
+        self.steps += steps
+        if self.is_worker:
+            self._event = event
+        elif self.on_record is not None:
+            clock = 0 if self.coordinator is None else self.coordinator.clock
+            self.on_record(self.record(Outcome(clock, event=event)))
+
+    # --- common ---------------------------------------------------------------------------------------------------
+    def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Collective. Take the shards' parameters; average buffers, which only workers compute, over the workers."""
+        params = [flat.clone() for flat in self.model.params]
+        broadcast_shards(self.comm, self.memory.shards.items(), params)
+        workers = [rank for rank in self.roles.workers if rank in self.comm.living]
+        return params, self._means(self.model.buffers, over=workers)
+
+    def close(self) -> None:
+        self.memory.close()
+        self.mail.close()
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+    def entries(self) -> list[Entry]:
+        ranges = [[list(found) for found in shard.ranges] for shard in self.memory.shards.values()]
+        return [
+            *super().entries(),
+            Entry("works", lambda: self.is_worker, lambda _: None, dropped(self.is_worker)),
+            Entry("ranges", lambda: ranges, self._require_same_ranges, dropped(ranges)),
+            Entry("clock", self._clock, self._load_clock, max),
+            Entry("lbfgs", self._coordinator_state, self._load_coordinator),
+            Entry("vectors", self._vectors, self._load_vectors),
+        ]
+
+    def _clock(self) -> int:
+        return self.coordinator.clock if self.coordinator is not None else self.worker.clock if self.worker else 0
+
+    def _load_clock(self, saved: int) -> None:
+        if self.worker is not None:
+            self.worker.clock = saved
+
+    def _coordinator_state(self) -> dict[str, Any]:
+        return {} if self.coordinator is None else self.coordinator.state()
+
+    def _load_coordinator(self, saved: dict[str, Any]) -> None:
+        if self.coordinator is not None:
+            self.coordinator.load_state(saved)
+
+    def _vectors(self) -> dict[str, Any]:
+        return {} if self.shard is None else self.shard.state()
+
+    def _load_vectors(self, saved: dict[str, Any]) -> None:
+        if self.shard is not None:
+            self.shard.load_state(saved)
+
+    def _require_same_ranges(self, saved: list) -> None:
+        own = len(self.memory.shards)
+        if len(saved) != own:
+            raise CheckpointError(
+                f"strategy.servers must be that of the checkpoint on the same number of ranks; got {own} for a "
+                f"checkpoint of {len(saved)}. Resume with the configuration of that run, or on more or fewer ranks."
+            )
+
+    def reshard_state(self, states: list[dict]) -> dict:
+        """Carry the entries over; put the shards' vectors together, of which new shards take their ranges."""
+        holders = [state["vectors"] for state in states if state["vectors"]]
+        numbers = holders[0]["numbers"]
+        columns = zip(*(holder["vectors"] for holder in holders), strict=True)
+        whole = [put_together(parts, states[0]["ranges"], self.model.params) for parts in columns]
+        return {**super().reshard_state(states), "vectors": {"numbers": numbers, "vectors": whole}}
+
+    def reshard_params(self, params: list[list[Tensor]], states: list[dict]) -> list[Tensor]:
+        """Put the shards' parameters together."""
+        holders = [whole for whole, state in zip(params, states, strict=True) if state["vectors"]]
+        return put_together(holders, states[0]["ranges"], self.model.params)

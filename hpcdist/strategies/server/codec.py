@@ -1,0 +1,167 @@
+"""Compress one direction of the traffic between workers and servers.
+
+Either end remembers what it must, so that nothing is lost and both have the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hpcdist.compress import CompressionConfig, Compressor, Feedback, Span, load
+from hpcdist.errors import ConfigError
+from hpcdist.strategies.server.shards import Shard
+
+WHOLE, NOTHING = -1, -2  # in the place of a message's length: uncompressed; none
+_ALIGNED = 8  # bytes at whose multiples messages lie, so that they can be read as any dtype
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Compress the tensors that go one way between children and parents, by what they are.
+
+    - gradients: what a message lacks is added to the next one, by error feedback;
+    - values: both ends keep what the receiver has so far, and a message is of what that lacks. So what one message
+      leaves out is in the next one by itself;
+    - moves: each message by itself. Both ends go by what it stands for.
+
+    Uncompressed go the first `warmup_steps` messages from one rank to another, those that would be longer otherwise,
+    and what a rank sends to itself.
+
+    Args:
+        spans: the parameters in each flat tensor of a whole request.
+
+    Reference: Hanlin Tang, Chen Yu, Xiangru Lian, Tong Zhang, Ji Liu, "DoubleSqueeze: parallel stochastic gradient
+    descent with double-pass error-compensated compression", 2019; for differences, Constantin Philippenko, Aymeric
+    Dieuleveut, "Preserved central model for faster bidirectional compression in distributed settings", 2021.
+    """
+
+    config: CompressionConfig
+    content: Literal["gradients", "values", "moves"]
+    spans: Sequence[Sequence[Span]]
+
+    def check(self) -> None:
+        """Raise ConfigError where what differences leave out would grow."""
+        config = self.config
+        try:
+            if self.content == "values":
+                load(config.name).Config.from_mapping(config.options, "strategy.compression").check_feedback()
+        except ValueError as error:
+            raise ConfigError(
+                "strategy.compression must lose less than there is where differences of parameters are compressed, as "
+                f"with error feedback; got {config.name}: {error} Or set strategy.compress_answers = false, if only "
+                "gradients are to be compressed."
+            ) from error
+
+    def compressors(self, shard: Shard, stream: int = 0) -> list[Compressor]:
+        """Make one compressor for each flat tensor's part."""
+        parts = zip(shard.ranges, shard.spans(self.spans), strict=True)
+        return [self.config.make(stop - start, own, stream) for (start, stop), own in parts]
+
+
+def buffers(like: Sequence[Tensor]) -> list[Tensor]:
+    """Return zeros to code with: on the host, in float32, or in float64 for tensors of that."""
+    return [torch.zeros(t.numel(), dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for t in like]
+
+
+def room(part: Tensor) -> int:
+    """Return the bytes that the longest message takes for such a part of a buffer."""
+    return -(-part.nbytes // _ALIGNED) * _ALIGNED
+
+
+class Encoder:
+    """Encode one shard for one rank.
+
+    Args:
+        kept: the shard's part of buffers. Afterwards there are: of gradients, what has not been sent; of values, what
+            the receiver has; of moves, what the message stands for.
+        whole: nothing is compressed.
+    """
+
+    def __init__(self, codec: Codec, shard: Shard, kept: Sequence[Tensor], stream: int = 0, whole: bool = False):
+        config = codec.config
+        self._content, self.kept = codec.content, list(kept)
+        self._warmup = config.warmup_steps if config.warmup_ranks is None else 0
+        self._whole, self.sent = whole, 0
+        self._feedbacks = []
+        for compressor, part in zip(codec.compressors(shard, stream), self.kept, strict=True):
+            feedback = Feedback(compressor, part[:0], config.error_feedback)
+            feedback.residual = part
+            self._feedbacks.append(feedback)
+
+    def encode(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+        """Return the messages to send, and what stands in the place of their lengths."""
+        self.sent += 1
+        whole = self._whole or self.sent <= self._warmup
+        messages = []
+        for part, kept, feedback in zip(parts, self.kept, self._feedbacks, strict=True):
+            found = None if whole or not part.numel() else self._compressed(part, kept, feedback)
+            messages.append(self._uncompressed(part, kept, feedback, whole) if found is None else (found, len(found)))
+        return [message for message, _ in messages], [length for _, length in messages]
+
+    def _compressed(self, part: Tensor, kept: Tensor, feedback: Feedback) -> Tensor | None:
+        """Return the message; None if it would not be shorter than the tensor."""
+        compressor = feedback.compressor
+        if self._content == "gradients":
+            message = feedback.encode(part)
+            if len(message) < kept.nbytes:
+                return message
+            compressor.add(message, kept)  # back to what is left to be sent
+            return None
+        lacks = part.to(kept) - kept if self._content == "values" else part.to(kept, copy=True)
+        message = compressor.take(lacks)
+        if len(message) >= kept.nbytes:
+            return None
+        if self._content == "values":
+            compressor.add(message, kept)
+        else:
+            compressor.decode(message, kept)
+        return message
+
+    def _uncompressed(self, part: Tensor, kept: Tensor, feedback: Feedback, at_once: bool) -> tuple[Tensor, int]:
+        """Return the tensor as a message, with what stands in the place of its length."""
+        if self._content != "gradients":
+            kept.copy_(part)
+        elif at_once:
+            return feedback.encode(part, whole=True), WHOLE
+        message = kept.clone().view(torch.uint8)
+        if self._content == "gradients":
+            kept.zero_()
+        return message, WHOLE
+
+    def state(self) -> dict:
+        """Return what the compressors remember."""
+        return {"sent": self.sent, "compressors": [feedback.compressor.state() for feedback in self._feedbacks]}
+
+    def load_state(self, state: dict) -> None:
+        """Take up what `state()` gave."""
+        self.sent = state["sent"]
+        for feedback, saved in zip(self._feedbacks, state["compressors"], strict=True):
+            feedback.compressor.load_state(saved)
+
+
+class Decoder:
+    """Decode what one rank sends of one shard.
+
+    Args:
+        compressors: of `Codec.compressors`, for all senders of the shard.
+        slots: where messages arrive.
+        out: buffers, overwritten by what each message stands for; values are kept up to date there.
+    """
+
+    def __init__(self, codec: Codec, compressors: list[Compressor], slots: Sequence[Tensor], out: Sequence[Tensor]):
+        self._adds = codec.content == "values"
+        self._compressors, self._slots, self.out = compressors, list(slots), list(out)
+
+    def read(self, lengths: Sequence[int]) -> Iterator[Tensor]:
+        """Decode messages of these lengths, one after the other; to be taken once."""
+        for compressor, slot, out, length in zip(self._compressors, self._slots, self.out, lengths, strict=True):
+            if length == WHOLE:
+                out.copy_(slot[: out.nbytes].view(out.dtype))
+            elif length != NOTHING:
+                (compressor.add if self._adds else compressor.decode)(slot[:length], out)
+            yield out

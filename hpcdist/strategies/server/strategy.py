@@ -1,0 +1,376 @@
+"""Train with parameter servers: a worker's loop, a server's loop, and a channel of requests between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from hpcdist.compress import CompressionConfig, spans
+from hpcdist.errors import CheckpointError, ConfigError
+from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
+from hpcdist.strategies.common.state import Entry, dropped
+from hpcdist.strategies.server.clipping import UpdateClip
+from hpcdist.strategies.server.codec import Codec
+from hpcdist.strategies.server.loop import Handler, ServerLoop
+from hpcdist.strategies.server.placement import Placement
+from hpcdist.strategies.server.replica import Replica
+from hpcdist.strategies.server.request_channel import RequestChannel
+from hpcdist.strategies.server.requests import PAUSE
+from hpcdist.strategies.server.roles import Roles, Servers, assign
+from hpcdist.strategies.server.shards import broadcast_shards, put_together
+from hpcdist.strategies.server.worker import LoneWorker, Worker
+
+
+class ServerStrategy(Strategy):
+    """Let workers push requests to servers, which deal with them in order of arrival and reply with parameters.
+
+    Each server holds one shard, and treats its part of every request as if there were no other server; they are not
+    synchronised with each other. Shards are of whole parameters, the largest as small as that allows, so that any
+    optimiser does on them what it does on the whole; a server for which there is none left counts and replies all the
+    same. With `split_parameters` they have equal bytes instead. A server that is a worker too (`servers = "colocated"`)
+    serves while it is inside a step: there the shard's parameters are those that lie in its model, which nobody
+    computes with meanwhile.
+
+    With `compression` workers send what the compressor makes of their gradients and of what they have not sent before,
+    and servers, unless `compress_answers` is off, what it makes of all that a worker's parameters differ by from their
+    own. So workers compute with parameters that are somewhat older here and there; records don't count that as
+    staleness. Any compressor will do for replies whose error is smaller than what it codes; `threshold` needs a
+    density, or a `tau` that suits updates as well as gradients. Memory: two parameter vectors more per worker, and on
+    each server its shard once per worker. An aggregator codes its sums as a worker its gradients.
+
+    A period of service (an epoch, or the steps until a checkpoint) ends when every worker has paused. A request of a
+    worker that has begun its next period already waits until this rank begins it too.
+
+    A subclass calls `compose` at the end of its `__init__`.
+
+    Attributes:
+        place: what this rank serves, and for which ranks.
+        channel: requests and replies; None on one rank alone.
+        replica: a worker's parameters, and their clocks.
+        loop: serves; None on ranks that don't.
+        worker: takes steps; None on ranks that only serve.
+        update_clip: clips the gradient of an update, where not the workers clip theirs.
+    """
+
+    class Config(Strategy.Config):
+        """Options that all strategies with servers have."""
+
+        servers: Servers = Field(
+            1, description="how many ranks only serve, each a shard of the parameters; colocated: every worker serves"
+        )
+        learner_deadline_s: float | None = Field(
+            None, gt=0, description="a worker that pushes nothing for so long is evicted until it does; none: wait"
+        )
+        compression: CompressionConfig = Field(CompressionConfig(), description="how pushes to servers are compressed")
+        compress_answers: bool = Field(True, description="compress what servers send in the same way")
+        split_parameters: bool = Field(
+            False,
+            description="shards of equal bytes, which may begin inside a parameter: for optimisers that look at single "
+            "elements only",
+        )
+
+        @model_validator(mode="after")
+        def _shards_wait_for_their_owners(self):
+            if self.servers == "colocated" and self.learner_deadline_s is not None:
+                raise ValueError(
+                    "strategy.learner_deadline_s must be none where strategy.servers is 'colocated', where all wait "
+                    f"for every rank's shard; got {self.learner_deadline_s}. Give ranks of their own to the servers."
+                )
+            return self
+
+        def roles(self, size: int) -> Roles:
+            """Return the roles of `size` ranks."""
+            return assign(size, self.servers, getattr(self, "fan_in", None))
+
+    survives_deaths = True
+    up, down = "gradients", "values"  # what requests and replies carry, see `Codec`
+    # Every update is of one gradient of each worker: these must have the same hyper-parameters, and it is the update's
+    # gradient that is clipped, not the workers'.
+    of_all_workers = False
+    steps_on_workers = False  # these run their local optimiser
+    steps_on_servers = sends_hyperparameters = True  # these run the job's optimiser, with the workers' numbers
+    masters_in: tuple[str, ...] = ()  # the parts of a state that may have a server's parameters; else the model has
+
+    def __init__(self, config: Config, comm, model, **given):
+        roles = config.roles(comm.size)
+        self.weighs = self.averages(config, len(roles.workers))
+        self.takes_changed_gradients = not self.weighs
+        super().__init__(config, comm, model, **given)
+        self.roles = roles
+        if self.stages is not None and self.stages.count > 1:
+            self._check_stages()
+        self.place = place = Placement(comm.rank, roles, model, split_parameters=config.split_parameters)
+        self.shards, self.shard = place.shards, place.shard
+        self.replica = Replica(place, model)
+        self.channel: RequestChannel | None = None
+        self.loop: ServerLoop | None = None
+        self.update_clip: UpdateClip | None = None
+        self.worker: Worker | None = None
+        if place.alone:
+            return
+        clocks = max(1, len(roles.workers)) if roles.aggregators else 1
+        values = len(self.hyperparameters) * self.sends_hyperparameters + self.of_all_workers
+        self.channel = RequestChannel(
+            comm, roles, place.shards, model.params, len(model.names), clocks, *self._codecs(), values=values
+        )
+        if place.children:
+            deadline_s = config.learner_deadline_s
+            self.loop = ServerLoop(comm, place, self.channel.inbox, model, deadline_s, self._report)
+        if place.colocated:
+            self.channel.client.meanwhile = self.loop.serve_waiting
+        if self.of_all_workers and self.weighs and self.clip_norm is not None:
+            self.update_clip = UpdateClip(comm, model, place, self.clip_norm)
+
+    def compose(
+        self, worker: Callable[[], Worker], handler: Callable[[], Handler], lone: type[Worker] = LoneWorker
+    ) -> None:
+        """Make the parts of this rank.
+
+        Args:
+            worker: makes the part that takes a worker's steps.
+            handler: makes the part that deals with a server's requests.
+            lone: takes the steps of one rank alone.
+        """
+        if self.place.alone:
+            self.worker = lone(self)
+        elif self.is_worker:
+            self.worker = worker()
+        if self.loop is not None:
+            self.loop.handler = handler()
+
+    @classmethod
+    def worker_ranks(cls, config: Config, size: int) -> tuple[int, ...]:
+        return config.roles(size).workers
+
+    @classmethod
+    def averages(cls, config: Config, workers: int) -> bool:
+        """Tell whether an update is the mean of several gradients, weighted by samples."""
+        return False
+
+    def _check_stages(self) -> None:
+        """Raise ConfigError where an option does not suit servers that have one stage of the model each."""
+        if self.of_all_workers and self.weighs and self.clip_norm is not None:
+            raise ConfigError(
+                f"clip_norm must be None with {name_of(self)} and several stages, whose servers see one stage's "
+                f"gradient; got {self.clip_norm}. Use allreduce, which clips by the norm of all stages."
+            )
+        if self.config.servers == "colocated" and not self.synchronous and self.comm.size > 1:
+            raise ConfigError(
+                f"strategy.servers must be a number of ranks of their own with {name_of(self)} and several stages, for "
+                "a rank that waits for another stage can't serve; got colocated. Use servers = 1."
+            )
+
+    def _codecs(self) -> tuple[Codec | None, Codec | None]:
+        """Make the codecs of requests and of replies."""
+        config = self.config.compression
+        if config.warmup_ranks is not None and self.steps_on_workers:
+            raise ConfigError(
+                f"strategy.compression.warmup_ranks must be none with {name_of(self)}, whose workers take steps of "
+                f"their own; got {config.warmup_ranks}. Leave it out: what is sent first is uncompressed then."
+            )
+        if not config:
+            return None, None
+        places = spans(self.model)
+        up = Codec(config, self.up, places)
+        down = Codec(config, self.down, places) if self.config.compress_answers else None
+        for codec in filter(None, (up, down)):
+            codec.check()
+        return up, down
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        return self.roles.needed
+
+    @property
+    def handler(self) -> Handler | None:
+        """Return what deals with this server's requests; None on ranks that don't serve."""
+        return None if self.loop is None else self.loop.handler
+
+    @property
+    def clock(self) -> int:
+        """Count the updates of this rank's shard; on a rank that only works, those of the parameters it has."""
+        return self.replica.clock if self.loop is None else self.loop.clock
+
+    def stamps(self) -> dict:
+        """Return what goes along with a request: the clock of the parameters in the model for each parent, and numbers.
+
+        These are the hyper-parameters, and where every update is of the same batches how many of them no step has
+        followed.
+        """
+        own, parents = self.comm.rank, zip(self.place.parents, self.replica.clocks, strict=True)
+        clocks = [[self.loop.clock if parent == own else clock] for parent, clock in parents]
+        values = self.hyperparameters.values() if self.sends_hyperparameters else []
+        if self.of_all_workers:
+            values.append(float(self.model.passes.left_out))
+        return {"clocks": clocks, "values": values}
+
+    # --- workers --------------------------------------------------------------------------------------------------
+    def advance(self, update: Update) -> Outcome:
+        if self.place.colocated:
+            self.loop.update = update
+        return self.worker.step(update)
+
+    def pause(self) -> None:
+        if self.place.alone:
+            return
+        self.worker.finish()
+        self._push_pause()
+        if self.place.colocated:
+            self.loop.serve_until_paused(self.loop.update)
+            self.loop.begin_next()
+            if self.loop.applied:
+                self._report(Outcome(self.clock, staleness=self.loop.take_applied()))
+
+    def _push_pause(self) -> None:
+        """Push that no request of this period follows, and wait for the reply."""
+        self.channel.client.push(PAUSE, **self.stamps())
+        self.channel.client.wait()
+
+    # --- servers --------------------------------------------------------------------------------------------------
+    def serve(self, update: Update) -> None:
+        if not self.place.alone:
+            self.loop.serve_until_paused(update)
+            self.end_serving()
+
+    def begin_serving(self, update: Update) -> None:
+        """Begin a period of service, for a rank that serves several strategies by turns; see `serve_together`."""
+        self.loop.begin(update)
+
+    def serve_next(self, timeout_s: float | None = None) -> bool:
+        """Handle the next request, if one comes in time; return False once every worker has paused."""
+        return self.loop.serve_next(timeout_s)
+
+    def end_serving(self) -> None:
+        """End a period of service. Requests that came early wait for the next one; the loop may load values before."""
+        self.loop.end()
+        if self.place.parents:  # an aggregator is a child too
+            self._push_pause()
+
+    def _report(self, outcome: Outcome, steps: int = 0) -> None:
+        """Write a server's record, after so many steps."""
+        self.steps += steps
+        if self.on_record is not None:
+            self.on_record(self.record(outcome))
+
+    # --- common ---------------------------------------------------------------------------------------------------
+    @property
+    def pending(self) -> int:
+        return 0 if self.handler is None else self.handler.pending
+
+    def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Collective. Take the servers' parameters; average buffers, which only workers compute, over the workers."""
+        params = [flat.clone() for flat in self.model.params]
+        if self.comm.rank in self.roles.servers:
+            for part, own in zip(self.shard.of(params), self.handler.master(), strict=True):
+                part.copy_(own)
+        broadcast_shards(self.comm, ((server, self.shards[server]) for server in self.roles.servers), params)
+        workers = [rank for rank in self.roles.workers if rank in self.comm.living]
+        return params, self._means(self.model.buffers, over=workers)
+
+    def take_up(self) -> None:
+        self.loop.take_up()
+
+    def close(self) -> None:
+        if self.update_clip is not None:
+            self.update_clip.close()
+        if self.channel is not None:
+            self.channel.close()
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+    @property
+    def optimizer_ranks(self) -> tuple[int, ...]:
+        return self.roles.servers if self.steps_on_servers else ()
+
+    def entries(self) -> list[Entry]:
+        ranges = self.place.ranges
+        entries = [
+            *super().entries(),
+            Entry("clock", lambda: self.clock, self._load_clock, max),
+            Entry("clocks", lambda: self.replica.clocks, self._load_clocks, dropped([])),
+            Entry("works", lambda: self.is_worker, lambda _: None, dropped(self.is_worker)),  # for `reshard_state`
+            Entry("shards", ranges, self._require_same_shards, dropped(ranges()), optional=True),
+        ]
+        if self.channel is not None:  # carried over by `reshard_state`, which knows how many ranks worked
+            entries.append(Entry("mailbox", self.channel.state, self._load_channel, dropped({}), optional=True))
+        return entries + [entry for each in (self.worker, self.handler) if each is not None for entry in each.entries()]
+
+    def _load_clock(self, saved: int) -> None:
+        self.replica.clock = saved
+        if self.loop is not None:
+            self.loop.clock = saved
+
+    def _load_clocks(self, saved: Sequence[int]) -> None:
+        """Take up the clock of each parent; on another number of ranks all have the largest one that was saved."""
+        self.replica.clocks = list(saved) or [self.replica.clock] * len(self.place.parents)
+
+    def _require_same_shards(self, saved: list) -> None:
+        ranges = self.place.ranges()
+        if saved != ranges:
+            raise CheckpointError(
+                "strategy.servers and strategy.split_parameters must be those of the checkpoint on the same number of "
+                f"ranks; got shards for {len(ranges)} servers, other ones than the checkpoint's for {len(saved)}. "
+                "Resume with the configuration of that run, or on more or fewer ranks."
+            )
+
+    def _load_channel(self, saved: dict) -> None:
+        self.channel.load_state(saved, self.model.params)
+
+    def load_state(self, saved: dict) -> None:
+        self._forget_moments_of_others()
+        if self.loop is not None:
+            self.loop.take_up()  # which stays so where the checkpoint has no master copy for this rank
+        super().load_state(saved)
+
+    def _forget_moments_of_others(self) -> None:
+        """Drop the optimiser's state of parameters that other ranks' optimisers step, which would only grow old."""
+        serves = self.steps_on_servers and self.comm.rank in self.roles.servers
+        if self.optimizer is None or self.place.alone or (self.steps_on_workers and self.is_worker):
+            return
+        parameters = (parameter for parameter, _ in self.model.views(self.model.params))
+        for parameter, (_, group, start, stop, _) in zip(parameters, self.model.named_slices()):
+            if not (serves and self.shard.overlaps(group, start, stop)):
+                self.optimizer.state.pop(parameter, None)
+
+    def reshard_state(self, states: list[dict]) -> dict:
+        """Carry the entries over; to each worker the mean over the saved ones of what was not sent."""
+        resharded = super().reshard_state(states)
+        if self.channel is not None:
+            workers = sum(state["works"] for state in states)
+            resharded["mailbox"] = self.channel.reshard([state.get("mailbox", {}) for state in states], workers)
+        return resharded
+
+    @classmethod
+    def reshard_params(cls, params: list[list[Tensor]], states: list[dict]) -> list[Tensor]:
+        """Put the servers' shards together."""
+        masters = [
+            next((state[part] for part in cls.masters_in if state.get(part)), whole)
+            for whole, state in zip(params, states, strict=True)
+        ]
+        return put_together(masters, states[0]["shards"], params[0])
+
+    def reshard_optimizer(self, states: list[dict]) -> dict:
+        """Put the ranks' optimisers together; of a parameter that a shard's border cuts, take the first server's."""
+        together: dict = {}
+        for state in reversed(states):
+            together |= state["state"]
+        return {**states[0], "state": together}
+
+
+TURN_S = 0.001  # how long a rank that serves several strategies waits for requests of one
+
+
+def serve_together(served: Sequence[tuple[ServerStrategy, Update]]) -> None:
+    """Serve the workers of several strategies until all of them have paused: by turns, where there are several."""
+    if len(served) == 1:
+        strategy, update = served[0]
+        strategy.serve(update)
+        return
+    for strategy, update in served:
+        strategy.begin_serving(update)
+    waiting = [strategy for strategy, _ in served]
+    while waiting:
+        waiting = [strategy for strategy in waiting if strategy.serve_next(TURN_S)]
+    for strategy, _ in served:
+        strategy.end_serving()

@@ -1,0 +1,118 @@
+"""Take a worker's steps: push gradients, and go on with the parameters of the reply."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import Tensor
+
+from hpcdist.errors import ConfigError
+from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.state import Entry
+from hpcdist.strategies.server.requests import GRADIENT, SUM, waited_for
+
+
+class Worker(abc.ABC):
+    """Take the steps of a worker.
+
+    Args:
+        strategy: a ServerStrategy, whose worker this is.
+    """
+
+    def __init__(self, strategy: Strategy):
+        self.strategy, self.config, self.model = strategy, strategy.config, strategy.model
+        self.rank, self.place, self.loop = strategy.comm.rank, strategy.place, strategy.loop
+        self.channel, self.replica = strategy.channel, strategy.replica
+        self.client = None if self.place.alone else self.channel.client
+
+    @abc.abstractmethod
+    def step(self, update: Update) -> Outcome:
+        """Take one step on the gradients in `model.grads`; decide when `update` runs."""
+
+    def finish(self) -> None:
+        """Complete what is under way, before a pause."""
+
+    def entries(self) -> Iterable[Entry]:
+        """Declare the worker's state, beside its parameters."""
+        return ()
+
+    def collect(self) -> tuple[Tensor, str | None]:
+        """Collect this step's gradients; return which parameters have one, and the event if they are left out.
+
+        Raises:
+            NonFiniteError: a gradient is not finite, and the run is to end then.
+        """
+        used, bad = self.model.collect(), self.strategy.nonfinite()
+        return used, self.strategy.refuse_nonfinite({self.rank: bad}) if bad else None
+
+
+class LoneWorker(Worker):
+    """Run the local optimiser on the only rank, which has no server; the clock counts its updates."""
+
+    def step(self, update: Update) -> Outcome:
+        outcome = self.strategy.step_alone(update)
+        self.replica.clock += outcome.event is None
+        return replace(outcome, clock=self.replica.clock)
+
+
+class GradientWorker(Worker):
+    """Push the gradient with the clock of the parameters it was computed from, and take the parameters of the reply.
+
+    Args:
+        overlap: goes on at once, and takes the reply at the next step.
+
+    Raises:
+        ConfigError: `overlap` on servers that are workers too.
+    """
+
+    def __init__(self, strategy: Strategy, *, overlap: bool = False):
+        super().__init__(strategy)
+        if overlap and self.place.colocated:
+            raise ConfigError(
+                "strategy.overlap must be false where strategy.servers is 'colocated', whose shards change only inside "
+                "a step; got true. Leave it out, or give ranks of their own to the servers."
+            )
+        self._overlap = overlap
+        self._under_way = False  # a gradient whose reply has not been taken
+
+    def step(self, update: Update) -> Outcome:
+        strategy, passes = self.strategy, self.model.passes
+        strategy.require_unchanged_gradients()
+        contributes = passes.contributes
+        used, skipped = self.collect()
+        weight = passes.mean_weight if strategy.weighs else 1.0
+        if not skipped and strategy.update_clip is None:
+            strategy.clip(weight)
+        stamps = strategy.stamps()
+        if self._overlap:
+            self.finish()
+        dropped = None if skipped else self._dropped_while_warming_up()
+        pushes = contributes and not skipped and not dropped
+        if pushes:
+            self.client.push(SUM, **stamps, tensors=self.model.grads, used=used, weight=weight)
+        elif not self._overlap:
+            self.client.push(GRADIENT, **stamps)  # weight 0: it arrives, and counts for nothing
+        heads = []
+        if self._overlap:
+            self._under_way = pushes
+        else:
+            heads = self.client.wait()
+            self.replica.take(heads, self.channel.down.arrived)
+        applied = self.loop.take_applied() if self.loop else ()
+        return Outcome(strategy.clock, applied, skipped or dropped, int(dropped is not None), waited_for(heads))
+
+    def finish(self) -> None:
+        if self._under_way:
+            self.replica.take(self.client.wait(), self.channel.down.arrived)
+            self._under_way = False
+
+    def _dropped_while_warming_up(self) -> str | None:
+        """Return why this worker's gradient is not pushed while compression warms up; None: it is."""
+        config = self.config.compression
+        if config.warmup_ranks is None or self.strategy.steps >= config.warmup_steps:
+            return None
+        if self.place.roles.workers.index(self.rank) < config.warmup_ranks:
+            return None
+        return f"dropped: a gradient of the warm-up, in which only {config.warmup_ranks} workers' count"

@@ -1,0 +1,1 @@
+"""Parts of strategies whose ranks average together: buckets, periods, providers."""

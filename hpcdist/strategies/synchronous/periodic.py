@@ -1,0 +1,178 @@
+"""Train in periods: local steps, and at each period's end one common move of all ranks."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcdist import collectives
+from hpcdist.collectives.tuning.background import Background
+from hpcdist.comm.communicator import Traffic
+from hpcdist.compress import CompressionConfig, Reduction, spans
+from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.state import Entry, part
+
+
+class Periodic(Strategy):
+    """Step alone for a period; then move the common parameters x, of which all ranks have a copy, and start there.
+
+    Ranks communicate their distances from x, δᵢ = x − θᵢ, and nothing else; every rank counts alike, also one that had
+    no samples in some step. With `compression` they send δᵢ and their residuals as the compressor encodes them; the
+    rank goes back to x all the same, and the error follows at a later exchange. A subclass says how x moves by the mean
+    δ; all ranks make the same move, to the bit. On one rank the optimiser runs alone, and there is no x.
+
+    With `overlap` the exchange that begins at the end of step k runs while step k + 1 computes its gradient, and is
+    taken up after that step's update, θᵢ ← x + (θᵢ − θᵢ at step k): each rank keeps what it has done meanwhile. Where
+    a rank may have no second thread, as virtual ones, the numbers are the same and the time is not saved.
+    """
+
+    class Config(Strategy.Config):
+        """Options of strategies that communicate once in a period."""
+
+        period: int = Field(10, ge=1, description="H: steps between two exchanges of all ranks")
+        overlap: bool = Field(
+            False, description="exchange while the next step computes, and take the result up after that step"
+        )
+        algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
+        compression: CompressionConfig = Field(
+            CompressionConfig(), description="how differences are compressed; its warmup_steps count exchanges"
+        )
+
+    synchronous = True
+
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
+        self.alone = comm.size == 1
+        self._channel = comm.split(0)  # the thread's own
+        self._reduce = collectives.load(config.algorithm)(self._channel)
+        self._compressed: Reduction | None = None
+        if config.compression and not self.alone:
+            self._compressed = Reduction(self._channel, config.compression, model.params, spans(model))
+        self._background = Background() if config.overlap and comm.concurrent and not self.alone else None
+        self.common = [] if self.alone else [params.clone() for params in model.params]  # x
+        self._mean = [torch.empty_like(x) for x in self.common]
+        self._gone: list[Tensor] = []  # δᵢ of the exchange under way; empty where there is none
+
+    # --- what a subclass defines ----------------------------------------------------------------------------------
+    @abc.abstractmethod
+    def move(self, mean: Sequence[Tensor]) -> None:
+        """Move the parameters in `common` by the mean δ, the same on all ranks.
+
+        Args:
+            mean: flat tensors like `model.params`; the method may overwrite them.
+        """
+
+    def meets(self, step: int) -> bool:
+        return self.due(step)
+
+    def due(self, step: int) -> bool:
+        """Tell whether all ranks exchange at the end of this step; counts from 1."""
+        return step % self.config.period == 0
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+    def advance(self, update: Update) -> Outcome:
+        outcome = self.step_alone(update)
+        if not self.alone:
+            if self._gone:
+                self._take_up()
+            if self.due(self.steps + 1):
+                self._exchange()
+        return outcome
+
+    def mean(self, differences: Sequence[Tensor]) -> None:
+        """Collective. Replace each rank's δᵢ by the mean over all ranks, the same to the bit on all of them."""
+        if self._compressed is None:
+            average(differences, self._reduce)
+            return
+        ranks = self._compressed(differences)
+        for difference in differences:
+            difference.div_(ranks)
+
+    def _exchange(self) -> None:
+        for mean, x, own in zip(self._mean, self.common, self.model.params, strict=True):
+            torch.sub(x, own, out=mean)
+        if not self.config.overlap:
+            self.mean(self._mean)
+            self.move(self._mean)
+            self.model.load_params(self.common)
+            return
+        self._gone = [mean.clone() for mean in self._mean]
+        if self._background is None:  # the same numbers a step later, in one thread
+            self.mean(self._mean)
+        else:
+            self._background.submit(lambda: self.mean(self._mean))
+
+    def _take_up(self) -> None:
+        """Move `common` by the exchange under way; add this rank's own change since that began."""
+        self._await()
+        for own, x, gone in zip(self.model.params, self.common, self._gone, strict=True):
+            own.sub_(x).add_(gone)  # x − gone is where it was
+        self.move(self._mean)
+        for own, x in zip(self.model.params, self.common, strict=True):
+            own.add_(x)
+        self._gone = []
+
+    def _await(self) -> None:
+        if self._background is not None:
+            start = self.comm.now()
+            self._background.wait()
+            self.comm.traffic.waiting_s += self.comm.now() - start
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+    def traffic(self) -> Traffic:
+        return self.comm.traffic + self._channel.traffic
+
+    def entries(self) -> list[Entry]:
+        return [
+            *super().entries(),
+            Entry("common", lambda: self.common, self._load_common),
+            Entry("gone", lambda: self._gone, self._load_gone),
+            Entry("mean", lambda: self._mean if self._gone else [], self._load_mean),
+            *part("compressed", self._compressed, Reduction.reshard),
+        ]
+
+    def state(self) -> dict:
+        self._await()
+        return super().state()
+
+    def reshard_state(self, states: list[dict]) -> dict:
+        # All begin at the mean of the saved parameters, which is as far from x as the ranks were on average.
+        resharded = super().reshard_state(states)
+        return {**resharded, "gone": resharded["mean"]}
+
+    def _load_common(self, saved: Sequence[Tensor]) -> None:
+        for x, value in zip(self.common, [] if self.alone else saved or self.model.params, strict=True):
+            x.copy_(value)
+
+    def _load_gone(self, saved: Sequence[Tensor]) -> None:
+        self._gone = [gone.to(x.device, copy=True) for gone, x in zip(saved, self.common)]
+
+    def _load_mean(self, saved: Sequence[Tensor]) -> None:
+        for mean, value in zip(self._mean, saved):
+            mean.copy_(value)
+
+    def take_up(self) -> None:
+        self._await()
+        self._gone = []
+        for x, own in zip(self.common, self.model.params):
+            x.copy_(own)
+        average(self.common, self._reduce)
+
+    def close(self) -> None:
+        if self._background is not None:
+            self._background.close()
+        if self._compressed is not None:
+            self._compressed.close()
+        self._reduce.close()
+        self._channel.close()
+
+
+def average(tensors: Sequence[Tensor], reduce: collectives.AllReduce) -> None:
+    """Collective. Replace each tensor by its mean over the ranks of `reduce`."""
+    for tensor in tensors:
+        reduce(tensor)
+        tensor.div_(reduce.comm.size)

@@ -1,0 +1,1 @@
+"""The loop and the command that all baselines share."""

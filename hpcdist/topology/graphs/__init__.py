@@ -1,0 +1,1 @@
+"""Parts of topologies, and their description: edges, weights, spectra, drawings."""

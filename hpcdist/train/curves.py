@@ -1,0 +1,186 @@
+"""Hand a run's figures to loggers, from a thread of its own, so that no step waits for them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.config import JobConfig
+from hpcdist.records import RecordTail, StepRecord, record_path
+from hpcdist.registry import label
+from hpcdist.train import loggers
+
+MOST_WAITING = 1000  # sets of figures; further ones are lost
+PATIENCE_S = 30.0  # with loggers: until they are made, and until they have written what is left at the end
+_logger = logging.getLogger(__name__)
+
+
+class Curves:
+    """Collect a run's figures on the first living worker, and hand them to the loggers that the settings name.
+
+    Between two reports it means this worker's records; staleness is that of its own and of the servers' records.
+
+    Args:
+        workers: ranks that compute gradients.
+        options: of the strategy, with its defaults.
+        folder: of the run.
+        metrics: names of the job's metrics.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        comm: Communicator,
+        workers: tuple[int, ...],
+        options: Mapping[str, Any],
+        optimizer: Optimizer,
+        folder: Path,
+        metrics: tuple[str, ...],
+    ):
+        self._config, self._comm, self._workers, self._options = config, comm, workers, options
+        self._optimizer, self._folder, self._metrics = optimizer, folder, metrics
+        self._first_step = 1
+        self._records: list[StepRecord] = []  # since the last report
+        self._thread: _Loggers | None = None
+
+    def open(self, first_step: int) -> None:
+        """Make the loggers, on the first living worker, for steps from `first_step` on."""
+        self._first_step = first_step
+        if self._writes and self._config.log:
+            self._start().ready.wait(PATIENCE_S)  # imports would slow the first steps
+
+    @property
+    def _writes(self) -> bool:
+        return self._comm.rank == next((rank for rank in self._workers if rank in self._comm.living), None)
+
+    def _start(self) -> _Loggers:
+        options = {"name": self._config.strategy.name, **self._options}
+        settings = dict(_flat({**self._config.model_dump(), "strategy": options}))
+        names = tuple(f"test/{name}" for name in (*self._metrics, "loss"))
+
+        def make(name: str) -> loggers.Logger:
+            folder = self._folder / label(name)
+            run = loggers.LoggedRun(self._folder.resolve().name, folder, self._first_step, settings, names)
+            return loggers.load(name)(run)
+
+        servers = [rank for rank in range(self._comm.size) if rank not in self._workers]
+        tails = [RecordTail(record_path(self._folder, rank), from_end=True) for rank in servers]
+        self._thread = _Loggers(self._config.log, make, tails)
+        return self._thread
+
+    # --- figures --------------------------------------------------------------------------------------------------
+    def add(self, record: StepRecord) -> None:
+        """Take a step's record into the next report."""
+        if self._config.log and self._comm.rank in self._workers:
+            self._records.append(record)
+
+    def report(self) -> None:
+        """Hand over the means since the last report."""
+        records, self._records = self._records, []
+        if records:
+            self._hand_over(records[-1].step, self._means(records), [s for r in records for s in r.staleness])
+
+    def evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand over the results of an evaluation."""
+        self._hand_over(step, {f"test/{name}": value for name, value in metrics.items()})
+
+    def _means(self, records: list[StepRecord]) -> dict[str, float]:
+        losses = [record.loss for record in records if record.loss is not None]
+        waiting_s = sum(record.waiting_s for record in records)
+        seconds = sum(r.computing_s + r.communicating_s + r.waiting_s for r in records)
+        living = len(set(self._workers) & set(self._comm.living))
+        values = {
+            "train/learning_rate": float(self._optimizer.param_groups[0]["lr"]),
+            "train/bytes_per_step": sum(r.bytes_sent + r.bytes_fetched for r in records) / len(records),
+        }
+        if losses:
+            values["train/loss"] = sum(losses) / len(losses)
+        if seconds > 0:
+            values["train/samples_per_second"] = living * sum(record.samples for record in records) / seconds
+            values["train/waiting_share"] = waiting_s / seconds
+        return values
+
+    def _hand_over(self, step: int, values: dict[str, float], staleness: list[int] | None = None) -> None:
+        if self._config.log and self._writes:
+            (self._thread or self._start()).put(step, values, staleness)  # started here: the former writer has died
+
+    def close(self) -> None:
+        """Let the loggers write what is left, and wait for them, but not for ever."""
+        if self._thread is not None:
+            self._thread.close()
+
+
+class _Loggers:
+    """The thread that makes, calls and closes the loggers. One that fails is left out, with a message."""
+
+    def __init__(self, names: tuple[str, ...], make: Callable[[str], loggers.Logger], tails: list[RecordTail]):
+        self._names, self._make, self._tails = names, make, tails
+        self._loggers: dict[str, loggers.Logger] = {}
+        self._waiting: queue.Queue[tuple[int, dict[str, float], list[int] | None] | None] = queue.Queue(MOST_WAITING)
+        self._lost = 0
+        self.ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hpcdist-loggers", daemon=True)
+        self._thread.start()
+
+    def put(self, step: int, values: dict[str, float], staleness: list[int] | None) -> None:
+        try:
+            self._waiting.put_nowait((step, values, staleness))
+        except queue.Full:
+            self._lost += 1
+
+    def close(self) -> None:
+        try:
+            self._waiting.put(None, timeout=PATIENCE_S)
+            self._thread.join(PATIENCE_S)
+        except queue.Full:
+            pass  # its thread still lives, too
+        if self._thread.is_alive():
+            _logger.warning(f"log is not written {PATIENCE_S:.0f} s after the run: its last figures may be lost")
+        elif self._lost:
+            _logger.warning(f"log lacks {self._lost} sets of figures, which came faster than they could be written")
+
+    def _run(self) -> None:
+        for name in self._names:
+            self._guarded(name, lambda: self._loggers.update({name: self._make(name)}))
+        self.ready.set()
+        while (item := self._waiting.get()) is not None:
+            step, values, staleness = item
+            if staleness is not None and (staleness := [*staleness, *self._servers_staleness()]):
+                values["train/staleness"] = sum(staleness) / len(staleness)
+            for name, logger in list(self._loggers.items()):
+                self._guarded(name, lambda: logger.write(step, values))
+        for name, logger in list(self._loggers.items()):
+            self._guarded(name, logger.close)
+
+    def _guarded(self, name: str, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except (Exception, SystemExit) as error:
+            _logger.warning(f"log goes on without {name}: {type(error).__name__}: {error}")
+            if failed := self._loggers.pop(name, None):
+                with suppress(Exception):
+                    failed.close()
+
+    def _servers_staleness(self) -> Iterator[int]:
+        for tail in self._tails:
+            for record in tail():
+                if isinstance(record, StepRecord):
+                    yield from record.staleness
+
+
+def _flat(settings: Any, key: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    """Yield the settings that are no tables, by dotted key; of other types than scalars as JSON."""
+    if isinstance(settings, Mapping):
+        for name, value in settings.items():
+            yield from _flat(value, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, settings if isinstance(settings, (bool, int, float, str)) else json.dumps(settings, default=str)

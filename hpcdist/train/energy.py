@@ -1,0 +1,97 @@
+"""The energy of a run on all of its ranks, and of its starts before this one."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.records.energy import (
+    CPU,
+    GPU,
+    SYSFS,
+    Energy,
+    EnergyMeter,
+    GpuCounter,
+    Joules,
+    Sums,
+    add_up,
+    energy_of,
+    packages,
+)
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # one for all containers of a host
+
+
+class RunEnergy:
+    """Measure what the hosts' processors and the ranks' GPUs use, each of them once.
+
+    Args:
+        device: that this rank computes on.
+        root: of sysfs.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device | None, root: Path = SYSFS):
+        self._comm, self._device, self._root = comm, device, root
+        self._meter: EnergyMeter | None = None
+        self._before: Sums = {}, {}  # in earlier starts of this run
+        self._resumed = False
+
+    def begin(self) -> None:
+        """Collective. Begin to measure."""
+        if self._comm.virtual is not None:
+            return
+        gpu = _uuid(self._device)
+        places = [place or ["", None] for place in self._comm.gather([_host(), gpu])]
+        before = places[: self._comm.rank]
+        makers: dict[str, Callable[[], Sequence[Joules]]] = {}
+        if _host() not in [host for host, _ in before]:
+            makers[CPU] = lambda: packages(self._root)
+        if gpu is not None and gpu not in [one for _, one in before]:
+            makers[GPU] = lambda: [GpuCounter(gpu)]
+        self._meter = EnergyMeter(makers)
+        if self._resumed and not any(self._before):
+            self._before = {}, dict.fromkeys(makers, "the checkpoint that the run went on from does not tell it")
+
+    def _sums(self) -> Sums:
+        """Collective. Add up the joules of all ranks and starts."""
+        own = ({}, {}) if self._meter is None else (self._meter.joules(), self._meter.missing)
+        joules, missing = add_up([*(part for part in self._comm.gather(own) if part is not None), self._before])
+        if self._comm.lost:
+            missing |= dict.fromkeys(joules, f"rank {self._comm.lost[0]} has died, with what it had read")
+        return joules, missing
+
+    def result(self) -> Energy:
+        """Collective. Return the energy of the run so far."""
+        if self._comm.virtual is not None:
+            return Energy(not_measured="the ranks are virtual")
+        return energy_of(*self._sums())
+
+    def close(self) -> None:
+        """End the measurement."""
+        if self._meter is not None:
+            self._meter.close()
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+    def state(self) -> list[dict[str, Any]]:
+        """Collective. Return the joules of all ranks so far."""
+        return [] if self._comm.virtual is not None else list(self._sums())
+
+    def load_state(self, saved: Sequence[Mapping[str, Any]] | None) -> None:
+        """Go on from the joules of all ranks at a checkpoint; None: it has none."""
+        self._resumed = True
+        self._before = (dict(saved[0]), dict(saved[1])) if saved else ({}, {})
+
+
+def _host() -> str:
+    return BOOT.read_text().strip() if BOOT.exists() else platform.node()
+
+
+def _uuid(device: torch.device | None) -> str | None:
+    if device is None or device.type != "cuda":
+        return None
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", "unknown"))

@@ -1,0 +1,195 @@
+"""The log of a run: its records, evaluations and summary in files, and its progress for whoever watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.config import JobConfig
+from hpcdist.records import (
+    Evaluation,
+    RecordWriter,
+    StepRecord,
+    Summary,
+    append_evaluation,
+    keep_evaluations,
+    read_evaluations,
+    read_records,
+    record_path,
+    summarise,
+    write_summary,
+)
+from hpcdist.train.curves import Curves
+from hpcdist.train.energy import RunEnergy
+from hpcdist.train.milestones import Milestones
+from hpcdist.train.resume import Position
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The progress of a run, as the first living rank sees it."""
+
+    epoch: int  # number of epochs that have ended
+    epochs: int | None  # None where a budget alone ends the run
+    epoch_samples: int
+    samples: int  # of all epochs, all ranks together
+    total_samples: int  # an estimate with a budget of steps or seconds
+    seconds: float
+    loss: float | None
+    metrics: dict[str, float]
+    ended: bool = False
+
+
+class RunLog:
+    """Write the records, evaluations and summary of a run, and report its progress.
+
+    Each rank has a file of records; the first one that lives writes all else, and reports.
+
+    Args:
+        folder: of the run.
+        position: the run's own, which moves on.
+        milestones: the run's own.
+        report: called now and then with the progress; None: nobody watches.
+        curves: the figures for other tools.
+        device: that this rank computes on.
+
+    Attributes:
+        train_s: seconds of training so far, without evaluations and checkpoints.
+        energy: of the run, measured while the log is open.
+        metrics: those of the last evaluation.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: JobConfig,
+        comm: Communicator,
+        position: Position,
+        milestones: Milestones,
+        report: Callable[[Progress], None] | None,
+        curves: Curves,
+        device: torch.device | None = None,
+    ):
+        self.train_s, self.metrics, self.energy = 0.0, {}, RunEnergy(comm, device)
+        self._folder, self._config, self._comm = folder, config, comm
+        self._position, self._milestones, self._report = position, milestones, report
+        self._curves = curves
+        self._writer: RecordWriter | None = None
+        self._evaluated: int | None = None  # the step of the last evaluation before this run went on
+        self._losses: list[float] = []
+        self._gradients = 0  # that a server has applied in this epoch
+
+    def open(self, first_step: int) -> None:
+        """Collective. Open this rank's file of records, for steps from `first_step` on; drop later ones in there."""
+        self.energy.begin()
+        self._writer = RecordWriter(record_path(self._folder, self._comm.rank), first_step=first_step)
+        if self._leads:
+            keep_evaluations(self._folder, self._position.step)
+        if self._position.step:  # not in a run that begins
+            kept = read_evaluations(self._folder) if self._leads else []
+            self._evaluated = self._comm.gather(kept[-1].step if kept else None)[self._comm.living[0]]
+        self._curves.open(first_step)
+
+    @property
+    def n_samples(self) -> int:
+        """Return the number of samples in an epoch."""
+        return self._milestones.n_samples
+
+    @property
+    def _leads(self) -> bool:
+        return self._comm.rank == self._comm.living[0]
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+    def write(self, record: StepRecord, loss: float | None = None) -> None:
+        """Write a record, and remember the loss of the batch, which another rank of the replica may record."""
+        self._writer.write(record)
+        self._curves.add(record)
+        if loss is not None:
+            self._losses.append(loss)
+
+    def flush(self) -> None:
+        """Write all records so far to the file, which has them then even if this process is killed."""
+        self._writer.flush()
+
+    def count_gradients(self, count: int) -> None:
+        """Count gradients that this rank, a server, has applied; report the progress every `log_every` of them."""
+        before, self._gradients = self._gradients, self._gradients + count
+        if before // self._config.log_every < self._gradients // self._config.log_every:
+            done = self._gradients * self._config.batch_size  # an estimate, for not all batches are full
+            self.report(min(done, self._milestones.n_samples))
+
+    def end_epoch(self) -> None:
+        """Report the end of an epoch, once the position is at the next one's start."""
+        self._gradients = 0
+        self.report(0)
+
+    def end_stretch(self) -> None:
+        """Report the progress where the run has been evaluated inside an epoch."""
+        self.report(self._position.consumed)
+
+    def report(self, done: int) -> None:
+        """Report the progress, after `done` samples of this epoch."""
+        self._curves.report()
+        if self._report is not None and self._leads:
+            recent, epoch_samples = self._losses[-self._config.log_every :], self._milestones.n_samples
+            samples = self._position.epoch * epoch_samples + done
+            self._report(
+                Progress(
+                    epoch=self._position.epoch,
+                    epochs=self._config.epochs,
+                    epoch_samples=epoch_samples,
+                    samples=samples,
+                    total_samples=self._milestones.total_samples(samples),
+                    seconds=self.train_s,
+                    loss=sum(recent) / len(recent) if recent else None,
+                    metrics=self.metrics,
+                    ended=self._milestones.ended,
+                )
+            )
+
+    # --- evaluations and the summary ------------------------------------------------------------------------------
+    def write_evaluation(self) -> None:
+        """Write the metrics of the last evaluation, at the run's position, unless the file has them from before."""
+        step, epoch, samples = self._position.step, self._position.epoch, self._milestones.samples
+        if step != self._evaluated:
+            self._curves.evaluate(step, self.metrics)
+        if self._leads and step != self._evaluated:
+            append_evaluation(self._folder, Evaluation(step, epoch, samples, self.train_s, self.metrics))
+
+    def summarise(self, sha256: str, pending: int, **further: Any) -> Summary:
+        """Collective. Write the summary of all ranks' records, which are in the files; return it on every rank.
+
+        Args:
+            sha256: of the final parameters.
+            pending: gradients that no update has applied, on all ranks together.
+            further: keys of the summary.
+        """
+        summary, energy = None, self.energy.result()
+        if self._leads:
+            summary = summarise(
+                read_records(self._folder),
+                strategy=self._config.strategy.name,
+                ranks=self._comm.size,
+                stages=self._config.parallel.stages,
+                seed=self._config.seed,
+                wall_s=self.train_s,
+                metrics=self.metrics,
+                sha256=sha256,
+                pending=pending,
+                lost_ranks=list(self._comm.lost),
+                **further,
+                energy=energy,
+            )
+            write_summary(self._folder, summary)
+        summaries = self._comm.gather(None if summary is None else summary.model_dump_json())
+        return Summary.model_validate_json(summaries[self._comm.living[0]])
+
+    def close(self) -> None:
+        self.energy.close()
+        self._writer.close()
+        self._curves.close()

@@ -1,0 +1,48 @@
+"""Write a run's figures for other people's tools: one file per tool, found by the file's name."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+
+from hpcdist.errors import ConfigError
+from hpcdist.registry import LOGGERS
+from hpcdist.train.loggers.base import LoggedRun, Logger
+
+__all__ = ["LoggedRun", "Logger", "available", "load", "require"]
+
+
+def available() -> list[str]:
+    """List the names of all loggers, sorted: those of this folder, and those that installed packages add."""
+    return LOGGERS.available()
+
+
+def load(name: str) -> type[Logger]:
+    """Load a logger's class, by its name or as `path/to/file.py:Class`.
+
+    Raises:
+        UnknownNameError: there is none of that name; lists the known ones.
+        ConfigError: there are two of that name; or it can't be imported, or is no logger.
+    """
+    return LOGGERS.load(name)
+
+
+def require(names: Iterable[str]) -> None:
+    """Check that these loggers exist, and that the packages that they write with are installed.
+
+    Raises:
+        UnknownNameError, ConfigError: they don't, or aren't.
+    """
+    for name in names:
+        package = load(name).package
+        if package and not _is_installed(package):
+            raise ConfigError(
+                f"log must name tools whose packages are installed; got {name!r}, and there is no package {package}. "
+                f"Install it (pip install {package}), or leave {name} out."
+            )
+
+
+def _is_installed(package: str) -> bool:
+    """Look for a package without importing it. A folder of that name, such as the tool's own output, is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

@@ -1,0 +1,36 @@
+"""Weights & Biases, offline."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+from hpcdist.train.loggers.base import LoggedRun, Logger
+
+
+class WandB(Logger):
+    """Write an offline run. `wandb sync FOLDER/wandb/wandb/offline-run-*` sends it, where there is a network.
+
+    A run that went on after an interruption has a folder for each start; with `--append` they become one run.
+    """
+
+    package = "wandb"
+
+    def __init__(self, run: LoggedRun):
+        import wandb
+
+        self._run = wandb.init(
+            project="hpcdist",
+            name=run.name,
+            id=run.id(lambda: secrets.token_hex(8)),
+            dir=str(run.folder),
+            config=dict(run.settings),
+            mode="offline",
+            settings=wandb.Settings(silent=True, console="off"),  # the terminal is the run's own
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

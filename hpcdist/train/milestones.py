@@ -1,0 +1,114 @@
+"""Find the steps after which a run is evaluated inside an epoch, and the one with which it ends."""
+
+from __future__ import annotations
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.config import JobConfig
+from hpcdist.errors import ConfigError
+from hpcdist.train.resume import Position
+
+GROWTH = 4  # ranks look at the clock again after at most so many times as many steps as before
+SPARE = 0.9  # of the seconds that are left: later steps may take less time than the last ones did
+
+
+class Milestones:
+    """Tell how many steps a run goes on, until it is to be evaluated or has reached its epochs or a budget.
+
+    Args:
+        comm: the ranks that agree on the time.
+        position: the run's own, which moves on.
+        n_samples: number of samples in an epoch.
+
+    Attributes:
+        global_batch: samples of a step, all ranks together.
+    """
+
+    def __init__(self, config: JobConfig, comm: Communicator, position: Position, n_samples: int):
+        self.n_samples, self.global_batch = n_samples, 1
+        self._config, self._comm, self._position = config, comm, position
+        self._seconds = 0.0  # of training, as all ranks know them
+        self._unlooked = 1  # steps until they look at the clock again
+
+    @property
+    def samples(self) -> int:
+        """Count the samples trained on so far, all ranks together."""
+        return self._position.epoch * self.n_samples + self._position.consumed
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether the run has reached its last epoch, or a budget."""
+        epochs, budget = self._config.epochs, self._config.budget
+        limits = (
+            (self._position.epoch, epochs),
+            (self._position.step, budget.steps),
+            (self.samples, budget.samples),
+            (self._seconds, budget.seconds),
+        )
+        return any(limit is not None and done >= limit for done, limit in limits)
+
+    @property
+    def steps(self) -> int | None:
+        """Count the steps to the next milestone, or to the next look at the clock; None where there is none."""
+        budget, ahead = self._config.budget, [self.steps_to_evaluation]
+        ahead.append(None if budget.samples is None else self._steps_to(budget.samples))
+        ahead.append(None if budget.steps is None else budget.steps - self._position.step)
+        ahead.append(None if budget.seconds is None else self._unlooked)
+        return min((steps for steps in ahead if steps is not None), default=None)
+
+    @property
+    def steps_to_evaluation(self) -> int | None:
+        """Count the steps until so many samples have been trained on that the run is to be evaluated."""
+        every = self._config.eval_every_samples
+        return None if every is None else self._steps_to((self.samples // every + 1) * every)
+
+    def evaluates(self, before: int) -> bool:
+        """Tell whether the steps since there were `before` samples have reached an evaluation's number of samples."""
+        every = self._config.eval_every_samples
+        return every is not None and self.samples // every > before // every
+
+    def _steps_to(self, samples: int) -> int:
+        return -(-(samples - self.samples) // self.global_batch)
+
+    def look(self, train_s: float, steps: int = 0) -> None:
+        """Collective with a budget of seconds. Agree on the seconds of training so far: the first living rank's.
+
+        Args:
+            train_s: this rank's.
+            steps: made since the last look.
+
+        Raises:
+            ConfigError: steps take no time.
+        """
+        budget_s = self._config.budget.seconds
+        if budget_s is None:
+            return
+        now_s = self._comm.retry_on_failure(lambda: self._comm.gather(train_s))[self._comm.living[0]]
+        if steps:
+            step_s = (now_s - self._seconds) / steps
+            if step_s <= 0:
+                raise ConfigError(
+                    f"budget.seconds must be given where steps take time; got {budget_s:g}, and virtual ranks whose "
+                    "steps take none. Give them a compute model, or a budget of samples."
+                )
+            self._unlooked = max(1, min(int(SPARE * (budget_s - now_s) / step_s), GROWTH * self._unlooked))
+        self._seconds = now_s
+
+    def total_samples(self, now: int) -> int:
+        """Estimate the samples of the whole run, of which `now` have been trained on."""
+        budget = self._config.budget
+        totals = [total] if (total := planned_samples(self._config, self.n_samples)) is not None else []
+        if budget.steps is not None:
+            totals.append(self.samples + (budget.steps - self._position.step) * self.global_batch)
+        if budget.seconds is not None and self._seconds:
+            totals.append(int(self.samples * budget.seconds / self._seconds))
+        return now if self.ended else max(now, min(totals, default=self.n_samples))
+
+
+def planned_samples(config: JobConfig, n_samples: int) -> int | None:
+    """Return the samples that a run is to be trained on, as far as settings limit them; None without a limit.
+
+    Args:
+        n_samples: number of samples in an epoch.
+    """
+    limits = [None if config.epochs is None else config.epochs * n_samples, config.budget.samples]
+    return min((limit for limit in limits if limit is not None), default=None)

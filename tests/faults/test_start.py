@@ -1,0 +1,180 @@
+"""Ranks that die, stand still or never come before all have met in `hpcdist.init`: one sentence, and all end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from comm.jobs_here import clean_environment, run
+from faults.deaths import ULFM, survivable
+from harness.launch import IMPORTS, find_mpirun, launch
+from hpcdist.comm.launch import Task, undisputed_task
+from hpcdist.comm.mpi import start
+
+needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+
+BEGIN = """
+import os, signal, sys, time
+
+rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
+
+def die(*args):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+JOIN = """
+import hpcdist as hd
+
+hd.init(deadline_s=3)
+print("joined")
+"""
+WAITED = r"hpcdist: rank \d waited 3 s in hpcdist.init\(\) for the others of 3 ranks\. One has ended before"
+
+
+@survivable
+def test_a_rank_that_dies_before_mpi_is_up_is_not_waited_for_for_ever(tmp_path):
+    job, seconds = run(tmp_path, BEGIN + "if rank == 1:\n    die()\n" + JOIN, 3, options=ULFM)
+    assert job.returncode != 0 and seconds < 40
+    assert re.search(WAITED, job.stderr), job.stderr
+    assert job.stderr.count("hpcdist: ") == 1 and "Traceback" not in job.stderr
+
+
+@needs_mpirun
+@pytest.mark.parametrize("action", ["time.sleep(60)", "os.kill(os.getpid(), signal.SIGSTOP)"], ids=["late", "stopped"])
+def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(tmp_path, action):
+    job, seconds = run(tmp_path, BEGIN + f"if rank == 2:\n    {action}\n" + JOIN, 3)
+    assert job.returncode != 0 and seconds < 40
+    assert re.search(WAITED, job.stderr), job.stderr
+    assert job.stderr.count("hpcdist: ") == 1 and "Traceback" not in job.stderr
+
+
+@survivable
+@pytest.mark.parametrize(
+    "death",
+    [
+        "from mpi4py import MPI\nif rank == 0:\n    die()",
+        "from hpcdist.comm.mpi import communicator\nif rank == 0:\n    communicator.find_nodes = die",
+        "from hpcdist.session import world\nif rank == 0:\n    world.require_equal = die",
+    ],
+    ids=["before the ranks meet", "in a call of MPI's", "in a call of the seam's"],
+)
+def test_a_rank_that_dies_in_the_middle_of_it_is_named_once(tmp_path, death):
+    job, seconds = run(tmp_path, BEGIN + death + JOIN, 3, options=ULFM)
+    assert job.returncode != 0 and seconds < 40
+    assert job.stderr.count("hpcdist: rank 0 has died before all ranks had met in hpcdist.init()") == 1, job.stderr
+    assert "Traceback" not in job.stderr and "joined" not in job.stdout
+
+
+# --- exceptions before all ranks have met, or right after -------------------------------------------------------------
+@needs_mpirun
+def test_a_script_that_fails_on_one_rank_before_it_comes_there_ends_all(tmp_path):
+    job, seconds = run(tmp_path, BEGIN + "if rank == 1:\n    raise ValueError('no such file')\n" + JOIN, 3)
+    assert job.returncode != 0 and "joined" not in job.stdout and seconds < 40
+    assert job.stderr.count("Traceback (most recent call last)") == 1
+    assert job.stderr.count("ValueError: no such file") == 1
+
+
+JOB = """
+import dataclasses, sys
+from hpcdist import session
+from train import tiny
+
+def fail():
+    if session.rank() in {ranks}:
+        raise ValueError("unhappy")
+
+def model():
+    {in_model}
+    return tiny.job.model()
+
+{at_import}
+job = dataclasses.replace(tiny.job, model=model)
+"""
+
+
+@needs_mpirun
+@pytest.mark.parametrize(
+    ("failing", "places", "speaks"),
+    [
+        ((2,), {"at_import": "fail()", "in_model": "pass"}, 2),
+        ((1,), {"at_import": "", "in_model": "fail()"}, 1),
+        ((0, 1, 2), {"at_import": "", "in_model": "fail()"}, 0),
+    ],
+    ids=["job file, one", "model, one", "model, all"],
+)
+def test_a_job_that_fails_before_the_first_step_has_one_traceback(tmp_path, monkeypatch, failing, places, speaks):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text(JOB.format(ranks=failing, **places))
+    done = launch(3, ["-m", "hpcdist", "train", "job.py", "--set", "data.path=digits.h5"], env=IMPORTS)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
+    assert done.stderr.count(f"[rank {speaks}] ValueError: unhappy") == 1
+    assert {line[:8] for line in done.stderr.splitlines() if line.startswith("[rank ")} == {f"[rank {speaks}]"}
+
+
+# --- the limit alone --------------------------------------------------------------------------------------------------
+def limited(tmp_path, text: str) -> subprocess.CompletedProcess:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import ctypes, os, signal, time\n"
+        "from hpcdist.comm.launch import Task\n"
+        "from hpcdist.comm.mpi.start import limited\n" + textwrap.dedent(text)
+    )
+    return subprocess.run([sys.executable, script], env=clean_environment(), capture_output=True, text=True, timeout=40)
+
+
+def test_it_ends_a_process_that_keeps_the_interpreter_lock(tmp_path):
+    """As one does that is inside MPI's start: nothing in Python runs there."""
+    done = limited(tmp_path, "with limited(0.3, Task(0, 2, 0, 'a launcher')):\n    ctypes.PyDLL(None).sleep(30)")
+    assert done.returncode == start.ENDS
+    assert re.match(r"hpcdist: rank 0 waited 0.3 s in hpcdist.init\(\) for the others of 2 ranks", done.stderr)
+
+
+def test_a_process_that_is_stopped_says_so(tmp_path):
+    text = """
+        with limited(0.3, Task(0, 2, 0, 'a launcher')):
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(30)
+    """
+    done = limited(tmp_path, text)
+    assert done.returncode == start.ENDS
+    assert "hpcdist: rank 0 is stopped, by SIGSTOP or a debugger, in hpcdist.init(), and not all" in done.stderr
+
+
+def test_of_a_process_that_ends_by_itself_nothing_is_said(tmp_path):
+    began = time.monotonic()
+    done = limited(tmp_path, "with limited(20, Task(0, 2, 0, 'a launcher')):\n    os._exit(3)")
+    assert (done.returncode, done.stderr) == (3, "") and time.monotonic() - began < 15
+
+
+def _children():
+    """The processes that this one has started, and not waited for."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            _, parent, *_ = path.read_text().rpartition(")")[2].split()
+            found |= {path.parent.name} if int(parent) == os.getpid() else set()
+    return found
+
+
+@pytest.mark.parametrize("task", [None, Task(0, 1, 0, "a launcher"), Task(1, 2, 1, "a launcher")])
+def test_in_time_it_leaves_everything_as_it_was(task):
+    before, children = signal.getsignal(start.ENDS), _children()
+    with start.limited(60.0, task):
+        assert (_children() == children) == (task is None or task.size == 1)
+    assert signal.getsignal(start.ENDS) is before and _children() == children
+
+
+def test_a_launcher_that_contradicts_itself_sets_no_limit():
+    size = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    assert undisputed_task(size | {"OMPI_COMM_WORLD_RANK": "1"}) == Task(1, 2, 0, "Open MPI's mpirun")
+    assert undisputed_task(size | {"OMPI_COMM_WORLD_RANK": "7"}) is None
+    assert undisputed_task({}) is None

@@ -1,0 +1,1 @@
+"""Measuring on machines with GPUs: `tests/gpu.sh`."""

@@ -1,0 +1,316 @@
+"""Models of DTensors: fully_shard and tensor parallelism inside a replica, strategies across."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import hpcdist as hd
+from harness.launch import launch
+from hpcdist.comm.alone import Alone
+from hpcdist.comm.external.rendezvous import default_group
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.errors import CheckpointError, ConfigError, NonFiniteError
+from hpcdist.session.world import current, init
+
+EXAMPLES = Path(__file__).parents[2] / "jobs" / "examples"
+FEATURES, HIDDEN, CLASSES, BATCH, STEPS = 6, 10, 5, 8, 5
+
+
+def make() -> nn.Sequential:
+    """A model with parameters that two ranks can't halve, and some that tensor parallelism leaves whole."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 9), nn.LayerNorm(9), nn.Linear(9, CLASSES)]
+    return nn.Sequential(*layers).double()
+
+
+def halved(model: nn.Sequential, mesh: Any) -> nn.Sequential:
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def parallel(model: nn.Sequential, mesh: Any) -> nn.Sequential:
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(BATCH, FEATURES, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, CLASSES, (BATCH,), generator=generator)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+@contextmanager
+def session(comm: Any) -> Iterator[None]:
+    init(comm=comm)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class Training:
+    """Collective. The model, shared out by `share` on two ranks, in training with the other replica."""
+
+    def __init__(self, comm: Any, share: Callable[..., nn.Module], strategy: str, **options: Any):
+        mesh = hd.device_mesh(2)
+        self.model, self.parts = share(make(), mesh), 1 if share is parallel else 2
+        self.shards = hd.local_shards(self.model)
+        self.place, self.replica = mesh.get_local_rank() if self.parts == 2 else 0, comm.rank // 2
+        optimizer = torch.optim.AdamW(self.shards.parameters(), lr=0.02)
+        self.optimizer = hd.DistributedOptimizer(optimizer, self.shards, strategy, **options)
+
+    def backward(self, step: int, factor: float = 1.0) -> None:
+        x, y = (t.chunk(2)[self.replica].chunk(self.parts)[self.place] for t in batch(step))
+        (factor * nn.functional.cross_entropy(self.model(x), y)).backward()
+
+    def step(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        self.backward(step)
+        self.optimizer.step()
+
+    def values(self) -> list[torch.Tensor]:
+        return [whole(parameter) for parameter in self.model.parameters()]
+
+
+def alone(clip_norm: float | None = None) -> list[torch.Tensor]:
+    """The same training in one process."""
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        nn.functional.cross_entropy(model(x), y).backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.allclose(one, other, rtol=0, atol=1e-12) for one, other in zip(ours, theirs, strict=True))
+
+
+# --- equal to one process ---------------------------------------------------------------------------------------------
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.sizes(4, exact=True)
+@pytest.mark.parametrize("share", [halved, parallel])
+@pytest.mark.parametrize("clip_norm, overlap", [(None, "on"), (0.2, "off")])
+def test_training_equals_one_process(ranks, share, clip_norm, overlap):
+    def body(comm):
+        with session(comm):
+            training = Training(comm, share, "allreduce", clip_norm=clip_norm, overlap=overlap)
+            for step in range(STEPS):
+                training.step(step)
+                if step == 2:  # a forward pass that no backward pass follows leaves nothing old behind
+                    with torch.no_grad():
+                        training.model(batch(step)[0][:2])
+            assert close(training.values(), alone(clip_norm))
+            state = get_model_state_dict(training.model, options=StateDictOptions(full_state_dict=True))
+            assert close(list(state.values()), alone(clip_norm))
+            flat = training.optimizer.strategy.model.params[0]
+            locals_ = [p._local_tensor if isinstance(p, DTensor) else p for p in training.model.parameters()]
+            assert {p.untyped_storage().data_ptr() for p in locals_} == {flat.untyped_storage().data_ptr()}
+
+    ranks(body)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.sizes(4, exact=True)
+def test_gradients_of_several_passes_add_up(ranks):
+    def body(comm):
+        with session(comm):
+            training = Training(comm, halved, "allreduce", accumulation=2)
+            for step in range(STEPS):
+                training.optimizer.zero_grad()
+                training.backward(step, 0.25)
+                training.backward(step, 0.75)
+                training.optimizer.step()
+            assert close(training.values(), alone())
+
+    ranks(body)
+
+
+# --- strategies that let replicas differ ------------------------------------------------------------------------------
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.sizes(4, exact=True)
+@pytest.mark.parametrize("share, strategy", [(halved, "gossip_pull"), (parallel, "gossip_pull"), (parallel, "dpsgd")])
+def test_ranks_of_a_replica_hold_one_model(ranks, share, strategy):
+    """Whole parameters are equal on them after each step; and the model is the consensus inside the context."""
+
+    def body(comm):
+        with session(comm):
+            training = Training(comm, share, strategy)
+            for step in range(STEPS):
+                training.step(step)
+            own = training.values()
+            with hd.consensus(training.shards):
+                mean = training.values()
+            training.model(batch(0)[0])
+            assert close(training.values(), own)
+            hd.finish(training.shards)
+            assert close(training.values(), mean)
+            return [value.tolist() for value in own], [value.tolist() for value in mean]
+
+    results = ranks(body)
+    for first in (0, 2):
+        assert results[first] == results[first + 1]
+    for one, other, mean in zip(results[0][0], results[2][0], results[0][1], strict=True):
+        assert torch.allclose((torch.tensor(one) + torch.tensor(other)) / 2, torch.tensor(mean), atol=1e-6)
+
+
+# --- gradients that are not finite ------------------------------------------------------------------------------------
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.sizes(4, exact=True)
+def test_a_gradient_that_is_not_finite_counts_in_all_shards(ranks):
+    def body(comm):
+        with session(comm):
+            training = Training(comm, parallel, "gossip_pull", on_nonfinite="skip")
+            training.step(0)
+            training.optimizer.zero_grad()
+            training.backward(1)
+            if comm.rank == 1:
+                training.shards.get_parameter("shard1of2.0.weight").grad[0, 0] = torch.nan
+            training.optimizer.step()
+            return training.optimizer.record.event or ""
+
+    events = ranks(body)
+    assert all(event.startswith("skipped: NaN or infinite gradient") for event in events[:2]) and not any(events[2:])
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.sizes(4, exact=True)
+def test_one_shard_that_is_not_finite_stops_all(ranks):
+    def body(comm):
+        with session(comm):
+            training = Training(comm, parallel, "allreduce")
+            if comm.rank == 1:
+                weight = training.model[0].weight
+                weight.register_hook(lambda grad: grad * torch.inf)
+            with pytest.raises(NonFiniteError, match="replica 0: shard"):
+                training.step(0)
+
+    ranks(body)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.sizes(4, exact=True)
+def test_training_is_resumed_to_the_bit(ranks, shared_tmp_path):
+    def body(comm):
+        with session(comm):
+            training = Training(comm, halved, "allreduce")
+            for step in range(3):
+                training.step(step)
+            hd.save(shared_tmp_path, optimizer=training.optimizer)
+            for step in range(3, STEPS):
+                training.step(step)
+            expected = training.values()
+            hd.finish(training.shards)
+            resumed = Training(comm, halved, "allreduce")
+            hd.load(shared_tmp_path, optimizer=resumed.optimizer)
+            for step in range(3, STEPS):
+                resumed.step(step)
+            assert all(torch.equal(a, b) for a, b in zip(resumed.values(), expected, strict=True))
+            hd.finish(resumed.shards)
+        with session(comm):  # on other shards it is refused
+            init(comm=comm.split(0))
+            model = halved(make(), hd.device_mesh(4))
+            shards = hd.local_shards(model)
+            optimizer = hd.DistributedOptimizer(torch.optim.AdamW(shards.parameters(), lr=0.02), shards)
+            with pytest.raises(CheckpointError, match=r"got 'shard\dof4"):
+                hd.load(shared_tmp_path, optimizer=optimizer)
+
+    ranks(body)
+
+
+# --- examples ---------------------------------------------------------------------------------------------------------
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.sizes(4, exact=True)
+@pytest.mark.parametrize("name", ["fsdp", "tensor_parallel"])
+def test_an_example_learns_as_one_process_does(ranks, name, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(hd, "init", lambda: None, raising=False)  # there is a session
+    example = __import__(name)
+
+    def body(comm):
+        with session(comm):
+            losses = example.main(["--epochs", "2"])
+            hd.finish(current().optimizers[0].strategy.model.module)
+        with session(Alone()):
+            assert losses == pytest.approx(example.main(["--epochs", "2", "--batch-size", "64"]), abs=1e-5)
+
+    ranks(body)
+    sys.modules.pop(name)
+
+
+def test_an_example_with_gossip_learns():
+    done = launch(4, [EXAMPLES / "fsdp.py", "--strategy", "gossip_pull", "--epochs", "2"], compiler=True)
+    assert done.returncode == 0, done.stderr
+    *_, accuracy = done.stdout.split()
+    assert float(accuracy) > 0.85
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+def test_virtual_ranks_have_no_mesh():
+    def body(comm):
+        init(comm=comm)
+        hd.device_mesh(2)
+
+    with pytest.raises(ConfigError, match="a device mesh must be of real ranks"):
+        run_virtual(body, 2)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 4, exact=True)
+def test_what_does_not_fit_is_refused(ranks):
+    def body(comm):
+        with session(comm):
+            with pytest.raises(
+                ConfigError, match="hpcdist.device_mesh must be called before local_shards; got no mesh"
+            ):
+                hd.local_shards(make())
+            for sizes in ((), (0,), (2.0,)):
+                with pytest.raises(ConfigError, match="sizes of a device mesh must be integers of at least 1"):
+                    hd.device_mesh(*sizes)
+            with pytest.raises(ConfigError, match="device_type must be one of cpu, cuda; got 'tpu'"):
+                hd.device_mesh(2, device_type="tpu")
+            mesh = hd.device_mesh(1, 2, names=("replicate", "shard"))
+            with pytest.raises(ConfigError, match="model must have parameters that ranks hold together, DTensors; got"):
+                hd.local_shards(make())
+            with pytest.raises(ConfigError, match="fully_shard must have all parameters .* got '2.weight' left out"):
+                model = make()
+                fully_shard(model[0], mesh=mesh)
+                hd.local_shards(model)
+            model = make()
+            fully_shard(model[0], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            hd.local_shards(model)
+            model[0].weight = nn.Parameter(torch.zeros(HIDDEN, FEATURES, dtype=torch.float64))
+            with pytest.raises(ConfigError, match="'0.weight' must stay the parameter that it was when Shards"):
+                model(batch(0)[0])
+        with session(comm):
+            init(comm=comm.split(0))
+            with default_group(comm):
+                with pytest.raises(ConfigError, match="torch.distributed must be started by hpcdist.device_mesh"):
+                    hd.device_mesh(2)
+
+    ranks(body)

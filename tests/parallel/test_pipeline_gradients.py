@@ -1,0 +1,168 @@
+"""Gradients of pipelines: the unsplit model's, by every schedule, with every number of ranks and micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from harness.pipelines import assert_close, make_pipeline, merged, outcome, piped, same, whole
+
+COURSES = [
+    ("gpipe", 1),
+    ("gpipe", 2),
+    ("one_f_one_b", 1),
+    ("interleaved", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("zero_bubble", 1),
+]
+WAYS = [(*course, recompute) for course in COURSES for recompute in (False, True) if course[0] != "zero_bubble"]
+WAYS.append(("zero_bubble", 1, False))
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+loss_of = nn.functional.mse_loss
+
+
+def make(dtype=torch.float64):
+    """Layers with and without parameters, of different widths."""
+    widths = [5, 8, 8, 6, 7, 4]
+    layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b, dtype=dtype), nn.Tanh())]
+    return nn.Sequential(*layers, nn.LayerNorm(4, dtype=dtype), nn.Linear(4, 3, dtype=dtype))
+
+
+def samples(count, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    return (torch.randn(count, n, generator=generator, dtype=torch.float64).to(dtype) for n in (5, 3))
+
+
+@pytest.mark.parametrize("schedule, chunks, recompute", WAYS)
+def test_they_are_those_of_the_unsplit_model(ranks, schedule, chunks, recompute):
+    """Batches of 7 samples: micro-batches that differ in length, and fewer of them than ranks."""
+    x, y = samples(7)
+    options = {"schedule": schedule, "chunks": chunks, "recompute": recompute}
+
+    def body(comm):
+        return [piped(comm, make, loss_of, x, y, micro_batches=number, **options) for number in (1, 2, 5, 7)]
+
+    expected = whole(make, loss_of, x, y)
+    for outcomes in zip(*ranks(body), strict=True):
+        assert_close(merged(outcomes), expected, TOLERANCE[torch.float64])
+
+
+@pytest.mark.computes
+@pytest.mark.parametrize("schedule, chunks", COURSES)
+def test_in_single_precision(ranks, schedule, chunks):
+    x, y = samples(8, torch.float32)
+
+    def body(comm):
+        return piped(comm, lambda: make(torch.float32), loss_of, x, y, schedule=schedule, chunks=chunks)
+
+    expected = whole(lambda: make(torch.float32), loss_of, x, y)
+    assert_close(merged(ranks(body)), expected, TOLERANCE[torch.float32])
+
+
+@pytest.mark.computes
+def test_every_schedule_ends_on_the_same_bits(ranks):
+    """Micro-batches are added in the same order, so that it does not matter which schedule was chosen."""
+    x, y = samples(7, torch.float32)
+
+    def body(comm):
+        found = []
+        for schedule, chunks in COURSES:
+            if chunks == 1:
+                options = {"schedule": schedule, "micro_batches": 3}
+                found.append(piped(comm, lambda: make(torch.float32), loss_of, x, y, **options))
+        return found
+
+    for outcomes in ranks(body):
+        first = outcomes[0]
+        for other in outcomes[1:]:
+            assert other.loss == first.loss
+            assert all(same(grad, other.grads[name]) for name, grad in first.grads.items())
+
+
+@pytest.mark.computes
+def test_they_add_up_until_they_are_set_to_zero(ranks):
+    """As those of a model do: several batches make one update."""
+    x, y = samples(8)
+
+    def body(comm):
+        pipeline = make_pipeline(comm, make, loss_of, micro_batches=2)
+        pipeline.forward_backward(x[:4], y[:4])
+        value = pipeline.forward_backward(x[4:], y[4:])
+        twice = outcome(value, pipeline)
+        pipeline.zero_grad()
+        return twice, outcome(pipeline.forward_backward(x[:4], y[:4]), pipeline)
+
+    first, second = (whole(make, loss_of, x[part], y[part]) for part in (slice(4), slice(4, 8)))
+    twice, once = (merged(outcomes) for outcomes in zip(*ranks(body), strict=True))
+    both = second._replace(grads={name: grad + second.grads[name] for name, grad in first.grads.items()})
+    assert_close(twice, both, 1e-12)
+    assert_close(once, first, 1e-12)
+
+
+@pytest.mark.computes
+def test_batches_may_differ_in_length(ranks):
+    """The last one of an epoch is smaller, down to fewer samples than there are micro-batches; it comes round again."""
+    x, y = samples(8)
+    lengths = [8, 3, 1, 8, 3]
+
+    def body(comm):
+        pipeline, found = make_pipeline(comm, make, loss_of, schedule="zero_bubble"), []
+        for length in lengths:
+            pipeline.zero_grad()
+            found.append(outcome(pipeline.forward_backward(x[:length], y[:length]), pipeline))
+        return found
+
+    for length, outcomes in zip(lengths, zip(*ranks(body), strict=True), strict=True):
+        assert_close(merged(outcomes), whole(make, loss_of, x[:length], y[:length]), 1e-12)
+
+
+@pytest.mark.computes
+def test_outputs_are_those_of_the_unsplit_model(ranks):
+    """Where the last stage is; and outside of training nothing is kept."""
+    x, _ = samples(7)
+
+    def body(comm):
+        pipeline = make_pipeline(comm, make, loss_of, micro_batches=3, schedule="interleaved", chunks=2).eval()
+        with torch.no_grad():
+            return pipeline(x), pipeline.is_last
+
+    torch.manual_seed(5)
+    expected = make().eval()(x)
+    for rank, (output, is_last) in enumerate(ranks(body)):
+        assert is_last == (rank == ranks.size - 1)
+        if is_last:
+            torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+            assert not output.requires_grad
+        else:
+            assert output is None
+
+
+@pytest.mark.computes
+@pytest.mark.sizes(2)
+def test_messages_may_go_on_while_ranks_compute(ranks):
+    """Where stages are on several nodes, and the library moves messages only while it is called."""
+    x, y = samples(4)
+
+    def body(comm):
+        pipeline, entered = make_pipeline(comm, make, loss_of), []
+        inner = pipeline.grid.inner
+        compute = inner.compute
+
+        @contextmanager
+        def overlapping():
+            entered.append("in")
+            yield
+            entered.append("out")
+
+        inner.overlapping = overlapping
+        inner.compute = lambda *share: entered.append("compute") or compute(*share)
+        pipeline.forward_backward(x, y)
+        return entered
+
+    for entered in ranks(body):
+        assert (entered[0], entered[-1]) == ("in", "out") and entered.count("compute") == 8

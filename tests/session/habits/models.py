@@ -1,0 +1,594 @@
+"""Models whose tensors the loop looks at, shares, averages, replaces or freezes."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+from habits import groups
+from habits.run import EPOCHS, copied, data, difference, habit, mse, net, renewed, train
+
+FROZEN = r"requires_grad of '.*' must stay False with"
+
+
+def _sgd(run, model, lr=0.1, **given):
+    return run.optimizer(SGD(model.parameters(), lr=lr, **given), model)
+
+
+SENT = r"parameters must be changed by the optimiser's step alone where strategy.overlap of dpsgd is true"
+
+
+# --- how a model is run -----------------------------------------------------------------------------------------------
+@habit(ways=("joint", "one", "same"))
+def compiled(run):
+    """The plain model is wrapped, its compiled one is run."""
+    model = net()
+    optimizer = _sgd(run, model)
+    torch._dynamo.reset()
+    fast = torch.compile(model, backend="eager")
+    train(run, fast, optimizer, run.loader(), epochs=1)
+    return run.finish(model)
+
+
+@habit(ways=("joint",), where=("allreduce",))
+def compiled_before_it_is_wrapped(run):
+    torch._dynamo.reset()
+    model = torch.compile(net(), backend="aot_eager")
+    optimizer = _sgd(run, model)
+    train(run, model, optimizer, run.loader(), epochs=1)
+    return run.finish(model)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool):
+        super().__init__()
+        self.first, self.last, self.reentrant = nn.Linear(5, 8), nn.Linear(8, 1), reentrant
+
+    def forward(self, x):
+        x = x.clone().requires_grad_() if self.reentrant else x
+        hidden = checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=self.reentrant)
+        return checkpoint(self.last, hidden, use_reentrant=self.reentrant)
+
+
+@habit()
+def activation_checkpointing(run):
+    model = renewed(Checkpointed(False).double())
+    optimizer = _sgd(run, model)
+    train(run, model, optimizer, run.loader())
+    return run.finish(model)
+
+
+@habit(ways=("joint", "one", "same"))
+def activation_checkpointing_reentrant(run):
+    model = renewed(Checkpointed(True).double())
+    optimizer = _sgd(run, model)
+    train(run, model, optimizer, run.loader())
+    return run.finish(model)
+
+
+@habit(exact=False)
+def dropout(run):
+    model = net(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = _sgd(run, model, lr=0.02)
+    train(run, model, optimizer, run.loader())
+    return run.finish(model)
+
+
+class Branches(nn.Module):
+    """A part that only some batches take."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.often, self.seldom, self.never = (nn.Linear(5, n) for n in (3, 1, 1, 1))
+        self.head, self.other = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x, seldom: bool):
+        hidden = torch.tanh(self.trunk(x))
+        return self.other(hidden) if seldom else self.head(hidden)
+
+
+@habit()
+def a_branch_taken_in_some_steps(run):
+    model = renewed(Branches().double())
+    optimizer = _sgd(run, model, weight_decay=0.1, momentum=0.9)
+    for _ in range(EPOCHS):
+        for i, (x, y) in enumerate(run.loader()):
+            optimizer.zero_grad()
+            mse(model(x, seldom=i % 3 == 1), y).backward()
+            optimizer.step()
+    return run.finish(model)
+
+
+@habit(exact=False)
+def a_branch_taken_on_some_ranks(run):
+    model = renewed(Branches().double())
+    optimizer = _sgd(run, model, momentum=0.9)
+    for _ in range(EPOCHS):
+        for i, (x, y) in enumerate(run.loader()):
+            optimizer.zero_grad()
+            mse(model(x, seldom=(i + run.rank) % 3 == 1), y).backward()
+            optimizer.step()
+    return run.finish(model)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cells, self.out = nn.LSTM(1, 4, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.out(self.cells(x.unsqueeze(-1))[0][:, -1])
+
+
+@habit(tolerance=1e-10)
+def a_recurrent_layer(run):
+    model = renewed(Recurrent().double())
+    optimizer = _sgd(run, model, momentum=0.9)
+    train(run, model, optimizer, run.loader(), epochs=1)
+    return run.finish(model)
+
+
+@habit(ways=("joint", "one", "same"), tolerance=1e-9, inexact=("easgd",))
+def spectral_norm(run):
+    """Whose buffers change in each forward pass by the weights alone, the same on all ranks that have the same ones."""
+    model = net(nn.utils.parametrizations.spectral_norm(nn.Linear(5, 8).double()), nn.Tanh(), nn.Linear(8, 1))
+    buffers = [buffer for name, buffer in model.named_buffers()]
+    for buffer in buffers:
+        buffer.copy_(nn.functional.normalize(torch.arange(1.0, 1.0 + len(buffer)), dim=0))
+    optimizer = _sgd(run, model)
+    train(run, model, optimizer, run.loader(data(48)))
+    return run.finish(model)
+
+
+@habit(exact=False)
+def a_model_in_bfloat16(run):
+    model = net(dtype=torch.bfloat16)
+    optimizer = _sgd(run, model, lr=0.02)
+    train(run, model, optimizer, run.loader(data(dtype=torch.bfloat16)))
+    return run.finish(model)
+
+
+@habit(refused={"*": r"max_norm of embeddings must be None where ranks train one model; got 0.5 in 'table'"})
+def an_embedding_with_a_largest_norm(run):
+    """Its forward pass changes the rows of this rank's batch."""
+    model = net(Sparse())[0]
+    model.table.max_norm = 0.5
+    optimizer = _sgd(run, model)
+    train(run, model, optimizer, run.loader())
+    return run.finish(model)
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Embedding(6, 3), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.out(self.table((x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()))
+
+
+class Target(nn.Module):
+    """A slow copy beside the model, as in BYOL or MoCo."""
+
+    def __init__(self):
+        super().__init__()
+        self.online, self.target = nn.Linear(5, 1), nn.Linear(5, 1).requires_grad_(False)
+
+    def forward(self, x):
+        return self.online(x) + 0.1 * self.target(x)
+
+    @torch.no_grad()
+    def follow(self):
+        for slow, fast in zip(self.target.parameters(), self.online.parameters()):
+            slow.lerp_(fast, 0.1)
+
+
+@habit(inexact=("easgd",))
+def a_slow_copy_that_follows(run):
+    model = renewed(Target().double())
+    optimizer = _sgd(run, model, lr=0.05)
+    for _ in range(EPOCHS):
+        for x, y in run.loader(data(48)):
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+            model.follow()
+    with run.consensus(model):
+        inside = copied(model)
+    run.finish(model)
+    assert run.size == 1 or difference(inside, copied(model)) == 0.0
+    return model
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.out = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+        self.last.weight = self.first.weight
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.last(torch.tanh(self.first(x)))))
+
+
+@habit()
+def tied_weights(run):
+    model = renewed(Tied().double())
+    optimizer = _sgd(run, model, momentum=0.9)
+    train(run, model, optimizer, run.loader())
+    assert model.last.weight is model.first.weight
+    return run.finish(model)
+
+
+@habit()
+def parameter_groups(run):
+    model = net()
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 0.2},
+    ]
+    optimizer = run.optimizer(SGD(groups, lr=0.05, momentum=0.9), model)
+    train(run, model, optimizer, run.loader())
+    return run.finish(model)
+
+
+@habit()
+def a_part_of_the_model_in_the_optimizer(run):
+    model = net()
+    optimizer = run.optimizer(SGD(model[2].parameters(), lr=0.1), model)
+    train(run, model, optimizer, run.loader())
+    return run.finish(model)
+
+
+@habit()
+def a_frozen_layer(run):
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = run.optimizer(SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), model)
+    train(run, model, optimizer, run.loader())
+    return run.finish(model)
+
+
+@habit()
+def a_layer_frozen_later(run):
+    model = net()
+    optimizer = _sgd(run, model, momentum=0.9, weight_decay=0.1)
+    for epoch in range(3):
+        model[0].requires_grad_(epoch != 1)
+        train(run, model, optimizer, run.loader(), epochs=1)
+    return run.finish(model)
+
+
+ELSEWHERE = dict.fromkeys(groups.OTHERS, FROZEN)
+
+
+@habit(refused=ELSEWHERE)
+def a_layer_unfrozen_later(run):
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = _sgd(run, model, momentum=0.9)
+    for epoch in range(EPOCHS):
+        model[0].requires_grad_(epoch > 0)
+        train(run, model, optimizer, run.loader(), epochs=1)
+    return run.finish(model)
+
+
+GROUPS = r"param_groups must stay those that the DistributedOptimizer was made with"
+
+
+@habit(refused=ELSEWHERE | dict.fromkeys(groups.SENDING, GROUPS))
+def a_layer_unfrozen_later_and_added_then(run):
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = run.optimizer(SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9), model)
+    for epoch in range(EPOCHS):
+        if epoch == 1:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": model[0].parameters(), "lr": 0.01})
+        train(run, model, optimizer, run.loader(), epochs=1)
+    return run.finish(model)
+
+
+@habit()
+def values_loaded_between_epochs(run):
+    model = net()
+    first = copy.deepcopy(model.state_dict())
+    optimizer = _sgd(run, model)
+    for _ in range(3):
+        train(run, model, optimizer, run.loader(), epochs=1)
+        model.load_state_dict({k: 0.9 * v + 0.1 * first[k] for k, v in model.state_dict().items()})
+    return run.finish(model)
+
+
+@habit(refused={"*": r"the module's parameters must be the same as when it was wrapped; got .*assign=True"})
+def values_assigned(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    train(run, model, optimizer, run.loader(), epochs=1)
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    train(run, model, optimizer, run.loader(), epochs=1)
+    return run.finish(model)
+
+
+@habit(where=("allreduce", "gossip_sync", "dpsgd", "local_sgd", "gossip_pull"), refused={"dpsgd": SENT})
+def values_changed_in_place(run):
+    """Weights clamped after each step."""
+    model = net()
+    optimizer = _sgd(run, model)
+    for _ in range(EPOCHS):
+        for x, y in run.loader():
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.clamp_(-0.3, 0.3)
+    return run.finish(model)
+
+
+@habit(where=("allreduce", "gossip_sync", "dpsgd", "local_sgd", "gossip_pull"), refused={"dpsgd": SENT})
+def values_given_other_memory(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    for _ in range(EPOCHS):
+        for x, y in run.loader():
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+            for p in model.parameters():
+                p.data = p.data.clamp(-0.3, 0.3)
+    return run.finish(model)
+
+
+@habit(where=("allreduce", "gossip_sync", "dpsgd", "local_sgd", "gossip_pull"), refused={"dpsgd": SENT})
+def values_through_a_vector(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    for _ in range(EPOCHS):
+        for x, y in run.loader():
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+            vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+            nn.utils.vector_to_parameters(0.99 * vector, model.parameters())
+    return run.finish(model)
+
+
+@habit(tolerance=1e-5)
+def converted_there_and_back(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    for _ in range(EPOCHS):
+        train(run, model, optimizer, run.loader(), epochs=1)
+        model.float().double()
+    return run.finish(model)
+
+
+@habit(refused={"*": r"parameter '0.weight' must stay torch.float64 of shape .* got torch.float32.*wrap it after"})
+def converted_later(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    train(run, model, optimizer, run.loader(), epochs=1)
+    model.float()
+    train(run, model, optimizer, run.loader(data(dtype=torch.float32)), epochs=1)
+    return run.finish(model)
+
+
+@habit(refused={"*": r"the module's parameters must be the same as when it was wrapped; got '3\.|new layer"})
+def a_layer_added_later(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    train(run, model, optimizer, run.loader(), epochs=1)
+    model.append(nn.Linear(1, 1).double())
+    train(run, model, optimizer, run.loader(), epochs=1)
+    return run.finish(model)
+
+
+# --- averages of the model --------------------------------------------------------------------------------------------
+@habit(where=("allreduce",), ways=("joint",))
+def ema_of_torch(run):
+    """Of the models that the ranks have after each step; with replicas that differ it is each rank's own."""
+    model = net()
+    optimizer = _sgd(run, model)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for _ in range(EPOCHS):
+        for x, y in run.loader():
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+            ema.update_parameters(model)
+    run.finish(model)
+    run.before = []
+    return ema.module
+
+
+@habit(ways=("joint", "one", "same"), where=("allreduce", "hardsync", "gossip_sync", "local_sgd", "parameter_server"))
+def ema_swapped_in_for_evaluation(run):
+    """Values by p.data, and back."""
+    model = net()
+    optimizer = _sgd(run, model)
+    shadow = [p.detach().clone() for p in model.parameters()]
+    for _ in range(EPOCHS):
+        for x, y in run.loader():
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+            for own, p in zip(shadow, model.parameters()):
+                own.lerp_(p.detach(), 0.1)
+        kept = [p.data for p in model.parameters()]
+        for p, own in zip(model.parameters(), shadow):
+            p.data = own
+        with torch.no_grad():
+            mse(model(data(8).tensors[0]), data(8).tensors[1])
+        for p, own in zip(model.parameters(), kept):
+            p.data = own
+    return run.finish(model)
+
+
+# --- buffers ----------------------------------------------------------------------------------------------------------
+@habit(exact=False, ways=("joint", "one", "many"))
+def batch_norm(run):
+    model = net(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = _sgd(run, model, lr=0.05)
+    train(run, model, optimizer, run.loader(data(54)))
+    model.eval()
+    return run.finish(model)
+
+
+@habit(ways=("one", "same"))
+def batch_norm_alone(run):
+    model = net(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = _sgd(run, model, lr=0.05)
+    for _ in range(EPOCHS):
+        model.train()
+        train(run, model, optimizer, run.loader(), epochs=1)
+        model.eval()
+        model(data(8).tensors[0])
+    return run.finish(model)
+
+
+SYNC = r"SyncBatchNorm must go with a strategy whose ranks take their steps together"
+
+
+@habit(ways=("joint", "many"), refused=dict.fromkeys(groups.ASYNCHRONOUS, SYNC), tolerance=1e-11)
+def sync_batch_norm_with_uneven_data(run):
+    model = net(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    if run.size > 1:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    optimizer = _sgd(run, model, lr=0.05)
+    for _ in range(EPOCHS):
+        model.train()
+        train(run, model, optimizer, run.loader(data(54)), epochs=1)
+        model.eval()
+        model(data(8).tensors[0])
+    return run.finish(model)
+
+
+class Mean(nn.Module):
+    """A running mean that is replaced, as people write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(5, 1)
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(dim=0).detach()
+        return self.inner(x - self.mean)
+
+
+@habit(ways=("one", "same", "many"))
+def a_buffer_replaced(run):
+    model = renewed(Mean().double())
+    optimizer = _sgd(run, model)
+    train(run, model, optimizer, run.loader())
+    return run.finish(model)
+
+
+@habit(refused={"*": r"the module's buffers must be the same as when it was wrapped; got 'late' added or removed"})
+def a_buffer_registered_late(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    train(run, model, optimizer, run.loader(), epochs=1)
+    model.register_buffer("late", torch.zeros(2))
+    train(run, model, optimizer, run.loader(), epochs=1)
+    return run.finish(model)
+
+
+# --- several models ---------------------------------------------------------------------------------------------------
+class Loss(nn.Module):
+    """With a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, output, y):
+        return mse(output, y) * torch.exp(-self.scale) + self.scale
+
+
+@habit()
+def a_loss_with_parameters(run):
+    model, loss = net(), Loss()
+    optimizer = run.optimizer(SGD([*model.parameters(), *loss.parameters()], lr=0.1), model)
+    train(run, model, optimizer, run.loader(), loss=loss)
+    run.finish(model)
+    return nn.ModuleList([model, loss])
+
+
+@habit()
+def two_optimizers_on_one_model(run):
+    model = net()
+    one = run.optimizer(SGD(model[0].parameters(), lr=0.1), model)
+    two = run.optimizer(torch.optim.Adam(model[2].parameters(), lr=0.01), model)
+    for _ in range(EPOCHS):
+        for x, y in run.loader():
+            one.zero_grad()
+            two.zero_grad()
+            mse(model(x), y).backward()
+            one.step()
+            two.step()
+    run.rates = []
+    return run.finish(model)
+
+
+@habit()
+def two_optimizers_by_turns(run):
+    model = net()
+    one = run.optimizer(SGD(model[0].parameters(), lr=0.1), model)
+    two = run.optimizer(SGD(model[2].parameters(), lr=0.05), model)
+    for _ in range(EPOCHS):
+        for i, (x, y) in enumerate(run.loader()):
+            own = one if i % 2 else two
+            model.zero_grad()
+            mse(model(x), y).backward()
+            own.step()
+    run.rates = []
+    return run.finish(model)
+
+
+@habit()
+def gan(run):
+    generator, critic = net(nn.Linear(5, 5)), net()
+    make = run.optimizer(SGD(generator.parameters(), lr=0.05), generator)
+    judge = run.optimizer(torch.optim.Adam(critic.parameters(), lr=0.01), critic)
+    for _ in range(EPOCHS):
+        for x, _y in run.loader():
+            judge.zero_grad()
+            (critic(generator(x).detach()).mean() - critic(x).mean() + critic(x).square().mean()).backward()
+            judge.step()
+            make.zero_grad()
+            (-critic(generator(x)).mean()).backward()
+            make.step()
+    run.rates = []
+    run.finish(generator, critic)
+    return nn.ModuleList([generator, critic])
+
+
+@habit(inexact=("easgd",))
+def two_trainings_one_after_the_other(run):
+    for _ in range(2):
+        model = net()
+        optimizer = _sgd(run, model)
+        train(run, model, optimizer, run.loader(), epochs=1)
+        run.finish(model)
+    optimizer = run.optimizer(SGD(model.parameters(), lr=0.05), model)
+    train(run, model, optimizer, run.loader(), epochs=1)
+    run.before = []
+    return run.finish(model)
+
+
+@habit()
+def two_trainings_the_first_of_which_is_not_finished(run):
+    for _ in range(2):
+        model = net()
+        optimizer = _sgd(run, model)
+        train(run, model, optimizer, run.loader(), epochs=1)
+    run.rates = []
+    return run.finish(model)

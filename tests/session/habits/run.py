@@ -1,0 +1,195 @@
+"""What a habit is given: the same few calls for one process and for ranks, and one comparison of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import hpcdist as hd
+
+N, BATCH, EPOCHS = 52, 4, 2
+HABITS: dict[str, Habit] = {}
+
+
+@dataclass
+class Habit:
+    """A loop, and what becomes of it.
+
+    Attributes:
+        exact: with strategies that have an equal in one process it equals that; else it only works.
+        refused: what the message says, by the names of strategies; "*" for all of them.
+        where: strategies that it is for; all, if empty.
+        ways: ways in which its samples can be dealt out, see `test_habits`.
+        inexact: strategies with which it works, and equals nothing in one process.
+        tolerance: of the comparison, absolute.
+    """
+
+    loop: Callable[[Any], Any]
+    exact: bool = True
+    refused: dict[str, str] = field(default_factory=dict)
+    where: Sequence[str] = ()
+    ways: Sequence[str] = ("joint", "one", "same", "many")
+    inexact: Sequence[str] = ()
+    tolerance: float = 1e-12
+
+
+def habit(**given):
+    """Puts a loop into the table."""
+
+    def enter(loop):
+        HABITS[loop.__name__] = Habit(loop, **given)
+        return loop
+
+    return enter
+
+
+def data(n: int = N, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 5, generator=generator, dtype=torch.float64)
+    y = x.sum(dim=1, keepdim=True) + 0.1 * torch.randn(n, 1, generator=generator, dtype=torch.float64)
+    return TensorDataset(x.to(dtype), y.to(dtype))
+
+
+def net(*layers: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A small model, the same each time."""
+    if layers:
+        return renewed(nn.Sequential(*layers).to(dtype))
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+
+
+def renewed(model: nn.Module) -> nn.Module:
+    """The model with weights that depend on nothing but their shapes."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def mse(output: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output.to(y.dtype), y)
+
+
+class Repeated(Dataset):
+    """Each batch once for every worker, so that all get the same ones."""
+
+    def __init__(self, dataset: Dataset, batch: int, workers: int):
+        self.dataset, self.batch, self.workers = dataset, batch, workers
+
+    def __len__(self) -> int:
+        return len(self.dataset) * self.workers
+
+    def __getitem__(self, index: int):
+        block, place = divmod(index, self.batch * self.workers)
+        return self.dataset[block * self.batch + place % self.batch]
+
+
+class Run:
+    """What is common to `Alone` and `Together`."""
+
+    rank, size, workers = 0, 1, 1
+
+    def __init__(self) -> None:
+        self.rates: list[tuple] = []  # (learning rate, momentum) of each update that was made here
+        self.before: list[dict[str, Tensor]] = []  # models as they were before `finish`
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_post_hook(lambda own, *_: self.rates.append(numbers(own)))
+
+
+def numbers(optimizer: torch.optim.Optimizer) -> tuple:
+    keys = ("lr", "momentum", "weight_decay")
+    return tuple(float(group[key]) for group in optimizer.param_groups for key in keys if key in group)
+
+
+class Alone(Run):
+    """One process, with batches as large as those of all workers together."""
+
+    def __init__(self, joint: int = 1):
+        super().__init__()
+        self.joint = joint
+
+    def optimizer(self, optimizer, model, clip_norm=None, accumulation=1, **_):
+        self.note(optimizer)
+        return optimizer
+
+    def loader(self, dataset=None, batch: int | None = BATCH, **options):
+        return DataLoader(dataset or data(), batch_size=batch and batch * self.joint, **options)
+
+    def test(self, dataset=None, batch: int = 8):
+        return DataLoader(dataset or data(24), batch_size=batch)
+
+    def metric(self, value, weight=1.0):
+        return float(value)
+
+    def consensus(self, model):
+        return torch.no_grad()
+
+    def finish(self, *models):
+        self.before += [copied(model) for model in models]
+        return models[0]
+
+
+class Together(Run):
+    """Ranks."""
+
+    def __init__(self, comm, way: str, workers: int, strategy: str, **options):
+        super().__init__()
+        hd.init(comm=comm)
+        self.rank, self.size, self.workers = hd.rank(), hd.size(), workers
+        self.way, self.strategy, self.options = way, strategy, options
+
+    def optimizer(self, optimizer, model, **options):
+        options = {k: v for k, v in options.items() if k != "accumulation" or self.strategy == "allreduce"}
+        made = hd.DistributedOptimizer(optimizer, model, strategy=self.strategy, **self.options, **options)
+        self.note(made)
+        return made
+
+    def loader(self, dataset=None, batch: int | None = BATCH, **options):
+        dataset = dataset or data()
+        if self.way == "same":
+            dataset = Repeated(dataset, batch, self.workers)
+        return hd.shard(DataLoader(dataset, batch_size=batch, **options))
+
+    def test(self, dataset=None, batch: int = 8):
+        return hd.shard(DataLoader(dataset or data(24), batch_size=batch), training=False)
+
+    def metric(self, value, weight=1.0):
+        return hd.metric(value, weight)
+
+    def consensus(self, model):
+        return hd.consensus(model)
+
+    def finish(self, *models):
+        self.before += [copied(model) for model in models]
+        for model in models:
+            hd.finish(model)
+        return models[0]
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, none of them shared with the model."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def train(run, model, optimizer, loader, epochs: int = EPOCHS, loss=mse) -> None:
+    """The plain loop, for habits that are elsewhere."""
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest one of any element."""
+    assert found.keys() == expected.keys()
+    wide = [(found[k].to(torch.float64), expected[k].to(torch.float64)) for k in expected]
+    return max((float((a - b).abs().max()) for a, b in wide if a.numel()), default=0.0)

@@ -1,0 +1,199 @@
+"""The table of habits and strategies: a loop of one's own trains as in one process, works, or is refused by name."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+
+import pytest
+import torch
+from habits import gradients, models, optimizers, samples, schedules  # noqa: F401 (they enter themselves)
+from habits.run import HABITS, Alone, Together, copied, difference
+
+from hpcdist import strategies
+from hpcdist.errors import ConfigError, MismatchError
+from strategies import problem
+
+# By strategy and way. joint: workers' batches together are one process's. one: one worker, and a server. same: all
+# workers get the same batches. many: each its own, where nothing in one process is the same.
+JOINT = {"allreduce": {}, "hardsync": {}, "hardsync colocated": {"servers": "colocated"}}
+ONE = {
+    "parameter_server": {}, "softsync": {}, "ssp": {}, "downpour": {"server_rule": "optimizer"},
+    "easgd": {"beta": 0.0}, "hardsync": {},
+}  # fmt: skip
+SAME = {
+    "gossip_sync": {}, "sgp": {}, "dpsgd": {},
+    "local_sgd": {"period": 2}, "diloco": {"period": 2, "outer_lr": 1.0, "outer_momentum": 0.0},
+}  # fmt: skip
+MANY = {
+    **{name: {} for name in problem.stepping()}, "local_sgd": {"period": 2}, "diloco": {"period": 2},
+    "downpour": {"rate": 0.02}, "easgd": {"period": 2}, "eamsgd": {"period": 2},
+}  # fmt: skip
+del MANY["allreduce"], MANY["hardsync"]
+# Where one rank raises the others are ended, and loops that they are in.
+quiet = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [pytest.mark.computes, pytest.mark.filterwarnings("ignore:The optimiser's state is in parts")]
+SIZES = {"joint": 3, "one": 2, "same": 3, "many": 3}
+TABLE = {"joint": JOINT, "one": ONE, "same": SAME, "many": MANY}
+
+
+# Of cells beside the joint ones, one in so many is run, others for other habits: all of them take three minutes.
+SHARE = 4
+WHOLE = ("plain_loop", "uneven_data", "clip_grad_norm", "gan", "a_layer_frozen_later", "figures_shared_in_the_loop")
+
+
+def cells(way):
+    for name, habit in HABITS.items():
+        for strategy in TABLE[way] if way in habit.ways else ():
+            runs = way == "joint" or name in WHOLE or zlib.crc32(f"{name} {strategy}".encode()) % SHARE == 0
+            if runs and (not habit.where or strategy.split()[0] in habit.where):
+                yield pytest.param(name, strategy, id=f"{name}-{strategy.replace(' ', '_')}")
+
+
+def trained(ranks, way, name, strategy):
+    """What the habit came to on each rank: its models, what they were before `finish`, and rates of updates."""
+    habit, options = HABITS[name], TABLE[way][strategy]
+    strategy = strategy.split()[0]
+    config = strategies.load(strategy).Config.from_mapping(options, "strategy")
+    workers = strategies.load(strategy).worker_ranks(config, ranks.size)
+
+    def body(comm):
+        run = Together(comm, way, len(workers), strategy, **options)
+        model = habit.loop(run)
+        return copied(model), run.before, run.rates, getattr(run, "same", None)
+
+    return ranks(body), workers
+
+
+@functools.cache  # what one process comes to is compared with the ranks of many strategies
+def alone(name, joint):
+    run = Alone(joint)
+    torch.manual_seed(0)
+    model = HABITS[name].loop(run)
+    return copied(model), run.before, run.rates
+
+
+def examine(ranks, way, name, strategy):
+    """One cell: returns exact, works or refused, or raises."""
+    habit = HABITS[name]
+    plain = strategy.split()[0]
+    keys = (f"{strategy} {way}", f"{plain} {way}", plain, "*")
+    message = next((habit.refused[key] for key in keys if key in habit.refused), None)
+    if message is not None:
+        with pytest.raises((ConfigError, MismatchError), match=message):
+            trained(ranks, way, name, strategy)
+        return "refused"
+    found, workers = trained(ranks, way, name, strategy)
+    trained_models = [model for model, *_ in found]
+    first = trained_models[0]
+    assert all(torch.isfinite(t).all() for t in first.values() if t.is_floating_point())
+    assert all(difference(model, first) == 0.0 for model in trained_models), "ranks end with different models"
+    assert len({same for *_, same in found}) == 1, "ranks differ in what must be the same"
+    if plain == "allreduce":
+        assert all(difference(b, a) == 0.0 for _, before, *_ in found for b, a in zip(before, found[0][1]))
+    if not habit.exact or way == "many" or {plain, strategy} & set(habit.inexact):
+        return "works"
+    expected, before, rates = alone(name, len(workers) if way == "joint" else 1)
+    tolerance = habit.tolerance if way == "joint" else max(habit.tolerance, 1e-10)
+    if plain == "easgd":  # the centre stays where it is
+        found = found[::-1]
+        assert all(difference(a, b) <= tolerance for a, b in zip(found[0][1], before, strict=True))
+    else:
+        assert difference(first, expected) <= tolerance
+    made = found[0]  # a server, where there is one
+    assert [numbers for numbers in made[2]] == [pytest.approx(numbers) for numbers in rates], "updates at other rates"
+    return "exact"
+
+
+@quiet
+@pytest.mark.virtual
+@pytest.mark.sizes(SIZES["joint"])
+@pytest.mark.parametrize(("name", "strategy"), list(cells("joint")))
+def test_batches_of_all_workers_are_one_joint_batch(ranks, name, strategy):
+    examine(ranks, "joint", name, strategy)
+
+
+@quiet
+@pytest.mark.virtual
+@pytest.mark.sizes(SIZES["one"])
+@pytest.mark.parametrize(("name", "strategy"), list(cells("one")))
+def test_one_worker_with_a_server_trains_as_it_would_alone(ranks, name, strategy):
+    examine(ranks, "one", name, strategy)
+
+
+@quiet
+@pytest.mark.virtual
+@pytest.mark.sizes(SIZES["same"])
+@pytest.mark.parametrize(("name", "strategy"), list(cells("same")))
+def test_equal_ranks_train_as_each_would_alone(ranks, name, strategy):
+    examine(ranks, "same", name, strategy)
+
+
+@quiet
+@pytest.mark.virtual
+@pytest.mark.sizes(SIZES["many"])
+@pytest.mark.parametrize(("name", "strategy"), list(cells("many")))
+def test_every_strategy_trains_and_leaves_one_model_everywhere(ranks, name, strategy):
+    examine(ranks, "many", name, strategy)
+
+
+# --- buckets that are averaged while the backward pass computes the rest, on real ranks -------------------------------
+BESIDE = (
+    "plain_loop", "uneven_data", "clip_grad_norm_with_uneven_data", "gradients_replaced", "horovods_synchronize",
+    "grad_scaler_with_clipping", "accumulation_with_uneven_data", "accumulation_with_no_sync", "several_losses",
+    "a_branch_taken_in_some_steps", "a_branch_taken_on_some_ranks", "a_layer_frozen_later", "a_layer_unfrozen_later",
+    "two_optimizers_on_one_model", "gan", "tied_weights", "activation_checkpointing_reentrant", "never_zeroed",
+    "sync_batch_norm_with_uneven_data", "batch_norm", "lbfgs", "sparse_gradients",
+)  # fmt: skip
+JOINT["allreduce beside"] = {"overlap": "on"}
+JOINT["allreduce at times"] = {"overlap": "auto"}
+
+
+@quiet
+@pytest.mark.sizes(3, 4)
+@pytest.mark.parametrize("strategy", ["allreduce beside", "allreduce at times"])
+@pytest.mark.parametrize("name", BESIDE)
+def test_overlap_changes_nothing(ranks, name, strategy):
+    examine(ranks, "joint", name, strategy)
+
+
+# --- and other strategies there ---------------------------------------------------------------------------------------
+ELSEWHERE = ("plain_loop", "one_cycle_per_step_with_momentum", "uneven_data", "gan", "figures_shared_in_the_loop")
+
+
+@quiet
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("strategy", ["hardsync", *MANY])
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_the_same_on_real_ranks(ranks, name, strategy):
+    examine(ranks, "joint" if strategy == "hardsync" else "many", name, strategy)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+def outcome(name: str, strategy: str) -> str:
+    """What the tests above hold a habit to with a strategy: exact, works or refused; - where it is not looked at."""
+    habit = HABITS[name]
+    found = set()
+    for way in habit.ways:
+        if strategy in TABLE[way] and (not habit.where or strategy in habit.where):
+            keys = (f"{strategy} {way}", strategy, "*")
+            if any(key in habit.refused for key in keys):
+                found.add("refused")
+            else:
+                found.add("works" if not habit.exact or way == "many" or strategy in habit.inexact else "exact")
+    return next((word for word in ("refused", "exact", "works") if word in found), "-")
+
+
+def table() -> str:
+    """Markdown: `python -c "import test_habits; print(test_habits.table())"` in this folder, tests/ on the path."""
+    columns = ["allreduce", "hardsync", *MANY]
+    lines = ["| habit | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name in HABITS:
+        lines.append(f"| {name.replace('_', ' ')} | " + " | ".join(outcome(name, s) for s in columns) + " |")
+    return "\n".join(lines)
+
+
+def test_the_table_says_what_every_strategy_does_in_the_plain_loop():
+    assert {strategy: outcome("plain_loop", strategy) for strategy in problem.stepping()} == {
+        **dict.fromkeys(problem.stepping(), "works"), **dict.fromkeys(["allreduce", *ONE, *SAME], "exact"),
+    }  # fmt: skip

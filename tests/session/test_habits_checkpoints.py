@@ -1,0 +1,235 @@
+"""Checkpoints of a loop of one's own: it goes on to the bit, or from what the ranks stood for together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from habits.groups import GOSSIPS, SERVED, SERVERLESS, SYNCHRONOUS
+from habits.run import copied, data, difference, mse, net
+from torch import nn
+from torch.optim import SGD, Adam, lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+
+import hpcdist as hd
+from strategies import problem
+
+OPTIONS = {"local_sgd": {"period": 2}, "diloco": {"period": 2}, "easgd": {"period": 2}, "eamsgd": {"period": 2}}
+every = pytest.mark.parametrize("strategy", problem.stepping())
+
+
+class Loop:
+    """A whole script's objects, made anew as a resumed one makes them."""
+
+    def __init__(self, strategy):
+        self.model = net(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+        optimizer = SGD(self.model.parameters(), lr=0.01, momentum=0.5)
+        self.optimizer = hd.DistributedOptimizer(optimizer, self.model, strategy=strategy, **OPTIONS.get(strategy, {}))
+        self.schedule = lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        self.loader = hd.shard(DataLoader(data(54), batch_size=4, shuffle=True))
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+        self.ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.best = 9.0
+
+    def objects(self):
+        named = ("optimizer", "schedule", "loader", "scaler", "ema")
+        return {name: getattr(self, name) for name in named}
+
+    def epoch(self, leave_at=None):
+        for i, (x, y) in enumerate(self.loader):
+            self.optimizer.zero_grad()
+            self.scaler.scale(mse(self.model(x), y)).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.ema.update_parameters(self.model)
+            if leave_at == i:
+                return
+        self.schedule.step()
+
+    def finished(self):
+        local = copied(self.model)
+        hd.finish(self.model)
+        return copied(self.model), local, copied(self.ema), self.scaler.state_dict(), self.schedule.state_dict()
+
+
+def _same(one, other):
+    assert all(difference(a, b) == 0.0 for a, b in zip(one[:3], other[:3]))
+    assert one[3:] == other[3:]
+
+
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_between_epochs_on_the_same_ranks_it_goes_on_to_the_bit(ranks, strategy, shared_tmp_path):
+    def body(comm):
+        hd.init(comm=comm)
+        torch.manual_seed(comm.rank)
+        loop = Loop(strategy)
+        loop.epoch()
+        hd.save(shared_tmp_path, **loop.objects(), epoch=0, best=7.5)
+        loop.epoch()
+        loop.epoch()
+        whole = loop.finished()
+        torch.manual_seed(99)
+        again = Loop(strategy)
+        found = hd.load(shared_tmp_path, **again.objects())
+        assert found == {"epoch": 0, "best": 7.5}
+        again.epoch()
+        again.epoch()
+        _same(again.finished(), whole)
+        return True
+
+    assert all(ranks(body))
+
+
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("strategy", SERVERLESS)
+def test_within_an_epoch_on_the_same_ranks_it_goes_on_to_the_bit(ranks, strategy, shared_tmp_path):
+    def body(comm):
+        hd.init(comm=comm)
+        loop = Loop(strategy)
+        loop.epoch()
+        for i, (x, y) in enumerate(loop.loader):
+            loop.optimizer.zero_grad()
+            loop.scaler.scale(mse(loop.model(x), y)).backward()
+            loop.scaler.step(loop.optimizer)
+            loop.scaler.update()
+            loop.ema.update_parameters(loop.model)
+            if i == 2:
+                hd.save(shared_tmp_path, **loop.objects())
+        loop.schedule.step()
+        loop.epoch()
+        whole = loop.finished()
+        again = Loop(strategy)
+        assert hd.load(shared_tmp_path, **again.objects()) == {}
+        again.epoch()
+        again.epoch()
+        _same(again.finished(), whole)
+        return True
+
+    assert all(ranks(body))
+
+
+@pytest.mark.virtual
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@every
+def test_on_another_number_of_ranks_it_goes_on_from_what_they_stood_for(ranks, strategy, size, tmp_path):
+    from harness.ranks import VirtualRanks
+
+    def saving(comm):
+        hd.init(comm=comm)
+        loop = Loop(strategy)
+        loop.epoch()
+        loop.epoch()
+        hd.save(tmp_path, **loop.objects(), epoch=1)
+        return loop.finished()[0], loop.schedule.get_last_lr()
+
+    def loading(comm):
+        hd.init(comm=comm)
+        loop = Loop(strategy)
+        assert hd.load(tmp_path, **loop.objects()) == {"epoch": 1}
+        rates = loop.schedule.get_last_lr(), [group["lr"] for group in loop.optimizer.param_groups]
+        with hd.consensus(loop.model):
+            begun = copied(loop.model)
+        loop.epoch()
+        assert loop.loader.state_dict()["epoch"] == 2
+        return begun, rates, loop.finished()[0]
+
+    saved = ranks(saving)
+    loaded = VirtualRanks(size)(loading)
+    for begun, (last, own), ended in loaded:
+        assert difference(begun, saved[0][0]) <= 1e-12
+        assert last == own == saved[0][1]
+        assert difference(ended, loaded[0][2]) == 0.0 and all(t.isfinite().all() for t in ended.values())
+
+
+@pytest.mark.sizes(3)
+@every
+def test_every_strategy_goes_on_between_epochs(ranks, strategy, shared_tmp_path):
+    """What is loaded is what was saved, and trains on."""
+
+    def body(comm):
+        hd.init(comm=comm)
+        loop = Loop(strategy)
+        loop.epoch()
+        hd.save(shared_tmp_path, **loop.objects(), epoch=0)
+        saved = loop.finished()
+        again = Loop(strategy)
+        assert hd.load(shared_tmp_path, **again.objects()) == {"epoch": 0}
+        found = copied(again.model), copied(again.ema), again.scaler.state_dict(), again.schedule.state_dict()
+        if again.optimizer.strategy.is_worker:
+            assert difference(found[0], saved[1]) == 0.0
+        assert difference(found[1], saved[2]) == 0.0 and found[2:] == saved[3:]
+        again.epoch()
+        return again.finished()[0]
+
+    found = ranks(body)
+    assert all(difference(model, found[0]) == 0.0 for model in found)
+
+
+@pytest.mark.sizes(2)
+def test_torch_saves_what_finish_leaves(ranks, tmp_path):
+    def body(comm):
+        hd.init(comm=comm)
+        model = net()
+        optimizer = hd.DistributedOptimizer(Adam(model.parameters(), lr=0.01), model)
+        for x, y in hd.shard(DataLoader(data(), batch_size=4)):
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+        hd.finish(model)
+        path = tmp_path / f"{comm.rank}.pt"
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        saved = torch.load(path, weights_only=True)
+        fresh = net()
+        fresh.load_state_dict(saved["model"])
+        plain = Adam(fresh.parameters(), lr=0.01)
+        plain.load_state_dict(saved["optimizer"])
+        assert type(optimizer) is Adam and type(plain) is Adam
+        assert sum(t.numel() for t in saved["model"].values()) == sum(p.numel() for p in model.parameters())
+        return copied(fresh)
+
+    found = ranks(body)
+    assert difference(found[0], found[1]) == 0.0
+
+
+def test_strategies_are_sorted_as_they_are_known_to_be():
+    assert {"allreduce", "gossip_sync", "dpsgd", "sgp", "local_sgd", "diloco"} <= {*SERVERLESS}
+    assert {"gossip_pull", "gossip_push", "adpsgd", "strom"} <= {*GOSSIPS}
+    assert {"hardsync", "softsync", "ssp", "parameter_server", "downpour", "easgd", "eamsgd"} <= {*SERVED}
+    assert "hardsync" in SYNCHRONOUS
+
+
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("when", ["before the first epoch", "between epochs"])
+@pytest.mark.parametrize(
+    "name", [f"{name} {servers}" for name in SERVED for servers in (1, 2, "colocated")] + [*SERVERLESS, *GOSSIPS]
+)
+def test_training_goes_on_from_values_that_the_loop_loads(ranks, name, when):
+    """With a learning rate of 0 they stay, but for what is under way: momentum, changes that are not sent yet."""
+    if when == "between epochs" and name.split()[0] in ("eamsgd", "strom", "diloco"):
+        when = "before the first epoch"
+
+    def body(comm):
+        hd.init(comm=comm)
+        strategy, *servers = name.split()
+        model = net()
+        loaded = {key: value + 1.0 for key, value in model.state_dict().items()}
+        options = dict(OPTIONS.get(strategy, {}))
+        if servers:
+            options["servers"] = servers[0] if servers[0] == "colocated" else int(servers[0])
+        optimizer = SGD(model.parameters(), lr=0.0 if when == "before the first epoch" else 0.01)
+        optimizer = hd.DistributedOptimizer(optimizer, model, strategy=strategy, **options)
+        loader = hd.shard(DataLoader(data(48), batch_size=4))
+        for epoch in range(2):
+            if epoch == (when == "between epochs"):
+                model.load_state_dict(loaded)
+                optimizer.param_groups[0]["lr"] = 0.0
+            for x, y in loader:
+                optimizer.zero_grad()
+                mse(model(x), y).backward()
+                optimizer.step()
+        hd.finish(model)
+        return difference(copied(model), loaded)
+
+    assert max(ranks(body)) <= 1e-12

@@ -1,0 +1,214 @@
+"""Checkpoints of models in stages: the same grid goes on to the bit, another one from what the ranks stood for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from staged import batches, difference, make, mse, pipeline, values, whole
+from torch import nn
+
+import hpcdist as hd
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.errors import CheckpointError
+from strategies import problem
+
+pytestmark = pytest.mark.computes
+OPTIONS = {
+    "local_sgd": {"period": 2}, "diloco": {"period": 2}, "easgd": {"period": 2}, "eamsgd": {"period": 2},
+    "downpour": {"servers": 1},
+}  # fmt: skip
+SYNCHRONOUS = ("allreduce", "gossip_sync", "dpsgd", "sgp", "local_sgd", "diloco")
+
+
+class Loop:
+    """A script's objects, made anew as a resumed one makes them; without stages where these are None."""
+
+    def __init__(self, comm, stages, strategy="allreduce", rate=0.01, **options):
+        hd.init(comm=comm)
+        self.model = make() if stages is None else pipeline(comm, stages, **options)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate)
+        settings = OPTIONS.get(strategy, {})
+        self.optimizer = hd.DistributedOptimizer(optimizer, self.model, strategy=strategy, **settings)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        replicas = comm.size // (stages or 1)
+        self.loader = hd.shard(batches(replicas, shuffle=True))
+
+    def objects(self):
+        return {"optimizer": self.optimizer, "schedule": self.schedule, "loader": self.loader}
+
+    def epoch(self, leave_at=None):
+        for number, (x, y) in enumerate(self.loader):
+            if isinstance(self.model, nn.Sequential):
+                self.optimizer.zero_grad()
+                mse(self.model(x), y).backward()
+                self.optimizer.step()
+            else:
+                self.model.step(x, y)
+            if number == leave_at:
+                return
+        self.schedule.step()
+
+    def finished(self):
+        hd.finish(self.model)
+        return values(self.model)
+
+
+def saved(folder, size, stages, strategy="allreduce", **options):
+    """Trains an epoch and saves; what the ranks stood for, and after two further epochs."""
+
+    def body(comm):
+        loop = Loop(comm, stages, strategy, **options)
+        loop.epoch()
+        hd.save(folder, **loop.objects(), epoch=0)
+        with hd.consensus(loop.model):
+            stood = values(loop.model)
+        loop.epoch()
+        loop.epoch()
+        return stood, loop.finished()
+
+    found = run_virtual(body, size)
+    return whole([stood for stood, _ in found]), whole([end for _, end in found])
+
+
+def resumed(folder, size, stages, strategy="allreduce", **options):
+    """What the ranks stand for once they have loaded, and after two further epochs."""
+
+    def body(comm):
+        loop = Loop(comm, stages, strategy, rate=0.3, **options)
+        assert hd.load(folder, **loop.objects()) == {"epoch": 0}
+        rate = loop.optimizer.param_groups[0]["lr"]
+        with hd.consensus(loop.model):
+            stood = values(loop.model)
+        loop.epoch()
+        loop.epoch()
+        return stood, loop.finished(), rate
+
+    found = run_virtual(body, size)
+    assert {rate for *_, rate in found} == {0.005}
+    return whole([stood for stood, *_ in found]), whole([end for _, end, _ in found])
+
+
+@pytest.mark.sizes(4)
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_the_same_grid_goes_on_to_the_bit_within_an_epoch(ranks, strategy, shared_tmp_path):
+    def body(comm):
+        loop = Loop(comm, 2, strategy)
+        loop.epoch()
+        loop.epoch(leave_at=2)
+        hd.save(shared_tmp_path, **loop.objects())
+        hd.load(shared_tmp_path, **loop.objects())  # the position in the epoch
+        loop.epoch()
+        loop.epoch()
+        end = loop.finished()
+        again = Loop(comm, 2, strategy)
+        hd.load(shared_tmp_path, **again.objects())
+        again.epoch()
+        again.epoch()
+        return difference(again.finished(), end)
+
+    assert ranks(body) == [0.0] * 4
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (4, 1), (2, 2), (2, 1), (1, None), (2, None)])
+def test_another_grid_goes_on_as_the_saved_one_would(tmp_path, grid):
+    """With allreduce every grid trains alike: parameters, AdamW's moments and rates are those of the saved one."""
+    stood, end = saved(tmp_path, 4, 2)
+    again, after = resumed(tmp_path, *grid)
+    assert difference(again, stood) == 0.0
+    assert difference(after, end) < 1e-12
+
+
+@pytest.mark.parametrize("grid", [(4, 2), (2, 2)])
+def test_a_model_without_stages_is_cut_into_some(tmp_path, grid):
+    stood, end = saved(tmp_path, 2, None)
+    again, after = resumed(tmp_path, *grid)
+    assert difference(again, stood) == 0.0
+    assert difference(after, end) < 1e-12
+
+
+def test_other_cuts_and_chunks_are_found_by_name(tmp_path):
+    stood, end = saved(tmp_path, 2, 2, cut=(3, 4))
+    for options in ({"cut": (1, 6)}, {"schedule": "interleaved", "chunks": 2, "cut": (1, 2, 2, 2)}):
+        again, after = resumed(tmp_path, 2, 2, **options)
+        assert difference(again, stood) == 0.0
+        assert difference(after, end) < 1e-12
+
+
+GRIDS = ((6, 2), (2, 1), (4, 4))  # more replicas; no stages; more stages
+
+
+@pytest.mark.parametrize(("place", "strategy"), list(enumerate(problem.stepping())))
+def test_every_strategy_goes_on_from_what_the_ranks_stood_for(tmp_path, place, strategy):
+    stood, _ = saved(tmp_path, 4, 2, strategy)
+    again, after = resumed(tmp_path, *GRIDS[place % len(GRIDS)], strategy)
+    assert difference(again, stood) < 1e-12
+    assert all(torch.isfinite(tensor).all() for tensor in after.values())
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "hardsync", "easgd", "sgp"])
+def test_a_checkpoint_is_unsplit_without_ranks(tmp_path, strategy):
+    stood, _ = saved(tmp_path, 4, 2, strategy)
+    assert difference(hd.unsplit(tmp_path), stood) < 1e-12
+    make().load_state_dict(hd.unsplit(tmp_path))
+    with pytest.raises(CheckpointError, match="optimizer must be a name that hpcdist.save was given; got 'adam', and"):
+        hd.unsplit(tmp_path, "adam")
+    with pytest.raises(CheckpointError, match="must be a checkpoint, or a folder of them; got none there"):
+        hd.unsplit(tmp_path / "elsewhere")
+
+
+class Shift(nn.Module):
+    """Has a buffer that no state dict has."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("by", torch.ones(8, dtype=torch.float64), persistent=False)
+
+    def forward(self, x):
+        return x + self.by
+
+
+def test_buffers_are_in_the_unsplit_state_where_they_are_in_a_model_s(tmp_path):
+    def model():
+        return nn.Sequential(nn.Linear(6, 8), Shift(), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
+
+    def body(comm):
+        staged = pipeline(comm, 2, model)
+        optimizer = hd.DistributedOptimizer(torch.optim.AdamW(staged.parameters()), staged)
+        for x, y in hd.shard(batches()):
+            staged.step(x, y)
+        hd.save(tmp_path, optimizer=optimizer)
+        return values(staged)
+
+    found = whole(run_virtual(body, 2))
+    state = hd.unsplit(tmp_path)
+    model().load_state_dict(state)
+    assert difference(state, found) == 0.0
+
+
+def test_another_model_or_an_old_checkpoint_is_refused(tmp_path, monkeypatch):
+    def load(comm, model=make):
+        model = pipeline(comm, 1, model)
+        optimizer = hd.DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+        hd.load(tmp_path, optimizer=optimizer)
+
+    def wider():
+        return nn.Sequential(nn.Linear(6, 9), *make()[1:]).double()
+
+    def longer():
+        return nn.Sequential(*make(), nn.Linear(2, 2)).double()
+
+    saved(tmp_path, 2, 2)
+    for model, message in (
+        (wider, "got '0.weight' .* has one of 48 elements"),
+        (longer, "'7.weight' .* nothing of that"),
+    ):
+        with pytest.raises(
+            CheckpointError, match=f"model must be that of the checkpoint to resume from it; .*{message}"
+        ):
+            run_virtual(lambda comm, model=model: load(comm, model), 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("hpcdist.session.state.layout_of", lambda optimizer: {})
+        saved(tmp_path / "old", 1, 1)
+    tmp_path = tmp_path / "old"
+    with pytest.raises(CheckpointError, match="must say where each parameter lies in it, to be cut into other stages"):
+        hd.unsplit(tmp_path)

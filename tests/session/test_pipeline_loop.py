@@ -1,0 +1,64 @@
+"""A loop of one's own on a model in stages: it trains as one process does, with every strategy among the replicas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from staged import SAMPLES, batches, difference, loss_of, make, mse, pipeline, sgd, values, whole
+from torch import nn
+
+import hpcdist as hd
+from strategies import problem
+
+pytestmark = pytest.mark.computes
+OPTIONS = {"local_sgd": {"period": 2}, "diloco": {"period": 2}, "easgd": {"period": 2}, "eamsgd": {"period": 2}}
+DTYPES = [(torch.float64, 1e-12), (torch.float32, 1e-6)]
+grids = pytest.mark.parametrize("stages", [1, 2, 4])
+
+
+def trained(comm, stages, *, strategy="allreduce", epochs=2, samples=SAMPLES, dtype=torch.float64, **options):
+    """Collective. The README's loop; what this rank has at the end, and its losses."""
+    settings = {key: options.pop(key) for key in ("schedule", "chunks", "micro_batches") if key in options}
+    model = pipeline(comm, stages, lambda: make(dtype), **settings)
+    options = OPTIONS.get(strategy, {}) | options
+    hd.DistributedOptimizer(sgd(model.parameters()), model, strategy=strategy, **options)
+    losses = []
+    for _ in range(epochs):
+        for x, y in hd.shard(batches(model.grid.replicas, samples, dtype)):
+            losses.append(model.step(x, y).item())
+    hd.finish(model)
+    return values(model), losses
+
+
+def alone(*, epochs=2, samples=SAMPLES, dtype=torch.float64, clip_norm=None):
+    model = make(dtype)
+    optimizer, losses = sgd(model.parameters()), []
+    for _ in range(epochs):
+        for x, y in batches(1, samples, dtype):
+            optimizer.zero_grad()
+            loss = mse(model(x), y)
+            loss.backward()
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            optimizer.step()
+            losses.append(loss.item())
+    return values(model), losses
+
+
+@grids
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.sizes(4)
+def test_stages_and_replicas_train_as_one_process(ranks, stages, dtype, tolerance):
+    found = ranks(lambda comm: trained(comm, stages, dtype=dtype, overlap="on"))
+    expected, losses = alone(dtype=dtype)
+    assert difference(whole([part for part, _ in found]), expected) <= tolerance
+    mean = [sum(of_step) / 4 for of_step in zip(*(own for _, own in found))]
+    assert mean == pytest.approx(losses, abs=tolerance)
+
+
+@pytest.mark.sizes(4)
+@pytest.mark.parametrize("strategy", problem.stepping())
+def test_every_strategy_learns_among_the_replicas(ranks, strategy):
+    found = ranks(lambda comm: trained(comm, 2, strategy=strategy, epochs=6))
+    state = whole([part for part, _ in found])
+    assert loss_of(state) < (1 if ranks.real else 0.8) * loss_of(values(make()))

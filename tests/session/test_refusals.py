@@ -1,0 +1,159 @@
+"""What DistributedOptimizer refuses when it is made, each with what to write instead."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import hpcdist as hd
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.errors import ConfigError
+
+FOREIGN = {
+    "named_parameters": "Pass the model itself, second",
+    "backward_passes_per_step": "Use accumulation=N",
+    "op": "Gradients are averaged",
+    "process_set": r"Pass the ranks to hpcdist.init\(comm=...\)",
+    "find_unused_parameters": "Leave it out",
+    "bucket_cap_mb": "Use bucket_bytes=N",
+}
+
+
+class Compression:
+    """As Horovod's: classes that are passed."""
+
+    class fp16:
+        pass
+
+
+def _refused(body, message):
+    def alone(comm):
+        hd.init(comm=comm)
+        model = nn.Linear(2, 1)
+        with pytest.raises(ConfigError, match=message):
+            body(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return True
+
+    assert run_virtual(alone, 1) == [True]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_arguments_of_other_libraries_are_answered_with_ours(name):
+    message = f"must be given arguments of hpcdist's; got '{name}', which it has not. {FOREIGN[name]}"
+    _refused(lambda model, optimizer: hd.DistributedOptimizer(optimizer, model, **{name: 1}), message)
+
+
+@pytest.mark.parametrize("given", [Compression.fp16, Compression.fp16()])
+def test_horovods_compression_is_named(given):
+    message = "compression must be a name, or a dict with a name and options; got fp16. .* write compression='fp16'"
+    _refused(lambda model, optimizer: hd.DistributedOptimizer(optimizer, model, compression=given), message)
+
+
+def test_what_is_no_model_or_optimizer_is_refused():
+    _refused(
+        lambda model, optimizer: hd.DistributedOptimizer(optimizer),
+        r"model must be the torch.nn.Module that optimizer trains; got NoneType. Pass it second",
+    )
+    _refused(
+        lambda model, optimizer: hd.DistributedOptimizer(model, optimizer),
+        "optimizer must be a torch.optim.Optimizer; got Linear",
+    )
+
+
+def test_sparse_adam_is_refused_before_training():
+    def body(model, _):
+        hd.DistributedOptimizer(torch.optim.SparseAdam(model.parameters()), model)
+
+    _refused(body, "optimizer must take dense gradients, .*; got SparseAdam. Use Adam or Adagrad")
+
+
+def test_a_model_of_another_wrapper_is_refused(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        _refused(
+            lambda model, optimizer: hd.DistributedOptimizer(optimizer, nn.parallel.DistributedDataParallel(model)),
+            "model must not be wrapped in DistributedDataParallel, .* Pass model.module",
+        )
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_parameter_has_one_optimiser():
+    def body(model, optimizer):
+        hd.DistributedOptimizer(optimizer, model)
+        hd.DistributedOptimizer(torch.optim.SGD([model.bias], lr=0.1), model)
+
+    _refused(body, "each parameter must be in one DistributedOptimizer; got 'bias' in two")
+
+
+def test_a_model_that_nothing_trains_has_no_consensus():
+    def body(model, optimizer):
+        hd.DistributedOptimizer(optimizer, model)
+        hd.finish(model)
+        optimizer.step()  # a plain one again
+        hd.finish(model)
+
+    _refused(body, "model must be one that a DistributedOptimizer trains; got another one, or one that is finished")
+
+
+def test_loops_of_strategies_with_other_workers_are_refused():
+    def body(comm):
+        hd.init(comm=comm)
+        for strategy in ("allreduce", "hardsync"):
+            model = nn.Linear(2, 1)
+            hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, strategy=strategy)
+        loader = hd.shard(torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2))
+        message = r"optimizers of one loop must have the same workers; got ranks \(0, 1\) and \(1,\)"
+        with pytest.raises(ConfigError, match=message):
+            next(iter(loader))
+        return True
+
+    assert all(run_virtual(body, 2))
+
+
+@pytest.mark.parametrize(("options", "warns"), [({"servers": 2}, True), ({"servers": 1}, False)])
+def test_a_state_that_is_in_parts_is_warned_of(options, warns):
+    """A checkpoint of one's own would have a part of it; hpcdist.save has all."""
+
+    def body(comm):
+        hd.init(comm=comm)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = hd.DistributedOptimizer(optimizer, model, strategy="hardsync", **options)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            optimizer.state_dict()
+        hd.finish(model)
+        return [str(warning.message) for warning in found]
+
+    (told,) = run_virtual(body, 4)[:1]
+    assert bool(told) == warns
+    start = "The optimiser's state is in parts, on the servers, ranks (0, 1); this is rank 0's"
+    assert not warns or told[0].startswith(start)
+
+
+def test_an_epoch_left_early_goes_on_where_it_was_left_once_it_is_loaded():
+    def body(comm):
+        hd.init(comm=comm)
+        model = nn.Linear(1, 1)
+        hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, strategy="gossip_pull")
+        data = torch.utils.data.DataLoader(torch.arange(20.0).reshape(20, 1), batch_size=2)
+        first, other = hd.shard(data), hd.shard(data)
+        seen = []
+        for step, x in enumerate(first):
+            seen += x.flatten().tolist()
+            if step == 1:
+                break
+        state = first.state_dict()
+        other.load_state_dict(state)
+        rest = [value for x in other for value in x.flatten().tolist()]
+        again = [value for x in other for value in x.flatten().tolist()]
+        return seen, rest, again
+
+    found = run_virtual(body, 2)
+    assert sorted(sum((seen for seen, _, _ in found), [])) == list(range(8))
+    assert sorted(sum((rest for _, rest, _ in found), [])) == list(range(8, 20))
+    assert sorted(sum((again for _, _, again in found), [])) == list(range(20))

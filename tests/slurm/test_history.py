@@ -1,0 +1,264 @@
+"""What was submitted from a folder, and how far its run is; Slurm's part is in tests/cluster/test_queue.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdist.config import revision
+from hpcdist.errors import ConfigError, DataError, QueueError
+from hpcdist.records import RecordWriter, StepRecord, record_path
+from hpcdist.slurm import history, queue
+from hpcdist.slurm.history import Submission
+from hpcdist.slurm.progress import Follower, JobProgress, total_samples
+from hpcdist.slurm.spec import JobSpec
+from hpcdist.slurm.state import State, read
+from hpcdist.slurm.watch import describe, facts
+
+TINY = str(Path(__file__).parents[1] / "train" / "tiny.py")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """An empty folder to submit from."""
+    monkeypatch.chdir(tmp_path)
+
+
+def entry(job: str, **given) -> Submission:
+    values = {"job": job, "name": "it", "submitted": 1.5, "commit": None, "dirty": False, "cases": 0}
+    values |= {"script": f".hpcdist/{job}.sh", "log": f"runs/it-{job}.out", "output": f"runs/{job}"}
+    values |= {"spec": {"command": ["true"]}}
+    return Submission(**values | given)
+
+
+def remember(*entries: Submission) -> None:
+    history.FOLDER.mkdir(exist_ok=True)
+    for one in entries:
+        history.append(one)
+
+
+def test_the_newest_job_is_found_and_others_by_number():
+    assert history.read() == [] and history.find(None) is None
+    remember(entry("12"), entry("14"), entry("13", spec={"nodes": 2}))
+    assert history.find(None) == entry("13", spec={"nodes": 2})
+    assert history.find("14") == history.find("14_3") == entry("14")
+    assert history.find("15") is None
+    assert (queue.newest(None), queue.newest("99")) == ("13", "99")
+
+
+def test_a_damaged_line_is_named():
+    remember(entry("12"))
+    with open(history.FOLDER / "jobs.jsonl", "a") as file:
+        file.write('{"job": "13"\n')
+    with pytest.raises(DataError, match=r"jobs.jsonl:2 must be a submitted job; got b'\{\"job.*Delete this line"):
+        history.read()
+
+
+def test_without_a_submitted_job_one_must_be_given():
+    with pytest.raises(QueueError, match="job must be given where none was submitted; got no .hpcdist/jobs.jsonl here"):
+        queue.newest(None)
+
+
+def test_the_commit_and_whether_files_differ_from_it():
+    assert revision.commit() == (None, False)
+    Path("file").touch()
+    for command in ("init -q", "add file", "-c user.name=a -c user.email=a@b commit -q -m first"):
+        subprocess.run(["git", *command.split()], check=True)
+    commit, dirty = revision.commit()
+    assert len(commit) == 40 and not dirty
+    Path("new").touch()
+    assert revision.commit() == (commit, False)
+    Path("file").write_text("changed")
+    assert revision.commit() == revision.commit(Path().resolve()) == (commit, True)
+    assert revision.commit(Path("none")) == (None, False)
+
+
+# --- without a Slurm --------------------------------------------------------------------------------------------------
+def test_slurm_must_be_there(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(QueueError, match="sbatch must be on PATH to reach Slurm; found none. Log in to a host of the"):
+        queue.submit(JobSpec(command=["true"]), "#!/bin/bash\n")
+    assert history.read() == [] and list(history.FOLDER.iterdir()) == []
+
+
+def test_a_controller_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(queue, "ANSWERS_S", 0.1)
+    with pytest.raises(QueueError, match="sleep must answer within 0.1 s; got nothing. The controller is down or busy"):
+        queue.ask("sleep", "5")
+
+
+def test_a_job_that_needs_a_terminal_is_not_for_the_queue():
+    with pytest.raises(ConfigError, match="shape must be one that runs by itself to be submitted; got 'interactive'"):
+        queue.submit(JobSpec(shape="interactive"), "#!/bin/bash\n")
+
+
+# --- what Slurm says --------------------------------------------------------------------------------------------------
+LINE = (
+    "JobId=7 JobName=it JobState={} Reason={} Restarts={} ExitCode={} RunTime=00:01:02 TimeLimit=01:00:00 NodeList={}"
+)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected", "text"),
+    [
+        (("PENDING", "Priority", 0, "0:0", "(null)"), (False, 0), "is PENDING (Priority)"),
+        (("RUNNING", "None", 2, "0:0", "n1"), (False, 0), "on n1 for 00:01:02 of 01:00:00 (2 times requeued)"),
+        (("COMPLETING", "None", 1, "75:0", "n1"), (False, 75), "is COMPLETING on n1 (requeued once)"),
+        (("COMPLETED", "None", 0, "0:0", "n1"), (True, 0), "is COMPLETED on n1 after 00:01:02"),
+        (("FAILED", "NonZeroExitCode", 0, "7:0", "n1"), (True, 7), "after 00:01:02 with status 7"),
+        (("CANCELLED", "None", 0, "0:15", "n1"), (True, 143), "with status 143"),
+        (("TIMEOUT", "TimeLimit", 0, "0:0", "n1"), (True, 1), "with status 1"),
+    ],
+)
+def test_a_state_and_what_it_means(told, expected, text):
+    (state,) = read(LINE.format(*told))
+    assert (state.ended, state.status) == expected
+    assert text in describe(state)
+
+
+def test_tasks_of_an_array_have_names_of_their_own():
+    line = LINE.format("RUNNING", "None", 0, "0:0", "n1").replace("JobId=7", "JobId=9 ArrayJobId=7 ArrayTaskId=2")
+    assert read(line)[0].job == "7_2"
+
+
+def test_logs_of_an_array():
+    remember(entry("7", log="runs/it-7_%a.out", cases=12))
+    Path("runs").mkdir()
+    for task in (0, 10, 2):
+        Path(f"runs/it-7_{task}.out").touch()
+    assert [path.name for path in queue.logs("7")] == ["it-7_0.out", "it-7_2.out", "it-7_10.out"]
+    assert [path.name for path in queue.logs("7_10")] == ["it-7_10.out"]
+    assert queue.logs("7_3") == []
+
+
+# --- how far a run is -------------------------------------------------------------------------------------------------
+def test_records_are_followed_while_they_are_written():
+    run = Path("runs/7")
+    follow = Follower(run)
+    assert follow() == JobProgress(0, 0, None)
+    with RecordWriter(record_path(run, 0)) as first, RecordWriter(record_path(run, 1)) as second:
+        for step in (1, 2, 3):
+            first.write(StepRecord(step, samples=16, loss=float(step)))
+        second.write(StepRecord(1, samples=10, loss=4.0))
+        first.flush()
+        second.flush()
+        assert follow() == JobProgress(3, 58, 3.5)
+    with open(record_path(run, 1), "a") as file:
+        file.write('{"step":2,"sam')
+    assert follow() == JobProgress(3, 58, 3.5), "a line without its end"
+    with RecordWriter(record_path(run, 0), first_step=3) as first:
+        first.write(StepRecord(3, samples=1, loss=1.0))
+    assert follow() == JobProgress(3, 43, 2.5), "step 3 was made again"
+    assert Follower(run)() == follow()
+
+
+def test_how_many_samples_a_run_will_have_seen():
+    assert total_samples(JobSpec(command=["true"])) is None
+    settings = ["epochs=3", 'data.path="digits.h5"']
+    assert total_samples(JobSpec(job=TINY, settings=settings)) is None, "the run will make the data"
+    from train import tiny
+
+    tiny.job.data(Path("digits.h5"))
+    assert total_samples(JobSpec(job=TINY, settings=settings)) == 3 * 359
+    assert total_samples(JobSpec(job=TINY, settings=[*settings, "budget.samples=500"])) == 500
+    assert total_samples(JobSpec(job=TINY, settings=[*settings[1:], "budget.steps=500"])) is None
+
+
+def test_what_there_is_to_say_of_a_job():
+    state = State("7", "COMPLETED", "", "n1", "00:01:02", "01:00:00")
+    assert facts("7", None, [state]) == {"7": "COMPLETED on n1 after 00:01:02"}
+    with RecordWriter(record_path("runs/7", 0)) as writer:
+        writer.write(StepRecord(1, samples=16, loss=0.5))
+    told = facts("7", entry("7", commit="0123456789abcdef", dirty=True), [state])
+    assert told["run"] == "runs/7: step 1, 16 samples, loss 0.5000" and told["commit"] == "0123456789ab and changes"
+    Path("runs/7/summary.json").touch()
+    assert facts("7", entry("7"), [state])["run"].endswith(", has ended")
+    Path("runs/8_0").mkdir()
+    assert facts("8", entry("8", cases=4), [state])["run"] == "runs/8: 0 of 4 runs have ended"
+
+
+# Stand-ins, for what takes a Slurm too long, or one without accounting; the others are in tests/cluster.
+FORGOTTEN = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"
+NO_ACCOUNTING = "echo Slurm accounting storage is disabled >&2; exit 1"
+ACCOUNTED = """[ "${*: -1}" != 7 ] || cat <<END
+8|7_0|REQUEUED|00:00:01|365-00:00:00|n2|0:0
+9|7_1|TIMEOUT|00:01:28|00:01:00|n2|0:0
+11|7_0|NODE_FAIL|00:00:21|365-00:00:00|n[3-4]|0:0
+10|7_[2-3%1]|CANCELLED by 1000|00:00:00|Partition_Limit|None assigned|0:0
+END"""
+
+
+@pytest.fixture
+def stand_ins(monkeypatch, tmp_path):
+    """`stand_ins(name=script)` puts these first on PATH."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    def write(**scripts: str) -> None:
+        for name, script in scripts.items():
+            (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+            (tmp_path / name).chmod(0o755)
+
+    return write
+
+
+def test_the_accounting_remembers(stand_ins):
+    stand_ins(scontrol=FORGOTTEN, sacct=ACCOUNTED)
+    lost = State("7_0", "NODE_FAIL", "", "n[3-4]", "00:00:21", "365-00:00:00", 1, 1)
+    late = State("7_1", "TIMEOUT", "", "n2", "00:01:28", "00:01:00", 0, 1)
+    never = State("7_[2-3%1]", "CANCELLED", "", "", "00:00:00", "Partition_Limit", 0, 1)
+    assert queue.states("7") == [lost, late, never]
+    assert queue.states("7_3") == [never] and queue.wait("7") == 1
+    stand_ins(sacct=NO_ACCOUNTING)
+    with pytest.raises(QueueError, match="job must be one that Slurm or .hpcdist/jobs.jsonl knows; got 7."):
+        queue.states("7")
+    remember(entry("7"))
+    assert queue.states("7") == [State("7", "unknown")]
+
+
+MEASURED = """echo '7|160000
+7.batch|90000
+7.extern|91000
+7.0|70000
+7.1|0
+7.2|18446744073709551614
+7.3|12500'"""
+
+
+@pytest.mark.parametrize(
+    ("sacct", "joules"), [(MEASURED, 82_500.0), ("echo '7|0'; echo '7.0|0'", None), (NO_ACCOUNTING, None)]
+)
+def test_the_energy_of_a_jobs_steps(stand_ins, sacct, joules):
+    stand_ins(sacct=sacct)
+    assert queue.consumed_joules("7") == joules
+
+
+def test_an_array_s_tasks_are_forgotten_one_by_one(stand_ins, monkeypatch):
+    monkeypatch.setattr(queue, "SHORTEST_S", 0.01)
+    failed, runs, done, waits = (
+        LINE.format(state, "None", 0, code, "n1").replace("JobId=7", f"JobId=9 ArrayJobId=7 ArrayTaskId={task}")
+        for task, state, code in (
+            ("0", "FAILED", "3:0"),
+            ("1", "RUNNING", "0:0"),
+            ("1", "COMPLETED", "0:0"),
+            ("2-3%1", "PENDING", "0:0"),
+        )
+    )
+    stand_ins(scontrol=f"echo '{runs}'; echo '{waits}'", sacct=ACCOUNTED)
+    assert [(one.job, one.state) for one in queue.states("7")] == [
+        ("7_1", "RUNNING"),
+        ("7_[2-3%1]", "PENDING"),
+        ("7_0", "NODE_FAIL"),
+    ]
+    later = f"[ -e asked ] && echo '{done}' || {{ touch asked; echo '{failed}'; echo '{runs}'; }}"
+    stand_ins(scontrol=later, sacct=NO_ACCOUNTING)
+    assert queue.wait("7") == 3
+
+
+def test_a_login_node_s_process_starts_no_mpi():
+    """There it may hang, or be forbidden."""
+    code = "import sys; from hpcdist.slurm.progress import total_samples; from hpcdist.slurm.spec import JobSpec; "
+    code += f"total_samples(JobSpec(job={TINY!r})); sys.exit('mpi4py.MPI' in sys.modules or 'torch' not in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,292 @@
+"""When gossips mix, with how many ranks, and with whom: against the same steps by hand, on the same draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hpcdist import strategies
+from hpcdist.comm.virtual import Jitter, Network, run_virtual
+from hpcdist.errors import ConfigError
+from strategies import problem
+
+pytestmark = pytest.mark.computes
+
+every = pytest.mark.parametrize("name", ["gossip_pull", "gossip_push", "gossip_sync"])
+COUNT = {"gossip_pull": "pulls", "gossip_push": "pushes"}
+FEATURES, RATE, STEPS = 5, 0.3, 12
+
+
+# --- steps by hand ----------------------------------------------------------------------------------------------------
+def _target(rank):
+    """What rank's loss, half the squared distance, draws its parameters to."""
+    return np.sin(np.arange(FEATURES) * (rank + 1.0))
+
+
+class _Peers:
+    """Notes what each rank has drawn, by step."""
+
+    def __init__(self, strategy):
+        self.drawn, draw = {}, strategy.draw
+
+        def noting(*args, **options):
+            self.drawn[strategy.steps + 1] = draw(*args, **options)
+            return self.drawn[strategy.steps + 1]
+
+        strategy.draw = noting
+
+
+def _in_step(comm, strategy, name):
+    """Makes all ranks mix at the same time, so that what each one finds does not depend on who is faster."""
+    meets = {"gossip_pull": "_mix", "gossip_push": "_average"}[name]
+    mix = getattr(strategy, meets)
+
+    def meeting(*args):
+        comm.barrier()
+        mix(*args)
+        comm.barrier()
+
+    setattr(strategy, meets, meeting)
+
+
+def _steps(comm, name, options):
+    """The parameters after each step of plain SGD on this rank's loss, what was drawn, and the records."""
+    module = torch.nn.Linear(FEATURES, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(module.weight)
+    strategy = problem.make(comm, name, module, seed=3, **options)
+    local = torch.optim.SGD(module.parameters(), lr=RATE)
+    peers = None
+    if name != "gossip_sync":
+        peers = _Peers(strategy)
+        _in_step(comm, strategy, name)
+    found, records, target = [], [], torch.from_numpy(_target(comm.rank))
+    for _ in range(STEPS):
+        module.weight.grad = (module.weight.detach() - target).clone()
+        records.append(strategy.step(local.step))
+        found.append(module.weight.detach().numpy()[0].copy())
+    strategy.close()
+    return np.stack(found), peers and peers.drawn, records
+
+
+def _mixed(name, x, drawn):
+    """The next rows of x, where rank i has drawn `drawn[i]`."""
+    size, mixed = len(x), x.copy()
+    for rank in range(size):
+        others = (
+            [peer for peer in drawn[rank] if peer != rank]
+            if name == "gossip_pull"
+            else [source for source in range(size) if source != rank and rank in drawn[source]]
+        )
+        weight = 2 if rank in drawn[rank] else 1
+        mixed[rank] = (weight * x[rank] + sum((x[other] for other in others), np.zeros(FEATURES))) / (
+            weight + len(others)
+        )
+    return mixed
+
+
+@pytest.mark.parametrize("name", COUNT)
+@pytest.mark.parametrize("order", ["after", "before"])
+@pytest.mark.parametrize(("interval", "count", "draw_self"), [(1, 1, True), (3, 1, True), (1, 2, False), (2, 3, True)])
+def test_steps_are_those_of_a_simulation_with_the_same_peers(name, order, interval, count, draw_self):
+    """Every step: mix and then descend along the gradient of before, or the other way round."""
+    options = {"order": order, "interval": interval, COUNT[name]: count, "draw_self": draw_self}
+    found = run_virtual(lambda comm: _steps(comm, name, options), 4)
+    targets = np.stack([_target(rank) for rank in range(4)])
+    x = np.zeros((4, FEATURES))
+    for step in range(1, STEPS + 1):
+        drawn = [peers.get(step) for _, peers, _ in found]
+        assert all((peers is not None) == (step % interval == 0) for peers in drawn)
+        change = -RATE * (x - targets)
+        if order == "after":
+            x = x + change
+        if step % interval == 0:
+            assert all(len(set(peers)) == count for peers in drawn)
+            assert draw_self or all(rank not in peers for rank, peers in enumerate(drawn))
+            x = _mixed(name, x, drawn)
+        if order == "before":
+            x = x + change
+        np.testing.assert_allclose(np.stack([values[step - 1] for values, *_ in found]), x, rtol=0, atol=1e-14)
+    if interval == 1 and count > 1:
+        assert any(rank in peers for rank, (_, of, _) in enumerate(found) for peers in of.values()) == draw_self
+
+
+def _sources(values, size):
+    """From whom each rank received, told from averages of 2^rank; its own for one left alone."""
+    return [round(np.log2(2 * value - 2.0**rank)) for rank, value in enumerate(values)]
+
+
+def _draws(comm, options, steps=60):
+    """Each rank brings 2^rank to every mixing: its value after it."""
+    strategy = problem.make(comm, "gossip_sync", torch.nn.Linear(3, 1, dtype=torch.float64), **options)
+    found = []
+    for _ in range(steps):
+        strategy.model.params[0].fill_(2.0**comm.rank)
+        strategy.step(lambda: None)
+        found.append(strategy.model.params[0][0].item())
+    strategy.close()
+    return found
+
+
+@pytest.mark.parametrize("order", ["after", "before"])
+@pytest.mark.parametrize("pairing", ["permutation", "matching"])
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.sizes(2, 3, 4)
+def test_synchronous_steps_are_those_of_a_simulation_with_the_same_draws(ranks, order, pairing, interval):
+    options = {"seed": 3, "pairing": pairing}
+    found = ranks(lambda comm: _steps(comm, "gossip_sync", {"order": order, "interval": interval, "pairing": pairing}))
+    draws = list(zip(*ranks(lambda comm: _draws(comm, options, STEPS)), strict=True))
+    targets = np.stack([_target(rank) for rank in range(len(found))])
+    x = np.zeros_like(targets)
+    for step in range(1, STEPS + 1):
+        change = -RATE * (x - targets)
+        if order == "after":
+            x = x + change
+        if step % interval == 0:
+            x = (x + x[_sources(draws[step - 1], len(found))]) / 2
+        if order == "before":
+            x = x + change
+        np.testing.assert_allclose(np.stack([values[step - 1] for values, *_ in found]), x, rtol=0, atol=1e-14)
+
+
+# --- who is drawn -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_a_matching_is_of_random_disjoint_pairs_and_leaves_one_out_of_an_odd_number(size):
+    steps, met = 60, np.zeros((size, size))
+    for values in zip(*run_virtual(lambda comm: _draws(comm, {"pairing": "matching"}, steps), size), strict=True):
+        sources = _sources(values, size)
+        assert all(sources[source] == rank for rank, source in enumerate(sources))
+        assert sum(source == rank for rank, source in enumerate(sources)) == size % 2
+        for rank, source in enumerate(sources):
+            met[rank, source] += 1
+    chance = 1 / (size - 1 + size % 2)  # of each other rank, and of nobody where the number is odd
+    possible = met[(np.arange(size)[:, None] != np.arange(size)) | (size % 2 == 1)]
+    assert (np.abs(possible - steps * chance) <= 5 * (steps * chance * (1 - chance)) ** 0.5).all()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_permutation_leaves_nobody_alone_without_draw_self(size):
+    alone, met = 0, np.zeros((size, size))
+    for values in zip(*run_virtual(lambda comm: _draws(comm, {"draw_self": False}), size), strict=True):
+        sources = _sources(values, size)
+        assert sorted(sources) == list(range(size))
+        alone += sum(source == rank for rank, source in enumerate(sources))
+        for rank, source in enumerate(sources):
+            met[rank, source] += 1
+    assert alone == 0
+    assert (met[~np.eye(size, dtype=bool)] > 0).all()
+
+
+def _mix(comm, options, steps=20):
+    strategy = problem.make(comm, "gossip_sync", torch.nn.Linear(3, 2, dtype=torch.float64), **options)
+    (params,) = strategy.model.params
+    params.copy_(torch.randn(len(params), generator=torch.Generator().manual_seed(comm.rank), dtype=params.dtype))
+    values = [params.clone()]
+    for _ in range(steps):
+        strategy.step(lambda: None)
+        values.append(params.clone())
+    strategy.close()
+    return torch.stack(values)
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.sizes(2, 3, 4, 7)
+def test_a_matching_conserves_the_mean_and_makes_pairs_equal_to_the_bit(ranks, interval):
+    values = torch.stack(ranks(lambda comm: _mix(comm, {"pairing": "matching", "interval": interval})))
+    draws = list(zip(*ranks(lambda comm: _draws(comm, {"pairing": "matching"}, 20)), strict=True))
+    mean = values.mean(dim=0)
+    assert (mean - mean[0]).abs().max() < 1e-14
+    for step in range(1, values.shape[1]):
+        before, after = values[:, step - 1], values[:, step]
+        if step % interval:
+            assert torch.equal(before, after)
+        else:
+            assert torch.equal(after, after[_sources(draws[step - 1], len(values))])
+            assert step > interval or not torch.equal(before, after)
+
+
+@pytest.mark.parametrize(("name", "option"), COUNT.items())
+@pytest.mark.parametrize(("options", "most"), [({}, 3), ({"draw_self": False}, 2)], ids=str)
+def test_more_peers_than_there_are_ranks_are_refused(name, option, options, most):
+    message = f"strategy.{option} must be at most the number of ranks to draw from, {most}; got {most + 1}"
+    with pytest.raises(ConfigError, match=message):
+        run_virtual(lambda comm: problem.make(comm, name, problem.model(), **options, **{option: most + 1}), 3)
+
+
+def test_pairs_with_oneself_are_no_setting_of_matchings():
+    with pytest.raises(ConfigError, match="draw_self must be true with strategy.pairing 'matching'"):
+        strategies.load("gossip_sync").Config(pairing="matching", draw_self=False)
+
+
+OPTIONS = [{"interval": 3}, {"order": "before"}, {"draw_self": False}]
+BY_NAME = [
+    *[(name, options) for name in ("gossip_pull", "gossip_push", "gossip_sync") for options in OPTIONS],
+    ("gossip_pull", {"pulls": 2, "interval": 2}),
+    ("gossip_push", {"pushes": 2, "interval": 2}),
+    ("gossip_sync", {"pairing": "matching", "interval": 2, "order": "before"}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), BY_NAME, ids=str)
+@pytest.mark.sizes(1, exact=True)
+def test_on_one_rank_it_is_the_plain_optimiser_whatever_is_set(ranks, name, options):
+    (run,) = ranks(lambda comm: problem.train(comm, name, options))
+    assert torch.equal(run.params[0], problem.serial(1)[0])
+
+
+@pytest.mark.parametrize(("name", "options"), BY_NAME, ids=str)
+@pytest.mark.sizes(2, 4)
+def test_it_learns_with_each_setting(ranks, name, options):
+    problem.learns(ranks, name, options, epochs=8)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+@every
+@pytest.mark.parametrize("interval", [1, 4])
+def test_bytes_are_moved_in_the_steps_that_mix(name, interval):
+    options = {"interval": interval, "draw_self": False, **({COUNT[name]: 2} if name in COUNT else {})}
+    runs = run_virtual(lambda comm: problem.train(comm, name, options, epochs=1), 4)
+    n_bytes = runs[0].params[0].nbytes * (2 if name in COUNT else 1)
+    for run in runs:
+        assert len(run.records) == 15
+        for record in run.records:
+            moved = record.bytes_fetched if name == "gossip_pull" else record.bytes_sent
+            parameters, words = divmod(moved, n_bytes)  # beside them are counts and the like
+            assert parameters == (record.step % interval == 0) and words < 200
+
+
+def test_a_message_pushed_in_between_is_averaged_in_the_next_step_whatever_the_interval():
+    """Rank 1 pushes in step 3; rank 0, which mixes in its own step 3, has it in its step 1."""
+
+    def body(comm):
+        strategy = problem.make(comm, "gossip_push", torch.nn.Linear(3, 1, dtype=torch.float64), interval=3)
+        strategy.model.params[0].fill_(comm.rank)
+        strategy.draw = lambda *_, **__: [0]
+        if comm.rank == 1:
+            for _ in range(3):
+                strategy.step(lambda: None)
+        comm.barrier()
+        if comm.rank == 0:
+            strategy.step(lambda: None)
+        found = strategy.model.params[0][0].item()
+        strategy.close()
+        return found
+
+    assert run_virtual(body, 2) == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("name", COUNT)
+def test_with_an_interval_ranks_at_their_own_pace_come_to_agree(name):
+    def body(comm):
+        strategy = problem.make(comm, name, torch.nn.Linear(3, 2, dtype=torch.float64), seed=5, interval=3)
+        strategy.model.params[0].fill_(comm.rank)
+        strategy.load_state(strategy.state())
+        for _ in range(240):
+            comm.compute()
+            strategy.step(lambda: None)
+        found = strategy.model.params[0][0].item()
+        strategy.close()
+        return found
+
+    found = run_virtual(body, 4, compute=Jitter(0.1, 0.3), network=Network(1e-4, 1e9))
+    assert max(found) - min(found) < 1e-3

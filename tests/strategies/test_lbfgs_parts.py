@@ -1,0 +1,258 @@
+"""The parts of distributed L-BFGS, without ranks: recursion, line search, portions, shards' sums."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from hpcdist.strategies.lbfgs.line_search import strong_wolfe
+from hpcdist.strategies.lbfgs.portions import JointBatch, Pace, Portions, divide
+from hpcdist.strategies.lbfgs.recursion import CurvaturePairs
+from hpcdist.strategies.lbfgs.shard import HistoryShard
+from hpcdist.strategies.lbfgs.vectors import DIRECTION, GRADIENT, LocalVectors, RemoteVectors, X
+
+D = 12
+generator = torch.Generator().manual_seed(5)
+
+
+def vector():
+    return torch.randn(D, generator=generator, dtype=torch.float64)
+
+
+# --- the two-loop recursion -------------------------------------------------------------------------------------------
+def _history(pairs, vectors, made, gradient):
+    for s, y in made:
+        vectors.fill(pairs.spare.s, [s])
+        vectors.fill(pairs.spare.y, [y])
+        assert pairs.add()
+    vectors.fill(GRADIENT, [gradient])
+    pairs.direction(DIRECTION, GRADIENT)
+    return vectors[DIRECTION][0]
+
+
+def _pairs(count):
+    steps = [vector() for _ in range(count)]
+    return [(s, s * torch.linspace(0.5, 3, D, dtype=torch.float64)) for s in steps]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 9])
+def test_the_recursion_is_the_product_with_the_bfgs_matrix(count):
+    """H ← (1 − ρsyᵀ)H(1 − ρysᵀ) + ρssᵀ for the newest 5 pairs, from γ times the identity."""
+    made, gradient = _pairs(count), vector()
+    vectors = LocalVectors([torch.zeros(D, dtype=torch.float64)])
+    found = _history(CurvaturePairs(vectors, 5), vectors, made, gradient)
+    kept = made[-5:]
+    identity = torch.eye(D, dtype=torch.float64)
+    matrix = identity * (kept[-1][0] @ kept[-1][1] / (kept[-1][1] @ kept[-1][1]) if kept else 1.0)
+    for s, y in kept:
+        left = identity - torch.outer(s, y) / (s @ y)
+        matrix = left @ matrix @ left.T + torch.outer(s, s) / (s @ y)
+    torch.testing.assert_close(found, -matrix @ gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_on_vectors_in_parts_it_is_the_same(count):
+    """Operations that return nothing wait for one that does: 2m messages of dot products, and one at the end."""
+    made, gradient = _pairs(3), vector()
+    whole = LocalVectors([torch.zeros(D, dtype=torch.float64)])
+    expected = _history(CurvaturePairs(whole, 5), whole, made, gradient)
+
+    class Parts(RemoteVectors):
+        def __init__(self):
+            cuts = [D * i // count for i in range(count + 1)]
+            self.parts = [(a, b, LocalVectors([torch.zeros(b - a, dtype=torch.float64)])) for a, b in pairwise(cuts)]
+            self.messages = 0
+            super().__init__(self.run)
+
+        def run(self, words):
+            self.messages += 1
+            results = []
+            for _, _, own in self.parts:
+                shard = HistoryShard.__new__(HistoryShard)
+                shard.vectors = own
+                results.append(shard.run(words))
+            return [sum(column) for column in zip(*results, strict=True)]
+
+        def fill(self, number, whole):
+            self.flush()
+            for a, b, own in self.parts:
+                own.fill(number, [whole[0][a:b]])
+
+        def __getitem__(self, number):
+            self.flush()
+            return [torch.cat([own[number][0] for *_, own in self.parts])]
+
+    vectors = Parts()
+    found = _history(CurvaturePairs(vectors, 5), vectors, made, gradient)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert vectors.messages == 3 * 3 + 2 * 3 + 1
+
+
+def test_a_pair_without_curvature_is_left_out():
+    vectors = LocalVectors([torch.zeros(D, dtype=torch.float64)])
+    pairs, s = CurvaturePairs(vectors, 2), vector()
+    for y in (-s, torch.zeros_like(s), torch.full_like(s, math.nan)):
+        vectors.fill(pairs.spare.s, [s])
+        vectors.fill(pairs.spare.y, [y])
+        assert not pairs.add() and pairs.kept == []
+
+
+def _minimise(loss, x, *, iterations, c2=0.9, limit=10, evaluations=40):
+    """Plain L-BFGS of the same parts, in one process; returns the gradients' norms at the iterations' beginnings."""
+    vectors = LocalVectors([torch.zeros_like(x)])
+    pairs, norms = CurvaturePairs(vectors, limit), []
+    for _ in range(iterations):
+        value, gradient = loss(x)
+        norms.append(gradient.norm().item())
+        vectors.fill(GRADIENT, [gradient])
+        pairs.direction(DIRECTION, GRADIENT)
+        direction = vectors[DIRECTION][0].clone()
+        slope = vectors.dot(GRADIENT, DIRECTION)
+        if not slope < 0:
+            break
+        search = strong_wolfe(value, slope, 1.0, c1=1e-4, c2=c2, evaluations=evaluations, noise=1e-15 * abs(value))
+        length = next(search)
+        try:
+            while True:
+                there, its = loss(x + length * direction)
+                length = search.send((there, (its @ direction).item()))
+        except StopIteration as end:
+            found = end.value
+        if found is None:
+            break
+        x = x + found.length * direction
+        vectors.fill(pairs.spare.s, [found.length * direction])
+        vectors.fill(pairs.spare.y, [loss(x)[1] - gradient])
+        pairs.add()
+    return x, [*norms, loss(x)[1].norm().item()]
+
+
+@pytest.mark.parametrize("d", [1, 2, 6, 12])
+@pytest.mark.parametrize("history", [1, 12])
+def test_a_quadratic_ends_in_d_and_one_iterations_with_exact_line_search(d, history):
+    rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=torch.float64))[0]
+    matrix = rotation @ torch.diag(torch.linspace(1, 20, d, dtype=torch.float64)) @ rotation.T
+    end = torch.randn(d, generator=generator, dtype=torch.float64)
+
+    def loss(x):
+        gradient = matrix @ (x - end)
+        return 0.5 * ((x - end) @ gradient).item(), gradient
+
+    x, norms = _minimise(loss, torch.zeros(d, dtype=torch.float64), iterations=d + 1, c2=1e-9, limit=history)
+    assert norms[-1] <= 1e-7 * norms[0]
+    torch.testing.assert_close(x, end, rtol=0, atol=1e-7)
+
+
+# --- line search ------------------------------------------------------------------------------------------------------
+def _search(function, first=1.0, c1=1e-4, c2=0.9, evaluations=20):
+    """The result, and all lengths tried; `function` gives value and slope."""
+    search, tried = strong_wolfe(*function(0.0), first, c1=c1, c2=c2, evaluations=evaluations), []
+    length = next(search)
+    while True:
+        tried.append(length)
+        try:
+            length = search.send(function(length))
+        except StopIteration as end:
+            return end.value, tried
+
+
+FUNCTIONS = {  # More and Thuente's, 1994, and others; value and slope at t
+    "quadratic": lambda t: ((t - 3) ** 2, 2 * (t - 3)),
+    "mt1": lambda t: (-t / (t * t + 2), (t * t - 2) / (t * t + 2) ** 2),
+    "mt2": lambda t: ((t + 0.004) ** 5 - 2 * (t + 0.004) ** 4, 5 * (t + 0.004) ** 4 - 8 * (t + 0.004) ** 3),
+    "cosine": lambda t: (1 - t + t * t / 4 + math.cos(5 * t) / 4, -1 + t / 2 - 1.25 * math.sin(5 * t)),
+    "wall": lambda t: ((1 - t) ** 2 - 0.5 * t, 2 * (t - 1) - 0.5) if t < 1.5 else (math.inf, math.nan),
+    "nan beyond": lambda t: (math.exp(-t), -math.exp(-t)) if t < 4 else (math.nan, math.nan),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("first", [1e-3, 1.0, 50.0])
+@pytest.mark.parametrize("c2", [0.1, 0.9])
+def test_a_step_satisfies_the_strong_wolfe_conditions(name, first, c2):
+    function = FUNCTIONS[name]
+    found, tried = _search(function, first, c2=c2)
+    loss, slope = function(0.0)
+    assert found.length == tried[-1] > 0 and len(tried) <= 20
+    assert found.loss <= loss + 1e-4 * found.length * slope
+    assert abs(found.slope) <= c2 * abs(slope)
+
+
+def test_a_search_that_ends_early_takes_the_best_and_tries_it_last():
+    found, tried = _search(FUNCTIONS["mt1"], 40.0, c2=1e-6, evaluations=4)
+    assert found.length == tried[-1] and 4 <= len(tried) <= 5
+    assert found.loss < FUNCTIONS["mt1"](0.0)[0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 5.0])
+def test_a_search_that_finds_nothing_says_so(value):
+    found, tried = _search(lambda t: (0.0, -1.0) if t == 0 else (value, 1.0), evaluations=6)
+    assert found is None and len(tried) == 6 and tried == sorted(tried, reverse=True)
+
+
+def test_a_loss_that_falls_for_ever_ends_with_the_last_length():
+    found, tried = _search(lambda t: (-t, -1.0), evaluations=5)
+    assert found.length == tried[-1] == max(tried) and len(tried) == 5
+
+
+# --- portions ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("samples", [1, 2, 3, 17, 64, 100])
+@pytest.mark.parametrize("count", [1, 4, 12])
+@pytest.mark.parametrize(("head", "tail"), [(0, 0), (0, 5), (5, 5), (5, 0)])
+def test_a_batch_is_cut_into_portions_of_about_one_size(samples, count, head, tail):
+    if head + tail > samples:
+        pytest.skip("a batch is at least as long as what it shares")
+    division = divide(JointBatch(samples, head=head, tail=tail), count)
+    sizes = np.diff(division.bounds)
+    assert division.bounds[0] == 0 and division.bounds[-1] == samples and (sizes > 0).all()
+    assert (
+        division.bounds[division.heads] == head and division.bounds[division.count - division.tails] == samples - tail
+    )
+    assert sum(map(division.weight, range(division.count))) == pytest.approx(1)
+    assert [division.portion(i) for i in range(division.count)][-1].stop == samples
+    if not head and not tail and samples >= 2 * count:
+        assert division.count == count and sizes.max() - sizes.min() <= 1
+
+
+def test_portions_are_handed_out_once_and_late_ones_twice():
+    portions = Portions(3, Pace())
+    assert [portions.give(worker, 0.0) for worker in (5, 6, 7)] == [0, 1, 2]
+    assert portions.patience_s(0.5) == 0.0, "nothing is known yet of how long they take"
+    assert portions.take(1, 2.0)
+    assert portions.give(6, 2.0) is None and portions.patience_s(2.0) == pytest.approx(0.2), "neither is late yet"
+    assert portions.give(6, 2.3) == 0, "the one that is out for longest"
+    assert portions.take(2, 3.0)
+    assert portions.give(7, 9.0) is None and portions.patience_s(9.0) is None, "two workers have it"
+    assert portions.take(0, 9.0) and portions.is_complete
+    assert not portions.take(0, 9.0), "the first result counts"
+    assert portions.give(5, 9.0) is None
+
+
+def test_nobody_is_given_what_it_has():
+    portions = Portions(1, Pace())
+    assert portions.give(1, 0.0) == 0 and portions.give(1, 9.0) is None
+    assert portions.give(2, 9.0) == 0 and portions.give(3, 9.0) is None
+
+
+def test_what_the_dead_had_is_handed_out_again():
+    portions = Portions(2, Pace())
+    assert [portions.give(worker, 0.0) for worker in (1, 2, 3)] == [0, 1, 0]
+    portions.forget([2, 3])
+    assert portions.give(4, 1.0) == 1, "which nobody has any more"
+    assert portions.give(4, 1.0) == 0, "rank 1 alone still has it"
+    assert not portions.is_complete
+    assert portions.take(0, 2.0) and portions.take(1, 2.0) and portions.is_complete
+
+
+def test_x_is_a_vector_of_its_own():
+    """Of half precision are only those that others see."""
+    vectors = LocalVectors([torch.ones(3, dtype=torch.bfloat16)])
+    vectors.copy(X, 0)
+    vectors.axpy(X, X, 1e-3)
+    vectors.copy(0, X)
+    assert vectors[X][0].dtype == torch.float32 and vectors[0][0].dtype == torch.bfloat16
+    assert vectors.dot(X, X) == pytest.approx(3 * 1.001**2, rel=1e-6)

@@ -1,0 +1,27 @@
+"""The ranks of the baselines' test: all-reduce, and each library, train one job; rank 0 writes their evaluations."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+from hpcdist import session
+from hpcdist.study.baselines.common import command
+from hpcdist.train import runs
+
+comm, folder, names = session.init(), Path(sys.argv[1]), sys.argv[2:]
+job, settings = folder / "plain.py", [f"data.path={folder}/digits.h5", "strategy=allreduce", "batch_size=16"]
+settings += ["epochs=none", "budget.samples=900", "eval_every_samples=300", "accumulation=2", "clip_norm=1.0"]
+runs.train(comm, job, None, settings, folder / "allreduce")
+libraries = {"ddp": "TorchDDP", "horovod": "HorovodOptimizer"}
+for name in names:
+    library = getattr(importlib.import_module(f"hpcdist.study.baselines.{name}"), libraries[name])
+    command.train(comm, library, job, None, settings, folder / name)
+try:
+    command.train(comm, library, job, None, [*settings, "on_nonfinite=skip"], folder / "refused")
+except Exception as error:
+    refused = str(error)
+if comm.rank == 0:
+    (folder / "refused.json").write_text(json.dumps(refused))

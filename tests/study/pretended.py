@@ -1,0 +1,52 @@
+"""What stands for training in tests of comparisons and of studies: a run's files, or what was read, in no time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcdist.config import load
+from hpcdist.errors import RunError
+from hpcdist.records import Evaluation, Summary, append_evaluation, write_summary
+from hpcdist.study import EndedRun
+from hpcdist.study.comparison.plan import PlannedRun
+
+
+class PretendedRuns:
+    """Makes runs that are the better, the nearer their rate is to 0.008; `failing` names cells whose runs fail."""
+
+    def __init__(self, *failing: str):
+        self.failing, self.made = failing, []
+
+    def make(self, run: PlannedRun, folder: Path) -> None:
+        self.made.append(run.folder)
+        if run.name in self.failing:
+            raise RunError("exit status 1\nerror: a rank has died")
+        settings = load({"optimizer": {"lr": 0.008}}, None, run.overrides)
+        steps = settings.get("budget", {}).get("steps", 2)
+        accuracy = 0.9 - abs(math.log2(settings["optimizer"]["lr"] / 0.008)) / 10 + run.seed % 2 / 100
+        metrics = {"accuracy": accuracy, "loss": 1 - accuracy}
+        for step, part in ((steps // 2, 0.5), (steps, 1.0)):
+            values = {name: value * part for name, value in metrics.items()}
+            append_evaluation(folder, Evaluation(step, 0, 100 * step, 2.0 * step, values))
+        shape = {"strategy": run.name, "ranks": run.ranks, "workers": run.ranks, "seed": run.seed, "sha256": "0" * 64}
+        cost = {"samples": 100 * steps, "wall_s": 2.0 * steps, "bytes_per_step": 0, "messages_per_step": 0}
+        seconds = {"computing": 1, "communicating": 1, "waiting": 1}
+        staleness = {"mean": 0, "max": 0, "histogram": {}}
+        if "checkpoint" in settings:
+            (folder / "checkpoints").mkdir(exist_ok=True)
+        write_summary(folder, {**shape, **cost, "metrics": metrics, "seconds": seconds, "staleness": staleness})
+
+
+def makers(one: PretendedRuns) -> dict:
+    return {"strategy": one, "serial": one}
+
+
+def ended(curve: Sequence[Evaluation] = (), settings: dict | None = None, **measured: object) -> EndedRun:
+    """A run that has ended so."""
+    shape = {"strategy": "allreduce", "ranks": 2, "workers": 2, "seed": 0, "samples": 1, "wall_s": 1.0, "metrics": {}}
+    shape |= {"staleness": {"mean": 0, "max": 0, "histogram": {}}, "sha256": "0" * 64}
+    shape |= {"bytes_per_step": 0, "messages_per_step": 0}
+    shape |= {"seconds": {"computing": 0, "communicating": 0, "waiting": 0}}
+    return EndedRun(settings or {}, Summary.model_validate({**shape, **measured}), curve)

@@ -1,0 +1,367 @@
+"""A comparison from its declaration to its table: with makers that pretend, and once with mpirun."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+
+from harness.launch import IMPORTS, SETTINGS, SITE, wait_until
+from hpcdist import cli
+from hpcdist.cli import compare as command
+from hpcdist.config import load
+from hpcdist.config.merge import as_flags
+from hpcdist.errors import ConfigError, DataError, RunError, UnknownNameError
+from hpcdist.records import Evaluation, append_evaluation, load_summary
+from hpcdist.study.comparison import conduct, display, folder, making, results
+from hpcdist.study.comparison.comparison import Comparison
+from hpcdist.study.comparison.course import FAILURE, make_all, missing
+from hpcdist.study.comparison.making import LaunchedRuns, find_launcher, ranks_environment
+from hpcdist.study.comparison.plan import Declaration, PlannedRun
+from study.pretended import PretendedRuns, makers
+
+ROOT = Path(__file__).parents[2]
+JOB = ROOT / "jobs" / "digits.py"
+DECLARED = Declaration(
+    job=str(JOB),
+    job_sha256=hashlib.sha256(JOB.read_bytes()).hexdigest(),
+    strategies=("allreduce", "gossip_pull"),
+    ranks=(1, 2),
+    seeds=2,
+    metric="accuracy",
+    target=0.5,
+    controls=False,
+    settings=("epochs=1",),
+)
+
+
+# --- all of it is checked before anything runs ------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"strategies": ("gosip_pull",)}, UnknownNameError, "gossip_pull"),
+        ({"strategies": ("softsync:split=2",)}, ConfigError, "strategy.* splits"),
+        ({"settings": ("epoch=1",)}, ConfigError, "setting must be one of"),
+        ({"settings": ("strategy=hardsync",)}, ConfigError, "--set and --config must leave strategy to --strategies"),
+        ({"settings": ("seed=1",)}, ConfigError, "must leave seed to --seeds; got it there. Remove it."),
+        ({"metric": "acuracy"}, UnknownNameError, "metric must be one of accuracy, loss; got 'acuracy'"),
+        ({"baselines": ("dpp",)}, UnknownNameError, "--baselines must be one of ddp, horovod"),
+        ({"rates": {"hardsync": 0.1}}, UnknownNameError, "--rate must be one of allreduce, gossip_pull"),
+        ({"rates": {"allreduce": 0.1}, "tune": 3}, ConfigError, "--rate must be left out with --tune"),
+        (
+            {"settings": ("schedule.name=OneCycleLR", "schedule.max_lr=0.1", "schedule.total_steps=999"), "tune": 3},
+            ConfigError,
+            "--tune must be left out with OneCycleLR, whose rates are not optimizer.lr",
+        ),
+        (
+            {"strategies": ("parameter_server:servers=3",), "ranks": (2, 3)},
+            ConfigError,
+            "parameter_server .servers 3. must be able to run on one of the numbers of ranks",
+        ),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_is_written(change, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        Comparison(replace(DECLARED, **change), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_comparison_in_the_same_folder_is_refused_by_its_differences(tmp_path):
+    Comparison(DECLARED, tmp_path).plan()
+    Comparison(DECLARED, tmp_path)
+    with pytest.raises(ConfigError, match=r"--output must be a new folder.*seeds: 2 against 3 now"):
+        Comparison(replace(DECLARED, seeds=3), tmp_path)
+    assert folder.declared_in(tmp_path, Declaration) == DECLARED
+    (tmp_path / folder.FILE_NAME).write_text('{"version": 9}')
+    with pytest.raises(DataError, match="must hold a comparison's declaration; got .*version 9"):
+        Comparison(DECLARED, tmp_path)
+    with pytest.raises(ConfigError, match="JOB must be given where there is no comparison to go on with"):
+        folder.declared_in(tmp_path / "new", Declaration)
+
+
+def test_it_is_written_down(tmp_path):
+    planned = Comparison(DECLARED, tmp_path).plan()
+    found = json.loads((tmp_path / folder.FILE_NAME).read_text())
+    assert (found["metric"], found["target"], found["reference"]) == ("accuracy", 0.5, "allreduce")
+    assert found["higher_is_better"] is True and found["virtual"] is None and found["tuning"] is None
+    assert [run["folder"] for run in found["runs"]] == [run.folder for run in planned]
+    assert found["runs"][0]["set"] == list(planned[0].overrides)
+
+
+@pytest.mark.parametrize("first", ["softsync:splits=1", "gossip_pull"])
+def test_the_reference_is_the_first_where_allreduce_is_none(tmp_path, first):
+    other = "gossip_pull" if first.startswith("softsync") else "softsync:splits=1"
+    planned = Comparison(replace(DECLARED, strategies=(first, other)), tmp_path).plan()
+    found = json.loads((tmp_path / folder.FILE_NAME).read_text())
+    assert found["reference"] == first.replace(":splits=1", " (splits 1)") and len(planned) > 1
+
+
+# --- runs are made once, and a failure does not end the others --------------------------------------------------------
+def test_runs_that_are_there_are_not_made_again_and_failed_ones_are(tmp_path):
+    comparison = Comparison(DECLARED, tmp_path)
+    planned, first = comparison.plan(), PretendedRuns("gossip_pull")
+    failed = make_all(planned, tmp_path, makers(first))
+    assert first.made == [run.folder for run in planned] and {run.name for run in failed} == {"gossip_pull"}
+    assert "a rank has died" in (tmp_path / failed[0].folder / FAILURE).read_text()
+    again = PretendedRuns()
+    assert missing(planned, tmp_path) == failed and make_all(planned, tmp_path, makers(again)) == []
+    assert again.made == [run.folder for run in failed] and not missing(planned, tmp_path)
+    assert not (tmp_path / failed[0].folder / FAILURE).exists()
+
+
+def test_an_interrupted_run_is_made_anew_or_goes_on_from_its_checkpoints(tmp_path):
+    planned = Comparison(DECLARED, tmp_path).plan()
+    for run, part in ((planned[0], "records-rank0000.jsonl"), (planned[1], "checkpoints/step-1")):
+        (tmp_path / run.folder / part).parent.mkdir(parents=True)
+        (tmp_path / run.folder / part).write_text("")
+    make_all(planned, tmp_path, makers(PretendedRuns()))
+    assert not (tmp_path / planned[0].folder / "records-rank0000.jsonl").exists()
+    assert (tmp_path / planned[1].folder / "checkpoints/step-1").exists()
+
+
+def test_the_table(tmp_path):
+    comparison = Comparison(DECLARED, tmp_path)
+    planned = comparison.plan()
+    make_all(planned, tmp_path, makers(PretendedRuns("gossip_pull")))
+    rows = results.table(comparison, planned)
+    assert [(row["name"], row["ranks"]) for row in rows] == [
+        *(("allreduce", 1), ("gossip_pull", 1)),
+        *(("allreduce", 2), ("gossip_pull", 2)),
+    ]
+    assert rows[0] == {
+        **{"name": "allreduce", "ranks": 1, "seeds": "2", "accuracy": "0.9050 ± 0.0635"},
+        **{"s to 0.5": "4.00 ± 0.00", "samples/s": "50 ± 0"},
+    }
+    assert rows[1]["seeds"] == "0 of 2" and rows[1]["accuracy"] == "none" and rows[1]["s to 0.5"] == "not reached"
+
+
+def test_rates_are_searched_on_seeds_of_their_own(tmp_path):
+    declared = replace(DECLARED, tune=4, ranks=(2,), controls=True, strategies=("allreduce",), settings=())
+    comparison, made = Comparison(declared, tmp_path), PretendedRuns()
+    chosen = comparison.tune(makers(made), display.RunsDisplay("rates", 8))
+    assert [(one.name, one.ranks, one.rate, one.between) for one in chosen] == [
+        ("allreduce", 2, 0.008, False),  # 0.002, 0.001, 0.004, 0.008: the next is not tried
+        ("serial, batch 32", 1, 0.008, False),
+    ]
+    assert (
+        str(chosen[0])
+        == "allreduce on 2 ranks: learning rate 0.008, though a neighbour was not tried: give --tune more runs"
+    )
+    assert len(made.made) == 8 and all(path.startswith("tuning/") for path in made.made)
+    assert {load_summary(tmp_path / path).seed for path in made.made} == {1000}
+    again = PretendedRuns()
+    assert comparison.tune(makers(again), display.RunsDisplay("rates", 8)) == chosen and again.made == []
+    rates = {load({}, None, run.overrides)["optimizer"]["lr"] for run in comparison.plan(chosen)}
+    assert rates == {0.008}
+    assert json.loads((tmp_path / folder.FILE_NAME).read_text())["tuning"]["chosen"][0]["rate"] == 0.008
+
+
+def test_a_rate_whose_runs_fail_is_not_chosen(tmp_path):
+    class Diverging(PretendedRuns):
+        def make(self, run, folder):
+            if "-lr=0.002-" in run.folder:
+                raise RunError("NaN")
+            super().make(run, folder)
+
+    declared = replace(DECLARED, tune=3, ranks=(2,), strategies=("allreduce",))
+    (chosen,) = Comparison(declared, tmp_path).tune(makers(Diverging()), display.RunsDisplay("rates", 3))
+    assert chosen.rate == 0.001 and chosen.tried[0.002] is None and chosen.between
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+def test_without_a_terminal_each_run_has_a_line(tmp_path, capsys):
+    planned = Comparison(DECLARED, tmp_path).plan()
+    with display.shown("runs", len(planned)) as shown:
+        make_all(planned, tmp_path, makers(PretendedRuns("gossip_pull")), shown)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 8 and all(f"{number} of 8  " in line for number, line in enumerate(lines, 1))
+    assert any("allreduce, 2 ranks, seed 1: accuracy 0.9100, loss 0.0900" in line for line in lines)
+    assert any("gossip_pull, 1 rank, seed 0: FAILED: error: a rank has died" in line for line in lines)
+    assert re.search(r"about \d+ s left", lines[0]) and "left" not in lines[-1]
+
+
+def test_a_terminal_shows_the_current_runs_loss_and_metrics(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    run = PlannedRun("allreduce", "strategy", 2, 0, ("budget.samples=400", "optimizer.lr=0.1"), "runs/a")
+    with display.shown("runs", 3) as shown:
+        shown.look()
+        shown.begin(run, tmp_path)
+        assert shown._lines.plain == "allreduce, 2 ranks, rate 0.1, seed 0"
+        append_evaluation(tmp_path, Evaluation(1, 0, 100, 2.0, {"accuracy": 0.5, "loss": 9.0}))
+        lines = ['{"loss": 3}', '{"step": 1, "loss": 0.75}', '{"step": 2, "loss": null}', '{"st']
+        (tmp_path / "records-rank0000.jsonl").write_text("\n".join(lines))
+        shown.look()
+        assert shown._lines.plain == "allreduce, 2 ranks, rate 0.1, seed 0, 25%: accuracy 0.5000, loss 0.7500"
+        (tmp_path / "evaluations.jsonl").write_text("half\n")
+        shown.look()
+        shown.end(run, tmp_path, "an error")
+        assert shown._lines.plain == "" and shown._bar.tasks[0].completed == 1
+
+
+def test_a_terminal_shows_all_runs_that_are_made_at_the_same_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    runs = [PlannedRun("allreduce", "strategy", 2, seed, (), f"runs/{seed}") for seed in range(10)]
+    with display.shown("runs", 10) as shown:
+        for run in runs:
+            shown.begin(run, tmp_path / run.folder)
+        lines = shown._lines.plain.splitlines()
+        assert lines == [*(f"allreduce, 2 ranks, seed {seed}" for seed in range(8)), "and 2 more"]
+        for run in runs[:8]:
+            shown.end(run, tmp_path / run.folder, "an error")
+        assert shown._lines.plain.splitlines() == ["allreduce, 2 ranks, seed 8", "allreduce, 2 ranks, seed 9"]
+        assert shown._bar.tasks[0].completed == 8
+
+
+# --- launchers --------------------------------------------------------------------------------------------------------
+def test_launchers_are_found_or_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    with pytest.raises(ConfigError, match="--launcher must be given where there is no mpirun"):
+        find_launcher(None, "")
+    for name in ("bin/mpirun", "site/mpiexec"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    assert find_launcher(None, str(tmp_path / "site")) == [str(tmp_path / "bin/mpirun"), "-n"]
+    (tmp_path / "bin/mpirun").unlink()
+    assert find_launcher(None, str(tmp_path / "site")) == [str(tmp_path / "site/mpiexec"), "-n"]
+    assert find_launcher("env A=1 srun -n", os.environ["PATH"]) == ["env", "A=1", "srun", "-n"]
+    with pytest.raises(ConfigError, match="--launcher must begin with a program on PATH; got 'nosuch -n'"):
+        find_launcher("nosuch -n", os.environ["PATH"])
+
+
+def test_ranks_may_outnumber_cores():
+    assert ranks_environment({"A": "1"}, 2, 2, 2) == {"A": "1", "OMP_NUM_THREADS": "2"}
+    shared = ranks_environment({"OMPI_MCA_mpi_yield_when_idle": "0"}, 1, 4, 2)
+    assert shared["OMPI_MCA_mpi_yield_when_idle"] == "0" and ":oversubscribe" in shared.values()
+
+
+def test_a_run_that_fails_ends_in_its_last_lines_and_one_that_left_ends_the_comparison(tmp_path):
+    run = PlannedRun("a", "strategy", 3, 0, ("seed=0",), "runs/a")
+    script = tmp_path / "launch.py"
+    script.write_text(
+        "import sys\nprint(sys.argv[1:])\nprint('the reason')\nsys.exit(75 if 'left' in sys.argv[1] else 4)"
+    )
+
+    def launched(word: str) -> LaunchedRuns:
+        return LaunchedRuns("job.py", [sys.executable, str(script), word], os.environ)
+
+    with pytest.raises(RunError, match="(?s)exit status 4 of .*; its last lines:.*--progress', 'off'.*the reason$"):
+        launched("-n").make(run, tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        launched("left").make(run, tmp_path / "run")
+
+
+def hpcdist(*arguments: object) -> int:
+    """Runs a command in this process; returns its exit status."""
+    return typer.main.get_command(cli.app).main([*map(str, arguments)], standalone_mode=False)
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "JOB must be given to begin a comparison; got none"),
+        (["--output", "new"], "JOB must be given where there is no comparison to go on with; got none"),
+        ([JOB, "--ranks", "1,two"], "--ranks must be whole numbers above 0, with commas between them; got '1,two'"),
+        ([JOB, "--target", "accuracy"], "--target must be METRIC=VALUE; got 'accuracy'. Write it as accuracy=0.97."),
+        ([JOB, "--rate", "allreduce"], "--rate must be STRATEGY=RATE, such as allreduce=0.01; got 'allreduce'"),
+        ([JOB, "--budget", "samples=0"], "--budget must be samples=N"),
+        (["nosuch.py"], "job must be a Python file; got nosuch.py, which does not exist"),
+    ],
+)
+def test_wrong_arguments(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        hpcdist("compare", *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "JOB must be given to begin a sweep; got none"),
+        (["--output", "new", "--over", "batch_size=8"], "JOB must be given to begin a sweep; got none"),
+        (["--output", "new"], "JOB must be given where there is no sweep to go on with; got none, .* holds none"),
+        ([JOB], "--over must be given to begin a sweep; got none. Such as --over batch_size=16,32"),
+    ],
+)
+def test_wrong_arguments_of_a_sweep(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        hpcdist("sweep", *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_goes_on_by_its_folder_alone(tmp_path, monkeypatch):
+    made = PretendedRuns()
+    monkeypatch.setattr(making, "launched", lambda *given, **more: makers(made))
+    monkeypatch.setattr(conduct, "find_spec", lambda name: None)  # no report: it takes seconds
+    out = ("--output", tmp_path / "out")
+    assert hpcdist("sweep", JOB, "--over", "batch_size=8,16", "--grid", *out) == 0 and len(made.made) == 2
+    (tmp_path / "out" / made.made[0] / "summary.json").unlink()
+    assert hpcdist("sweep", *out) == 0 and made.made[2:] == made.made[:1]
+    with pytest.raises(ConfigError, match="another thing: `hpcdist sweep --output .*out` goes on with it"):
+        hpcdist("compare", *out)
+
+
+def test_settings_of_a_file_become_flags_which_mean_the_same(tmp_path):
+    (tmp_path / "a.toml").write_text(
+        """
+        epochs = 2
+        clip_norm = inf
+        [optimizer]
+        name = "SGD"
+        lr = 1e-5
+        [schedule]
+        name = "SequentialLR"
+        milestones = [3]
+        schedules = [{ name = "ConstantLR", factor = 0.5 }, { name = "ExponentialLR", gamma = 0.9 }]
+        """
+    )
+    values = load({}, tmp_path / "a.toml", ["optimizer.momentum=0.9", "data.path=a b.h5"])
+    assert load({}, None, as_flags(values)) == values
+
+
+# --- all together -----------------------------------------------------------------------------------------------------
+def test_a_comparison_by_mpirun_is_interrupted_and_goes_on(tmp_path):
+    wanted = ["--strategies", "allreduce,softsync:splits=1", "--ranks", "1,2", "--seeds", "1", "--no-controls"]
+    wanted += ["--budget", "samples=640", "--evaluations", "2", "--target", "accuracy=0.01", "--set", "batch_size=64"]
+    command = [sys.executable, "-m", "hpcdist", "compare"]
+    paths = os.pathsep.join([str(SITE), IMPORTS["PYTHONPATH"], os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, **SETTINGS, "PYTHONPATH": paths, "PRTE_MCA_prte_tmpdir_base": str(tmp_path)}
+    out = tmp_path / "out"
+    with open(tmp_path / "log", "wb") as log:
+        first = subprocess.Popen([*command, JOB, *wanted, "--output", out], cwd=tmp_path, env=env, stderr=log)
+        wait_until(lambda: len(list(out.glob("runs/*/records-rank0000.jsonl"))) == 2 or first.poll() is not None, 120)
+        first.send_signal(signal.SIGTERM)  # a shell's background jobs ignore SIGINT
+        assert first.wait(60) == 130, (tmp_path / "log").read_text()
+    done = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/summary.json")}
+    assert f"`hpcdist compare --output {out}` goes on with it" in (tmp_path / "log").read_text()
+    assert 1 <= len(done) < 4
+
+    again = subprocess.run(
+        [*command, "--output", out], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200
+    )
+    assert again.returncode == 0, again.stderr
+    assert f"{len(done)} of 4 runs are there already" in again.stderr
+    assert all(path.stat().st_mtime_ns == at for path, at in done.items())
+    planned = json.loads((out / folder.FILE_NAME).read_text())["runs"]
+    summaries = [load_summary(out / run["folder"]) for run in planned]
+    assert [found.samples for found in summaries] == [640] * 4
+    assert [found.ranks for found in summaries] == [run["ranks"] for run in planned]
+    assert again.stdout.count("softsync (splits 1)") == 2
+
+
+@pytest.mark.parametrize("text", ["0", "1,x", ""])
+def test_numbers_of_ranks_are_whole(text):
+    with pytest.raises(ConfigError, match="--ranks must be whole numbers above 0, with commas between them; got"):
+        command._numbers(text)

@@ -1,0 +1,157 @@
+"""The list of a comparison's runs: names, controls, order, what is left out, what is refused. No run is made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hpcdist.config import load
+from hpcdist.errors import ConfigError
+from hpcdist.study.comparison.plan import (
+    Declaration,
+    cells,
+    possible,
+    read_budget,
+    read_strategy,
+    runs,
+    split_strategies,
+    title,
+)
+
+DECLARED = Declaration(
+    job="jobs/digits.py",
+    job_sha256="0",
+    strategies=("allreduce", "softsync:splits=4"),
+    ranks=(1, 4),
+    seeds=3,
+    metric="accuracy",
+    budget={"samples": 1000},
+    evaluations=20,
+    settings=("optimizer.lr=0.1",),
+)
+
+
+def planned(declared=DECLARED, rates=None):
+    return runs(declared, cells(declared, 16), rates)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("allreduce", ["allreduce"]),
+        ("a, b:x=1,y=2,c", ["a", "b:x=1,y=2", "c"]),
+        ("a:x={name = 'dgc', ratio = 0.1},b", ["a:x={name = 'dgc', ratio = 0.1}", "b"]),
+        ("a:x=[1, 2],y.z=3,mine.py:Mine:k=v", ["a:x=[1, 2],y.z=3", "mine.py:Mine:k=v"]),
+    ],
+)
+def test_strategies_are_split_where_an_option_is_the_former_ones(text, found):
+    assert split_strategies(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("splits=4", "must be names, each with options as NAME:KEY=VALUE,KEY=VALUE; got 'splits=4' first"),
+        ("softsync,splits=4", "got 'splits=4' after softsync. Put a colon"),
+        ("a,,b", "must be names between commas; got 'a,,b'. Remove the empty one"),
+    ],
+)
+def test_wrong_lists_of_strategies_are_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        split_strategies(text)
+
+
+def test_a_strategy_has_options_and_a_title():
+    assert read_strategy("mine.py:Mine:k=v,l=2") == ("mine.py:Mine", ("k=v", "l=2"))
+    assert read_strategy("mine.py:Mine") == ("mine.py:Mine", ())
+    assert title("softsync:splits=4,modulation=none") == "softsync (splits 4, modulation none)"
+    assert title("mine.py:Mine") == "mine-Mine"
+
+
+def test_each_strategy_has_a_cell_on_each_number_of_ranks_and_serial_controls_stand_beside():
+    found = [(cell.name, cell.kind, cell.ranks) for cell in cells(DECLARED, 16)]
+    assert found == [
+        ("allreduce", "strategy", 1),
+        ("softsync (splits 4)", "strategy", 1),
+        ("allreduce", "strategy", 4),
+        ("softsync (splits 4)", "strategy", 4),
+        ("serial, batch 64", "serial", 1),
+        ("serial, batch 64, averaged iterates", "serial", 1),
+    ]
+    assert [cell.kind for cell in cells(replace(DECLARED, controls=False), 16)] == ["strategy"] * 4
+    baselines = replace(DECLARED, controls=False, baselines=("ddp",))
+    assert [(c.name, c.ranks) for c in cells(baselines, 16) if c.kind == "baseline"] == [("ddp", 1), ("ddp", 4)]
+
+
+def test_a_run_holds_all_its_settings():
+    (run,) = [run for run in planned() if run.folder == "runs/softsync-splits=4-r4-s2"]
+    assert (run.name, run.kind, run.ranks, run.seed) == ("softsync (splits 4)", "strategy", 4, 2)
+    settings = load({"epochs": 16, "strategy": "hardsync"}, None, run.overrides)
+    assert settings["strategy"] == {"name": "softsync", "splits": 4}
+    assert settings["budget"] == {"samples": 1000} and settings["epochs"] == "none"
+    assert (settings["seed"], settings["eval_every_samples"], settings["optimizer"]) == (2, 50, {"lr": 0.1})
+
+
+def test_serial_controls_have_the_batch_of_all_ranks():
+    (run,) = [run for run in planned() if run.name == "serial, batch 64, averaged iterates" and run.seed == 0]
+    settings = load({}, None, run.overrides)
+    assert (run.ranks, settings["batch_size"], settings["average_iterates"]) == (1, 64, True)
+    assert run.folder == "runs/serial-batch=64-averaged-r1-s0"
+
+
+def test_a_budget_of_steps_is_evaluated_by_the_samples_of_all_ranks_and_the_users_period_wins():
+    declared = replace(DECLARED, budget={"steps": 100})
+    every = {cell.ranks: load({}, None, cell.run(declared, 0).overrides) for cell in cells(declared, 16)[:4]}
+    assert {ranks: found["eval_every_samples"] for ranks, found in every.items()} == {1: 80, 4: 320}
+    declared = replace(declared, settings=("eval_every_samples=7",))
+    assert load({}, None, cells(declared, 16)[0].run(declared, 0).overrides)["eval_every_samples"] == 7
+    declared = replace(DECLARED, budget={})
+    assert set(load({}, None, cells(declared, 16)[0].run(declared, 0).overrides)) == {"optimizer", "seed", "strategy"}
+
+
+def test_the_order_is_random_within_each_seed_and_always_the_same():
+    order = planned()
+    assert order == planned() and len(order) == 18 == len({run.folder for run in order})
+    by_seed = [{run.name for run in order[i : i + 6]} for i in (0, 6, 12)]
+    assert [run.seed for run in order] == sorted(run.seed for run in order) and by_seed[0] == by_seed[1] == by_seed[2]
+    assert [run.name for run in order[:6]] != [run.name for run in order[6:12]]
+
+
+def test_chosen_rates_are_those_of_the_runs_and_controls_share_theirs():
+    found = planned(rates={("softsync:splits=4", 4): 0.5, ("serial, batch 64", 1): 0.25})
+    rates = {(run.name, run.ranks): load({}, None, run.overrides)["optimizer"]["lr"] for run in found}
+    assert rates.pop(("softsync (splits 4)", 4)) == 0.5
+    assert {name for (name, _), rate in rates.items() if rate == 0.25} == {
+        "serial, batch 64",
+        "serial, batch 64, averaged iterates",
+    }
+
+
+def test_the_same_strategy_twice_is_refused():
+    with pytest.raises(
+        ConfigError, match="--strategies must differ from each other; got two for runs/allreduce-r[14]-s0"
+    ):
+        planned(replace(DECLARED, strategies=("allreduce", "allreduce")))
+
+
+def test_what_cannot_run_is_left_out_with_a_sentence():
+    kept, told = possible(
+        cells(DECLARED, 16), lambda cell: "too few." if "soft" in cell.name and cell.ranks == 1 else None
+    )
+    assert len(kept) == 5 and told == ["softsync (splits 4) is left out on 1 rank: too few."]
+    with pytest.raises(
+        ConfigError, match="softsync .splits 4. must be able to run on one of the numbers of ranks; got: no"
+    ):
+        possible(cells(DECLARED, 16), lambda cell: "no" if "soft" in cell.name else None)
+    declared = replace(DECLARED, baselines=("horovod",))
+    kept, told = possible(cells(declared, 16), lambda cell: "not built." if cell.kind == "baseline" else None)
+    assert len(kept) == 6 and len(told) == 2, "baselines may be missing"
+
+
+def test_budgets_are_read():
+    assert read_budget([]) == {}
+    assert read_budget(["samples=2000,seconds=1.5"]) == {"samples": 2000, "seconds": 1.5}
+    for wrong in ("epochs=2", "samples", "steps=-1", "seconds=nan", "samples=many"):
+        with pytest.raises(ConfigError, match="--budget must be samples=N, steps=N or seconds=N, with N above 0"):
+            read_budget([wrong])

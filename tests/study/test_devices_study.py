@@ -1,0 +1,114 @@
+"""The study of one against two and four devices: its table and its answer, of runs made up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+
+from hpcdist.records import Start, begin_run, write_summary
+from hpcdist.records.run import JobFile
+
+STUDY = "devices"
+
+
+def write_run(folder: Path, name: str, ranks: int, wall_s: float, samples: int = 60_000, **more) -> None:
+    job = JobFile(path="jobs/mnist.py", sha256="0" * 64, copies={})
+    start = {"started": "", "command": [], "job": job, "commit": None, "dirty": False, "ranks": ranks, "hosts": []}
+    folder.mkdir(parents=True)
+    begin_run(folder, Start(**start, versions={}, settings={"data": {"source": "IDX files fashion-mnist"}}))
+    no_seconds = {"computing": 0.0, "communicating": 0.0, "waiting": 0.0}
+    write_summary(
+        folder,
+        {
+            "strategy": name,
+            "ranks": ranks,
+            "workers": ranks,
+            "seed": 0,
+            "samples": samples,
+            "wall_s": wall_s,
+            "metrics": {"accuracy": 0.87, "loss": 0.3},
+            "staleness": {"mean": 0.0, "max": 0, "histogram": {}},
+            "bytes_per_step": 1.0,
+            "messages_per_step": 1.0,
+            "seconds": no_seconds,
+            "sha256": "0" * 64,
+            **more,
+        },
+    )
+
+
+def compared(output: Path, *runs: tuple, missing: str | None = None) -> Path:
+    """The folder of a comparison with runs (name, ranks, seconds, further keys of the summary)."""
+    told = []
+    for name, ranks, wall_s, more in runs:
+        told.append({"name": name, "ranks": ranks, "folder": f"runs/{name}-r{ranks}-s0"})
+        write_run(output / told[-1]["folder"], name, ranks, wall_s, **more)
+    if missing:
+        told.append({"name": missing, "ranks": 2, "folder": f"runs/{missing}-r2-s0"})
+    (output / "comparison.json").write_text(json.dumps({"version": 1, "runs": told}))
+    return output
+
+
+@pytest.fixture
+def found(study, tmp_path):
+    joules = {"energy": {"joules": 2000.0, "sources": {}, "not_measured": None}}
+    none = {"energy": {"joules": None, "sources": {}, "not_measured": "no counter"}}
+    folder = compared(
+        tmp_path,
+        ("allreduce", 1, 109.47, {}),
+        ("allreduce", 2, 78.61, joules),
+        ("allreduce", 4, 80.0, none),
+        ("gossip_pull", 2, 40.0, {"samples": 30_000}),
+        missing="parameter_server",
+    )
+    return folder, study.read(folder)
+
+
+def test_the_table_has_the_percent_of_scaling(study, found):
+    one, two, four, gossip = study.rows(found[1], cores=2)
+    assert (one["strategy"], one["ranks"], one["s per epoch"], one["samples/s"]) == ("allreduce", 1, "109.5", "548")
+    assert (one["% of scaling"], two["% of scaling"]) == ("100.0", "69.6"), "as was reported"
+    assert four["% of scaling"] == "34.2 (4 ranks on 2 cores)"
+    assert gossip["% of scaling"] == "not measured", "it has not run on one rank"
+    assert gossip["s per epoch"] == "80.0", "of all 60,000 images"
+    assert [row["W"] for row in (one, two, four)] == ["not measured", "25", "not measured"]
+    assert two["accuracy"] == "0.8700"
+
+
+def test_the_answer_names_the_data_and_stands_beside_what_was_reported(study, found):
+    folder, runs = found
+    text = " ".join(study.answer(runs, study._source(folder)).split())
+    assert text.startswith("Data: IDX files fashion-mnist. Percent of scaling from one rank to two: allreduce 69.6 % (")
+    assert text.endswith("Reported on one and two GPUs: 69.63 % (109.47 s and 78.61 s).")
+    assert "no strategy has run on both" in study.answer(runs[:1], "unknown")
+
+
+def test_the_study_is_one_comparison(study, tmp_path, monkeypatch, capsys):
+    commands = []
+
+    def run(command):
+        commands.append(command)
+        if len(commands) == 2:
+            compared(tmp_path, ("allreduce", 1, 60.0, {}), ("allreduce", 2, 40.0, {}))
+        return subprocess.CompletedProcess(command, len(commands) % 2)
+
+    monkeypatch.setattr(study.subprocess, "run", run)
+    for status in (1, 0):  # the first one fails before there is anything to show
+        with pytest.raises(typer.Exit) as ended:
+            study.main(
+                output=tmp_path, quick=True, ranks="1,2", seeds=1, samples=None, launcher=None, overrides=["a=1"]
+            )
+        assert ended.value.exit_code == status
+    told = " ".join(commands[0][1:])
+    assert "hpcdist compare" in told and "--ranks 1,2 --seeds 1 --budget samples=6000" in told
+    assert "allreduce,parameter_server:servers=colocated,gossip_pull" in told and told.endswith("--set a=1")
+    with pytest.raises(typer.Exit):
+        study.main(output=tmp_path, slurm="generic", slurm_set=["time_min=30"], overrides=["a=1"])
+    submitted = " ".join(commands[-1])
+    assert submitted.endswith("--slurm generic --slurm-set time_min=30 --set a=1") and "--launcher" not in submitted
+    assert "75.0" in capsys.readouterr().out
+    assert "| allreduce | 2 | 0.8700 | 40.0 | 1500 | 75.0 | not measured |" in (tmp_path / "answer.md").read_text()

@@ -1,0 +1,187 @@
+"""jobs/evidence.sh: its commands are accepted, and made once; docs/tables.py: what it makes of their runs."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+
+from harness import pages
+from hpcdist import cli
+from study import evidence
+
+ROOT = Path(__file__).parents[2]
+DRAWN = ("folders", "way-")  # diagrams, for which nothing is measured
+FAKE = """#!/usr/bin/env bash
+echo "$(basename "$0") $*" >>"$(dirname "$0")/log"
+[[ "$*" != *"${FAILS:-nothing fails}"* ]]
+"""
+
+
+def script(*options: str, root: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", root / "jobs" / "evidence.sh", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **env})
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import tables
+
+    return tables
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+def test_every_command_is_accepted(tmp_path, monkeypatch, load, tables):
+    monkeypatch.chdir(tmp_path)
+    Path("jobs").symlink_to(ROOT / "jobs")
+    Path("data").mkdir()
+    Path("data", "fashion-mnist.h5").touch()  # it is there, and nobody reads it
+    whole, quick = (script("--print", *options).stdout.splitlines() for options in ([], ["--quick"]))
+    assert len(whole) == len(quick) > 20
+    for line in whole:
+        _check(shlex.split(line), load, tables)
+    for line in quick:
+        _parse_command(shlex.split(line), load, tables)
+
+
+def _check(words: list[str], load, tables) -> None:
+    """Check a command as it does itself before it begins: also its settings, on virtual ranks."""
+    if words[1] in ("simulate", "compare") or "train" in words[:5]:
+        pages._run_command(words)
+    else:
+        _parse_command(words, load, tables)
+
+
+def _parse_command(words: list[str], load, tables) -> None:
+    if words[0] == "python" and words[1].startswith("jobs/studies/"):
+        _parse(load(Path(words[1]).stem).main, words[2:])
+    elif words[0] == "python":
+        assert words[1] == "docs/tables.py" and words[2] in tables.TABLES
+        _parse(tables.main, words[2:])
+    else:
+        command, rest = typer.main.get_command(cli.app), words[words.index("hpcdist") + 1 :]
+        while getattr(command, "commands", None):
+            command, rest = command.commands[rest[0]], rest[1:]
+        command.make_context("hpcdist", rest)
+
+
+def _parse(main, arguments: list[str]) -> None:
+    app = typer.Typer()
+    app.command()(main)
+    typer.main.get_command(app).make_context("main", arguments)
+
+
+def test_every_table_of_the_documentation_has_a_part():
+    rows = [line.split() for line in script("--list").stdout.splitlines()[1:]]
+    behind = {table for row in rows for table in row[-1].split(",")}
+    kept = {path.stem for path in ROOT.glob("docs/data/*.csv") if not path.stem.startswith(DRAWN)}
+    assert kept - behind == set()
+    assert all(int(row[1]) > 0 for row in rows), "minutes"
+
+
+def test_what_is_done_is_not_done_again(tmp_path):
+    (tmp_path / "jobs").mkdir()
+    for name in ("evidence.sh", "setup.sh"):
+        shutil.copy(ROOT / "jobs" / name, tmp_path / "jobs")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("hpcdist", "python", "mpirun"):
+        (programs / name).write_text(FAKE)
+        (programs / name).chmod(0o755)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+
+    def made(*options: str, status: int = 0, **env: str) -> list[str]:
+        (programs / "log").write_text("")
+        done = script(*options, root=tmp_path, PATH=path, **env)
+        assert done.returncode == status, done.stderr
+        return [line.split(" --output ")[-1].split()[0] for line in (programs / "log").read_text().splitlines()]
+
+    parts = ("--only", "gossip", "--only", "regression")
+    even, late, uneven = (f"runs/evidence/gossip/{name}" for name in ("jitter", "straggler", "exponential"))
+    assert made(*parts, status=1, FAILS="straggler") == [even, late, "runs/evidence/regression"], "others go on"
+    assert made(*parts) == [late, uneven, "python"], "the last one makes the table"
+    assert made(*parts) == []
+    complete = [line.split()[0] for line in script("--list", root=tmp_path).stdout.splitlines() if "complete" in line]
+    assert complete == ["gossip", "regression"]
+    assert made("--quick", "--only", "regression") == ["runs/evidence-quick/regression"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--only", "gosip"], "--only must be one of rates compression modulation .* digits; got 'gosip'"),
+        (["--only"], "--only must be one of .*; got ''"),
+        (["--slow"], "options are --quick, --only NAME, --list and --print; got --slow"),
+    ],
+)
+def test_an_option_that_there_is_not_is_refused(options, message):
+    done = script(*options)
+    assert done.returncode == 1 and re.search(message, done.stderr)
+
+
+# --- the tables -------------------------------------------------------------------------------------------------------
+def runs(name: str, above: float = 0.0, **of: object) -> list[dict]:
+    """Runs on five seeds that end with an accuracy so much above 0.98, and some noise."""
+    ends = [0.98 + 0.001 * seed + above * (1 + 0.1 * (seed % 2)) for seed in range(5)]
+    return [{"name": name, "seed": seed, "accuracy": (0.5, 0.97, end), **of} for seed, end in enumerate(ends)]
+
+
+def written(tables, name: str, folder: Path) -> list[list[str]]:
+    tables.main(name, folder, folder / "table.csv")
+    with open(folder / "table.csv", newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_accuracy_stands_beside_the_bytes(tables, tmp_path):
+    found = []
+    for ranks in (2, 4):
+        topk = "allreduce (compression topk, compression.ratio 0.01)"
+        found += runs(topk, above=-0.02, bytes_sent=2, ranks=ranks)
+        found += runs("allreduce", ranks=ranks)
+        found += runs("allreduce (compression fp16)", bytes_sent=500, ranks=ranks)
+    evidence.write_comparison(tmp_path, found)
+    head, *rows = written(tables, "compression", tmp_path)
+    assert head[:4] == ["compression", "bytes fewer, 2 ranks", "accuracy in %, 2 ranks", "minus uncompressed"]
+    assert head[4] == "bytes fewer, 4 ranks" and len(head) == 7
+    assert [row[:2] for row in rows] == [["`allreduce`", "1"], ["`fp16`", "2"], ["`topk`, ratio 0.01", "500"]]
+    assert [row[2] for row in rows] == ["98.20 ± 0.20", "98.20 ± 0.20", "96.12 ± 0.24"]
+    assert [row[3] for row in rows] == ["", "+0.00 ± 0.00", "-2.08 ± 0.14*"], "seed by seed, and real"
+
+
+def test_accuracy_stands_beside_staleness(tables, tmp_path):
+    stale = runs("softsync (splits 4)", strategy="softsync", staleness=4)
+    evidence.write_comparison(
+        tmp_path, [*runs("hardsync", strategy="hardsync"), *stale], reference="softsync (splits 4)"
+    )
+    rows = written(tables, "modulation", tmp_path)[1:]
+    assert rows[0] == ["`hardsync`", "0", "0", "98.20 ± 0.20", ""]
+    assert rows[1] == ["`softsync`, splits 4", "4", "4", "98.20 ± 0.20", "+0.00 ± 0.00"]
+
+
+def test_times_to_the_target_stand_beside_each_other(tables, tmp_path):
+    found = [*runs("allreduce"), *runs("gossip_pull", seconds=6.0), *runs("adpsgd", above=-0.5)]
+    for run in found[10:]:
+        run["accuracy"] = (0.5, 0.6, 0.7)
+    for name in tables.CONDITIONS:
+        evidence.write_comparison(tmp_path / name, found)
+    head, *rows = written(tables, "gossip", tmp_path)
+    assert head[1:4] == ["even steps: s to 97 %", "times sooner", "accuracy in %"] and len(head) == 10
+    assert [row[1:3] for row in rows] == [["8.00 ± 0.00", ""], ["not reached", ""], ["4.00 ± 0.00", "2.00"]]
+
+    head, *rows = written(tables, "slow-link", tmp_path / "jitter")
+    assert head == ["strategy", "s to 97 %", "times sooner", "MB to 97 %", "accuracy in %"]
+    assert rows[2] == ["`gossip_pull`", "4.00 ± 0.00", "2.00", "0.016", "98.20 ± 0.20"], "8 steps of 2 ranks, 1 kB each"
+    assert rows[1][:4] == ["`adpsgd`", "not reached", "", "not reached"]
+
+    head, *rows = written(tables, "sandblaster", tmp_path)
+    assert head == ["ranks", "strategy", "batch of all workers", "s to 97 %", "MB to 97 %"]
+    assert len(rows) == 9 and rows[2][:2] == ["2", "`gossip_pull`"] and rows[2][3:] == ["4.00 ± 0.00", "0.016"]

@@ -1,0 +1,332 @@
+"""A report: what is read, computed and said of runs made by hand, and what is written."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import hpcdist
+from hpcdist.errors import ConfigError, DataError
+from hpcdist.study.report import wording, write
+from hpcdist.study.report.analysis import analyse
+from hpcdist.study.report.figures import COLOURS, PARTS
+from hpcdist.study.report.numbers import rows
+from hpcdist.study.report.read import read
+from hpcdist.study.report.verdict import judge
+from study import evidence
+
+DARK, LIGHT = "#0f1419", "#ffffff"
+NOISE = (1.0, 1.3, 0.8, 1.1, 0.9)
+
+
+def found_in(folder: Path, runs: list[dict], **said: object):
+    evidence.write_comparison(folder, runs, **said)
+    return analyse(read([folder]))
+
+
+def versus(times: float, noise=(1.0, 1.01, 0.99, 1.02, 1.0), accuracy=(0.0,) * 5, **other: object) -> list[dict]:
+    """Runs of all-reduce in 12 s, and of another strategy so many `times` sooner, with noise, on five seeds."""
+    runs = []
+    for seed, (factor, more) in enumerate(zip(noise, accuracy)):
+        runs.append({"name": "allreduce", "seed": seed})
+        values = (0.5, 0.9, 0.97, 0.98 + more)
+        runs.append(
+            {"name": "softsync", "strategy": "softsync", "seed": seed, "seconds": 12 / times * factor,
+             "accuracy": values, **other}
+        )  # fmt: skip
+    return runs
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+def test_a_run_is_read_with_what_it_had_spent(tmp_path):
+    evidence.write_run(tmp_path / "a", ranks=2, seconds=12.0)
+    (run,) = read([tmp_path]).runs
+    assert [point.samples for point in run.evaluations] == [60, 120, 180, 240]
+    assert [point.seconds for point in run.evaluations] == [3.0, 6.0, 9.0, 12.0]
+    assert [point.bytes for point in run.evaluations] == [6000, 12000, 18000, 24000], "1000 per step and rank"
+    assert [point.values["loss"] for point in run.losses] == pytest.approx([2.0 / step for step in range(1, 13)])
+    assert [point.seconds for point in run.losses] == pytest.approx(list(range(1, 13)))
+    assert run.losses[-1].samples == 240 and run.losses[5].bytes == 12000
+    assert vars(run.times[1]) == pytest.approx({"computing": 6.0, "communicating": 3.0, "waiting": 1.5})
+
+
+def test_runs_that_nobody_planned_are_grouped_by_what_differs(tmp_path):
+    for seed in (0, 1):
+        evidence.write_run(tmp_path / f"a{seed}", seed=seed)
+        for splits in (1, 4):
+            evidence.write_run(tmp_path / f"s{splits}{seed}", "softsync", seed=seed, splits=splits)
+    evidence.write_run(tmp_path / "v", virtual={"network": {}})
+    evidence.write_run(tmp_path / "b", ends=False)
+    (tmp_path / "study" / "tuning").mkdir(parents=True)
+    (tmp_path / "study" / "comparison.json").write_text("{}")
+    evidence.write_run(tmp_path / "study" / "tuning" / "a", seed=1000)
+    findings = analyse(read([tmp_path]))
+    assert {cell.label: [run.seed for run in cell.runs] for cell in findings.cells} == {
+        "allreduce, 2 ranks": [0, 1, 0],
+        "allreduce, 2 ranks, virtual": [0],
+        "softsync (splits 1), 2 ranks": [0, 1],
+        "softsync (splits 4), 2 ranks": [0, 1],
+    }
+    assert findings.evidence.reference == "allreduce" and findings.evidence.metric == "accuracy"
+    assert [run.failure for run in findings.failures] == ["has begun and not ended"]
+    assert [contrast.cell.virtual for contrast in findings.contrasts] == [False, False], "never against real time"
+
+
+def test_a_run_that_failed_is_shown_by_its_last_lines(tmp_path):
+    runs = [{"name": "allreduce", "seed": seed, "made": seed == 0} for seed in (0, 1, 2)]
+    evidence.write_comparison(tmp_path, runs)
+    (tmp_path / "runs/1").mkdir()
+    (tmp_path / "runs/1/failure.txt").write_text("exit status 1 of `mpirun`\nfirst\nsecond\n\nthird\nRuntimeError: no")
+    failed = analyse(read([tmp_path])).failures
+    assert [run.failure for run in failed] == ["failed:\nfirst\nsecond\nthird\nRuntimeError: no", "was not made"]
+
+
+def test_runs_of_one_seed_are_all_counted(tmp_path):
+    for name in "ab":
+        evidence.write_run(tmp_path / name)
+    (cell,) = analyse(read([tmp_path])).cells
+    assert list(cell.final) == [(0, 0), (0, 1)]
+
+
+def test_a_folder_that_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="folders must hold a run that has ended"):
+        read([tmp_path])
+    evidence.write_run(tmp_path / "a")
+    with pytest.raises(ConfigError, match="--target must name a metric of the runs, accuracy, loss; got rmse"):
+        read([tmp_path], ("rmse", 1.0))
+    (tmp_path / "comparison.json").write_text('{"runs": [], "metric": "accuracy"}')
+    with pytest.raises(DataError, match="must be what `hpcdist compare` writes; got KeyError"):
+        read([tmp_path])
+
+
+def test_a_target_may_be_given_of_a_metric_of_which_less_is_better(tmp_path):
+    evidence.write_run(tmp_path / "a")
+    findings = analyse(read([tmp_path], ("loss", 0.1)))
+    assert not findings.evidence.higher_is_better
+    assert findings.cells[0].seconds_to_target == {(0, 0): 6.0}
+
+
+# --- what is computed and said ----------------------------------------------------------------------------------------
+def test_a_winner_is_named_with_its_interval_and_accuracy(tmp_path):
+    findings = found_in(tmp_path, versus(1.5))
+    (contrast,) = findings.contrasts
+    logs = [math.log(1.5 / factor) for factor in (1.0, 1.01, 0.99, 1.02, 1.0)]
+    assert contrast.sooner.mean == pytest.approx(math.exp(sum(logs) / 5)) and contrast.sooner.paired
+    verdict = judge(findings)
+    assert verdict.headline == (
+        "`softsync` reached 97 % 1.49 times sooner than `allreduce` (95 % interval 1.47 to 1.52); the final accuracy "
+        "is the same, 98 %, seed by seed."
+    )
+    assert verdict.reasons == [verdict.headline]
+
+
+def test_noise_is_called_noise(tmp_path):
+    findings = found_in(tmp_path, versus(1.05, NOISE, (0.001, -0.002, 0.0, 0.002, 0.0)))
+    verdict = judge(findings)
+    assert verdict.headline == "Nothing differs from `allreduce` beyond noise, in time or in accuracy."
+    assert "reached 97 % neither sooner nor later than" in verdict.reasons[0]
+    assert "the difference in final accuracy is within noise (98.02 % against 98 %; 95 % interval" in verdict.reasons[0]
+
+
+def test_what_is_slower_has_lost(tmp_path):
+    verdict = judge(found_in(tmp_path, versus(0.5)))
+    assert verdict.headline.startswith("Nothing beats `allreduce`: all of what was held against it did worse")
+    assert "2.01 times later than `allreduce`" in verdict.reasons[0]
+    assert judge(found_in(tmp_path / "b", versus(0.5), reference="softsync")).headline.startswith("`allreduce` reached")
+
+
+def test_a_baseline_that_wins_is_named_so(tmp_path):
+    verdict = judge(found_in(tmp_path, versus(2.0, kind="baseline")))
+    assert verdict.headline.startswith("A baseline wins: the baseline `softsync` reached 97 % 1.99 times sooner than")
+
+
+def test_faster_and_worse_is_no_victory(tmp_path):
+    findings = found_in(tmp_path, versus(2.0, accuracy=(-0.005, -0.006, -0.005, -0.004, -0.005)))
+    verdict = judge(findings)
+    assert (
+        verdict.headline
+        == "It depends: `softsync` traded time for accuracy against `allreduce`, beyond noise both ways."
+    )
+    assert "the final accuracy is 0.5 points lower (97.5 % against 98 %" in verdict.reasons[0]
+
+
+def test_runs_that_never_reached_the_target_are_said_so(tmp_path):
+    runs = versus(2.0)
+    for run in runs[1:6:4]:  # seeds 0 and 2
+        run["accuracy"] = (0.5, 0.9, 0.95, 0.96)
+    findings = found_in(tmp_path, runs)
+    (contrast,) = findings.contrasts
+    assert contrast.sooner is None
+    verdict = judge(findings)
+    assert (
+        "`softsync`: 3 of 5 seeds reached 97 %; `allreduce`: 5 of 5 seeds reached 97 %. No ratio" in verdict.reasons[0]
+    )
+    assert "`softsync`: 3 of 5 seeds reached 97 %." in verdict.caveats
+    assert next(row["time_to_target_s"] for row in rows(findings) if row["name"] == "softsync") is None
+
+
+def test_one_seed_shows_nothing_about_noise(tmp_path):
+    verdict = judge(found_in(tmp_path, versus(2.0)[:2]))
+    assert verdict.headline.startswith("Each has one seed, which shows nothing about noise")
+    assert "In this seed `softsync` was the fastest" in verdict.headline
+    assert "2 times sooner than `allreduce`, in one seed, which shows nothing about noise; its" in verdict.reasons[0]
+    assert any("Every cell has one seed" in caveat for caveat in verdict.caveats)
+    assert "interval" not in verdict.reasons[0]
+
+
+def test_a_run_that_diverged_has_no_mean(tmp_path):
+    runs = versus(2.0)
+    runs[1]["accuracy"] = (0.5, 0.97, math.nan, math.nan)
+    findings = found_in(tmp_path, runs)
+    verdict = judge(findings)
+    assert findings.contrasts[0].better is None
+    assert "the final accuracy can't be compared: 1 of 5 runs of `softsync` ended with no finite" in verdict.reasons[0]
+    assert "`softsync`: 1 of 5 runs ended with no finite accuracy." in verdict.caveats
+
+
+def test_comparisons_are_corrected_for_their_number(tmp_path):
+    runs = versus(1.07, (1.0, 1.05, 0.95, 1.06, 0.96))
+    alone = found_in(tmp_path / "a", runs).contrasts[0]
+    assert alone.sooner.p == pytest.approx(0.0446521, rel=1e-5) and alone.p_sooner == 2 * alone.sooner.p
+    many = [dict(run, name=f"{run['name']} {i}") for i in range(6) for run in runs[1::2]] + runs[::2]
+    findings = found_in(tmp_path / "b", many)
+    assert findings.contrasts[0].p_sooner == pytest.approx(12 * alone.sooner.p), "six of times, six of accuracies"
+    verdict = judge(findings)
+    assert verdict.headline.startswith("Nothing differs") and "12 comparisons were made" in verdict.caveats[-1]
+    assert "; not enough once corrected for the number of comparisons)" in verdict.reasons[0]
+
+
+def test_virtual_runs_are_named_virtual_everywhere(tmp_path):
+    runs = [dict(run, virtual={"network": {"latency_s": 1e-6}}) for run in versus(1.5)]
+    findings = found_in(tmp_path, runs)
+    verdict = judge(findings)
+    assert verdict.headline.startswith("`softsync, virtual` reached 97 % 1.49 times sooner than `allreduce, virtual`")
+    assert verdict.caveats[0].startswith("All runs are of virtual ranks: their seconds are virtual")
+    assert all(cell.label.endswith(", virtual") for cell in findings.cells)
+
+
+def test_runs_without_a_target_are_compared_by_the_time_of_a_sample(tmp_path):
+    verdict = judge(found_in(tmp_path, versus(1.5), target=None))
+    assert "trained on as many samples 1.49 times sooner than" in verdict.headline
+    assert any(caveat.startswith("No target was set") for caveat in verdict.caveats)
+
+
+@pytest.mark.parametrize(("number", "text"), [(3.7e-17, "+0"), (-3.7e-17, "+0"), (0.0123, "+1.2"), (-0.0123, "−1.2")])
+def test_what_rounding_leaves_is_no_difference(number, text):
+    assert wording.gap("accuracy", number) == text
+
+
+def test_one_strategy_alone(tmp_path):
+    verdict = judge(found_in(tmp_path, versus(1.5)[::2]))
+    assert verdict.headline.startswith("There is nothing to compare")
+    assert verdict.reasons == [
+        "`allreduce`: final accuracy 98 %; 5 of 5 seeds reached 97 %, on average after 9 s (5 runs)."
+    ]
+    evidence.write_comparison(tmp_path / "b", [{"name": "allreduce", "made": False}])
+    assert "No run has ended: there is nothing to judge yet." in write(tmp_path / "b").read_text()
+
+
+def test_scaling_weak_and_strong(tmp_path):
+    runs = []
+    for seed in range(2):
+        runs += [
+            {"name": "allreduce", "ranks": 1, "seed": seed, "seconds": 12.0},
+            {"name": "serial, batch 20", "kind": "serial", "ranks": 1, "batch": 20, "seed": seed, "seconds": 18.0},
+            {"name": "allreduce", "ranks": 2, "seed": seed, "seconds": 15.0},
+        ]
+    weak, strong = found_in(tmp_path, runs).scaling
+    assert (weak.kind, weak.base.name) == ("weak", "allreduce")
+    assert weak.speedup.mean == pytest.approx((12 / 120) / (15 / 240)) and weak.efficiency == pytest.approx(0.8)
+    assert (strong.kind, strong.base.name) == ("strong", "serial, batch 20")
+    assert strong.speedup.mean == pytest.approx(18 / 15) and strong.efficiency == pytest.approx(0.6), "T1/(2·T2)"
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    evidence.a_study(folder)
+    return write(folder)
+
+
+def test_the_files_of_a_report(report):
+    assert report == report.parents[1] / "report" / "index.html"
+    drawn = {path.stem for path in (report.parent / "figures").glob("*.svg")}
+    assert drawn == {path.stem for path in (report.parent / "figures").glob("*.png")}
+    wanted = {"time-to-target", "accuracy-at-the-end", "accuracy-against-bytes-4-ranks", "loss-against-seconds-2-ranks"}
+    wanted |= {"staleness-2-ranks", "time-of-4-ranks", "strong-speed-up", "weak-efficiency", "bytes-per-step"}
+    assert wanted <= drawn and "energy" not in drawn
+    with open(report.parent / "runs.csv", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 57 and lines[0]["metric.accuracy"] == "0.98" and lines[0]["version.hpcdist"] == "0.1.0"
+    found = json.loads((report.parent / "runs.json").read_text())
+    assert len(found["runs"]) == 57 and len(found["cells"]) == 11
+    assert found["verdict"]["headline"].startswith("On 4 ranks `softsync (splits 4)` reached 97 % 1.49 times sooner")
+    (losses,) = {len(curve["losses"]) for curve in found["curves"].values()} - {0}
+    assert losses == evidence.STEPS
+
+
+def test_the_page_says_it_all_by_itself(report):
+    text = report.read_text()
+    assert "<script" not in text and not re.findall(r'(?:src|href)="(?!#|data:,|runs\.)[^"]*"', text)
+    assert "<code>softsync (splits 4)</code> reached 97 % 1.49 times sooner" in text
+    assert "3 of 6 seeds reached 97 %" in text and "was not made" in text and "has begun and not ended" in text
+    assert "Not measured: an older version of hpcdist made the run." in text
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="#|url\(#|aria-labelledby=")([\w-]+)', text)) <= set(ids)
+    levels = [int(level) for level in re.findall(r"<h(\d)", text)]
+    assert levels[0] == 1 and all(after - before <= 1 for before, after in pairwise(levels))
+    svgs = re.findall(r"<svg.*?</svg>", text, re.S)
+    assert svgs and all(part in svg for part in ("<text", "<title", "<desc") for svg in svgs)
+    assert not any(part in svg for part in ("DejaVu", "#010203") for svg in svgs)
+    assert text.count("<caption") == text.count("<table") and 'scope="col"' in text and 'scope="row"' in text
+
+
+def test_figures_are_svg_on_their_own(report):
+    for path in (report.parent / "figures").glob("*.svg"):
+        assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+
+
+@pytest.mark.parametrize("colour", sorted({*COLOURS, *PARTS.values()}))
+def test_colours_are_seen_on_both_grounds(colour):
+    def luminance(text: str) -> float:
+        shares = [int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [share / 12.92 if share <= 0.03928 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for ground in (DARK, LIGHT):
+        low, high = sorted((luminance(colour), luminance(ground)))
+        assert (high + 0.05) / (low + 0.05) >= 3
+
+
+def test_energy_is_drawn_where_it_was_measured(tmp_path):
+    evidence.write_run(tmp_path / "a", joules=60.0)
+    evidence.write_run(tmp_path / "b", "softsync")
+    page = write(tmp_path, tmp_path / "out")
+    assert page == tmp_path / "out" / "index.html" and (tmp_path / "out" / "figures" / "energy.svg").exists()
+    assert '<td class="short">60 J</td>' in page.read_text() and "Not measured for softsync" in page.read_text()
+
+
+def test_runs_as_a_frame(tmp_path):
+    evidence.write_comparison(tmp_path, versus(2.0))
+    frame = hpcdist.read_runs(tmp_path)
+    assert len(frame) == 10 and frame.groupby("name")["time_to_target_s"].mean()["allreduce"] == 9.0
+    assert frame["seed"].tolist() == [0, 1, 2, 3, 4] * 2 and not frame["virtual"].any()
+
+
+@pytest.mark.parametrize(("module", "action"), [("pandas", hpcdist.read_runs), ("matplotlib", write)])
+def test_what_is_missing_is_named(module, action, tmp_path, monkeypatch):
+    monkeypatch.delattr("hpcdist.study.report.figures", raising=False)
+    monkeypatch.delitem(sys.modules, "hpcdist.study.report.figures", raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=f"{module} must be installed to"):
+        action(tmp_path)

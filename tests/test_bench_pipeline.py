@@ -1,0 +1,44 @@
+"""The benchmark of pipelines: every side computes the same, and every row is whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpcdist.bench import pipeline
+from hpcdist.bench.memory import peak_bytes
+
+pytestmark = pytest.mark.computes
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.time_limit(120)
+def test_it_has_a_row_for_each_schedule_beside_torchs_and_one_rank(ranks):
+    results = ranks(lambda comm: pipeline.measure(comm, rounds=1, blocks=8, width=8, batch=16, micro_batches=4))
+    assert results.count(results[0]) == len(results), "all ranks have the same rows"
+    rows, size = {row["name"]: row for row in results[0]}, len(results)
+    numbers = [number for number in pipeline.STAGES if number <= size]
+    assert list(rows) == ["alone", *(f"{number}/{course.name}" for number in numbers for course in pipeline.COURSES)]
+    alone = rows["alone"]
+    assert (alone["stages"], alone["bubble"], alone["times_alone"], alone["speedup"]) == (1, 0, 1, None)
+    for name, row in rows.items():
+        assert row["loss"] == pytest.approx(alone["loss"], rel=1e-5), "all compute the same"
+        assert row["ranks"] == size and row["micro_batches"] == 4
+        assert row["samples_per_s"] == pytest.approx(16 / row["median_s"])
+        assert row["ideal_s"] == pytest.approx(alone["median_s"] / row["stages"])
+        assert row["peak_bytes"] is None or row["peak_bytes"] >= 0
+        if name != "alone" and "torch" not in name:
+            peer = rows[name.removesuffix(" recompute").replace("/", "/torch ")]
+            assert row["speedup"] == pytest.approx(peer["median_s"] / row["median_s"])
+    assert rows["2/gpipe"]["bubble_limit"] == pytest.approx(1 / 5)
+    assert rows["2/interleaved"]["bubble_limit"] == pytest.approx(1 / 9)
+
+
+def test_memory_is_that_of_the_call_alone():
+    """Also where others have freed as much before; None where the system does not tell."""
+    size = 32 << 20
+    torch.ones(size // 4)
+    peak = peak_bytes(lambda: torch.ones(size // 4).sum(), torch.device("cpu"))
+    assert peak is None or (size <= peak + (1 << 20) and peak < 2 * size)
+    nothing = peak_bytes(lambda: None, torch.device("cpu"))
+    assert nothing is None or nothing < size // 4

@@ -1,0 +1,172 @@
+"""README.md and docs: their code runs, figures and tables are those of docs/data, paths exist, and the site builds."""
+
+from __future__ import annotations
+
+import ast
+import html
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+from harness import pages
+from hpcdist import compress, strategies, topology
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+
+
+@pytest.fixture(scope="module")
+def plots():
+    spec = importlib.util.spec_from_file_location("plots", DOCS / "plots.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- code -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", [name for name in NAMES if "```" in (ROOT / name).read_text()])
+def test_the_code_of_a_page_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
+    pages.run(ROOT / name)
+
+
+def test_blocks_are_found_with_what_is_said_of_them():
+    text = "a\n\n<!-- not run: it installs -->\n```sh\npip\n```\n\n- b\n\n  ```python\n  x = 1\n  ```\n"
+    text += "\n<!-- before: y = 2 -->\n```python\nz = y\n```\n"
+    found = [(b.language, b.code, b.line, b.reason, b.before) for b in pages.blocks(text)]
+    assert found == [
+        ("sh", "pip\n", 4, "it installs", ""),
+        ("python", "x = 1\n", 10, "", ""),
+        ("python", "z = y\n", 15, "", "y = 2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ("```sh\nrm it\n```\n", "must hold commands of hpcdist"),
+        ("```sh\nmpirun -n 2 hpcdist report runs\n```\n", "must hold commands of hpcdist"),
+        ("```sh\nmpirun -n 2 hpcdist train jobs/digits.py --set strategy=gosip\n```\n", "strategy"),
+        ("```toml\nshape = 'gosip'\n```\n", "shape"),
+        ("```ruby\n```\n", "must be python, toml or sh"),
+        ("```python\nraise ValueError('in the block')\n```\n", "in the block"),
+        ("```python\nhd.init()\nassert hd.size() == 1, 'ranks'\n```\n", "ranks"),
+    ],
+)
+def test_a_wrong_block_fails(block, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs").symlink_to(ROOT / "jobs")
+    page = tmp_path / "page.md"
+    page.write_text(block)
+    with pytest.raises(Exception, match=message):
+        pages.run(page)
+
+
+# --- what pages name --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_paths_in_a_page_exist(name):
+    text = (ROOT / name).read_text()
+    named = re.findall(r"(?<![\w./])((?:jobs|tests|slurm|docs|hpcdist)/[\w/.-]*\w)\b", text)
+    named = [path for path in named if not re.search(r"NAME|\.{2,}", path)]
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_in_a_page_lead_somewhere(name):
+    """On disk; strategies, compressors and topologies have pages on the site only."""
+    made = {"strategies": strategies, "compressors": compress, "topologies": topology}
+    page = ROOT / name
+    missing = []
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text()):
+        path = (page.parent / target).resolve()
+        catalogue = made.get(path.parent.name)
+        generated = catalogue is not None and path.stem in catalogue.available()
+        if not path.exists() and not generated and target != "slurm.md" and target != "changelog.md":
+            missing.append(target)
+    assert missing == []
+
+
+def test_the_architecture_names_what_there_is():
+    """Each `file.py` · `Class.method` of the lists."""
+    named = re.findall(r"`([\w/]+\.py)` · `([\w.]+)`", (DOCS / "architecture.md").read_text())
+    assert len(named) > 20
+    assert [(file, name) for file, name in named if not _defines(ROOT / "hpcdist" / file, name.split("."))] == []
+
+
+def _defines(path: Path, name: list[str]) -> bool:
+    body = ast.parse(path.read_text()).body if path.exists() else []
+    for part in name:
+        found = [node for node in body if getattr(node, "name", None) == part]
+        if not found:
+            return False
+        body = getattr(found[0], "body", [])
+    return True
+
+
+@pytest.mark.parametrize("page", ["strategies", "compressors", "topologies"])
+def test_the_catalogues_are_whole(page):
+    catalogue = {"strategies": strategies, "compressors": compress, "topologies": topology}[page]
+    first = [row.split("|")[1] for row in re.findall(r"^\|.*", (DOCS / f"{page}.md").read_text(), re.M)]
+    named = {name for cell in first for name in re.findall(r"`(\w+)`", cell)}
+    assert named == set(catalogue.available()) - {"none"}
+
+
+def test_the_readme_is_one_screen_and_names_every_strategy():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 200
+    assert [name for name in strategies.available() if f"`{name}`" not in text] == []
+
+
+# --- figures and tables -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", NAMES)
+def test_tables_are_those_of_the_data(name, plots):
+    text = (ROOT / name).read_text()
+    assert plots.with_tables(text) == text, "run python docs/plots.py"
+
+
+def test_figures_are_those_of_the_data(tmp_path, plots):
+    plots.draw(tmp_path)
+    kept = {path.name: path.read_text() for path in (DOCS / "figures").glob("*.svg")}
+    drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
+    same = f"Matplotlib v{matplotlib.__version__}," in kept["scaling.svg"]  # another one draws a little differently
+    seen = (lambda text: text) if same else (lambda text: sorted(re.findall(r"<text[^>]*>([^<]*)", text)))
+    assert sorted(kept) == sorted(drawn)
+    assert [name for name in kept if seen(kept[name]) != seen(drawn[name])] == [], "run python docs/plots.py"
+
+
+def test_every_data_file_is_shown_and_every_figure_too():
+    text = "".join(page.read_text() for page in PAGES)
+    figures = {path.stem for path in DOCS.glob("figures/*.svg") if path.name in text}
+    assert {path.stem for path in DOCS.glob("figures/*.svg")} == figures
+    assert [p.name for p in DOCS.glob("data/*.csv") if p.name not in text and p.stem not in figures] == []
+
+
+# --- the site ---------------------------------------------------------------------------------------------------------
+@pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="mkdocs is not installed: pip install -e '.[docs]'")
+@pytest.mark.time_limit(120)
+def test_the_site_builds_without_warnings(tmp_path):
+    """A page for each algorithm among them; no image or page that a page names is missing."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for folder, catalogue in (("strategies", strategies), ("compressors", compress), ("topologies", topology)):
+        assert {path.stem for path in (tmp_path / folder).glob("*.html")} == set(catalogue.available())
+    parts = ("cost", "when-to-use-it", "options", "reference")
+    for page in (tmp_path / "strategies").glob("*.html"):
+        assert [part for part in parts if f'<h2 id="{part}"' not in page.read_text()] == [], page.name
+    for page in tmp_path.rglob("*.html"):
+        if page.name == "404.html":  # is served at any address
+            continue
+        for target in re.findall(r'(?:href|src)="([^"#?]+)', page.read_text()):
+            target = html.unescape(target)
+            assert ":" in target or (page.parent / target).exists(), f"{page.relative_to(tmp_path)} names {target}"

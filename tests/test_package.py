@@ -1,0 +1,103 @@
+"""The package as others get it: built, installed in an environment of its own, and its console script run there."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import hpcdist
+
+ROOT = Path(__file__).parents[1]
+BUILD = "from setuptools import build_meta as b; print(b.build_sdist({0!r}) if {1} else b.build_wheel({0!r}))"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Path, Path]:
+    """The source package, and the wheel that is made from it."""
+    folder = tmp_path_factory.mktemp("built")
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, files.split("\0")):
+        target = folder / "checkout" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    sdist = folder / build(folder / "checkout", folder, sdist=True)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    return sdist, folder / build(folder / sdist.name.removesuffix(".tar.gz"), folder, sdist=False)
+
+
+def build(source: Path, into: Path, sdist: bool) -> str:
+    """The name of what setuptools has built there."""
+    command = [sys.executable, "-c", BUILD.format(str(into), sdist)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory) -> Path:
+    """An environment that has the wheel, and finds what it depends on in the one of the tests."""
+    folder = tmp_path_factory.mktemp("installed") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "--disable-pip-version-check"]
+    apart = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*pip, "install", "--quiet", "--no-deps", "--no-index", str(built[1])], check=True, env=apart)
+    own = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    (own / "shared.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")) + "\n")
+    return folder
+
+
+def run(installed: Path, *arguments: str, **environ: str) -> str:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    command = [str(installed / "bin" / "hpcdist"), *arguments]
+    given = {**inherited, "HOME": str(installed), **environ}
+    done = subprocess.run(command, cwd=installed, env=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_wheel_has_the_licence_the_types_and_the_templates(built):
+    names = zipfile.ZipFile(built[1]).namelist()
+    metadata = zipfile.ZipFile(built[1]).read(next(n for n in names if n.endswith("/METADATA"))).decode()
+    assert "License-Expression: Apache-2.0" in metadata and "Classifier: Typing :: Typed" in metadata
+    assert any(name.endswith("licenses/LICENSE") for name in names) and {
+        "hpcdist/py.typed",
+        "hpcdist/study/host.sh",
+        "hpcdist/study/report/template.html.j2",
+    } <= set(names)
+    assert any(name.endswith("share/hpcdist/slurm/templates/parts/run.sh") for name in names)
+    assert not any(name.startswith("tests/") for name in names)
+
+
+def test_the_console_script_runs(installed):
+    assert str(installed) in (installed / "bin" / "hpcdist").read_text()
+    assert run(installed, "--version").strip() == hpcdist.__version__
+    script = run(installed, "slurm", "render", "--set", "command=['true']")
+    assert script.startswith("#!/bin/bash") and "#SBATCH --job-name=hpcdist" in script
+
+
+def test_the_shell_completes_once_it_is_told(installed):
+    named = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}  # else it looks for a shell among its parents
+    assert "bash completion installed" in run(installed, "--install-completion", "bash", **named)
+    assert "hpcdist.sh" in (installed / ".bashrc").read_text()
+    asked = {"_HPCDIST_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    assert run(installed, COMP_WORDS="hpcdist str", **asked).split() == ["strategies"]
+
+
+def test_the_citation_names_this_version_and_licence():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {hpcdist.__version__}\n" in text and "\nlicense: Apache-2.0\n" in text
+    assert re.search(r"Apache License\s+Version 2.0, January 2004", (ROOT / "LICENSE").read_text())
+
+
+def test_every_public_name_is_offered():
+    assert set(hpcdist.__all__) <= set(dir(hpcdist))
+    assert "    from hpcdist.session" in (ROOT / "hpcdist" / "__init__.py").read_text(), "for editors"

@@ -1,0 +1,168 @@
+"""A run's folder holds what is needed to repeat the run and to compare it with others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import hpcdist
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.config import differing
+from hpcdist.errors import DataError
+from hpcdist.records import Evaluation, keep_evaluations, load_run, read_evaluations, run
+from hpcdist.train import runs
+
+JOB = "import widths\nfrom train import tiny\njob = tiny.job\n"
+
+
+@pytest.fixture(autouse=True)
+def jobs(tmp_path, monkeypatch) -> Path:
+    """A folder with a job and its neighbour."""
+    monkeypatch.chdir(tmp_path)
+    Path("jobs").mkdir()
+    Path("jobs/it.py").write_text(JOB)
+    Path("jobs/widths.py").write_text("WIDTH = 5\n")
+    return tmp_path
+
+
+def train(*overrides: str, output: str = "run", ranks: int = 2, resume: bool = False):
+    settings = ["data.path=digits.h5", "epochs=2", "checkpoint.every_steps=5", *overrides]
+    arguments = {"output": Path(output), "resume": resume, "command": ["hpcdist", "train", "jobs/it.py"]}
+    return run_virtual(lambda comm: runs.train(comm, Path("jobs/it.py"), None, settings, **arguments)[1], ranks)[0]
+
+
+def test_run_json_says_all_that_a_run_was_started_with():
+    for command in ("init -q", "add jobs", "-c user.name=a -c user.email=a@b commit -q -m first"):
+        subprocess.run(["git", *command.split()], check=True)
+    Path("jobs/it.py").write_text(f"{JOB}# changed\n")
+    train("strategy=local_sgd", "optimizer.lr=none", "schedule=ExponentialLR", "schedule.gamma=0.9", ranks=3)
+    found = load_run("run")
+
+    content = Path("jobs/it.py").read_bytes()
+    assert Path("run/job/it.py").read_bytes() == content
+    assert found.job.path == "jobs/it.py" and found.job.sha256 == hashlib.sha256(content).hexdigest()
+    assert found.job.copies == {
+        "job/it.py": found.job.sha256, "job/widths.py": hashlib.sha256(b"WIDTH = 5\n").hexdigest(),
+    }  # fmt: skip
+    assert len(found.commit) == 40 and found.dirty
+    assert (found.ranks, found.hosts, found.command) == (3, [platform.node()] * 3, ["hpcdist", "train", "jobs/it.py"])
+    assert found.started <= found.ended and found.started.endswith("Z") and found.resumed == []
+    assert found.versions == {
+        "hpcdist": hpcdist.__version__, "torch": torch.__version__, "numpy": np.__version__,
+        "python": platform.python_version(), "mpi": None,
+    }  # fmt: skip
+
+    settings = found.settings
+    assert (settings["epochs"], settings["batch_size"], settings["seed"]) == (2, 16, 11), "given, the job's, its own"
+    assert settings["deadline_s"] == 300.0 and settings["model"] == {"width": 12}, "defaults"
+    assert (settings["optimizer"]["lr"], settings["optimizer"]["betas"]) == (0.001, [0.9, 0.999]), "torch's own"
+    assert settings["schedule"]["gamma"] == 0.9 and "last_epoch" in settings["schedule"]
+    assert settings["strategy"]["name"] == "local_sgd" and settings["strategy"]["period"] > 0
+
+
+def test_run_json_describes_virtual_ranks():
+    from hpcdist.comm.virtual import Jitter, Network, Straggler
+
+    arguments = (Path("jobs/it.py"), None, ["data.path=digits.h5", "epochs=1"], Path("run"))
+    cluster = {"network": Network(1e-5, 1e9), "compute": Straggler(Jitter(0.01, 0.2), rank=1, factor=4.0)}
+    summary = run_virtual(lambda comm: runs.train(comm, *arguments)[1], 2, **cluster)[0]
+    found = load_run("run").virtual
+    assert (found["network"]["latency_s"], found["network"]["bandwidth_bytes_s"]) == (1e-5, 1e9)
+    base = {"model": "Jitter", "mean_s": 0.01, "cv": 0.2}
+    assert found["compute"] == {"model": "Straggler", "base": base, "rank": 1, "factor": 4.0}
+    assert read_evaluations("run")[-1].seconds == summary.wall_s > 12 * 0.03, "virtual seconds, of the slow rank"
+
+
+def test_evaluations_are_written_one_by_one():
+    summary = train("epochs=3")
+    found = read_evaluations("run")
+    assert [(e.step, e.epoch, e.samples) for e in found] == [(12, 1, 359), (24, 2, 718), (36, 3, 1077)]
+    assert found[-1].metrics == summary.metrics and set(found[0].metrics) == {"accuracy", "loss"}
+    assert found[0].metrics != found[1].metrics and found[0].seconds <= found[1].seconds <= summary.wall_s
+    lines = Path("run/evaluations.jsonl").read_text().splitlines()
+    assert json.loads(lines[0]).keys() == {"step", "epoch", "samples", "seconds", "metrics"}
+
+
+def test_a_run_that_goes_on_keeps_its_first_start_and_adds_evaluations():
+    whole = train("epochs=3", output="whole")
+    train("epochs=2")
+    first = load_run("run")
+    Path("jobs/widths.py").write_text("WIDTH = 6\n")
+    resumed = train("epochs=3", resume=True)
+    found = load_run("run")
+    assert (found.started, found.ended, found.settings) == (first.started, first.ended, first.settings)
+    (again,) = found.resumed
+    assert found.last is again and again.settings["epochs"] == 3 and again.ended is not None
+    assert again.went_on_from == "run/checkpoints/step-00000020" and found.went_on_from is None
+    assert set(again.job.copies) == {"job-2/it.py", "job-2/widths.py"}, "what has changed does not replace what was"
+    assert Path("run/job/widths.py").read_text() == "WIDTH = 5\n"
+
+    assert [e.step for e in read_evaluations("run")] == [12, 24, 36], "that of step 24 was made again, and is once"
+    assert [e.metrics for e in read_evaluations("run")] == [e.metrics for e in read_evaluations("whole")]
+    assert resumed.sha256 == whole.sha256
+
+    train("epochs=3", resume=True)
+    assert len(load_run("run").resumed) == 2 and not Path("run/job-3").exists()
+
+
+def test_a_run_that_failed_says_when():
+    with pytest.raises(Exception, match="gradients must be finite"):
+        train("optimizer=SGD", "optimizer.lr=1e30", "schedule=none", "clip_norm=none")
+    assert load_run("run").ended is not None
+
+
+def test_the_report_shows_the_settings_that_differ(capsys, monkeypatch):
+    """Two of one strategy with different rates, one of another strategy."""
+    from hpcdist import cli
+
+    for name, rate in (("a", 0.01), ("b", 0.02)):
+        train("strategy=local_sgd", f"optimizer.lr={rate}", "epochs=1", output=f"runs/{name}")
+    train("strategy=gossip_pull", "epochs=1", output="runs/c")
+    monkeypatch.setattr(sys, "argv", ["hpcdist", "report", "runs"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    out = capsys.readouterr().out
+    heading = out.split("─")[0].split()
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+    assert "optimizer" in heading and "lr" in heading
+    assert rows["runs/a"][3] == "0.01" and rows["runs/b"][3] == "0.02" and rows["runs/c"][3] == "0.01"
+    assert "period" not in heading and "seed" not in heading and "path" not in heading
+
+
+def test_settings_that_differ():
+    base = {"epochs": 2, "output": "x", "strategy": {"name": "local_sgd", "period": 4, "seed": 1, "compression": None}}
+    other = {**base, "output": "y", "strategy": {**base["strategy"], "compression": {"name": "qsgd", "levels": 4}}}
+    third = {"epochs": 3, "strategy": {"name": "allreduce", "period": 9}}
+    assert differing({"a": base, "b": base}) == {}
+    assert differing({"a": base, "b": other, "c": third}) == {
+        "epochs": {"a": "2", "b": "2", "c": "3"},
+        "strategy.compression.name": {"b": "qsgd"},
+    }
+
+
+def test_old_folders_have_no_run_json(tmp_path):
+    assert load_run(tmp_path) is None and read_evaluations(tmp_path) == []
+    keep_evaluations(tmp_path, 3)
+    run.end_run(tmp_path)
+    assert not (tmp_path / "run.json").exists() and not (tmp_path / "evaluations.jsonl").exists()
+
+
+def test_damaged_files_are_refused(tmp_path):
+    Path("run.json").write_text("{}")
+    with pytest.raises(DataError, match="run.json must be what a run was started with; got "):
+        load_run(".")
+    whole = Evaluation(1, 1, 4, 0.5, {"loss": float("inf")})
+    run_of = Path("evaluations.jsonl")
+    run_of.write_bytes(b'{"step":1,"epoch":1,"samples":4,"seconds":0.5,"metrics":{"loss":Infinity}}\n{"step":2')
+    assert read_evaluations(".") == [whole], "a line that was cut short is left out"
+    run_of.write_text('{"step":1}\n')
+    with pytest.raises(DataError, match='evaluations.jsonl:1 must be an evaluation; got b\'{"step":1}'):
+        read_evaluations(".")

@@ -1,0 +1,63 @@
+"""A rank of a pipeline that is killed in the middle of a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from harness.launch import IMPORTS, started, wait_until
+from hpcdist import checkpoint
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.errors import RankFailedError
+from hpcdist.records import load_run
+from hpcdist.train import runs
+from train import staged, tiny
+
+# Its last stage leaves a file `pid-N` once it trains.
+SLOW = tiny.SLOW.replace("tiny", "staged").replace("0.03", "0.01")
+
+
+def test_a_run_with_a_killed_rank_ends_and_goes_on_on_other_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("slow.py").write_text(SLOW)
+    settings = ["parallel.stages=2", "checkpoint.every_steps=4", "budget.steps=500", "data.path=digits.h5"]
+    arguments = ["-m", "hpcdist", "train", "slow.py", *(word for s in settings for word in ("--set", s))]
+    with started(2, [*arguments, "--output", "it"], Path("log"), env=IMPORTS) as job:
+        wait_until(lambda: len(_steps()) > 1 or job.poll() is not None)
+        os.kill(next(int(path.name.split("-")[1]) for path in Path().glob("pid-*")), signal.SIGKILL)
+        assert job.wait(timeout=30) != 0, Path("log").read_text()
+    assert "rank 1" in Path("log").read_text(), "it is named"
+    assert not Path("it/summary.json").exists()
+
+    steps = _steps()[-1] + 5
+    settings = ("parallel.stages=4", f"budget.steps={steps}", "data.path=digits.h5")
+
+    def go_on(comm):
+        return runs.train(comm, Path("slow.py"), None, settings, Path("it"), resume=True)[1]
+
+    expected = run_virtual(lambda comm: staged.run(comm, tmp_path / "whole", f"budget.steps={steps}")[0], 1)[0]
+    resumed = run_virtual(go_on, 4)[0]
+    assert resumed.metrics == pytest.approx(expected.metrics, abs=1e-12) and resumed.stages == 4
+    assert resumed.samples == expected.samples, "steps were recorded twice or not at all"
+    assert load_run("it").ranks == 2 and load_run("it").last.ranks == 4
+
+
+def test_where_others_would_go_on_without_a_rank_a_replica_does_not(tmp_path):
+    def body(comm):
+        made = staged.trainer(comm, tmp_path, "parallel.stages=2", "strategy=gossip_pull")
+        comm.lost = (2,)  # as fault tolerance finds it where all ranks meet
+        with pytest.raises(
+            RankFailedError, match="rank 2, stage 0 of replica 1, has died, and the model's other stages"
+        ):
+            made.run()
+
+    run_virtual(body, 4)
+
+
+def _steps() -> list[int]:
+    """The steps of the checkpoints, in ascending order."""
+    newest = checkpoint.latest("it/checkpoints")
+    return sorted(int(path.name[5:]) for path in newest.parent.glob("step-????????")) if newest else []

@@ -1,0 +1,105 @@
+"""The language model of jobs/transformer.py: its text, the model, and that it learns."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpcdist.comm.virtual import Constant, run_virtual
+from hpcdist.data import HDF5Dataset
+from hpcdist.train import load_job
+from hpcdist.train.runs import train
+
+JOB = Path(__file__).parents[2] / "jobs" / "transformer.py"
+TINY = {"width": 32, "blocks": 2, "heads": 2}
+job = load_job(JOB)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "reference.h5"
+    job.data(path)
+    return path
+
+
+def bits_of_frequencies(file: Path) -> float:
+    """Bits per byte of the test's text for who knows how often each byte occurs in the training text, and no more."""
+    with HDF5Dataset(file, "train") as train, HDF5Dataset(file, "test") as test:
+        read, asked = (split.batch(range(len(split)))[1].flatten().long() for split in (train, test))
+    counts = torch.bincount(read, minlength=256) + 1.0
+    return -(counts / counts.sum()).log2()[asked].mean().item()
+
+
+# --- the text ---------------------------------------------------------------------------------------------------------
+def test_the_target_of_a_byte_is_the_one_that_follows(file):
+    with HDF5Dataset(file, "train") as train, HDF5Dataset(file, "test") as test:
+        for split in (train, test):
+            x, y = split.batch(range(len(split)))
+            assert x.dtype == y.dtype == torch.uint8 and x.shape == y.shape == (len(split), 64)
+            assert torch.equal(x.flatten()[1:], y.flatten()[:-1])
+        assert len(train) > 5000 and len(test) == pytest.approx(len(train) / 9, rel=0.01)
+        assert train.source.startswith("Language reference of Python 3.")
+
+
+def test_the_text_to_test_on_is_none_to_train_on(file):
+    with HDF5Dataset(file, "train") as train, HDF5Dataset(file, "test") as test:
+        known = bytes(train.batch(range(len(train)))[0].flatten().tolist())
+        found = sum(bytes(piece.tolist()) in known for piece in test.batch(range(len(test)))[0])
+    assert found / len(test) < 0.02, "a few lines of grammar are in several chapters"
+
+
+def test_the_file_is_the_same_again(file, tmp_path):
+    job.data(tmp_path / "again.h5")
+    with HDF5Dataset(file, "test") as first, HDF5Dataset(tmp_path / "again.h5", "test") as second:
+        assert torch.equal(first.batch(range(len(first)))[0], second.batch(range(len(second)))[0])
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+def test_it_sees_nothing_of_what_follows():
+    model = job.model(**TINY).eval()
+    x = torch.randint(256, (2, 64), dtype=torch.uint8)
+    changed = x.clone()
+    changed[:, 40] += 1
+    before, after = model(x), model(changed)
+    assert torch.equal(before[:, :40], after[:, :40])
+    assert not torch.equal(before[:, 40], after[:, 40]) and not torch.equal(before[:, 63], after[:, 63])
+
+
+def test_it_begins_knowing_nothing():
+    torch.manual_seed(0)
+    x, y = torch.randint(256, (2, 16, 64), dtype=torch.uint8)
+    outputs = job.model()(x)
+    assert job.loss(outputs, y).item() == pytest.approx(math.log(256), rel=0.02)
+    bits = job.metrics["bits_per_byte"].per_sample(outputs, y)
+    assert bits.mean().item() == pytest.approx(job.loss(outputs, y).item() / math.log(2))
+    assert job.metrics["accuracy"].per_sample(outputs, outputs.argmax(dim=2)).tolist() == [1.0] * 16
+
+
+def test_the_head_may_have_the_embeddings_weight():
+    apart, tied = job.model(**TINY), job.model(**TINY, tied=True)
+    assert tied[-1].weight is tied[0].byte.weight and apart[-1].weight is not apart[0].byte.weight
+    sizes = [sum(param.numel() for param in model.parameters()) for model in (apart, tied)]
+    assert sizes[0] - sizes[1] == 256 * TINY["width"]
+
+
+def test_dropout_is_an_option():
+    x = torch.randint(256, (2, 64), dtype=torch.uint8)
+    model = job.model(**TINY, dropout=0.5)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+def test_it_learns_more_than_how_often_each_byte_occurs(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = [f"data.path='{file}'", *(f"model.{name}={value}" for name, value in TINY.items())]
+    settings += ["budget.samples=3000", "optimizer.lr=0.01"]
+    body = lambda comm: train(comm, JOB, overrides=settings, output=Path("run"))[1]  # noqa: E731
+    summary, other = run_virtual(body, 2, compute=Constant(0.01))
+    assert summary == other and summary.samples >= 3000
+    assert summary.metrics["bits_per_byte"] < bits_of_frequencies(file) - 0.7
+    assert summary.metrics["accuracy"] > 0.25, "spaces alone are fewer"

@@ -1,0 +1,398 @@
+"""Runs that are watched: what is known of them, as text, over HTTP, and of a real run to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from harness.launch import IMPORTS, find_mpirun, started, wait_until
+from hpcdist.errors import ConfigError
+from hpcdist.records import (
+    Evaluation,
+    RecordWriter,
+    StepRecord,
+    append_evaluation,
+    locked,
+    record_path,
+    write_summary,
+)
+from hpcdist.watch import live, terminal
+from hpcdist.watch.folder import WatchedFolder
+from hpcdist.watch.live import LiveRun
+from hpcdist.watch.page import PageServer
+from hpcdist.watch.plot import curve, shares
+
+ROOT = Path(__file__).parents[2]
+SUMMARY = {
+    "strategy": "softsync",
+    "ranks": 3,
+    "workers": 2,
+    "seed": 0,
+    "samples": 320,
+    "wall_s": 20.0,
+    "metrics": {"accuracy": 0.875, "loss": 0.5},
+    "staleness": {"mean": 1.5, "max": 2, "histogram": {1: 1, 2: 1}},
+    "bytes_per_step": 1500.0,
+    "messages_per_step": 2.0,
+    "seconds": {"computing": 10.0, "communicating": 5.0, "waiting": 5.0},
+    "sha256": "a" * 64,
+    "lost_ranks": [2],
+}
+
+
+def begin(folder: Path, **changes) -> Path:
+    """A run of three ranks with four epochs of 160 samples, whose first rank serves."""
+    folder.mkdir(parents=True)
+    settings = {"strategy": {"name": "softsync"}, "epochs": 4} | changes.pop("settings", {})
+    start = {
+        "started": "2026-01-31T12:00:00Z",
+        "command": [],
+        "job": {"path": "job.py", "sha256": "", "copies": {}},
+        "commit": None,
+        "dirty": False,
+        "ranks": 3,
+        "samples": 160,
+        "hosts": ["a"],
+        "versions": {},
+        "settings": settings,
+    }
+    (folder / "run.json").write_text(json.dumps(start | changes))
+    return folder
+
+
+def train(folder: Path, steps: int = 10, first_step: int = 0, slow: float = 1.0) -> None:
+    """Ten steps: seconds 0.5 computing, 0.25 communicating, 0.25 waiting of rank 1; rank 2 takes `slow` times more."""
+    with RecordWriter(record_path(folder, 0), first_step=first_step) as server:
+        for step in range(max(first_step, 1), steps + 1):
+            server.write(StepRecord(step, staleness=(1, 2), waiting_s=1.0, bytes_sent=1000))
+    for rank, times in ((1, 1.0), (2, slow)):
+        with RecordWriter(record_path(folder, rank), first_step=first_step) as worker:
+            for step in range(max(first_step, 1), steps + 1):
+                seconds = {"computing_s": 0.5 * times, "communicating_s": 0.25 * times, "waiting_s": 0.25 * times}
+                worker.write(StepRecord(step, samples=16, loss=4.0 / step, bytes_sent=500, **seconds))
+
+
+def followed(folder: Path) -> LiveRun:
+    run = LiveRun(folder, folder.name)
+    run.update()
+    return run
+
+
+# --- what is known of a run -------------------------------------------------------------------------------------------
+def test_a_run_is_known_by_its_files_from_its_begin_to_its_end(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run = followed(folder)
+    assert run.view().state == "waiting"
+    folder.rmdir()
+    begin(folder)
+    run.update()
+    assert run.view().state == "starting"
+    train(folder)
+    append_evaluation(folder, Evaluation(10, 2, 320, 10.0, {"accuracy": 0.75, "loss": float("nan")}))
+    run.update()
+    view = run.view()
+    assert (view.state, view.strategy, view.ranks_n, view.step, view.epoch) == ("training", "softsync", 3, 10, 2)
+    assert (view.samples, view.seconds, view.fraction, view.left_s) == (320, 10.0, 0.5, 10.0)
+    assert (view.rate_now, view.rate_mean, view.staleness, view.waiting) == (32.0, 32.0, 1.5, 0.25)
+    assert view.bytes_per_step == 1000 and view.loss == 0.4 and view.limits == ("4 epochs",)
+    assert view.loss_curve == [(step, 4.0 / step) for step in range(1, 11)]
+    assert view.metric_curves["accuracy"] == [(10, 0.75)] and view.plain()["metrics"]["loss"] is None
+    assert [(one.rank, one.serves, one.step) for one in view.ranks] == [(0, True, 10), (1, False, 10), (2, False, 10)]
+    assert (view.ranks[1].computing, view.ranks[1].communicating, view.ranks[1].slower) == (0.5, 0.25, None)
+    write_summary(folder, SUMMARY)
+    run.update()
+    view = run.view()
+    assert (view.state, view.fraction, view.left_s, view.seconds, view.lost_ranks) == ("ended", 1.0, None, 20.0, (2,))
+    assert view.metrics["accuracy"] == 0.875 and run.ended
+
+
+def test_a_run_that_went_on_counts_steps_once(tmp_path):
+    folder = begin(tmp_path / "run", resumed=[])
+    train(folder)
+    run = followed(folder)
+    train(folder, steps=12, first_step=6)
+    begun = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**begun, "ended": "2026-01-31T12:05:00Z", "resumed": [begun]}))
+    run.update()
+    view = run.view()
+    assert (view.step, view.samples, view.starts, view.state) == (12, 384, 2, "training")
+
+
+def test_a_run_that_stopped_without_a_summary_is_named_so(tmp_path):
+    folder = begin(tmp_path / "run", ended="2026-01-31T12:05:00Z")
+    train(folder)
+    view = followed(folder).view()
+    assert view.state == "stopped"
+    assert "it has stopped without a summary" in terminal.frame(view, 100).plain
+
+
+def killed(folder: Path, host: str, quiet_s: float) -> None:
+    """Leave a lock of a process that is gone, and files that are as old as that."""
+    (folder / ".lock").write_text(f"process 4194304 on host {host} since 2026-01-31 12:00:00 +0000\n" if host else "")
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - quiet_s,) * 2)
+
+
+@pytest.mark.parametrize(
+    ("host", "quiet_s", "state"),
+    [
+        ("", 0.0, "training"),
+        ("", 3.0, "stopped"),
+        (platform.node(), 25.0, "training"),
+        (platform.node(), 35.0, "stopped"),
+        ("another", 35.0, "training"),
+        ("another", 305.0, "stopped"),
+    ],
+)
+def test_a_run_without_a_process_has_stopped(tmp_path, host, quiet_s, state):
+    folder = begin(tmp_path / "run")
+    train(folder)
+    killed(folder, host, quiet_s)
+    assert followed(folder).view().state == state
+    with locked(folder):
+        os.utime(folder / ".lock", (0, 0))
+        assert followed(folder).view().state == "training", "a process is at work"
+    write_summary(folder, SUMMARY)
+    assert followed(folder).view().state == "ended"
+
+
+def test_the_end_of_a_run_without_a_process_has_a_status(tmp_path, capsys):
+    folder = tmp_path / "before-its-first-record"
+    folder.mkdir()
+    killed(folder, platform.node(), 100.0)
+    for path, which in ((folder, "it has"), (tmp_path / "run", "it has"), (tmp_path / "several", "2 of 3 runs have")):
+        if path.name == "run":
+            train(begin(path))
+            killed(path, "", 100.0)
+        if path.name == "several":
+            for name in "abc":
+                train(begin(path / name))
+                killed(path / name, "", 100.0)
+            write_summary(path / "b", SUMMARY)
+        assert terminal.watch(path, 0.01, once=True) and not terminal.watch(path, 0.01, once=False)
+        assert f"no process is at work in {path}, and {which} no summary" in capsys.readouterr().err
+
+
+def test_a_comparison_without_a_process_has_stopped(tmp_path):
+    runs = [{"folder": f"runs/{name}", "name": name, "ranks": 3, "seed": 0} for name in "ab"]
+    (tmp_path / "comparison.json").write_text(json.dumps({"version": 1, "runs": runs}))
+    write_summary(begin(tmp_path / "runs" / "a"), SUMMARY)
+    watched = WatchedFolder(tmp_path)
+    watched.update()
+    assert not watched.abandoned, "nobody has been at work yet"
+    killed(tmp_path, "", 100.0)
+    assert not watched.abandoned, "its run has just ended"
+    killed(tmp_path / "runs" / "a", "", 100.0)
+    assert watched.abandoned and not watched.ended
+
+
+def test_ranks_that_a_run_goes_on_without_are_named(tmp_path):
+    folder = begin(tmp_path / "run")
+    with RecordWriter(record_path(folder, 0), first_step=1) as server:
+        server.write(StepRecord(1, event="goes on without rank 1: it has died; goes on without rank 2: it is silent"))
+        server.flush()
+        assert followed(folder).view().lost_ranks == (1, 2)
+        server.write(StepRecord(2, event="rank 2 is back"))
+    view = followed(folder).view()
+    assert view.lost_ranks == (1,) and "it went on without rank 1\n" in terminal.frame(view, 100).plain
+
+
+def test_the_limit_that_comes_first_says_what_is_left(tmp_path):
+    budget = {"samples": 3200, "steps": 20, "seconds": None}
+    folder = begin(tmp_path / "run", settings={"budget": budget, "epochs": None})
+    train(folder)
+    view = followed(folder).view()
+    assert (view.fraction, view.limits) == (0.5, ("3,200 samples", "20 steps"))
+
+
+def test_stragglers_and_silent_ranks_are_named(tmp_path, monkeypatch):
+    folder = begin(tmp_path / "run")
+    train(folder, slow=2.0)
+    run = followed(folder)
+    assert [one.slower for one in run.view().ranks] == [None, None, 2.0]
+    clock = [0.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
+    train(folder, steps=12, first_step=11, slow=2.0)
+    run.update()
+    clock[0] = 100.0
+    with open(record_path(folder, 1), "a") as file:
+        file.write('{"step":13,"samples":16,"computing_s":0.75}\n')
+    run.update()
+    assert [one.silent_s for one in run.view().ranks] == [100.0, None, 100.0]
+    clock[0] = 145.0
+    assert run.view().silent_s == 45.0
+    text = terminal.frame(run.view(), 100).plain
+    assert "2.0 times slower, silent for 1 min 40 s" in text and "no rank has written a record for 45 s" in text
+
+
+def test_files_that_are_being_replaced_are_read_again(tmp_path):
+    folder = begin(tmp_path / "run")
+    whole = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(whole[:40])
+    run = followed(folder)
+    assert run.view().state == "waiting"
+    (folder / "run.json").write_text(whole)
+    run.update()
+    assert run.view().strategy == "softsync"
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+def test_runs_of_a_folder_are_found_when_they_begin(tmp_path):
+    watched = WatchedFolder(tmp_path)
+    watched.update()
+    assert watched.runs == [] and not watched.ended
+    train(begin(tmp_path / "a"))
+    train(begin(tmp_path / "deep" / "b"))
+    watched.update()
+    assert [run.name for run in watched.runs] == ["a", "deep/b"]
+    for name in ("a", "deep/b"):
+        write_summary(tmp_path / name, SUMMARY)
+    watched.update()
+    assert watched.ended
+
+
+def test_a_comparison_ends_with_its_last_planned_run(tmp_path):
+    runs = [{"folder": f"runs/{name}", "name": name, "ranks": 3, "seed": 0} for name in "ba"]
+    (tmp_path / "comparison.json").write_text(json.dumps({"version": 1, "runs": runs}))
+    write_summary(begin(tmp_path / "runs" / "b"), SUMMARY)
+    watched = WatchedFolder(tmp_path)
+    watched.update()
+    assert [run.name for run in watched.runs] == ["b"] and watched.planned == 2 and not watched.ended
+    write_summary(begin(tmp_path / "runs" / "a"), SUMMARY)
+    watched.update()
+    assert watched.ended
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="folder must be a run's, or hold runs; got .*none, which is no folder"):
+        WatchedFolder(tmp_path / "none")
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+def test_a_frame_fits_its_width(tmp_path):
+    folder = begin(tmp_path / "run")
+    train(folder, slow=2.0)
+    append_evaluation(folder, Evaluation(5, 1, 160, 5.0, {"accuracy": 0.25, "loss": 1.5}))
+    append_evaluation(folder, Evaluation(10, 2, 320, 10.0, {"accuracy": 0.75, "loss": 0.625}))
+    view = followed(folder).view()
+    text = terminal.frame(view, 60, braille=False).plain
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 60 and text.isascii()
+    assert lines[0] == f"{'run  softsync on 3 ranks':<52}training"
+    assert lines[1].endswith("  50%  20 s, 20 s left") and lines[1].startswith("#" * 18 + "." * 18)
+    assert lines[2] == "epoch 2, step 10, 320 samples (ends after 4 epochs)"
+    assert lines[3] == "24 samples/s now, 16 mean   staleness 1.50   1 kB/step   wai"
+    assert lines[4] == "loss 0.4000   accuracy 0.7500   test loss 0.6250"
+    assert lines[-3] == "     0  ........................   0%   0% 100%  step 10, se"
+    assert lines[-2] == "     1  ############======......  50%  25%  25%  step 10"
+    wide = terminal.frame(view, 100).plain.splitlines()
+    assert max(map(len, wide)) <= 100 and len(wide) < len(lines), "the plots are side by side"
+    assert wide[-1].endswith("step 10, 2.0 times slower")
+
+
+def test_a_line_per_run(tmp_path):
+    train(begin(tmp_path / "first"))
+    write_summary(begin(tmp_path / "second"), SUMMARY)
+    views = [followed(tmp_path / name).view() for name in ("second", "first")]
+    assert terminal.table(views, 100, planned=3, braille=False).plain.splitlines() == [
+        "1 of 3 runs have ended",
+        "first   ####....  50%  loss 0.4000  step 10  32 samples/s  10 s left",
+        "second  ########  ended  accuracy 0.8750  16 samples/s",
+    ]
+
+
+def test_curves_and_bars_are_drawn_with_characters():
+    assert curve([(1, 3.0), (2, float("nan")), (3, 1.0)], 12, 2, braille=False) == [
+        "      3 *** ",
+        "      1   **",
+        "   step 1  3",
+    ]
+    assert curve([(1, 0.0), (2, 1.0)], 10, 1)[0] == "      1 ⣠⠞"
+    assert curve([(5, 2.0)], 12, 3, braille=False)[1].startswith("      2 *")
+    assert curve([], 12, 2) == [" " * 12] * 3
+    assert shares((0.5, 0.25, 0.25), 10) == [5, 3, 2] and sum(shares((1 / 3,) * 3, 24)) == 24
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+@contextmanager
+def served(folder: Path):
+    with PageServer(folder, every_s=0.0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def get(address: str) -> tuple[int, str, dict]:
+    try:
+        with urllib.request.urlopen(address, timeout=10) as reply:
+            return reply.status, reply.read().decode(), dict(reply.headers)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode(), dict(error.headers)
+
+
+def test_the_page_and_its_state_are_for_those_who_have_the_token(tmp_path):
+    train(begin(tmp_path / "run"))
+    with served(tmp_path / "run") as server:
+        port = server.server_port
+        status, page, headers = get(server.address)
+        assert status == 200 and "<title>hpcdist watch</title>" in page and "http" not in page.split("<script>")[1]
+        assert "default-src 'none'" in headers["Content-Security-Policy"] and headers["Cache-Control"] == "no-store"
+        status, text, _ = get(f"{server.address}state.json")
+        state = json.loads(text)
+        assert status == 200 and state["run"]["loss_curve"][0] == [1, 4.0] and state["runs"][0]["step"] == 10
+        assert get(f"{server.address}etc/passwd")[0] == 404
+        for wrong in (
+            "",
+            "state.json",
+            f"{'x' * 32}/state.json",
+            f"{server.token[:-1]}/",
+            "%C3%A9/",
+            "é/".encode().hex(),
+        ):
+            status, text, _ = get(f"http://127.0.0.1:{port}/{wrong}")
+            assert (status, text) == (403, "The address must have the token that was printed.\n"), wrong
+        assert server.tunnel.startswith(f"ssh -L {port}:127.0.0.1:{port} ")
+        with pytest.raises(ConfigError, match="--host and --port must be an address of this machine that is free"):
+            PageServer(tmp_path, port=port)
+
+
+def test_the_page_of_several_runs_has_the_chosen_ones_curves(tmp_path):
+    train(begin(tmp_path / "first"))
+    train(begin(tmp_path / "second"))
+    write_summary(tmp_path / "second", SUMMARY)
+    with served(tmp_path) as server:
+        state = json.loads(get(f"{server.address}state.json")[1])
+        assert [run["name"] for run in state["runs"]] == ["first", "second"] and state["run"] is None
+        chosen = json.loads(get(f"{server.address}state.json?run=second")[1])["run"]
+        assert len(chosen["loss_curve"]) == 10 and chosen["state"] == "ended"
+
+
+# --- a real run -------------------------------------------------------------------------------------------------------
+@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")
+def test_a_real_run_is_watched_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["-m", "hpcdist", "train", ROOT / "jobs" / "digits.py", "--set", "epochs=3", "--output", "run"]
+    with started(2, arguments, tmp_path / "job.log", env=IMPORTS) as job:
+        wait_until(lambda: Path("run").is_dir())
+        watch = [sys.executable, "-m", "hpcdist", "watch", "run", "--every", "0.1"]
+        seen = subprocess.run(watch, capture_output=True, text=True, timeout=100)
+        assert job.wait() == 0
+    assert seen.returncode == 0 and seen.stderr == ""
+    lines = seen.stdout.splitlines()
+    assert lines[0].startswith("run") and "ended" in lines[-1] and "step 135" in lines[-1]
+    assert len(lines) >= 2 and "accuracy 0.9" in lines[-1]

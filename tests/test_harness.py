@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness import time_limit
-from harness.launch import IMPORTS, SITE, find_mpirun, launch, started, wait_until
+from harness.launch import IMPORTS, SITE, find_mpirun, launch, launch_environment, started, wait_until
 
 TESTS = Path(__file__).parent
 PYTEST = ["-m", "pytest", "-c", "pytest.ini", "--color=no", "-ra", "-p", "no:cacheprovider"]
@@ -361,3 +361,39 @@ def test_a_path_that_does_not_exist_is_told_by_pytest(write):
 def test_the_script_that_runs_all_names_files_that_exist():
     named = re.findall(r"tests/[\w/]+\.(?:py|sh)", (TESTS / "run.sh").read_text())
     assert len(named) > 4 and [path for path in named if not (TESTS.parent / path).exists()] == []
+
+
+FAIL_ONCE = """
+from pathlib import Path
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("case", range({failing}))
+def test_it(case):
+    seen = Path(f"seen-{{case}}-{{MPI.COMM_WORLD.rank}}")
+    first = not seen.exists()
+    seen.touch()
+    assert not first or MPI.COMM_WORLD.rank == 0
+
+@pytest.mark.mpi
+def test_always():
+    assert {always}
+"""
+
+
+@needs_mpirun
+@pytest.mark.parametrize(
+    ("failing", "always", "passes", "runs"),
+    [(2, True, True, 2), (1, False, False, 2), (3, True, False, 1)],
+    ids=["passes later", "fails again", "many"],
+)
+def test_the_script_runs_a_few_failures_once_more_and_names_them(write, failing, always, passes, runs):
+    write(FAIL_ONCE.format(failing=failing, always=always))
+    pytest_ = [sys.executable, "-m", "pytest", "-c", "pytest.ini", "--color=no"]
+    script = f'LATER=later; touch later; source "{TESTS}/tested.sh"; tested "$@"'
+    command = ["bash", "-euc", script, "bash", str(find_mpirun()), "-n", "2", *pytest_]
+    with launch_environment(IMPORTS) as env:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode == 0) is passes, done.stdout + done.stderr
+    assert done.stdout.count("test session starts") == runs
+    later = Path("later").read_text().split()
+    assert later == ([f"test_it.py::test_it[{case}]" for case in range(failing)] if passes else [])

@@ -56,7 +56,7 @@ def launch(
     """
     command = _command(size, arguments, options)
     with (
-        _environment(env, compiler) as environment,
+        launch_environment(env, compiler) as environment,
         subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True, errors="replace") as job,
     ):
         try:
@@ -72,7 +72,7 @@ def started(
     size: int, arguments: Sequence[str | Path], log: Path, *, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen]:
     """The same job under way; what it writes goes to `log`. Ended at the end, if it has not come to it by itself."""
-    with log.open("wb") as out, _environment(env) as environment:
+    with log.open("wb") as out, launch_environment(env) as environment:
         job = subprocess.Popen(_command(size, arguments, ()), env=environment, stdout=out, stderr=out)
         try:
             yield job
@@ -95,7 +95,7 @@ def _command(size: int, arguments: Sequence[str | Path], options: Sequence[str])
 
 
 @contextmanager
-def _environment(env: Mapping[str, str] | None, compiler: bool = False) -> Iterator[dict[str, str]]:
+def launch_environment(env: Mapping[str, str] | None, compiler: bool = False) -> Iterator[dict[str, str]]:
     """With a folder for what mpirun keeps under its process id: what a killed one leaves stops a later one there."""
     with tempfile.TemporaryDirectory(prefix="mpirun-", ignore_cleanup_errors=True) as folder:
         given = {**unlaunched(os.environ), **SETTINGS, "PRTE_MCA_prte_tmpdir_base": folder, **(env or {})}

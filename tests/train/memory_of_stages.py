@@ -1,4 +1,4 @@
-"""A job that prints the bytes that each of its ranks takes to train a model in stages, and then rank 0 the whole one."""
+"""A job that prints the bytes that each rank takes to train a model in stages, and then rank 0 the whole one."""
 
 from __future__ import annotations
 

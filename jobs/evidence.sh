@@ -16,7 +16,7 @@ cd "$ROOT"
 
 PARTS=( # name; minutes on 2 free cores; tables, or where else the numbers stand
     "rates 8 -"
-    "compression 60 compression"
+    "compression 15 compression"
     "modulation 35 modulation"
     "gossip 16 gossip"
     "slow-link 14 slow-link"
@@ -56,7 +56,7 @@ compression() {
     local with=allreduce:compression
     local topk=$with=topk,compression.ratio dgc=$with=dgc,compression.ratio=0.001
     local threshold=$with=threshold,compression.density
-    fashion --ranks 2,4 --compute 1ms $EPOCHS --output $OUT/compression \
+    fashion --ranks 2,4 --compute 1ms ${EPOCHS:---set epochs=2 --set schedule.gamma=0.1} --output $OUT/compression \
         --rate $dgc=0.05 --rate $dgc,compression.values=fp16=0.05 --rate $with=signsgd=0.0005 \
         $(strategies allreduce $with={fp16,bf16,qsgd,terngrad,onebit,ef_signsgd,signsgd} \
             $with=powersgd,compression.rank={4,1} $topk={0.01,0.001} $topk=0.001,compression.values=fp16 \

@@ -126,7 +126,7 @@ def test_progress_on_several_ranks_is_in_lines_of_rank_0():
 
 def test_a_killed_run_resumes_to_the_same_bits():
     """A rank is killed in the middle (SIGKILL); the resumed run ends where one on virtual ranks ends uninterrupted."""
-    Path("stuck.py").write_text(tiny.STUCK.replace("UP_TO", "10"))
+    Path("stuck.py").write_text(tiny.STUCK.replace("UP_TO", "11"))
     settings = ("checkpoint.every_steps=4", "strategy.algorithm=ring", "data.path=digits.h5")
     arguments = ["train", "stuck.py", *(word for s in settings for word in ("--set", s)), "--output", "it"]
     with started(2, ["-m", "hpcdist", *arguments], Path("log"), env=IMPORTS) as job:

@@ -68,7 +68,8 @@ def write_run(
     for i, value in enumerate(accuracy, 1):
         part = i / len(accuracy)
         metrics = {"accuracy": value, "loss": 1 - value}
-        append_evaluation(folder, Evaluation(int(STEPS * part), i, int(samples * part), seconds * part, metrics))
+        spent = None if joules is None else joules * part
+        append_evaluation(folder, Evaluation(int(STEPS * part), i, int(samples * part), seconds * part, metrics, spent))
     given = {"strategy": strategy, "ranks": ranks, "seed": seed, "wall_s": seconds, "sha256": "0" * 64}
     given["metrics"] = {"accuracy": accuracy[-1], "loss": 1 - accuracy[-1]}
     if joules is not None:

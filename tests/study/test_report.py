@@ -15,7 +15,7 @@ import pytest
 
 import hpcdist
 from hpcdist.errors import ConfigError, DataError
-from hpcdist.study.report import wording, write
+from hpcdist.study.report import tables, wording, write
 from hpcdist.study.report.analysis import analyse
 from hpcdist.study.report.figures import COLOURS, PARTS
 from hpcdist.study.report.numbers import rows
@@ -314,6 +314,18 @@ def test_energy_is_drawn_where_it_was_measured(tmp_path):
     page = write(tmp_path, tmp_path / "out")
     assert page == tmp_path / "out" / "index.html" and (tmp_path / "out" / "figures" / "energy.svg").exists()
     assert '<td class="short">60 J</td>' in page.read_text() and "Not measured for softsync" in page.read_text()
+
+
+def test_joules_and_bytes_to_the_target_have_intervals(tmp_path):
+    runs = [{"name": "allreduce", "seed": seed, "joules": joules} for seed, joules in enumerate((80.0, 80.0, 104.0))]
+    findings = found_in(tmp_path, runs)
+    assert [row["joules_to_target"] for row in rows(findings)] == [60.0, 60.0, 78.0], "at the third of four looks"
+    (energy,), remarks = tables.of_section("energy", findings)
+    assert energy.heads[3] == "to the target" and energy.rows[0][3] == "66 ± 26 J" and "evaluations" in remarks[-1]
+    (traffic,), _ = tables.of_section("traffic", findings)
+    assert traffic.rows[0][1:] == ["1 kB", "2", "18 kB"]
+    short = found_in(tmp_path / "b", [*runs, {"name": "allreduce", "seed": 3, "accuracy": (0.5, 0.6)}])
+    assert tables.of_section("energy", short)[0][0].rows[0][3] == wording.NONE, "one run never met it"
 
 
 def test_runs_as_a_frame(tmp_path):

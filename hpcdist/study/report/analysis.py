@@ -83,6 +83,11 @@ class CellEvidence:
     def all_reached(self) -> bool:
         return 0 < len(self.seconds_to_target) == self.tried
 
+    def spent_to_target(self, what: str) -> Interval | None:
+        """Return the mean `bytes` or `joules` at the target; None where a run has not met it, or they are unknown."""
+        spent = [getattr(point, what) for point in self.reached.values() if point is not None]
+        return interval(spent) if self.all_reached and None not in spent else None
+
     @property
     def seconds_per_sample(self) -> dict[Seed, float]:
         """Return how long a sample took."""

@@ -210,18 +210,15 @@ def _final(metric: str, cell: CellEvidence) -> str:
 
 def _traffic(findings: Findings) -> Contents:
     cells = [cell for cell in findings.cells if cell.ended and cell.ranks > 1]
-    rows = []
-    for cell in cells:
-        n_bytes = cell.mean(lambda s: s.bytes_per_step)
-        spent = [point.bytes for point in cell.reached.values() if point is not None and point.bytes is not None]
-        rows.append(
-            [
-                _label(cell),
-                NONE if n_bytes is None else wording.amount(n_bytes.mean),
-                wording.plain(cell.mean(lambda s: s.messages_per_step)),
-                wording.amount(sum(spent) / len(spent)) if spent and cell.all_reached else NONE,
-            ]
-        )
+    rows = [
+        [
+            _label(cell),
+            wording.mean_amount(cell.mean(lambda s: s.bytes_per_step)),
+            wording.plain(cell.mean(lambda s: s.messages_per_step)),
+            wording.mean_amount(cell.spent_to_target("bytes")),
+        ]
+        for cell in cells
+    ]
     heads = ["cell", "bytes per step", "messages per step", "bytes to the target"]
     caption = "Sent and fetched by all ranks, per step of a worker"
     return ([ReportTable(caption, heads, rows)], []) if rows else ([], ["One rank sends nothing."])
@@ -238,12 +235,14 @@ def _energy(findings: Findings) -> Contents:
         if spent is not None:
             measured = len(cell.measure(lambda s: s.energy.joules))
             each = wording.plain(cell.mean(lambda s: s.joules_per_sample), " J")
-            rows.append([_label(cell), wording.plain(spent, " J"), each, f"{measured} of {len(cell.ended)}"])
+            until = wording.plain(cell.spent_to_target("joules"), " J")
+            rows.append([_label(cell), wording.plain(spent, " J"), each, until, f"{measured} of {len(cell.ended)}"])
     remarks = [
         f"Not measured{'' if not rows and len(reasons) == 1 else ' for ' + '; '.join(dict.fromkeys(labels))}: {reason}."
         for reason, labels in reasons.items()
     ]
-    heads = ["cell", "of a run", "per sample", "runs measured"]
+    remarks += ["Joules are those since a run began, with its evaluations and checkpoints."] if rows else []
+    heads = ["cell", "of a run", "per sample", "to the target", "runs measured"]
     return ([ReportTable("Energy", heads, rows)] if rows else []), remarks
 
 

@@ -63,11 +63,16 @@ def seconds(value: float) -> str:
 
 def amount(n_bytes: float) -> str:
     """Write a number of bytes."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 1000:
-            return f"{number(n_bytes)} {unit}"
-        n_bytes /= 1000
-    return f"{number(n_bytes)} TB"
+    return mean_amount(Interval(n_bytes, math.nan))
+
+
+def mean_amount(found: Interval | None) -> str:
+    """Write a mean number of bytes and its interval, or that there is none."""
+    if found is None:
+        return NONE
+    power = min(4, int(math.log10(max(1, found.mean)) // 3))
+    scale = 1000.0**power
+    return plain(Interval(found.mean / scale, found.half / scale), f" {('B', 'kB', 'MB', 'GB', 'TB')[power]}")
 
 
 def times(found: Effect) -> str:

@@ -92,7 +92,7 @@ def _seconds_to_target(cell: CellEvidence) -> str:
         return f"{wording.seconds(min(seconds))} at best"
     logs = interval([math.log(value) for value in seconds])
     text = wording.number(geometric_mean(seconds))
-    if math.isnan(logs.half):
+    if not logs.half > wording.ROUNDING:
         return text
     return f"{text} ({wording.number(math.exp(logs.low))} to {wording.number(math.exp(logs.high))})"
 
@@ -109,7 +109,7 @@ def _contrasts(findings: Findings) -> ReportTable:
             contrast.reference.label,
             NONE if contrast.sooner is None else wording.times(contrast.sooner),
             _p(contrast.p_sooner),
-            NONE if contrast.better is None else _gap(metric, contrast.better),
+            NONE if contrast.better is None else "0" if contrast.same else _gap(metric, contrast.better),
             _p(contrast.p_better),
             _standing(contrast, evidence.higher_is_better),
         ]
@@ -187,7 +187,7 @@ def _scaling(findings: Findings) -> Contents:
                 row.base.name,
                 wording.times(row.speedup),
                 str(row.cell.ranks),
-                f"{row.efficiency:.1%}",
+                wording.percent(row.speedup, row.cell.ranks),
                 _final(metric, row.cell),
                 _final(metric, row.base),
             ]

@@ -38,9 +38,10 @@ class Sandblaster(Strategy):
 
     A step's batch is of all workers, `batch_size` samples each. It is cut into portions, `portions` for each worker.
     An idle worker is given the next one: it fetches the parameters from the shards, and pushes the gradient to them.
-    When all portions are given out, those that take longer than they do as a rule are given to idle workers a second
-    time, and the first result counts, so that a slow worker delays an evaluation by about one portion at most. The
-    portions of a worker that dies are given to others. Each shard adds gradients in the order of the portions: the sum
+    A worker that is slow has none of the last ones, and what it has is given to an idle worker as well, as is what
+    takes longer than four of five portions did; the first result counts. So where portions take the same time, a slow
+    worker does not delay the others, and one that becomes slow delays a step by one portion at most. The portions of a
+    worker that dies are given to others. Each shard adds gradients in the order of the portions: the sum
     is the same to the bit whoever computed them.
 
     Every step begins from the gradient at the present point, of the new batch (of the same one, where a batch is the

@@ -80,12 +80,13 @@ class Coordinator:
             batch: the numbers of the step's `JointBatch`.
         """
         self._idle[worker] = int(clock)
+        self._pace.end(worker, now)
         if self._steps is None and clock == self.clock:
             samples, head, tail, whole = map(int, batch)
             self._steps = self._step(JointBatch(samples, head=head, tail=tail, whole=bool(whole)))
             self._go_on(None)
         current = evaluation == self.evaluations and self._portions is not None
-        if evaluation and current and self._portions.take(int(portion), now):
+        if evaluation and current and self._portions.take(int(portion)):
             self._losses[int(portion)] = loss * self._division.weight(int(portion))
             if self._portions.is_complete:
                 self._portions = None
@@ -95,12 +96,12 @@ class Coordinator:
         """Return the seconds after which to `take_replies` again, although no message has come; None: never."""
         if not self._idle or self._portions is None:
             return None
-        return self._portions.patience_s(now)
+        return min(self._pace.due(now).values(), default=math.inf) - now
 
     def take_replies(self, now: float) -> list[tuple[int, list[float]]]:
         """Return replies to those of the idle workers that have something to do, or whose step is done."""
         replies: list[tuple[int, list[float]]] = []
-        for worker, clock in list(self._idle.items()):
+        for worker, clock in sorted(self._idle.items(), key=lambda item: self._pace.mean_s(item[0])):
             if clock < self.clock:
                 replies.append((worker, [*self._done]))
             elif self._portions is not None and (portion := self._portions.give(worker, now)) is not None:
@@ -114,6 +115,7 @@ class Coordinator:
         """Go on without workers that have died: what they had is handed out again."""
         for worker in workers:
             self._idle.pop(worker, None)
+        self._pace.forget(workers)
         if self._portions is not None:
             self._portions.forget(workers)
 

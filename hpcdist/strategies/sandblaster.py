@@ -14,7 +14,8 @@ from hpcdist.errors import CheckpointError, ConfigError
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.state import Entry, dropped
-from hpcdist.strategies.lbfgs.coordinator import Coordinator, LbfgsSettings
+from hpcdist.strategies.lbfgs.algorithm import Lbfgs, LbfgsSettings
+from hpcdist.strategies.lbfgs.coordinator import Coordinator
 from hpcdist.strategies.lbfgs.mail import Mail
 from hpcdist.strategies.lbfgs.memory import ShardMemory
 from hpcdist.strategies.lbfgs.portions import JointBatch
@@ -109,7 +110,8 @@ class Sandblaster(Strategy):
         self.coordinator: Coordinator | None = None
         self.worker: PortionWorker | None = None
         if comm.rank == COORDINATOR:
-            self.coordinator = Coordinator(self._settings(portions), RemoteVectors(self._operate), self._report)
+            vectors = RemoteVectors(self._operate)
+            self.coordinator = Coordinator(Lbfgs(self._settings(), vectors), vectors, portions, self._report)
             self._warn_of_unused()
         if self.is_worker:
             self.worker = PortionWorker(comm, model, self.memory, portions, config.seed, self._push, self._ask)
@@ -122,11 +124,11 @@ class Sandblaster(Strategy):
     def needed(self) -> tuple[int, ...]:
         return tuple(sorted({COORDINATOR, *self.roles.shards}))
 
-    def _settings(self, portions: int) -> LbfgsSettings:
+    def _settings(self) -> LbfgsSettings:
         config = self.config
         precision = max((torch.finfo(flat.dtype).eps for flat in self.model.params), default=0.0)
         return LbfgsSettings(
-            config.history, portions, config.c1, config.c2, config.max_evaluations,
+            config.history, config.c1, config.c2, config.max_evaluations,
             first_length=self.clip_norm or 1.0, resolution=4 * precision, skips=config.on_nonfinite == "skip",
         )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -20,7 +21,7 @@ from hpcdist.comm.virtual import ComputeModel, Constant, Straggler, run_virtual
 from hpcdist.errors import CheckpointError, ConfigError, NonFiniteError, RankFailedError
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import load_summary
-from hpcdist.strategies.lbfgs.coordinator import Coordinator
+from hpcdist.strategies.lbfgs.algorithm import Lbfgs
 from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.strategies.lbfgs.vectors import GRADIENT, KEPT, PAIRS
 from hpcdist.strategies.sandblaster import PAUSE
@@ -394,6 +395,11 @@ def _step_times(workers, portions, compute, *, slow=None):
     return np.diff([min(ends) for ends in zip(*(found[r] for r in range(2, workers + 2) if r != slow))], prepend=0.0)
 
 
+@cache
+def _even_times(workers, portions):
+    return _step_times(workers, portions, Constant(1.0))
+
+
 SURELY = 1e-5  # seconds: a portion is late, of others that end at the same time, a millionth of its time later
 
 
@@ -401,17 +407,17 @@ SURELY = 1e-5  # seconds: a portion is late, of others that end at the same time
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_worker_that_is_slow_does_not_delay_the_others(factor, workers):
     """Portions of 1 s; beside so many workers one that is slower, with the same number of portions for all together."""
-    without = _step_times(workers, workers + 1, Constant(1.0))
+    without = _even_times(workers, workers + 1)
     slow = workers + 2
     slowed = _step_times(workers + 1, workers, Straggler(Constant(1.0), slow, factor), slow=slow)
     assert without.min() >= workers + 1 and (slowed <= without + SURELY).all()
 
 
 @pytest.mark.parametrize("first", range(1, 10))
-@pytest.mark.parametrize("factor", [1.5, 4.0, 20.0])
+@pytest.mark.parametrize("factor", [1.5, 4.0])
 def test_a_worker_that_becomes_slow_delays_no_step_by_more_than_a_portion(factor, first):
     """From one of its portions on, or in this one alone: the first of an evaluation or the last one."""
-    without = _step_times(4, 5, Constant(1.0))
+    without = _even_times(4, 5)
     for last in (first + 1, math.inf):
         slowed = _step_times(5, 4, Sudden(6, factor, first, last), slow=6)
         assert (slowed <= without + 1 + SURELY).all()
@@ -472,14 +478,14 @@ def test_a_pair_that_waits_for_its_y_is_dropped_where_fewer_or_more_samples_are_
     options = ("batch_size=30", "epochs=1", "strategy.overlap=0.25", "checkpoint.every_steps=2", "checkpoint.keep=9")
     run_virtual(lambda comm: _run(comm, tmp_path / "before", *options), 4)
     first = min((tmp_path / "before" / "run" / "checkpoints").iterdir())
-    pairs, real = [], Coordinator._add_pair_on_overlap
+    pairs, real = [], Lbfgs._add_pair_on_overlap
 
-    def adding(coordinator, batch):
-        before = coordinator.state()["pairs"]
-        real(coordinator, batch)
-        pairs.append((before, coordinator.state()["pairs"]))
+    def adding(algorithm, batch):
+        before = algorithm.state()["pairs"]
+        real(algorithm, batch)
+        pairs.append((before, algorithm.state()["pairs"]))
 
-    monkeypatch.setattr(Coordinator, "_add_pair_on_overlap", adding)
+    monkeypatch.setattr(Lbfgs, "_add_pair_on_overlap", adding)
     run_virtual(lambda comm: _run(comm, tmp_path / "after", *options, resume=first), after)
     (loaded, next_ones), *later = pairs
     assert len(loaded) == 1 and len(next_ones) == 1 + added and len(later[-1][1]) > len(next_ones)

@@ -35,7 +35,7 @@ class LbfgsSettings:
 
 
 class StepEnd(NamedTuple):
-    """What a step ends with: the loss at its beginning, and an event's text where something was out of the ordinary.
+    """The end of a step: the loss at its beginning, and an event's text where something was out of the ordinary.
 
     Args:
         returned: POINT is where the step began, at which the loss has not been evaluated last.

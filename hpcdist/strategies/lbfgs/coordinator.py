@@ -8,7 +8,8 @@ from typing import Any
 
 from hpcdist.strategies.lbfgs import vectors as ops
 from hpcdist.strategies.lbfgs.algorithm import Lbfgs, Steps
-from hpcdist.strategies.lbfgs.portions import Division, JointBatch, Pace, Portions, divide
+from hpcdist.strategies.lbfgs.pace import Pace
+from hpcdist.strategies.lbfgs.portions import Division, JointBatch, Portions, divide
 from hpcdist.strategies.lbfgs.vectors import RemoteVectors
 
 WORK, DONE = range(2)  # replies to workers

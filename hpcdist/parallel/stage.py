@@ -146,7 +146,9 @@ class Stage:
         if later is not None:
             later()
 
-    def _leave_again(self, micro_batch: int, gradients: list[Tensor] | None) -> tuple[list[Tensor], list[Tensor] | None]:
+    def _leave_again(
+        self, micro_batch: int, gradients: list[Tensor] | None
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
         """Return the outputs that have gradients, and these, once what a backward pass needs is there."""
         again = self._again.pop(micro_batch)
         if again is not None:

@@ -15,12 +15,12 @@ from hpcdist.checkpoint.load import latest, load, load_all, read, verify, verify
 from hpcdist.checkpoint.manifest import FILE_NAME as MANIFEST
 from hpcdist.checkpoint.manifest import Manifest, read_manifest
 from hpcdist.checkpoint.save import save
-from hpcdist.checkpoint.survey import Described, find, survey
+from hpcdist.checkpoint.survey import SavedCheckpoint, find, survey
 
 __all__ = [
     "MANIFEST",
-    "Described",
     "Manifest",
+    "SavedCheckpoint",
     "check_name",
     "export",
     "find",

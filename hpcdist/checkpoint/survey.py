@@ -12,7 +12,7 @@ from hpcdist.checkpoint.manifest import FILE_NAME, read_manifest
 from hpcdist.errors import CheckpointError
 
 
-class Described(NamedTuple):
+class SavedCheckpoint(NamedTuple):
     """A checkpoint as it is on disk.
 
     Attributes:
@@ -33,7 +33,7 @@ class Described(NamedTuple):
     damage: str | None
 
 
-def survey(run: str | Path) -> list[Described]:
+def survey(run: str | Path) -> list[SavedCheckpoint]:
     """Describe all checkpoints of a run, the newest first. Every file is read.
 
     Args:
@@ -76,7 +76,7 @@ def _all(run: Path) -> list[Path]:
     return paths
 
 
-def _describe(path: Path) -> Described:
+def _describe(path: Path) -> SavedCheckpoint:
     files = [file.stat() for file in path.iterdir() if file.is_file()]
     n_bytes = sum(file.st_size for file in files)
     written = datetime.fromtimestamp(max((file.st_mtime for file in files), default=path.stat().st_mtime))
@@ -87,4 +87,4 @@ def _describe(path: Path) -> Described:
         verify(path)
     except CheckpointError as error:
         damage = str(error)
-    return Described(path, step_of(path), written, ranks, stages, n_bytes, version, damage)
+    return SavedCheckpoint(path, step_of(path), written, ranks, stages, n_bytes, version, damage)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from hpcdist.errors import ConfigError
 
 
-class _Place:
+class _Holder:
     """The place of a tensor in the graph of a forward pass; it goes with the part of the graph that needs it."""
 
 
@@ -41,9 +41,9 @@ class Recomputation:
     def __init__(self, run: Callable[..., Any], context: Callable[[], AbstractContextManager[None]] = nullcontext):
         self._run, self._context = run, context
         self._inputs: list[Any] = []
-        self._places: list[ref[_Place]] = []
+        self._places: list[ref[_Holder]] = []
         self._kinds: list[tuple[torch.dtype, torch.Size]] = []
-        self._tensors: WeakKeyDictionary[_Place, Tensor] = WeakKeyDictionary()
+        self._tensors: WeakKeyDictionary[_Holder, Tensor] = WeakKeyDictionary()
 
     def first(self, *inputs: Any) -> Any:
         """Run the pass, and return its outputs.
@@ -91,8 +91,8 @@ class Recomputation:
                 "again. Draw random numbers from torch's generators only; or set recompute = False."
             )
 
-    def _drop(self, tensor: Tensor) -> _Place:
-        place = _Place()
+    def _drop(self, tensor: Tensor) -> _Holder:
+        place = _Holder()
         self._places.append(ref(place))
         self._kinds.append(_kind(tensor))
         return place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -12,14 +13,19 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
 
-from hpcdist import __version__, cli, compress, log, strategies
+from hpcdist import __version__, checkpoint, cli, compress, log, strategies
+from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import describe
 from hpcdist.data import importers
+from hpcdist.errors import CheckpointError
 from hpcdist.parallel import schedules
 from hpcdist.records import load_summary
 from hpcdist.session import world
+from train import staged
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "tests" / "train" / "tiny.py")
@@ -45,6 +51,51 @@ def hpcdist(monkeypatch, capsys, tmp_path):
         return exit.value.code, *capsys.readouterr()
 
     return run
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+def test_checkpoints_are_shown_and_the_model_in_them_is_exported(hpcdist, tmp_path):
+    settings = ("parallel.stages=2", "parallel.micro_batches=4", "checkpoint.every_steps=4", "budget.steps=8")
+    found = run_virtual(lambda comm: staged.run(comm, tmp_path, *settings), 4)
+    status, shown, _ = hpcdist("checkpoint", "show", "run")
+    rows = [line.split() for line in shown.splitlines() if line.split()[:1] and line.split()[0].startswith("step-")]
+    assert status == 0 and [(row[1], *row[4:6], row[-1]) for row in rows] == [
+        ("8", "4", "2", "whole"),
+        ("4", "4", "2", "whole"),
+    ]
+    status, shown, _ = hpcdist("checkpoint", "export", "run", "model.pt")
+    assert status == 0 and "step-00000008" in shown
+    state = torch.load("model.pt", weights_only=True)
+    whole = {name: tensor for _, own in found for name, tensor in own.items()}
+    assert state.keys() == whole.keys() and all(torch.equal(state[name], whole[name]) for name in whole)
+    staged.model().load_state_dict(state)
+    assert hpcdist("checkpoint", "export", "run/checkpoints", "earlier.safetensors", "--step", "4")[0] == 0
+    assert not torch.equal(load_file("earlier.safetensors")["a.weight"], state["a.weight"])
+    (tmp_path / "run/checkpoints/step-00000008/rank-0001.json").write_text("{}")
+    status, shown, told = hpcdist("checkpoint", "show", "run")
+    assert status == 1 and "damaged" in shown and "rank-0001.json must be" in told + shown
+    with pytest.warns(UserWarning, match="damaged checkpoint is passed over in favour of step-00000004"):
+        assert hpcdist("checkpoint", "export", "run", "model.pt")[0] == 0
+    assert torch.equal(torch.load("model.pt")["a.weight"], load_file("earlier.safetensors")["a.weight"])
+    shutil.rmtree("run/checkpoints/step-00000008")
+    assert hpcdist("checkpoint", "show", "run/checkpoints/step-00000004")[0] == 0
+    for arguments, message in (
+        (("export", "run", "model.bin"), "the file's name must end in one of .pt, .pth, .safetensors; got model.bin"),
+        (
+            ("export", "run", "model.pt", "--step", "5"),
+            "step must be that of a checkpoint in run; got 5, and there are 4",
+        ),
+        (
+            ("show", "."),
+            "must be the folder of a run with checkpoints, a folder of checkpoints, or one of them; got none",
+        ),
+    ):
+        status, _, told = hpcdist("checkpoint", *arguments)
+        assert status == 1 and message in " ".join(told.split())
+    with pytest.raises(
+        CheckpointError, match="tensors must be of a type that safetensors has; got 'z' of torch.complex"
+    ):
+        checkpoint.export({"z": torch.zeros(1, dtype=torch.complex64)}, "complex.safetensors")
 
 
 # --- the command itself -----------------------------------------------------------------------------------------------

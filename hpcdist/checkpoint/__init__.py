@@ -9,15 +9,21 @@ A checkpoint is a folder that appears under its name only once it is whole and d
         rank-0001.json ...
 """
 
+from hpcdist.checkpoint.export import check_name, export
 from hpcdist.checkpoint.generators import random_state, set_random_state
 from hpcdist.checkpoint.load import latest, load, load_all, read, verify, verify_together
 from hpcdist.checkpoint.manifest import FILE_NAME as MANIFEST
 from hpcdist.checkpoint.manifest import Manifest, read_manifest
 from hpcdist.checkpoint.save import save
+from hpcdist.checkpoint.survey import SavedCheckpoint, find, survey
 
 __all__ = [
     "MANIFEST",
     "Manifest",
+    "SavedCheckpoint",
+    "check_name",
+    "export",
+    "find",
     "latest",
     "load",
     "load_all",
@@ -26,6 +32,7 @@ __all__ = [
     "read_manifest",
     "save",
     "set_random_state",
+    "survey",
     "verify",
     "verify_together",
 ]

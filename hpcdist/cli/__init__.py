@@ -14,7 +14,21 @@ from typing import Annotated
 import typer
 
 from hpcdist import __version__, console, log
-from hpcdist.cli import bench, compare, data, doctor, horovod, listing, plan, report, simulate, slurm, train, watch
+from hpcdist.cli import (
+    bench,
+    checkpoint,
+    compare,
+    data,
+    doctor,
+    horovod,
+    listing,
+    plan,
+    report,
+    simulate,
+    slurm,
+    train,
+    watch,
+)
 from hpcdist.comm.launch import LAUNCHERS
 from hpcdist.errors import NO_SPACE, HpcdistError, OutputError
 from hpcdist.faults.turns import SILENT_S, takes_turn
@@ -34,7 +48,9 @@ app.command()(plan.plan)
 app.command()(watch.watch)
 for listed in (listing.strategies, listing.compressors, listing.schedules, listing.topology, report.report):
     app.command()(listed)
-for group, name in ((data, "data"), (bench, "bench"), (horovod, "horovod"), (slurm, "slurm")):
+for group, name in (
+    (data, "data"), (checkpoint, "checkpoint"), (bench, "bench"), (horovod, "horovod"), (slurm, "slurm"),
+):  # fmt: skip
     app.add_typer(group.app, name=name)
 
 COLLECTIVE = {"train", "bench", "doctor"}  # commands that all ranks run; the first rank alone runs the others

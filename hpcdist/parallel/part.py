@@ -24,6 +24,15 @@ class PartOfModel(nn.Module, abc.ABC):
     agreement: Agreement
     optimizers: list[Any]
 
+    def describe_parts(self) -> dict[str, dict[str, Any]]:
+        """Describe the tensors that are parts of larger ones, by name, for a checkpoint; none where a rank has layers.
+
+        `of` is the name of the whole tensor, and `shape` its shape. `ranks` of the replica that have parts of it are in
+        nested lists; `dims` has, for each depth, the dimension of the tensor that is cut there, or None where all have
+        the same. `dims` itself is None where the parts are not simply one behind the other.
+        """
+        return {}
+
     @abc.abstractmethod
     def share_values(self) -> None:
         """Collective in the replica. Make parameters that several of its ranks have equal to the first one's."""

@@ -91,11 +91,6 @@ class Pipeline(PartOfModel):
         super().__init__()
         if micro_batches < 1:
             raise ConfigError(f"micro_batches must be at least 1; got {micro_batches}.")
-        if recompute and schedule == "zero_bubble":
-            raise ConfigError(
-                "recompute must be False with the schedule zero_bubble, which divides a backward pass in two; got "
-                "True. Take one_f_one_b."
-            )
         self.grid, self.optimizers = grid, []
         self._loss, self._micro_batches, self._chunks, self._recompute = loss, micro_batches, chunks, recompute
         self._schedule = schedule
@@ -231,7 +226,7 @@ class Pipeline(PartOfModel):
     ) -> None:
         kind, number, part = operation
         stage = self._stages[number]
-        thirds = _THIRDS[kind] + (kind == "B" and self._recompute)
+        thirds = _THIRDS[kind] + (kind in "BI" and self._recompute)
         self.grid.inner.compute(thirds / 3 / self.n_stages * batch.shares[part])
         if kind == "F":
             values = stage.forward(self._values(stage, received, batch, part, grads=True))

@@ -14,7 +14,7 @@ from hpcdist.parallel import schedules
 from hpcdist.parallel.cost import LayerCost
 from hpcdist.parallel.cut import Cut, balance, by_hand
 from hpcdist.parallel.schedules import Operation, Table, Timing
-from hpcdist.parallel.schedules.base import peak
+from hpcdist.parallel.schedules.base import peak, recomputed_peak
 
 EQUAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # seconds in stages that are equal
 _SUMMED = ("forward_s", "backward_s", "inputs_s", "parameter_bytes", "activation_bytes")
@@ -107,11 +107,6 @@ def predict(
         ConfigError: the schedule refuses the numbers, or no cut keeps the limit.
     """
     table = schedules.make(schedule, ranks, micro_batches, chunks)
-    if recompute and any(operation.kind == "I" for operation in table[0]):
-        raise ConfigError(
-            f"recompute must be False with the schedule {schedule}, which divides a backward pass in two; got True. "
-            "Take one_f_one_b."
-        )
     if cut is not None and cut.stages != ranks * chunks:
         raise ConfigError(
             f"cut must have {ranks * chunks} stages, {chunks} for each of {ranks} ranks; got {cut.stages}. Change it."
@@ -182,10 +177,10 @@ def _stage(costs: Sequence[LayerCost], cut: Cut, number: int, ranks: int) -> Sta
 
 
 def _kept_bytes(operations: Sequence[Operation], stages: Sequence[StageCost], recompute: bool) -> int:
-    """Compute the most bytes of activations that a rank keeps; with recomputation inputs, and those of one stage."""
+    """Compute the most bytes of activations that a rank keeps; with recomputation inputs, and what is recomputed."""
     if not recompute:
         return peak(operations, lambda stage: stages[stage].received_bytes + stages[stage].activation_bytes)
-    again = max(stages[operation.stage].activation_bytes for operation in operations)
+    again = recomputed_peak(operations, lambda stage: stages[stage].activation_bytes)
     return peak(operations, lambda stage: stages[stage].received_bytes) + again
 
 
@@ -196,18 +191,16 @@ class _Memory:
         self._received = [0, *(cost.boundary_bytes for cost in costs)]
         self._parameters = [0, *accumulate(cost.parameter_bytes * copies for cost in costs)]
         self._activations = [0, *accumulate(cost.activation_bytes for cost in costs)]
-        ranks, self._recompute = len(table), recompute
-        self._live = [
-            peak([operation for operation in table[stage % ranks] if operation.stage == stage])
-            for stage in range(ranks * chunks)
-        ]
+        ranks = len(table)
+        of_stages = [[op for op in table[stage % ranks] if op.stage == stage] for stage in range(ranks * chunks)]
+        self._live = [peak(operations) for operations in of_stages]
+        self._whole = [recomputed_peak(operations) for operations in of_stages] if recompute else self._live
 
     def of_stage(self, stage: int, layers: range) -> int:
         """Return the bytes of a stage with these layers."""
         first, end = layers.start, layers.stop
-        live = self._live[stage]
         activations = self._activations[end] - self._activations[first]
-        kept = live * self._received[first] + (1 if self._recompute else live) * activations
+        kept = self._live[stage] * self._received[first] + self._whole[stage] * activations
         return round(self._parameters[end] - self._parameters[first]) + kept
 
 

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hpcdist.errors import ConfigError
 from hpcdist.parallel.agreement import Agreement
 from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.part import PartOfModel
+
+_WHOLE = {"ranks": 0, "dims": []}  # of each rank the same: the first one's counts
 
 
 class Shards(PartOfModel):
@@ -85,6 +87,12 @@ class Shards(PartOfModel):
                 home.add_module(name, nn.Module())
             home = home._modules[name]
         return home
+
+    def describe_parts(self) -> dict[str, dict[str, Any]]:
+        prefix = f"shard{self.grid.stage}of{self.grid.stages}."
+        described = {prefix + name: part.describe(name) for name, part in self._parts.items()}
+        buffers = self._models[0].named_buffers()
+        return described | {prefix + name: {**_WHOLE, "of": name, "shape": list(t.shape)} for name, t in buffers}
 
     # --- values ---------------------------------------------------------------------------------------------------
     def _begin_forward(self) -> None:
@@ -171,6 +179,16 @@ class _OwnShard:
     def _local(self) -> Tensor:
         # Not `to_local()`, which returns a view of it, whose memory can't be exchanged for other memory.
         return self.tensor._local_tensor if isinstance(self.tensor, DTensor) else self.tensor
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Describe what it is a part of, see `PartOfModel.describe_parts`."""
+        described: dict[str, Any] = {**_WHOLE, "of": name, "shape": list(self.tensor.shape)}
+        if isinstance(self.tensor, DTensor):
+            placements = self.tensor.placements
+            known = all(type(placement) in (Shard, Replicate) for placement in placements)
+            described["ranks"] = self.tensor.device_mesh.mesh.tolist()
+            described["dims"] = [getattr(placement, "dim", None) for placement in placements] if known else None
+        return described
 
     def check(self, name: str) -> None:
         """Raise ConfigError where the model has another parameter by now, whose gradients would go astray."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from hpcdist.errors import ConfigError
 from hpcdist.parallel.boundary import Values
 from hpcdist.parallel.layers import Chain
+from hpcdist.parallel.recompute import Recomputation
 
 
 class _Alias(torch.autograd.Function):
@@ -38,9 +38,6 @@ class Stage:
         layers: their numbers in the model, for messages.
         recompute: keep the inputs of a forward pass only, and compute the rest again for the backward pass, with the
             same random numbers.
-
-    Reference: for recomputation, Tianqi Chen, Bing Xu, Chiyuan Zhang, Carlos Guestrin, "Training deep nets with
-    sublinear memory cost", 2016.
     """
 
     def __init__(self, number: int, chain: Chain, layers: range, recompute: bool):
@@ -49,6 +46,8 @@ class Stage:
         self._entered: dict[int, list[Tensor]] = {}  # by micro-batch: the inputs that have a gradient
         self._left: dict[int, list[Tensor]] = {}  # the outputs that get one, or the loss
         self._later: dict[int, Callable[[], Any] | None] = {}  # the part of a backward pass that is left for later
+        self._latest: Recomputation | None = None  # of the last forward pass
+        self._again: dict[int, Recomputation | None] = {}
 
     def __str__(self) -> str:
         first, last = self._layers[0], self._layers[-1]
@@ -71,7 +70,8 @@ class Stage:
             if not self._recompute or not torch.is_grad_enabled():
                 return self._chain.run(values)
             leaves, tree = pytree.tree_flatten(values)
-            return checkpoint(self._run_on_copies, tree, *leaves, use_reentrant=False, context_fn=self._contexts)
+            self._latest = Recomputation(partial(self._run_on_copies, tree), self._buffers_kept)
+            return self._latest.first(*leaves)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -88,10 +88,6 @@ class Stage:
         copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return self._chain.run(pytree.tree_unflatten(copies, tree))
 
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts of a forward pass, and of its recomputation."""
-        return nullcontext(), self._buffers_kept()
-
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
         """Compute on copies of the buffers: running statistics, say, count a micro-batch once."""
@@ -107,6 +103,7 @@ class Stage:
     def leave(self, micro_batch: int, tensors: list[Tensor]) -> None:
         """Keep the outputs, or the loss, from which the backward pass starts."""
         self._left[micro_batch] = tensors
+        self._again[micro_batch], self._latest = self._latest, None
 
     # --- backward -------------------------------------------------------------------------------------------------
     def backward(self, micro_batch: int, gradients: list[Tensor] | None) -> list[Tensor]:
@@ -115,7 +112,7 @@ class Stage:
         Args:
             gradients: of what `leave` has got; None for a loss.
         """
-        left, gradients = _with_graph(self._left.pop(micro_batch), gradients)
+        left, gradients = self._leave_again(micro_batch, gradients)
         if left:
             torch.autograd.backward(left, gradients)
         return self._gradients(micro_batch)
@@ -137,7 +134,7 @@ class Stage:
             return self.backward(micro_batch, gradients)
         from torch.distributed.pipelining import _backward as torchs  # not at import: it takes a second
 
-        left, gradients = _with_graph(self._left.pop(micro_batch), gradients)
+        left, gradients = self._leave_again(micro_batch, gradients)
         left = [_Alias.apply(tensor) for tensor in left]  # which torch's function detaches; the graph may need them
         _, groups = torchs.stage_backward_input(left, gradients, entered, iter(self._parameters))
         self._later[micro_batch] = partial(torchs.stage_backward_weight, iter(self._parameters), groups)
@@ -148,6 +145,15 @@ class Stage:
         later = self._later.pop(micro_batch)
         if later is not None:
             later()
+
+    def _leave_again(
+        self, micro_batch: int, gradients: list[Tensor] | None
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """Return the outputs that have gradients, and these, once what a backward pass needs is there."""
+        again = self._again.pop(micro_batch)
+        if again is not None:
+            again.compute()
+        return _with_graph(self._left.pop(micro_batch), gradients)
 
     def _gradients(self, micro_batch: int) -> list[Tensor]:
         entered = self._entered.pop(micro_batch, [])

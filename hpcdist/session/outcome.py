@@ -170,8 +170,8 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
 
     On as many ranks as have saved it the run goes on to the bit with synchronous strategies; on another number all
     start from the parameters that the saved ranks stood for together. A model in stages may be cut into others, or be
-    whole: parameters, buffers and the optimiser's state are found by their names; what compression has not sent yet is
-    dropped then.
+    whole: parameters, buffers, the optimiser's state and what compression has not sent yet are found by their names.
+    A run on one rank, or replica, sends nothing: what compression had not sent is dropped there.
 
     Args:
         path: a folder of checkpoints, or one of them.

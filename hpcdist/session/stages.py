@@ -22,6 +22,7 @@ from hpcdist.strategies import Strategy
 from hpcdist.strategies.common.state import Anew, Entry, mean
 
 Named = dict[str, Tensor]
+_Path = tuple[Any, ...]
 Pick = Callable[[dict[str, Any]], dict[str, Any]]  # finds one optimiser's part (see `capture`) in a rank's state
 _KINDS = ("params", "frozen", "buffers")
 _NOTHING = object()
@@ -124,6 +125,22 @@ class _SavedStage:
             found = self._split([torch.cat(parts) for parts in zip(*saved, strict=True)])
         return _NOTHING if found is None else found
 
+    def unsent(self, strategy: Strategy) -> dict[_Path, Any]:
+        """Return what compression has not sent, by place in the strategy's state: a value, or tensors by name."""
+        found: dict[_Path, Any] = {}
+        flats: dict[_Path, dict[int, Tensor]] = {}
+        for path, value in _leaves(strategy.reshard_unsent([state["strategy"] for state in self._states])):
+            if isinstance(value, Tensor):
+                kind, group = _of_all_groups(path)
+                flats.setdefault(kind, {})[group] = value
+            elif value is not None:
+                found[path] = value
+        for kind, by_group in flats.items():
+            tensors = [by_group[group] for group in sorted(by_group)]
+            if _fits(tensors, self.layout["params"]):
+                found[kind] = dict(_by_name(self.layout["params"], tensors))
+        return found
+
     def _all_have(self, saved: Sequence[Any]) -> bool:
         return len(saved) == len(self._states)
 
@@ -137,6 +154,24 @@ class _SavedStage:
             if all(_are_tensors(flats) and _fits(flats, places) for flats in kinds.values()):
                 return {kind: dict(_by_name(places, flats)) for kind, flats in kinds.items()}
         return None
+
+
+def _leaves(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+    """Yield all that is in nested dicts and lists, each with its place."""
+    if not isinstance(value, (dict, list)):
+        yield path, value
+        return
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(item, (*path, key))
+
+
+def _of_all_groups(path: _Path) -> tuple[_Path, int]:
+    """Return the place that all flat tensors of a kind have in common, and the group of parameters of this one.
+
+    The state of what compresses flat tensors is a list at some depth: the innermost place in a list is the group.
+    """
+    place = max((i for i, key in enumerate(path) if isinstance(key, int)), default=-1)
+    return (path, -1) if place < 0 else ((*path[:place], "*", *path[place + 1 :]), path[place])
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,11 +200,12 @@ def _by_name(places: Sequence[Sequence[Any]], flats: Sequence[Tensor]) -> Iterat
 def _cut_anew(saved: SavedGrid, optimizer: Any, pick: Pick) -> dict[str, Any]:
     """Make this rank's state from all saved stages, one of which is in memory at a time."""
     strategy, own = optimizer.strategy, capture(optimizer)
-    layout, entries = own["layout"], strategy.entries()
+    layout, entries = own["layout"], [entry for entry in strategy.entries() if not entry.unsent]
     taker = _Taker(layout, saved.path)
     state_of: dict[str, Any] = {}
     groups: list[tuple[list[str], dict[str, Any]]] = []
     values: dict[str, Any] = {}
+    unsent: dict[_Path, Any] = {}
     for number in range(saved.stages):
         states = [pick(saved.read(replica, number)) for replica in range(saved.replicas)]
         stage = _SavedStage(states, strategy, saved.path)
@@ -181,12 +217,17 @@ def _cut_anew(saved: SavedGrid, optimizer: Any, pick: Pick) -> dict[str, Any]:
         groups += groups_of_stage
         for entry in entries:
             values[entry.name] = _joined(values.get(entry.name), stage.along(entry), taker)
+        for path, value in stage.unsent(strategy).items():
+            unsent[path] = unsent.get(path, {}) | taker.wanted(value) if isinstance(value, dict) else value
     flats = {kind: taker.flats(kind, own[kind]) for kind in _KINDS}
     return {
         **own,
         **flats,
         "optimizer": _optimizer_state(own["optimizer"], layout["order"], state_of, groups, taker),
-        "strategy": _strategy_state(strategy, entries, values, taker, flats["params"]),
+        "strategy": {
+            **_strategy_state(strategy, entries, values, taker, flats["params"]),
+            **_unsent_state(strategy, own["strategy"], unsent, taker, flats["params"]),
+        },
     }
 
 
@@ -205,9 +246,12 @@ class _Taker:
     def _is(self, own: str, name: str) -> bool:
         return own == name or self.also.get(own, own) == self.also.get(name, name)
 
+    def wanted(self, named: Named) -> Named:
+        """Copy what this stage needs, so that the flat memory of the saved stage can go."""
+        return {name: tensor.clone() for name, tensor in named.items() if self.wants(name)}
+
     def take(self, kind: str, named: Named) -> None:
-        # Copies: the flat memory of the saved stage can go.
-        self._found[kind] |= {name: tensor.clone() for name, tensor in named.items() if self.wants(name)}
+        self._found[kind] |= self.wanted(named)
 
     def find(self, name: str, named: Mapping[str, Any]) -> Any:
         """Return what is under a parameter's name, or under that of one that is tied to it; None where nothing is."""
@@ -215,8 +259,10 @@ class _Taker:
             return named[name]
         return next((value for other, value in named.items() if self._is(name, other)), None)
 
-    def flats(self, kind: str, like: Sequence[Tensor], named: Named | None = None) -> list[Tensor]:
-        """Lay tensors out as this stage's are.
+    def flats(
+        self, kind: str, like: Sequence[Tensor], named: Named | None = None, or_zeros: bool = False
+    ) -> list[Tensor]:
+        """Lay tensors out as this stage's are; with `or_zeros` one that is not there is of zeros.
 
         Raises:
             CheckpointError: one is not there, or of another shape.
@@ -226,6 +272,8 @@ class _Taker:
             value = self.find(name, self._found[kind] if named is None else named)
             if value is None and named is None:  # frozen when it was saved, or not any more
                 value = self.find(name, {n: t for found in self._found.values() for n, t in found.items()})
+            if value is None and or_zeros:
+                value = torch.zeros(stop - start)
             if value is None or value.numel() != stop - start:
                 got = "nothing of that name" if value is None else f"one of {value.numel()} elements"
                 raise CheckpointError(
@@ -239,7 +287,7 @@ class _Taker:
 def _joined(before: Any, now: Any, taker: _Taker) -> Any:
     """Join an entry's values of two stages."""
     if isinstance(now, dict):
-        wanted = {kind: {n: t.clone() for n, t in of.items() if taker.wants(n)} for kind, of in now.items()}
+        wanted = {kind: taker.wanted(named) for kind, named in now.items()}
         known = before if isinstance(before, dict) else {}
         return {kind: known.get(kind, {}) | named for kind, named in wanted.items()} | {
             kind: named for kind, named in known.items() if kind not in wanted
@@ -285,6 +333,25 @@ def _strategy_state(
     return {entry.name: entry.save() for entry in entries if not entry.optional} | state
 
 
+def _unsent_state(
+    strategy: Strategy, own: dict[str, Any], unsent: Mapping[_Path, Any], taker: _Taker, like: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Return what the strategy's compression has not sent; what does not lie along the parameters begins anew."""
+    like = [torch.empty_like(f, dtype=torch.float64 if f.dtype == torch.float64 else torch.float32) for f in like]
+    along = {kind: named for kind, named in unsent.items() if isinstance(named, dict)}
+    flats = {kind: taker.flats("params", like, named, or_zeros=True) for kind, named in along.items()}
+
+    def fill(value: Any, path: _Path) -> Any:
+        if isinstance(value, dict):
+            return {key: fill(item, (*path, key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [fill(item, (*path, place)) for place, item in enumerate(value)]
+        kind, group = _of_all_groups(path)
+        return flats[kind][group] if kind in flats else unsent.get(path, value)
+
+    return fill(strategy.reshard_unsent([own | {"works": True}]), ())
+
+
 # --- the unsplit model ------------------------------------------------------------------------------------------------
 def unsplit(path: str | Path, optimizer: str = "optimizer") -> dict[str, Tensor]:
     """Return the state dict of the whole model that a checkpoint's ranks stand for together, of any grid; on the CPU.
@@ -317,6 +384,8 @@ def unsplit(path: str | Path, optimizer: str = "optimizer") -> dict[str, Tensor]
         return state["state"][optimizer]
 
     whole: dict[str, Tensor] = {}
+    parts: dict[str, dict[int, Tensor]] = {}
+    described: dict[str, dict[str, Any]] = {}
     for number in range(saved.stages):
         states = [pick(saved.read(replica, number)) for replica in range(saved.replicas)]
         layout: dict[str, Any] = states[0].get("layout", {})
@@ -324,12 +393,42 @@ def unsplit(path: str | Path, optimizer: str = "optimizer") -> dict[str, Tensor]
         stage = _SavedStage(states, cls, saved.path)
         for kind in _KINDS:
             for (name, tensor), place in zip(stage.named[kind].items(), layout[kind], strict=True):
-                if name not in layout["beside"]:
+                if name in layout["beside"]:
+                    continue
+                if part := layout.get("parts", {}).get(name):
+                    described.setdefault(part["of"], part)
+                    parts.setdefault(part["of"], {})[number] = _shaped(tensor, place)
+                else:
                     whole.setdefault(name, _shaped(tensor, place))
         for name, other in stage.also.items():
             if other in whole:
                 whole.setdefault(name, whole[other])
-    return whole
+    return whole | {name: _put_together(tensors, described[name], found) for name, tensors in parts.items()}
+
+
+def _put_together(parts: Mapping[int, Tensor], described: Mapping[str, Any], path: Any) -> Tensor:
+    """Return the whole tensor of which ranks have parts, some of them padded at their end.
+
+    Args:
+        parts: by rank of the replica.
+        described: the first rank's part, see `PartOfModel.describe_parts`.
+    """
+    if described["dims"] is None:
+        raise CheckpointError(
+            f"parts of parameters must lie one behind the other to be put together; got {described['of']!r} in {path}, "
+            "which is cut twice along one dimension. Gather it in a program on the same ranks: torch's "
+            "get_model_state_dict inside hpcdist.consensus."
+        )
+
+    def join(ranks: Any, dims: Sequence[int | None]) -> Tensor:
+        if not dims:
+            return parts[ranks]
+        if dims[0] is None:
+            return join(ranks[0], dims[1:])
+        return torch.cat([join(along, dims[1:]) for along in ranks], dims[0])
+
+    whole = join(described["ranks"], described["dims"])
+    return whole[tuple(slice(size) for size in described["shape"])].clone()
 
 
 def _shaped(flat: Tensor, place: Sequence[Any]) -> Tensor:

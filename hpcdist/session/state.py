@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import CheckpointError
+from hpcdist.parallel.part import PartOfModel
 from hpcdist.strategies import Strategy
 from hpcdist.strategies.base import name_of
 from hpcdist.strategies.common.state import mean
@@ -30,7 +31,8 @@ def layout_of(optimizer: Any) -> dict[str, Any]:
     """Describe where each parameter lies in a state, by name, and in which order the optimiser has them."""
     model, strategy = optimizer.strategy.model, optimizer.strategy
     order = [model.name_of(p) for group in optimizer.param_groups for p in group["params"]]
-    return model.layout() | {"order": order, "strategy": name_of(strategy)}
+    parts = model.module.describe_parts() if isinstance(model.module, PartOfModel) else {}
+    return model.layout() | {"order": order, "strategy": name_of(strategy)} | ({"parts": parts} if parts else {})
 
 
 def restore(optimizer: Any, state: dict[str, Any]) -> None:

@@ -334,7 +334,7 @@ class AllReduce(Strategy):
         return self.comm.traffic + self._channel.traffic
 
     def entries(self) -> list[Entry]:
-        compressed = part("compressed", self._compressed, Reduction.reshard)
+        compressed = part("compressed", self._compressed, Reduction.reshard, unsent=True)
         return [*super().entries(), attribute(self, "updates"), *compressed]
 
     def close(self) -> None:

@@ -185,6 +185,10 @@ class Strategy(abc.ABC):
         """Make the state of every rank of a world of another size from the states of all saved ranks."""
         return reshard_entries(self.entries(), states)
 
+    def reshard_unsent(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Make the entries that have what compression has not sent yet, as `reshard_state` does with all of them."""
+        return reshard_entries([entry for entry in self.entries() if entry.unsent], states)
+
     @classmethod
     def reshard_params(cls, params: list[list[Tensor]], states: list[dict[str, Any]]) -> list[Tensor]:
         """Make the first parameters of all ranks of a world of another size from those of all saved ranks."""

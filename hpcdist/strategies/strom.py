@@ -191,7 +191,8 @@ class Strom(Decentralised):
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:
-        return [*super().entries(), Entry("links", self._save_links, self._load_links, self._reshard_links)]
+        links = Entry("links", self._save_links, self._load_links, self._reshard_links, unsent=True)
+        return [*super().entries(), links]
 
     def _save_links(self) -> list[list[dict]]:
         return [[feedback.state() for feedback in link.feedbacks] for link in self._links]

@@ -14,9 +14,17 @@ from hpcdist.parallel import Grid, Pipeline, schedules
 
 STEP_S = 1.0  # of the whole model on one rank
 THIRDS = {"F": 1, "B": 2, "I": 1, "W": 1}
+AGAIN = THIRDS | {"B": 3, "I": 2}  # with recomputation
 
 
-def step_s(schedule: str, ranks: int, micro_batches: int, chunks: int = 1, network: Network | None = None) -> float:
+def step_s(
+    schedule: str,
+    ranks: int,
+    micro_batches: int,
+    chunks: int = 1,
+    network: Network | None = None,
+    recompute: bool = False,
+) -> float:
     """The time of the second step; in the first one the ranks tell one another what they will send."""
 
     def body(comm):
@@ -28,6 +36,7 @@ def step_s(schedule: str, ranks: int, micro_batches: int, chunks: int = 1, netwo
             micro_batches=micro_batches,
             schedule=schedule,
             chunks=chunks,
+            recompute=recompute,
         )
         x = torch.ones(2 * micro_batches, 4)
         pipeline.forward_backward(x, x)
@@ -42,8 +51,11 @@ def step_s(schedule: str, ranks: int, micro_batches: int, chunks: int = 1, netwo
     return max(end for _, end in times) - min(start for start, _ in times)
 
 
-def predicted_s(schedule: str, ranks: int, micro_batches: int, chunks: int = 1, message_s: float = 0.0) -> float:
-    seconds = {kind: third / 3 * STEP_S / ranks / chunks / micro_batches for kind, third in THIRDS.items()}
+def predicted_s(
+    schedule: str, ranks: int, micro_batches: int, chunks: int = 1, message_s: float = 0.0, recompute: bool = False
+) -> float:
+    thirds = AGAIN if recompute else THIRDS
+    seconds = {kind: third / 3 * STEP_S / ranks / chunks / micro_batches for kind, third in thirds.items()}
     table = schedules.make(schedule, ranks, micro_batches, chunks)
     return schedules.simulate(table, seconds, lambda operation: message_s).makespan_s
 
@@ -65,8 +77,9 @@ def test_the_measured_bubble_is_the_formula_s(schedule, stages, micro_batches):
     ],
 )  # fmt: skip
 def test_a_simulation_predicts_the_time(schedule, stages, micro_batches, chunks):
-    exact = predicted_s(schedule, stages, micro_batches, chunks)
-    assert step_s(schedule, stages, micro_batches, chunks) == pytest.approx(exact, rel=1e-9)
+    for recompute in (False, True):
+        exact = predicted_s(schedule, stages, micro_batches, chunks, recompute=recompute)
+        assert step_s(schedule, stages, micro_batches, chunks, recompute=recompute) == pytest.approx(exact, rel=1e-9)
 
 
 @pytest.mark.parametrize("schedule", schedules.available())

@@ -241,6 +241,51 @@ def test_training_is_resumed_to_the_bit(ranks, shared_tmp_path):
     ranks(body)
 
 
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.sizes(4, exact=True)
+@pytest.mark.parametrize("share", [halved, parallel])
+@pytest.mark.parametrize("strategy", ["allreduce", "gossip_sync"])
+def test_a_checkpoint_is_the_whole_model_for_one_process(ranks, share, strategy, shared_tmp_path):
+    def body(comm):
+        with session(comm):
+            training = Training(comm, share, strategy)
+            for step in range(3):
+                training.step(step)
+            hd.save(shared_tmp_path, optimizer=training.optimizer)
+            with hd.consensus(training.shards):
+                training.shards._follow()
+                expected = training.values()
+            model = make()
+            model.load_state_dict(hd.unsplit(shared_tmp_path))
+            assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected, strict=True))
+            hd.finish(training.shards)
+
+    ranks(body)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.sizes(4, exact=True)
+def test_one_of_a_mesh_of_two_dimensions_is_put_together_or_refused(ranks, shared_tmp_path):
+    """Rows of one matrix are cut by tensor parallelism, and then again by fully_shard."""
+
+    def body(comm):
+        with session(comm):
+            mesh = hd.device_mesh(2, 2, names=("data", "tensor"))
+            for plan, folder in (({"0": RowwiseParallel()}, "columns"), ({"0": ColwiseParallel()}, "rows")):
+                model = fully_shard(parallelize_module(make(), mesh["tensor"], plan), mesh=mesh["data"])
+                shards = hd.local_shards(model)
+                optimizer = hd.DistributedOptimizer(torch.optim.SGD(shards.parameters(), lr=0.1), shards)
+                hd.save(shared_tmp_path / folder, optimizer=optimizer)
+                hd.finish(shards)
+            make().load_state_dict(hd.unsplit(shared_tmp_path / "columns"))
+            state = hd.unsplit(shared_tmp_path / "columns")
+            assert all(torch.equal(state[name], tensor) for name, tensor in make().state_dict().items())
+            with pytest.raises(CheckpointError, match="parts of parameters must lie one behind the other .*; got '0.w"):
+                hd.unsplit(shared_tmp_path / "rows")
+
+    ranks(body)
+
+
 # --- examples ---------------------------------------------------------------------------------------------------------
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.sizes(4, exact=True)

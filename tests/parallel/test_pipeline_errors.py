@@ -52,7 +52,6 @@ def test_more_stages_than_layers(ranks):
     "options, message",
     [
         ({"micro_batches": 0}, "micro_batches must be at least 1; got 0"),
-        ({"recompute": True, "schedule": "zero_bubble"}, "recompute must be False with the schedule zero_bubble"),
         ({"schedule": "one_f_one_b", "chunks": 2}, "chunks must be 1 with the schedule one_f_one_b; got 2"),
         ({"schedule": "nothing"}, "nothing"),
         ({"cut": [1, 1]}, "cut must be numbers of layers, .* whose sum is the model's 4; got 1, 1"),

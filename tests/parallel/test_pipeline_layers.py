@@ -5,13 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from harness.pipelines import assert_close, make_pipeline, merged, outcome, piped, whole
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.errors import ConfigError
 from hpcdist.parallel import Chain
 
 loss_of = nn.functional.mse_loss
 pytestmark = [pytest.mark.computes, pytest.mark.sizes(1, 2, 4)]
-WAYS = [("gpipe", False), ("one_f_one_b", False), ("one_f_one_b", True), ("zero_bubble", False)]
+WAYS = [
+    ("gpipe", False),
+    ("one_f_one_b", False), ("one_f_one_b", True),
+    ("zero_bubble", False), ("zero_bubble", True),
+]  # fmt: skip
 
 
 def linear(a, b, **options):
@@ -282,7 +289,7 @@ class Constant(nn.Module):
         return x * nn.functional.dropout(self.weight.expand(len(x), 4), 0.5, self.training)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zero_bubble"])
 def test_each_micro_batch_draws_its_own_mask_and_draws_it_again_when_recomputed(ranks, schedule):
     """Dropout: the numbers are those of the rank's generator, one micro-batch after the other."""
     x, y = torch.ones(8, 4, dtype=torch.float64), torch.zeros(8, 4, dtype=torch.float64)
@@ -314,13 +321,13 @@ def normal():
     return nn.Sequential(linear(4, 4), nn.BatchNorm1d(4, dtype=torch.float64), linear(4, 4), nn.Tanh(), linear(4, 4))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_batch_norm_sees_micro_batches_in_their_order_once(ranks, recompute):
+@pytest.mark.parametrize("schedule, recompute", WAYS)
+def test_batch_norm_sees_micro_batches_in_their_order_once(ranks, schedule, recompute):
     """Its statistics are those of a micro-batch, and its running ones move once with each, recomputed or not."""
     x, y = samples(8)
 
     def body(comm):
-        pipeline = make_pipeline(comm, normal, loss_of, micro_batches=4, recompute=recompute)
+        pipeline = make_pipeline(comm, normal, loss_of, schedule=schedule, micro_batches=4, recompute=recompute)
         found = outcome(pipeline.forward_backward(x, y), pipeline)
         return found, {name: buffer.clone() for name, buffer in pipeline.named_buffers()}
 
@@ -337,3 +344,56 @@ def test_batch_norm_sees_micro_batches_in_their_order_once(ranks, recompute):
     assert set(buffers) == set(expected)
     for name, buffer in buffers.items():
         torch.testing.assert_close(buffer, expected[name], rtol=0, atol=1e-12)
+
+
+class Watched(nn.Module):
+    """Keeps an activation for the gradient of its weights, and watches how many of them there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.kept, self.most = linear(4, 4), [], []
+
+    def forward(self, x):
+        self.most.append(sum(not memory.expired() for memory in self.kept))
+        y = x.exp()
+        self.kept.append(StorageWeakRef(y.untyped_storage()))
+        return self.layer(y).tanh()
+
+
+@pytest.mark.sizes(2, exact=True)
+@pytest.mark.parametrize("schedule, most", [("gpipe", (0, 0)), ("one_f_one_b", (0, 0)), ("zero_bubble", (0, 1))])
+def test_a_recomputed_pass_is_run_twice_and_kept_until_its_gradients_are_made(ranks, schedule, most):
+    """With zero_bubble rank 1 makes gradients of weights one micro-batch later."""
+    x, y = samples(8)
+
+    def body(comm):
+        layer = Watched()
+        pipeline = make_pipeline(comm, [layer, Watched()], loss_of, schedule=schedule, micro_batches=8, recompute=True)
+        pipeline.forward_backward(x, y)
+        mine = next(module for module in pipeline.modules() if isinstance(module, Watched))
+        assert not any(not memory.expired() for memory in mine.kept), "nothing is left behind"
+        return len(mine.most), max(mine.most)
+
+    assert ranks(body) == [(16, kept) for kept in most]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_layers_that_compute_something_else_when_recomputed_are_refused(schedule):
+    class Fickle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.calls = linear(4, 4), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.layer(x).exp() if self.calls == 1 else self.layer(x[:, None]).exp()[:, 0]
+
+    def body(comm):
+        pipeline = make_pipeline(
+            comm, [Fickle() for _ in range(comm.size)], loss_of, schedule=schedule, micro_batches=1, recompute=True
+        )
+        x, y = samples()
+        with pytest.raises(ConfigError, match="layers must compute the same from the same inputs each time with recom"):
+            pipeline.forward_backward(x, y)
+
+    run_virtual(body, 1)

@@ -46,8 +46,22 @@ def test_recomputation_keeps_inputs_only():
     assert plain.memory_bytes == (8000 + 8 * 2000, 8000 + 8 * 2100)
     assert again.memory_bytes == (8000 + 2000, 8000 + 8 * 100 + 2000)
     assert again.timing.makespan_s == pytest.approx(plain.timing.makespan_s * 4 / 3)
-    with pytest.raises(ConfigError, match="recompute must be False with the schedule zero_bubble, which divides a"):
-        predict(EIGHT, 2, schedule="zero_bubble", recompute=True)
+
+
+def test_recomputed_activations_are_kept_for_the_gradients_of_weights():
+    """Rank r of zero_bubble makes these r micro-batches later: it keeps r + 1 of them, and p inputs."""
+    plain, again = (
+        predict(EIGHT, 4, micro_batches=8, schedule="zero_bubble", cut=by_hand([2] * 4, 8), recompute=on)
+        for on in (False, True)
+    )
+    assert plain.memory_bytes == (4000 + 4 * 1000, *[4000 + 4 * 1100] * 3)
+    assert again.memory_bytes == (4000 + 1000, *(4000 + 4 * 100 + kept * 1000 for kept in (2, 3, 4)))
+    assert again.timing.peaks == plain.timing.peaks == [4] * 4
+    work = 8 * 0.006
+    assert again.timing.makespan_s - work * 4 / 3 == pytest.approx(3 * (0.002 + 0.004 - 0.002))
+    assert {plan.schedule for plan in compare(EIGHT, 2, recompute=True)} == set(schedules.available())
+    limited = predict(EIGHT, 4, micro_batches=8, schedule="zero_bubble", recompute=True, limit_bytes=8000)
+    assert max(limited.memory_bytes) <= 8000 < max(again.memory_bytes)
 
 
 def test_messages_take_time():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from staged import batches, difference, make, mse, pipeline, values, whole
 from torch import nn
 
 import hpcdist as hd
+from hpcdist import checkpoint
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import CheckpointError
 from strategies import problem
@@ -23,11 +25,11 @@ SYNCHRONOUS = ("allreduce", "gossip_sync", "dpsgd", "sgp", "local_sgd", "diloco"
 class Loop:
     """A script's objects, made anew as a resumed one makes them; without stages where these are None."""
 
-    def __init__(self, comm, stages, strategy="allreduce", rate=0.01, **options):
+    def __init__(self, comm, stages, strategy="allreduce", rate=0.01, compression=None, **options):
         hd.init(comm=comm)
         self.model = make() if stages is None else pipeline(comm, stages, **options)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate)
-        settings = OPTIONS.get(strategy, {})
+        settings = OPTIONS.get(strategy, {}) | ({} if compression is None else {"compression": compression})
         self.optimizer = hd.DistributedOptimizer(optimizer, self.model, strategy=strategy, **settings)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
         replicas = comm.size // (stages or 1)
@@ -156,6 +158,20 @@ def test_a_checkpoint_is_unsplit_without_ranks(tmp_path, strategy):
         hd.unsplit(tmp_path / "elsewhere")
 
 
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("stages", [None, 2])
+@pytest.mark.parametrize("strategy", ["allreduce", "hardsync"])
+def test_a_checkpoint_is_exported_to_the_bit(tmp_path, strategy, stages, suffix):
+    stood, _ = saved(tmp_path / "saved", 4, stages, strategy)
+    file = tmp_path / f"model{suffix}"
+    for _ in range(2):  # it is replaced
+        checkpoint.export(hd.unsplit(checkpoint.find(tmp_path / "saved")), file)
+    state = load_file(file) if suffix == ".safetensors" else torch.load(file, weights_only=True)
+    assert difference(state, stood) == 0.0
+    make().load_state_dict(state)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [file.name]
+
+
 class Shift(nn.Module):
     """Has a buffer that no state dict has."""
 
@@ -212,3 +228,68 @@ def test_another_model_or_an_old_checkpoint_is_refused(tmp_path, monkeypatch):
     tmp_path = tmp_path / "old"
     with pytest.raises(CheckpointError, match="must say where each parameter lies in it, to be cut into other stages"):
         hd.unsplit(tmp_path)
+
+
+# --- compression ------------------------------------------------------------------------------------------------------
+COMPRESSION = {"name": "topk", "ratio": 0.1}
+
+
+def unsent(optimizer):
+    """What this rank's compression has not sent yet, by name; nothing on ranks that do not compress."""
+    state = optimizer.strategy.state()
+    if "links" in state:
+        flats = [feedback["residual"] for feedback in state["links"][0]]
+    elif "mailbox" in state:
+        flats = state["mailbox"]["letters"]["whole"]
+    else:
+        flats = [feedback["residual"] for feedback in state["compressed"]["feedbacks"]]
+    places = optimizer.strategy.model.layout()["params"]
+    return {name: flats[group][start:stop].clone() for name, group, start, stop, *_ in places if flats}
+
+
+def totals(found):
+    """The sums over all ranks that hold a parameter, and how many these are."""
+    sums, counts = {}, {}
+    for of_rank in found:
+        for name, tensor in of_rank.items():
+            sums[name] = sums.get(name, 0.0) + tensor
+            counts[name] = counts.get(name, 0) + 1
+    return sums, counts
+
+
+@pytest.mark.parametrize(("size", "stages"), [(8, 4), (2, None), (4, 2), (6, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "compression"),
+    [("allreduce", "topk"), ("allreduce", "dgc"), ("local_sgd", "topk"), ("hardsync", "topk"), ("strom", "topk")],
+)
+def test_what_compression_has_not_sent_is_cut_anew(tmp_path, strategy, compression, size, stages):
+    """Each rank has the mean, so that the next updates have what the saved ranks' would; with strom the sum stays."""
+    how = {"compression": COMPRESSION | {"name": compression}}
+
+    def save(comm):
+        loop = Loop(comm, 2, strategy, cut=(3, 4), **how)
+        loop.epoch()
+        hd.save(tmp_path, **loop.objects())
+        return unsent(loop.optimizer), loop.optimizer.strategy.state()
+
+    def load(comm):
+        options = {} if stages is None else {"cut": (2, 2, 2, 1) if stages == 4 else (4, 3)}
+        loop = Loop(comm, stages, strategy, **how, **options)
+        hd.load(tmp_path, **loop.objects())
+        found = unsent(loop.optimizer), loop.optimizer.strategy.state()
+        loop.epoch()
+        assert all(torch.isfinite(tensor).all() for tensor in loop.finished().values())
+        return found
+
+    before, after = run_virtual(save, 6), run_virtual(load, size)
+    (sums, counts), (sums_after, counts_after) = (totals(own for own, _ in found) for found in (before, after))
+    assert sums.keys() == sums_after.keys() and max(float(total.abs().max()) for total in sums.values()) > 0
+    for name, total in sums.items():
+        share = 1 if strategy == "strom" else counts_after[name] / counts[name]
+        torch.testing.assert_close(sums_after[name], total * share, rtol=0, atol=1e-12)
+    if compression == "dgc":
+        (_, saved_state), (_, state) = before[0], after[0]
+        coders = [each["compressed"]["feedbacks"][0]["compressor"] for each in (saved_state, state)]
+        assert coders[0]["steps"] == coders[1]["steps"] > 0
+        assert coders[1]["velocity"].abs().max() > 0
+        assert saved_state["compressed"]["calls"] == state["compressed"]["calls"] == 4

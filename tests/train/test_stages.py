@@ -28,6 +28,7 @@ def _require_close(own, whole):
         ("parallel.schedule=gpipe", "parallel.recompute=true", "parallel.cut=[3,5]"),
         ("parallel.schedule=interleaved", "parallel.chunks=2", "accumulation=3"),
         ("parallel.schedule=zero_bubble", "clip_norm=0.5"),
+        ("parallel.schedule=zero_bubble", "parallel.recompute=true"),
     ],
     ids=str,
 )
@@ -136,6 +137,10 @@ def test_mixed_precision_learns_in_stages(tmp_path, amp):
     settings = (*TWO, f"amp={amp}", "epochs=3")
     found = run_virtual(lambda comm: staged.run(comm, tmp_path, *settings, job=tiny.job)[0], 2)
     assert found[0].metrics["accuracy"] > 0.5
+    again = (*settings, "parallel.recompute=true")  # within the same autocast
+    assert run_virtual(lambda comm: staged.run(comm, tmp_path / "again", *again, job=tiny.job)[0], 2)[0].sha256 == (
+        found[0].sha256
+    )
 
 
 def test_an_overflow_in_one_stage_is_left_out_in_all(tmp_path):

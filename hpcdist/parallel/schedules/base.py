@@ -182,6 +182,16 @@ def peak(operations: Sequence[Operation], size: Callable[[int], int] = lambda st
     return most
 
 
+def recomputed_peak(operations: Sequence[Operation], size: Callable[[int], int] = lambda stage: 1) -> int:
+    """Compute the most that a rank keeps at a time of what is computed again: in B, and from I to the end of W."""
+    kept = most = 0
+    for operation in operations:
+        kept += {"B": 1, "I": 1}.get(operation.kind, 0) * size(operation.stage)
+        most = max(most, kept)
+        kept -= {"B": 1, "W": 1}.get(operation.kind, 0) * size(operation.stage)
+    return most
+
+
 def one_by_one(forward: Sequence[Operation], backward: Sequence[Operation], ahead: int) -> list[Operation]:
     """Merge a rank's operations: the first `ahead` forward, then forward and backward in turn, then the rest."""
     ahead = min(ahead, len(forward))

@@ -64,6 +64,7 @@ class Entry:
         load: restores a value; collective where it communicates.
         reshard: chooses the value for another number of ranks, see `first`, `dropped` and `zeros`.
         optional: a checkpoint may lack it; this rank's value then stays.
+        unsent: it has what compression has not sent yet.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Entry:
     load: Callable[[Any], None]
     reshard: Reshard = first
     optional: bool = False
+    unsent: bool = False
 
 
 def attribute(owner: object, name: str) -> Entry:
@@ -88,9 +90,9 @@ def tensors(name: str, own: Sequence[Tensor], reshard: Reshard) -> Entry:
     return Entry(name, lambda: own, load, reshard, optional=True)
 
 
-def part(name: str, owned: Stateful | None, reshard: Reshard) -> Iterable[Entry]:
+def part(name: str, owned: Stateful | None, reshard: Reshard, unsent: bool = False) -> Iterable[Entry]:
     """Declare the state of an object that the strategy owns; None has no entry."""
-    return [] if owned is None else [Entry(name, owned.state, owned.load_state, reshard, optional=True)]
+    return [] if owned is None else [Entry(name, owned.state, owned.load_state, reshard, True, unsent)]
 
 
 def save_entries(entries: Iterable[Entry]) -> dict[str, Any]:

@@ -292,8 +292,9 @@ class ServerStrategy(Strategy):
             Entry("works", lambda: self.is_worker, lambda _: None, dropped(self.is_worker)),  # for `reshard_state`
             Entry("shards", ranges, self._require_same_shards, dropped(ranges()), optional=True),
         ]
-        if self.channel is not None:  # carried over by `reshard_state`, which knows how many ranks worked
-            entries.append(Entry("mailbox", self.channel.state, self._load_channel, dropped({}), optional=True))
+        if self.channel is not None:  # carried over by `reshard_unsent`, which knows how many ranks worked
+            channel = Entry("mailbox", self.channel.state, self._load_channel, dropped({}), optional=True, unsent=True)
+            entries.append(channel)
         return entries + [entry for each in (self.worker, self.handler) if each is not None for entry in each.entries()]
 
     def _load_clock(self, saved: int) -> None:
@@ -334,12 +335,14 @@ class ServerStrategy(Strategy):
                 self.optimizer.state.pop(parameter, None)
 
     def reshard_state(self, states: list[dict]) -> dict:
-        """Carry the entries over; to each worker the mean over the saved ones of what was not sent."""
-        resharded = super().reshard_state(states)
-        if self.channel is not None:
-            workers = sum(state["works"] for state in states)
-            resharded["mailbox"] = self.channel.reshard([state.get("mailbox", {}) for state in states], workers)
-        return resharded
+        return super().reshard_state(states) | self.reshard_unsent(states)
+
+    def reshard_unsent(self, states: list[dict]) -> dict:
+        """Give each worker the mean over the saved ones of what was not sent."""
+        if self.channel is None:
+            return {}
+        workers = sum(state["works"] for state in states)
+        return {"mailbox": self.channel.reshard([state.get("mailbox", {}) for state in states], workers)}
 
     @classmethod
     def reshard_params(cls, params: list[list[Tensor]], states: list[dict]) -> list[Tensor]:

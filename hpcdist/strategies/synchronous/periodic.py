@@ -132,7 +132,7 @@ class Periodic(Strategy):
             Entry("common", lambda: self.common, self._load_common),
             Entry("gone", lambda: self._gone, self._load_gone),
             Entry("mean", lambda: self._mean if self._gone else [], self._load_mean),
-            *part("compressed", self._compressed, Reduction.reshard),
+            *part("compressed", self._compressed, Reduction.reshard, unsent=True),
         ]
 
     def state(self) -> dict:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from torch.utils.data import DataLoader
 
 from hpcdist.bench import runner
 from hpcdist.bench.runner import Row, Run, Side, beside, check, table
-from hpcdist.comm.alone import Alone
+from hpcdist.comm.communicator import Communicator
 from hpcdist.data.hdf5 import HDF5Dataset
-from hpcdist.data.loader import Batch, Loader, ShardedBatchSampler
+from hpcdist.data.loader import Batch, Loader
 from hpcdist.data.sharding import EpochPlan
 from hpcdist.data.writer import Split, create
 from hpcdist.errors import UnknownNameError
+from hpcdist.session.shard import shard
 
 Reader = Callable[[int], Iterator[Batch]]  # epoch -> its batches
 REFERENCE = "memory_map"
@@ -47,43 +49,50 @@ KINDS = {
 
 
 def measure(
-    kinds: Sequence[str] = tuple(KINDS), *, batch_size: int = 128, rounds: int = 500, folder: str | Path | None = None
+    comm: Communicator,
+    kinds: Sequence[str] = tuple(KINDS),
+    *,
+    batch_size: int = 128,
+    rounds: int = 500,
+    folder: str | Path | None = None,
 ) -> list[Row]:
-    """Time reading the same shuffled batches (x uint8, y int64) by each reader in turn, file in the page cache.
+    """Collective. Time reading each rank's part of the same shuffled batches by each reader, file in the page cache.
 
     Readers: `memory_map` (NumPy fancy indexing, then torch.from_numpy), `batch` (HDF5Dataset.batch), `loader`
-    (Loader), `dataloader` (torch's DataLoader without workers).
+    (Loader), `dataloader` (torch's DataLoader without workers, which makes the batches itself), `shard` (the same by
+    `hpcdist.shard`).
 
     Args:
+        comm: The ranks of the session, each of which makes the files for itself.
         kinds: Names of KINDS.
         batch_size: Samples per batch.
         rounds: Batches that each reader reads; a quarter of it of samples above 100 kB.
         folder: Where the files are made (and removed again); by default the system's temporary folder.
 
-    Returns: one row per kind and reader: name, bytes (of a batch as stored), ranks (1), median_s (of one batch),
+    Returns: one row per kind and reader: name, bytes (of a batch as stored), ranks, median_s (of one batch),
     bytes_sent (0), ratio (the reader's speed relative to the memory map, 1.0 being equal).
     """
-    check(Alone(), rounds)
+    check(comm, rounds)
     rows = []
     for name in kinds:
         if name not in KINDS:
             raise UnknownNameError("kind", name, KINDS)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            rows += _measure_kind(name, KINDS[name], batch_size, rounds, Path(scratch))
+            rows += _measure_kind(comm, name, KINDS[name], batch_size, rounds, Path(scratch))
     return table(rows, COLUMNS)
 
 
-def _measure_kind(name: str, kind: Kind, batch_size: int, rounds: int, scratch: Path) -> list[Row]:
+def _measure_kind(comm: Communicator, name: str, kind: Kind, batch_size: int, rounds: int, scratch: Path) -> list[Row]:
     sample_bytes = int(np.prod(kind.shape))
     rounds = max(1, rounds // 4) if sample_bytes > 100_000 else rounds
-    plan = EpochPlan(kind.samples, 1, batch_size)
+    plan = EpochPlan(kind.samples, comm.size, batch_size)
     columns = {"bytes": sample_bytes * batch_size, "bytes_sent": 0}
-    readers = _readers(kind, plan, scratch)
+    readers = _readers(kind, plan, comm.rank, scratch)
     sides = [
         Side(f"loader/{name}/{reader}", _reading(read, plan, first, len(readers)), columns)
         for first, (reader, read) in enumerate(readers.items())
     ]
-    return beside(runner.measure(Alone(), sides, rounds), [f"loader/{name}/{REFERENCE}"], ratio="speedup")
+    return beside(runner.measure(comm, sides, rounds), [f"loader/{name}/{REFERENCE}"], ratio="speedup")
 
 
 def _reading(read: Reader, plan: EpochPlan, first: int, epochs: int) -> Run:
@@ -93,7 +102,7 @@ def _reading(read: Reader, plan: EpochPlan, first: int, epochs: int) -> Run:
     find it in the processor's cache.
     """
     deque(read(0), maxlen=0)
-    full = plan.n_samples // plan.batch_size
+    full = plan.n_samples // plan.global_batch
     batches = (batch for turn in count(first) for batch in islice(read(turn % epochs), full))
 
     def run(steps: int) -> float:
@@ -106,8 +115,8 @@ def _reading(read: Reader, plan: EpochPlan, first: int, epochs: int) -> Run:
     return run
 
 
-def _readers(kind: Kind, plan: EpochPlan, scratch: Path) -> dict[str, Reader]:
-    """Make the readers, by name, that give the batches of an epoch in the plan's order."""
+def _readers(kind: Kind, plan: EpochPlan, worker: int, scratch: Path) -> dict[str, Reader]:
+    """Make the readers, by name, that give a worker's batches of an epoch in the plan's order."""
     x = np.random.default_rng(0).integers(0, 256, (kind.samples, *kind.shape), dtype=np.uint8)
     y = np.arange(kind.samples) % 10
     classes = [str(label) for label in range(10)]
@@ -115,27 +124,39 @@ def _readers(kind: Kind, plan: EpochPlan, scratch: Path) -> dict[str, Reader]:
     np.save(scratch / "x.npy", x)
     np.save(scratch / "y.npy", y)
     mapped_x, mapped_y = (np.load(scratch / f"{name}.npy", mmap_mode="r") for name in "xy")
-    dataset = HDF5Dataset(scratch / "data.h5")
+    dataset, size = HDF5Dataset(scratch / "data.h5"), plan.batch_size
+
+    @lru_cache
+    def order(epoch: int) -> np.ndarray:
+        """List the worker's samples, without a plan's work at each step."""
+        epoch_plan = plan.at(epoch)
+        return np.concatenate([epoch_plan.indices(step, worker) for step in range(plan.steps)])
 
     def from_map(indices: np.ndarray) -> Batch:
         x, y = torch.from_numpy(mapped_x[indices]), torch.from_numpy(mapped_y[indices])
         return (x if kind.scale is None else x.float().mul_(kind.scale)), y
 
     def by(fetch: Callable[[np.ndarray], Batch]) -> Reader:
-        return lambda epoch: map(fetch, _slices(plan.at(epoch)))
+        return lambda epoch: map(fetch, np.split(order(epoch), range(size, len(order(epoch)), size)))
 
     def by_loader(epoch: int) -> Iterator[Batch]:
-        loader = Loader(dataset, plan.batch_size)
+        loader = Loader(dataset, size, worker=worker, workers=plan.workers)
         loader.set_epoch(epoch)
         return iter(loader)
 
     def by_dataloader(epoch: int) -> Iterator[Batch]:
-        return iter(DataLoader(dataset, batch_sampler=ShardedBatchSampler(plan.at(epoch))))
+        return iter(DataLoader(dataset, size, sampler=order(epoch).tolist()))
 
-    return {REFERENCE: by(from_map), "batch": by(dataset.batch), "loader": by_loader, "dataloader": by_dataloader}
+    sharded = shard(DataLoader(dataset, size, shuffle=True), training=False)
 
+    def by_shard(epoch: int) -> Iterator[Batch]:
+        sharded.set_epoch(epoch)
+        return iter(sharded)
 
-def _slices(plan: EpochPlan) -> list[np.ndarray]:
-    """List the batches of one worker, without a plan's work at each step."""
-    order = np.concatenate([plan.indices(step, 0) for step in range(plan.steps)])
-    return np.split(order, range(plan.batch_size, len(order), plan.batch_size))
+    return {
+        REFERENCE: by(from_map),
+        "batch": by(dataset.batch),
+        "loader": by_loader,
+        "dataloader": by_dataloader,
+        "shard": by_shard,
+    }

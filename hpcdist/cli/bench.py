@@ -55,10 +55,10 @@ def train(rounds: Rounds = 9, json_path: Json = None) -> None:
 
 @app.command()
 def loader(batch_size: int = 128, json_path: Json = None) -> None:
-    """Time reading shuffled batches from HDF5 beside a NumPy memory map of the same samples."""
+    """Time reading shuffled batches from HDF5 beside a NumPy memory map of the same samples. Collective."""
     from hpcdist.bench.loader import measure
 
-    _show("loader", measure(batch_size=batch_size), json_path)
+    _run("loader", measure, json_path, batch_size=batch_size)
 
 
 @app.command()

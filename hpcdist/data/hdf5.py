@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from hpcdist.data.format import Column, Header, damage, open_file, read_header
 from hpcdist.data.rows import MappedRows, StoredRows
+from hpcdist.data.samples import Samples
 from hpcdist.errors import ConfigError
 
 
@@ -112,9 +113,9 @@ class HDF5Dataset(Dataset):
         x, y = self.batch([index])
         return x[0], y[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Read samples together and return them one by one: torch's DataLoader calls this, and collates the samples."""
-        return list(zip(*(tensor.unbind() for tensor in self.batch(indices))))
+    def __getitems__(self, indices: Sequence[int]) -> Samples:
+        """Read samples together, for torch's DataLoader: a list of them, which its own collate_fn takes whole."""
+        return Samples.of(self.batch, indices)
 
     def close(self) -> None:
         """Release file and map. The next access opens them again.

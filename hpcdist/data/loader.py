@@ -99,8 +99,7 @@ class Loader:
 class ShardedBatchSampler(Sampler):
     """One worker's batches of sample indices, for torch's `DataLoader(dataset, batch_sampler=...)`.
 
-    With an HDF5Dataset, `DataLoader(dataset, sampler=..., batch_size=None)` is faster: it fetches each batch whole,
-    where `batch_sampler` takes it apart into samples and collates them again. Empty batches are left out, or filled.
+    Empty batches are left out, or filled.
     """
 
     def __init__(self, plan: EpochPlan, worker: int = 0, *, fill: bool = False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 from pathlib import Path
 
@@ -23,12 +22,11 @@ class MappedRows:
 
     def __init__(self, column: Column, memory: mmap.mmap):
         self._column = column
+        self._sample = np.dtype((np.void, column.sample_bytes))  # which may lie at any address
         offsets, chunk_bytes = column.chunk_offsets, column.chunk_samples * column.sample_bytes
-        dense = bool((np.diff(offsets) == chunk_bytes).all()) and offsets[0] % column.dtype.itemsize == 0
-        if dense and column.dtype.isnative:  # the usual case: the samples are one array
-            count = column.samples * math.prod(column.shape)
-            values = np.frombuffer(memory, column.dtype, count, int(offsets[0])).reshape(-1, *column.shape)
-            self.take = lambda indices: values.take(indices, axis=0)
+        if (np.diff(offsets) == chunk_bytes).all():  # the usual case: the samples are one array
+            samples = np.frombuffer(memory, self._sample, column.samples, int(offsets[0]))
+            self.take = lambda indices: self._values(samples.take(indices))
         else:
             self.take = self._take_windows
             self._open_windows(memory)
@@ -44,15 +42,17 @@ class MappedRows:
         grid = int(np.gcd.reduce(np.append(offsets - base, column.sample_bytes)))
         self._chunk_windows, self._sample_windows = (offsets - base) // grid, column.sample_bytes // grid
         count = (column.end_bytes - base - column.sample_bytes) // grid + 1
-        sample = np.dtype((np.void, column.sample_bytes))
-        self._windows = np.ndarray((count,), sample, memory, offset=base, strides=(grid,))
+        self._windows = np.ndarray((count,), self._sample, memory, offset=base, strides=(grid,))
 
     def _take_windows(self, indices: np.ndarray) -> np.ndarray:
         column = self._column
         chunk, within = np.divmod(in_range(indices, column.samples), column.chunk_samples)
-        samples = self._windows[self._chunk_windows[chunk] + within * self._sample_windows]
+        return self._values(self._windows[self._chunk_windows[chunk] + within * self._sample_windows])
+
+    def _values(self, samples: np.ndarray) -> np.ndarray:
+        column = self._column
         values = samples.view(column.dtype).reshape(-1, *column.shape)
-        return values.astype(column.dtype.newbyteorder("="), copy=False)
+        return values if column.dtype.isnative else values.astype(column.dtype.newbyteorder("="))
 
 
 class StoredRows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
+from hpcdist import data
 from hpcdist.data import EpochPlan, HDF5Dataset, Loader, ShardedBatchSampler, Split, create
 from hpcdist.errors import ConfigError
 
@@ -188,3 +191,15 @@ def test_an_unknown_worker_is_refused(worker):
 def test_a_negative_prefetch_is_refused():
     with pytest.raises(ConfigError, match="prefetch must be at least 0; got -1."):
         Loader(Numbers(), 5, prefetch=-1)
+
+
+def test_slow_imports_wait_until_they_are_needed():
+    code = "import sys, hpcdist.session; first = 'h5py' in sys.modules; import hpcdist.data.importers.mnist; "
+    code += "print(first, 'h5py' in sys.modules, 'sklearn' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True", "False"]
+
+
+def test_an_unknown_name_is_no_part_of_the_package():
+    with pytest.raises(AttributeError, match="module 'hpcdist.data' has no attribute 'HDF6Dataset'"):
+        _ = data.HDF6Dataset

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from sklearn.model_selection import train_test_split
 
 from hpcdist.errors import ConfigError, DataError
 
@@ -26,6 +25,8 @@ def split_indices(
     everything = np.arange(samples)
     if test_fraction == 0:
         return everything, everything[:0]
+    from sklearn.model_selection import train_test_split  # takes seconds, and most importers need none
+
     try:
         train, test = train_test_split(everything, test_size=test_fraction, random_state=seed, stratify=labels)
     except ValueError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import h5py
@@ -17,6 +17,8 @@ from hpcdist.data.format import Column, Header, damage, open_file, read_header
 from hpcdist.data.rows import MappedRows, StoredRows
 from hpcdist.data.samples import Samples
 from hpcdist.errors import ConfigError
+
+COLUMNS = ("x", "y")
 
 
 class HDF5Dataset(Dataset):
@@ -37,6 +39,7 @@ class HDF5Dataset(Dataset):
         mpi_comm: An mpi4py communicator. Where h5py has parallel HDF5 the file is opened on it (driver "mpio"): the
             constructor is then Collective, and reads are independent (from another thread only where MPI allows
             it). Otherwise each rank opens the file by itself.
+        columns: Those that are read. In place of another one, batches have zeros of its shape, which take no memory.
 
     Raises:
         DataError: the file is missing, truncated, corrupt or not of the layout.
@@ -52,7 +55,12 @@ class HDF5Dataset(Dataset):
         locking: bool | str | None = "best-effort",
         cache_bytes: int = 64 << 20,
         mpi_comm: object = None,
+        columns: Collection[str] = COLUMNS,
     ):
+        unknown = sorted(set(columns) - set(COLUMNS))
+        if unknown:
+            raise ConfigError(f"columns must be of x and y; got {unknown[0]!r}.")
+        self._columns = frozenset(columns)
         self.path, self.split = Path(path).absolute(), split
         self._mpi_comm = mpi_comm if h5py.get_config().mpi else None
         self._open_options = {"locking": locking, "mpi_comm": self._mpi_comm}
@@ -104,7 +112,17 @@ class HDF5Dataset(Dataset):
         indices = np.asarray(indices)
         if indices.dtype != np.int64 or indices.ndim != 1:
             indices = _as_int64(indices)
-        return self._convert(self._x.take(indices)), torch.from_numpy(self._y.take(indices))
+        return self._read_x(indices), self._read_y(indices)
+
+    def _read_x(self, indices: np.ndarray) -> Tensor:
+        if "x" not in self._columns:
+            return torch.zeros((), dtype=self.x_dtype).expand(len(indices), *self.x_shape)
+        return self._convert(self._x.take(indices))
+
+    def _read_y(self, indices: np.ndarray) -> Tensor:
+        if "y" not in self._columns:
+            return torch.zeros((), dtype=self.y_dtype).expand(len(indices), *self.y_shape)
+        return torch.from_numpy(self._y.take(indices))
 
     def __getitem__(self, index: int | Sequence[int] | np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
         """Read one sample by an integer, or a batch by several."""

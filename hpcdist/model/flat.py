@@ -15,6 +15,7 @@ from hpcdist.model.buckets import Bucket, check_caps
 from hpcdist.model.flat_buffers import FlatBuffers
 from hpcdist.model.gradients import Gradients
 from hpcdist.model.passes import Passes
+from hpcdist.model.pieces import sums
 from hpcdist.model.slots import (
     Structure,
     check_flattenable,
@@ -309,7 +310,7 @@ class FlatModel:
         return self._marked != self._sums()
 
     def _sums(self) -> list[str]:
-        return [repr(flat.sum(dtype=torch.float64).item()) for flat in self.params]
+        return sums(self.params)
 
     # --- memory ---------------------------------------------------------------------------------------------------
     def _bind_params(self, flats: tuple[Tensor, ...]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist.comm.communicator import Communicator, Traffic
+from hpcdist.model.pieces import pieces
 
 
 class Agreement:
@@ -78,7 +79,7 @@ def global_norm(parameters: Iterable[nn.Parameter], comm: Communicator, repeated
         repeated: ids of those that another rank counts.
     """
     grads = [p.grad for p in parameters if p.grad is not None and id(p) not in repeated]
-    squares = [float(torch.linalg.vector_norm(grad, dtype=_wide(grad))) ** 2 for grad in grads]
+    squares = [float(torch.linalg.vector_norm(piece, dtype=_wide(piece))) ** 2 for piece in pieces(grads)]
     places = torch.zeros(comm.size, dtype=torch.float64)  # one each: a sum of zeros and one number is exact
     places[comm.rank] = math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
     comm.allreduce(places)

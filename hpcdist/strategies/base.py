@@ -18,6 +18,7 @@ from hpcdist.config import Settings
 from hpcdist.errors import ConfigError, MismatchError, NonFiniteError, RankFailedError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters, require_equal_values
+from hpcdist.model.pieces import PIECE, sums
 from hpcdist.model.slots import describe_difference
 from hpcdist.parallel.agreement import Agreement, clip_gradients
 from hpcdist.records import StepRecord
@@ -32,7 +33,6 @@ from hpcdist.strategies.common.state import (
 )
 
 Update = Callable[[], None]  # runs the local optimiser on the gradients that are in the model
-_CHUNK = 1 << 22  # elements averaged at a time: bounds the float64 scratch to 32 MiB
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,7 @@ class Strategy(abc.ABC):
 
         A loop may change them: a slow copy of the model that follows it, say.
         """
-        sums = [flat.sum(dtype=torch.float64).item() for flat in self.model.frozen]
-        sums_of = self.comm.gather(repr(sums))  # as text: a NaN is equal to itself
+        sums_of = self.comm.gather(repr(sums(self.model.frozen)))
         if len({sums_of[rank] for rank in self.comm.living}) == 1:
             return None
         workers = self.worker_ranks(self.config, self.comm.size)
@@ -403,7 +402,7 @@ class Strategy(abc.ABC):
         means = []
         for tensor in tensors:
             mean = tensor.clone()
-            for part in torch.split(mean, _CHUNK) if mean.numel() and self.comm.size > 1 else ():
+            for part in torch.split(mean, PIECE) if mean.numel() and self.comm.size > 1 else ():
                 wide = part.to(torch.complex128 if part.is_complex() else torch.float64)
                 if self.comm.rank not in over:
                     wide.zero_()

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig
-from hpcdist.data.hdf5 import HDF5Dataset
+from hpcdist.data.hdf5 import COLUMNS, HDF5Dataset
 from hpcdist.errors import NO_SPACE, OutputError
 from hpcdist.records import writing
 from hpcdist.train.job import Job
 
 
-def open_data(job: Job, config: JobConfig, comm: Communicator) -> tuple[HDF5Dataset, HDF5Dataset]:
-    """Collective. Open the splits `train` and `test` of a job's data file, which rank 0 makes if it isn't there."""
+def open_data(
+    job: Job, config: JobConfig, comm: Communicator, columns: Collection[str] = COLUMNS
+) -> tuple[HDF5Dataset, HDF5Dataset]:
+    """Collective. Open the splits `train` and `test` of a job's data file, which rank 0 makes if it isn't there.
+
+    Args:
+        columns: those that this rank reads, of x and y.
+    """
     path = Path(config.data.path)
     if comm.rank == 0:
         make_data(job, path)
     comm.barrier()
-    mpi = comm.mpi if config.data.parallel else None
-    return HDF5Dataset(path, "train", mpi_comm=mpi), HDF5Dataset(path, "test", mpi_comm=mpi)
+    given: dict[str, Any] = {"mpi_comm": comm.mpi if config.data.parallel else None, "columns": columns}
+    return HDF5Dataset(path, "train", **given), HDF5Dataset(path, "test", **given)
 
 
 def make_data(job: Job, path: Path) -> None:

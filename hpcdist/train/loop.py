@@ -130,7 +130,7 @@ class Trainer:
         self.schedule = config.schedule.build(self.optimizer, self.rate_factor)
 
     def _open_data(self) -> None:
-        self._train, self._test = open_data(self.job, self.config, self.comm)
+        self._train, self._test = open_data(self.job, self.config, self.comm, self.replica.columns)
         self.milestones = Milestones(self.config, self.comm, self.position, len(self._train))
         self._deal_samples(self.strategy.worker_ranks(self.strategy.config, self.replica.others.size))
 

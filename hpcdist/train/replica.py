@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig
+from hpcdist.data.hdf5 import COLUMNS
 from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.model.flat import FlatModel
 from hpcdist.parallel.grid import Grid
@@ -35,12 +36,14 @@ class JobReplica(abc.ABC):
         speaks: whether this rank records the replica's samples, losses and staleness; one of its ranks does.
         grid: of stages and replicas; None where each rank has a whole model.
         cut: numbers of layers of its stages; none where each rank has a whole model.
+        columns: of the data that this rank's layers need: the first stage x, the last one y.
     """
 
     module: nn.Module
     others: Communicator
     grid: Grid | None
     cut: tuple[int, ...] = ()
+    columns: tuple[str, ...] = COLUMNS
 
     @property
     def number(self) -> int:
@@ -136,6 +139,7 @@ class StagedReplica(JobReplica):
         )  # fmt: skip
         _require_parameters(comm, self.module)
         self.cut = self.module.cut.sizes
+        self.columns = ("x",) * self.module.is_first + ("y",) * self.module.is_last
         self._before = self.module.traffic()
 
     @property

@@ -270,3 +270,23 @@ def test_what_create_writes_is_one_array_in_the_file(tmp_path):
     with h5py.File(path) as file:
         offsets = chunk_offsets(file["train/x"])
         assert len(offsets) > 3 and set(np.diff(offsets)) == {file["train/x"].chunks[0] * 600}
+
+
+@EVERY_LAYOUT
+def test_a_column_that_is_not_read_is_zeros_without_memory(files, how):
+    path, x, y = files[how]
+    with HDF5Dataset(path, columns=["x"]) as dataset:
+        first, zeros = dataset.batch([3, 0, -1])
+        np.testing.assert_array_equal(first.numpy(), x[[3, 0, -1]])
+        assert zeros.shape == (3, *y.shape[1:]) and zeros.dtype == torch.int64 and not zeros.any()
+        assert zeros.untyped_storage().nbytes() == zeros.element_size()
+    with HDF5Dataset(path, columns=["y"]) as dataset:
+        zeros, last = dataset.batch([3, 0, -1])
+        np.testing.assert_array_equal(last.numpy(), y[[3, 0, -1]])
+        assert zeros.shape == (3, *x.shape[1:]) and zeros.dtype == first.dtype and not zeros.any()
+        assert zeros.untyped_storage().nbytes() == zeros.element_size()
+
+
+def test_an_unknown_column_is_refused(plain):
+    with pytest.raises(ConfigError, match="columns must be of x and y; got 'z'"):
+        HDF5Dataset(plain[0], columns=["x", "z"])

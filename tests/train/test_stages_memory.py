@@ -5,19 +5,52 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from torch import nn
 
 from harness.launch import IMPORTS, launch
+from hpcdist import strategies
+from hpcdist.bench.memory import peak_bytes
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.model import FlatModel
+from hpcdist.parallel.agreement import Agreement
+from hpcdist.train.finite import require_finite
 from train import memory_of_stages
 
 
-def test_memory_falls_as_the_number_of_stages_grows(tmp_path, monkeypatch):
+@pytest.mark.parametrize("stages", [2, 4])
+def test_memory_falls_as_the_number_of_stages_grows(tmp_path, monkeypatch, stages):
     monkeypatch.chdir(tmp_path)
     # In a job of its own: the heap of a process that has run other tests gives and takes tens of megabytes.
-    job = launch(2, [memory_of_stages.__file__], env=IMPORTS)
+    job = launch(stages, [memory_of_stages.__file__], env=IMPORTS)
     assert job.returncode == 0, job.stderr
     found = json.loads(job.stdout)
     whole = found["whole"]
     if whole is None:
         pytest.skip("the system does not tell the peak of the resident set")
-    assert whole > 3 * 48 * 2**20, "parameters, gradients, a copy of the parameters for an evaluation"
-    assert [stage / whole for stage in found["stages"]] == pytest.approx([1 / 2, 1 / 2], rel=0.15), found
+    assert whole > 3 * 108 * 2**20, "parameters, gradients, a copy of the parameters for an evaluation"
+    assert [stage / whole for stage in found["stages"]] == pytest.approx([1 / stages] * stages, rel=0.15), found
+
+
+def test_looks_at_all_parameters_make_no_copy_of_them():
+    def body(comm):
+        model = FlatModel(nn.Linear(1 << 13, 1 << 12, bias=False))  # 128 MiB
+        model.grads[0].fill_(1.0)
+        model.release([True])
+        cls = strategies.load("allreduce")
+        strategy, agreement = cls(cls.Config(), comm, model), Agreement(comm.split(0))
+        looks = {
+            "compare": model.mark,
+            "check": lambda: require_finite(strategy, comm, 1),
+            "clip": lambda: agreement.norm(model.parameters()),
+        }
+        peaks = {name: peak_bytes(look, torch.device("cpu")) for name, look in looks.items()}
+        strategy.close()
+        agreement.close()
+        return model.n_bytes, peaks
+
+    ((n_bytes, peaks),) = run_virtual(body, 1)
+    if None in peaks.values():
+        pytest.skip("the system does not tell the peak of the resident set")
+    assert n_bytes == 1 << 27
+    assert all(peak < n_bytes / 2 for peak in peaks.values()), peaks

@@ -32,16 +32,20 @@ def test_of_two_runs_in_one_folder_the_second_is_refused_until_the_first_is_gone
     words = ["-m", "hpcdist", "train", "slow.py", *(word for s in settings for word in ("--set", s)), "--output", "it"]
     environment = {**unlaunched(os.environ), **IMPORTS}
     with subprocess.Popen([sys.executable, *words], env=environment, stdout=subprocess.DEVNULL) as first:
-        wait_until(lambda: list(Path("it").glob("checkpoints/step-????????")) or first.poll() is not None)
-        first.send_signal(signal.SIGSTOP)  # it has the lock, for as long as this takes
-        held_by = f"got it, held by process {first.pid} on host {platform.node()} since 2"
-        anew = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
-        resumed = launch(2, [*words, "--resume"], env=IMPORTS)
-        for second in (anew, resumed):
-            assert second.returncode == 1 and second.stdout == "" and "Traceback" not in second.stderr
-            assert second.stderr.count("hpcdist: error: --output must be a folder in which no other run is at wo") == 1
-            assert second.stderr.count(held_by) == 1 and second.stderr.count("hpcdist: ") == 1
-        first.send_signal(signal.SIGKILL)
+        try:
+            wait_until(lambda: list(Path("it").glob("checkpoints/step-????????")) or first.poll() is not None)
+            first.send_signal(signal.SIGSTOP)  # it has the lock, for as long as this takes
+            held_by = f"got it, held by process {first.pid} on host {platform.node()} since 2"
+            anew = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
+            resumed = launch(2, [*words, "--resume"], env=IMPORTS)
+            for second in (anew, resumed):
+                assert second.returncode == 1 and second.stdout == "" and "Traceback" not in second.stderr
+                assert (
+                    second.stderr.count("hpcdist: error: --output must be a folder in which no other run is at wo") == 1
+                )
+                assert second.stderr.count(held_by) == 1 and second.stderr.count("hpcdist: ") == 1
+        finally:
+            first.kill()
 
     Path("slow.py").write_text(tiny.STUCK.replace("UP_TO", "10**6"))
     done = subprocess.run([sys.executable, *words, "--resume"], env=environment, capture_output=True, text=True)

@@ -39,7 +39,7 @@ class HDF5Dataset(Dataset):
         mpi_comm: An mpi4py communicator. Where h5py has parallel HDF5 the file is opened on it (driver "mpio"): the
             constructor is then Collective, and reads are independent (from another thread only where MPI allows
             it). Otherwise each rank opens the file by itself.
-        columns: Those that are read. In place of another one, batches have zeros of its shape, which take no memory.
+        columns: The columns to read. In place of another one, batches have zeros of its shape, which take no memory.
 
     Raises:
         DataError: the file is missing, truncated, corrupt or not of the layout.

@@ -82,12 +82,18 @@ def slow_link(folder: Path) -> Table:
 
 
 def sandblaster(folder: Path) -> Table:
-    """Set times and bytes to the target beside each other, of comparisons with batches of their own."""
+    """Set times and bytes to the target beside each other, of comparisons with batches of their own.
+
+    Seconds are virtual on virtual ranks; on real ones they are those of a clock, on the cores that the ranks shared.
+    """
     of_each = [analyse(read([path.parent])) for path in sorted(folder.glob("*/comparison.json"))]
-    cells = sorted((cell for findings in of_each for cell in _in_order(findings)), key=lambda cell: cell.ranks)
     target = _target(of_each[0])
-    head = ["ranks", "strategy", "batch of all workers", f"s to {target}", f"MB to {target}"]
-    return [head, *([str(c.ranks), shown(c.name), str(c.total_batch), _seconds(c), _megabytes(c)] for c in cells)]
+    rows = [["ranks", "strategy", "batch of all workers", f"s to {target}", f"MB to {target}"]]
+    cells = (cell for findings in of_each for cell in _in_order(findings))
+    for cell in sorted(cells, key=lambda cell: (cell.ranks, not cell.virtual)):
+        ranks = f"{cell.ranks} {'virtual' if cell.virtual else 'real'}"
+        rows.append([ranks, shown(cell.name), str(cell.total_batch), _seconds(cell), _megabytes_of_each(cell)])
+    return rows
 
 
 TABLES: dict[str, Callable[[Path], Table]] = {
@@ -167,8 +173,22 @@ def _seconds(cell: CellEvidence) -> str:
 
 def _megabytes(cell: CellEvidence) -> str:
     """Write what all ranks sent and fetched until the target."""
-    spent = [point.bytes for point in cell.reached.values() if point is not None and point.bytes is not None]
-    return _short(fmean(spent) / 1e6) if spent else "not reached"
+    spent = _spent(cell)
+    return _short(fmean(spent)) if spent else "not reached"
+
+
+def _megabytes_of_each(cell: CellEvidence) -> str:
+    """Write the same with its interval: seeds need different numbers of steps."""
+    spent = _spent(cell)
+    if len(spent) < 2:
+        return _megabytes(cell)
+    found = interval(spent)
+    return f"{_short(found.mean)} ± {_short(found.half)}"
+
+
+def _spent(cell: CellEvidence) -> list[float]:
+    """Return the megabytes of each run that met the target."""
+    return [point.bytes / 1e6 for point in cell.reached.values() if point is not None and point.bytes is not None]
 
 
 def _sooner(findings: Findings, cell: CellEvidence) -> str:

@@ -16,11 +16,11 @@ cd "$ROOT"
 
 PARTS=( # name; minutes on 2 free cores; tables, or where else the numbers stand
     "rates 8 -"
-    "compression 60 compression"
+    "compression 15 compression"
     "modulation 35 modulation"
     "gossip 16 gossip"
     "slow-link 14 slow-link"
-    "sandblaster 20 sandblaster"
+    "sandblaster 35 sandblaster"
     "networks 15 networks"
     "staleness 15 staleness"
     "scaling 15 scaling-stragglers,scaling-even"
@@ -56,7 +56,7 @@ compression() {
     local with=allreduce:compression
     local topk=$with=topk,compression.ratio dgc=$with=dgc,compression.ratio=0.001
     local threshold=$with=threshold,compression.density
-    fashion --ranks 2,4 --compute 1ms $EPOCHS --output $OUT/compression \
+    fashion --ranks 2,4 --compute 1ms ${EPOCHS:---set epochs=2 --set schedule.gamma=0.1} --output $OUT/compression \
         --rate $dgc=0.05 --rate $dgc,compression.values=fp16=0.05 --rate $with=signsgd=0.0005 \
         $(strategies allreduce $with={fp16,bf16,qsgd,terngrad,onebit,ef_signsgd,signsgd} \
             $with=powersgd,compression.rank={4,1} $topk={0.01,0.001} $topk=0.001,compression.values=fp16 \
@@ -106,6 +106,12 @@ sandblaster() {
         --output $out/64-downpour $(strategies downpour:servers=4 downpour:servers=4,rate=0.02)
     fashion --ranks 64 --compute jitter:2ms,0.1 ${EPOCHS:---budget samples=180000 --evaluations 30} $with \
         --output $out/64-large $(strategies sandblaster:servers=4,portions=1)
+    # The same on real ranks, for seconds of a clock; four ranks on 2 cores.
+    with="--no-controls --ranks 4 --seeds $SEEDS --target accuracy=0.8"
+    echo hpcdist compare jobs/fashion.py $with ${EPOCHS:---budget samples=36000 --evaluations 30} \
+        --output $out/4-real $(strategies allreduce downpour)
+    echo hpcdist compare jobs/fashion.py $with ${EPOCHS:---budget samples=140000 --evaluations 35} \
+        --output $out/4-real-large $(strategies sandblaster) --set batch_size=1024
     table sandblaster
 }
 

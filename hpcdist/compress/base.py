@@ -82,6 +82,18 @@ class Compressor(abc.ABC):
         """
         residual.add_(tensor)
 
+    def take_sum(self, residual: Tensor, tensor: Tensor) -> Tensor:
+        """Add `tensor` to the residual and encode the sum in place: `accumulate`, and then `take`.
+
+        A compressor that goes through its tensor once, piece by piece, may accumulate each piece just before.
+
+        Args:
+            residual: shape (count,). Overwritten by the error.
+            tensor: shape (count,), finite; stays as it is.
+        """
+        self.accumulate(residual, tensor)
+        return self.take(residual)
+
     def encode(self, tensor: Tensor) -> Tensor:
         """Encode `tensor` and return the message; `tensor` stays as it is."""
         return self.take(tensor.clone())

@@ -3,7 +3,7 @@
 from hpcdist.records.digest import digest, tensor_bytes
 from hpcdist.records.durable import Stamp, replace_durably, stamp, sync, write_durably, writing
 from hpcdist.records.evaluations import Evaluation, append_evaluation, keep_evaluations, read_evaluations
-from hpcdist.records.lock import is_abandoned, locked
+from hpcdist.records.lock import claimed, is_abandoned, locked, making
 from hpcdist.records.run import RunRecord, Start, begin_run, copy_job, end_run, load_run, now
 from hpcdist.records.staleness import StalenessLedger
 from hpcdist.records.step import RecordWriter, StepRecord, read_records, record_path
@@ -24,6 +24,7 @@ __all__ = [
     "Summary",
     "append_evaluation",
     "begin_run",
+    "claimed",
     "copy_job",
     "digest",
     "end_run",
@@ -32,6 +33,7 @@ __all__ = [
     "load_run",
     "load_summary",
     "locked",
+    "making",
     "now",
     "read_evaluations",
     "read_records",

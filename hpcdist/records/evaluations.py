@@ -22,6 +22,7 @@ class Evaluation:
     samples: int  # trained on so far, by all ranks together
     seconds: float  # of training, without evaluations and checkpoints
     metrics: dict[str, float]
+    joules: float | None = None  # since the run began, without this evaluation; None where they were not measured
 
     # A metric may be NaN or infinite, and must be read back as such.
     __pydantic_config__ = ConfigDict(extra="forbid", ser_json_inf_nan="constants")

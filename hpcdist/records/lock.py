@@ -9,7 +9,7 @@ import platform
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from hpcdist.errors import ConfigError
@@ -49,6 +49,32 @@ def locked(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
             _write(file, "")
     finally:
         os.close(file)
+
+
+@contextmanager
+def making(folder: Path) -> Iterator[None]:
+    """Turn an OSError within the context into ConfigError for the folder of `--output`."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"--output must be a folder that can be made; got {error.filename or folder} ({error.strerror}). Give "
+            "another one."
+        ) from None
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Make a folder, and hold its lock within the context.
+
+    Raises:
+        ConfigError: it can't be made, or another process holds it.
+    """
+    with ExitStack() as until_the_end:
+        with making(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            until_the_end.enter_context(locked(folder))
+        yield
 
 
 def is_abandoned(folder: Path, quiet_s: float) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from hpcdist import console
 from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError
-from hpcdist.records import locked
+from hpcdist.records import claimed
 from hpcdist.slurm import history, queue
 from hpcdist.slurm.check import examine
 from hpcdist.slurm.history import Submission
@@ -97,8 +97,7 @@ def submit_missing(comparison: Comparison, site: str, overrides: Sequence[str]) 
         console.note(sentence)
     if any(finding.level == "error" for finding in findings):
         return True
-    output.mkdir(parents=True, exist_ok=True)
-    with locked(output):
+    with claimed(output):
         comparison.plan()
         comparison.make_data()
         for run in left:

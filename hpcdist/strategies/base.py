@@ -6,6 +6,7 @@ import abc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -222,7 +223,7 @@ class Strategy(abc.ABC):
         """Return the ranks that have a part of one optimiser's state; none where each has its own whole one."""
         return ()
 
-    @property
+    @cached_property
     def is_worker(self) -> bool:
         return self.comm.rank in self.worker_ranks(self.config, self.comm.size)
 

@@ -14,7 +14,8 @@ from hpcdist.errors import CheckpointError, ConfigError
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.state import Entry, dropped
-from hpcdist.strategies.lbfgs.coordinator import Coordinator, LbfgsSettings
+from hpcdist.strategies.lbfgs.algorithm import Lbfgs, LbfgsSettings
+from hpcdist.strategies.lbfgs.coordinator import Coordinator
 from hpcdist.strategies.lbfgs.mail import Mail
 from hpcdist.strategies.lbfgs.memory import ShardMemory
 from hpcdist.strategies.lbfgs.portions import JointBatch
@@ -38,9 +39,10 @@ class Sandblaster(Strategy):
 
     A step's batch is of all workers, `batch_size` samples each. It is cut into portions, `portions` for each worker.
     An idle worker is given the next one: it fetches the parameters from the shards, and pushes the gradient to them.
-    When all portions are given out, those that take longer than they do as a rule are given to idle workers a second
-    time, and the first result counts, so that a slow worker delays an evaluation by about one portion at most. The
-    portions of a worker that dies are given to others. Each shard adds gradients in the order of the portions: the sum
+    A worker that is slow has none of the last ones, and what it has is given to an idle worker as well, as is what
+    takes longer than four of five portions did; the first result counts. So where portions take the same time, a slow
+    worker does not delay the others, and one that becomes slow delays a step by one portion at most. The portions of a
+    worker that dies are given to others. Each shard adds gradients in the order of the portions: the sum
     is the same to the bit whoever computed them.
 
     Every step begins from the gradient at the present point, of the new batch (of the same one, where a batch is the
@@ -108,7 +110,8 @@ class Sandblaster(Strategy):
         self.coordinator: Coordinator | None = None
         self.worker: PortionWorker | None = None
         if comm.rank == COORDINATOR:
-            self.coordinator = Coordinator(self._settings(portions), RemoteVectors(self._operate), self._report)
+            vectors = RemoteVectors(self._operate)
+            self.coordinator = Coordinator(Lbfgs(self._settings(), vectors), vectors, portions, self._report)
             self._warn_of_unused()
         if self.is_worker:
             self.worker = PortionWorker(comm, model, self.memory, portions, config.seed, self._push, self._ask)
@@ -121,11 +124,11 @@ class Sandblaster(Strategy):
     def needed(self) -> tuple[int, ...]:
         return tuple(sorted({COORDINATOR, *self.roles.shards}))
 
-    def _settings(self, portions: int) -> LbfgsSettings:
+    def _settings(self) -> LbfgsSettings:
         config = self.config
         precision = max((torch.finfo(flat.dtype).eps for flat in self.model.params), default=0.0)
         return LbfgsSettings(
-            config.history, portions, config.c1, config.c2, config.max_evaluations,
+            config.history, config.c1, config.c2, config.max_evaluations,
             first_length=self.clip_norm or 1.0, resolution=4 * precision, skips=config.on_nonfinite == "skip",
         )  # fmt: skip
 

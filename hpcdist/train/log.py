@@ -62,6 +62,7 @@ class RunLog:
         train_s: seconds of training so far, without evaluations and checkpoints.
         energy: of the run, measured while the log is open.
         metrics: those of the last evaluation.
+        joules: used before the last evaluation; None where they were not measured.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class RunLog:
         device: torch.device | None = None,
     ):
         self.train_s, self.metrics, self.energy = 0.0, {}, RunEnergy(comm, device)
+        self.joules: float | None = None
         self._folder, self._config, self._comm = folder, config, comm
         self._position, self._milestones, self._report = position, milestones, report
         self._curves = curves
@@ -159,7 +161,7 @@ class RunLog:
         if step != self._evaluated:
             self._curves.evaluate(step, self.metrics)
         if self._leads and step != self._evaluated:
-            append_evaluation(self._folder, Evaluation(step, epoch, samples, self.train_s, self.metrics))
+            append_evaluation(self._folder, Evaluation(step, epoch, samples, self.train_s, self.metrics, self.joules))
 
     def summarise(self, sha256: str, pending: int, **further: Any) -> Summary:
         """Collective. Write the summary of all ranks' records, which are in the files; return it on every rank.

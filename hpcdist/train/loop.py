@@ -257,10 +257,11 @@ class Trainer:
     def _evaluate(self) -> None:
         self._require_finite()
         with self.average.swapped_in() if self.average is not None else nullcontext():
-            self.log.metrics = self._surviving(self._evaluated)
+            self.log.joules, self.log.metrics = self._surviving(self._evaluated)
 
-    def _evaluated(self) -> dict[str, float]:
-        return evaluate(self.job, self.strategy, self.comm, self._test, self.replica.others)
+    def _evaluated(self) -> tuple[float | None, dict[str, float]]:
+        joules = self.log.energy.result().joules
+        return joules, evaluate(self.job, self.strategy, self.comm, self._test, self.replica.others)
 
     def _require_finite(self) -> None:
         self._surviving(lambda: require_finite(self.strategy, self.comm, self.position.step))

@@ -20,7 +20,7 @@ from hpcdist.errors import ConfigError, suggestion
 from hpcdist.parallel import schedules
 from hpcdist.parallel.build import outline
 from hpcdist.parallel.pipeline import cut_of
-from hpcdist.records import Summary, end_run, locked, merged_timeline
+from hpcdist.records import Summary, end_run, locked, making, merged_timeline
 from hpcdist.records.timeline import unused
 from hpcdist.registry import label
 from hpcdist.train import loggers
@@ -161,17 +161,12 @@ def _choose(job_path: Path, config: JobConfig, output: Path | None, resume: bool
     """Make the run's folder, or find it, locked until the end."""
     if output is None and resume:
         raise ConfigError("--output must be given with --resume; got none. It names the run to go on with.")
-    try:
+    with making(output or Path(config.output)):
         if output is None:
             folder = _new_folder(Path(config.output), f"{job_path.stem}-{label(config.strategy.name)}")
         else:
             (folder := output).mkdir(parents=True, exist_ok=True)
         until_the_end.enter_context(locked(folder, ENDING_S if resume else 0.0))
-    except OSError as error:
-        raise ConfigError(
-            f"--output must be a folder that can be made; got {error.filename or folder} ({error.strerror}). Give "
-            "another one."
-        ) from None
     if not resume and any(folder.glob("records-rank*.jsonl")):
         raise ConfigError(
             f"--output must be a folder without records; got {folder}, which holds a run. Add --resume to go on with "

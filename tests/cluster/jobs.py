@@ -53,7 +53,7 @@ def toml(values: Mapping[str, object]) -> str:
 
 def slurm(cluster: kit.Cluster, *arguments: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Runs `hpcdist slurm ...` on the controller."""
-    return cluster.run("hpcdist", "slurm", *arguments, cwd=cwd, check=check, timeout_s=90)
+    return cluster.run("hpcdist", "slurm", *arguments, cwd=cwd, check=check, timeout_s=150)
 
 
 def submit(cluster: kit.Cluster, cwd: Path, *arguments: str) -> str:

@@ -50,7 +50,7 @@ def forgotten(accounted) -> dict[str, str]:
     for job in (found["cancelled"], f"{found['array']}_2"):
         accounted.wait(job, "RUNNING")
     accounted.run("scancel", found["cancelled"], found["array"], found["never began"])
-    accounted.until(lambda: remembered(accounted) == ["RUNNING"], "all others are forgotten", 120)
+    accounted.until(lambda: remembered(accounted) == ["RUNNING"], "all others are forgotten")
     ended = 6 + 4 + 1 + 2  # jobs, lines of the array, half of the other one, runs of the study
     accounted.until(lambda: recorded(accounted, *found.values()) == [False] * ended + [True], "all is recorded")
     return found

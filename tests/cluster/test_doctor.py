@@ -34,7 +34,7 @@ def test_a_job_with_a_node_to_spare_goes_on_without_the_one_behind_a_slow_cable(
     jobs.write_job(workdir, "srun-pmi2", workdir, name="it", **spec)
     with cluster.shaped("n3", mbit_s=50):
         job = jobs.submit(cluster, workdir)
-        cluster.wait(job, timeout_s=90)
+        cluster.wait(job)
     said = cluster.output(job)
     text = [line.partition(": ")[2] for line in said.splitlines()]  # each begins with the rank
     found = [line.split(maxsplit=2) for line in text]

@@ -69,7 +69,7 @@ def befallen(cluster, submitted):
                 events.pop(names)()
         return not events
 
-    cluster.until(all_done, "a checkpoint of each job", 120)
+    cluster.until(all_done, "a checkpoint of each job")
     yield submitted
     cluster.start("n2")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 from harness.launch import SETTINGS, SITE, launch
 from hpcdist.comm.launch import unlaunched
 
 ROOT = Path(__file__).parents[2]
+LIMIT_S = 200  # for a job to end, on a busy machine; ranks that nobody must wait for sleep longer
 TCP = {"OMPI_MCA_btl": "self,tcp", "UCX_TLS": "self,tcp", "MPIR_CVAR_NOLOCAL": "1"}
 
 
@@ -21,11 +21,10 @@ def write(folder: Path, text: str) -> Path:
     return script
 
 
-def run(folder: Path, text: str, size: int, *, env: dict | None = None, timeout_s: float = 60, **more):
-    """Runs a script on `size` ranks; the finished process, and the seconds that it took."""
-    start = time.monotonic()
+def run(folder: Path, text: str, size: int, *, env: dict | None = None, timeout_s: float = LIMIT_S, **more):
+    """Runs a script on `size` ranks; the finished process. Raises TimeoutExpired if it does not end."""
     environment = {"PYTHONPATH": str(ROOT), "HOME": str(folder), **(env or {})}
-    return launch(size, [write(folder, text)], env=environment, timeout_s=timeout_s, **more), time.monotonic() - start
+    return launch(size, [write(folder, text)], env=environment, timeout_s=timeout_s, **more)
 
 
 def clean_environment(**more: str) -> dict[str, str]:
@@ -39,4 +38,4 @@ def clean_environment(**more: str) -> dict[str, str]:
 def run_alone(folder: Path, text: str, **more: str) -> subprocess.CompletedProcess:
     """Runs a script without a launcher."""
     command = [sys.executable, str(write(folder, text))]
-    return subprocess.run(command, env=clean_environment(**more), capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=clean_environment(**more), capture_output=True, text=True, timeout=LIMIT_S)

@@ -134,6 +134,6 @@ def test_ranks_that_join_with_different_wishes_are_told(tmp_path):
         rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
         hd.init(**({"gpu_aware_mpi": False} if rank == 0 else {}))
         """
-    job, _ = run(tmp_path, text, 2)
+    job = run(tmp_path, text, 2)
     assert job.returncode != 0
     assert "versions and settings must be the same on every rank; rank 1 differs from rank 0: gpu_aware" in job.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from comm.jobs_here import clean_environment, run, run_alone, write
+from comm.jobs_here import LIMIT_S, clean_environment, run, run_alone, write
 from faults.deaths import ULFM, survivable
 from harness.launch import find_mpirun
 
@@ -20,15 +20,16 @@ import os, signal, sys, time
 import torch
 import hpcdist as hd
 comm = hd.init()
-hd.init(deadline_s=2)  # from here on: a busy machine may take longer to start
 """
+SOON = START + "hd.init(deadline_s=2)  # from here on: a busy machine may take longer to start\n"
+
+RANK_0_MAY_BE_LATE = "from hpcdist.faults import turns\nturns.FIRST_S = turns.MOST_S = 30\n"
 
 
-def ends(tmp_path, text, size, *, within_s: float = 40):
+def ends(tmp_path, text, size, start=SOON):
     """Runs a script that must fail; what it wrote on standard error."""
-    job, seconds = run(tmp_path, START + text, size)
+    job = run(tmp_path, start + text, size)
     assert job.returncode != 0, job.stderr
-    assert seconds < within_s
     assert "MPI_ABORT was invoked" not in job.stderr and "application called MPI_Abort" not in job.stderr
     return job.stderr
 
@@ -42,14 +43,14 @@ def test_a_rank_that_never_comes_to_a_collective_is_named_with_its_line(tmp_path
 import logging
 logging.basicConfig(filename=f"{tmp_path}/{{comm.rank}}.log", format="%(levelname)s %(name)s %(message)s")
 if comm.rank == 1:
-    time.sleep(60)  # a slow disk
+    time.sleep(600)  # a slow disk
 comm.allreduce(torch.zeros(1))  # the call
 """,
         3,
     )
     assert re.search(r"rank 0 waited [\d.]+ s for every rank in allreduce on world .call \d+., at \S+.py:", shown)
     assert "comm.allreduce(torch.zeros(1))  # the call. The deadline is 2 s. Missing:" in shown
-    assert re.search(r"  rank 1: not in a call of hpcdist; at .*script.py:\d+ in <module>: time.sleep\(60\)  #", shown)
+    assert re.search(r"  rank 1: not in a call of hpcdist; at .*script.py:\d+ in <module>: time.sleep\(600\)  #", shown)
     assert "rank 2:" not in shown and shown.count("hpcdist: rank") == 1, "one rank speaks, of the missing one only"
     written = [(tmp_path / f"{rank}.log").read_text() for rank in range(3)]
     assert re.match(
@@ -70,12 +71,12 @@ def test_a_missing_rank_of_a_part_is_named_as_the_launcher_names_it(tmp_path):
 part = comm.split(0 if comm.rank > 0 else 1)  # ranks 1 and 2 are 0 and 1 of it
 if comm.rank == 1:
     part.irecv(torch.zeros(1), 1, 5).wait()
-time.sleep(60)
+time.sleep(600)
 """,
         3,
     )
     assert re.search(r"rank 1 waited [\d.]+ s for rank 2 in irecv on world/0", shown)
-    assert re.search(r"Missing:\n  rank 2: not in a call of hpcdist; at .*time.sleep\(60\)", shown)
+    assert re.search(r"Missing:\n  rank 2: not in a call of hpcdist; at .*time.sleep\(600\)", shown)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ time.sleep(60)
     ],
 )
 def test_waits_that_never_end_name_whom_and_the_line(tmp_path, call, message):
-    shown = ends(tmp_path, f"window = comm.window(1)\nif comm.rank == 0:\n    {call}\ntime.sleep(60)", 2)
+    shown = ends(tmp_path, f"window = comm.window(1)\nif comm.rank == 0:\n    {call}\ntime.sleep(600)", 2)
     assert re.search(rf"\[rank 0\] .*{message}", shown)
     assert re.search(rf"\[rank 0\]   File .*script.py.*\n\[rank 0\]     {re.escape(call)}", shown)
 
@@ -111,41 +112,40 @@ def test_a_rank_that_is_stopped_does_not_answer(tmp_path):
 
 # --- ranks that fail --------------------------------------------------------------------------------------------------
 def test_an_exception_is_shown_with_its_rank_and_ends_all(tmp_path):
-    shown = ends(tmp_path, "if comm.rank == 1:\n    raise ValueError('no such file')\ncomm.barrier()", 2, within_s=20)
+    shown = ends(tmp_path, "if comm.rank == 1:\n    raise ValueError('no such file')\ncomm.barrier()", 2, START)
     assert "[rank 1] Traceback (most recent call last):" in shown
     assert "[rank 1] ValueError: no such file" in shown and "waited" not in shown
 
 
 def test_where_all_fail_alike_the_lowest_speaks(tmp_path):
-    text = "from hpcdist.faults import turns\nturns.FIRST_S = turns.MOST_S = 30\n"  # rank 0 may be late
-    shown = ends(tmp_path, text + "raise ValueError('the same for all')", 2, within_s=20)
+    shown = ends(tmp_path, RANK_0_MAY_BE_LATE + "raise ValueError('the same for all')", 2, START)
     assert shown.count("ValueError: the same for all") == 1 and "[rank 0] ValueError" in shown
 
 
 @pytest.mark.parametrize("status", [1, 87])
 def test_the_status_is_told_and_little_is_added(tmp_path, status):
-    text = f"print('the reason', file=sys.stderr) if comm.rank else time.sleep(60)\ncomm.abort({status})"
-    job, seconds = run(tmp_path, START + text, 2)
-    assert job.returncode == status and seconds < 20
+    text = f"print('the reason', file=sys.stderr) if comm.rank else time.sleep(600)\ncomm.abort({status})"
+    job = run(tmp_path, START + text, 2)
+    assert job.returncode == status
     lines = [line for line in job.stderr.replace("\0", "").splitlines() if line.strip() and not line.startswith("---")]
     assert lines[0] == "the reason" and len(lines) <= 4, "mpirun's own three lines at most"
 
 
 @survivable
 def test_all_ranks_end_where_they_might_outlive_others(tmp_path):
-    text = "print('the reason', file=sys.stderr) if comm.rank else time.sleep(60)\ncomm.abort(9)"
-    job, seconds = run(tmp_path, START + text, 2, options=ULFM)
-    assert job.returncode == 9 and "the reason" in job.stderr and seconds < 30
+    text = "print('the reason', file=sys.stderr) if comm.rank else time.sleep(600)\ncomm.abort(9)"
+    job = run(tmp_path, START + text, 2, options=ULFM)
+    assert job.returncode == 9 and "the reason" in job.stderr
 
 
 def test_without_pmix_it_ends_all_the_same(tmp_path):
     text = "from hpcdist.comm.mpi import library\nlibrary._PMIX = library.re.compile('no such library')\n"
-    job, seconds = run(tmp_path, START + text + "comm.abort(9) if comm.rank else time.sleep(60)", 2)
-    assert job.returncode == 9 and seconds < 20
+    job = run(tmp_path, START + text + "comm.abort(9) if comm.rank else time.sleep(600)", 2)
+    assert job.returncode == 9
 
 
 def test_a_rank_that_is_killed_ends_the_others(tmp_path):
-    ends(tmp_path, "if comm.rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ncomm.barrier()", 2)
+    ends(tmp_path, "if comm.rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ncomm.barrier()", 2, START)
 
 
 def test_a_serving_thread_that_fails_ends_the_job(tmp_path):
@@ -154,10 +154,10 @@ apart = comm.apart("tcp")
 window = apart.window(1)
 if comm.rank == 0:
     window._served._server._windows.clear()  # as if the thread had met an error of its own
-    time.sleep(60)
+    time.sleep(600)
 window.get(torch.zeros(1), 0)
 """
-    assert "[rank 0] KeyError: 1" in ends(tmp_path, text, 2)
+    assert "[rank 0] KeyError: 1" in ends(tmp_path, RANK_0_MAY_BE_LATE + text, 2, START)
 
 
 # --- ranks that just finish -------------------------------------------------------------------------------------------
@@ -177,10 +177,9 @@ print("rank", comm.rank, "is done")
 
 @pytest.mark.parametrize(("way", "size"), [("tcp", 1), ("tcp", 4), ("rma", 2)])
 def test_a_script_that_closes_nothing_ends_with_0(tmp_path, size, way):
-    job, seconds = run(tmp_path, START.replace("deadline_s=2", "deadline_s=20") + NOTHING_CLOSED.format(way=way), size)
+    job = run(tmp_path, START + NOTHING_CLOSED.format(way=way), size)
     assert (job.returncode, job.stdout.count("is done")) == (0, size), job.stderr
     assert "rror" not in job.stderr and "Traceback" not in job.stderr
-    assert seconds < 40
 
 
 def test_one_rank_needs_no_launcher(tmp_path):
@@ -205,7 +204,7 @@ def test_the_mpirun_of_another_mpi_is_refused(tmp_path):
     """MPICH's mpiexec starts processes that find Open MPI: worlds of size 1."""
     command = [str(MPICH / "bin" / "mpiexec"), "-n", "2", sys.executable, str(write(tmp_path, START))]
     env = clean_environment(MPI4PY_LIBMPI=str(Path(sys.prefix) / "lib" / "libmpi.so.40"))
-    job = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    job = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert job.returncode != 0
     assert "must be the launcher's, 2 (MPICH's or Intel's mpiexec" in job.stderr
 
@@ -213,7 +212,7 @@ def test_the_mpirun_of_another_mpi_is_refused(tmp_path):
 # --- MPI without threads ----------------------------------------------------------------------------------------------
 def test_without_threads_it_warns_and_refuses_windows_across_nodes(tmp_path):
     text = "import mpi4py\nmpi4py.rc.thread_level = 'serialized'\n" + START + "comm.apart('tcp').window(1)"
-    job, _ = run(tmp_path, text, 2)
+    job = run(tmp_path, text, 2)
     assert job.returncode != 0
     assert "UserWarning: MPI runs without MPI_THREAD_MULTIPLE, so no rank can be watched" in job.stderr
     assert "CommunicationError: windows across nodes must have an MPI at MPI_THREAD_MULTIPLE; got level" in job.stderr

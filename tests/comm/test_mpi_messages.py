@@ -288,12 +288,10 @@ def test_ranks_of_one_machine_share_a_node_unless_told_otherwise(ranks):
 def test_a_wait_for_a_message_that_never_comes_ends_at_the_deadline(ranks):
     def body(comm):
         comm.deadline_s = 0.05
-        start = time.perf_counter()
         with pytest.raises(DeadlineError, match=rf"rank {comm.rank}: a message from rank 0 on .* within 0.05 s"):
             comm.probe(0, 9)
         with pytest.raises(DeadlineError, match="a message from any rank"):
             comm.probe()
-        assert time.perf_counter() - start < 10
         comm.deadline_s = 60.0
 
     ranks(body)
@@ -333,12 +331,16 @@ def test_traffic_counts_bytes_and_messages(ranks):
 @pytest.mark.sizes(2, 3, 4)
 def test_waiting_is_told_from_communicating(ranks):
     def body(comm):
-        comm.barrier()
-        start = comm.traffic.copy()
-        if comm.rank == 0:
+        arrived = comm.window(1, torch.int64)
+        if comm.rank > 0:
+            arrived.fetch_add(1, 0)
+        else:
+            arrived.wait(lambda count: count[0] == comm.size - 1)
             time.sleep(0.5)
+        start = comm.traffic.copy()
         comm.barrier()
         spent = comm.traffic - start
+        arrived.close()
         return spent.waiting_s, spent.communicating_s
 
     for waiting_s, communicating_s in ranks(body)[1:]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from comm.jobs_here import ROOT, run_alone, write
+from comm.jobs_here import LIMIT_S, ROOT, run_alone, write
 from harness.launch import find_mpirun, started, wait_until
 
 needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
@@ -23,8 +23,8 @@ import torch
 import hpcdist as hd
 
 comm = hd.init()
-hd.init(deadline_s=1)  # from here on: a busy machine may take longer to start
 comm.window(1000).put(torch.ones(10), 0)
+hd.init(deadline_s=1)  # from here on: a busy machine may take longer to start
 print("joined", flush=True)
 """
 
@@ -43,7 +43,7 @@ def test_the_watchdog_ends_a_job(tmp_path):
     log = tmp_path / "log"
     text = SCRIPT + "if comm.rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\ncomm.barrier()"
     with started(2, [write(tmp_path, text)], log, env={"PYTHONPATH": str(ROOT)}) as job:
-        assert job.wait(60) != 0
+        assert job.wait(LIMIT_S) != 0
     shown = log.read_text(errors="replace")
     assert "waited" in shown and gone(shown), shown
 
@@ -52,10 +52,10 @@ def test_the_watchdog_ends_a_job(tmp_path):
 def test_everything_is_killed_at_once(tmp_path):
     """As a batch system does past the time limit: nobody is left to clear up."""
     log = tmp_path / "log"
-    with started(2, [write(tmp_path, SCRIPT + "time.sleep(60)")], log, env={"PYTHONPATH": str(ROOT)}) as job:
+    with started(2, [write(tmp_path, SCRIPT + "time.sleep(600)")], log, env={"PYTHONPATH": str(ROOT)}) as job:
         wait_until(lambda: log.read_text().count("joined") == 2 or job.poll() is not None)
         job.send_signal(signal.SIGKILL)
-        job.wait(60)
+        job.wait(LIMIT_S)
     shown = log.read_text(errors="replace")
     assert shown.count("joined") == 2 and gone(shown), shown
 

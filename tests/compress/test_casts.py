@@ -56,6 +56,20 @@ def test_sums_over_ranks_are_finite(name, size):
 
 
 @either
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_elements_near_the_largest_are_cut_there_and_no_others(name, size, sign):
+    info = torch.finfo(DTYPES[name])
+    most = min(info.max, torch.finfo(torch.float32).max / size / (1 + info.eps)) if size > 1 else info.max
+    for factor in (0.5, 0.98, 0.99, 0.999, 0.9999, 1.0, 1.0001, 1.001, 1.003):
+        tensor, out = torch.tensor([sign * factor * most]).clamp(-3.4e38, 3.4e38), torch.empty(1)
+        cut = tensor.clamp(-most, most).to(DTYPES[name]).float()
+        before, compressor = tensor.clone(), make(name, 1)
+        compressor.decode(compressor.share(tensor, size), out)
+        assert torch.equal(out, cut) and torch.equal(tensor, before - cut)
+
+
+@either
 def test_what_is_left_of_elements_and_of_sums_is_at_most_a_rounding(name):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     total, compressor = values.clone(), make(name, 1000)

@@ -70,6 +70,20 @@ def test_what_a_message_lacks_is_left(name, dtype, split):
 
 @every
 @dtypes
+@pytest.mark.parametrize("count", [0, 1, COUNT, (1 << 18) + 7])
+def test_accumulating_piece_by_piece_changes_no_bit(name, dtype, count):
+    once, apart = make(name, count), make(name, count)
+    residual, other = torch.zeros(2, count, dtype=dtype)
+    for step in range(2):
+        tensor = gradient(step, dtype, count)
+        message = once.take_sum(residual, tensor)
+        apart.accumulate(other, tensor)
+        assert torch.equal(message, apart.take(other)) and torch.equal(residual, other)
+        assert torch.equal(tensor, gradient(step, dtype, count))
+
+
+@every
+@dtypes
 def test_feedback_loses_nothing(name, dtype):
     """Σ of what was accumulated = Σ messages + residual; a compressor may accumulate more than gradients."""
     feedback = Feedback(make(name), torch.zeros(COUNT, dtype=dtype))

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -45,12 +44,10 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def doctor(size: int, *options: str, before: str | None = None) -> tuple[subprocess.CompletedProcess[str], float]:
-    """The finished command, and the seconds that it took."""
-    start = time.monotonic()
+def doctor(size: int, *options: str, before: str | None = None) -> subprocess.CompletedProcess[str]:
+    """The finished command. Raises TimeoutExpired if it does not end."""
     program = ["-m", "hpcdist"] if before is None else ["-c", SCRIPT.format(text=before)]
-    job = launch(size, [*program, "doctor", *options], env={**ENV, "HOME": os.getcwd()}, timeout_s=120)
-    return job, time.monotonic() - start
+    return launch(size, [*program, "doctor", *options], env={**ENV, "HOME": os.getcwd()}, timeout_s=120)
 
 
 def lines(job: subprocess.CompletedProcess[str]) -> list[list[str]]:
@@ -60,7 +57,7 @@ def lines(job: subprocess.CompletedProcess[str]) -> list[list[str]]:
 
 # --- how it ends ------------------------------------------------------------------------------------------------------
 def test_it_prints_a_line_per_finding_and_writes_what_it_measured():
-    job, _ = doctor(2, "--json", "told.json", "--exclude-file", "out", *PATIENT)
+    job = doctor(2, "--json", "told.json", "--exclude-file", "out", *PATIENT)
     assert job.returncode == 0, job.stdout + job.stderr
     found = lines(job)
     assert [check for _, check, _ in found if check != "world"] == [*checks.available(), "all"]
@@ -75,7 +72,7 @@ def test_it_prints_a_line_per_finding_and_writes_what_it_measured():
 
 
 def test_what_differs_is_an_error_where_no_run_would_start_with_it():
-    job, _ = doctor(2, *PATIENT, before="import torch\nif rank == 1: torch.__version__ = '1.13'")
+    job = doctor(2, *PATIENT, before="import torch\nif rank == 1: torch.__version__ = '1.13'")
     assert job.returncode == 1
     found = {check: (status, text) for status, check, text in lines(job)}
     status, text = found["versions"]
@@ -84,8 +81,8 @@ def test_what_differs_is_an_error_where_no_run_would_start_with_it():
 
 
 def test_another_number_of_ranks_is_told_once():
-    job, seconds = doctor(2, "--ranks", "4")
-    assert job.returncode == 1 and seconds < 50
+    job = doctor(2, "--ranks", "4")
+    assert job.returncode == 1
     (world, total) = lines(job)
     assert world[:2] == ["error", "world"] and "must have 4 ranks (--ranks); got 2 with Open MPI" in world[2]
     assert total[2].startswith("1 error, 0 warnings, ") and total[2].endswith("exit status 1")
@@ -98,7 +95,7 @@ def test_worlds_of_size_1_are_told_once():
     inherited = unlaunched(os.environ)
     env = {**inherited, **SETTINGS, **ENV, "MPI4PY_LIBMPI": str(Path(sys.prefix) / "lib" / "libmpi.so.40")}
     command = [str(MPIEXEC), "-n", "3", sys.executable, "-m", "hpcdist", "doctor", "--json", "told.json"]
-    job = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    job = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert job.returncode == 1
     (world, _) = lines(job)
     assert world[:2] == ["error", "world"] and "must be the launcher's, 3 (MPICH's or Intel's mpiexec" in world[2]
@@ -133,17 +130,17 @@ def test_what_is_known_before_mpi_starts_is_in_the_files_already():
 # --- it ends whatever hangs -------------------------------------------------------------------------------------------
 SILENT = """
 from hpcdist.comm.mpi import first_messages
-first_messages.ANSWER_S = 2.0
-if rank == 2: time.sleep(100)
+first_messages.ANSWER_S = 5.0  # a busy rank answers late
+if rank == 2: time.sleep(600)
 """
 
 
 def test_a_rank_that_never_answers_is_named():
-    job, seconds = doctor(3, before=SILENT)
-    assert job.returncode == 1 and seconds < 50
+    job = doctor(3, before=SILENT)
+    assert job.returncode == 1
     (world, _) = lines(job)
     assert world[:2] == ["error", "world"]
-    assert world[2].startswith("every rank must answer; got nothing from rank 2 within 2 s. It has ended, is stopped,")
+    assert world[2].startswith("every rank must answer; got nothing from rank 2 within 5 s. It has ended, is stopped,")
 
 
 STOPS = """
@@ -160,19 +157,19 @@ files.measure = stopping
 
 @pytest.mark.parametrize(("rank", "seconds"), [(1, 2), (0, 4)])
 def test_a_rank_that_stops_is_named(rank, seconds):
-    job, took_s = doctor(2, *PATIENT, before=STOPS.format(rank=rank))
-    assert job.returncode != 0 and took_s < 40
+    job = doctor(2, *PATIENT, before=STOPS.format(rank=rank))
+    assert job.returncode != 0
     (found,) = [line for line in lines(job) if line[0] == "error" and line[1] == "files"]
     assert found[2] == f"rank {rank} did not answer within {seconds} s. All must answer at 'files'"
 
 
 def test_what_takes_too_long_is_named():
-    before = "from hpcdist.doctor import examination\nexamination.check = lambda *_: time.sleep(100)"
-    job, seconds = doctor(2, "--limit-s", "2", before=before)
-    assert job.returncode == 1 and seconds < 50
+    before = "from hpcdist.doctor import examination\nexamination.check = lambda *_: time.sleep(600)"
+    job = doctor(2, "--limit-s", "5", before=before)
+    assert job.returncode == 1
     (world, _) = lines(job)
     assert world[:2] == ["error", "world"]
-    assert re.match(r"the examination must end within 2 s; got no end of 'world' on \S+. Look there", world[2])
+    assert re.match(r"the examination must end within 5 s; got no end of 'world' on \S+. Look there", world[2])
 
 
 SOONER = """
@@ -189,14 +186,16 @@ with limit.sooner(0.5):
 
 
 def test_what_may_not_come_back_ends_sooner_and_without_a_word():
-    job = subprocess.run([sys.executable, "-c", SOONER], capture_output=True, text=True, timeout=50)
+    job = subprocess.run([sys.executable, "-c", SOONER], capture_output=True, text=True, timeout=100)
     assert (job.returncode, job.stdout, job.stderr) == (1, "goes on\n", "")
 
 
 LATE = """
 import os, sys, time
-if os.environ["OMPI_COMM_WORLD_RANK"] == "{rank}": time.sleep(100)
+if os.environ["OMPI_COMM_WORLD_RANK"] == "{rank}": time.sleep(600)
 from hpcdist import cli
+from hpcdist.comm.mpi import start
+start.APART_S, start.LATEST_S = 5.0, 20.0  # the rank that is to speak may be late itself
 cli.main()
 """
 
@@ -204,9 +203,8 @@ cli.main()
 @pytest.mark.parametrize(("late", "speaks"), [(2, 0), (0, 1)])
 def test_a_rank_that_never_starts_mpi_is_not_waited_for(late, speaks):
     options = ["doctor", "--limit-s", "4", "--json", "told.json"]
-    start = time.monotonic()
     job = launch(3, ["-c", LATE.format(rank=late), *options], env={**ENV, "HOME": os.getcwd()}, timeout_s=120)
-    assert job.returncode == 1 and time.monotonic() - start < 50, job.stdout + job.stderr
+    assert job.returncode == 1, job.stdout + job.stderr
     world, *more = lines(job)
     assert world[:2] == ["error", "world"]
     assert re.match(rf"rank {speaks} waited \d\S* s in MPI's start for the others of 3 ranks\. One has ended", world[2])

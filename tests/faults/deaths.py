@@ -42,8 +42,7 @@ from hpcdist.train import Job, Metric, Trainer, accuracy
 DEATHS, INSIDE, CALL, AMID_S = {deaths}, {inside!r}, {call}, {amid_s}
 NAP_S, APART, HIDDEN = {nap_s}, {apart}, {hidden}
 OPTIONS, FOLDER = {options}, Path({folder!r})
-hd.init(deadline_s=60)  # a busy machine starts ranks late
-world = hd.init(deadline_s=20)
+world = hd.init(deadline_s=60)  # a busy machine starts ranks late
 comm = world.apart() if APART else world
 calls = 0
 
@@ -133,7 +132,7 @@ def job(
         data=str(_digits(folder.parent)),
         defaults=DEFAULTS,
     )
-    return run(folder, text, size, options=ULFM, timeout_s=90)[0]
+    return run(folder, text, size, options=ULFM)
 
 
 def go_on(folder: Path, size: int, checkpoint: Path, *options: str) -> None:

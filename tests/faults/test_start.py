@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from comm.jobs_here import clean_environment, run
+from comm.jobs_here import LIMIT_S, clean_environment, run
 from faults.deaths import ULFM, survivable
 from harness.launch import IMPORTS, find_mpirun, launch
 from hpcdist.comm.launch import Task, undisputed_task
@@ -33,25 +32,26 @@ def die(*args):
 JOIN = """
 import hpcdist as hd
 
-hd.init(deadline_s=3)
+hd.init(deadline_s={})
 print("joined")
 """
+AT_ONCE, LATE = JOIN.format(3), JOIN.format(60)  # how soon they tire of waiting for each other
 WAITED = r"hpcdist: rank \d waited 3 s in hpcdist.init\(\) for the others of 3 ranks\. One has ended before"
 
 
 @survivable
 def test_a_rank_that_dies_before_mpi_is_up_is_not_waited_for_for_ever(tmp_path):
-    job, seconds = run(tmp_path, BEGIN + "if rank == 1:\n    die()\n" + JOIN, 3, options=ULFM)
-    assert job.returncode != 0 and seconds < 40
+    job = run(tmp_path, BEGIN + "if rank == 1:\n    die()\n" + AT_ONCE, 3, options=ULFM)
+    assert job.returncode != 0
     assert re.search(WAITED, job.stderr), job.stderr
     assert job.stderr.count("hpcdist: ") == 1 and "Traceback" not in job.stderr
 
 
 @needs_mpirun
-@pytest.mark.parametrize("action", ["time.sleep(60)", "os.kill(os.getpid(), signal.SIGSTOP)"], ids=["late", "stopped"])
+@pytest.mark.parametrize("action", ["time.sleep(600)", "os.kill(os.getpid(), signal.SIGSTOP)"], ids=["late", "stopped"])
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(tmp_path, action):
-    job, seconds = run(tmp_path, BEGIN + f"if rank == 2:\n    {action}\n" + JOIN, 3)
-    assert job.returncode != 0 and seconds < 40
+    job = run(tmp_path, BEGIN + f"if rank == 2:\n    {action}\n" + AT_ONCE, 3)
+    assert job.returncode != 0
     assert re.search(WAITED, job.stderr), job.stderr
     assert job.stderr.count("hpcdist: ") == 1 and "Traceback" not in job.stderr
 
@@ -67,8 +67,8 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(tmp_path, action):
     ids=["before the ranks meet", "in a call of MPI's", "in a call of the seam's"],
 )
 def test_a_rank_that_dies_in_the_middle_of_it_is_named_once(tmp_path, death):
-    job, seconds = run(tmp_path, BEGIN + death + JOIN, 3, options=ULFM)
-    assert job.returncode != 0 and seconds < 40
+    job = run(tmp_path, BEGIN + death + LATE, 3, options=ULFM)
+    assert job.returncode != 0
     assert job.stderr.count("hpcdist: rank 0 has died before all ranks had met in hpcdist.init()") == 1, job.stderr
     assert "Traceback" not in job.stderr and "joined" not in job.stdout
 
@@ -76,8 +76,8 @@ def test_a_rank_that_dies_in_the_middle_of_it_is_named_once(tmp_path, death):
 # --- exceptions before all ranks have met, or right after -------------------------------------------------------------
 @needs_mpirun
 def test_a_script_that_fails_on_one_rank_before_it_comes_there_ends_all(tmp_path):
-    job, seconds = run(tmp_path, BEGIN + "if rank == 1:\n    raise ValueError('no such file')\n" + JOIN, 3)
-    assert job.returncode != 0 and "joined" not in job.stdout and seconds < 40
+    job = run(tmp_path, BEGIN + "if rank == 1:\n    raise ValueError('no such file')\n" + LATE, 3)
+    assert job.returncode != 0 and "joined" not in job.stdout
     assert job.stderr.count("Traceback (most recent call last)") == 1
     assert job.stderr.count("ValueError: no such file") == 1
 
@@ -99,6 +99,8 @@ def model():
 job = dataclasses.replace(tiny.job, model=model)
 """
 
+RANK_0_MAY_BE_LATE = "from hpcdist.faults import turns\nturns.FIRST_S = turns.MOST_S = 30"
+
 
 @needs_mpirun
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ job = dataclasses.replace(tiny.job, model=model)
     [
         ((2,), {"at_import": "fail()", "in_model": "pass"}, 2),
         ((1,), {"at_import": "", "in_model": "fail()"}, 1),
-        ((0, 1, 2), {"at_import": "", "in_model": "fail()"}, 0),
+        ((0, 1, 2), {"at_import": RANK_0_MAY_BE_LATE, "in_model": "fail()"}, 0),
     ],
     ids=["job file, one", "model, one", "model, all"],
 )
@@ -128,12 +130,14 @@ def limited(tmp_path, text: str) -> subprocess.CompletedProcess:
         "from hpcdist.comm.launch import Task\n"
         "from hpcdist.comm.mpi.start import limited\n" + textwrap.dedent(text)
     )
-    return subprocess.run([sys.executable, script], env=clean_environment(), capture_output=True, text=True, timeout=40)
+    return subprocess.run(
+        [sys.executable, script], env=clean_environment(), capture_output=True, text=True, timeout=LIMIT_S
+    )
 
 
 def test_it_ends_a_process_that_keeps_the_interpreter_lock(tmp_path):
     """As one does that is inside MPI's start: nothing in Python runs there."""
-    done = limited(tmp_path, "with limited(0.3, Task(0, 2, 0, 'a launcher')):\n    ctypes.PyDLL(None).sleep(30)")
+    done = limited(tmp_path, "with limited(0.3, Task(0, 2, 0, 'a launcher')):\n    ctypes.PyDLL(None).sleep(600)")
     assert done.returncode == start.ENDS
     assert re.match(r"hpcdist: rank 0 waited 0.3 s in hpcdist.init\(\) for the others of 2 ranks", done.stderr)
 
@@ -142,7 +146,7 @@ def test_a_process_that_is_stopped_says_so(tmp_path):
     text = """
         with limited(0.3, Task(0, 2, 0, 'a launcher')):
             os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(30)
+            time.sleep(600)
     """
     done = limited(tmp_path, text)
     assert done.returncode == start.ENDS
@@ -150,9 +154,8 @@ def test_a_process_that_is_stopped_says_so(tmp_path):
 
 
 def test_of_a_process_that_ends_by_itself_nothing_is_said(tmp_path):
-    began = time.monotonic()
-    done = limited(tmp_path, "with limited(20, Task(0, 2, 0, 'a launcher')):\n    os._exit(3)")
-    assert (done.returncode, done.stderr) == (3, "") and time.monotonic() - began < 15
+    done = limited(tmp_path, "with limited(600, Task(0, 2, 0, 'a launcher')):\n    os._exit(3)")
+    assert (done.returncode, done.stderr) == (3, "")
 
 
 def _children():

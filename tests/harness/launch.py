@@ -44,7 +44,7 @@ def launch(
     arguments: Sequence[str | Path],
     *,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 120.0,
+    timeout_s: float = 200.0,
     options: Sequence[str] = (),
     compiler: bool = False,
 ) -> subprocess.CompletedProcess[str]:
@@ -81,7 +81,7 @@ def started(
             job.wait()
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float = 40.0) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float = 120.0) -> None:
     """Looks now and then until it is so. Raises TimeoutError."""
     end = time.monotonic() + limit_s
     while not condition():

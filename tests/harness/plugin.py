@@ -6,7 +6,9 @@ Plain `pytest` runs everything on virtual ranks; under a launcher only tests tha
 from __future__ import annotations
 
 import os
+import random
 import re
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -35,14 +37,15 @@ REAL = re.compile(r"def \w+\([^)]*\branks\b|mark\.mpi\b")  # what is in a file o
 JOB = pytest.StashKey()
 DESELECTED = pytest.StashKey()
 
+hypothesis.settings.register_profile(  # --hypothesis-profile=search tries other examples each time
+    "search", deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+)
 hypothesis.settings.register_profile(
-    "plain", deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    "plain", parent=hypothesis.settings.get_profile("search"), derandomize=True, database=None
 )
 hypothesis.settings.register_profile(
     "ranks",  # the same examples on every rank, whatever happens on one of them and however long it takes
     parent=hypothesis.settings.get_profile("plain"),
-    derandomize=True,
-    database=None,
     report_multiple_bugs=False,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
     suppress_health_check=list(hypothesis.HealthCheck),
@@ -196,6 +199,16 @@ def pytest_report_collectionfinish(config: pytest.Config) -> str:
     where = "in plain pytest only (they use no real ranks)" if config.stash[JOB] else "under mpirun only"
     where += " or in other jobs" if config.getoption("--without-repeats") else ""
     return f"{count} tests deselected that run {where}" if count else ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seeds what tests draw without a seed of their own, so that they draw the same whatever has run before."""
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 # --- fixtures ---------------------------------------------------------------------------------------------------------

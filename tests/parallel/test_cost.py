@@ -1,7 +1,6 @@
 """Costs of layers: bytes are counted exactly, times are those of the layers, and nothing of the model changes."""
 
 import copy
-import time
 
 import pytest
 import torch
@@ -67,20 +66,43 @@ def test_values_that_are_carried_past_layers():
     assert costs[0].activation_bytes == 12 * FLOAT, "the second linear layer needs its output"
 
 
+class Clock:
+    """Tells a time that passes while somebody sleeps, and a microsecond with each look."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+    def perf_counter(self):
+        self.sleep(1e-6)
+        return self.now_s
+
+    def __deepcopy__(self, _):
+        return self  # layers are copied
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    monkeypatch.setattr("hpcdist.parallel.cost.time", clock := Clock())
+    return clock
+
+
 class Slow(nn.Module):
-    def __init__(self, forward_s, backward_s):
+    def __init__(self, clock, forward_s, backward_s):
         super().__init__()
-        self.seconds = forward_s, backward_s
+        self.clock, self.seconds = clock, (forward_s, backward_s)
 
     def forward(self, x):
-        time.sleep(self.seconds[0])
+        self.clock.sleep(self.seconds[0])
         x = x * 1
-        x.register_hook(lambda gradient: time.sleep(self.seconds[1]))
+        x.register_hook(lambda gradient: self.clock.sleep(self.seconds[1]))
         return x
 
 
-def test_seconds():
-    model = [nn.Linear(2, 2), Slow(0.01, 0.02), nn.Linear(2, 2)]
+def test_seconds(clock):
+    model = [nn.Linear(2, 2), Slow(clock, 0.01, 0.02), nn.Linear(2, 2)]
     first, slow, last = measure(model, torch.ones(1, 2), repeats=1)
     assert 0.01 <= slow.forward_s < 0.02 <= slow.backward_s < 0.04
     assert max(first.forward_s, last.forward_s) < 0.005
@@ -89,9 +111,9 @@ def test_seconds():
     assert 0 < last.inputs_s <= last.backward_s
 
 
-def test_seconds_of_the_loss_are_the_last_layers():
+def test_seconds_of_the_loss_are_the_last_layers(clock):
     def loss(outputs, targets):
-        time.sleep(0.01)
+        clock.sleep(0.01)
         return outputs.sum()
 
     *_, last = measure([nn.Linear(2, 2), nn.Linear(2, 2)], torch.ones(1, 2), loss, torch.ones(1), repeats=1)

@@ -65,7 +65,7 @@ class Bash:
     def run(self, script: Script, **environ: str) -> tuple[int, str]:
         """The script's status and all it printed."""
         process = self.start(script, **environ)
-        printed, _ = process.communicate(timeout=60)
+        printed, _ = process.communicate(timeout=200)
         return process.returncode, printed
 
     def calls(self) -> list[tuple[str, list[str], str]]:

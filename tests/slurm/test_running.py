@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from harness.launch import wait_until
 from hpcdist.slurm.site import Site
 from slurm.fakes import RUN_IT, payload, script
 
@@ -56,27 +57,20 @@ def test_mpirun_that_has_lost_a_node_without_saying_so(bash):
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_a_signal_goes_on_to_the_launcher(bash, numbers, launcher):
     process = bash.start(script(Site(launcher=launcher)), ON_LAUNCH=CLEANS_UP)
-    wait_for(bash.folder / "up")
+    wait_until((bash.folder / "up").exists)
     for number in numbers:
         process.send_signal(number)
         time.sleep(0.05)
-    process.communicate(timeout=20)
+    process.communicate(timeout=100)
     assert process.returncode == 75
     assert requeued(bash) == (signal.SIGTERM not in numbers), "scancel must not be undone"
 
 
-def wait_for(path) -> None:
-    end = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} did not appear"
-        time.sleep(0.02)
-
-
 def test_a_signal_during_the_doctor(bash):
     process = bash.start(script(doctor=True), ON_LAUNCH='case "$*" in *doctor*) ' + LEAVES + " ;; esac")
-    wait_for(bash.folder / "up")
+    wait_until((bash.folder / "up").exists)
     process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=20)
+    process.communicate(timeout=100)
     assert process.returncode == 75 and len(bash.launched()) == 1, "the run was not begun"
 
 

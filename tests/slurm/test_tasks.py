@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from hpcdist.comm.launch import Task, task
@@ -87,6 +85,4 @@ def test_the_end_of_a_job():
 
 
 def test_a_job_whose_end_can_t_be_asked_for_trains_on():
-    start = time.monotonic()
     assert end_time({"SLURM_JOB_ID": "7", "PATH": ""}) is None
-    assert time.monotonic() - start < 10

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hpcdist.strategies.lbfgs.line_search import strong_wolfe
-from hpcdist.strategies.lbfgs.portions import JointBatch, Pace, Portions, divide
+from hpcdist.strategies.lbfgs.pace import Pace
+from hpcdist.strategies.lbfgs.portions import JointBatch, Portions, divide
 from hpcdist.strategies.lbfgs.recursion import CurvaturePairs
 from hpcdist.strategies.lbfgs.shard import HistoryShard
 from hpcdist.strategies.lbfgs.vectors import DIRECTION, GRADIENT, LocalVectors, RemoteVectors, X
@@ -219,17 +220,72 @@ def test_a_batch_is_cut_into_portions_of_about_one_size(samples, count, head, ta
 
 
 def test_portions_are_handed_out_once_and_late_ones_twice():
-    portions = Portions(3, Pace())
+    portions = Portions(3, pace := Pace())
     assert [portions.give(worker, 0.0) for worker in (5, 6, 7)] == [0, 1, 2]
-    assert portions.patience_s(0.5) == 0.0, "nothing is known yet of how long they take"
-    assert portions.take(1, 2.0)
-    assert portions.give(6, 2.0) is None and portions.patience_s(2.0) == pytest.approx(0.2), "neither is late yet"
-    assert portions.give(6, 2.3) == 0, "the one that is out for longest"
-    assert portions.take(2, 3.0)
-    assert portions.give(7, 9.0) is None and portions.patience_s(9.0) is None, "two workers have it"
-    assert portions.take(0, 9.0) and portions.is_complete
-    assert not portions.take(0, 9.0), "the first result counts"
+    assert pace.due(0.0) == {}, "nothing is known yet of how long they take"
+    pace.end(6, 2.0)
+    assert portions.take(1)
+    assert portions.give(6, 2.0) is None and pace.due(2.0) == pytest.approx({5: 2, 7: 2}), "neither is late yet"
+    assert portions.give(6, 2.001) == 0, "the one that is out for longest"
+    pace.end(7, 3.0)
+    assert portions.take(2)
+    assert portions.give(7, 9.0) is None and pace.due(9.0) == {}, "two workers have it"
+    assert portions.take(0) and portions.is_complete
+    assert not portions.take(0), "the first result counts"
     assert portions.give(5, 9.0) is None
+
+
+def _known(seconds):
+    """The pace of workers that have had portions before."""
+    pace = Pace()
+    for worker, each_s in seconds.items():
+        pace.begin(worker, 0.0)
+        pace.end(worker, each_s)
+    return pace
+
+
+def test_late_is_what_takes_longer_than_four_of_five_do():
+    pace = _known({1: 1.0})
+    for seconds in (1.0, 1.0, 1.3, 1.0, 1.0, 9.0, 1.0, 1.2, 1.0, 1.0, 1.0):
+        pace.begin(1, 0.0)
+        pace.end(1, seconds)
+        pace.begin(1, 0.0)
+        pace.end(1, 2 * pace.mean_s(1) - seconds)
+    pace.begin(1, 50.0)
+    assert pace.end_of(1) == pytest.approx(50 + pace.mean_s(1))
+    assert 1.0 < pace.due(50.0)[1] - 50.0 < 2.0, "one that took nine times as long is not how it is as a rule"
+
+
+def test_a_slow_worker_has_none_of_the_last_portions():
+    pace = _known({1: 1.0, 2: 1.0, 3: 4.0})
+    for waiting, given in ((6, None), (7, 3)):
+        portions = Portions(3 + waiting, pace)
+        assert [portions.give(worker, now) for worker, now in ((3, 10.0), (1, 14.0), (2, 14.0))] == [0, 1, 2]
+        pace.end(3, 14.0)
+        assert portions.take(0)
+        assert portions.give(3, 14.5) == given, "by 18.5 s the others have completed three more each"
+
+
+def test_a_worker_that_was_slow_is_tried_in_every_evaluation():
+    assert Portions(1, _known({1: 1.0, 3: 40.0})).give(3, 50.0) == 0
+
+
+def test_what_a_slow_worker_has_is_repeated_before_it_is_late():
+    portions = Portions(2, pace := _known({1: 1.0, 2: 1.0, 3: 4.0}))
+    assert [portions.give(worker, 10.0) for worker in (3, 1)] == [0, 1]
+    assert portions.give(2, 10.5) == 0, "it has it by 11.5 s, and worker 3 by 14 s"
+    pace.end(1, 11.0)
+    assert portions.take(1) and portions.give(1, 11.0) is None, "nobody will be sooner"
+
+
+def test_what_a_slow_worker_repeats_is_repeated_again():
+    portions = Portions(1, pace := _known({1: 1.0, 2: 1.0, 3: 4.0}))
+    assert portions.give(1, 10.0) == 0 and portions.give(3, 11.5) == 0, "the first is late"
+    assert portions.give(2, 12.0) == 0, "it has it by 13 s, and worker 3 by 15.5 s"
+    pace.forget([2])
+    portions.forget([2])
+    assert pace.mean_s(2) == pytest.approx(2.5), "of one of which nothing is known what the others take"
+    assert portions.give(2, 12.5) == 0
 
 
 def test_nobody_is_given_what_it_has():
@@ -245,7 +301,7 @@ def test_what_the_dead_had_is_handed_out_again():
     assert portions.give(4, 1.0) == 1, "which nobody has any more"
     assert portions.give(4, 1.0) == 0, "rank 1 alone still has it"
     assert not portions.is_complete
-    assert portions.take(0, 2.0) and portions.take(1, 2.0) and portions.is_complete
+    assert portions.take(0) and portions.take(1) and portions.is_complete
 
 
 def test_x_is_a_vector_of_its_own():

@@ -38,6 +38,7 @@ def write_run(
     staleness: int = 0,
     batch: int = BATCH,
     bytes_sent: int = 1000,
+    job: str = JOB["path"],
     **options: object,
 ) -> None:
     """A run of which everything is known: evaluations after equal parts of `seconds`, and the same step on each rank.
@@ -47,7 +48,8 @@ def write_run(
     """
     settings = {"strategy": {"name": strategy, **options}, "batch_size": batch, "accumulation": 1, "seed": seed}
     start = Start(
-        started="2026-01-31T12:00:00Z", command=["hpcdist"], job=JOB, commit="c0ffee" * 7, dirty=False, ranks=ranks,
+        started="2026-01-31T12:00:00Z", command=["hpcdist"], job={**JOB, "path": job}, commit="c0ffee" * 7,
+        dirty=False, ranks=ranks,
         hosts=[f"n{rank}" for rank in range(ranks)], versions={"hpcdist": "0.1.0"}, settings=settings, virtual=virtual,
     )  # fmt: skip
     folder.mkdir(parents=True)
@@ -68,7 +70,8 @@ def write_run(
     for i, value in enumerate(accuracy, 1):
         part = i / len(accuracy)
         metrics = {"accuracy": value, "loss": 1 - value}
-        append_evaluation(folder, Evaluation(int(STEPS * part), i, int(samples * part), seconds * part, metrics))
+        spent = None if joules is None else joules * part
+        append_evaluation(folder, Evaluation(int(STEPS * part), i, int(samples * part), seconds * part, metrics, spent))
     given = {"strategy": strategy, "ranks": ranks, "seed": seed, "wall_s": seconds, "sha256": "0" * 64}
     given["metrics"] = {"accuracy": accuracy[-1], "loss": 1 - accuracy[-1]}
     if joules is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import json
 from pathlib import Path
@@ -22,7 +23,7 @@ from train import tiny
 model = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10))
 job = dataclasses.replace(tiny.job, model=model)
 """
-NAMES = [name for name in baselines.available() if name == "ddp" or importlib.util.find_spec(name)]
+NAMES = [name for name in baselines.available() if baselines.load(name).why_not() is None]
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,12 @@ def runs(tmp_path_factory) -> Path:
     done = launch(2, [RANKS, folder, *NAMES], compiler=True, env=IMPORTS)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+def test_a_folder_of_that_name_is_no_horovod(tmp_path, monkeypatch):
+    folder = importlib.machinery.ModuleSpec("horovod", None, is_package=True)  # of a namespace
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: folder)
+    assert "Horovod is not installed" in baselines.load("horovod").why_not()
 
 
 def test_there_are_ddp_and_horovod():

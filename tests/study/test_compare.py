@@ -27,6 +27,7 @@ from hpcdist.study.comparison.comparison import Comparison
 from hpcdist.study.comparison.course import FAILURE, make_all, missing
 from hpcdist.study.comparison.making import LaunchedRuns, find_launcher, ranks_environment
 from hpcdist.study.comparison.plan import Declaration, PlannedRun
+from hpcdist.study.comparison.sweep import Sweep, SweepDeclaration
 from study.pretended import PretendedRuns, makers
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +42,10 @@ DECLARED = Declaration(
     target=0.5,
     controls=False,
     settings=("epochs=1",),
+)
+
+SWEPT = SweepDeclaration(
+    job=str(JOB), job_sha256="", strategy="allreduce", over=("batch_size=8,16",), points=0, ranks=1, metric="loss"
 )
 
 
@@ -73,6 +78,22 @@ def test_what_is_wrong_is_refused_before_anything_is_written(change, error, mess
     with pytest.raises(error, match=message):
         Comparison(replace(DECLARED, **change), tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_the_same_strategy_twice_is_refused_and_with_other_options_it_is_another(tmp_path):
+    with pytest.raises(ConfigError, match=r"--strategies must differ from each other; got two for runs/allreduce-r1"):
+        Comparison(replace(DECLARED, strategies=("allreduce", "gossip_pull", "allreduce")), tmp_path)
+    two = Comparison(replace(DECLARED, strategies=("softsync:splits=1", "softsync:splits=1,modulation=none")), tmp_path)
+    assert len({run.folder for run in two.runs()}) == len(two.runs()) == 8
+
+
+@pytest.mark.parametrize("make", [conduct.make, conduct.make_sweep], ids=["compare", "sweep"])
+def test_a_folder_that_cannot_be_made_is_refused(make, tmp_path):
+    (tmp_path / "taken").touch()
+    output = tmp_path / "taken" / "below"
+    made = Comparison(DECLARED, output) if make is conduct.make else Sweep(SWEPT, output)
+    with pytest.raises(ConfigError, match="--output must be a folder that can be made; got .*taken/below .Not a dir"):
+        make(made, makers(PretendedRuns()))
 
 
 def test_another_comparison_in_the_same_folder_is_refused_by_its_differences(tmp_path):
@@ -343,7 +364,7 @@ def test_a_comparison_by_mpirun_is_interrupted_and_goes_on(tmp_path):
         first = subprocess.Popen([*command, JOB, *wanted, "--output", out], cwd=tmp_path, env=env, stderr=log)
         wait_until(lambda: len(list(out.glob("runs/*/records-rank0000.jsonl"))) == 2 or first.poll() is not None, 120)
         first.send_signal(signal.SIGTERM)  # a shell's background jobs ignore SIGINT
-        assert first.wait(60) == 130, (tmp_path / "log").read_text()
+        assert first.wait(100) == 130, (tmp_path / "log").read_text()
     done = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/summary.json")}
     assert f"`hpcdist compare --output {out}` goes on with it" in (tmp_path / "log").read_text()
     assert 1 <= len(done) < 4

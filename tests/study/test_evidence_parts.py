@@ -182,6 +182,21 @@ def test_times_to_the_target_stand_beside_each_other(tables, tmp_path):
     assert rows[2] == ["`gossip_pull`", "4.00 ± 0.00", "2.00", "0.016", "98.20 ± 0.20"], "8 steps of 2 ranks, 1 kB each"
     assert rows[1][:4] == ["`adpsgd`", "not reached", "", "not reached"]
 
+
+def test_times_of_real_ranks_stand_beside_those_of_virtual_ones(tables, tmp_path):
+    """Of comparisons with batches of their own, by the number of ranks; bytes that differ have their interval."""
+    large = [{**run, "batch": 160, "bytes_sent": 1000 + 100 * run["seed"]} for run in runs("sandblaster", ranks=4)]
+    virtual = [{**run, "virtual": {"network": "1ms"}} for run in runs("allreduce", ranks=4, seconds=6.0)]
+    never = [{**run, "accuracy": (0.5, 0.6)} for run in runs("downpour", ranks=64)]
+    for name, found in (("4", virtual), ("4-real", runs("allreduce", ranks=4)), ("4-large", large), ("64", never)):
+        evidence.write_comparison(tmp_path / name, found)
+    evidence.write_comparison(tmp_path / "2", runs("gossip_pull", seconds=6.0))
     head, *rows = written(tables, "sandblaster", tmp_path)
     assert head == ["ranks", "strategy", "batch of all workers", "s to 97 %", "MB to 97 %"]
-    assert len(rows) == 9 and rows[2][:2] == ["2", "`gossip_pull`"] and rows[2][3:] == ["4.00 ± 0.00", "0.016"]
+    assert rows == [
+        ["2 real", "`gossip_pull`", "20", "4.00 ± 0.00", "0.016 ± 0"],
+        ["4 virtual", "`allreduce`", "40", "4.00 ± 0.00", "0.032 ± 0"],
+        ["4 real", "`sandblaster`", "640", "8.00 ± 0.00", "0.0384 ± 0.00628"],
+        ["4 real", "`allreduce`", "40", "8.00 ± 0.00", "0.032 ± 0"],
+        ["64 real", "`downpour`", "640", "not reached", "not reached"],
+    ]

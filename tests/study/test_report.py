@@ -15,7 +15,7 @@ import pytest
 
 import hpcdist
 from hpcdist.errors import ConfigError, DataError
-from hpcdist.study.report import wording, write
+from hpcdist.study.report import figures, tables, wording, write
 from hpcdist.study.report.analysis import analyse
 from hpcdist.study.report.figures import COLOURS, PARTS
 from hpcdist.study.report.numbers import rows
@@ -173,6 +173,84 @@ def test_runs_that_never_reached_the_target_are_said_so(tmp_path):
     assert next(row["time_to_target_s"] for row in rows(findings) if row["name"] == "softsync") is None
 
 
+def test_where_nobody_reached_the_target_it_is_said_once(tmp_path):
+    runs = [dict(run, accuracy=(0.5, 0.6 + 0.001 * run["seed"])) for run in versus(2.0)]
+    verdict = judge(found_in(tmp_path, runs))
+    assert verdict.reasons[0].startswith("Neither `softsync` nor `allreduce` reached 97 %, in any seed; the final")
+    assert "No run reached 97 % of `allreduce`, `softsync`." in verdict.caveats
+
+
+def test_the_first_on_several_ranks_is_held_against_one_rank(tmp_path):
+    runs = []
+    for seed in range(2):
+        runs += [
+            {"name": "allreduce", "ranks": 1, "seed": seed, "seconds": 12.0 + seed},
+            {"name": "allreduce", "ranks": 2, "seed": seed, "seconds": 8.0 + seed},
+            {"name": "softsync", "strategy": "softsync", "ranks": 1, "seed": seed, "seconds": 14.0},
+            {"name": "softsync", "strategy": "softsync", "ranks": 2, "seed": seed, "seconds": 4.0 + seed},
+        ]
+    findings = found_in(tmp_path / "a", runs)
+    assert [contrast.cell.label for contrast in findings.contrasts] == ["softsync, 2 ranks"], "none on one rank"
+    assert judge(findings).reasons[0] == (
+        "`softsync` on 2 ranks was the first of all to reach 97 %: 2.79 times sooner than one rank, `allreduce` (95 % "
+        "interval 1.13 to 6.93); final accuracy 98 % against 98 %."
+    )
+    slower = [dict(run, seconds=40.0) if run["ranks"] == 2 else run for run in runs if run["name"] == "allreduce"]
+    assert ": 3.2 times later than one rank, `allreduce`" in judge(found_in(tmp_path / "b", slower)).reasons[0]
+    for run in runs[::2]:  # on one rank
+        run["accuracy"] = (0.5, 0.9, 0.97, 0.98) if run["seed"] else (0.5, 0.6)
+    assert judge(found_in(tmp_path / "c", runs)).reasons[0] == (
+        "`softsync` on 2 ranks was the first of all to reach 97 %; on one rank, `allreduce`, 1 of 2 seeds did."
+    )
+
+
+def test_noise_says_how_much_it_may_hide(tmp_path):
+    (seen,) = [
+        caveat
+        for caveat in judge(found_in(tmp_path, versus(1.05, NOISE, (0.001, -0.002, 0.0, 0.002, 0.0)))).caveats
+        if "Within noise does not mean alike" in caveat
+    ]
+    assert seen.endswith("leave room for a factor of 1.32 in time and 0.2 points of accuracy. More seeds narrow them.")
+    assert not any("alike" in caveat for caveat in judge(found_in(tmp_path / "b", versus(1.5))).caveats)
+
+
+def test_a_strategy_without_a_result_is_named(tmp_path):
+    runs = [run for run in versus(1.05, NOISE) if run["name"] == "allreduce"]
+    runs += [{"name": "gossip_pull", "seed": seed, "made": False} for seed in range(5)]
+    runs += [{"name": "ddp", "kind": "baseline", "seed": seed, "accuracy": (0.5, 0.6)} for seed in range(5)]
+    verdict = judge(found_in(tmp_path, runs))
+    assert "`gossip_pull` has no run that ended: nothing can be compared." in verdict.reasons
+    alike = [dict(run, accuracy=(0.5, 0.6 + run["seed"] % 2 / 100)) for run in runs]
+    alike[-1]["accuracy"] = (0.5, 0.62)
+    headline = judge(found_in(tmp_path / "b", alike)).headline
+    assert headline.startswith("Nothing differs from `allreduce` beyond noise, in accuracy. Some could not")
+
+
+def test_runs_of_several_jobs_are_not_compared_with_each_other(tmp_path):
+    for name in ("allreduce", "softsync"):
+        evidence.write_run(tmp_path / name, name)
+        evidence.write_run(tmp_path / f"other-{name}", name, job="jobs/other.py")
+    findings = analyse(read([tmp_path]))
+    assert [(c.cell.name, c.reference.name) for c in findings.contrasts] == [
+        ("softsync (digits)", "allreduce (digits)")
+    ]
+    assert "Runs of other jobs than digits are compared with nothing: other." in judge(findings).caveats
+
+
+def test_what_only_rounding_tells_apart_is_the_same(tmp_path):
+    accuracy = [1e-9 * seed for seed in range(5)]
+    findings = found_in(tmp_path, versus(2.0, accuracy=accuracy))
+    assert findings.contrasts[0].same and "the final accuracy is the same, 98 %, seed" in judge(findings).headline
+    assert tables.of_section("answer", findings)[0][1].rows[0][4] == "0"
+
+
+def test_strategies_have_colours_of_their_own_before_controls(tmp_path):
+    names = ["allreduce", *"uvwxyz"]
+    runs = [{"name": name} for name in names] + [{"name": f"serial {i}", "kind": "serial", "ranks": 1} for i in "12"]
+    looks = figures._looks(found_in(tmp_path, runs))
+    assert len({looks[name].colour for name in names}) == 7
+
+
 def test_one_seed_shows_nothing_about_noise(tmp_path):
     verdict = judge(found_in(tmp_path, versus(2.0)[:2]))
     assert verdict.headline.startswith("Each has one seed, which shows nothing about noise")
@@ -314,6 +392,18 @@ def test_energy_is_drawn_where_it_was_measured(tmp_path):
     page = write(tmp_path, tmp_path / "out")
     assert page == tmp_path / "out" / "index.html" and (tmp_path / "out" / "figures" / "energy.svg").exists()
     assert '<td class="short">60 J</td>' in page.read_text() and "Not measured for softsync" in page.read_text()
+
+
+def test_joules_and_bytes_to_the_target_have_intervals(tmp_path):
+    runs = [{"name": "allreduce", "seed": seed, "joules": joules} for seed, joules in enumerate((80.0, 80.0, 104.0))]
+    findings = found_in(tmp_path, runs)
+    assert [row["joules_to_target"] for row in rows(findings)] == [60.0, 60.0, 78.0], "at the third of four looks"
+    (energy,), remarks = tables.of_section("energy", findings)
+    assert energy.heads[3] == "to the target" and energy.rows[0][3] == "66 ± 26 J" and "evaluations" in remarks[-1]
+    (traffic,), _ = tables.of_section("traffic", findings)
+    assert traffic.rows[0][1:] == ["1 kB", "2", "18 kB"]
+    short = found_in(tmp_path / "b", [*runs, {"name": "allreduce", "seed": 3, "accuracy": (0.5, 0.6)}])
+    assert tables.of_section("energy", short)[0][0].rows[0][3] == wording.NONE, "one run never met it"
 
 
 def test_runs_as_a_frame(tmp_path):

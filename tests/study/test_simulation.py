@@ -236,7 +236,7 @@ def test_an_interrupted_simulation_ends_its_processes_and_goes_on(monkeypatch, c
         wait_until(lambda: len({p.parts[2] for p in Path("out").glob(made)}) == 2 or first.poll() is not None, 120)
         assert len(_group(first.pid)) >= 3
         os.killpg(first.pid, signal.SIGTERM)  # to all of them; SIGINT may be ignored where tests run in the background
-        assert first.wait(60) == 130
+        assert first.wait(100) == 130
     wait_until(lambda: not _group(first.pid))
     said = Path("log").read_text()
     assert "`hpcdist simulate --output out` goes on with it" in said and "Traceback" not in said

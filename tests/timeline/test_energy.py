@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 from hpcdist.comm.alone import Alone
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.records import energy
+from hpcdist.records import energy, read_evaluations
 from hpcdist.records.energy import EnergyMeter, GpuCounter, Package, add_up, energy_of, packages
+from hpcdist.train import log, loop
 from hpcdist.train.energy import RunEnergy
 from train import tiny
 
@@ -188,6 +190,28 @@ def test_a_run_that_goes_on_has_the_energy_of_its_starts(sysfs):
     assert third.result().not_measured == "cpu: the checkpoint that the run went on from does not tell it"
     for run in (first, second, third):
         run.close()
+
+
+def test_evaluations_have_the_joules_before_them(sysfs, tmp_path, monkeypatch):
+    evaluate = loop.evaluate
+
+    def costly(*given):
+        sysfs.set("intel-rapl:0", int((sysfs.zones / "intel-rapl:0" / "energy_uj").read_text()) + 2_000_000)
+        return evaluate(*given)
+
+    monkeypatch.setattr(log, "RunEnergy", partial(RunEnergy, root=sysfs.root))
+    monkeypatch.setattr(loop, "evaluate", costly)
+
+    def whole(comm):
+        comm.virtual = None  # as if they were real
+        made = tiny.trainer(comm, tmp_path, "epochs=2")
+        summary = made.run()
+        made.close()
+        return summary.energy.joules
+
+    assert run_virtual(whole, 2)[0] == pytest.approx(8.0), "two evaluations of two ranks"
+    found = read_evaluations(tmp_path / "run")
+    assert len(found) == 2 and 0.0 <= found[0].joules <= 2.0 and 4.0 <= found[1].joules <= 6.0
 
 
 def test_a_summary_has_the_energy_or_why_not(tmp_path):

@@ -201,15 +201,15 @@ def test_progress_goes_to_the_end_of_the_budget(tmp_path, budget, total):
 
 @survivable
 def test_where_rank_0_dies_the_next_ones_clock_decides(tmp_path):
-    options = ("strategy=gossip_pull", "epochs=none", "budget.seconds=0.7", "eval_every_samples=2000")
+    options = ("strategy=gossip_pull", "epochs=none", "budget.seconds=3", "eval_every_samples=500")
     done = job_with_deaths(tmp_path, 3, *options, deaths={0: 10})
     assert done.returncode == 0, done.stderr
     summary, evaluations = load_summary(tmp_path / "run"), read_evaluations(tmp_path / "run")
     assert summary.lost_ranks == [0]
-    assert summary.wall_s >= 0.7 and evaluations[-1].seconds == summary.wall_s
-    # It ends when it should: the first evaluation of all after 0.7 s is the last.
-    assert all(evaluation.seconds < 0.7 for evaluation in evaluations[:-1])
-    assert len({evaluation.samples // 2000 for evaluation in evaluations}) > 2
+    assert summary.wall_s >= 3 and evaluations[-1].seconds == summary.wall_s
+    # It ends when it should: the first evaluation of all after 3 s is the last.
+    assert all(evaluation.seconds < 3 for evaluation in evaluations[:-1])
+    assert len({evaluation.samples // 500 for evaluation in evaluations}) > 2
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

@@ -67,6 +67,29 @@ def test_where_leaving_is_switched_off_nobody_listens(tmp_path):
     assert run_virtual(body, 1) == [(None, True)]
 
 
+# The same job, whose ranks leave a file `pid-N` once they train, and then wait for a signal, which one of them may get.
+WAITING = """
+import dataclasses, os, pathlib, signal, time
+from train import tiny
+
+waits = pathlib.Path("waits")
+
+def hear(number, frame):
+    before[number](number, frame)
+    waits.unlink(missing_ok=True)
+
+def loss(outputs, targets):
+    global before
+    if waits.exists() and not before:
+        before = {number: signal.signal(number, hear) for number in (signal.SIGUSR1, signal.SIGTERM)}
+        pathlib.Path(f"pid-{os.getpid()}").touch()
+    while waits.exists():
+        time.sleep(0.01)
+    return tiny.job.loss(outputs, targets)
+
+before = {}
+job = dataclasses.replace(tiny.job, loss=loss)
+"""
 SETTING = ("strategy.algorithm=ring", "data.path=digits.h5", "leave.every_s=0.2")
 ARGUMENTS = ["train", "slow.py", *(word for s in SETTING for word in ("--set", s)), "--output", "it", "--resume"]
 
@@ -75,7 +98,7 @@ ARGUMENTS = ["train", "slow.py", *(word for s in SETTING for word in ("--set", s
 def test_a_signal_makes_all_ranks_save_and_leave_with_status_75(tmp_path, monkeypatch):
     """Whoever gets it. A run that has left twice ends where the uninterrupted one does."""
     monkeypatch.chdir(tmp_path)
-    Path("slow.py").write_text(tiny.SLOW)
+    Path("slow.py").write_text(WAITING)
     _leaves("SIGUSR1", lambda job, pids: job.send_signal(signal.SIGUSR1))  # mpirun passes it on to the ranks
     _leaves("SIGTERM", lambda job, pids: os.kill(min(pids), signal.SIGTERM))
 
@@ -90,10 +113,11 @@ def test_a_signal_makes_all_ranks_save_and_leave_with_status_75(tmp_path, monkey
 
 def _leaves(name: str, send: Callable[[subprocess.Popen, Sequence[int]], None]) -> None:
     """Start the run, or go on with it, and send a signal once it trains."""
+    Path("waits").touch()
     with started(2, ["-m", "hpcdist", *ARGUMENTS], Path("log"), env=IMPORTS) as job:
         wait_until(lambda: len(list(Path().glob("pid-*"))) == 2 or job.poll() is not None)
         send(job, [int(path.name.split("-")[1]) for path in Path().glob("pid-*")])
-        status = job.wait(timeout=30)
+        status = job.wait(timeout=100)
     said = Path("log").read_text()
     assert status == 75, said
     assert said.count("hpcdist: left after step ") == 1 and said.count("go on with --resume") == 1

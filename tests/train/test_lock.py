@@ -27,7 +27,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")
 def test_of_two_runs_in_one_folder_the_second_is_refused_until_the_first_is_gone():
-    Path("slow.py").write_text(tiny.SLOW.replace("0.03", "0.1"))
+    Path("slow.py").write_text(tiny.STUCK.replace("UP_TO", "15"))
     settings = ("data.path=digits.h5", "epochs=1", "checkpoint.every_steps=4")
     words = ["-m", "hpcdist", "train", "slow.py", *(word for s in settings for word in ("--set", s)), "--output", "it"]
     environment = {**unlaunched(os.environ), **IMPORTS}
@@ -43,7 +43,7 @@ def test_of_two_runs_in_one_folder_the_second_is_refused_until_the_first_is_gone
             assert second.stderr.count(held_by) == 1 and second.stderr.count("hpcdist: ") == 1
         first.send_signal(signal.SIGKILL)
 
-    Path("slow.py").write_text(tiny.SLOW.replace("0.03", "0.0"))
+    Path("slow.py").write_text(tiny.STUCK.replace("UP_TO", "10**6"))
     done = subprocess.run([sys.executable, *words, "--resume"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [record.step for record in read_records("it")[0]] == list(range(1, 24)), "no step is lost or doubled"

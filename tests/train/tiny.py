@@ -48,14 +48,17 @@ def uninterrupted(ranks: int, folder: Path, *overrides: str) -> Summary:
     return run_virtual(whole, ranks)[0]
 
 
-# The same job slowed down, as a file; each rank leaves a file `pid-N` once it trains.
-SLOW = """
-import dataclasses, os, pathlib, time
+# The same job as a file: each rank leaves a file `pid-N` once it trains, and comes no further than to step UP_TO.
+STUCK = """
+import dataclasses, itertools, os, pathlib, time
 from train import tiny
+
+steps = itertools.count(1)
 
 def loss(outputs, targets):
     pathlib.Path(f"pid-{os.getpid()}").touch()
-    time.sleep(0.03)
+    if next(steps) > UP_TO:
+        time.sleep(600)
     return tiny.job.loss(outputs, targets)
 
 job = dataclasses.replace(tiny.job, loss=loss)

@@ -338,7 +338,7 @@ def served(folder: Path):
 
 def get(address: str) -> tuple[int, str, dict]:
     try:
-        with urllib.request.urlopen(address, timeout=10) as reply:
+        with urllib.request.urlopen(address, timeout=100) as reply:
             return reply.status, reply.read().decode(), dict(reply.headers)
     except urllib.error.HTTPError as error:
         with error:
@@ -390,7 +390,7 @@ def test_a_real_run_is_watched_to_its_end(tmp_path, monkeypatch):
     with started(2, arguments, tmp_path / "job.log", env=IMPORTS) as job:
         wait_until(lambda: Path("run").is_dir())
         watch = [sys.executable, "-m", "hpcdist", "watch", "run", "--every", "0.1"]
-        seen = subprocess.run(watch, capture_output=True, text=True, timeout=100)
+        seen = subprocess.run(watch, capture_output=True, text=True, timeout=150)
         assert job.wait() == 0
     assert seen.returncode == 0 and seen.stderr == ""
     lines = seen.stdout.splitlines()

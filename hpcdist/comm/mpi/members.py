@@ -9,7 +9,7 @@ from mpi4py import MPI
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import DeadlineError
 
-NEWS_S = 5.0  # how much later than a broken connection MPI may tell of the death behind it
+NEWS_S = 30.0  # how much later than a broken connection MPI may tell of the death behind it
 
 
 def meet(mpi: MPI.Intracomm) -> None:

@@ -34,8 +34,10 @@ class Feedback:
 
     def encode(self, tensor: Tensor, whole: bool = False) -> Tensor:
         """Encode `tensor`, on any device, together with the residual; uncompressed where `whole`."""
-        self._accumulate(tensor)
-        return (self._whole if whole else self.compressor).take(self.residual)
+        if whole:
+            self._accumulate(tensor)
+            return self._whole.take(self.residual)
+        return self.compressor.take_sum(self.residual, self._on_host(tensor))
 
     def take_whole(self, tensor: Tensor) -> None:
         """Replace `tensor`, on any device, by its sum with the residual; what its dtype can't hold stays there."""
@@ -61,10 +63,14 @@ class Feedback:
         return self.residual
 
     def _accumulate(self, tensor: Tensor) -> None:
+        self.compressor.accumulate(self.residual, self._on_host(tensor))
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that is about to be added to the residual, where that lies."""
         if not self._enabled:
             self.residual.zero_()
         self._all_sent = False
-        self.compressor.accumulate(self.residual, tensor.to(self.residual.device))
+        return tensor.to(self.residual.device)
 
     def state(self) -> dict:
         return {"residual": self.residual, "compressor": self.compressor.state()}

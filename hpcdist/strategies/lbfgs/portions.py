@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from hpcdist.strategies.lbfgs.pace import Pace
 
 LEAST = 2  # samples of a portion, where there are as many: batch normalisation can't do with one
 
@@ -64,34 +67,22 @@ def divide(batch: JointBatch, count: int) -> Division:
     return Division(tuple(bounds), heads=pieces[0], tails=pieces[2])
 
 
-class Pace:
-    """Remember how long portions take: their mean time, with the last ten or so counting most."""
-
-    def __init__(self) -> None:
-        self.mean_s = 0.0
-        self._count = 0
-
-    def add(self, seconds: float) -> None:
-        self._count = min(self._count + 1, 10)
-        self.mean_s += (seconds - self.mean_s) / self._count
-
-
-LATE = 1.1  # times the mean: so much later a portion is given out a second time
-
-
 class Portions:
-    """Hand out portions, each once; towards the end those that are late a second time. The first result counts.
+    """Hand out portions, so that the last result is there soon. The first result of a portion counts.
 
-    Holds no clock of its own.
+    Each worker has one, by which its pace is known. It has another one unless the others will complete all that wait
+    before it would complete one: a slow worker has none of the last ones. It repeats one that another worker has where
+    that is late, or slower: so the others take no longer than they would without a slow worker, and where one is slow
+    that has not been so, its portion's time longer.
 
     Args:
-        pace: of the portions before.
+        pace: of the workers, which all evaluations share.
     """
 
     def __init__(self, count: int, pace: Pace):
         self._waiting = deque(range(count))
         self._held: dict[int, list[int]] = {}  # by portion, the one that is out for longest first: the workers
-        self._since: dict[int, float] = {}
+        self._served: set[int] = set()
         self._missing, self._pace = count, pace
 
     @property
@@ -100,32 +91,24 @@ class Portions:
 
     def give(self, worker: int, now: float) -> int | None:
         """Return the portion that an idle worker computes next; None where there is none for it now."""
-        if self._waiting:
+        if self._waiting and not (worker in self._served and self._others_suffice(worker, now)):
             portion = self._waiting.popleft()
-            self._since[portion] = now
         else:
-            late = (p for p in self._once() if worker not in self._held[p] and self._due(p) <= now)
-            found = next(late, None)
-            if found is None:
+            repeated = self._to_repeat(worker, now)
+            if repeated is None:
                 return None
-            portion = found
+            portion = repeated
         self._held.setdefault(portion, []).append(worker)
+        self._served.add(worker)
+        self._pace.begin(worker, now)
         return portion
 
-    def take(self, portion: int, now: float) -> bool:
+    def take(self, portion: int) -> bool:
         """Take a result; return whether it is the first of its portion."""
-        held = self._held.pop(portion, None)
-        if held is None:
+        if self._held.pop(portion, None) is None:
             return False
-        if len(held) == 1:
-            self._pace.add(now - self._since[portion])
         self._missing -= 1
         return True
-
-    def patience_s(self, now: float) -> float | None:
-        """Return the seconds until a portion is late; None where none is out once."""
-        due = min(map(self._due, self._once()), default=None)
-        return None if due is None else max(0.0, due - now)
 
     def forget(self, workers: Iterable[int]) -> None:
         """Hand out again what only these workers have: they have died."""
@@ -135,8 +118,21 @@ class Portions:
                 del self._held[portion]
                 self._waiting.append(portion)
 
-    def _once(self) -> list[int]:
-        return [] if self._waiting else [portion for portion, held in self._held.items() if len(held) == 1]
+    def _others_suffice(self, worker: int, now: float) -> bool:
+        """Return whether those that compute will complete all that wait before this worker would complete one."""
+        end, pace = now + self._pace.mean_s(worker), self._pace
+        left_s = {other: end - until for other, until in pace.due(now).items() if until < end}
+        return sum(int(left_s[other] / pace.most_s(other)) for other in left_s) >= len(self._waiting)
 
-    def _due(self, portion: int) -> float:
-        return self._since[portion] + LATE * self._pace.mean_s
+    def _to_repeat(self, worker: int, now: float) -> int | None:
+        """Return the portion that is expected last, where this worker will be sooner.
+
+        One that two workers are late with is left to them: nobody knows why.
+        """
+        on_time, ends = self._pace.due(now), {}
+        for portion, held in self._held.items():
+            expected = [self._pace.end_of(other) for other in held if other in on_time]
+            if worker not in held and (expected or len(held) == 1):
+                ends[portion] = min(expected, default=math.inf)
+        last = max(ends, key=ends.__getitem__, default=None)
+        return None if last is None or ends[last] <= now + self._pace.most_s(worker) else last

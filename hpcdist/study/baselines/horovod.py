@@ -28,7 +28,8 @@ class HorovodOptimizer(Library):
 
     @staticmethod
     def why_not() -> str | None:
-        if importlib.util.find_spec("horovod") is None:
+        package = importlib.util.find_spec("horovod")
+        if package is None or package.origin is None:  # a folder of that name is no Horovod
             return "Horovod is not installed. `hpcdist horovod build` builds it."
         return None
 

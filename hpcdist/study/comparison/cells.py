@@ -15,7 +15,7 @@ from hpcdist.config import fingerprint
 from hpcdist.config.files import neighbours
 from hpcdist.config.merge import as_flags, load
 from hpcdist.errors import ConfigError, RunError
-from hpcdist.records import Evaluation, Summary, load_summary, locked, read_evaluations
+from hpcdist.records import Evaluation, Summary, claimed, load_summary, read_evaluations
 from hpcdist.study.comparison import folder
 from hpcdist.study.comparison.comparison import higher_is_better
 from hpcdist.study.comparison.conduct import interruptible
@@ -152,16 +152,15 @@ class CellRuns:
         planned = list(dict.fromkeys(run for runs in of_cell.values() for run in runs))
         if self._declared.virtual is None:  # changes on the machine in the course of time are to strike all cells alike
             random.Random(0).shuffle(planned)
-        if parent == RUNS:
-            every = list(dict.fromkeys(cells.values()))
-            better = higher_is_better(self._job, self._declared.metric)
-            folder.write(self._output, self._declared, higher_is_better=better, cells=every, runs=planned)
-        self._output.mkdir(parents=True, exist_ok=True)
         with (
-            locked(self._output),
+            claimed(self._output),
             interruptible("the same command goes on with it"),
             shown(title, len(missing(planned, self._output))) as display,
         ):
+            if parent == RUNS:
+                every = list(dict.fromkeys(cells.values()))
+                better = higher_is_better(self._job, self._declared.metric)
+                folder.write(self._output, self._declared, higher_is_better=better, cells=every, runs=planned)
             failed = make_all(planned, self._output, self._makers, display, self._workers)
         if failed:
             where = ", ".join(str(self._output / run.folder) for run in failed)
@@ -184,9 +183,8 @@ class CellRuns:
     def each(self, function: Callable[[Key], Found], keys: Sequence[Key], title: str) -> dict[Key, Found]:
         """Call a function, which measures cells, for each key, for as many at a time as there are workers."""
         threads, found = ThreadPoolExecutor(self._workers), {}
-        self._output.mkdir(parents=True, exist_ok=True)
         try:
-            with locked(self._output):
+            with claimed(self._output):
                 for key, value in zip(keys, threads.map(function, keys), strict=True):
                     found[key] = value
                     console.note(f"{title}: {len(found)} of {len(keys)}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist import console
-from hpcdist.records import locked
+from hpcdist.records import claimed
 from hpcdist.study.comparison import results
 from hpcdist.study.comparison.comparison import Comparison
 from hpcdist.study.comparison.course import FAILURE, make_all, missing
@@ -35,9 +35,8 @@ def make(
     output, declared = comparison.output, comparison.declared
     for sentence in comparison.left_out:
         console.note(sentence)
-    output.mkdir(parents=True, exist_ok=True)
     command = "compare" if declared.virtual is None else "simulate"
-    with locked(output), interruptible(f"`hpcdist {command} --output {output}` goes on with it"):
+    with claimed(output), interruptible(f"`hpcdist {command} --output {output}` goes on with it"):
         planned = comparison.plan()
         if declared.tune:
             cells = len({(cell.rate_key, cell.ranks) for cell in comparison.cells})
@@ -58,8 +57,7 @@ def make(
 def make_sweep(sweep: Sweep, makers: Mapping[str, Maker]) -> bool:
     """Make all runs of a sweep that are missing, and show its points; tell whether one failed."""
     output = sweep.output
-    output.mkdir(parents=True, exist_ok=True)
-    with locked(output), interruptible(f"`hpcdist sweep --output {output}` goes on with it"):
+    with claimed(output), interruptible(f"`hpcdist sweep --output {output}` goes on with it"):
         with shown("runs", sweep.count()) as display:
             failed = sweep.make(makers, display)
         console.rows(f"{sweep.declared.job}: the best settings first", sweep.table())

@@ -218,12 +218,12 @@ def possible(
     Raises:
         ConfigError: a strategy is left out on every number of ranks.
     """
-    reasons = {cell: refusal(cell) for cell in every}
-    kept = [cell for cell, reason in reasons.items() if reason is None]
-    for cell, reason in reasons.items():
+    reasons = [(cell, refusal(cell)) for cell in every]
+    kept = [cell for cell, reason in reasons if reason is None]
+    for cell, reason in reasons:
         if cell.kind == "strategy" and cell.name not in {other.name for other in kept}:
             raise ConfigError(f"{cell.name} must be able to run on one of the numbers of ranks; got: {reason}")
-    told = [f"{cell.name} is left out on {_ranks(cell.ranks)}: {reason}" for cell, reason in reasons.items() if reason]
+    told = [f"{cell.name} is left out on {_ranks(cell.ranks)}: {reason}" for cell, reason in reasons if reason]
     return kept, told
 
 

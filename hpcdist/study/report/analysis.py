@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from statistics import fmean
 
 from hpcdist.records import Summary
 from hpcdist.study.report.read import Evidence, Point, RankTime, RunEvidence
+from hpcdist.study.report.wording import ROUNDING
 from hpcdist.study.statistics import Effect, Interval, effect, first_reaching, holm, interval, ratio_of
 
 SIGNIFICANT = 0.05  # after Holm's correction
@@ -42,6 +44,11 @@ class CellEvidence:
     def label(self) -> str:
         """Return the cell's name with its ranks, for tables."""
         return f"{self.name}, {self.ranks} rank{'s' * (self.ranks > 1)}{', virtual' * self.virtual}"
+
+    @property
+    def job(self) -> str | None:
+        """Return the name of the job, where it is written down."""
+        return next((Path(run.start.job.path).stem for run in self.runs if run.start is not None), None)
 
     @cached_property
     def ended(self) -> dict[Seed, RunEvidence]:
@@ -82,6 +89,11 @@ class CellEvidence:
     @property
     def all_reached(self) -> bool:
         return 0 < len(self.seconds_to_target) == self.tried
+
+    def spent_to_target(self, what: str) -> Interval | None:
+        """Return the mean `bytes` or `joules` at the target; None where a run has not met it, or they are unknown."""
+        spent = [getattr(point, what) for point in self.reached.values() if point is not None]
+        return interval(spent) if self.all_reached and None not in spent else None
 
     @property
     def seconds_per_sample(self) -> dict[Seed, float]:
@@ -135,6 +147,12 @@ class Contrast:
     why: str | None = None
     p_sooner: float = math.nan
     p_better: float = math.nan
+
+    @property
+    def same(self) -> bool:
+        """Tell whether the metric at the end is the same in every seed, but for rounding."""
+        found, ends = self.better, self.cell.final.values()
+        return found is not None and max(-found.low, found.high) <= ROUNDING * abs(fmean(ends))
 
 
 @dataclass(frozen=True)
@@ -217,6 +235,8 @@ def _first(evidence: Evidence, run: RunEvidence) -> Point | None:
 # --- against the reference --------------------------------------------------------------------------------------------
 def _contrasts(evidence: Evidence, cells: Sequence[CellEvidence]) -> list[Contrast]:
     pairs = [(cell, other) for cell in cells for other in cells if _are_compared(cell, other, evidence.reference)]
+    if any(cell.ranks > 1 for cell, _ in pairs):  # on one rank nothing is communicated
+        pairs = [(cell, other) for cell, other in pairs if other.ranks > 1]
     pairs.sort(key=lambda pair: (pair[0].kind == "serial", -pair[1].ranks))
     found = [_contrast(evidence, cell, reference) for cell, reference in pairs]
     made = [side for contrast in found for side in (contrast.sooner, contrast.better)]
@@ -229,6 +249,8 @@ def _contrasts(evidence: Evidence, cells: Sequence[CellEvidence]) -> list[Contra
 def _are_compared(cell: CellEvidence, other: CellEvidence, reference: str) -> bool:
     """Tell whether `other` is the reference for `cell`: on as many ranks, or of one process with as large a batch."""
     if other.name != reference or cell.name == reference or cell.virtual != other.virtual:
+        return False
+    if None not in (cell.job, other.job) and cell.job != other.job:
         return False
     if cell.kind == "serial":
         return other.ranks > 1 and cell.total_batch is not None and cell.total_batch == other.total_batch
@@ -274,7 +296,7 @@ def _base(cells: Sequence[CellEvidence], cell: CellEvidence, batch: int) -> Cell
         for other in cells
         if other.ranks == 1
         and other.kind != "baseline"
-        and other.virtual == cell.virtual
+        and (other.virtual, other.job) == (cell.virtual, cell.job)
         and other.total_batch == batch
         and other.seconds_per_sample
     ]

@@ -71,7 +71,8 @@ def draw(findings: Findings) -> list[ReportFigure]:
 
 def _looks(findings: Findings) -> dict[str, _Look]:
     """Give each name a look, the same in all figures; the reference has the colour of the text."""
-    names = sorted({cell.name for cell in findings.cells} - {findings.evidence.reference})
+    kinds = {cell.name: cell.kind == "serial" for cell in findings.cells if cell.name != findings.evidence.reference}
+    names = sorted(kinds, key=lambda name: (kinds[name], name))  # strategies first, so that their colours differ
     looks = {findings.evidence.reference: _Look(INK, "o", "-")}
     for i, name in enumerate(names):
         dashes = DASHES[(1 + i // len(COLOURS) + i) % len(DASHES)]
@@ -132,11 +133,13 @@ def _dots(
     found: Sequence[tuple[CellEvidence, Sequence[float], str]],
     write: Callable[[float], str],
     summarise: Callable[[Sequence[float]], tuple[float, ...]] = _mean,
+    most: float = math.inf,
 ) -> list[ReportFigure]:
     """Draw the values of each cell's runs, their mean and its interval.
 
     Args:
         found: cell, values, and a remark that stands beside them.
+        most: the largest value that there can be, at which intervals are cut off.
     """
     if not any(values for _, values, _ in found):
         return []
@@ -161,6 +164,8 @@ def _dots(
     axes.set_ylim(len(found) - 0.4, -0.6)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.set_xlabel(unit)
+    left, right = axes.get_xlim()
+    axes.set_xlim(left, min(right, most + 0.02 * (most - left)) if most < right else right)
     return [ReportFigure(name, section, title, f"{title}. {'; '.join(said)}.", figure)]
 
 
@@ -188,10 +193,13 @@ def _finals(findings: Findings, looks: Mapping[str, _Look]) -> list[ReportFigure
         if cell.ended
     ]
     unit = " %" if scale == 100 else ""
-    title = f"{metric.capitalize()} at the end"
-    return _dots(
-        f"{metric}-at-the-end", "answer", title, metric + unit, looks, found, lambda value: f"{value:.4g}{unit}"
-    )
+    title, name, most = f"{_titled(metric)} at the end", f"{metric}-at-the-end", 100 if unit else math.inf
+    return _dots(name, "answer", title, metric + unit, looks, found, lambda value: f"{value:.4g}{unit}", most=most)
+
+
+def _titled(text: str) -> str:
+    """Begin with a capital; the others stay, as in mIoU."""
+    return text[:1].upper() + text[1:]
 
 
 def _traffic(findings: Findings, looks: Mapping[str, _Look]) -> list[ReportFigure]:
@@ -251,8 +259,9 @@ def _curve(
         return []
     if kind == "evaluations" and findings.evidence.target is not None:
         axes.axhline(findings.evidence.target, color=INK, linewidth=0.8, linestyle=":")
-        where = {"xycoords": ("axes fraction", "data"), "va": "bottom"}
-        axes.annotate("target", (0.01, findings.evidence.target), fontsize=9, **where)
+        side = "top" if findings.evidence.higher_is_better else "bottom"  # where curves that end beyond it are not
+        where = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": side}
+        axes.annotate("target", (0.99, findings.evidence.target), fontsize=9, **where)
     if kind == "losses":
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -264,7 +273,7 @@ def _curve(
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(lambda number, _: _short_amount(number) if axis == "bytes" else _short(number))
     _legend(figure, axes)
-    title = f"{what.capitalize()} against {axis}, {_ranks_of(ranks, cells)}"
+    title = f"{_titled(what)} against {axis}, {_ranks_of(ranks, cells)}"
     seeds = "; the band spans the seeds" if any(len(cell.ended) > 1 for cell in cells) else ""
     name = f"{'loss' if kind == 'losses' else value}-against-{axis}-{ranks}-ranks"
     return [ReportFigure(name, f"curves-{ranks}", title, f"{title}{seeds}. {'; '.join(said)}.", figure)]
@@ -386,19 +395,22 @@ def _scaled(
     ranks = sorted({1, *(row.cell.ranks for row in rows)})
     axes.plot(ranks, [p**power for p in ranks], color=INK, linewidth=0.9, linestyle=":", label="ideal")
     said = []
-    for of_name, group in groupby(sorted(rows, key=lambda row: row.cell.shown), key=lambda row: row.cell.shown):
-        points = sorted(group, key=lambda row: row.cell.ranks)
+    names = sorted({row.cell.shown for row in rows})
+    for number, of_name in enumerate(names):
+        points = sorted((row for row in rows if row.cell.shown == of_name), key=lambda row: row.cell.ranks)
         p = np.array([row.cell.ranks for row in points])
+        beside = number - (len(names) - 1) / 2  # so that intervals do not hide each other
+        x = p * 2 ** (0.06 * beside) if ranks[-1] > 8 else p + 0.02 * (ranks[-1] - 1) * beside
         by = p ** (1 - power)
         found = [(row.speedup.mean, row.speedup.low, row.speedup.high) for row in points]
         mean, low, high = np.transpose(found) / by
         last = points[-1].cell
         look = looks[last.name]
         end = list(last.final.values())  # no speed-up without what was learnt
-        ending = f" ({wording.value(last.metric, float(np.mean(end)))})" if end else ""
+        ending = f" ({wording.mean(last.metric, interval(end))})" if end else ""
         style = {"color": look.colour, "marker": look.marker, "linestyle": look.dashes}
-        axes.plot([1, *p], [1, *mean], label=f"{of_name}{ending}", **style)
-        axes.vlines(p, low, high, color=look.colour, linewidth=1)  # NaN, of one seed, is not drawn
+        axes.plot([1, *x], [1, *mean], label=f"{of_name}{ending}", **style)
+        axes.vlines(x, low, high, color=look.colour, linewidth=1)  # NaN, of one seed, is not drawn
         said.append(f"{of_name}{ending}: " + ", ".join(f"{value:.3g} on {n} ranks" for n, value in zip(p, mean)))
     axes.set(xlabel="ranks", ylabel=unit)
     if max(ranks) > 8:

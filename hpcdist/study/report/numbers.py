@@ -73,6 +73,7 @@ def _row(findings: Findings, cell: CellEvidence, run: RunEvidence, reached: Poin
             row["time_to_target_s"] = None if reached is None else reached.seconds
             row["samples_to_target"] = None if reached is None else reached.samples
             row["bytes_to_target"] = None if reached is None else reached.bytes
+            row["joules_to_target"] = None if reached is None else reached.joules
         same = ("strategy", "workers", "samples", "wall_s", "bytes_per_step", "messages_per_step", "dropped", "skipped")
         row |= {key: getattr(summary, key) for key in same}
         row |= {f"{key}_s": value for key, value in summary.seconds.model_dump().items()}

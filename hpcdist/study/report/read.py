@@ -29,6 +29,7 @@ class Point:
     seconds: float
     bytes: float | None  # sent and fetched by all ranks; None where no step was recorded
     values: Mapping[str, float]
+    joules: float | None = None  # where they were measured
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,9 @@ def _run(folder: Path, planned: Mapping[str, Any] | None = None) -> RunEvidence:
         failure=None if summary else _failure(folder, start),
         virtual=None if start is None else start.virtual,
         losses=progress.losses(evaluations, None if summary is None else summary.wall_s),
-        evaluations=[Point(one.samples, one.seconds, progress.bytes_at(one.step), one.metrics) for one in evaluations],
+        evaluations=[
+            Point(one.samples, one.seconds, progress.bytes_at(one.step), one.metrics, one.joules) for one in evaluations
+        ],
         times={rank: _time(of_rank) for rank, of_rank in steps.items()},
     )
 

@@ -92,7 +92,7 @@ def _seconds_to_target(cell: CellEvidence) -> str:
         return f"{wording.seconds(min(seconds))} at best"
     logs = interval([math.log(value) for value in seconds])
     text = wording.number(geometric_mean(seconds))
-    if math.isnan(logs.half):
+    if not logs.half > wording.ROUNDING:
         return text
     return f"{text} ({wording.number(math.exp(logs.low))} to {wording.number(math.exp(logs.high))})"
 
@@ -109,7 +109,7 @@ def _contrasts(findings: Findings) -> ReportTable:
             contrast.reference.label,
             NONE if contrast.sooner is None else wording.times(contrast.sooner),
             _p(contrast.p_sooner),
-            NONE if contrast.better is None else _gap(metric, contrast.better),
+            NONE if contrast.better is None else "0" if contrast.same else _gap(metric, contrast.better),
             _p(contrast.p_better),
             _standing(contrast, evidence.higher_is_better),
         ]
@@ -187,7 +187,7 @@ def _scaling(findings: Findings) -> Contents:
                 row.base.name,
                 wording.times(row.speedup),
                 str(row.cell.ranks),
-                f"{row.efficiency:.1%}",
+                wording.percent(row.speedup, row.cell.ranks),
                 _final(metric, row.cell),
                 _final(metric, row.base),
             ]
@@ -210,18 +210,15 @@ def _final(metric: str, cell: CellEvidence) -> str:
 
 def _traffic(findings: Findings) -> Contents:
     cells = [cell for cell in findings.cells if cell.ended and cell.ranks > 1]
-    rows = []
-    for cell in cells:
-        n_bytes = cell.mean(lambda s: s.bytes_per_step)
-        spent = [point.bytes for point in cell.reached.values() if point is not None and point.bytes is not None]
-        rows.append(
-            [
-                _label(cell),
-                NONE if n_bytes is None else wording.amount(n_bytes.mean),
-                wording.plain(cell.mean(lambda s: s.messages_per_step)),
-                wording.amount(sum(spent) / len(spent)) if spent and cell.all_reached else NONE,
-            ]
-        )
+    rows = [
+        [
+            _label(cell),
+            wording.mean_amount(cell.mean(lambda s: s.bytes_per_step)),
+            wording.plain(cell.mean(lambda s: s.messages_per_step)),
+            wording.mean_amount(cell.spent_to_target("bytes")),
+        ]
+        for cell in cells
+    ]
     heads = ["cell", "bytes per step", "messages per step", "bytes to the target"]
     caption = "Sent and fetched by all ranks, per step of a worker"
     return ([ReportTable(caption, heads, rows)], []) if rows else ([], ["One rank sends nothing."])
@@ -238,12 +235,14 @@ def _energy(findings: Findings) -> Contents:
         if spent is not None:
             measured = len(cell.measure(lambda s: s.energy.joules))
             each = wording.plain(cell.mean(lambda s: s.joules_per_sample), " J")
-            rows.append([_label(cell), wording.plain(spent, " J"), each, f"{measured} of {len(cell.ended)}"])
+            until = wording.plain(cell.spent_to_target("joules"), " J")
+            rows.append([_label(cell), wording.plain(spent, " J"), each, until, f"{measured} of {len(cell.ended)}"])
     remarks = [
         f"Not measured{'' if not rows and len(reasons) == 1 else ' for ' + '; '.join(dict.fromkeys(labels))}: {reason}."
         for reason, labels in reasons.items()
     ]
-    heads = ["cell", "of a run", "per sample", "runs measured"]
+    remarks += ["Joules are those since a run began, with its evaluations and checkpoints."] if rows else []
+    heads = ["cell", "of a run", "per sample", "to the target", "runs measured"]
     return ([ReportTable("Energy", heads, rows)] if rows else []), remarks
 
 

@@ -9,7 +9,7 @@ from statistics import geometric_mean
 
 from hpcdist.study.report import wording
 from hpcdist.study.report.analysis import SIGNIFICANT, CellEvidence, Contrast, Findings
-from hpcdist.study.statistics import Effect, interval
+from hpcdist.study.statistics import Effect, interval, ratio_of
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def judge(findings: Findings) -> Verdict:
     contrasts = findings.contrasts
     reasons = [speaker.sentence(contrast) for contrast in contrasts]
     reasons = reasons or [speaker.alone(cell) for cell in findings.cells if cell.ended]
-    return Verdict(speaker.headline(contrasts), reasons, speaker.caveats())
+    return Verdict(speaker.headline(contrasts), [*speaker.first(), *reasons], speaker.caveats())
 
 
 def standing(contrast: Contrast, higher_is_better: bool) -> str:
@@ -56,6 +56,7 @@ class _Speaker:
         self._metric, self._higher = self._evidence.metric, self._evidence.higher_is_better
         names = {(cell.ranks, cell.virtual) for cell in findings.cells if cell.kind != "serial"}
         self._says_ranks = len(names) > 1
+        self._job = next((cell.job for cell in findings.cells if cell.name == self._evidence.reference), None)
         target = self._evidence.target
         self._target = None if target is None else wording.value(self._metric, target)
 
@@ -92,7 +93,9 @@ class _Speaker:
             nothing = f"Nothing beats {'the baseline ' if is_baseline else ''}{reference}"
             many = "all" if len(loses) == len(contenders) else f"{len(loses)} of {len(contenders)}"
             return f"{nothing}: {many} of what was held against it did worse, beyond noise.{some}"
-        return f"Nothing differs from {reference} beyond noise, in time or in {self._metric}.{some}"
+        tested = ["time"] if any(not math.isnan(contrast.p_sooner) for contrast in contenders) else []
+        tested += [self._metric] if any(not math.isnan(contrast.p_better) for contrast in contenders) else []
+        return f"Nothing differs from {reference} beyond noise, in {' or in '.join(tested)}.{some}"
 
     def _winners(self, wins: Sequence[Contrast]) -> str:
         best = max(wins, key=lambda c: (c.cell.ranks, c.p_sooner < SIGNIFICANT, c.sooner.mean if c.sooner else 0.0))
@@ -118,10 +121,38 @@ class _Speaker:
             text += f" In this seed {self._of(shown)}{self._on(shown)} was the fastest: see below."
         return text
 
+    # --- one rank or several --------------------------------------------------------------------------------------
+    def first(self) -> list[str]:
+        """Say which cell on several ranks was the first to reach the target, and how long one rank took."""
+        several = [cell for cell in self._findings.cells if cell.ranks > 1 and cell.all_reached]
+        if not several:
+            return []
+        cell = min(several, key=lambda one: geometric_mean(one.seconds_to_target.values()))
+        alone = [other for other in self._findings.cells if _is_one_rank_of(cell, other)]
+        if not alone:
+            return []
+        base = min(
+            alone, key=lambda one: geometric_mean(one.seconds_to_target.values()) if one.all_reached else math.inf
+        )
+        who = f"{self._of(cell)} on {wording.count(cell.ranks, 'rank')}"
+        text = f"{who[0].upper()}{who[1:]} was the first of all to reach {self._target}"
+        if not base.all_reached:
+            return [f"{text}; on one rank, {self._of(base)}, {self._reached(base)} did."]
+        how, ratio = _times_sooner(ratio_of(base.seconds_to_target, cell.seconds_to_target))
+        within = "" if math.isnan(ratio.low) else f" (95 % interval {ratio.low:.3g} to {ratio.high:.3g})"
+        ends = " against ".join(
+            wording.mean(self._metric, interval(list(side.final.values()))) if side.final else "no finite value"
+            for side in (cell, base)
+        )
+        return [f"{text}: {how} than one rank, {self._of(base)}{within}; final {self._metric} {ends}."]
+
     # --- a contrast -----------------------------------------------------------------------------------------------
     def sentence(self, contrast: Contrast) -> str:
         """Say how a cell compares with the reference: time and metric, never one without the other."""
         cell, other = contrast.cell, contrast.reference
+        if lost := [side for side in (cell, other) if not side.ended]:
+            who = f"{self._of(lost[0])}{self._on(lost[0])}"
+            return f"{who[0].upper()}{who[1:]} has no run that ended: nothing can be compared."
         metric = self._metric_part(contrast)
         if cell.kind == "serial":
             name = f"One process with the same total batch, `{cell.shown}`, against {self._of(other)}{self._on(other)}"
@@ -135,12 +166,12 @@ class _Speaker:
         done = f"reached {self._target}" if self._target else "trained on as many samples"
         if found is None:
             if self._target and cell.ended and other.ended:
+                if not cell.seconds_to_target and not other.seconds_to_target:
+                    return f"neither {one} nor {two} {done}, in any seed"
                 counts = (f"{self._reached(side)} {done}" for side in (cell, other))
                 return f"{one}: {next(counts)}; {two}: {next(counts)}. No ratio of times is given: {contrast.why}"
             return f"{one} against {two}: no ratio of times, because {contrast.why}"
-        faster = found.mean >= 1
-        ratio = found if faster else Effect(1 / found.mean, 1 / found.high, 1 / found.low, found.p, found.paired)
-        how = f"{ratio.mean:.3g} times {'sooner' if faster else 'later'}"
+        how, ratio = _times_sooner(found)
         if math.isnan(found.p):
             return f"{one} {done} {how} than {two}, in one seed, which shows nothing about noise"
         within = f"95 % interval {ratio.low:.3g} to {ratio.high:.3g}"
@@ -155,7 +186,7 @@ class _Speaker:
             return f"the final {metric} can't be compared: {self._why_no_metric(contrast)}"
         ends = [interval(list(side.final.values())).mean for side in (cell, other)]
         both = " against ".join(wording.value(metric, value) for value in ends)
-        if found.low == found.high == 0:
+        if contrast.same:
             return f"the final {metric} is the same, {wording.value(metric, ends[0])}, seed by seed"
         unit = wording.gap_unit(metric)
         if math.isnan(found.p):
@@ -207,13 +238,19 @@ class _Speaker:
             which = "Every cell has" if len(single) == len(cells) else f"{len(single)} of {len(cells)} cells have"
             found.append(f"{which} one seed, which shows nothing about noise: there is no interval.")
         short = [cell for cell in cells if self._target and not cell.all_reached and cell.ended]
-        found += [f"{self._of(cell)}{self._on(cell)}: {self._reached(cell)} reached {self._target}." for cell in short]
+        some = [cell for cell in short if cell.seconds_to_target]
+        found += [f"{self._of(cell)}{self._on(cell)}: {self._reached(cell)} reached {self._target}." for cell in some]
+        none = [f"{self._of(cell)}{self._on(cell)}" for cell in short if not cell.seconds_to_target]
+        found += [f"No run reached {self._target} of {', '.join(none)}."] if none else []
         found += [
             f"{self._of(cell)}{self._on(cell)}: {cell.diverged} of {wording.count(len(cell.ended), 'run')} ended with "
             f"no finite {self._metric}."
             for cell in cells
             if cell.diverged
         ]
+        others = sorted({cell.job for cell in cells if cell.job is not None} - {self._job})
+        if others:
+            found.append(f"Runs of other jobs than {self._job} are compared with nothing: {', '.join(others)}.")
         if failed:
             found.append(f"{wording.count(len(failed), 'run')} without a result: listed below, and in no number.")
         if self._target is None:
@@ -223,6 +260,7 @@ class _Speaker:
             )
         else:
             found.append("The time to the target is that of the first evaluation that met it: it is rounded up.")
+        found += self._room()
         tests = sum(not math.isnan(p) for c in self._findings.contrasts for p in (c.p_sooner, c.p_better))
         if tests > 1:
             found.append(
@@ -232,6 +270,40 @@ class _Speaker:
         if evidence.tuning:
             found.append("Rates were tuned before, on seeds of their own, which are in no number here.")
         return found
+
+    def _room(self) -> list[str]:
+        """Say how large differences may be that were called noise."""
+        contrasts = [contrast for contrast in self._findings.contrasts if contrast.cell.kind != "serial"]
+        times = [c.sooner for c in contrasts if c.sooner is not None and not c.p_sooner < SIGNIFICANT]
+        gaps = [c.better for c in contrasts if c.better is not None and not c.p_better < SIGNIFICANT]
+        factor = max((max(one.high, 1 / one.low) for one in times if one.low < one.high), default=0.0)
+        gap = max((max(one.high, -one.low) for one in gaps if one.low < one.high), default=0.0)
+        room = [f"a factor of {factor:.3g} in time"] if factor else []
+        if gap:
+            room.append(
+                f"{wording.gap(self._metric, gap, sign=False)}{wording.gap_unit(self._metric)} of {self._metric}"
+            )
+        if not room:
+            return []
+        return [
+            f"Within noise does not mean alike: intervals leave room for {' and '.join(room)}. More seeds narrow them."
+        ]
+
+
+def _is_one_rank_of(cell: CellEvidence, other: CellEvidence) -> bool:
+    """Tell whether a cell is of one rank, with the batch that each worker of `cell` has."""
+    if other.ranks > 1 or other.kind == "baseline" or (other.virtual, other.job) != (cell.virtual, cell.job):
+        return False
+    workers = next(iter(cell.ended.values())).summary.workers
+    return other.total_batch is not None and other.total_batch * workers == cell.total_batch
+
+
+def _times_sooner(found: Effect) -> tuple[str, Effect]:
+    """Write a ratio as so many times sooner, or later; return it so, too."""
+    if found.mean >= 1:
+        return f"{found.mean:.3g} times sooner", found
+    later = Effect(1 / found.mean, 1 / found.high, 1 / found.low, found.p, found.paired)
+    return f"{later.mean:.3g} times later", later
 
 
 def _span(metric: str, found: Effect) -> str:

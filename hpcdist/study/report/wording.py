@@ -7,6 +7,7 @@ import math
 from hpcdist.study.statistics import Effect, Interval
 
 MINUS, NONE = "−", "–"
+ROUNDING = 1e-6  # relative differences below are those of sums in another order
 
 
 def _is_share(metric: str) -> bool:
@@ -30,9 +31,14 @@ def gap_unit(metric: str) -> str:
     return " points" if _is_share(metric) else ""
 
 
+def _is_exact(found: Interval) -> bool:
+    """Tell whether there is no interval to write: unknown, or no wider than rounding makes it."""
+    return not found.half > ROUNDING * abs(found.mean)
+
+
 def mean(metric: str, found: Interval) -> str:
     """Write a metric's mean and its interval."""
-    if math.isnan(found.half) or found.half == 0:
+    if _is_exact(found):
         return value(metric, found.mean)
     if not _is_share(metric):
         return f"{found.mean:.4g} ± {found.half:.2g}"
@@ -43,8 +49,7 @@ def plain(found: Interval | None, unit: str = "") -> str:
     """Write a mean and its interval, or that there is none."""
     if found is None:
         return NONE
-    exact = math.isnan(found.half) or found.half == 0
-    return number(found.mean) + ("" if exact else f" ± {number(found.half, 2)}") + unit
+    return number(found.mean) + ("" if _is_exact(found) else f" ± {number(found.half, 2)}") + unit
 
 
 def number(value: float, precision: int = 3) -> str:
@@ -63,18 +68,29 @@ def seconds(value: float) -> str:
 
 def amount(n_bytes: float) -> str:
     """Write a number of bytes."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 1000:
-            return f"{number(n_bytes)} {unit}"
-        n_bytes /= 1000
-    return f"{number(n_bytes)} TB"
+    return mean_amount(Interval(n_bytes, math.nan))
+
+
+def mean_amount(found: Interval | None) -> str:
+    """Write a mean number of bytes and its interval, or that there is none."""
+    if found is None:
+        return NONE
+    power = min(4, int(math.log10(max(1, found.mean)) // 3))
+    scale = 1000.0**power
+    return plain(Interval(found.mean / scale, found.half / scale), f" {('B', 'kB', 'MB', 'GB', 'TB')[power]}")
 
 
 def times(found: Effect) -> str:
     """Write a ratio with its interval."""
-    if math.isnan(found.low) or found.low == found.high:
+    if not found.high - found.low > ROUNDING * found.mean:
         return f"{found.mean:.3g}"
     return f"{found.mean:.3g} ({found.low:.3g} to {found.high:.3g})"
+
+
+def percent(found: Effect, parts: int) -> str:
+    """Write a ratio's share of so many parts with its interval, in percent."""
+    mean, low, high = (number(100 * value / parts) for value in (found.mean, found.low, found.high))
+    return f"{mean} %" if math.isnan(found.low) or low == high else f"{mean} % ({low} to {high})"
 
 
 def count(number: int, noun: str) -> str:

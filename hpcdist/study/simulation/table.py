@@ -11,6 +11,7 @@ from hpcdist.records import Summary, load_summary
 from hpcdist.study.comparison import results
 from hpcdist.study.comparison.comparison import Comparison
 from hpcdist.study.comparison.plan import ComparedCell, PlannedRun
+from hpcdist.study.statistics import Effect, ratio_of
 
 
 def table(comparison: Comparison, planned: Sequence[PlannedRun]) -> list[dict[str, Any]]:
@@ -19,11 +20,11 @@ def table(comparison: Comparison, planned: Sequence[PlannedRun]) -> list[dict[st
     folders = [results.ended(comparison, cell, planned) for cell in cells]
     measured = [[load_summary(folder) for folder in of_cell] for of_cell in folders]
     costs = [_cost_s(comparison, *of_cell) for of_cell in zip(folders, measured, strict=True)]
-    alone_s = next((cost for cell, cost in zip(cells, costs) if cell.ranks == 1 and _own_batch(cell, cells)), None)
+    alone_s = next((cost for cell, cost in zip(cells, costs) if cell.ranks == 1 and _own_batch(cell, cells)), {})
     for row, summaries, cost in zip(rows, measured, costs, strict=True):
         if comparison.declared.seeds == 1:
             del row["seeds"]
-        row["speed-up"] = f"{alone_s / cost:.2f}" if alone_s and cost else "none"
+        row["speed-up"] = _speed_up(ratio_of(alone_s, cost)) if alone_s and cost else "none"
         row["staleness\nmean"] = _mean(summary.staleness.mean for summary in summaries)
         row["max"] = max((summary.staleness.max for summary in summaries), default=None)
         row["kB/step"] = _mean(summary.bytes_per_step / 1e3 for summary in summaries)
@@ -35,14 +36,20 @@ def _own_batch(cell: ComparedCell, cells: Sequence[ComparedCell]) -> bool:
     return cell.samples == min(other.samples for other in cells)
 
 
-def _cost_s(comparison: Comparison, folders: Sequence[Path], summaries: Sequence[Summary]) -> float | None:
-    """Average the seconds to the target, or without one those of a sample; None where a run does not get there."""
+def _cost_s(comparison: Comparison, folders: Sequence[Path], summaries: Sequence[Summary]) -> dict[int, float]:
+    """Return by seed the seconds to the target, or without one those of a sample; empty where a run lacks them."""
     if comparison.declared.target is None:
-        values = [found.wall_s / found.samples for found in summaries if found.samples]
+        values = [found.wall_s / found.samples if found.samples else None for found in summaries]
     else:
-        reached = [results.time_to_target(comparison, folder) for folder in folders]
-        values = [seconds for seconds in reached if seconds is not None]
-    return fmean(values) if values and len(values) == len(folders) else None
+        values = [results.time_to_target(comparison, folder) for folder in folders]
+    costs = {found.seed: value for found, value in zip(summaries, values, strict=True) if value}
+    return costs if len(costs) == len(folders) else {}
+
+
+def _speed_up(found: Effect) -> str:
+    """Write a speed-up, with its interval where that is known and not none."""
+    text, low, high = (f"{value:.2f}" for value in (found.mean, found.low, found.high))
+    return f"{text} ({low} to {high})" if found.low < found.high and low != high else text
 
 
 def _mean(values: Any) -> float | None:

@@ -85,7 +85,7 @@ class Cluster:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
         stdin: str = "",
-        timeout_s: float = 60.0,
+        timeout_s: float = 120.0,
         check: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host; return what it wrote, and its exit status. Ends it after `timeout_s`.
@@ -142,7 +142,7 @@ class Cluster:
         path = Path(self.job(job)["StdOut"])
         return path.read_text(errors="replace") if path.exists() else f"(no {path})"
 
-    def until(self, true: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+    def until(self, true: Callable[[], object], what: str, timeout_s: float = 120.0) -> None:
         """Wait until `true()` is; `what` says what that means."""
         until = time.monotonic() + timeout_s
         while not true():
@@ -159,7 +159,7 @@ class Cluster:
         """Start a node that does not run; wait until Slurm can use it."""
         self._boot(node, "slurmd", "-D")
         if wait:
-            self.until(lambda: self._state(node) in ("IDLE", "MIXED", "ALLOCATED"), f"{node} is back", 60)
+            self.until(lambda: self._state(node) in ("IDLE", "MIXED", "ALLOCATED"), f"{node} is back")
 
     def _boot(self, host: str, *daemon: str | Path) -> None:
         """Start a host, and its daemon on it."""
@@ -196,7 +196,7 @@ class Cluster:
         for node in self.nodes:
             self.start(node, wait=False)
         try:
-            self.until(self._all_idle, "all nodes are idle", 60)
+            self.until(self._all_idle, "all nodes are idle")
         except RuntimeError as error:
             raise RuntimeError(f"{error}\n{self.logs()}") from None
 

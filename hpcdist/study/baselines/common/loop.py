@@ -176,6 +176,7 @@ class BaselineTrainer:
     def _evaluate(self) -> None:
         for buffer in self._module.buffers():
             self.comm.broadcast(buffer.detach().view(-1), 0)
+        self.log.joules = self.log.energy.result().joules
         self.log.metrics = evaluate_replica(self.job, self._module, self.comm, self._test)
         self.log.write_evaluation()
 

@@ -1,0 +1,185 @@
+"""Take steps of L-BFGS on vectors that lie elsewhere, by numbers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hpcdist.errors import NonFiniteError
+from hpcdist.strategies.lbfgs import vectors as ops
+from hpcdist.strategies.lbfgs.line_search import SearchPoint, strong_wolfe
+from hpcdist.strategies.lbfgs.portions import JointBatch
+from hpcdist.strategies.lbfgs.recursion import CurvaturePairs
+from hpcdist.strategies.lbfgs.vectors import RemoteVectors
+
+
+@dataclass(frozen=True)
+class LbfgsSettings:
+    """The settings of the algorithm, see `Sandblaster.Config`.
+
+    Args:
+        first_length: the longest first step where there is no history.
+        resolution: relative difference of losses below which they count as equal.
+        skips: goes on without a step where loss or gradient are not finite at its beginning.
+    """
+
+    history: int
+    c1: float
+    c2: float
+    max_evaluations: int
+    first_length: float = 1.0
+    resolution: float = 2e-16
+    skips: bool = False
+
+
+class StepEnd(NamedTuple):
+    """The end of a step: the loss at its beginning, and an event's text where something was out of the ordinary.
+
+    Args:
+        returned: POINT is where the step began, at which the loss has not been evaluated last.
+    """
+
+    loss: float
+    event: str | None = None
+    returned: bool = False
+
+
+Steps = Generator[None, float, StepEnd]  # yields where the loss at POINT is to be evaluated, and is sent it
+
+
+class Lbfgs:
+    """Minimise a loss that others evaluate, step by step.
+
+    Args:
+        vectors: where parameters, gradients and history lie.
+    """
+
+    def __init__(self, settings: LbfgsSettings, vectors: RemoteVectors):
+        self._settings, self._vectors = settings, vectors
+        self._pairs = CurvaturePairs(vectors, settings.history)
+        self._known: float | None = None  # the loss at X on the whole data set, whose gradient is there
+        self._pending = 0  # so many samples of the next batch give the y of the spare pair, which has its s; 0: none
+
+    def take_up(self) -> None:
+        """Take up parameters that the loop has changed, and forget what they were."""
+        if self._vectors.result(ops.TAKE_UP):
+            self._pairs.clear()
+            self._known, self._pending = None, 0
+
+    def step(self, batch: JointBatch, number: int) -> Steps:
+        """Take a step on a batch; yield where the loss at POINT is to be evaluated, with its gradient in SUM.
+
+        Args:
+            number: of the step, for messages.
+
+        Raises:
+            NonFiniteError: loss or gradient are not finite at the step's beginning, and it is not to be left out.
+        """
+        vectors = self._vectors
+        if not batch.whole or self._known is None:
+            vectors.copy(ops.POINT, ops.X)
+            self._known = yield
+            vectors.copy(ops.GRADIENT, ops.SUM)
+        loss, square = self._known, vectors.dot(ops.GRADIENT, ops.GRADIENT)
+        if not math.isfinite(loss + square):
+            self._known, self._pending = None, 0
+            return StepEnd(loss, self._refuse(number))
+        self._add_pair_on_overlap(batch)
+        moved = square == 0.0 or (yield from self._move(batch, loss, square))
+        if not batch.whole:
+            self._known = None
+        if moved:
+            return StepEnd(loss)
+        text = f"no step: {self._settings.max_evaluations} evaluations along the direction found none"
+        return StepEnd(loss, text, returned=True)
+
+    def _move(self, batch: JointBatch, loss: float, square: float) -> Generator[None, float, bool]:
+        """Search along L-BFGS's direction for the next point, and add a pair; return whether there is such a point."""
+        vectors, pairs = self._vectors, self._pairs
+        pairs.direction(ops.DIRECTION, ops.GRADIENT)
+        slope = vectors.dot(ops.GRADIENT, ops.DIRECTION)
+        if not slope < 0.0:  # rounding, or a history of other batches
+            pairs.clear()
+            pairs.direction(ops.DIRECTION, ops.GRADIENT)
+            slope = -square
+        found = yield from self._search(batch, loss, slope, math.sqrt(square))
+        if found is None:
+            pairs.clear()
+            vectors.copy(ops.POINT, ops.X)
+            vectors.flush()
+            return False
+        new = pairs.spare
+        vectors.copy(new.s, ops.DIRECTION)
+        vectors.scale(new.s, found.length)
+        vectors.copy(ops.X, ops.POINT)
+        if batch.tail:
+            self._pending = batch.tail
+        else:
+            self._change_of(new.y, ops.SUM, ops.GRADIENT)
+            pairs.add()
+        vectors.copy(ops.GRADIENT, ops.SUM)
+        self._known = found.loss
+        return True
+
+    def _search(
+        self, batch: JointBatch, loss: float, slope: float, norm: float
+    ) -> Generator[None, float, SearchPoint | None]:
+        """Search for the step's length; POINT, and the gradient in SUM, are then those of the one to take."""
+        vectors, settings = self._vectors, self._settings
+        first = 1.0 if self._pairs.kept else min(1.0, settings.first_length / norm)
+        search = strong_wolfe(
+            loss, slope, first, c1=settings.c1, c2=settings.c2, evaluations=settings.max_evaluations,
+            noise=settings.resolution * abs(loss), longest=math.inf if batch.whole else first,
+        )  # fmt: skip
+        length = next(search)
+        while True:
+            vectors.copy(ops.POINT, ops.X)
+            vectors.axpy(ops.POINT, ops.DIRECTION, length)
+            there = yield
+            try:
+                length = search.send((there, vectors.dot(ops.SUM, ops.DIRECTION)))
+            except StopIteration as end:
+                return end.value
+
+    def _add_pair_on_overlap(self, batch: JointBatch) -> None:
+        """Add the pair whose y is of the samples that this batch shares with the one before, at both points.
+
+        Where it shares others than were foreseen, as on another number of workers, there is no y, and no pair is added.
+        """
+        vectors = self._vectors
+        if self._pending and self._pending == batch.head:
+            vectors.scale(ops.HEAD, batch.samples / batch.head)
+            self._change_of(self._pairs.spare.y, ops.HEAD, ops.KEPT)
+            self._pairs.add()
+        self._pending = 0
+        if batch.tail:
+            vectors.copy(ops.KEPT, ops.TAIL)
+            vectors.scale(ops.KEPT, batch.samples / batch.tail)
+
+    def _change_of(self, y: int, after: int, before: int) -> None:
+        self._vectors.copy(y, after)
+        self._vectors.axpy(y, before, -1.0)
+
+    def _refuse(self, number: int) -> str:
+        """Leave out a step whose loss or gradient is not finite at its beginning; return the event's text."""
+        text = f"NaN or infinite loss or gradient at step {number}"
+        if not self._settings.skips:
+            raise NonFiniteError(
+                f"loss and gradients must be finite where a step begins; got {text}. Scale the data or the initial "
+                "values, or set strategy.on_nonfinite = 'skip' to leave such batches out."
+            )
+        return f"skipped: {text}"
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+    def state(self) -> dict[str, Any]:
+        return {
+            "pairs": self._pairs.state(), "known": self._known,
+            "pending": self._pending, "spare": self._pairs.spare.place,
+        }  # fmt: skip
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._known = state["known"]
+        self._pairs.load_state(state["pairs"])
+        self._pending, self._pairs.spare.place = state["pending"], state["spare"]

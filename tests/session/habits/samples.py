@@ -314,6 +314,18 @@ def evaluation_between_epochs(run):
 
 
 @habit()
+def evaluation_in_inference_mode(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    for _ in range(EPOCHS):
+        train(run, model, optimizer, run.loader(), epochs=1)
+        with torch.inference_mode():
+            for x, y in run.test():
+                mse(model(x), y)
+    return run.finish(model)
+
+
+@habit()
 def consensus_between_epochs(run):
     model = net()
     optimizer = _sgd(run, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -221,7 +222,7 @@ def DistributedOptimizer(
     synchronise_batch_norms(flat, cls, peers)
     changed: Any = optimizer  # gets a class made here, which no checker of types knows
     local_class = type(changed)
-    changed.local_step = session.comm.noted("update", "compute", local_class.step.__get__(optimizer))
+    changed.local_step = session.comm.noted("update", "compute", _refreshing(local_class.step.__get__(optimizer), flat))
     changed.local_state_dict = local_class.state_dict.__get__(optimizer)
     vars(optimizer).pop("step", None)  # a learning-rate schedule puts its own there, which would pass by ours
     given: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "stages": agreement(model)}
@@ -235,6 +236,18 @@ def DistributedOptimizer(
     if isinstance(model, PartOfModel):
         model.optimizers.append(changed)
     return optimizer
+
+
+def _refreshing(step: Callable[..., Any], flat: FlatModel) -> Callable[..., Any]:
+    """Return an optimiser's step after which its new values lie in flat memory, also where it has set `p.data`."""
+
+    @functools.wraps(step)
+    def local_step(*given: Any) -> Any:
+        result = step(*given)
+        flat.refresh()
+        return result
+
+    return local_step
 
 
 def release(optimizer: Any) -> None:

@@ -325,6 +325,17 @@ def evaluation_in_inference_mode(run):
     return run.finish(model)
 
 
+@habit(ways=("joint",))
+def what_a_loader_has(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    loader = run.loader()
+    assert len(loader.dataset) == 52 and loader.batch_size >= BATCH and loader.num_workers == 0
+    assert not hasattr(loader, "nothing")
+    train(run, model, optimizer, loader)
+    return run.finish(model)
+
+
 @habit()
 def consensus_between_epochs(run):
     model = net()

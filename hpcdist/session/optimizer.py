@@ -42,6 +42,7 @@ class _Distributed:
 
     strategy: Strategy
     record: StepRecord | None  # of the last step
+    counts: list[int]  # of the parameters in each group
     workers: Communicator  # of the ranks that take steps
     peers: Communicator  # of those that have the same stage of the model; all of them where each has the whole one
     local_step: Callable[..., Any]  # the optimiser's own
@@ -55,6 +56,7 @@ class _Distributed:
         Called by a GradScaler it unscales gradients, and leaves the update out where some have overflowed.
         """
         self._require_worker()
+        self._require_own_parameters()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -86,6 +88,23 @@ class _Distributed:
             raise ConfigError(
                 f"optimizer.step() must be called on workers only; rank {self.strategy.comm.rank} serves them. Iterate "
                 "over hpcdist.shard(loader), which serves there and yields no batch."
+            )
+
+    def _require_own_parameters(self) -> None:
+        """Check that a step can go from the parameters that there are.
+
+        Raises:
+            ConfigError: it would be lost; or there are some that the strategy does not know.
+        """
+        if self.strategy.model.is_swapped:
+            raise ConfigError(
+                "optimizer.step() must be outside of an evaluation; got one in hpcdist.consensus, or in a loop over "
+                "hpcdist.shard(..., training=False), after which the model has its own parameters again. Leave it."
+            )
+        if self.counts != [len(group["params"]) for group in self.param_groups]:  # type: ignore[attr-defined]
+            raise ConfigError(
+                "param_groups must have the parameters that the DistributedOptimizer was made with; got more or fewer. "
+                "Add some by optimizer.add_param_group, which can tell whether they can be added."
             )
 
     def synchronize(self) -> None:
@@ -140,6 +159,7 @@ class _Distributed:
         own: Any = self  # an optimiser, once it is one's class
         super().add_param_group({**param_group, "params": given})  # type: ignore[misc]
         self.strategy.hyperparameters = Hyperparameters(own)
+        self.counts = [len(group["params"]) for group in own.param_groups]
 
 
 class _Evaluating(_Distributed):
@@ -158,6 +178,7 @@ class _Evaluating(_Distributed):
                 f"closure must be given to each step of {type(self).__name__}, which evaluates the loss several times; "
                 "got none. Pass a function that zeroes the gradients, runs the backward pass and returns the loss."
             )
+        self._require_own_parameters()
         self.record, loss = self.strategy.minimise(self.local_step, closure)
         return loss
 
@@ -231,6 +252,7 @@ def DistributedOptimizer(
     added = _Evaluating if evaluating or cls.evaluates_portions else _Distributed
     changed.__class__ = type(local_class.__name__, (added, local_class), {})
     changed.record, changed.workers, changed.peers = None, workers, peers
+    changed.counts = [len(group["params"]) for group in optimizer.param_groups]
     changed._opt_called = True  # ... and where they find none before their own; a server's worker never makes one
     session.optimizers.append(optimizer)
     if isinstance(model, PartOfModel):
@@ -259,7 +281,7 @@ def release(optimizer: Any) -> None:
     if isinstance(model, PartOfModel):
         model.optimizers.remove(optimizer)
     optimizer.__class__ = type(optimizer).__mro__[2]
-    for name in ("local_step", "local_state_dict", "strategy", "workers", "peers"):
+    for name in ("local_step", "local_state_dict", "strategy", "workers", "peers", "counts"):
         delattr(optimizer, name)
 
 

@@ -245,6 +245,18 @@ def a_part_of_the_model_in_the_optimizer(run):
     return run.finish(model)
 
 
+@habit(exact=False, refused={"*": r"param_groups must have the parameters that the DistributedOptimizer was made with"})
+def parameters_put_into_a_group_by_hand(run):
+    model, shift = net(), nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = _sgd(run, model)
+    optimizer.param_groups[0]["params"].append(shift)
+    for x, y in run.loader():
+        optimizer.zero_grad()
+        mse(model(x) + shift, y).backward()
+        optimizer.step()
+    return run.finish(model)
+
+
 @habit()
 def a_frozen_layer(run):
     model = net()

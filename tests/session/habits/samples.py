@@ -325,6 +325,16 @@ def evaluation_in_inference_mode(run):
     return run.finish(model)
 
 
+@habit(
+    ways=("joint",), where=("allreduce",), exact=False, refused={"*": r"optimizer.step\(\) must be outside of an ev"}
+)
+def trained_in_an_evaluation(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    train(run, model, optimizer, run.test(data(48)))
+    return run.finish(model)
+
+
 @habit(ways=("joint",))
 def what_a_loader_has(run):
     model = net()

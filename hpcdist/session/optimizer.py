@@ -25,6 +25,7 @@ from hpcdist.session.pipeline import agreement, check_optimizer, require_in_stag
 from hpcdist.session.sync_batch_norm import synchronise_batch_norms
 from hpcdist.session.world import current, require_equal
 from hpcdist.strategies import Strategy
+from hpcdist.strategies.base import name_of
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 
@@ -42,6 +43,7 @@ class _Distributed:
 
     strategy: Strategy
     record: StepRecord | None  # of the last step
+    seen: list[int] | None  # the model's `changes`, where servers replace its parameters
     counts: list[int]  # of the parameters in each group
     workers: Communicator  # of the ranks that take steps
     peers: Communicator  # of those that have the same stage of the model; all of them where each has the whole one
@@ -66,6 +68,7 @@ class _Distributed:
             self.record = self.strategy.step(self._step_and_share if at_once else self.local_step, **how)
         if not at_once:
             share_tied(self.strategy.model.module)
+        self.look()
         return loss
 
     def _step_and_share(self) -> None:
@@ -94,7 +97,8 @@ class _Distributed:
         """Check that a step can go from the parameters that there are.
 
         Raises:
-            ConfigError: it would be lost; or there are some that the strategy does not know.
+            ConfigError: it would be lost, or what the loop has done to them; or there are some that the strategy does
+                not know.
         """
         if self.strategy.model.is_swapped:
             raise ConfigError(
@@ -106,6 +110,20 @@ class _Distributed:
                 "param_groups must have the parameters that the DistributedOptimizer was made with; got more or fewer. "
                 "Add some by optimizer.add_param_group, which can tell whether they can be added."
             )
+        before = self.seen
+        self.look()
+        if before is not None and self.seen != before:
+            raise ConfigError(
+                f"parameters must be changed by the optimiser's step alone with {name_of(self.strategy)}, whose "
+                "servers replace them in their steps; got some that the loop has changed since the last one. Change "
+                "them between epochs on all ranks, or use allreduce."
+            )
+
+    def look(self) -> None:
+        """Remember how often the parameters have been changed, where servers replace them."""
+        if self.strategy.replaces_parameters:
+            self.strategy.model.refresh()
+            self.seen = self.strategy.model.changes()
 
     def synchronize(self) -> None:
         """Collective where ranks average gradients. Average those that are not averaged yet, before a step uses them.
@@ -252,6 +270,7 @@ def DistributedOptimizer(
     added = _Evaluating if evaluating or cls.evaluates_portions else _Distributed
     changed.__class__ = type(local_class.__name__, (added, local_class), {})
     changed.record, changed.workers, changed.peers = None, workers, peers
+    changed.seen = None
     changed.counts = [len(group["params"]) for group in optimizer.param_groups]
     changed._opt_called = True  # ... and where they find none before their own; a server's worker never makes one
     session.optimizers.append(optimizer)
@@ -281,7 +300,7 @@ def release(optimizer: Any) -> None:
     if isinstance(model, PartOfModel):
         model.optimizers.remove(optimizer)
     optimizer.__class__ = type(optimizer).__mro__[2]
-    for name in ("local_step", "local_state_dict", "strategy", "workers", "peers", "counts"):
+    for name in ("local_step", "local_state_dict", "strategy", "workers", "peers", "seen", "counts"):
         delattr(optimizer, name)
 
 

@@ -21,6 +21,8 @@ def _sgd(run, model, lr=0.1, **given):
 
 
 SENT = r"parameters must be changed by the optimiser's step alone where strategy.overlap of dpsgd is true"
+REPLACED = r"parameters must be changed by the optimiser's step alone with \w+, whose servers replace them"
+OVERWRITTEN = dict.fromkeys(groups.REPLACING, REPLACED) | {"dpsgd": SENT, "hardsync colocated joint": None}
 
 
 # --- how a model is run -----------------------------------------------------------------------------------------------
@@ -327,7 +329,7 @@ def values_assigned(run):
     return run.finish(model)
 
 
-@habit(where=("allreduce", "gossip_sync", "dpsgd", "local_sgd", "gossip_pull"), refused={"dpsgd": SENT})
+@habit(refused=OVERWRITTEN)
 def values_changed_in_place(run):
     """Weights clamped after each step."""
     model = net()
@@ -343,7 +345,22 @@ def values_changed_in_place(run):
     return run.finish(model)
 
 
-@habit(where=("allreduce", "gossip_sync", "dpsgd", "local_sgd", "gossip_pull"), refused={"dpsgd": SENT})
+@habit(refused=OVERWRITTEN)
+def values_loaded_within_an_epoch(run):
+    model = net()
+    first = copy.deepcopy(model.state_dict())
+    optimizer = _sgd(run, model)
+    for _ in range(EPOCHS):
+        for i, (x, y) in enumerate(run.loader()):
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+            if i == 1:
+                model.load_state_dict(first)
+    return run.finish(model)
+
+
+@habit(refused=OVERWRITTEN)
 def values_given_other_memory(run):
     model = net()
     optimizer = _sgd(run, model)
@@ -357,7 +374,7 @@ def values_given_other_memory(run):
     return run.finish(model)
 
 
-@habit(where=("allreduce", "gossip_sync", "dpsgd", "local_sgd", "gossip_pull"), refused={"dpsgd": SENT})
+@habit(refused=OVERWRITTEN)
 def values_through_a_vector(run):
     model = net()
     optimizer = _sgd(run, model)

@@ -312,6 +312,10 @@ class FlatModel:
     def _sums(self) -> list[str]:
         return sums(self.params)
 
+    def changes(self) -> list[int]:
+        """Count changes of each parameter by torch's functions, and other memory; writes into `p.data` don't count."""
+        return [self.moves, *(slot.tensor._version for slot in self._slots)]
+
     # --- memory ---------------------------------------------------------------------------------------------------
     def _bind_params(self, flats: tuple[Tensor, ...]) -> None:
         self.params = flats

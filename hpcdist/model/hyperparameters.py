@@ -9,6 +9,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +27,8 @@ _Place = tuple[int, str, int | None]  # group, setting, and index within a setti
 class Hyperparameters:
     """Hold the numbers of all param_groups as one vector of float64, to be sent, compared and set.
 
-    Booleans and integers count as numbers, tuples (Adam's betas) as several, tensors of one element (a learning rate
-    for `capturable`) as one. The rest (None, names) does not change in training and is left out.
+    Booleans, integers and NumPy's numbers count as numbers, tuples (Adam's betas) as several, tensors of one element (a
+    learning rate for `capturable`) as one. The rest (None, names) does not change in training and is left out.
 
     Args:
         optimizer: None has no numbers.
@@ -44,9 +46,9 @@ class Hyperparameters:
             for key, value in group.items():
                 if key in _LEFT_OUT:
                     continue
-                if isinstance(value, (tuple, list)) and all(isinstance(item, (int, float)) for item in value):
+                if isinstance(value, (tuple, list)) and all(isinstance(item, Real) for item in value):
                     yield from ((number, key, index) for index in range(len(value)))
-                elif isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+                elif isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
                     yield number, key, None
 
     def values(self) -> list[float]:
@@ -73,14 +75,14 @@ class Hyperparameters:
         ]
 
     def set(self, values: Sequence[float]) -> None:
-        """Write the numbers into the param_groups, each in the type that is there."""
+        """Write the numbers into the param_groups, each in the type that is there if that can hold it."""
         for (number, key, index), value in zip(self._places, values, strict=True):
             group = self._optimizer.param_groups[number]
             old = group[key] if index is None else group[key][index]
             if isinstance(old, Tensor):
                 old.fill_(value)
                 continue
-            new = type(old)(value if isinstance(old, float) else round(value))
+            new = _as_type(type(old), value)
             if index is None:
                 group[key] = new
             else:
@@ -90,6 +92,15 @@ class Hyperparameters:
         """Return a checksum of 31 bits, of `others` too."""
         values = [*self.values(), *others]
         return zlib.crc32(struct.pack(f"{len(values)}d", *values)) >> 1
+
+
+def _as_type(kind: Any, value: float) -> Any:
+    """Return the number in a type, or as it is where that can't hold it: the integer 0 may become 0.3."""
+    if issubclass(kind, bool):
+        return kind(round(value))
+    if issubclass(kind, Integral) and not value.is_integer():
+        return value
+    return kind(value) if kind(value) == value else value
 
 
 def require_equal_values(comm: Communicator, mine: Hyperparameters, step: int, batch: int = 0) -> None:

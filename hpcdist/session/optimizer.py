@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from hpcdist.session.pipeline import agreement, check_optimizer, require_in_stag
 from hpcdist.session.sync_batch_norm import synchronise_batch_norms
 from hpcdist.session.world import current, require_equal
 from hpcdist.strategies import Strategy
+from hpcdist.strategies.base import name_of
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 
@@ -41,6 +43,8 @@ class _Distributed:
 
     strategy: Strategy
     record: StepRecord | None  # of the last step
+    seen: list[int] | None  # the model's `changes`, where servers replace its parameters
+    counts: list[int]  # of the parameters in each group
     workers: Communicator  # of the ranks that take steps
     peers: Communicator  # of those that have the same stage of the model; all of them where each has the whole one
     local_step: Callable[..., Any]  # the optimiser's own
@@ -54,6 +58,7 @@ class _Distributed:
         Called by a GradScaler it unscales gradients, and leaves the update out where some have overflowed.
         """
         self._require_worker()
+        self._require_own_parameters()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -63,6 +68,7 @@ class _Distributed:
             self.record = self.strategy.step(self._step_and_share if at_once else self.local_step, **how)
         if not at_once:
             share_tied(self.strategy.model.module)
+        self.look()
         return loss
 
     def _step_and_share(self) -> None:
@@ -86,6 +92,38 @@ class _Distributed:
                 f"optimizer.step() must be called on workers only; rank {self.strategy.comm.rank} serves them. Iterate "
                 "over hpcdist.shard(loader), which serves there and yields no batch."
             )
+
+    def _require_own_parameters(self) -> None:
+        """Check that a step can go from the parameters that there are.
+
+        Raises:
+            ConfigError: it would be lost, or what the loop has done to them; or there are some that the strategy does
+                not know.
+        """
+        if self.strategy.model.is_swapped:
+            raise ConfigError(
+                "optimizer.step() must be outside of an evaluation; got one in hpcdist.consensus, or in a loop over "
+                "hpcdist.shard(..., training=False), after which the model has its own parameters again. Leave it."
+            )
+        if self.counts != [len(group["params"]) for group in self.param_groups]:  # type: ignore[attr-defined]
+            raise ConfigError(
+                "param_groups must have the parameters that the DistributedOptimizer was made with; got more or fewer. "
+                "Add some by optimizer.add_param_group, which can tell whether they can be added."
+            )
+        before = self.seen
+        self.look()
+        if before is not None and self.seen != before:
+            raise ConfigError(
+                f"parameters must be changed by the optimiser's step alone with {name_of(self.strategy)}, whose "
+                "servers replace them in their steps; got some that the loop has changed since the last one. Change "
+                "them between epochs on all ranks, or use allreduce."
+            )
+
+    def look(self) -> None:
+        """Remember how often the parameters have been changed, where servers replace them."""
+        if self.strategy.replaces_parameters:
+            self.strategy.model.refresh()
+            self.seen = self.strategy.model.changes()
 
     def synchronize(self) -> None:
         """Collective where ranks average gradients. Average those that are not averaged yet, before a step uses them.
@@ -139,6 +177,7 @@ class _Distributed:
         own: Any = self  # an optimiser, once it is one's class
         super().add_param_group({**param_group, "params": given})  # type: ignore[misc]
         self.strategy.hyperparameters = Hyperparameters(own)
+        self.counts = [len(group["params"]) for group in own.param_groups]
 
 
 class _Evaluating(_Distributed):
@@ -157,6 +196,7 @@ class _Evaluating(_Distributed):
                 f"closure must be given to each step of {type(self).__name__}, which evaluates the loss several times; "
                 "got none. Pass a function that zeroes the gradients, runs the backward pass and returns the loss."
             )
+        self._require_own_parameters()
         self.record, loss = self.strategy.minimise(self.local_step, closure)
         return loss
 
@@ -221,7 +261,7 @@ def DistributedOptimizer(
     synchronise_batch_norms(flat, cls, peers)
     changed: Any = optimizer  # gets a class made here, which no checker of types knows
     local_class = type(changed)
-    changed.local_step = session.comm.noted("update", "compute", local_class.step.__get__(optimizer))
+    changed.local_step = session.comm.noted("update", "compute", _refreshing(local_class.step.__get__(optimizer), flat))
     changed.local_state_dict = local_class.state_dict.__get__(optimizer)
     vars(optimizer).pop("step", None)  # a learning-rate schedule puts its own there, which would pass by ours
     given: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "stages": agreement(model)}
@@ -230,11 +270,25 @@ def DistributedOptimizer(
     added = _Evaluating if evaluating or cls.evaluates_portions else _Distributed
     changed.__class__ = type(local_class.__name__, (added, local_class), {})
     changed.record, changed.workers, changed.peers = None, workers, peers
+    changed.seen = None
+    changed.counts = [len(group["params"]) for group in optimizer.param_groups]
     changed._opt_called = True  # ... and where they find none before their own; a server's worker never makes one
     session.optimizers.append(optimizer)
     if isinstance(model, PartOfModel):
         model.optimizers.append(changed)
     return optimizer
+
+
+def _refreshing(step: Callable[..., Any], flat: FlatModel) -> Callable[..., Any]:
+    """Return an optimiser's step after which its new values lie in flat memory, also where it has set `p.data`."""
+
+    @functools.wraps(step)
+    def local_step(*given: Any) -> Any:
+        result = step(*given)
+        flat.refresh()
+        return result
+
+    return local_step
 
 
 def release(optimizer: Any) -> None:
@@ -246,7 +300,7 @@ def release(optimizer: Any) -> None:
     if isinstance(model, PartOfModel):
         model.optimizers.remove(optimizer)
     optimizer.__class__ = type(optimizer).__mro__[2]
-    for name in ("local_step", "local_state_dict", "strategy", "workers", "peers"):
+    for name in ("local_step", "local_state_dict", "strategy", "workers", "peers", "seen", "counts"):
         delattr(optimizer, name)
 
 

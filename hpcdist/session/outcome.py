@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hpcdist import checkpoint
@@ -44,16 +45,28 @@ def consensus_of(optimizers: Iterable[Any]) -> Iterator[None]:
     """Collective. Give the models of these optimisers, inside the context, the parameters that all ranks stand for."""
     _require_all_ranks("an evaluation")
     optimizers = list(optimizers)
-    with ExitStack() as stack:
-        for optimizer in optimizers:
-            flat = optimizer.strategy.model
-            if not flat.is_swapped:  # else within another context
-                _require_same_batches(optimizer.strategy)
-                flat.refresh()
-                stack.enter_context(flat.swapped(*optimizer.strategy.consensus()))
-                stack.enter_context(_holding(flat.frozen, optimizer.strategy.frozen_consensus()))
-        for optimizer in optimizers:
-            share_tied(optimizer.strategy.model.module)
+    stack = ExitStack()
+    try:
+        with _normal_tensors():
+            for optimizer in optimizers:
+                flat = optimizer.strategy.model
+                if not flat.is_swapped:  # else within another context
+                    _require_same_batches(optimizer.strategy)
+                    flat.refresh()
+                    stack.enter_context(flat.swapped(*optimizer.strategy.consensus()))
+                    stack.enter_context(_holding(flat.frozen, optimizer.strategy.frozen_consensus()))
+            for optimizer in optimizers:
+                share_tied(optimizer.strategy.model.module)
+        yield
+    finally:
+        with _normal_tensors():
+            stack.close()
+
+
+@contextmanager
+def _normal_tensors() -> Iterator[None]:
+    """Make tensors that can be trained, inside of `torch.inference_mode()` too; record no gradients."""
+    with torch.inference_mode(False), torch.no_grad():
         yield
 
 
@@ -70,6 +83,7 @@ def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor] | None) -> Iter
             tensor.copy_(value)
 
 
+@_normal_tensors()
 def finish(model: nn.Module) -> nn.Module:
     """Collective. End the training of `model`, leave the trained one on every rank, and return it.
 
@@ -128,6 +142,7 @@ def _require_all_ranks(what: str) -> None:
         )
 
 
+@_normal_tensors()
 def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: Any) -> Path:
     """Collective. Save a checkpoint of the user's own loop in folder `path`, and return its own folder.
 
@@ -160,6 +175,7 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
     return checkpoint.save(comm, path, max(steps) if step is None else step, saved, meta=meta, keep=keep)
 
 
+@_normal_tensors()
 def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
     """Collective. Load the newest checkpoint in folder `path`; return the plain values, or None if there is none.
 

@@ -40,6 +40,8 @@ def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when
         serve_together([(optimizer.strategy, optimizer.local_step) for optimizer in optimizers])
         return
     pauses = pauses_when_left
+    for optimizer in optimizers:
+        optimizer.look()
     try:
         for batch, weight, ends_epoch in batches:
             for strategy in strategies:

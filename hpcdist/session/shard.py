@@ -68,9 +68,16 @@ def shard(
         optimizers: distributed optimisers that the loop steps; all that there are, if None.
 
     Raises:
-        ConfigError: the loader's sampler is of another library's ranks.
+        ConfigError: the loader is none of torch's, or is sharded already; or its sampler is of another library's ranks.
         MismatchError: at an epoch's first batch, the ranks of a replica have read different ones.
     """
+    if isinstance(loader, ShardedLoader):
+        raise ConfigError("loader must be a plain DataLoader; got one that is sharded already. Shard it once.")
+    if split and not isinstance(loader, DataLoader):
+        raise ConfigError(
+            f"loader must be a torch DataLoader, whose samples hpcdist.shard splits among the ranks; got "
+            f"{type(loader).__name__}. Make one of the data set; or pass split=False, where each rank reads its own."
+        )
     return ShardedLoader(loader, seed, training, split, optimizers)
 
 
@@ -93,7 +100,7 @@ class ShardedLoader:
     ):
         self._loader, self._seed, self._training, self._split = loader, seed, training, split
         self._given = optimizers
-        self._iterable = isinstance(loader.dataset, IterableDataset)
+        self._iterable = split and isinstance(loader.dataset, IterableDataset)
         self._epoch, self._start, self._done = -1, 0, 0
         self.weight = 1.0
         if split and not self._iterable:
@@ -104,6 +111,12 @@ class ShardedLoader:
                 self._sharded = DataLoader(loader.dataset, batch_size=None, sampler=self._batches, **kept)
             else:
                 self._sharded = DataLoader(loader.dataset, batch_sampler=self._batches, **kept)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the plain loader has by this name, such as its `dataset`, `batch_size` or `sampler`."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""

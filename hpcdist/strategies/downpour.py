@@ -71,6 +71,7 @@ class Downpour(ServerStrategy):
     def __init__(self, config: Config, comm, model, **given):
         self.steps_on_servers = config.server_rule == "optimizer"
         super().__init__(config, comm, model, **given)
+        self.replaces_parameters = not self.place.alone
         warm_start = WarmStart(config.warm_start, self.roles.workers[0])
         self.compose(lambda: _Worker(self), lambda: _Server(self, warm_start))
 

@@ -87,7 +87,7 @@ class DPSGD(Strategy):
     def advance(self, update: Update) -> Outcome:
         if not self._mixing.under_way:  # at the first step of an epoch, or without overlap
             self._mixing.start(self.model.params, self.steps)
-        elif not self._compressed and self._versions != self._look():
+        elif not self._compressed and self._versions != self.model.changes():
             raise ConfigError(
                 "parameters must be changed by the optimiser's step alone where strategy.overlap of dpsgd is true, for "
                 "they are being sent meanwhile; got some that were changed between steps. Set overlap=False, or change "
@@ -97,12 +97,8 @@ class DPSGD(Strategy):
         outcome = self.step_alone(update)
         if self.config.overlap:
             self._mixing.start(self.model.params, self.steps + 1)
-            self._versions = self._look()
+            self._versions = self.model.changes()
         return outcome
-
-    def _look(self) -> list[int]:
-        """Count changes of the parameters, as torch and the model do."""
-        return [self.model.moves, *(p._version for p in self.model.parameters())]
 
     def pause(self) -> None:
         """Collective. Drop the exchange under way: changes before the next epoch are averaged then."""

@@ -62,7 +62,7 @@ class EAMSGD(ServerStrategy):
         momentum: float = Field(0.9, ge=0, lt=1, description="δ of each worker's Nesterov momentum; 0.99 in the paper")
 
     up, down, masters_in = "values", "moves", ("centre",)
-    steps_on_workers, steps_on_servers, sends_hyperparameters = True, False, False
+    steps_on_workers, steps_on_servers, sends_hyperparameters, replaces_parameters = True, False, False, False
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)

@@ -47,7 +47,7 @@ class EASGD(ServerStrategy):
         """Options of easgd."""
 
     up, down, masters_in = "values", "moves", ("centre",)
-    steps_on_workers, steps_on_servers, sends_hyperparameters = True, False, False
+    steps_on_workers, steps_on_servers, sends_hyperparameters, replaces_parameters = True, False, False, False
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)

@@ -81,6 +81,29 @@ def test_between_epochs_on_the_same_ranks_it_goes_on_to_the_bit(ranks, strategy,
     assert all(ranks(body))
 
 
+@pytest.mark.virtual
+@pytest.mark.sizes(3)
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_in_inference_mode_it_goes_on_as_elsewhere(ranks, strategy, tmp_path):
+    def body(comm):
+        hd.init(comm=comm)
+        loop, again = Loop(strategy), Loop(strategy)
+        loop.epoch()
+        with torch.inference_mode():
+            hd.save(tmp_path, optimizer=loop.optimizer)
+            hd.load(tmp_path, optimizer=again.optimizer)
+            hd.finish(loop.model)
+        again.epoch()
+        with torch.inference_mode():
+            hd.finish(again.model)
+        for model, optimizer in ((loop.model, loop.optimizer), (again.model, again.optimizer)):
+            mse(model(torch.ones(2, 5, dtype=torch.float64)), torch.ones(2, 1)).backward()
+            optimizer.step()
+        return all(torch.isfinite(tensor).all() for tensor in copied(again.model).values())
+
+    assert all(ranks(body))
+
+
 @pytest.mark.sizes(3)
 @pytest.mark.parametrize("strategy", SERVERLESS)
 def test_within_an_epoch_on_the_same_ranks_it_goes_on_to_the_bit(ranks, strategy, shared_tmp_path):

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import hpcdist as hd
 from hpcdist.comm.virtual import run_virtual
@@ -61,6 +62,29 @@ def test_what_is_no_model_or_optimizer_is_refused():
         lambda model, optimizer: hd.DistributedOptimizer(model, optimizer),
         "optimizer must be a torch.optim.Optimizer; got Linear",
     )
+
+
+def test_what_is_no_loader_is_refused():
+    batches = [torch.ones(2, 2)]
+    _refused(
+        lambda model, optimizer: hd.shard(batches),
+        "loader must be a torch DataLoader, whose samples hpcdist.shard splits .*; got list. .* or pass split=False",
+    )
+    loader = DataLoader(torch.ones(4, 2), batch_size=2)
+    _refused(
+        lambda model, optimizer: hd.shard(hd.shard(loader)),
+        "loader must be a plain DataLoader; got one that is sharded already. Shard it once",
+    )
+
+
+def test_batches_of_each_ranks_own_need_no_loader():
+    def alone(comm):
+        hd.init(comm=comm)
+        model = nn.Linear(2, 1)
+        hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        return sum(len(batch) for batch in hd.shard([torch.ones(2, 2), torch.ones(1, 2)], split=False))
+
+    assert run_virtual(alone, 1) == [3]
 
 
 def test_sparse_adam_is_refused_before_training():

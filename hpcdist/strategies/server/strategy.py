@@ -84,7 +84,7 @@ class ServerStrategy(Strategy):
             """Return the roles of `size` ranks."""
             return assign(size, self.servers, getattr(self, "fan_in", None))
 
-    survives_deaths = True
+    survives_deaths = replaces_parameters = True
     up, down = "gradients", "values"  # what requests and replies carry, see `Codec`
     # Every update is of one gradient of each worker: these must have the same hyper-parameters, and it is the update's
     # gradient that is clipped, not the workers'.
@@ -104,6 +104,8 @@ class ServerStrategy(Strategy):
         self.place = place = Placement(comm.rank, roles, model, split_parameters=config.split_parameters)
         self.shards, self.shard = place.shards, place.shard
         self.replica = Replica(place, model)
+        if place.alone or place.colocated:  # where each owner's part is its own
+            self.replaces_parameters = False
         self.channel: RequestChannel | None = None
         self.loop: ServerLoop | None = None
         self.update_clip: UpdateClip | None = None

@@ -12,6 +12,7 @@ SERVED = [name for name, cls in ALL.items() if "servers" in cls.Config.model_fie
 SERVERLESS = [name for name in SYNCHRONOUS if name not in SERVED]
 GOSSIPS = [name for name in ASYNCHRONOUS if name not in SERVED]
 OTHERS = [name for name in ALL if name != "allreduce"]
+REPLACING = [name for name, cls in ALL.items() if cls.replaces_parameters]
 SENDING = [name for name, cls in ALL.items() if cls.sends_hyperparameters]
 
 

@@ -21,6 +21,8 @@ def _sgd(run, model, lr=0.1, **given):
 
 
 SENT = r"parameters must be changed by the optimiser's step alone where strategy.overlap of dpsgd is true"
+REPLACED = r"parameters must be changed by the optimiser's step alone with \w+, whose servers replace them"
+OVERWRITTEN = dict.fromkeys(groups.REPLACING, REPLACED) | {"dpsgd": SENT, "hardsync colocated joint": None}
 
 
 # --- how a model is run -----------------------------------------------------------------------------------------------
@@ -245,6 +247,18 @@ def a_part_of_the_model_in_the_optimizer(run):
     return run.finish(model)
 
 
+@habit(exact=False, refused={"*": r"param_groups must have the parameters that the DistributedOptimizer was made with"})
+def parameters_put_into_a_group_by_hand(run):
+    model, shift = net(), nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = _sgd(run, model)
+    optimizer.param_groups[0]["params"].append(shift)
+    for x, y in run.loader():
+        optimizer.zero_grad()
+        mse(model(x) + shift, y).backward()
+        optimizer.step()
+    return run.finish(model)
+
+
 @habit()
 def a_frozen_layer(run):
     model = net()
@@ -315,7 +329,7 @@ def values_assigned(run):
     return run.finish(model)
 
 
-@habit(where=("allreduce", "gossip_sync", "dpsgd", "local_sgd", "gossip_pull"), refused={"dpsgd": SENT})
+@habit(refused=OVERWRITTEN)
 def values_changed_in_place(run):
     """Weights clamped after each step."""
     model = net()
@@ -331,7 +345,22 @@ def values_changed_in_place(run):
     return run.finish(model)
 
 
-@habit(where=("allreduce", "gossip_sync", "dpsgd", "local_sgd", "gossip_pull"), refused={"dpsgd": SENT})
+@habit(refused=OVERWRITTEN)
+def values_loaded_within_an_epoch(run):
+    model = net()
+    first = copy.deepcopy(model.state_dict())
+    optimizer = _sgd(run, model)
+    for _ in range(EPOCHS):
+        for i, (x, y) in enumerate(run.loader()):
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+            if i == 1:
+                model.load_state_dict(first)
+    return run.finish(model)
+
+
+@habit(refused=OVERWRITTEN)
 def values_given_other_memory(run):
     model = net()
     optimizer = _sgd(run, model)
@@ -345,7 +374,7 @@ def values_given_other_memory(run):
     return run.finish(model)
 
 
-@habit(where=("allreduce", "gossip_sync", "dpsgd", "local_sgd", "gossip_pull"), refused={"dpsgd": SENT})
+@habit(refused=OVERWRITTEN)
 def values_through_a_vector(run):
     model = net()
     optimizer = _sgd(run, model)

@@ -186,3 +186,24 @@ def a_second_optimizer_while_the_first_is_there(run):
     optimizer = run.optimizer(optim.Adam(model.parameters(), lr=0.01), model)
     train(run, model, optimizer, run.loader(), epochs=1)
     return run.finish(model)
+
+
+class SettingData(torch.optim.Optimizer):
+    """One's own, whose step gives parameters other memory."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * p.grad.data
+
+
+@habit()
+def an_optimizer_that_sets_data(run):
+    model = net()
+    optimizer = run.optimizer(SettingData(model.parameters(), lr=0.1), model)
+    train(run, model, optimizer, run.loader())
+    return run.finish(model)

@@ -314,6 +314,39 @@ def evaluation_between_epochs(run):
 
 
 @habit()
+def evaluation_in_inference_mode(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    for _ in range(EPOCHS):
+        train(run, model, optimizer, run.loader(), epochs=1)
+        with torch.inference_mode():
+            for x, y in run.test():
+                mse(model(x), y)
+    return run.finish(model)
+
+
+@habit(
+    ways=("joint",), where=("allreduce",), exact=False, refused={"*": r"optimizer.step\(\) must be outside of an ev"}
+)
+def trained_in_an_evaluation(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    train(run, model, optimizer, run.test(data(48)))
+    return run.finish(model)
+
+
+@habit(ways=("joint",))
+def what_a_loader_has(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    loader = run.loader()
+    assert len(loader.dataset) == 52 and loader.batch_size >= BATCH and loader.num_workers == 0
+    assert not hasattr(loader, "nothing")
+    train(run, model, optimizer, loader)
+    return run.finish(model)
+
+
+@habit()
 def consensus_between_epochs(run):
     model = net()
     optimizer = _sgd(run, model)

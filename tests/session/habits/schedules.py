@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch.optim import SGD, lr_scheduler
 
@@ -169,6 +170,34 @@ def rate_set_by_hand(run):
             mse(model(x), y).backward()
             optimizer.step()
             step += 1
+    return run.finish(model)
+
+
+@habit()
+def decay_of_zero_raised_by_hand(run):
+    """From integers, which are what they were written as."""
+    model = net()
+    optimizer = run.optimizer(SGD(model.parameters(), lr=1, momentum=0, weight_decay=0), model)
+    for _ in range(EPOCHS):
+        for x, y in run.loader():
+            optimizer.param_groups[0].update(lr=0.1, momentum=0.5, weight_decay=0.3)
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+    return run.finish(model)
+
+
+@habit()
+def rates_of_numpy(run):
+    model, rates = net(), np.linspace(0.1, 0.01, 40, dtype=np.float32)
+    optimizer, n = run.optimizer(SGD(model.parameters(), lr=rates[0]), model), 0
+    for _ in range(EPOCHS):
+        for x, y in run.loader():
+            optimizer.param_groups[0]["lr"] = rates[n]
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+            n += 1
     return run.finish(model)
 
 

@@ -88,7 +88,7 @@ def test_evaluations_are_written_one_by_one():
     assert found[-1].metrics == summary.metrics and set(found[0].metrics) == {"accuracy", "loss"}
     assert found[0].metrics != found[1].metrics and found[0].seconds <= found[1].seconds <= summary.wall_s
     lines = Path("run/evaluations.jsonl").read_text().splitlines()
-    assert json.loads(lines[0]).keys() == {"step", "epoch", "samples", "seconds", "metrics"}
+    assert json.loads(lines[0]).keys() == {"step", "epoch", "samples", "seconds", "metrics", "joules"}
 
 
 def test_a_run_that_goes_on_keeps_its_first_start_and_adds_evaluations():

@@ -303,14 +303,11 @@ class FlatModel:
 
     def mark(self) -> None:
         """Remember the parameters' values, for `touched` to compare with."""
-        self._marked = self._sums()
+        self._marked = sums(self.params)
 
     def touched(self) -> bool:
         """Tell whether the parameters have other values than at the last `mark`."""
-        return self._marked != self._sums()
-
-    def _sums(self) -> list[str]:
-        return sums(self.params)
+        return self._marked != sums(self.params)
 
     def changes(self) -> list[int]:
         """Count changes of each parameter by torch's functions, and other memory; writes into `p.data` don't count."""

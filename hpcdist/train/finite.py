@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from hpcdist.comm.communicator import Communicator
@@ -48,7 +46,7 @@ def require_finite(strategy: Strategy, comm: Communicator, step: int) -> None:
     if strategy.config.on_nonfinite == "ignore":
         return
     bad = []
-    if not all(math.isfinite(params.sum().item()) for params in strategy.model.params):  # may also have overflowed
+    if not all(torch.isfinite(params.sum()) for params in strategy.model.params):  # may also have overflowed
         bad = [name for name, p in strategy.model.module.named_parameters() if not torch.isfinite(p).all()]
     bad_of = comm.gather(bad[:1] and [bad[0], len(bad)])
     for rank in comm.living:

@@ -15,7 +15,7 @@ from hpcdist.model.buckets import Bucket, check_caps
 from hpcdist.model.flat_buffers import FlatBuffers
 from hpcdist.model.gradients import Gradients
 from hpcdist.model.passes import Passes
-from hpcdist.model.pieces import sums
+from hpcdist.model.pieces import some_values, sum_and_norm, sums
 from hpcdist.model.slots import (
     Structure,
     check_flattenable,
@@ -309,9 +309,17 @@ class FlatModel:
         """Tell whether the parameters have other values than at the last `mark`."""
         return self._marked != sums(self.params)
 
-    def changes(self) -> list[int]:
-        """Count changes of each parameter by torch's functions, and other memory; writes into `p.data` don't count."""
-        return [self.moves, *(slot.tensor._version for slot in self._slots)]
+    def sketch(self) -> list[tuple[float, float]]:
+        """Return the sum and the 2-norm of each of `params`: equal replicas have the same, but for rounding."""
+        return [sum_and_norm(flat) for flat in self.params]
+
+    def changes(self) -> list[int | bytes]:
+        """Count changes of each parameter by torch's functions, and other memory; with some of the values.
+
+        Writes into `p.data` (`p.data.clamp_()`) are not counted by torch: they are seen where one of these values, up
+        to 256 of each of `params`, is another.
+        """
+        return [self.moves, *(slot.tensor._version for slot in self._slots), *map(some_values, self.params)]
 
     # --- memory ---------------------------------------------------------------------------------------------------
     def _bind_params(self, flats: tuple[Tensor, ...]) -> None:

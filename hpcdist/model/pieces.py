@@ -18,4 +18,26 @@ def pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 def sums(tensors: Iterable[Tensor]) -> list[str]:
     """Add up each piece in double precision; as text, for a NaN is equal to itself there."""
-    return [repr(piece.sum(dtype=torch.float64).item()) for piece in pieces(tensors)]
+    return [repr(piece.sum(dtype=torch.float64).item()) for piece in pieces(map(as_real, tensors))]
+
+
+def sum_and_norm(tensor: Tensor) -> tuple[float, float]:
+    """Return the sum and the 2-norm of a flat tensor, in double precision; the sum of complex numbers is of both parts.
+
+    Waits for the device.
+    """
+    total = squares = 0.0
+    for piece in pieces([as_real(tensor)]):
+        total += piece.sum(dtype=torch.float64).item()
+        squares += piece.double().square().sum().item()
+    return total, squares**0.5
+
+
+def some_values(tensor: Tensor) -> bytes:
+    """Return up to 256 values of a flat tensor, evenly spaced, as bytes. Waits for the device."""
+    return as_real(tensor[:: max(1, len(tensor) // 256)]).to("cpu", torch.float64).numpy().tobytes()
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return complex numbers as pairs of real ones; others as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

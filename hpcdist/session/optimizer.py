@@ -43,7 +43,8 @@ class _Distributed:
 
     strategy: Strategy
     record: StepRecord | None  # of the last step
-    seen: list[int] | None  # the model's `changes`, where servers replace its parameters
+    seen: list[int | bytes] | None  # the model's `changes`, where servers replace its parameters
+    begun: bool  # an epoch has been
     counts: list[int]  # of the parameters in each group
     workers: Communicator  # of the ranks that take steps
     peers: Communicator  # of those that have the same stage of the model; all of them where each has the whole one
@@ -97,10 +98,10 @@ class _Distributed:
         """Check that a step can go from the parameters that there are.
 
         Raises:
-            ConfigError: it would be lost, or what the loop has done to them; or there are some that the strategy does
-                not know.
+            ConfigError: it would be lost, or what the loop has done to them; or there are some it does not know.
         """
-        if self.strategy.model.is_swapped:
+        strategy = self.strategy
+        if strategy.model.is_swapped:
             raise ConfigError(
                 "optimizer.step() must be outside of an evaluation; got one in hpcdist.consensus, or in a loop over "
                 "hpcdist.shard(..., training=False), after which the model has its own parameters again. Leave it."
@@ -114,16 +115,29 @@ class _Distributed:
         self.look()
         if before is not None and self.seen != before:
             raise ConfigError(
-                f"parameters must be changed by the optimiser's step alone with {name_of(self.strategy)}, whose "
-                "servers replace them in their steps; got some that the loop has changed since the last one. Change "
-                "them between epochs on all ranks, or use allreduce."
+                f"parameters must be changed by the optimiser's step alone with {name_of(strategy)}, whose servers "
+                "replace them in their steps; got some that the loop has changed since the last one. Change them "
+                "between epochs on all ranks, or use allreduce."
             )
 
     def look(self) -> None:
-        """Remember how often the parameters have been changed, where servers replace them."""
+        """Remember how often the parameters have been changed, and some of them, where servers replace them."""
         if self.strategy.replaces_parameters:
             self.strategy.model.refresh()
             self.seen = self.strategy.model.changes()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the local optimiser's state. Between epochs where ranks serve, for those have the state.
+
+        Raises:
+            ConfigError: it is inside of the loop there.
+        """
+        if self.strategy.optimizer_ranks and current().group is not None:
+            raise ConfigError(
+                f"optimizer.load_state_dict() must be outside of the training loop with {name_of(self.strategy)}, for "
+                "its servers have the optimiser's state; got one inside. Do it between epochs, on all ranks."
+            )
+        super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def synchronize(self) -> None:
         """Collective where ranks average gradients. Average those that are not averaged yet, before a step uses them.
@@ -270,7 +284,7 @@ def DistributedOptimizer(
     added = _Evaluating if evaluating or cls.evaluates_portions else _Distributed
     changed.__class__ = type(local_class.__name__, (added, local_class), {})
     changed.record, changed.workers, changed.peers = None, workers, peers
-    changed.seen = None
+    changed.seen, changed.begun = None, False
     changed.counts = [len(group["params"]) for group in optimizer.param_groups]
     changed._opt_called = True  # ... and where they find none before their own; a server's worker never makes one
     session.optimizers.append(optimizer)
@@ -300,7 +314,7 @@ def release(optimizer: Any) -> None:
     if isinstance(model, PartOfModel):
         model.optimizers.remove(optimizer)
     optimizer.__class__ = type(optimizer).__mro__[2]
-    for name in ("local_step", "local_state_dict", "strategy", "workers", "peers", "seen", "counts"):
+    for name in ("local_step", "local_state_dict", "strategy", "workers", "peers", "seen", "begun", "counts"):
         delattr(optimizer, name)
 
 

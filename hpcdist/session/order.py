@@ -42,6 +42,14 @@ class Order:
     def __len__(self) -> int:
         return self._length() if self._items is None else len(self._items)
 
+    def settings(self) -> dict[str, Any]:
+        """Return what must be the same on all workers, by names for messages."""
+        kind = None if self._sampler is None else type(self._sampler).__name__
+        return {
+            "batch_size": self._batch_size, "drop_last": self.drop_last, "shuffle": self._shuffle,
+            "sampler": kind, "seed": self._seed,
+        }  # fmt: skip
+
     def take(self, share: Callable[[Any], list[Any]], draws: bool) -> None:
         """Collective where there is a sampler. Draw an epoch on the worker that `draws`, and `share` it with all."""
         if self._sampler is not None:

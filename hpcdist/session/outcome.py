@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from hpcdist import checkpoint
 from hpcdist.errors import CheckpointError, ConfigError
-from hpcdist.model.hyperparameters import unequal_steps
+from hpcdist.session.alike import require_same_steps
 from hpcdist.session.optimizer import release
 from hpcdist.session.pipeline import share_tied
 from hpcdist.session.stages import SavedGrid
 from hpcdist.session.state import capture, require_saved, restore
 from hpcdist.session.values import broadcast_in
 from hpcdist.session.world import current
-from hpcdist.strategies import Strategy
 
 
 @contextmanager
@@ -51,7 +50,7 @@ def consensus_of(optimizers: Iterable[Any]) -> Iterator[None]:
             for optimizer in optimizers:
                 flat = optimizer.strategy.model
                 if not flat.is_swapped:  # else within another context
-                    _require_same_batches(optimizer.strategy)
+                    require_same_steps(optimizer.strategy, "at an evaluation")
                     flat.refresh()
                     stack.enter_context(flat.swapped(*optimizer.strategy.consensus()))
                     stack.enter_context(_holding(flat.frozen, optimizer.strategy.frozen_consensus()))
@@ -95,7 +94,7 @@ def finish(model: nn.Module) -> nn.Module:
     _require_all_ranks("the end of training")
     for optimizer in _holders(model):
         flat = optimizer.strategy.model
-        _require_same_batches(optimizer.strategy)
+        require_same_steps(optimizer.strategy, "at the end of training")
         flat.refresh()
         params, buffers = optimizer.strategy.consensus()
         frozen = optimizer.strategy.frozen_consensus() or flat.frozen
@@ -106,22 +105,6 @@ def finish(model: nn.Module) -> nn.Module:
         current().optimizers.remove(optimizer)
     share_tied(model)
     return model
-
-
-def _require_same_batches(strategy: Strategy) -> None:
-    """Collective. Check that workers that take their steps together took them for the same batches.
-
-    Raises:
-        MismatchError: they did not.
-    """
-    if not strategy.synchronous:
-        return
-    comm, batches = strategy.comm, strategy.model.passes.batches_used
-    of_all = comm.retry_on_failure(lambda: comm.gather(batches))
-    workers = [rank for rank in strategy.worker_ranks(strategy.config, comm.size) if rank in comm.living]
-    error = unequal_steps({rank: of_all[rank] for rank in workers}, "batches that steps were taken for")
-    if error is not None:
-        raise error
 
 
 def _holders(model: nn.Module) -> list[Any]:

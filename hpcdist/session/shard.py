@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -16,6 +15,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.data.sharding import EpochPlan
 from hpcdist.errors import ConfigError
 from hpcdist.records.digest import tensor_bytes
+from hpcdist.session.alike import begin_epoch, require_same_loader
 from hpcdist.session.draws import drawn_alike
 from hpcdist.session.joint import joint_batch
 from hpcdist.session.order import Order, order_of
@@ -24,6 +24,7 @@ from hpcdist.session.period import Weighed, period
 from hpcdist.session.values import broadcast_in
 from hpcdist.session.world import current
 from hpcdist.strategies import Strategy
+from hpcdist.strategies.base import name_of
 
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
@@ -68,8 +69,9 @@ def shard(
         optimizers: distributed optimisers that the loop steps; all that there are, if None.
 
     Raises:
-        ConfigError: the loader is none of torch's, or is sharded already; or its sampler is of another library's ranks.
-        MismatchError: at an epoch's first batch, the ranks of a replica have read different ones.
+        ConfigError: the loader is none of torch's, or its sampler is of another library's ranks.
+        MismatchError: at an epoch's first batch, workers' loaders are of different samples, or the ranks of a replica
+            have read different ones.
     """
     if isinstance(loader, ShardedLoader):
         raise ConfigError("loader must be a plain DataLoader; got one that is sharded already. Shard it once.")
@@ -103,6 +105,7 @@ class ShardedLoader:
         self._iterable = split and isinstance(loader.dataset, IterableDataset)
         self._epoch, self._start, self._done = -1, 0, 0
         self.weight = 1.0
+        self._compared = False
         if split and not self._iterable:
             self._order = order_of(loader, seed)
             self._batches = _Batches()
@@ -163,19 +166,27 @@ class ShardedLoader:
     def _train(self) -> Iterator[Any]:
         session, optimizers, workers = current(), self._optimizers(), self._replicas()
         self._begin_epoch()
+        if session.loader is None:  # else beside another loader, which says when steps are taken
+            for optimizer in optimizers:
+                begin_epoch(optimizer)
         if session.outer.rank not in workers:
             yield from period(optimizers, ())
             return
-        if session.loader is not None:  # iterated beside another loader, which says when steps are taken
+        if session.loader is not None:
             yield from (batch for batch, _, _ in self._weighed([], workers))
             return
         strategies = [optimizer.strategy for optimizer in optimizers]
-        _take_up(strategies)
         session.loader = self
         if len(workers) < session.outer.size:
             session.group, session.peers = optimizers[0].workers, optimizers[0].peers
+        steps, others = [strategy.steps for strategy in strategies], _Others(strategies)
+        for strategy in strategies:
+            strategy.model.refresh()
+            strategy.model.mark()
         try:
             yield from period(optimizers, self._weighed(strategies, workers), pauses_when_left=True)
+            _require_steps(strategies, steps)
+            others.require_unchanged()
         finally:
             session.loader = session.group = session.peers = None
             for strategy in strategies:
@@ -246,6 +257,9 @@ class ShardedLoader:
         """Collective among the workers for samplers of their own. Draw this epoch's order, and share it out."""
         session, order = current(), self._order
         group = session.group or session.comm
+        if not self._compared:
+            require_same_loader(group, order.settings(), self._loader.dataset)
+            self._compared = True
         order.take(lambda drawn: broadcast_in(group, drawn), draws=group.rank == 0)
         return order, order.plan(workers, self._epoch, self._start)
 
@@ -310,15 +324,40 @@ class ShardedLoader:
         self._epoch, self._start = (state["epoch"] - 1, state["consumed"]) if whole else (state["epoch"], 0)
 
 
-def _take_up(strategies: Sequence[Strategy]) -> None:
-    """Collective where strategies keep copies of the parameters. Update these where the loop has set parameters."""
-    for strategy in strategies:
-        alike = len(strategy.worker_ranks(strategy.config, strategy.comm.size)) == strategy.comm.size > 1
-        if alike and type(strategy).take_up is not Strategy.take_up:  # ranks that only serve take them up by themselves
-            strategy.model.refresh()
-            comm, touched = strategy.comm, strategy.model.touched()
-            if any(comm.retry_on_failure(partial(comm.gather, touched))):
-                strategy.take_up()
+def _require_steps(strategies: Sequence[Strategy], before: Sequence[int]) -> None:
+    """Raise ConfigError where an epoch has changed a model, along its gradients, past the strategy.
+
+    Where gradients are averaged as they arrive that is all the same.
+    """
+    for strategy, steps in zip(strategies, before, strict=True):
+        if strategy.comm.size == 1 or strategy.replicates or strategy.steps > steps or not strategy.model.passes:
+            continue
+        strategy.model.refresh()
+        if strategy.model.touched():
+            raise ConfigError(
+                f"optimizer.step() must be called for each update with {name_of(strategy)}, which takes part in it; "
+                "got an epoch without, in which parameters have changed. An optimiser's other methods, and a step kept "
+                "from before it became a DistributedOptimizer, pass the strategy by; allreduce allows that."
+            )
+
+
+class _Others:
+    """Trainable parameters of the models in a loop that no DistributedOptimizer has."""
+
+    def __init__(self, strategies: Sequence[Strategy]):
+        own = {id(p) for optimizer in current().optimizers for p in optimizer.strategy.model.parameters()}
+        named = {id(p): (name, p) for s in strategies for name, p in s.model.module.named_parameters()}
+        left = [pair for key, pair in named.items() if key not in own and pair[1].requires_grad]
+        self._sums = [(name, p, p.detach().sum().item()) for name, p in left if current().comm.size > 1]
+
+    def require_unchanged(self) -> None:
+        """Raise ConfigError where one of them has been trained: along this rank's gradients alone."""
+        for name, parameter, before in self._sums:
+            if parameter.grad is not None and parameter.detach().sum().item() != before:
+                raise ConfigError(
+                    f"each optimiser in the loop must be a DistributedOptimizer; got parameter {name!r} of the model, "
+                    "which another one has trained by this rank's gradients alone. Distribute that one, too."
+                )
 
 
 def _samples(batch: Any) -> int:

@@ -89,7 +89,7 @@ class AllReduce(Strategy):
                 )
             return self
 
-    synchronous = compares_always = weighs = supports_closures = True
+    synchronous = compares_always = weighs = supports_closures = replicates = True
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)

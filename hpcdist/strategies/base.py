@@ -91,6 +91,7 @@ class Strategy(abc.ABC):
     sends_hyperparameters = False  # servers apply gradients with those of the workers' param_groups
     # Whether this rank's own update is of its gradients as they are at the step, so that the loop may change them.
     takes_changed_gradients = True
+    replicates = False  # all ranks have the same parameters after every step
     replaces_parameters = False  # a worker's, in its steps, by others' values: what the loop has changed is lost
     sends_between_steps = False  # parameters are under way while the loop runs, so that its own changes come too late
 

@@ -141,6 +141,20 @@ def gradients_by_autograd_grad(run):
     return run.finish(model)
 
 
+@habit(where=("allreduce",), ways=("joint",), exact=False, refused={"*": r"parameters must be the same on all ranks"})
+def noise_from_another_seed_on_each_rank(run):
+    model, generator = net(), torch.Generator().manual_seed(run.rank)
+    optimizer = run.optimizer(SGD(model.parameters(), lr=0.1), model)
+    for _ in range(EPOCHS):
+        for x, y in run.loader():
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            for p in model.parameters():
+                p.grad.add_(0.01 * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+            optimizer.step()
+    return run.finish(model)
+
+
 @habit(refused=dict.fromkeys(MEAN, r"synchronize\(\) must be called with a strategy whose updates"))
 def horovods_synchronize(run):
     model = net()

@@ -10,6 +10,7 @@ from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
+import hpcdist as hd
 from habits import groups
 from habits.run import EPOCHS, copied, data, difference, habit, mse, net, renewed, train
 
@@ -247,6 +248,22 @@ def a_part_of_the_model_in_the_optimizer(run):
     return run.finish(model)
 
 
+ALONE = r"each optimiser in the loop must be a DistributedOptimizer; got parameter '2.weight'"
+
+
+@habit(exact=False, refused={"*": ALONE})
+def the_rest_of_the_model_in_a_plain_optimizer(run):
+    model = net()
+    optimizer, plain = run.optimizer(SGD(model[0].parameters(), lr=0.1), model), SGD(model[2].parameters(), lr=0.1)
+    for _ in range(EPOCHS):
+        for x, y in run.loader():
+            model.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+            plain.step()
+    return run.finish(model)
+
+
 @habit(exact=False, refused={"*": r"param_groups must have the parameters that the DistributedOptimizer was made with"})
 def parameters_put_into_a_group_by_hand(run):
     model, shift = net(), nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -346,6 +363,21 @@ def values_changed_in_place(run):
 
 
 @habit(refused=OVERWRITTEN)
+def values_clamped_by_their_data(run):
+    """As Wasserstein GANs do."""
+    model = net()
+    optimizer = _sgd(run, model)
+    for _ in range(EPOCHS):
+        for x, y in run.loader():
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            optimizer.step()
+            for p in model.parameters():
+                p.data.clamp_(-0.3, 0.3)
+    return run.finish(model)
+
+
+@habit(refused=OVERWRITTEN)
 def values_loaded_within_an_epoch(run):
     model = net()
     first = copy.deepcopy(model.state_dict())
@@ -357,6 +389,42 @@ def values_loaded_within_an_epoch(run):
             optimizer.step()
             if i == 1:
                 model.load_state_dict(first)
+    return run.finish(model)
+
+
+OTHERS = r"parameters must be the same on all ranks with \w+; those of rank [12] differ from rank 0's"
+
+
+@habit(ways=("joint", "many"), exact=False, refused={"*": OTHERS})
+def values_loaded_on_rank_0_only(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    if run.rank == 0:
+        model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
+    train(run, model, optimizer, run.loader())
+    return run.finish(model)
+
+
+@habit(where=("allreduce",), ways=("joint",), exact=False, refused={"*": OTHERS})
+def values_loaded_on_rank_0_only_between_epochs(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    train(run, model, optimizer, run.loader(), epochs=1)
+    if run.rank == 0:
+        model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
+    train(run, model, optimizer, run.loader(), epochs=1)
+    return run.finish(model)
+
+
+@habit(ways=("joint", "one", "same"))
+def values_loaded_on_rank_0_and_broadcast(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    if run.rank == 0:
+        model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
+    if run.size > 1:
+        hd.broadcast(model)
+    train(run, model, optimizer, run.loader())
     return run.finish(model)
 
 

@@ -207,3 +207,39 @@ def an_optimizer_that_sets_data(run):
     optimizer = run.optimizer(SettingData(model.parameters(), lr=0.1), model)
     train(run, model, optimizer, run.loader())
     return run.finish(model)
+
+
+PASSED_BY = r"optimizer.step\(\) must be called for each update with \w+, which takes part in it"
+
+
+@habit(refused=dict.fromkeys(groups.OTHERS, PASSED_BY))
+def a_step_kept_from_before(run):
+    """Gradients are averaged with allreduce before, so that there is nothing to miss."""
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    step = optimizer.step
+    run.optimizer(optimizer, model)
+    for _ in range(EPOCHS):
+        for x, y in run.loader():
+            optimizer.zero_grad()
+            mse(model(x), y).backward()
+            step()
+    return run.finish(model)
+
+
+IN_THE_LOOP = r"optimizer.load_state_dict\(\) must be outside of the training loop with \w+, for its servers have"
+
+
+@habit(
+    ways=("joint", "one"),
+    refused={"*": IN_THE_LOOP, "allreduce": None, "easgd": None, "hardsync colocated joint": None},
+)
+def state_loaded_within_an_epoch(run):
+    model = net()
+    optimizer = run.optimizer(optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model)
+    for x, y in run.loader():
+        optimizer.zero_grad()
+        mse(model(x), y).backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    return run.finish(model)

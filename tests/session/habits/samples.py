@@ -11,6 +11,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
@@ -332,6 +333,52 @@ def trained_in_an_evaluation(run):
     model = net()
     optimizer = _sgd(run, model)
     train(run, model, optimizer, run.test(data(48)))
+    return run.finish(model)
+
+
+@habit(ways=("joint", "many"), exact=False, refused={"*": r"ranks must go through the loop alike; rank 0"})
+def training_ended_by_one_rank(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    for epoch in range(3):
+        train(run, model, optimizer, run.loader(), epochs=1)
+        if epoch == 1 and run.rank == 1:
+            break
+    return run.finish(model)
+
+
+OTHER_SAMPLES = r"loader must be the same on all workers, which share its samples; "
+
+
+def _shard(run, dataset, batch=BATCH):
+    loader = DataLoader(dataset, batch_size=batch)
+    return hd.shard(loader) if run.size > 1 else loader
+
+
+@habit(ways=("joint",), exact=False, refused={"*": OTHER_SAMPLES + "the checksum of Subset.indices is"})
+def a_random_split_by_each_ranks_seed(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    part, _ = torch.utils.data.random_split(data(), [40, 12], torch.Generator().manual_seed(run.rank))
+    train(run, model, optimizer, _shard(run, part))
+    return run.finish(model)
+
+
+@habit(ways=("joint",), exact=False, refused={"*": OTHER_SAMPLES + "the sum of the first rows of tensor 0 is"})
+def samples_permuted_by_each_ranks_seed(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    x, y = data().tensors
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(run.rank))
+    train(run, model, optimizer, _shard(run, TensorDataset(x[order], y[order])))
+    return run.finish(model)
+
+
+@habit(ways=("joint",), exact=False, refused={"*": OTHER_SAMPLES + "batch_size is"})
+def another_batch_size_on_each_rank(run):
+    model = net()
+    optimizer = _sgd(run, model)
+    train(run, model, optimizer, _shard(run, data(), BATCH + run.rank))
     return run.finish(model)
 
 

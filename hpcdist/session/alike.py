@@ -1,0 +1,150 @@
+"""Check that ranks are at the same place in the user's loop, and have what must be the same there."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import MismatchError
+from hpcdist.model.hyperparameters import unequal_steps
+from hpcdist.strategies import Strategy
+from hpcdist.strategies.base import name_of
+
+_FIRST_ROWS = 8
+
+
+def begin_epoch(optimizer: Any) -> None:
+    """Collective. Take up parameters that the loop has set since the last epoch.
+
+    Raises:
+        MismatchError: they must be the same on all ranks, and are not; or some rank begins no epoch.
+    """
+    strategy: Strategy = optimizer.strategy
+    first, optimizer.begun = not optimizer.begun, True
+    works = len(strategy.worker_ranks(strategy.config, strategy.comm.size)) == strategy.comm.size
+    takes_up = works and type(strategy).take_up is not Strategy.take_up  # ranks that only serve do so by themselves
+    if strategy.comm.size == 1:
+        return
+    strategy.model.refresh()
+    looks = first or takes_up or strategy.replicates
+    mine = [strategy.model.touched(), strategy.model.sketch()] if looks else [False, []]
+    found = _gathered(strategy.comm, "at an epoch's start", mine)
+    touched = any(touched for touched, _ in found.values())
+    if strategy.replicates or (first and touched):
+        _require_replicas(strategy, {rank: sketch for rank, (_, sketch) in found.items()})
+    if takes_up and touched:
+        strategy.take_up()
+
+
+def require_same_steps(strategy: Strategy, place: str) -> None:
+    """Collective. Check that all ranks are there, and that those which step together did so for as many batches.
+
+    Args:
+        place: where in the loop that is, for the message.
+
+    Raises:
+        MismatchError: they did not.
+    """
+    if strategy.comm.size == 1:
+        return
+    sketch = strategy.model.sketch() if strategy.replicates else []
+    found = _gathered(strategy.comm, place, [strategy.model.passes.batches_used, sketch])
+    workers = [rank for rank in strategy.worker_ranks(strategy.config, strategy.comm.size) if rank in found]
+    if strategy.synchronous:
+        error = unequal_steps({rank: found[rank][0] for rank in workers}, "batches that steps were taken for")
+        if error is not None:
+            raise error
+    if strategy.replicates:
+        _require_replicas(strategy, {rank: sketch for rank, (_, sketch) in found.items()})
+
+
+def _gathered(comm: Communicator, place: str, value: Any) -> dict[int, Any]:
+    """Collective. Return each living rank's value, which it has at the same place in the loop.
+
+    Raises:
+        MismatchError: some rank is elsewhere.
+    """
+    found = comm.retry_on_failure(partial(comm.gather, [place, value]))
+    places = {rank: found[rank][0] for rank in comm.living}
+    first = comm.living[0]
+    odd = next((rank for rank in places if places[rank] != places[first]), None)
+    if odd is not None:
+        raise MismatchError(
+            f"ranks must go through the loop alike; rank {first} is {places[first]} and rank {odd} {places[odd]}. "
+            "Decide for all ranks together when to stop or to evaluate: by hpcdist.metric, or what hpcdist.broadcast "
+            "sends."
+        )
+    return {rank: found[rank][1] for rank in comm.living}
+
+
+def _require_replicas(strategy: Strategy, sketches: Mapping[int, Sequence[Sequence[float]]]) -> None:
+    """Raise MismatchError unless all ranks' parameters have the same sums, but for rounding."""
+    first = min(sketches)
+    for rank, groups in sorted(sketches.items()):
+        for flat, (total, norm), (own, own_norm) in zip(strategy.model.params, sketches[first], groups, strict=True):
+            tolerance = math.sqrt(torch.finfo(flat.dtype).eps) * norm
+            if not (_near(total, own, tolerance) and _near(norm, own_norm, tolerance)):
+                raise MismatchError(
+                    f"parameters must be the same on all ranks with {name_of(strategy)}; those of rank {rank} differ "
+                    f"from rank {first}'s. Load or change them on all ranks alike (hpcdist.broadcast(model) spreads "
+                    "rank 0's), and draw what is added to gradients from the same seed."
+                )
+
+
+def _near(one: float, other: float, tolerance: float) -> bool:
+    return str(one) == str(other) or abs(one - other) <= tolerance  # as text: a NaN is equal to itself
+
+
+# --- loaders ----------------------------------------------------------------------------------------------------------
+def require_same_loader(group: Communicator, settings: Mapping[str, Any], dataset: Any) -> None:
+    """Collective in `group`. Check that all workers' loaders deal out the same samples.
+
+    Of the data set its length is compared, the indices of a Subset, and the first rows of a TensorDataset.
+
+    Raises:
+        MismatchError: they don't.
+    """
+    mine: dict[str, Any] = {name: str(value) for name, value in settings.items()}
+    if hasattr(dataset, "__len__"):
+        mine |= {"the data set's length": len(dataset)}
+    mine |= _described(dataset)
+    found = group.retry_on_failure(partial(group.gather, mine))
+    first = group.living[0]
+    for rank in group.living:
+        for name, value in found[first].items():
+            if not _alike(value, found[rank].get(name)):
+                raise MismatchError(
+                    f"loader must be the same on all workers, which share its samples; {name} is {value} on rank "
+                    f"{group.world_ranks[first]} and {found[rank].get(name)} on rank {group.world_ranks[rank]}. Build "
+                    "it alike everywhere, with one seed for random_split and permutations; or pass split=False, where "
+                    "each rank's loader reads samples of its own."
+                )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Tell whether two values are equal; numbers that have been computed, but for rounding."""
+    computed = isinstance(one, float) and isinstance(other, float)
+    return str(one) == str(other) or (computed and math.isclose(one, other, rel_tol=1e-3))
+
+
+def _described(dataset: Any) -> dict[str, Any]:
+    if isinstance(dataset, Subset):
+        indices = ",".join(map(str, dataset.indices))
+        return {"the checksum of Subset.indices": zlib.crc32(indices.encode()), **_described(dataset.dataset)}
+    if type(dataset) is TensorDataset:
+        rows = [tensor[:_FIRST_ROWS] for tensor in dataset.tensors if not tensor.is_complex()]
+        return {f"the sum of the first rows of tensor {i}": _sum_of(part) for i, part in enumerate(rows)}
+    return {}
+
+
+def _sum_of(rows: Tensor) -> float:
+    """Return a sum in which each row has another weight, so that their order counts."""
+    return sum(weight * row.to(torch.float64).abs().sum().item() for weight, row in enumerate(rows, start=1))

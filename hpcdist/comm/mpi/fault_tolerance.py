@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from mpi4py import MPI
@@ -14,7 +14,8 @@ from mpi4py import MPI
 from hpcdist import log
 from hpcdist.comm.mpi.calls import EVERYONE, Calls
 from hpcdist.comm.mpi.members import Members, meet
-from hpcdist.errors import CommunicationError, RankFailedError
+from hpcdist.comm.waiting import wait_until
+from hpcdist.errors import CommunicationError, DeadlineError, RankFailedError
 
 T = TypeVar("T")
 GIVE_WAY_S = 2.0  # how long mpirun may take to end the others
@@ -107,14 +108,14 @@ class FaultTolerance:
     def end_alone(self, status: int) -> None:
         """End this rank alone where another one has died; ranks that fail alike do the same, others go on.
 
-        Where none has, leave it to lower ranks for a while to end the job: then they were not about to. For Open MPI's
+        Where none has, leave it to lower ranks for a while to end the job, and to news of a death to come. For Open MPI's
         mpirun hangs, or has the exit status 0, where several ranks end a job at once, or one in which another has died.
         """
-        if self._members.failed():
+        with suppress(DeadlineError):
+            wait_until(lambda: bool(self._members.failed()), GIVE_WAY_S * min(self._calls.rank, 3), str)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
-        time.sleep(GIVE_WAY_S * min(self._calls.rank, 3))
 
     def _agree(self, done: bool) -> bool:
         """Collective among the living. Tell whether all are `done`, and shrink the group to the living."""

@@ -108,8 +108,9 @@ class FaultTolerance:
     def end_alone(self, status: int) -> None:
         """End this rank alone where another one has died; ranks that fail alike do the same, others go on.
 
-        Where none has, leave it to lower ranks for a while to end the job, and to news of a death to come. For Open MPI's
-        mpirun hangs, or has the exit status 0, where several ranks end a job at once, or one in which another has died.
+        Where none has, leave it to lower ranks for a while to end the job, and to news of a death to come. For Open
+        MPI's mpirun hangs, or has the exit status 0, where several ranks end a job at once, or one in which another has
+        died.
         """
         with suppress(DeadlineError):
             wait_until(lambda: bool(self._members.failed()), GIVE_WAY_S * min(self._calls.rank, 3), str)

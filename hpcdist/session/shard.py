@@ -341,19 +341,25 @@ def _require_steps(strategies: Sequence[Strategy], before: Sequence[int]) -> Non
             )
 
 
+def _distributed() -> set[int]:
+    """Return the ids of the parameters that DistributedOptimizers train."""
+    return {id(p) for optimizer in current().optimizers for p in optimizer.strategy.model.parameters()}
+
+
 class _Others:
     """Trainable parameters of the models in a loop that no DistributedOptimizer has."""
 
     def __init__(self, strategies: Sequence[Strategy]):
-        own = {id(p) for optimizer in current().optimizers for p in optimizer.strategy.model.parameters()}
+        own = _distributed()
         named = {id(p): (name, p) for s in strategies for name, p in s.model.module.named_parameters()}
         left = [pair for key, pair in named.items() if key not in own and pair[1].requires_grad]
         self._sums = [(name, p, p.detach().sum().item()) for name, p in left if current().comm.size > 1]
 
     def require_unchanged(self) -> None:
         """Raise ConfigError where one of them has been trained: along this rank's gradients alone."""
+        own = _distributed() if self._sums else ()  # a layer may have been unfrozen meanwhile
         for name, parameter, before in self._sums:
-            if parameter.grad is not None and parameter.detach().sum().item() != before:
+            if id(parameter) not in own and parameter.grad is not None and parameter.detach().sum().item() != before:
                 raise ConfigError(
                     f"each optimiser in the loop must be a DistributedOptimizer; got parameter {name!r} of the model, "
                     "which another one has trained by this rank's gradients alone. Distribute that one, too."

@@ -177,7 +177,7 @@ def outcome(name: str, strategy: str) -> str:
     for way in habit.ways:
         if strategy in TABLE[way] and (not habit.where or strategy in habit.where):
             keys = (f"{strategy} {way}", strategy, "*")
-            if any(key in habit.refused for key in keys):
+            if next((habit.refused[key] for key in keys if key in habit.refused), None) is not None:
                 found.add("refused")
             else:
                 found.add("works" if not habit.exact or way == "many" or strategy in habit.inexact else "exact")

@@ -28,8 +28,8 @@ class PartOfModel(nn.Module, abc.ABC):
         """Describe the tensors that are parts of larger ones, by name, for a checkpoint; none where a rank has layers.
 
         `of` is the name of the whole tensor, and `shape` its shape. `ranks` of the replica that have parts of it are in
-        nested lists; `dims` has, for each depth, the dimension of the tensor that is cut there, or None where all have
-        the same. `dims` itself is None where the parts are not simply one behind the other.
+        nested lists; `dims` has, for each depth, the dimension of the tensor that is cut there, as `torch.chunk` cuts,
+        or None where all have the same. `dims` itself is None where the parts do not lie so.
         """
         return {}
 

@@ -7,14 +7,15 @@ with the ranks that hold the same part in other replicas.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hpcdist.errors import ConfigError
 from hpcdist.parallel.agreement import Agreement
@@ -184,10 +185,12 @@ class _OwnShard:
         """Describe what it is a part of, see `PartOfModel.describe_parts`."""
         described: dict[str, Any] = {**_WHOLE, "of": name, "shape": list(self.tensor.shape)}
         if isinstance(self.tensor, DTensor):
-            placements = self.tensor.placements
-            known = all(type(placement) in (Shard, Replicate) for placement in placements)
-            described["ranks"] = self.tensor.device_mesh.mesh.tolist()
-            described["dims"] = [getattr(placement, "dim", None) for placement in placements] if known else None
+            placements, mesh = self.tensor.placements, self.tensor.device_mesh.mesh
+            # fully_shard cuts what tensor parallelism has cut along the same dimension: later than its place says.
+            order = sorted(range(mesh.ndim), key=lambda i: getattr(placements[i], "split_factor", 1))
+            described["ranks"] = mesh.permute(order).tolist()
+            known = all(_is_known(placements[i], placements[i + 1 :], mesh.shape[i + 1 :]) for i in order)
+            described["dims"] = [getattr(placements[i], "dim", None) for i in order] if known else None
         return described
 
     def check(self, name: str) -> None:
@@ -224,6 +227,14 @@ class _OwnShard:
         padded = torch.zeros_like(self.own)
         padded[: self._rows] = grad
         return padded
+
+
+def _is_known(placement: Placement, later: Sequence[Placement], sizes: Sequence[int]) -> bool:
+    """Tell whether parts lie one behind the other, once a mesh's dimensions are in the order in which they cut."""
+    if type(placement) in (Shard, Replicate):
+        return True
+    dim, factor = getattr(placement, "dim", None), getattr(placement, "split_factor", None)
+    return factor == math.prod(n for other, n in zip(later, sizes, strict=True) if getattr(other, "dim", None) == dim)
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, nn.Parameter]]]:

@@ -168,9 +168,9 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
         first = found["epoch"] + 1 if found else 0
 
     On as many ranks as have saved it the run goes on to the bit with synchronous strategies; on another number all
-    start from the parameters that the saved ranks stood for together. A model in stages may be cut into others, or be
-    whole: parameters, buffers, the optimiser's state and what compression has not sent yet are found by their names.
-    A run on one rank, or replica, sends nothing: what compression had not sent is dropped there.
+    start from the parameters that the saved ranks stood for together. A model in stages, or in shards, may be cut into
+    others, or be whole: parameters, buffers, the optimiser's state and what compression has not sent yet are found by
+    their names. A run on one rank, or replica, sends nothing: what compression had not sent is dropped there.
 
     Args:
         path: a folder of checkpoints, or one of them.

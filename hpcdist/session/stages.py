@@ -7,15 +7,18 @@ of the results each rank takes up what its own layers have the names of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpcdist import checkpoint, strategies
 from hpcdist.errors import CheckpointError
+from hpcdist.parallel.part import PartOfModel
+from hpcdist.session.parts import cut_out, is_cut, put_together
 from hpcdist.session.state import capture, layout_of, merge, workers_of
 from hpcdist.session.world import Session
 from hpcdist.strategies import Strategy
@@ -201,7 +204,7 @@ def _cut_anew(saved: SavedGrid, optimizer: Any, pick: Pick) -> dict[str, Any]:
     """Make this rank's state from all saved stages, one of which is in memory at a time."""
     strategy, own = optimizer.strategy, capture(optimizer)
     layout, entries = own["layout"], [entry for entry in strategy.entries() if not entry.unsent]
-    taker = _Taker(layout, saved.path)
+    taker = _Taker(layout, strategy.model.module, saved.path)
     state_of: dict[str, Any] = {}
     groups: list[tuple[list[str], dict[str, Any]]] = []
     values: dict[str, Any] = {}
@@ -209,7 +212,7 @@ def _cut_anew(saved: SavedGrid, optimizer: Any, pick: Pick) -> dict[str, Any]:
     for number in range(saved.stages):
         states = [pick(saved.read(replica, number)) for replica in range(saved.replicas)]
         stage = _SavedStage(states, strategy, saved.path)
-        taker.also |= stage.also
+        taker.know(stage.layout, number)
         for kind in _KINDS:
             taker.take(kind, stage.named[kind])
         of, groups_of_stage = stage.optimizer(strategy)
@@ -231,33 +234,89 @@ def _cut_anew(saved: SavedGrid, optimizer: Any, pick: Pick) -> dict[str, Any]:
     }
 
 
+class _SavedPart(NamedTuple):
+    rank: int  # of the replica
+    part: dict[str, Any]  # see `PartOfModel.describe_parts`
+    place: Sequence[Any]  # in flat memory
+
+
 class _Taker:
-    """Take what this rank's stage needs of the saved ones."""
+    """Take what this rank's stage needs of the saved ones: tensors, or their parts."""
 
-    def __init__(self, layout: Mapping[str, Any], path: Path):
+    def __init__(self, layout: Mapping[str, Any], module: Any, path: Path):
         self._layout, self._path = layout, path
-        self.also: dict[str, str] = dict(layout["also"])  # other names of tied tensors, now and when they were saved
+        self._rank = module.grid.stage if isinstance(module, PartOfModel) else 0
+        self._places = _places(layout)
+        self._also: dict[str, str] = {}  # other names of tied tensors, now and when they were saved
+        self._of: dict[str, str] = {}  # the names of those that tensors are parts of, likewise
+        self._saved: dict[str, _SavedPart] = {}
         self._found: dict[str, Named] = {kind: {} for kind in _KINDS}
+        self._name(layout)
 
-    def wants(self, name: str) -> bool:
-        """Tell whether a parameter is this stage's, or tied to one that is."""
-        return any(self._is(place[0], name) for kind in _KINDS for place in self._layout[kind])
+    def know(self, layout: Mapping[str, Any], number: int) -> None:
+        """Take in the names of a saved stage, and what its tensors are parts of."""
+        self._name(layout)
+        places = _places(layout)
+        parts = layout.get("parts", {})
+        self._saved |= {name: _SavedPart(number, part, places[name]) for name, part in parts.items()}
 
-    def _is(self, own: str, name: str) -> bool:
-        return own == name or self.also.get(own, own) == self.also.get(name, name)
+    def _name(self, layout: Mapping[str, Any]) -> None:
+        self._also |= layout["also"]
+        self._of |= {name: part["of"] for name, part in layout.get("parts", {}).items()}
+        self._wanted = set(map(self._whole_name, self._places))
+
+    def _whole_name(self, name: str) -> str:
+        """Return the name that a tensor has in common with those that are tied to it, and with its other parts."""
+        name = self._of.get(name, name)
+        return self._also.get(name, name)
 
     def wanted(self, named: Named) -> Named:
         """Copy what this stage needs, so that the flat memory of the saved stage can go."""
         return {name: tensor.clone() for name, tensor in named.items() if self.wants(name)}
 
+    def wants(self, name: str) -> bool:
+        """Tell whether a parameter is this stage's, or tied to one that is, or a part of it."""
+        return self._whole_name(name) in self._wanted
+
     def take(self, kind: str, named: Named) -> None:
         self._found[kind] |= self.wanted(named)
 
-    def find(self, name: str, named: Mapping[str, Any]) -> Any:
-        """Return what is under a parameter's name, or under that of one that is tied to it; None where nothing is."""
-        if name in named:
-            return named[name]
-        return next((value for other, value in named.items() if self._is(name, other)), None)
+    def share(self, names: Iterable[str], others: Iterable[str]) -> bool:
+        """Tell whether some of the parameters are the same, tied, or parts of one."""
+        return not set(map(self._whole_name, names)).isdisjoint(map(self._whole_name, others))
+
+    def together(self, named: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Put what is tied, or parts of one tensor, under one name, for `find`."""
+        joined: dict[str, dict[str, Any]] = {}
+        for name, value in named.items():
+            joined.setdefault(self._whole_name(name), {})[name] = value
+        return joined
+
+    def find(self, name: str, joined: Mapping[str, dict[str, Any]]) -> Any:
+        """Return this rank's part of what is under a parameter's name: a flat tensor, or an optimiser's state.
+
+        None where nothing is under it, or under that of one that is tied to it.
+        """
+        found = joined.get(self._whole_name(name))
+        if not found:
+            return None
+        first = next(iter(found))
+        value = found.get(name, found[first])
+        saved, own = self._saved.get(first), self._layout.get("parts", {}).get(name)
+        if saved and is_cut(saved.part):
+            parts = {self._saved[other].rank: _along(each, self._saved[other].place) for other, each in found.items()}
+            value = _changed(
+                value,
+                lambda key: put_together({r: p[key] for r, p in parts.items()}, saved.part, self._path),
+                parts[saved.rank],
+            )
+        if own and is_cut(own):
+            place = self._places[name]
+            if isinstance(value, Tensor) and value.numel() != math.prod(own["shape"]) * _width(place):
+                raise self._other_model(place, value)
+            whole = _along(value, (*place[:-1], own["shape"]))
+            value = _changed(value, lambda key: cut_out(whole[key], own, self._rank, place[-1], self._path), whole)
+        return value
 
     def flats(
         self, kind: str, like: Sequence[Tensor], named: Named | None = None, or_zeros: bool = False
@@ -268,20 +327,58 @@ class _Taker:
             CheckpointError: one is not there, or of another shape.
         """
         flats = [torch.empty_like(flat) for flat in like]
-        for name, group, start, stop, dtype, shape in self._layout[kind]:
-            value = self.find(name, self._found[kind] if named is None else named)
-            if value is None and named is None:  # frozen when it was saved, or not any more
-                value = self.find(name, {n: t for found in self._found.values() for n, t in found.items()})
+        known = self.together(self._found[kind] if named is None else named)
+        others = (
+            self.together({n: t for found in self._found.values() for n, t in found.items()}) if named is None else {}
+        )
+        for place in self._layout[kind]:
+            name, group, start, stop, *_ = place
+            value = self.find(name, known)
+            if value is None:  # frozen when it was saved, or not any more
+                value = self.find(name, others)
             if value is None and or_zeros:
                 value = torch.zeros(stop - start)
             if value is None or value.numel() != stop - start:
-                got = "nothing of that name" if value is None else f"one of {value.numel()} elements"
-                raise CheckpointError(
-                    f"model must be that of the checkpoint to resume from it; got {name!r} ({dtype} of shape {shape}), "
-                    f"for which {self._path} has {got}. Resume with the model of that run."
-                )
+                raise self._other_model(place, value)
             flats[group][start:stop] = value
         return flats
+
+    def _other_model(self, place: Sequence[Any], value: Tensor | None) -> CheckpointError:
+        name, *_, dtype, shape = place
+        got = "nothing of that name" if value is None else f"one of {value.numel()} elements"
+        return CheckpointError(
+            f"model must be that of the checkpoint to resume from it; got {name!r} ({dtype} of shape {shape}), "
+            f"for which {self._path} has {got}. Resume with the model of that run."
+        )
+
+
+def _places(layout: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
+    return {place[0]: place for kind in _KINDS for place in layout[kind]}
+
+
+def _width(place: Sequence[Any]) -> int:
+    """Return how many numbers an element has in flat memory: complex ones are pairs there."""
+    return 2 if "complex" in place[-2] else 1
+
+
+def _along(value: Any, place: Sequence[Any]) -> dict[Any, Tensor]:
+    """Return what lies along a parameter, in its shape: a flat tensor, or tensors of an optimiser's state by name."""
+    name, *_, shape = place
+    if isinstance(value, Tensor):
+        return {None: value.view(*shape, *([2] if _width(place) == 2 else []))}
+    tensors = {key: item for key, item in value.items() if isinstance(item, Tensor)}
+    for key, tensor in tensors.items():
+        if tensor.numel() > 1 and list(tensor.shape) != list(shape):
+            raise CheckpointError(
+                f"the optimiser's state must lie along parameters to be cut into other shards; got {key!r} of shape "
+                f"{list(tensor.shape)} for {name!r} of shape {list(shape)}. Resume on the mesh of the checkpoint."
+            )
+    return {key: tensor for key, tensor in tensors.items() if list(tensor.shape) == list(shape)}
+
+
+def _changed(value: Any, change: Callable[[Any], Tensor], keys: Iterable[Any]) -> Any:
+    """Exchange what `_along` has found in a value, flat or by name."""
+    return change(None).reshape(-1) if isinstance(value, Tensor) else value | {key: change(key) for key in keys}
 
 
 def _joined(before: Any, now: Any, taker: _Taker) -> Any:
@@ -303,13 +400,12 @@ def _optimizer_state(
     taker: _Taker,
 ) -> dict[str, Any]:
     """Return the state dict of this rank's optimiser, with the saved numbers."""
-    found = {index: taker.find(name, state_of) for index, name in enumerate(order)}
+    joined = taker.together(state_of)
+    found = {index: taker.find(name, joined) for index, name in enumerate(order)}
     own_groups = []
     for number, group in enumerate(own["param_groups"]):
         names = [order[index] for index in group["params"]]
-        fitting = [
-            settings for members, settings in groups if any(taker.find(n, dict.fromkeys(members, 1)) for n in names)
-        ]
+        fitting = [settings for members, settings in groups if taker.share(names, members)]
         numbered = [settings for _, settings in groups[number : number + 1]]  # of a group that is empty here
         own_groups.append({**group, **(fitting or numbered or [{}])[0]})
     return {**own, "state": {i: state for i, state in found.items() if state is not None}, "param_groups": own_groups}
@@ -403,32 +499,7 @@ def unsplit(path: str | Path, optimizer: str = "optimizer") -> dict[str, Tensor]
         for name, other in stage.also.items():
             if other in whole:
                 whole.setdefault(name, whole[other])
-    return whole | {name: _put_together(tensors, described[name], found) for name, tensors in parts.items()}
-
-
-def _put_together(parts: Mapping[int, Tensor], described: Mapping[str, Any], path: Any) -> Tensor:
-    """Return the whole tensor of which ranks have parts, some of them padded at their end.
-
-    Args:
-        parts: by rank of the replica.
-        described: the first rank's part, see `PartOfModel.describe_parts`.
-    """
-    if described["dims"] is None:
-        raise CheckpointError(
-            f"parts of parameters must lie one behind the other to be put together; got {described['of']!r} in {path}, "
-            "which is cut twice along one dimension. Gather it in a program on the same ranks: torch's "
-            "get_model_state_dict inside hpcdist.consensus."
-        )
-
-    def join(ranks: Any, dims: Sequence[int | None]) -> Tensor:
-        if not dims:
-            return parts[ranks]
-        if dims[0] is None:
-            return join(ranks[0], dims[1:])
-        return torch.cat([join(along, dims[1:]) for along in ranks], dims[0])
-
-    whole = join(described["ranks"], described["dims"])
-    return whole[tuple(slice(size) for size in described["shape"])].clone()
+    return whole | {name: put_together(tensors, described[name], found) for name, tensors in parts.items()}
 
 
 def _shaped(flat: Tensor, place: Sequence[Any]) -> Tensor:

@@ -23,6 +23,7 @@ from hpcdist.comm.alone import Alone
 from hpcdist.comm.external.rendezvous import default_group
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import CheckpointError, ConfigError, NonFiniteError
+from hpcdist.session.parts import cut_out, put_together
 from hpcdist.session.world import current, init
 
 EXAMPLES = Path(__file__).parents[2] / "jobs" / "examples"
@@ -230,13 +231,6 @@ def test_training_is_resumed_to_the_bit(ranks, shared_tmp_path):
                 resumed.step(step)
             assert all(torch.equal(a, b) for a, b in zip(resumed.values(), expected, strict=True))
             hd.finish(resumed.shards)
-        with session(comm):  # on other shards it is refused
-            init(comm=comm.split(0))
-            model = halved(make(), hd.device_mesh(4))
-            shards = hd.local_shards(model)
-            optimizer = hd.DistributedOptimizer(torch.optim.AdamW(shards.parameters(), lr=0.02), shards)
-            with pytest.raises(CheckpointError, match=r"got 'shard\dof4"):
-                hd.load(shared_tmp_path, optimizer=optimizer)
 
     ranks(body)
 
@@ -265,8 +259,8 @@ def test_a_checkpoint_is_the_whole_model_for_one_process(ranks, share, strategy,
 
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.sizes(4, exact=True)
-def test_one_of_a_mesh_of_two_dimensions_is_put_together_or_refused(ranks, shared_tmp_path):
-    """Rows of one matrix are cut by tensor parallelism, and then again by fully_shard."""
+def test_one_of_a_mesh_of_two_dimensions_is_put_together(ranks, shared_tmp_path):
+    """Of the second plan rows of one matrix are cut by tensor parallelism, and then again by fully_shard."""
 
     def body(comm):
         with session(comm):
@@ -277,13 +271,211 @@ def test_one_of_a_mesh_of_two_dimensions_is_put_together_or_refused(ranks, share
                 optimizer = hd.DistributedOptimizer(torch.optim.SGD(shards.parameters(), lr=0.1), shards)
                 hd.save(shared_tmp_path / folder, optimizer=optimizer)
                 hd.finish(shards)
-            make().load_state_dict(hd.unsplit(shared_tmp_path / "columns"))
-            state = hd.unsplit(shared_tmp_path / "columns")
-            assert all(torch.equal(state[name], tensor) for name, tensor in make().state_dict().items())
-            with pytest.raises(CheckpointError, match="parts of parameters must lie one behind the other .*; got '0.w"):
-                hd.unsplit(shared_tmp_path / "rows")
+                state = hd.unsplit(shared_tmp_path / folder)
+                make().load_state_dict(state)
+                assert all(torch.equal(state[name], tensor) for name, tensor in make().state_dict().items())
 
     ranks(body)
+
+
+# --- checkpoints on another mesh --------------------------------------------------------------------------------------
+class Shared:
+    """Collective. One model on all ranks of a communicator, shared out by `share`; whole where that is None.
+
+    Args:
+        share: shares a model out; returns it, into how many parts it wants batches divided, and this rank's part.
+    """
+
+    def __init__(self, share: Callable[[nn.Module], tuple[nn.Module, int, int]] | None, kind: Any = torch.optim.AdamW):
+        self.model, self.parts, self.place = (make(), 1, 0) if share is None else share(make())
+        self.trained = self.model if share is None else hd.local_shards(self.model)
+        self.optimizer = hd.DistributedOptimizer(kind(self.trained.parameters(), lr=0.02), self.trained)
+
+    def train(self, first: int, last: int) -> None:
+        for step in range(first, last):
+            self.optimizer.zero_grad()
+            x, y = (t.chunk(self.parts)[self.place] for t in batch(step))
+            nn.functional.cross_entropy(self.model(x), y).backward()
+            self.optimizer.step()
+
+    def state(self) -> list[torch.Tensor]:
+        """Return the whole parameters, and the whole of AdamW's moments, gathered by torch."""
+        self.model.state_dict()  # before which the model takes up what has been loaded
+        state = [whole(parameter) for parameter in self.model.parameters()]
+        for like, own in zip(self.model.parameters(), self.trained.parameters(), strict=True):
+            moments = self.optimizer.state[own]
+            assert moments["step"] == 3
+            for key in ("exp_avg", "exp_avg_sq"):
+                moment = moments[key]
+                if isinstance(like, DTensor):
+                    local = moment[tuple(map(slice, like._local_tensor.shape))]  # without padding
+                    mesh, placements = like.device_mesh, like.placements
+                    moment = DTensor.from_local(local, mesh, placements, shape=like.shape, stride=like.stride())
+                state.append(whole(moment))
+        return state
+
+
+def quartered(model: nn.Sequential) -> tuple[nn.Module, int, int]:
+    mesh = hd.device_mesh(4)
+    return halved(model, mesh), 4, mesh.get_local_rank()
+
+
+def hybrid(model: nn.Sequential) -> tuple[nn.Module, int, int]:
+    """Two copies of two parts."""
+    mesh = hd.device_mesh(2, 2, names=("replicate", "shard"))
+    return halved(model, mesh), 4, dist.get_rank()
+
+
+def crossed(model: nn.Sequential) -> tuple[nn.Module, int, int]:
+    """Tensor parallelism, and fully_shard of what that has left to each rank."""
+    mesh = hd.device_mesh(2, 2, names=("data", "tensor"))
+    return fully_shard(parallel(model, mesh["tensor"]), mesh=mesh["data"]), 2, mesh.get_local_rank("data")
+
+
+def in_two(model: nn.Sequential) -> tuple[nn.Module, int, int]:
+    mesh = hd.device_mesh(2)
+    return halved(model, mesh), 2, mesh.get_local_rank()
+
+
+def parallel_in_two(model: nn.Sequential) -> tuple[nn.Module, int, int]:
+    return parallel(model, hd.device_mesh(2)), 1, 0
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.sizes(4, exact=True)
+@pytest.mark.parametrize("share", [quartered, hybrid, crossed])
+def test_training_goes_on_on_another_mesh_and_on_one_process(ranks, share, shared_tmp_path):
+    """Parameters and moments are the saved ones to the bit: on two ranks, on one, and from there on four again."""
+
+    def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+        return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+    def body(comm):
+        with session(comm):
+            training = Shared(share)
+            training.train(0, 3)
+            saved = training.state()
+            hd.save(shared_tmp_path / "four", optimizer=training.optimizer)
+            hd.finish(training.trained)
+        for size, others in ((2, (in_two, parallel_in_two)), (1, (None,)), (4, (quartered, hybrid, crossed))):
+            group = comm.split(comm.rank // size)
+            for other in others:
+                with session(group):
+                    resumed = Shared(other)
+                    hd.load(shared_tmp_path / ("one" if size == 4 else "four"), optimizer=resumed.optimizer)
+                    assert equal(resumed.state(), saved)
+                    if size == 1 and comm.rank == 0:
+                        hd.save(shared_tmp_path / "one", optimizer=resumed.optimizer)
+                    resumed.train(3, STEPS)
+                    assert close([whole(p) for p in resumed.model.parameters()], alone())
+                    hd.finish(resumed.trained)
+            comm.barrier()
+            group.close()
+
+    ranks(body)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.sizes(4, exact=True)
+def test_replicas_go_on_as_others(ranks, shared_tmp_path):
+    """Two replicas of two ranks become one of four; what a strategy keeps along the parameters is cut as these are."""
+
+    def body(comm):
+        with session(comm):
+            training = Training(comm, halved, "allreduce")
+            for step in range(3):
+                training.step(step)
+            hd.save(shared_tmp_path / "allreduce", optimizer=training.optimizer)
+            saved = training.values()
+            hd.finish(training.shards)
+            training = Training(comm, halved, "diloco", period=4)
+            for step in range(3):
+                training.step(step)
+            hd.save(shared_tmp_path / "diloco", optimizer=training.optimizer)
+            hd.finish(training.shards)
+        with session(comm):
+            resumed = Shared(quartered)
+            hd.load(shared_tmp_path / "allreduce", optimizer=resumed.optimizer)
+            assert all(torch.equal(*pair) for pair in zip(resumed.state(), saved))
+            resumed.train(3, STEPS)
+            assert close([whole(p) for p in resumed.model.parameters()], alone())
+            hd.finish(resumed.trained)
+        with session(comm):
+            resumed = Training(comm, parallel, "diloco", period=4)
+            for flat in resumed.optimizer.strategy.common:
+                flat.zero_()
+            hd.load(shared_tmp_path / "diloco", optimizer=resumed.optimizer)
+            resumed.optimizer.strategy.model.load_params(resumed.optimizer.strategy.common)
+            resumed.model.state_dict()  # before which the model takes them up
+            assert all(torch.equal(*pair) for pair in zip(resumed.values(), make().parameters(), strict=True))
+            hd.finish(resumed.shards)
+
+    ranks(body)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.sizes(4, exact=True)
+def test_shards_become_stages_and_stages_shards(ranks, shared_tmp_path):
+    def body(comm):
+        with session(comm):
+            training = Shared(crossed)
+            training.train(0, 3)
+            saved = training.state()
+            hd.save(shared_tmp_path / "shards", optimizer=training.optimizer)
+            hd.finish(training.trained)
+        with session(comm):
+            model = hd.pipeline(make, nn.functional.cross_entropy, stages=2)
+            optimizer = hd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.02), model)
+            hd.load(shared_tmp_path / "shards", optimizer=optimizer)
+            whole_state = dict(zip(make().state_dict(), saved, strict=False))
+            assert all(torch.equal(tensor, whole_state[name]) for name, tensor in model.named_parameters())
+            hd.save(shared_tmp_path / "stages", optimizer=optimizer)
+            hd.finish(model)
+        with session(comm):
+            resumed = Shared(hybrid)
+            hd.load(shared_tmp_path / "stages", optimizer=resumed.optimizer)
+            assert all(torch.equal(*pair) for pair in zip(resumed.state(), saved, strict=True))
+            hd.finish(resumed.trained)
+
+    ranks(body)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.sizes(2, 4, exact=True)
+def test_what_cannot_be_cut_is_refused(ranks, shared_tmp_path):
+    def body(comm):
+        pair = comm.split(comm.rank // 2)
+        folder = shared_tmp_path / str(comm.rank // 2)
+        with session(pair):
+            training = Shared(in_two, torch.optim.Adafactor)
+            training.train(0, 1)
+            hd.save(folder, optimizer=training.optimizer)
+            hd.finish(training.trained)
+        with session(pair):
+            resumed = Shared(parallel_in_two, torch.optim.Adafactor)
+            with pytest.raises(
+                CheckpointError, match="the optimiser's state must lie along parameters .* got 'row_var'"
+            ):
+                hd.load(folder, optimizer=resumed.optimizer)
+            hd.finish(resumed.trained)
+        with session(pair):
+            model = nn.Sequential(nn.Linear(FEATURES, HIDDEN + 2)).double()
+            shards = hd.local_shards(parallelize_module(model, hd.device_mesh(2), {"0": ColwiseParallel()}))
+            optimizer = hd.DistributedOptimizer(torch.optim.Adafactor(shards.parameters()), shards)
+            with pytest.raises(CheckpointError, match="model must be that of the checkpoint .* has one of 60 elements"):
+                hd.load(folder, optimizer=optimizer)
+            hd.finish(shards)
+        pair.close()
+
+    ranks(body)
+
+
+def test_parts_of_an_unknown_placement_are_refused():
+    part = {"of": "weight", "shape": [4], "ranks": [0, 1], "dims": None}
+    with pytest.raises(CheckpointError, match="parts of parameters must lie one behind the other .*; got 'weight'"):
+        put_together({0: torch.zeros(2), 1: torch.zeros(2)}, part, "folder")
+    with pytest.raises(CheckpointError, match="parameters must be cut one part behind the other .*; got 'weight'"):
+        cut_out(torch.zeros(4), part, 0, [2], "folder")
 
 
 # --- examples ---------------------------------------------------------------------------------------------------------

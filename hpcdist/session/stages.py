@@ -8,7 +8,7 @@ of the results each rank takes up what its own layers have the names of.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,16 +19,13 @@ from hpcdist import checkpoint, strategies
 from hpcdist.errors import CheckpointError
 from hpcdist.parallel.part import PartOfModel
 from hpcdist.session.parts import cut_out, is_cut, put_together
-from hpcdist.session.state import capture, layout_of, merge, workers_of
+from hpcdist.session.saved_stage import KINDS, NOTHING, Named, SavedStage, StatePath, place_of_all_groups
+from hpcdist.session.state import capture, layout_of, merge
 from hpcdist.session.world import Session
 from hpcdist.strategies import Strategy
-from hpcdist.strategies.common.state import Anew, Entry, mean
+from hpcdist.strategies.common.state import Anew, Entry
 
-Named = dict[str, Tensor]
-_Path = tuple[Any, ...]
 Pick = Callable[[dict[str, Any]], dict[str, Any]]  # finds one optimiser's part (see `capture`) in a rank's state
-_KINDS = ("params", "frozen", "buffers")
-_NOTHING = object()
 
 
 class SavedGrid:
@@ -79,126 +76,6 @@ class SavedGrid:
         return joined
 
 
-# --- a saved stage ----------------------------------------------------------------------------------------------------
-class _SavedStage:
-    """One saved stage: the values that its replicas stand for together, by the names of parameters.
-
-    Args:
-        states: of its replicas, as `capture` makes them.
-        strategy: this run's, or its class.
-    """
-
-    def __init__(self, states: Sequence[dict[str, Any]], strategy: Any, path: Path):
-        self._states, self._workers = states, workers_of(states)
-        if not states[0].get("layout"):
-            raise CheckpointError(
-                f"{path} must say where each parameter lies in it, to be cut into other stages; got one of an earlier "
-                "version of hpcdist. Resume on as many stages, and save once more."
-            )
-        self.layout = layout = states[0]["layout"]
-        self.also: dict[str, str] = layout["also"]
-        first = states[self._workers[0]]
-        params = strategy.reshard_params([state["params"] for state in states], [s["strategy"] for s in states])
-        buffers = mean([states[worker]["buffers"] for worker in self._workers])
-        flats = {"params": params, "frozen": first["frozen"], "buffers": buffers}
-        self.named = {kind: dict(_by_name(layout[kind], flats[kind])) for kind in _KINDS}
-
-    def optimizer(self, strategy: Strategy) -> tuple[dict[str, Any], list[tuple[list[str], dict[str, Any]]]]:
-        """Return the optimiser's state of each parameter, and its groups: names, and settings."""
-        whole = strategy.reshard_optimizer([state["optimizer"] for state in self._states])
-        groups = self._states[self._workers[0]]["optimizer"]["param_groups"]
-        order = self.layout["order"]
-        of = {order[index]: state for index, state in whole["state"].items()}
-        return of, [([order[index] for index in group["params"]], _settings(group)) for group in groups]
-
-    def along(self, entry: Entry) -> Any:
-        """Return an entry of the strategy's state: by kind and name where its tensors lie along the parameters.
-
-        Numbers and the like are one of the ranks'; `_NOTHING` stands for what can't be carried over.
-        """
-        saved = [s["strategy"][entry.name] for s in self._states if entry.name in s["strategy"]]
-        if not saved or isinstance(saved[0], Tensor):
-            return _NOTHING
-        if all(value is None or isinstance(value, (bool, int, float, str)) for value in saved):
-            return max(saved) if entry.reshard is max else saved[self._workers[0] if self._all_have(saved) else 0]
-        if not any(saved):
-            return saved[0]
-        found = self._split(saved[0])
-        if found is None and all(_are_tensors(value) for value in saved):  # each server's shard
-            found = self._split([torch.cat(parts) for parts in zip(*saved, strict=True)])
-        return _NOTHING if found is None else found
-
-    def unsent(self, strategy: Strategy) -> dict[_Path, Any]:
-        """Return what compression has not sent, by place in the strategy's state: a value, or tensors by name."""
-        found: dict[_Path, Any] = {}
-        flats: dict[_Path, dict[int, Tensor]] = {}
-        for path, value in _leaves(strategy.reshard_unsent([state["strategy"] for state in self._states])):
-            if isinstance(value, Tensor):
-                kind, group = _of_all_groups(path)
-                flats.setdefault(kind, {})[group] = value
-            elif value is not None:
-                found[path] = value
-        for kind, by_group in flats.items():
-            tensors = [by_group[group] for group in sorted(by_group)]
-            if _fits(tensors, self.layout["params"]):
-                found[kind] = dict(_by_name(self.layout["params"], tensors))
-        return found
-
-    def _all_have(self, saved: Sequence[Any]) -> bool:
-        return len(saved) == len(self._states)
-
-    def _split(self, value: Any) -> dict[str, Named] | None:
-        """Divide tensors along the parameters by name; None where they are others."""
-        places = self.layout["params"]
-        if _are_tensors(value) and _fits(value, places):
-            return {"": dict(_by_name(places, value))}
-        if isinstance(value, dict) and sorted(value) == list(range(len(value))):  # a torch optimiser's, of flat tensors
-            kinds = {kind: [value[group][kind] for group in range(len(value))] for kind in value[0]}
-            if all(_are_tensors(flats) and _fits(flats, places) for flats in kinds.values()):
-                return {kind: dict(_by_name(places, flats)) for kind, flats in kinds.items()}
-        return None
-
-
-def _leaves(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
-    """Yield all that is in nested dicts and lists, each with its place."""
-    if not isinstance(value, (dict, list)):
-        yield path, value
-        return
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _leaves(item, (*path, key))
-
-
-def _of_all_groups(path: _Path) -> tuple[_Path, int]:
-    """Return the place that all flat tensors of a kind have in common, and the group of parameters of this one.
-
-    The state of what compresses flat tensors is a list at some depth: the innermost place in a list is the group.
-    """
-    place = max((i for i, key in enumerate(path) if isinstance(key, int)), default=-1)
-    return (path, -1) if place < 0 else ((*path[:place], "*", *path[place + 1 :]), path[place])
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def _are_tensors(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, Tensor) for item in value)
-
-
-def _fits(flats: Sequence[Tensor], places: Sequence[Sequence[Any]]) -> bool:
-    lengths = [0] * len(flats)
-    for _, group, _, stop, *_ in places:
-        if group >= len(flats):
-            return False
-        lengths[group] = max(lengths[group], stop)
-    return [flat.numel() for flat in flats] == lengths
-
-
-def _by_name(places: Sequence[Sequence[Any]], flats: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    for name, group, start, stop, *_ in places:
-        yield name, flats[group][start:stop]
-
-
 # --- this rank's stage ------------------------------------------------------------------------------------------------
 def _cut_anew(saved: SavedGrid, optimizer: Any, pick: Pick) -> dict[str, Any]:
     """Make this rank's state from all saved stages, one of which is in memory at a time."""
@@ -208,12 +85,12 @@ def _cut_anew(saved: SavedGrid, optimizer: Any, pick: Pick) -> dict[str, Any]:
     state_of: dict[str, Any] = {}
     groups: list[tuple[list[str], dict[str, Any]]] = []
     values: dict[str, Any] = {}
-    unsent: dict[_Path, Any] = {}
+    unsent: dict[StatePath, Any] = {}
     for number in range(saved.stages):
         states = [pick(saved.read(replica, number)) for replica in range(saved.replicas)]
-        stage = _SavedStage(states, strategy, saved.path)
+        stage = SavedStage(states, strategy, saved.path)
         taker.know(stage.layout, number)
-        for kind in _KINDS:
+        for kind in KINDS:
             taker.take(kind, stage.named[kind])
         of, groups_of_stage = stage.optimizer(strategy)
         state_of |= {name: state for name, state in of.items() if taker.wants(name)}
@@ -222,7 +99,7 @@ def _cut_anew(saved: SavedGrid, optimizer: Any, pick: Pick) -> dict[str, Any]:
             values[entry.name] = _joined(values.get(entry.name), stage.along(entry), taker)
         for path, value in stage.unsent(strategy).items():
             unsent[path] = unsent.get(path, {}) | taker.wanted(value) if isinstance(value, dict) else value
-    flats = {kind: taker.flats(kind, own[kind]) for kind in _KINDS}
+    flats = {kind: taker.flats(kind, own[kind]) for kind in KINDS}
     return {
         **own,
         **flats,
@@ -250,7 +127,7 @@ class _Taker:
         self._also: dict[str, str] = {}  # other names of tied tensors, now and when they were saved
         self._of: dict[str, str] = {}  # the names of those that tensors are parts of, likewise
         self._saved: dict[str, _SavedPart] = {}
-        self._found: dict[str, Named] = {kind: {} for kind in _KINDS}
+        self._found: dict[str, Named] = {kind: {} for kind in KINDS}
         self._name(layout)
 
     def know(self, layout: Mapping[str, Any], number: int) -> None:
@@ -353,7 +230,7 @@ class _Taker:
 
 
 def _places(layout: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
-    return {place[0]: place for kind in _KINDS for place in layout[kind]}
+    return {place[0]: place for kind in KINDS for place in layout[kind]}
 
 
 def _width(place: Sequence[Any]) -> int:
@@ -418,7 +295,7 @@ def _strategy_state(
     whole: dict[str, Any] = {}
     for entry in entries:
         value = values.get(entry.name)
-        if value is _NOTHING or (value is None and not isinstance(entry.reshard, Anew)):
+        if value is NOTHING or (value is None and not isinstance(entry.reshard, Anew)):
             continue
         if isinstance(value, dict) and value:
             flats = {kind: taker.flats("params", like, named) for kind, named in value.items()}
@@ -430,19 +307,19 @@ def _strategy_state(
 
 
 def _unsent_state(
-    strategy: Strategy, own: dict[str, Any], unsent: Mapping[_Path, Any], taker: _Taker, like: Sequence[Tensor]
+    strategy: Strategy, own: dict[str, Any], unsent: Mapping[StatePath, Any], taker: _Taker, like: Sequence[Tensor]
 ) -> dict[str, Any]:
     """Return what the strategy's compression has not sent; what does not lie along the parameters begins anew."""
     like = [torch.empty_like(f, dtype=torch.float64 if f.dtype == torch.float64 else torch.float32) for f in like]
     along = {kind: named for kind, named in unsent.items() if isinstance(named, dict)}
     flats = {kind: taker.flats("params", like, named, or_zeros=True) for kind, named in along.items()}
 
-    def fill(value: Any, path: _Path) -> Any:
+    def fill(value: Any, path: StatePath) -> Any:
         if isinstance(value, dict):
             return {key: fill(item, (*path, key)) for key, item in value.items()}
         if isinstance(value, list):
             return [fill(item, (*path, place)) for place, item in enumerate(value)]
-        kind, group = _of_all_groups(path)
+        kind, group = place_of_all_groups(path)
         return flats[kind][group] if kind in flats else unsent.get(path, value)
 
     return fill(strategy.reshard_unsent([own | {"works": True}]), ())
@@ -486,8 +363,8 @@ def unsplit(path: str | Path, optimizer: str = "optimizer") -> dict[str, Tensor]
         states = [pick(saved.read(replica, number)) for replica in range(saved.replicas)]
         layout: dict[str, Any] = states[0].get("layout", {})
         cls = strategies.load(layout["strategy"]) if layout else Strategy
-        stage = _SavedStage(states, cls, saved.path)
-        for kind in _KINDS:
+        stage = SavedStage(states, cls, saved.path)
+        for kind in KINDS:
             for (name, tensor), place in zip(stage.named[kind].items(), layout[kind], strict=True):
                 if name in layout["beside"]:
                     continue

@@ -99,13 +99,15 @@ class Calls:
             deadline_s: by default the communicator's, past which the error says where all ranks are.
         """
         limit_s = self.deadline_s if deadline_s is None else deadline_s
-        with self.blocked(call, peer, math.inf):
-            try:
-                self.traffic.waiting_s += wait_until(ready, limit_s, lambda: f"rank {self.rank}: {what}")
-            except DeadlineError as error:
-                if deadline_s is not None:
-                    raise
-                raise DeadlineError(f"{error}{self.whereabouts()}") from None
+        outer, self.current = self.current, Call(call, peer, _clock(), math.inf)
+        try:
+            self.traffic.waiting_s += wait_until(ready, limit_s, lambda: f"rank {self.rank}: {what}")
+        except DeadlineError as error:
+            if deadline_s is not None:
+                raise
+            raise DeadlineError(f"{error}{self.whereabouts()}") from None
+        finally:
+            self.current = outer
 
     # --- messages -------------------------------------------------------------------------------------------------
     def whereabouts(self) -> str:

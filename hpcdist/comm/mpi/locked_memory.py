@@ -44,6 +44,7 @@ class LockedMemory:
         self._deadline_s = deadline_s
         self._mine = threading.Lock()  # threads of one process wait for each other here, without a core
         self._win = MPI.Win.Allocate_shared(n_bytes + 2 * LINE, 1, comm=node)
+        self.Lock_all, self.Unlock_all, self.Sync = self._win.Lock_all, self._win.Unlock_all, self._win.Sync
         self._parts, self._locks = [], []
         for rank, length in enumerate(node.allgather(n_bytes)):
             memory, _ = self._win.Shared_query(rank)
@@ -57,15 +58,6 @@ class LockedMemory:
 
     def Shared_query(self, node_rank: int) -> tuple[MPI.memory, int]:
         return self._parts[node_rank], 1
-
-    def Lock_all(self) -> None:
-        self._win.Lock_all()
-
-    def Unlock_all(self) -> None:
-        self._win.Unlock_all()
-
-    def Sync(self) -> None:
-        self._win.Sync()
 
     def Flush(self, target: int) -> None:
         pass

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -63,6 +64,8 @@ class MpiWindow(Window):
         if len(ranks) < comm.size:
             way = way or comm.transports.choose()
             self._bulk = OneSided(comm, self.local) if way == "rma" else self._served
+        # A rank can be woken where it is told of all changes, which it is not of those that MPI makes one-sidedly.
+        self._wakes = not comm.tolerant and self._bulk is self._served
         comm.barrier()
 
     # --- transfers ------------------------------------------------------------------------------------------------
@@ -97,6 +100,7 @@ class MpiWindow(Window):
             start = _clock()
             memory.copy_(values)
             self._shared.Sync()
+            self.wake(rank)
             traffic.communicating_s += _clock() - start
         if rank != self.comm.rank:
             traffic.sent(values.nbytes)
@@ -131,6 +135,7 @@ class MpiWindow(Window):
         target = self._node_rank[rank]
         self._shared.Accumulate(numbers(values), target, [offset, values.numel(), NUMBERS[values.dtype]])
         self._shared.Flush(target)
+        self.wake(rank)
 
     def _add_locked(self, values: Tensor, rank: int, offset: int) -> None:
         # MPI can't add 16-bit floats, so these exclude each other by a word of the owner's.
@@ -142,6 +147,7 @@ class MpiWindow(Window):
         self._memory[rank][offset : offset + values.numel()].add_(values)
         self._shared.Sync()
         self._locks.atomic("compare_and_swap", rank, 0, 1, 0)
+        self.wake(rank)
 
     # --- atomics --------------------------------------------------------------------------------------------------
     def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
@@ -175,6 +181,7 @@ class MpiWindow(Window):
         else:
             self._shared.Compare_and_swap(words[1], words[0], before, target, offset)
         self._shared.Flush(target)
+        self.wake(rank)
         return int(before[0])
 
     def _left_to(self, owner: int) -> bool:
@@ -206,7 +213,13 @@ class MpiWindow(Window):
                 self._shared.Sync()
             return predicate(seen)
 
-        self.comm.calls.await_until(ready, f"Window.wait for {what}", what, rank, deadline_s)
+        sleep = partial(self._shared.sleep, ready) if self._wakes and rank == self.comm.rank else None
+        self.comm.calls.await_until(ready, f"Window.wait for {what}", what, rank, deadline_s, sleep)
+
+    def wake(self, rank: int) -> None:
+        """Wake a rank of this node that sleeps until its memory changes, as it has just done."""
+        if self._wakes:
+            self._shared.wake(self._node_rank[rank])
 
     def close(self) -> None:
         self.comm.retry_on_failure(self.comm.barrier)  # nobody may still be in a transfer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add, sub
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Traffic:
         return Traffic(**vars(self))
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(**{k: v + getattr(other, k) for k, v in vars(self).items()})
+        return Traffic(*map(add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, earlier: Traffic) -> Traffic:
-        return Traffic(**{k: v - getattr(earlier, k) for k, v in vars(self).items()})
+        return Traffic(*map(sub, vars(self).values(), vars(earlier).values()))

@@ -314,12 +314,15 @@ class FlatModel:
         return [sum_and_norm(flat) for flat in self.params]
 
     def changes(self) -> list[int | bytes]:
-        """Count changes of each parameter by torch's functions, and other memory; with some of the values.
+        """Count changes of each parameter by torch's functions, and tell its memory; with some of the values.
 
         Writes into `p.data` (`p.data.clamp_()`) are not counted by torch: they are seen where one of these values, up
         to 256 of each of `params`, is another.
         """
-        return [self.moves, *(slot.tensor._version for slot in self._slots), *map(some_values, self.params)]
+        counts: list[int | bytes] = [self.moves]
+        for slot in self._slots:
+            counts += slot.tensor._version, slot.tensor.data_ptr()
+        return [*counts, *map(some_values, self.params)]
 
     # --- memory ---------------------------------------------------------------------------------------------------
     def _bind_params(self, flats: tuple[Tensor, ...]) -> None:
@@ -339,11 +342,10 @@ class FlatModel:
         """
         if self._structure.changed():
             self._check_structure()
-        for slots, flats in ((self._slots, self.params), (self._frozen_slots, self.frozen)):
-            for slot in slots:
-                if slot.moved():
-                    slot.take_back(flats[slot.group])
-                    self.moves += 1
+        for slot in self._all_slots:
+            if slot.tensor.data_ptr() != slot.pointer or slot.tensor.dtype != slot.dtype:
+                slot.take_back((self.params if slot.trainable else self.frozen)[slot.group])
+                self.moves += 1
 
     def _check_structure(self) -> None:
         own = {id(slot.tensor) for slot in self._all_slots}

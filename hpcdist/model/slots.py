@@ -45,10 +45,6 @@ class Slot:
         """Describe the slot, in types that JSON has: name, group, start, stop, dtype, shape."""
         return [self.name, self.group, self.start, self.stop, str(self.dtype), list(self.shape)]
 
-    def moved(self) -> bool:
-        """Tell whether somebody gave the tensor other memory, or another dtype."""
-        return self.tensor.data_ptr() != self.pointer or self.tensor.dtype != self.dtype
-
     def take_back(self, flat: Tensor) -> None:
         """Move the tensor back from other memory, with its values there.
 
@@ -134,7 +130,10 @@ class Structure:
         for parameters, key, tensor in self._places:
             if parameters.get(key) is not tensor:
                 return True
-        return any(len(p) != n_p or len(m) != n_m for p, m, n_p, n_m in self._counts)
+        for parameters, modules, n_parameters, n_modules in self._counts:
+            if len(parameters) != n_parameters or len(modules) != n_modules:
+                return True
+        return False
 
 
 def check_parameters(now: Sequence[tuple[str, Tensor]], slots: Sequence[Slot]) -> None:

@@ -58,8 +58,7 @@ class _Distributed:
 
         Called by a GradScaler it unscales gradients, and leaves the update out where some have overflowed.
         """
-        self._require_worker()
-        self._require_own_parameters()
+        self._require_own_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -87,20 +86,19 @@ class _Distributed:
         finally:
             vars(self).update(settings)  # which the scaler takes away
 
-    def _require_worker(self) -> None:
-        if not self.strategy.is_worker:
-            raise ConfigError(
-                f"optimizer.step() must be called on workers only; rank {self.strategy.comm.rank} serves them. Iterate "
-                "over hpcdist.shard(loader), which serves there and yields no batch."
-            )
-
-    def _require_own_parameters(self) -> None:
-        """Check that a step can go from the parameters that there are.
+    def _require_own_step(self) -> None:
+        """Check that this rank takes steps, and that one can go from the parameters that there are.
 
         Raises:
-            ConfigError: it would be lost, or what the loop has done to them; or there are some it does not know.
+            ConfigError: it serves; or the step would be lost, or what the loop has done to the parameters; or there are
+                some that it does not know.
         """
         strategy = self.strategy
+        if not strategy.is_worker:
+            raise ConfigError(
+                f"optimizer.step() must be called on workers only; rank {strategy.comm.rank} serves them. Iterate "
+                "over hpcdist.shard(loader), which serves there and yields no batch."
+            )
         if strategy.model.is_swapped:
             raise ConfigError(
                 "optimizer.step() must be outside of an evaluation; got one in hpcdist.consensus, or in a loop over "
@@ -111,9 +109,8 @@ class _Distributed:
                 "param_groups must have the parameters that the DistributedOptimizer was made with; got more or fewer. "
                 "Add some by optimizer.add_param_group, which can tell whether they can be added."
             )
-        before = self.seen
-        self.look()
-        if before is not None and self.seen != before:
+        if self.seen is not None and strategy.model.changes() != self.seen:
+            strategy.model.refresh()  # says so of one that can't be taken back
             raise ConfigError(
                 f"parameters must be changed by the optimiser's step alone with {name_of(strategy)}, whose servers "
                 "replace them in their steps; got some that the loop has changed since the last one. Change them "
@@ -123,7 +120,6 @@ class _Distributed:
     def look(self) -> None:
         """Remember how often the parameters have been changed, and some of them, where servers replace them."""
         if self.strategy.replaces_parameters:
-            self.strategy.model.refresh()
             self.seen = self.strategy.model.changes()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -210,7 +206,7 @@ class _Evaluating(_Distributed):
                 f"closure must be given to each step of {type(self).__name__}, which evaluates the loss several times; "
                 "got none. Pass a function that zeroes the gradients, runs the backward pass and returns the loss."
             )
-        self._require_own_parameters()
+        self._require_own_step()
         self.record, loss = self.strategy.minimise(self.local_step, closure)
         return loss
 

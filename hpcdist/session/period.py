@@ -41,6 +41,7 @@ def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when
         return
     pauses = pauses_when_left
     for optimizer in optimizers:
+        optimizer.strategy.model.refresh()
         optimizer.look()
     try:
         for batch, weight, ends_epoch in batches:

@@ -63,3 +63,48 @@ def test_a_lock_that_does_not_come_free_is_told(ranks):
         return found
 
     assert ranks(body) == [ranks.size] * ranks.size
+
+
+@pytest.mark.mpi(min_size=2)
+def test_who_changes_a_rank_s_memory_wakes_it(ranks, monkeypatch):
+    from hpcdist.comm.mpi.locked_memory import LockedMemory
+
+    slept, sleep = [], LockedMemory.sleep
+
+    def long_sleep(memory, ready, seconds):
+        slept.append(sleep(memory, ready, WAIT_S))  # False: nobody has woken it
+        return slept[-1]
+
+    monkeypatch.setattr(LockedMemory, "sleep", long_sleep)
+
+    def body(comm):
+        changes = [
+            lambda window: window.put(torch.tensor([1]), 0),
+            lambda window: window.accumulate(torch.tensor([1]), 0),
+            lambda window: window.fetch_add(1, 0),
+            lambda window: window.compare_and_swap(3, 4, 0),
+        ]
+        for apart in (False, True):  # by the ranks themselves, and by the owner's thread
+            placed = comm.apart("tcp") if apart else comm
+            window = placed.window(1, torch.int64)
+            for count, change in enumerate(changes, start=1):
+                placed.barrier()
+                if comm.rank == 0:
+                    window.wait(lambda words, count=count: words[0] >= count)
+                elif comm.rank == 1:
+                    if not apart:
+                        _until(lambda window=window: window._shared._asleep[0][0])
+                    change(window)
+            window.close()
+            if apart:
+                placed.close()
+        return slept
+
+    found = ranks(body)[0]
+    assert len(found) >= 4 and all(found)
+
+
+def _until(happened):
+    until = time.monotonic() + WAIT_S
+    while not happened() and time.monotonic() < until:
+        time.sleep(1e-3)

@@ -47,3 +47,16 @@ def test_past_the_deadline_it_says_what_did_not_happen():
 def test_an_error_of_the_condition_is_raised():
     with pytest.raises(ZeroDivisionError):
         wait_until(lambda: 1 / 0, 1, str)
+
+
+def test_a_rank_that_can_be_woken_sleeps_for_the_longest_pause_at_once():
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        return len(slept) % 2 == 0
+
+    wait_until(lambda: len(slept) > 3, 60, str, longest_s=1e-4, sleep=sleep)
+    assert slept == [1e-4] * 4
+    with pytest.raises(DeadlineError, match="the bell"):
+        wait_until(lambda: False, 0.01, lambda: "the bell", sleep=sleep)

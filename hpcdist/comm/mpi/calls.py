@@ -89,7 +89,13 @@ class Calls:
             raise self.failure(what, peer, error) from error
 
     def await_until(
-        self, ready: Callable[[], bool], call: str, what: str, peer: int, deadline_s: float | None = None
+        self,
+        ready: Callable[[], bool],
+        call: str,
+        what: str,
+        peer: int,
+        deadline_s: float | None = None,
+        sleep: Callable[[float], bool] | None = None,
     ) -> None:
         """Block until `ready()` is true; the time counts as waiting.
 
@@ -97,15 +103,18 @@ class Calls:
             call: the name of the call that waits, for other ranks' messages.
             what: a description of the awaited event.
             deadline_s: by default the communicator's, past which the error says where all ranks are.
+            sleep: see `wait_until`.
         """
         limit_s = self.deadline_s if deadline_s is None else deadline_s
-        with self.blocked(call, peer, math.inf):
-            try:
-                self.traffic.waiting_s += wait_until(ready, limit_s, lambda: f"rank {self.rank}: {what}")
-            except DeadlineError as error:
-                if deadline_s is not None:
-                    raise
-                raise DeadlineError(f"{error}{self.whereabouts()}") from None
+        outer, self.current = self.current, Call(call, peer, _clock(), math.inf)
+        try:
+            self.traffic.waiting_s += wait_until(ready, limit_s, lambda: f"rank {self.rank}: {what}", sleep=sleep)
+        except DeadlineError as error:
+            if deadline_s is not None:
+                raise
+            raise DeadlineError(f"{error}{self.whereabouts()}") from None
+        finally:
+            self.current = outer
 
     # --- messages -------------------------------------------------------------------------------------------------
     def whereabouts(self) -> str:

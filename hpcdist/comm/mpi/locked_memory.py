@@ -3,6 +3,8 @@
 MPI leaves open who carries out an atomic on a shared window. MPICH 4.0 sends it to the owner, which gets to it once it
 calls MPI: 2 ms where the owner waits, and longer where it computes. All ranks of the node have the memory mapped, so
 here each does it itself, while it holds a lock that lies in the owner's memory.
+
+A rank that waits for a change of its own memory sleeps on a semaphore there, and whoever makes the change wakes it.
 """
 
 from __future__ import annotations
@@ -10,21 +12,23 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from hpcdist.errors import DeadlineError
 
-LINE = 64  # bytes of a cache line; more than a lock takes on any platform
-_SHARED = 1  # PTHREAD_PROCESS_SHARED
+LINE = 64  # bytes of a cache line; more than a lock, or a semaphore, takes on any platform
+_SHARED = 1  # PTHREAD_PROCESS_SHARED, and a semaphore's
 _HALF = 1 << 63
 _LONGEST_S = 1e9
 
 # The GIL is kept in calls that return at once: to take it again, a thread may have to wait for 5 ms.
 _libc = ctypes.CDLL(None)
 _try_lock, _unlock = (getattr(ctypes.PyDLL(None), f"pthread_mutex_{name}") for name in ("trylock", "unlock"))
+_post = ctypes.PyDLL(None).sem_post
 
 
 class _Time(ctypes.Structure):
@@ -43,35 +47,33 @@ class LockedMemory:
     def __init__(self, node: MPI.Intracomm, n_bytes: int, deadline_s: float):
         self._deadline_s = deadline_s
         self._mine = threading.Lock()  # threads of one process wait for each other here, without a core
-        self._win = MPI.Win.Allocate_shared(n_bytes + 2 * LINE, 1, comm=node)
-        self._parts, self._locks = [], []
+        self._win = MPI.Win.Allocate_shared(n_bytes + 4 * LINE, 1, comm=node)
+        self.Lock_all, self.Unlock_all, self.Sync = self._win.Lock_all, self._win.Unlock_all, self._win.Sync
+        self._parts, self._locks, self._semaphores, self._asleep = [], [], [], []
         for rank, length in enumerate(node.allgather(n_bytes)):
             memory, _ = self._win.Shared_query(rank)
             first = -memory.address % LINE  # the same in all processes: what is mapped begins at a page
             self._locks.append(ctypes.c_void_p(memory.address + first))
-            self._parts.append(memory[first + LINE : first + LINE + length])
+            self._semaphores.append(ctypes.c_void_p(memory.address + first + LINE))
+            self._asleep.append(_words(memory[first + 2 * LINE : first + 3 * LINE]))
+            self._parts.append(memory[first + 3 * LINE : first + 3 * LINE + length])
         self._words = [_words(part) for part in self._parts]
         self._typed: list[np.ndarray | None] = [None] * len(self._parts)
-        _make_lock(self._locks[node.Get_rank()])
+        self._rank = node.Get_rank()
+        _make_lock(self._locks[self._rank])
+        _libc.sem_init(self._semaphores[self._rank], _SHARED, 0)
+        self._asleep[self._rank][0] = 0
         node.Barrier()
 
     def Shared_query(self, node_rank: int) -> tuple[MPI.memory, int]:
         return self._parts[node_rank], 1
-
-    def Lock_all(self) -> None:
-        self._win.Lock_all()
-
-    def Unlock_all(self) -> None:
-        self._win.Unlock_all()
-
-    def Sync(self) -> None:
-        self._win.Sync()
 
     def Flush(self, target: int) -> None:
         pass
 
     def Free(self) -> None:
         """Collective. Free the memory."""
+        self._asleep.clear()
         self._typed.clear()
         self._words.clear()
         self._parts.clear()
@@ -113,6 +115,22 @@ class LockedMemory:
             self._unlock(target)
         before[0] = former
 
+    def sleep(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Sleep for so long unless `ready()`, or until `wake` is called for this rank; tell whether that was so."""
+        asleep = self._asleep[self._rank]
+        asleep[0] = 1  # before the last look: who changes what this looks at sees it
+        try:
+            return ready() or not _libc.sem_timedwait(self._semaphores[self._rank], _in(seconds))
+        finally:
+            asleep[0] = 0
+
+    def wake(self, target: int) -> None:
+        """Wake a rank that sleeps, after a change of its memory."""
+        asleep = self._asleep[target]
+        if asleep[0]:
+            asleep[0] = 0
+            _post(self._semaphores[target])
+
     def _lock(self, target: int) -> None:
         """Keep other threads, and the node's other ranks, from changing the target's memory atomically."""
         self._mine.acquire()
@@ -129,9 +147,13 @@ class LockedMemory:
         self._mine.release()
 
     def _comes_free(self, lock: ctypes.c_void_p) -> bool:
-        until = time.time() + min(self._deadline_s, _LONGEST_S)
-        limit = _Time(int(until), int(until % 1 * 1e9))
-        return not _libc.pthread_mutex_timedlock(lock, ctypes.byref(limit))
+        return not _libc.pthread_mutex_timedlock(lock, _in(min(self._deadline_s, _LONGEST_S)))
+
+
+def _in(seconds: float) -> Any:
+    """Return the time after so many seconds, as libc takes it."""
+    until = time.time() + seconds
+    return ctypes.byref(_Time(int(until), int(until % 1 * 1e9)))
 
 
 def _words(part: MPI.memory) -> memoryview:

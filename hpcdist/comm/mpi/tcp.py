@@ -254,6 +254,7 @@ class Server:
                     reply = _bytes(window.local[offset : offset + count])
                 elif what == "put":
                     tcp.receive(connection, _bytes(window.local[offset : offset + count]))
+                    window.wake(self._comm.rank)
                 elif what == "accumulate":
                     if not len(part):
                         part = torch.empty(PART_BYTES, dtype=torch.uint8)

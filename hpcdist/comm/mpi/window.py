@@ -8,7 +8,9 @@ another's memory would keep it. There the memory is not MPI's either (`comm/mpi/
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +27,8 @@ from hpcdist.comm.transfer import check_flat
 from hpcdist.comm.waiting import wait_until
 from hpcdist.comm.window import Memory, Window, out_of_range, refuse_attached
 from hpcdist.errors import CommunicationError
+
+_clock = time.perf_counter  # the communicator's
 
 
 class MpiWindow(Window):
@@ -60,6 +64,8 @@ class MpiWindow(Window):
         if len(ranks) < comm.size:
             way = way or comm.transports.choose()
             self._bulk = OneSided(comm, self.local) if way == "rma" else self._served
+        # A rank can be woken where it is told of all changes, which it is not of those that MPI makes one-sidedly.
+        self._wakes = not comm.tolerant and self._bulk is self._served
         comm.barrier()
 
     # --- transfers ------------------------------------------------------------------------------------------------
@@ -69,10 +75,10 @@ class MpiWindow(Window):
             with self._staging.host(out, read=False) as host:
                 self._bulk.get(host, rank, offset)
         else:
-            start = self.comm.now()
+            start = _clock()
             self._shared.Sync()
             out.copy_(memory)
-            self.comm.traffic.communicating_s += self.comm.now() - start
+            self.comm.traffic.communicating_s += _clock() - start
         if rank != self.comm.rank:
             self.comm.traffic.fetched(out.nbytes)
 
@@ -86,17 +92,18 @@ class MpiWindow(Window):
         return memory
 
     def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
-        memory = self._at(rank, offset, values)
+        memory, traffic = self._at(rank, offset, values), self.comm.traffic
         if memory is None:
             with self._staging.host(values, write=False) as host:
                 self._bulk.put(host, rank, offset)
         else:
-            start = self.comm.now()
+            start = _clock()
             memory.copy_(values)
             self._shared.Sync()
-            self.comm.traffic.communicating_s += self.comm.now() - start
+            self.wake(rank)
+            traffic.communicating_s += _clock() - start
         if rank != self.comm.rank:
-            self.comm.traffic.sent(values.nbytes)
+            traffic.sent(values.nbytes)
 
     def requests(self, values: Tensor, rank: int, offset: int) -> Iterator[tuple[int, int, int, Tensor]]:
         """Yield a put as a request to the owner's threads; its copy on the host is freed afterwards."""
@@ -115,9 +122,9 @@ class MpiWindow(Window):
             if memory is None or self._left_to(rank):
                 self._served.accumulate(host, rank, offset)
             else:
-                start = self.comm.now()
+                start = _clock()
                 self.add(host, rank, offset)
-                self.comm.traffic.communicating_s += self.comm.now() - start
+                self.comm.traffic.communicating_s += _clock() - start
         if rank != self.comm.rank:
             self.comm.traffic.sent(values.nbytes)
 
@@ -128,6 +135,7 @@ class MpiWindow(Window):
         target = self._node_rank[rank]
         self._shared.Accumulate(numbers(values), target, [offset, values.numel(), NUMBERS[values.dtype]])
         self._shared.Flush(target)
+        self.wake(rank)
 
     def _add_locked(self, values: Tensor, rank: int, offset: int) -> None:
         # MPI can't add 16-bit floats, so these exclude each other by a word of the owner's.
@@ -139,6 +147,7 @@ class MpiWindow(Window):
         self._memory[rank][offset : offset + values.numel()].add_(values)
         self._shared.Sync()
         self._locks.atomic("compare_and_swap", rank, 0, 1, 0)
+        self.wake(rank)
 
     # --- atomics --------------------------------------------------------------------------------------------------
     def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
@@ -156,9 +165,9 @@ class MpiWindow(Window):
         if self._at(rank, offset, None) is None or self._left_to(rank):
             before = self._served.atomic(what, rank, offset, *values)
         else:
-            start = self.comm.now()
+            start = _clock()
             before = self.atomic(what, rank, offset, *values)
-            self.comm.traffic.communicating_s += self.comm.now() - start
+            self.comm.traffic.communicating_s += _clock() - start
         if rank != self.comm.rank:
             self.comm.traffic.sent(8)
         return before
@@ -172,6 +181,7 @@ class MpiWindow(Window):
         else:
             self._shared.Compare_and_swap(words[1], words[0], before, target, offset)
         self._shared.Flush(target)
+        self.wake(rank)
         return int(before[0])
 
     def _left_to(self, owner: int) -> bool:
@@ -190,8 +200,9 @@ class MpiWindow(Window):
         deadline_s: float | None = None,
     ) -> None:
         rank = self.comm.rank if rank is None else rank
-        self.comm.check_peer(rank, "rank of a window")
-        count = self.counts[rank] - offset if count is None else count
+        if count is None:
+            self.comm.check_peer(rank, "rank of a window")
+            count = self.counts[rank] - offset
         here = self._at(rank, offset, None, count)
         seen = torch.empty(count, dtype=self.dtype) if here is None else here
 
@@ -202,7 +213,13 @@ class MpiWindow(Window):
                 self._shared.Sync()
             return predicate(seen)
 
-        self.comm.calls.await_until(ready, f"Window.wait for {what}", what, rank, deadline_s)
+        sleep = partial(self._shared.sleep, ready) if self._wakes and rank == self.comm.rank else None
+        self.comm.calls.await_until(ready, f"Window.wait for {what}", what, rank, deadline_s, sleep)
+
+    def wake(self, rank: int) -> None:
+        """Wake a rank of this node that sleeps until its memory changes, as it has just done."""
+        if self._wakes:
+            self._shared.wake(self._node_rank[rank])
 
     def close(self) -> None:
         self.comm.retry_on_failure(self.comm.barrier)  # nobody may still be in a transfer
@@ -219,9 +236,11 @@ class MpiWindow(Window):
 
     def _at(self, rank: int, offset: int, tensor: Tensor | None, count: int = 1) -> Tensor | None:
         """Return the addressed part of `rank`'s memory; None if it lies on another node."""
-        if not self._memory:
-            raise CommunicationError("a window must not be used once it is closed. Close it after its last use.")
-        self.comm.check_peer(rank, "rank of a window")
+        memory = self._memory.get(rank)
+        if memory is None:  # a rank of another node, or no such one
+            if not self._memory:
+                raise CommunicationError("a window must not be used once it is closed. Close it after its last use.")
+            self.comm.check_peer(rank, "rank of a window")
         if tensor is not None:
             check_flat(tensor)
             count = tensor.numel()
@@ -231,7 +250,6 @@ class MpiWindow(Window):
                 )
         if offset < 0 or count < 0 or offset + count > self.counts[rank]:
             raise out_of_range(rank, self.counts[rank], offset, count)
-        memory = self._memory.get(rank)
         return None if memory is None else memory[offset : offset + count]
 
 
@@ -254,9 +272,9 @@ class AttachedMemory(Memory):
         itemsize, n_bytes = tensor.itemsize, tensor.nbytes
         if offset < 0 or offset * itemsize + n_bytes > self.local.nbytes:
             raise out_of_range(rank, self.local.numel(), offset, tensor.numel())
-        start = self.comm.now()
+        start = _clock()
         call(tensor.data_ptr(), self._addresses[rank] + offset * itemsize, n_bytes)
-        self.comm.traffic.communicating_s += self.comm.now() - start
+        self.comm.traffic.communicating_s += _clock() - start
 
     accumulate = fetch_add = compare_and_swap = wait = refuse_attached
 

@@ -37,6 +37,7 @@ class Aggregate:
         grads = shard.of(model.grads)
         self.sums = [torch.zeros_like(g) for g in grads] if apart else grads
         self._apart = apart
+        self.used = torch.zeros(len(slices), dtype=torch.bool)
         self.forget()
 
     def forget(self) -> None:
@@ -45,7 +46,7 @@ class Aggregate:
         self.factors: list[float] = []
         self.weights: list[float] = []
         self.values: dict[int, list[float]] = {}
-        self.used = torch.zeros(len(self._owned), dtype=torch.bool)
+        self.used.zero_()
 
     def add(self, request: ServerRequest, factor: float = 1.0) -> None:
         """Add a request's weighted gradient to the sum; `factor` is how much less it counts for its staleness."""
@@ -93,7 +94,7 @@ class Aggregate:
         if divisor != 1.0:
             for grad in self._shard.of(self._model.grads):
                 grad.div_(divisor)
-        had = [parameter.grad is not None for parameter in self._model.parameters()]
+        had = [parameter.grad is not None for parameter in self._model.parameters()] if self._apart else []
         self._model.release(self.used & self._owned)
         if clip is not None:
             clip()

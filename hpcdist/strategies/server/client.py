@@ -12,7 +12,7 @@ from hpcdist.comm.communicator import Put
 from hpcdist.errors import DeadlineError, RankFailedError
 from hpcdist.strategies.server.liveness import CHECK_S
 from hpcdist.strategies.server.requests import ReplyHead
-from hpcdist.strategies.server.slots import BLOCKER, CLOCK, COUNT, HELD_US, KIND, REPLY, TICKET, Slots
+from hpcdist.strategies.server.slots import BLOCKER, CLOCK, HELD_US, KIND, REPLY, TICKET, Slots
 
 
 class Client:
@@ -26,6 +26,7 @@ class Client:
     def __init__(self, slots: Slots):
         self._slots, self._comm = slots, slots.comm
         self._places = [(p, slots.own_slot(p), slots.slot_at(slots.own_slot(p))) for p in slots.parents]
+        self._awaited = f"the reply of server rank {', '.join(map(str, slots.parents))}"
         self._last_used: Tensor | None = None  # what lies in this rank's slots
         self._last_values: Sequence[float] = ()
         self.pushed = 0
@@ -60,23 +61,24 @@ class Client:
                 puts.append(Put(slots.used, used, parent, slot * slots.names))
             if new_values is not None:
                 puts.append(Put(slots.values, new_values, parent, slot * len(values)))
-            stamps = [] if clocks is None else list(clocks[i])
-            head = [kind, *struct.unpack("q", struct.pack("d", weight)), *lengths, len(stamps), *stamps]
-            puts.append(Put(slots.words, torch.tensor(head), parent, at + KIND))
+            stamps = () if clocks is None else clocks[i]
+            weight_bits = struct.unpack("q", struct.pack("d", weight))
+            puts.append(slots.put(parent, at + KIND, kind, *weight_bits, *lengths, len(stamps), *stamps))
         self._comm.put_all(puts)
         self.pushed += 1
         self._last_used = self._last_used if used is None else used.clone()
         self._last_values = values or self._last_values
         tickets = [(parent, at, slots.words.fetch_add(1, parent) + 1) for parent, _, at in self._places]
-        self._comm.put_all(Put(slots.words, torch.tensor([ticket]), p, at + TICKET) for p, at, ticket in tickets)
+        self._comm.put_all([slots.put(parent, at + TICKET, ticket) for parent, at, ticket in tickets])
 
     def replied(self) -> bool:
         """Return whether every parent has replied to this rank's last request."""
-        return all(count == self.pushed for count in self._slots.replies[:, COUNT].tolist())
+        counts = self._slots.replied.tolist()
+        return counts == [self.pushed] * len(counts)
 
     def missing(self) -> list[int]:
         """Return the parents that have not replied."""
-        counts = self._slots.replies[:, COUNT].tolist()
+        counts = self._slots.replied.tolist()
         return [p for p, count in zip(self._slots.parents, counts, strict=True) if count < self.pushed]
 
     def wait(self) -> list[ReplyHead]:
@@ -87,10 +89,7 @@ class Client:
             DeadlineError: names the servers.
         """
         while not self.replied():
-            if self.meanwhile is not None:
-                self.meanwhile()
-            else:
-                self._block()
+            (self.meanwhile or self._block)()
         down, replies = self._slots.down, self._slots.replies
         if down.words and self._decoded < self.pushed:
             self._decoded = self.pushed
@@ -99,9 +98,16 @@ class Client:
         return [ReplyHead(w[CLOCK], w[BLOCKER], w[HELD_US] * 1e-6) for w in replies.tolist()]
 
     def _block(self) -> None:
-        """Block until every parent has replied, looking for those that have died where that would be survived."""
-        parents, until = self._slots.parents, self._comm.now() + self._comm.deadline_s
-        while self._comm.tolerant and not self._wait_for(min(CHECK_S, until - self._comm.now())):
+        """Block until every parent has replied."""
+        if self._comm.tolerant:
+            self._look_for_deaths()
+        if not self.replied():
+            self._slots.words.wait(lambda _: self.replied(), offset=self._slots.replies_at, what=self._awaited)
+
+    def _look_for_deaths(self) -> None:
+        """Block until every parent has replied, or the deadline has passed; raise an error if a server has died."""
+        until = self._comm.now() + self._comm.deadline_s
+        while not self._wait_for(min(CHECK_S, until - self._comm.now())):
             # Not parents alone: MPI tells of a rank that was killed, not of an aggregator that ended because of it.
             for server in set(self._slots.needed) & set(self._comm.failed()):
                 raise RankFailedError(
@@ -110,9 +116,6 @@ class Client:
                 )
             if self._comm.now() > until:
                 break
-        if not self.replied():
-            what = f"the reply of server rank {', '.join(map(str, parents))}"
-            self._slots.words.wait(lambda _: self.replied(), offset=self._slots.replies_at, what=what)
 
     def _wait_for(self, timeout_s: float) -> bool:
         """Block until every parent has replied, but no longer than that; return whether they have."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import struct
-from itertools import chain
-
-import torch
+from collections.abc import Iterable, Iterator
 
 from hpcdist.comm.communicator import Put
 from hpcdist.errors import DeadlineError
@@ -76,9 +74,10 @@ class Inbox:
 
     def _first(self) -> int | None:
         """Return the slot of the request that came first, of those not taken; None where there is none."""
-        tickets = enumerate(zip(self._slots.requests[:, TICKET].tolist(), self._taken))
-        new = [(ticket, slot) for slot, (ticket, taken) in tickets if ticket > taken]
-        return min(new)[1] if new else None
+        tickets = self._slots.tickets.tolist()
+        if tickets == self._taken:
+            return None
+        return min((ticket, slot) for slot, ticket in enumerate(tickets) if ticket > self._taken[slot])[1]
 
     def wait_event(self) -> None:
         """Block until there is a request to take or every parent has replied: for a rank that is child and parent."""
@@ -92,18 +91,19 @@ class Inbox:
 
     def reply(self, *replies: Reply) -> None:
         """Reply to requests. A reply is there before the word that announces it."""
-        self._comm.put_all(chain.from_iterable(map(self._puts, replies)))
+        self._comm.put_all(self._puts(replies))
 
-    def _puts(self, reply: Reply) -> list[Put]:
-        """Return the puts that bring a reply to its child."""
-        child, words = reply.request.source, self._slots.words
-        slot, at = self._slot_of[child], self._reply_at[child]
-        puts, lengths = self._slots.down.puts(child, reply.tensors)
-        self._replied[slot] += 1
-        head = [reply.clock, reply.blocker, round(reply.held_s * 1e6), *lengths]
-        puts.append(Put(words, torch.tensor(head), child, at + CLOCK))
-        puts.append(Put(words, torch.tensor([self._replied[slot]]), child, at + COUNT))
-        return puts
+    def _puts(self, replies: Iterable[Reply]) -> Iterator[Put]:
+        """Yield the puts that bring replies to their children."""
+        slots = self._slots
+        for request, clock, tensors, blocker, held_s in replies:
+            child = request.source
+            slot, at = self._slot_of[child], self._reply_at[child]
+            puts, lengths = slots.down.puts(child, tensors)
+            yield from puts
+            self._replied[slot] += 1
+            yield slots.put(child, at + CLOCK, clock, blocker, round(held_s * 1e6), *lengths)
+            yield slots.put(child, at + COUNT, self._replied[slot])
 
     def _late(self, what: str, waited_s: float) -> DeadlineError:
         """Return an error that names the ranks this one waits for, and says where all ranks are."""

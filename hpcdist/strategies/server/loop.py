@@ -54,7 +54,6 @@ class ServerLoop:
     Attributes:
         clock: updates of this rank's shard.
         applied: staleness of the gradients applied since this rank's last step, if it is a worker too.
-        period: which period of service this is, from 1 on.
         update: runs the local optimiser on the gradients in the model.
     """
 
@@ -72,9 +71,9 @@ class ServerLoop:
         self._comm, self._place, self._inbox, self._model, self._report = comm, place, inbox, model, report
         self.liveness = Liveness(place.children, deadline_s)
         self._watches = comm.tolerant or deadline_s is not None
-        self.clock, self.applied, self.period = 0, [], 1
+        self.clock, self.applied = 0, []
         self.update: Update = _none_yet
-        self._pauses = dict.fromkeys(place.children, 0)  # periods that each child has ended
+        self._stepping = list(place.children)  # those that have not paused in this period
         self._early: list[ServerRequest] = []  # of children that have begun the next period
 
     # --- a period of service --------------------------------------------------------------------------------------
@@ -95,8 +94,8 @@ class ServerLoop:
 
     def serve_next(self, timeout_s: float | None = None) -> bool:
         """Handle the next request, if one comes in time; return False once every worker has paused."""
-        dead, period = self._comm.failed(), self.period
-        if all(pauses >= period or child in dead for child, pauses in self._pauses.items()):
+        dead = self._comm.failed()
+        if all(child in dead for child in self._stepping):
             return False
         if self._watches:
             patience_s = self.liveness.patience_s(self.active(), self._comm.now(), self._comm.tolerant)
@@ -116,12 +115,12 @@ class ServerLoop:
 
     def end(self) -> None:
         """End a period of service. The model gets what is served, for loops whose rank 0 evaluates or saves it."""
-        self.period += 1
+        self._stepping = list(self._place.children)
         self.show()
 
     def begin_next(self) -> None:
         """Go over to the next period at once: on a rank that serves inside its steps."""
-        self.period += 1
+        self._stepping = list(self._place.children)
         self._deal_early()
 
     def take_up(self) -> None:
@@ -146,10 +145,10 @@ class ServerLoop:
         if self._watches and self.liveness.heard(child):
             self._report(Outcome(self.clock, event=f"rank {child} is back"))
             self.handler.returned(child)
-        if self._pauses[child] >= self.period:
+        if child not in self._stepping:
             self._early.append(request)
         elif request.kind == PAUSE:
-            self._pauses[child] += 1
+            self._stepping.remove(child)
             self.reply(Reply(request, self.clock))
             self.handler.settle()
         else:
@@ -160,12 +159,11 @@ class ServerLoop:
     def active(self) -> list[int]:
         """Return the children that still take steps in this period: they have neither paused nor been evicted."""
         gone = self.liveness.evicted.union(self._comm.failed())
-        return [child for child, pauses in self._pauses.items() if pauses < self.period and child not in gone]
+        return [child for child in self._stepping if child not in gone]
 
     def _evict(self) -> None:
         """Go on without workers that have died or been silent for too long."""
-        evicted = self.liveness.evicted
-        stepping = [child for child, n in self._pauses.items() if n < self.period and child not in evicted]
+        stepping = [child for child in self._stepping if child not in self.liveness.evicted]
         found = self.liveness.evict(stepping, self._comm.failed(), self._comm.now())
         for child, reason in found.items():
             self._report(Outcome(self.clock, event=f"goes on without rank {child}: {reason}"))

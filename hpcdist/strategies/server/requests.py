@@ -46,8 +46,7 @@ class Reply(NamedTuple):
     held_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class ReplyHead:
+class ReplyHead(NamedTuple):
     """Tell a child its parent's clock, and for how many seconds the reply was held back because of which rank."""
 
     clock: int

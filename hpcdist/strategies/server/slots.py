@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator, Put
 from hpcdist.strategies.server.channel import Channel
 from hpcdist.strategies.server.codec import Codec
 from hpcdist.strategies.server.roles import Roles
@@ -78,7 +79,9 @@ class Slots:
         self.words = comm.window(self.replies_at + len(self.parents) * self._words_per_reply, torch.int64)
         words = self.words.local.numpy()  # the same memory; NumPy looks at a few words sooner than torch
         self.requests = words[COUNTER : self.replies_at].reshape(count, self._words_per_slot)
+        self.tickets = self.requests[:, TICKET]
         self.replies = words[self.replies_at :].reshape(len(self.parents), self._words_per_reply)
+        self.replied = self.replies[:, COUNT]
 
     def slot_at(self, slot: int) -> int:
         """Return where a slot's words begin in its parent's window."""
@@ -92,6 +95,10 @@ class Slots:
         """Return where this rank's words lie in a child's window."""
         number = self._roles.parents[child].index(self.comm.rank)
         return self.slot_at(len(self._roles.children(child))) + number * self._words_per_reply
+
+    def put(self, rank: int, at: int, *words: int) -> Put:
+        """Return the put that writes these words into a rank's window, from there on."""
+        return Put(self.words, torch.from_numpy(np.array(words, np.int64)), rank, at)  # sooner than torch.tensor
 
     def close(self) -> None:
         """Collective. Release the windows."""

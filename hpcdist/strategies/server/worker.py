@@ -75,6 +75,10 @@ class GradientWorker(Worker):
                 "a step; got true. Leave it out, or give ranks of their own to the servers."
             )
         self._overlap = overlap
+        self._clips = strategy.clip_norm is not None and strategy.update_clip is None
+        config, workers = strategy.config.compression, self.place.roles.workers
+        sits_out = config.warmup_ranks is not None and workers.index(self.rank) >= config.warmup_ranks
+        self._first_step = config.warmup_steps if sits_out else 0  # after a warm-up of which others' gradients are
         self._under_way = False  # a gradient whose reply has not been taken
 
     def step(self, update: Update) -> Outcome:
@@ -83,12 +87,15 @@ class GradientWorker(Worker):
         contributes = passes.contributes
         used, skipped = self.collect()
         weight = passes.mean_weight if strategy.weighs else 1.0
-        if not skipped and strategy.update_clip is None:
+        if self._clips and not skipped:
             strategy.clip(weight)
         stamps = strategy.stamps()
         if self._overlap:
             self.finish()
-        dropped = None if skipped else self._dropped_while_warming_up()
+        dropped = None
+        if strategy.steps < self._first_step and not skipped:
+            ranks = self.config.compression.warmup_ranks
+            dropped = f"dropped: a gradient of the warm-up, in which only {ranks} workers' count"
         pushes = contributes and not skipped and not dropped
         if pushes:
             self.client.push(SUM, **stamps, tensors=self.model.grads, used=used, weight=weight)
@@ -107,12 +114,3 @@ class GradientWorker(Worker):
         if self._under_way:
             self.replica.take(self.client.wait(), self.channel.down.arrived)
             self._under_way = False
-
-    def _dropped_while_warming_up(self) -> str | None:
-        """Return why this worker's gradient is not pushed while compression warms up; None: it is."""
-        config = self.config.compression
-        if config.warmup_ranks is None or self.strategy.steps >= config.warmup_steps:
-            return None
-        if self.place.roles.workers.index(self.rank) < config.warmup_ranks:
-            return None
-        return f"dropped: a gradient of the warm-up, in which only {config.warmup_ranks} workers' count"

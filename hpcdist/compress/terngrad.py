@@ -17,8 +17,6 @@ _RANDOM_BITS = 16
 _LEAST = 1e-30  # scales below are sent as 0: one over them may not be finite
 _MOST = float(np.finfo(np.float32).max)
 _PER_BYTE = 5  # 3^5 = 243 fit one
-_POWERS = 3 ** np.arange(_PER_BYTE)
-_DIGITS = np.ascontiguousarray((np.arange(256) // _POWERS[:, None] % 3).astype(np.uint8))  # of each byte
 
 
 @final
@@ -64,42 +62,44 @@ class TernGrad(Compressor):
         self._taken += 1
         message = np.empty(4 * len(self._parts) + self._bytes, np.uint8)
         scales, packed = self._open(message)
-        digits = np.ones(_PER_BYTE * self._bytes, np.uint8)
+        signs = np.zeros(_PER_BYTE * self._bytes, np.int8)
         for place, part in enumerate(self._parts):
             scales[place] = self._scale(tensor[part])
-            self._round(tensor.numpy()[part], float(scales[place]), source, digits[part])
-        _pack(digits, packed)
+            self._round(tensor[part], float(scales[place]), source, signs[part])
+        _pack(signs, packed)
         return torch.from_numpy(message)
 
     def _scale(self, values: Tensor) -> float:
-        most = max(-values.min().item(), values.max().item())
+        least, most = (value.item() for value in torch.aminmax(values))
+        most = max(-least, most)
         if self.config.clip is not None:
             most = min(most, self.config.clip * mean(values, 2))
         return min(most, _MOST) if most >= _LEAST else 0.0
 
     @staticmethod
-    def _round(values: np.ndarray, scale: float, source: np.random.SFC64, digits: np.ndarray) -> None:
-        """Write the digits 0, 1 or 2 for −scale, 0 and scale; leave the errors in `values`."""
+    def _round(values: Tensor, scale: float, source: np.random.SFC64, signs: np.ndarray) -> None:
+        """Write the signs −1, 0 or 1 for −scale, 0 and scale; leave the errors in `values`."""
         if not scale:
             return
-        up = 2.0**_RANDOM_BITS / scale
+        one = 1 << _RANDOM_BITS
+        work = torch.empty(min(CHUNK, len(values)), dtype=values.dtype)
         for piece in chunks(len(values)):
-            part = values[piece]
-            drawn = source.random_raw(-(-len(part) // 4)).view(np.uint16)[: len(part)].astype(part.dtype)
-            drawn += part.dtype.type(0.5)  # so that zeros are never chosen
-            chosen = np.abs(part) * part.dtype.type(up) > drawn
-            negative = part < 0
-            digits[piece] += chosen
-            digits[piece] -= 2 * (chosen & negative).view(np.uint8)
-            part -= (digits[piece].astype(part.dtype) - 1) * part.dtype.type(scale)
+            part, sign = values[piece], signs[piece]
+            sums = work[: len(part)]
+            raised = sums.numpy()
+            np.copyto(raised, source.random_raw(-(-len(part) // 4)).view(np.uint16)[: len(part)])
+            # Adding a uniform number and rounding down rounds up as often as the fraction says; zero stays zero.
+            sums.add_(part, alpha=one / scale)
+            np.subtract((raised >= one).view(np.int8), (raised < 0).view(np.int8), out=sign)
+            part.add_(sums.copy_(torch.from_numpy(sign)), alpha=-scale)  # sooner than to add the bytes
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         scales, packed = self._open(message.numpy())
-        digits, values = _unpack(packed), out.numpy()
+        signs = torch.from_numpy(_unpack(packed))
         for scale, part in zip(scales.tolist(), self._parts, strict=True):
             for piece in chunks(part.stop - part.start, CHUNK):
                 place = slice(part.start + piece.start, part.start + piece.stop)
-                values[place] += (digits[place].astype(values.dtype) - 1) * values.dtype.type(weight * scale)
+                out[place].add_(signs[place], alpha=weight * scale)
 
     def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return views of a message: the scales, and the packed elements."""
@@ -113,17 +113,21 @@ class TernGrad(Compressor):
         self._taken = state["taken"]
 
 
-def _pack(digits: np.ndarray, out: np.ndarray) -> None:
-    """Pack digits below 3, five to a byte: the first fifth of them, the second one... side by side."""
-    parts = digits.reshape(_PER_BYTE, -1)
-    out[:] = parts[-1]
+def _pack(signs: np.ndarray, out: np.ndarray) -> None:
+    """Pack signs, five to a byte: the first fifth of them, the second one... side by side, as digits of base 3."""
+    parts = signs.view(np.uint8).reshape(_PER_BYTE, -1)
+    np.add(parts[-1], 1, out=out)
     for part in parts[-2::-1]:
         out *= 3
         out += part
+        out += 1
 
 
 def _unpack(packed: np.ndarray) -> np.ndarray:
-    digits = np.empty((_PER_BYTE, len(packed)), np.uint8)
-    for table, part in zip(_DIGITS, digits, strict=True):
-        np.take(table, packed, out=part, mode="clip")
-    return digits.reshape(-1)
+    signs = np.empty((_PER_BYTE, len(packed)), np.uint8)
+    rest = packed
+    for part in signs:
+        rest, digits = rest // 3, rest  # NumPy divides bytes by a number many at a time
+        np.subtract(digits, rest * 3, out=part)
+        part -= 1  # -1 wraps around, as in the int8 that this is
+    return signs.view(np.int8).reshape(-1)

@@ -44,13 +44,14 @@ class FlatModel:
     a hook copies into the flat gradient: a read and a write per element, against a write, two reads and a write for
     zeroing and adding to the view, as `set_to_none=False` does. Both modes accumulate over several backward passes.
     Sparse gradients (`nn.Embedding(sparse=True)`) are made dense, so use a dense optimiser. At a step: `refresh()`,
-    `collect()` or `flush()`, communicate `grads`, `release(used)`, let the optimiser step, `passes.done()`.
+    `collect()` or `flush()`, communicate `grads`, `release(used)`, let the optimiser step, `passes.done()`. Where
+    nobody but the optimiser reads gradients they need not be flat: `leave_gradients()` once, `settle()` at a step.
 
     Autograd does not notice writes to flat memory between a forward pass and its backward pass.
 
     Attributes:
         params: flat trainable parameters, one 1-D tensor per group; complex ones as (real, imaginary) pairs.
-        grads: their flat gradients, same shapes; zero at first.
+        grads: their flat gradients, same shapes; zero at first. Empty after `leave_gradients`, and so are buckets.
         frozen: flat parameters with requires_grad=False, integer ones included.
         buffers: flat buffers, non-persistent and integer ones (num_batches_tracked) included.
         buckets: ranges of `grads` in the order in which the backward pass completes them.
@@ -92,6 +93,7 @@ class FlatModel:
         self.is_swapped = False
         self.moves = 0
         self._buffers: FlatBuffers | None = None
+        self._gradients: Gradients | None = None
         self._lay_out(callback=None)
 
     def _lay_out(self, callback: Callable[[Bucket], None] | None) -> None:
@@ -104,12 +106,17 @@ class FlatModel:
         by_name = {slot.name: slot for slot in self._slots + self._frozen_slots}
         self._all_slots = [by_name[name] for name, _ in named]  # in the module's order
         self._structure = Structure(self.module)
-        self._gradients = Gradients(self._slots, self.params, self.passes, self._caps, self.refresh)
-        self._gradients.announcer.callback = callback
-        self.grads, self.buckets = self._gradients.flats, self._gradients.buckets
         self.names = tuple(slot.name for slot in self._slots)
         self.n_params = sum(slot.tensor.numel() for slot in self._slots)
         self.n_bytes = sum(flat.numel() * flat.element_size() for flat in self.params)
+        self._watch_gradients(self._gradients is None or self._gradients.flat)
+        self._gradients.announcer.callback = callback
+
+    def _watch_gradients(self, flat: bool) -> None:
+        if self._gradients is not None:
+            self._gradients.remove_hooks()
+        self._gradients = Gradients(self._slots, self.params, self.passes, self._caps, self.refresh, flat=flat)
+        self.grads, self.buckets = self._gradients.flats, self._gradients.buckets
         self.passes.watch(self.parameters(), self.grads)
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
@@ -188,6 +195,14 @@ class FlatModel:
         self._only = None if self._only is None else self._only | set(map(id, parameters))
 
     # --- gradients ------------------------------------------------------------------------------------------------
+    def leave_gradients(self) -> None:
+        """Leave gradients where autograd makes them, from here on: nothing is copied, there are no `grads`."""
+        self._watch_gradients(flat=False)
+
+    def settle(self) -> None:
+        """Leave to the optimiser the gradients that count, wherever they are: none from batches of weight 0."""
+        self._gradients.settle()
+
     def collect(self) -> Tensor:
         """Make every element of `grads` valid: zero where a parameter has no gradient, else its gradient.
 
@@ -224,7 +239,7 @@ class FlatModel:
     def nonfinite(self, bucket: Bucket | None = None) -> list[str]:
         """Name the parameters whose gradient holds NaN or infinity; none as a rule.
 
-        One read of the gradients (of `bucket`, or of all after `collect()`): a NaN or an infinity survives in the
+        One read of the gradients (of `bucket`, or of all, collected or settled): a NaN or an infinity survives in the
         sum. Only where the sum is not finite (it may also have overflowed) is each gradient looked at. Waits for the
         device.
         """
@@ -371,13 +386,15 @@ class FlatModel:
         """
         new = {id(slot.tensor) for slot in self._frozen_slots if slot.tensor.requires_grad}
         held = [(slot.tensor, slot.tensor.grad) for slot in self._all_slots]
-        self._gradients.remove_hooks()
         self._lay_out(self._gradients.announcer.callback)
         views = {id(parameter): view for parameter, view in self._gradients.views()}
         for tensor, grad in held:
-            if grad is not None and id(tensor) in views:
-                unweighed = self.passes.weighs and id(tensor) in new
-                tensor.grad = views[id(tensor)].copy_(grad * self.weight if unweighed else grad)
+            if grad is None:
+                continue
+            if self.passes.weighs and id(tensor) in new:
+                tensor.grad = grad = grad * self.weight
+            if id(tensor) in views:
+                tensor.grad = views[id(tensor)].copy_(grad)
 
     def layout(self) -> dict[str, Any]:
         """Describe the places of the tensors in `params`, `frozen` and `buffers`, see `Slot.place`.

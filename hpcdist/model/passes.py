@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ class Passes:
         self._hooks: list[RemovableHandle] = []  # where the weight calls for them
         self._parameters: Sequence[nn.Parameter] = ()
         self._grads: Sequence[Tensor] = ()
+        self._first: set[int] = set()  # parameters, by id, that had no gradient before that of a batch of weight 0
         self._lock = threading.Lock()
         self._used: list[int] = []  # versions of the gradients when the last step had used them
         self._seen: list[str] = []  # the gradients' versions, and perhaps sums, at the end of the last pass
@@ -47,7 +49,7 @@ class Passes:
         self._joined = False
 
     def watch(self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
-        """Count passes of these parameters from here on, whose gradients are views of the flat `grads`."""
+        """Count passes of these parameters from here on, whose gradients are views of the flat `grads`, if any."""
         weight = self.weight
         self._set_weight(1.0)  # takes hooks away
         self._parameters, self._grads = parameters, grads
@@ -95,13 +97,18 @@ class Passes:
         """Register a hook that stays where the parameter is frozen meanwhile, as a critic in its generator's steps."""
         trained = parameter.requires_grad
         try:
-            return parameter.requires_grad_().register_hook(self._weigh)
+            return parameter.requires_grad_().register_hook(partial(self._weigh, parameter))
         finally:
             parameter.requires_grad_(trained)
 
-    def _weigh(self, grad: Tensor) -> Tensor:
+    def _weigh(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
         self.weighed = True
+        (self._first.add if parameter.grad is None else self._first.discard)(id(parameter))
         return grad * self.weight if self.weight else torch.zeros_like(grad)  # zero times infinity is not zero
+
+    def is_first(self, parameter: nn.Parameter) -> bool:
+        """Tell whether a parameter had no gradient before the one that a batch of weight 0 has just given it."""
+        return id(parameter) in self._first
 
     # --- passes ---------------------------------------------------------------------------------------------------
     def __bool__(self) -> bool:

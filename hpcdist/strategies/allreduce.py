@@ -101,6 +101,8 @@ class AllReduce(Strategy):
             else OwnAveraging(self._channel, config.algorithm)
         )
         self._alone = comm.size == 1 and not config.provider
+        if self._alone:
+            model.leave_gradients()
         self._compressed: Reduction | None = None
         if config.compression and comm.size > 1:
             self._compressed = Reduction(self._channel, config.compression, model.grads, spans(model))
@@ -156,7 +158,7 @@ class AllReduce(Strategy):
         self._passes += 1
         enough = self._passes >= self.config.accumulation or self.model.passes.ends_epoch
         if not self._accumulates and enough:
-            self._merged = self._merge()
+            self.synchronize()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -171,8 +173,20 @@ class AllReduce(Strategy):
 
     def synchronize(self) -> None:
         """Collective. Average gradients that no backward pass has averaged yet; as a rule there are none."""
-        if self._merged is None or self._passes:
+        if not self._alone and (self._merged is None or self._passes):
             self._merged = self._merge()
+
+    def _averaged(self) -> dict[int, list[str]]:
+        """Collective. Average what is not averaged yet; return the names of gradients that are not finite, by rank."""
+        if not self._alone:
+            self.synchronize()
+            bad, self._merged = self._merged, None
+            return bad
+        if self.model.unfrozen:
+            self.unfreeze()
+        self.model.settle()
+        names = self._nonfinite_here()
+        return {0: names} if names else {}
 
     def _require_averaged(self) -> None:
         """Check that the loop has not changed this rank's gradients before they were averaged.
@@ -189,8 +203,7 @@ class AllReduce(Strategy):
 
     def advance(self, update: Update) -> Outcome:
         self._require_averaged()
-        self.synchronize()
-        bad, self._merged = self._merged, None
+        bad = self._averaged()
         if self.model.changed_since_backward() or (self._skips and self.config.on_nonfinite == "ignore"):
             names = self._nonfinite_here()  # the loop may have mended them, or spoilt them, alike on all ranks
             bad = (bad or {self.comm.rank: names}) if names else {}
@@ -224,8 +237,7 @@ class AllReduce(Strategy):
 
         def evaluate() -> Tensor:
             loss = torch.as_tensor(closure(), dtype=torch.float64).item()
-            self.synchronize()
-            bad, self._merged = self._merged, None
+            bad = self._averaged()
             if bad:
                 self.refuse_nonfinite(bad)
             return self._mean(loss)
@@ -278,10 +290,7 @@ class AllReduce(Strategy):
 
     def _average_now(self) -> torch.Tensor:
         used = self.model.collect()
-        if self._alone:
-            self._bad = self._nonfinite_here()
-        else:
-            self._averaging.now(self.model.buckets, self._note_nonfinite)
+        self._averaging.now(self.model.buckets, self._note_nonfinite)
         return used
 
     def _average_compressed(self) -> tuple[torch.Tensor, dict[int, list[str]]]:

@@ -93,6 +93,8 @@ class Strategy(abc.ABC):
     takes_changed_gradients = True
     replicates = False  # all ranks have the same parameters after every step
     replaces_parameters = False  # a worker's, in its steps, by others' values: what the loop has changed is lost
+    # A step reads gradients in `model.grads`; else they stay where autograd makes them, for the local optimiser alone.
+    reads_gradients = True
     sends_between_steps = False  # parameters are under way while the loop runs, so that its own changes come too late
 
     def __init__(
@@ -115,6 +117,8 @@ class Strategy(abc.ABC):
         self._skips = config.on_nonfinite == "skip"  # gradients that are not finite, in this step
         self._since, self._before = comm.now(), Traffic()
         model.passes.configure(weighs=self.weighs, looks_closely=not self.takes_changed_gradients and comm.size > 1)
+        if not self.reads_gradients:
+            model.leave_gradients()
         _require_equal_models(comm, model)
         for tensor in (*model.params, *model.frozen, *model.buffers):
             comm.broadcast(tensor, 0)
@@ -137,7 +141,7 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def advance(self, update: Update) -> Outcome:
-        """Take one step of a worker, whose batch's gradients are in `model.grads`; decide when `update` runs."""
+        """Take one step of a worker along its batch's gradients; decide when `update` runs."""
 
     def serve(self, update: Update) -> None:
         """Apply the workers' gradients, on server ranks, until every worker has paused."""
@@ -389,7 +393,7 @@ class Strategy(abc.ABC):
 
     def step_alone(self, update: Update) -> Outcome:
         """Take the local optimiser's step on this rank's own gradient, left out where that is not finite."""
-        self.model.release(self.model.collect())
+        self.model.settle()
         bad = self.nonfinite()
         event = self.refuse_nonfinite({self.comm.rank: bad}) if bad else None
         if not bad:

@@ -67,7 +67,7 @@ class DPSGD(Strategy):
             faithful = compress.load(self.compression.name).faithful
             return self.consensus_rate or (1.0 if faithful else 0.05)
 
-    synchronous = True
+    synchronous, reads_gradients = True, False
 
     def __init__(self, config: Config, comm, model, **given):
         topology = from_config.make(config.topology, comm)

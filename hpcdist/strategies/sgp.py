@@ -45,7 +45,7 @@ class SGP(Strategy):
         )
         overlap: bool = Field(False, description="messages arrive while the next gradient is computed, a step later")
 
-    synchronous = True
+    synchronous, reads_gradients = True, False
 
     def __init__(self, config: Config, comm, model, **given):
         topology = from_config.make(config.topology, comm)

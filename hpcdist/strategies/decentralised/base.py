@@ -24,7 +24,7 @@ class Decentralised(Strategy):
     Of every rank that dies each of the others has one record that names it.
     """
 
-    survives_deaths = True
+    survives_deaths, reads_gradients = True, False
 
     def __init__(self, config: Strategy.Config, comm, model, **given):
         super().__init__(config, comm, model, **given)

@@ -111,6 +111,7 @@ class ServerStrategy(Strategy):
         self.update_clip: UpdateClip | None = None
         self.worker: Worker | None = None
         if place.alone:
+            model.leave_gradients()
             return
         clocks = max(1, len(roles.workers)) if roles.aggregators else 1
         values = len(self.hyperparameters) * self.sends_hyperparameters + self.of_all_workers

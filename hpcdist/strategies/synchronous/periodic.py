@@ -42,7 +42,7 @@ class Periodic(Strategy):
             CompressionConfig(), description="how differences are compressed; its warmup_steps count exchanges"
         )
 
-    synchronous = True
+    synchronous, reads_gradients = True, False
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)

@@ -96,12 +96,40 @@ def sandblaster(folder: Path) -> Table:
     return rows
 
 
+def devices(folder: Path) -> Table:
+    """Set the seconds of an epoch on one and on two ranks beside the reported ones; of each seed, as they are few."""
+    cells = _cells(analyse(read([folder / "study"])))
+    epoch = max(run.summary.samples for cell in cells.values() for run in cell.ended.values())
+    head = ["", "s per epoch, 1 rank", "s per epoch, 2 ranks", "% of scaling", "accuracy, 1 rank", "accuracy, 2 ranks"]
+    rows = []
+    for name in dict.fromkeys(name for name, _ in cells):
+        on = [cells[name, ranks] for ranks in (1, 2)]
+        head[0] = f"seeds {' and '.join(str(seed) for seed, _ in on[0].ended)}"
+        seconds = [list(cell.measure(lambda s: s.wall_s * epoch / s.samples).values()) for cell in on]
+        percent = 100 * fmean(seconds[0]) / (2 * fmean(seconds[1]))
+        times = [", ".join(f"{value:.1f}" for value in values) for values in seconds]
+        accuracies = [", ".join(f"{value:.3f}" for value in cell.final.values()) for cell in on]
+        rows.append([shown(name), *times, f"{percent:.1f}", *accuracies])
+    return [head, *rows, ["reported, one and two GPUs", "109.47", "78.61", "69.63", "", ""]]
+
+
+def devices_epochs(folder: Path) -> Table:
+    """Show the accuracy after each epoch on one rank, of both optimisers."""
+    told = {"adam": "Adam, 0.001 (the job's own)", "sgd": "SGD, 0.03, momentum 0.9"}
+    points = {name: read([folder / name]).runs[0].evaluations for name in told}
+    epochs = [f"{number} epoch{'s' * (number > 1)}" for number in range(1, 1 + max(map(len, points.values())))]
+    rows = [[told[name], *(f"{point.values['accuracy']:.4f}" for point in found)] for name, found in points.items()]
+    return [["1 rank, batch 64, seed 0", *epochs], *rows]
+
+
 TABLES: dict[str, Callable[[Path], Table]] = {
     "compression": compression,
     "modulation": modulation,
     "gossip": gossip,
     "slow-link": slow_link,
     "sandblaster": sandblaster,
+    "devices": devices,
+    "devices-epochs": devices_epochs,
 }
 
 

@@ -25,7 +25,7 @@ PARTS=( # name; minutes on 2 free cores; tables, or where else the numbers stand
     "staleness 15 staleness"
     "scaling 15 scaling-stragglers,scaling-even"
     "regression 6 regression,regression-job"
-    "devices 12 devices,devices-epochs"
+    "devices 15 devices,devices-epochs"
     "benchmarks 17 allreduce,horovod,step,server,steps,pipeline,compress"
     "digits 5 README.md,docs/simulate.md,docs/studies/benchmarks.md"
 )
@@ -191,7 +191,7 @@ list() {
 main() {
     local action=run_part chosen=() failed=() name
     OUT=runs/evidence SEEDS=5 EPOCHS="" CURVE="--budget samples=480000 --evaluations 48"
-    SMALL="" ROUNDS="" DEVICE_SAMPLES=19200
+    SMALL="" ROUNDS="" DEVICE_SAMPLES=60000
     while [ $# -gt 0 ]; do
         case $1 in
             --quick)

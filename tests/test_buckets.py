@@ -215,6 +215,21 @@ def test_an_error_in_the_callback_ends_the_backward_pass():
         model.module([0]).backward()
 
 
+def test_of_passes_that_are_joined_the_last_one_completes_buckets():
+    model, seen = FlatModel(Bag([(4, torch.float32)] * 2), bucket_bytes=4), []
+    model.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    model.begin()
+    with model.passes.joined():
+        model.module([0, 1]).backward()
+        assert not seen
+        model.passes.more_follow = False
+        model.module([1]).backward()
+        assert seen == [0]
+    assert not model.passes.more_follow
+    model.flush()
+    assert seen == [0, 1]
+
+
 def test_arrivals_on_several_threads_keep_the_order():
     count = 400
     names = [f"p{k}" for k in range(count)]

@@ -80,7 +80,7 @@ class Gradients:
                 blank[position] = False
             elif passes.is_first(parameter):
                 blank[position] = True
-            if announcer.armed:
+            if announcer.armed and not passes.more_follow:
                 announcer.arrive(position)
 
         return hook

@@ -27,6 +27,7 @@ class Passes:
         batch: how many batches have begun, for ranks to see that they are at the same one.
         batches_used: how many of them a step has followed.
         ends_epoch: that batch is the last one of an epoch, after which gradients may be fewer than is said.
+        more_follow: to the gradients that arrive now others are added in the same pass, see `joined`.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,7 @@ class Passes:
         self.weight = 1.0
         self.batch = 0
         self.batches_used = self._used_last = 0
-        self.ends_epoch = False
+        self.ends_epoch = self.more_follow = False
         self._on_end: Callable[[], None] | None = None
         self._weights: list[float] = []  # of the passes since the last step
         self._hooks: list[RemovableHandle] = []  # where the weight calls for them
@@ -144,14 +145,15 @@ class Passes:
         """Count all that is added to the gradients inside the context as one pass, which ends with it.
 
         So are the micro-batches of a batch one pass, whoever computes their gradients, and changes that are made to
-        them before the end count as none.
+        them before the end count as none. None is announced as ready, unless the caller sets `more_follow` to False
+        while the last ones arrive.
         """
-        self._joined = True
+        self._joined = self.more_follow = True
         self._weights.append(self.weight)
         try:
             yield
         finally:
-            self._joined = False
+            self._joined = self.more_follow = False
         self._end()
 
     def _end(self) -> None:

@@ -19,10 +19,11 @@ class Agreement:
     Args:
         comm: the ranks of a replica; nobody else sends on it. This object closes it.
         repeated: parameters of this rank that an earlier stage has too, and that count there: tied weights.
+        announces: gradients are announced as ready, in buckets, before the last of them is computed.
     """
 
-    def __init__(self, comm: Communicator, repeated: Iterable[nn.Parameter] = ()):
-        self._comm, self._repeated = comm, set(map(id, repeated))
+    def __init__(self, comm: Communicator, repeated: Iterable[nn.Parameter] = (), *, announces: bool = False):
+        self._comm, self._repeated, self.announces = comm, set(map(id, repeated)), announces
 
     @property
     def count(self) -> int:

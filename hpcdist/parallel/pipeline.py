@@ -121,7 +121,8 @@ class Pipeline(PartOfModel):
                 if 0 <= other < parts and before not in self._boundaries:
                     self._boundaries[before] = Boundary(comm, before, other % ranks, self._device)
         self.tied = TiedParameters(comm, whole, of_ranks, own)
-        self.agreement = Agreement(comm.split(0), self.tied.repeated)
+        once = len(list(own.parameters())) == sum(len(stage.parameters) for stage in self._stages.values())
+        self.agreement = Agreement(comm.split(0), self.tied.repeated, announces=once and not self.tied)
 
     @property
     def n_stages(self) -> int:
@@ -227,6 +228,9 @@ class Pipeline(PartOfModel):
         kind, number, part = operation
         stage = self._stages[number]
         thirds = _THIRDS[kind] + (kind in "BI" and self._recompute)
+        last = kind in "BW" and part == batch.parts - 1  # gradients of the stage's weights are summed in this order
+        for optimizer in self.optimizers:
+            optimizer.strategy.model.passes.more_follow = not last or scaled is not _as_it_is
         self.grid.inner.compute(thirds / 3 / self.n_stages * batch.shares[part])
         if kind == "F":
             values = stage.forward(self._values(stage, received, batch, part, grads=True))

@@ -42,7 +42,7 @@ class Stage:
 
     def __init__(self, number: int, chain: Chain, layers: range, recompute: bool):
         self.number, self._chain, self._layers, self._recompute = number, chain, layers, recompute
-        self._parameters = list(chain.parameters())
+        self.parameters = list(chain.parameters())
         self._entered: dict[int, list[Tensor]] = {}  # by micro-batch: the inputs that have a gradient
         self._left: dict[int, list[Tensor]] = {}  # the outputs that get one, or the loss
         self._later: dict[int, Callable[[], Any] | None] = {}  # the part of a backward pass that is left for later
@@ -136,8 +136,8 @@ class Stage:
 
         left, gradients = self._leave_again(micro_batch, gradients)
         left = [_Alias.apply(tensor) for tensor in left]  # which torch's function detaches; the graph may need them
-        _, groups = torchs.stage_backward_input(left, gradients, entered, iter(self._parameters))
-        self._later[micro_batch] = partial(torchs.stage_backward_weight, iter(self._parameters), groups)
+        _, groups = torchs.stage_backward_input(left, gradients, entered, iter(self.parameters))
+        self._later[micro_batch] = partial(torchs.stage_backward_weight, iter(self.parameters), groups)
         return self._gradients(micro_batch)
 
     def backward_weights(self, micro_batch: int) -> None:

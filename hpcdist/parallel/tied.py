@@ -32,6 +32,10 @@ class TiedParameters:
                 self._groups.append((group, [parameters[names[comm.rank][number]] for number in tied]))
         self._sums = [collectives.load("auto")(group) for group, _ in self._groups]
 
+    def __bool__(self) -> bool:
+        """Tell whether there are some."""
+        return bool(self._groups)
+
     @property
     def repeated(self) -> list[nn.Parameter]:
         """Return those that a rank before this one has, too."""

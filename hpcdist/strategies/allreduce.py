@@ -29,8 +29,8 @@ class AllReduce(Strategy):
 
     Equals one process with the batches of all ranks together. Replicas stay bitwise equal. With `overlap`, buckets
     of gradients are reduced on a thread while the backward pass computes the rest; that costs interpreter time and
-    a core, so `auto` measures the first steps both ways. Gradients of one stage of a model in stages are reduced after
-    its last backward pass, while other stages compute.
+    a core, so `auto` measures the first steps both ways. Gradients of a model in stages are reduced while its last
+    micro-batch is on its way back, those of each stage as soon as they are complete.
 
     With another `provider` the same is done by Horovod (`hpcdist horovod build`), or by torch.distributed, which have
     NCCL for GPUs, also on one rank. Adasum is another mathematics: orthogonal gradients are added, parallel ones
@@ -112,7 +112,8 @@ class AllReduce(Strategy):
         self._merged: dict[int, list[str]] | None = None  # what was not finite, once all have been averaged
         self._accumulates = False
         self._changing = ChangingBuffers(comm, model)
-        overlaps = self._averaging.beside and self._compressed is None and self.stages is None
+        announces = self.stages is None or self.stages.announces
+        overlaps = self._averaging.beside and self._compressed is None and announces
         self._trial = Trial(comm) if config.overlap == "auto" and overlaps else None
         model.on_bucket_ready(self._bucket_ready)
         model.passes.on_end(self._backward_ended)

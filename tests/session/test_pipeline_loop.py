@@ -57,6 +57,38 @@ def test_stages_and_replicas_train_as_one_process(ranks, stages, dtype, toleranc
 
 
 @pytest.mark.sizes(4)
+@pytest.mark.parametrize("schedule, chunks", [("gpipe", 1), ("one_f_one_b", 1), ("interleaved", 2), ("zero_bubble", 1)])
+def test_averaging_beside_the_last_micro_batch_changes_no_bit(ranks, schedule, chunks):
+    options = {"schedule": schedule, "chunks": chunks, "micro_batches": 4, "bucket_bytes": 256}
+    on, off = (ranks(lambda comm, o=overlap: trained(comm, 2, overlap=o, **options)) for overlap in ("on", "off"))
+    for (own, losses), (expected, others) in zip(on, off, strict=True):
+        assert losses == others and all(torch.equal(own[name], expected[name]) for name in expected)
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.sizes(4, exact=True)
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+def test_gradients_leave_while_the_last_micro_batch_is_on_its_way_back(ranks, schedule):
+    def body(comm):
+        model = pipeline(comm, 2, schedule=schedule, micro_batches=4)
+        optimizer = hd.DistributedOptimizer(sgd(model.parameters()), model, overlap="on", bucket_bytes=256)
+        strategy, passes_ended = optimizer.strategy, []
+        begin = strategy._bucket_ready
+
+        def note(bucket):
+            passes_ended.append(strategy._passes)
+            begin(bucket)
+
+        strategy.model.on_bucket_ready(note)
+        x, y = next(iter(hd.shard(batches(2))))
+        model.step(x, y)
+        hd.finish(model)
+        return 0 in passes_ended
+
+    assert all(ranks(body))
+
+
+@pytest.mark.sizes(4)
 @pytest.mark.parametrize("strategy", problem.stepping())
 def test_every_strategy_learns_among_the_replicas(ranks, strategy):
     found = ranks(lambda comm: trained(comm, 2, strategy=strategy, epochs=6))

@@ -26,7 +26,7 @@ def test_it_has_a_row_for_each_side(ranks, bench):
     results = ranks(lambda comm: measure(comm, ["small"], rounds=2, steps=2))
     assert results.count(results[0]) == len(results), "all ranks have the same rows"
     rows = {row["name"]: row for row in results[0]}
-    sides = bench.WAYS if bench is training else [steps.ALONE, steps.ALLREDUCE, *bench.WAYS]
+    sides = bench.WAYS if bench is training else [steps.ALONE, steps.COPY, steps.ALLREDUCE, *bench.WAYS]
     sides = [*sides, *([training.HOROVOD] if bench is training and peers.has_horovod() else [])]
     assert list(rows) == [f"small/{side.name}" for side in sides]
     for row in rows.values():
@@ -37,6 +37,9 @@ def test_it_has_a_row_for_each_side(ranks, bench):
     if bench is not training:
         assert rows["small/alone"]["overhead_s"] == 0
         assert rows["small/allreduce"]["speedup"] == 1
+        assert rows["small/copy"]["overhead_copies"] is None
+        each = rows["small/allreduce"]
+        assert each["overhead_copies"] == pytest.approx(each["overhead_s"] / rows["small/copy"]["median_s"])
 
 
 def test_every_decentralised_strategy_and_compressor_is_measured():

@@ -26,7 +26,7 @@ COLUMNS = ("name", "bytes", "ranks", "median_s", "bytes_sent", "bytes_fetched")
 
 @dataclass(frozen=True)
 class Way:
-    """Name a way of training: a strategy with options, or one of ALONE, DDP and DDP_NCCL."""
+    """Name a way of training: a strategy with options, or one of ALONE, COPY, DDP and DDP_NCCL."""
 
     name: str
     strategy: str | None = None
@@ -34,6 +34,7 @@ class Way:
 
 
 ALONE = Way("alone")  # the model without any communication: the limit
+COPY = Way("copy")  # no training: a copy of the parameters, which every rank makes at the same time
 DDP, DDP_NCCL = Way("ddp_gloo"), Way("ddp_nccl")  # torch's DistributedDataParallel, in its default process group
 ALLREDUCE = Way("allreduce", "allreduce")
 
@@ -70,13 +71,19 @@ def compare(comm: Communicator, models: Sequence[str], ways: Sequence[Way], roun
     """Collective. Time ways beside the model alone and all-reduce, of which `ways` are others.
 
     Returns:
-        Rows as `measure`'s, with overhead_s (over the model alone) and speedup (over all-reduce).
+        Rows as `measure`'s, with overhead_s (over the model alone), overhead_copies (the same in copies of the
+        parameters, of which each reads and writes all of them) and speedup (over all-reduce).
     """
     rows = []
     for model in models:
-        found = measure(comm, model, (ALONE, ALLREDUCE, *ways), rounds, steps)
+        found = measure(comm, model, (ALONE, COPY, ALLREDUCE, *ways), rounds, steps)
         found = beside(found, [f"{model}/{ALONE.name}"], overhead_s="overhead_s")
-        rows += beside(found, [f"{model}/{ALLREDUCE.name}"], speedup="speedup")
+        found = beside(found, [f"{model}/{ALLREDUCE.name}"], speedup="speedup")
+        (copy,) = (row for row in found if row["name"] == f"{model}/{COPY.name}")
+        for row in found:
+            row["overhead_copies"] = row["overhead_s"] / copy["median_s"]
+        copy |= dict.fromkeys(("overhead_s", "overhead_copies", "speedup"))  # it is no step
+        rows += found
     return rows
 
 
@@ -96,6 +103,9 @@ def _side(comm: Communicator, name: str, way: Way, widths: tuple[int, ...], x: t
         finish(x)
         return (time.perf_counter() - start) / steps
 
+    if way == COPY:
+        run = _copying(n_bytes // 4, x.device)
+        return Side(name, run, {"bytes": n_bytes, "bytes_sent": 0.0, "bytes_fetched": 0.0})
     if way.strategy is None:
         module = DistributedDataParallel(module) if way in (DDP, DDP_NCCL) else module
         sent = {"bytes_sent": 0.0, "bytes_fetched": 0.0} if way == ALONE else {}
@@ -127,3 +137,17 @@ def _side(comm: Communicator, name: str, way: Way, widths: tuple[int, ...], x: t
         strategy.comm.close()
 
     return Side(name, run, columns, close)
+
+
+def _copying(elements: int, device: torch.device) -> Callable[[int], float]:
+    """Make the run of COPY."""
+    source, target = (torch.zeros(elements, device=device) for _ in range(2))
+
+    def run(steps: int) -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            target.copy_(source)
+        finish(target)
+        return (time.perf_counter() - start) / steps
+
+    return run

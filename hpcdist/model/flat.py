@@ -45,7 +45,8 @@ class FlatModel:
     zeroing and adding to the view, as `set_to_none=False` does. Both modes accumulate over several backward passes.
     Sparse gradients (`nn.Embedding(sparse=True)`) are made dense, so use a dense optimiser. At a step: `refresh()`,
     `collect()` or `flush()`, communicate `grads`, `release(used)`, let the optimiser step, `passes.done()`. Where
-    nobody but the optimiser reads gradients they need not be flat: `leave_gradients()` once, `settle()` at a step.
+    nobody but the optimiser reads gradients they need not be flat: `leave_gradients()` once, and at a step `settle()`
+    in place of `collect()`, `flush()` and `release()`.
 
     Autograd does not notice writes to flat memory between a forward pass and its backward pass.
 

@@ -12,7 +12,7 @@ import torch
 from numpy import ndarray
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from torch import nn
+from torch import Tensor, nn
 
 from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
@@ -33,9 +33,11 @@ class Perceptron:
     """
 
     def __init__(self, model: FlatModel, rate: float, momentum: float):
-        model.release([True] * len(model.names))  # gradients lie in flat memory from the first step on
+        if model.grads:
+            model.release([True] * len(model.names))  # gradients lie in flat memory from the first step on
+        grads = model.grads[0] if model.grads else _lay_gradients(model)
         self._rate, self._momentum = rate, momentum
-        self._flat, self._flat_grads = model.params[0].detach().numpy(), model.grads[0].numpy()
+        self._flat, self._flat_grads = model.params[0].detach().numpy(), grads.numpy()
         self._params = [parameter.detach().numpy() for parameter in model.module.parameters()]
         self._grads = [parameter.grad.numpy() for parameter in model.module.parameters()]
         self._velocity = np.zeros_like(self._flat)
@@ -57,6 +59,15 @@ class Perceptron:
         self._velocity *= self._momentum
         self._velocity += self._flat_grads
         self._flat -= self._rate * self._velocity
+
+
+def _lay_gradients(model: FlatModel) -> Tensor:
+    """Lay gradients out as the parameters are, where the strategy leaves them to whoever makes them."""
+    flat = torch.zeros_like(model.params[0])
+    for parameter in model.module.parameters():
+        start = parameter.storage_offset() - model.params[0].storage_offset()
+        parameter.grad = flat[start : start + parameter.numel()].view_as(parameter)
+    return flat
 
 
 def softmax(scores: ndarray) -> ndarray:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist import strategies
 from hpcdist.bench import runner
-from hpcdist.bench.runner import Row, Side, beside, finish, table
+from hpcdist.bench.runner import Row, Side, beside, finish, table, timed
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
 
@@ -104,7 +104,8 @@ def _side(comm: Communicator, name: str, way: Way, widths: tuple[int, ...], x: t
         return (time.perf_counter() - start) / steps
 
     if way == COPY:
-        run = _copying(n_bytes // 4, x.device)
+        source, target = (torch.zeros(n_bytes // 4, device=x.device) for _ in range(2))
+        run = timed(comm, lambda: finish(target.copy_(source)))
         return Side(name, run, {"bytes": n_bytes, "bytes_sent": 0.0, "bytes_fetched": 0.0})
     if way.strategy is None:
         module = DistributedDataParallel(module) if way in (DDP, DDP_NCCL) else module
@@ -137,17 +138,3 @@ def _side(comm: Communicator, name: str, way: Way, widths: tuple[int, ...], x: t
         strategy.comm.close()
 
     return Side(name, run, columns, close)
-
-
-def _copying(elements: int, device: torch.device) -> Callable[[int], float]:
-    """Make the run of COPY."""
-    source, target = (torch.zeros(elements, device=device) for _ in range(2))
-
-    def run(steps: int) -> float:
-        start = time.perf_counter()
-        for _ in range(steps):
-            target.copy_(source)
-        finish(target)
-        return (time.perf_counter() - start) / steps
-
-    return run

@@ -106,15 +106,13 @@ class Calls:
             sleep: see `wait_until`.
         """
         limit_s = self.deadline_s if deadline_s is None else deadline_s
-        outer, self.current = self.current, Call(call, peer, _clock(), math.inf)
-        try:
-            self.traffic.waiting_s += wait_until(ready, limit_s, lambda: f"rank {self.rank}: {what}", sleep=sleep)
-        except DeadlineError as error:
-            if deadline_s is not None:
-                raise
-            raise DeadlineError(f"{error}{self.whereabouts()}") from None
-        finally:
-            self.current = outer
+        with self.blocked(call, peer, math.inf):
+            try:
+                self.traffic.waiting_s += wait_until(ready, limit_s, lambda: f"rank {self.rank}: {what}", sleep=sleep)
+            except DeadlineError as error:
+                if deadline_s is not None:
+                    raise
+                raise DeadlineError(f"{error}{self.whereabouts()}") from None
 
     # --- messages -------------------------------------------------------------------------------------------------
     def whereabouts(self) -> str:

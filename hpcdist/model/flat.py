@@ -359,7 +359,7 @@ class FlatModel:
         if self._structure.changed():
             self._check_structure()
         for slot in self._all_slots:
-            if slot.tensor.data_ptr() != slot.pointer or slot.tensor.dtype != slot.dtype:
+            if slot.moved():
                 slot.take_back((self.params if slot.trainable else self.frozen)[slot.group])
                 self.moves += 1
 

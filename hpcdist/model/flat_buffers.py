@@ -59,7 +59,7 @@ class FlatBuffers:
         self._restore_places()
 
     def _take(self, slot: Slot, tensor: Tensor) -> None:
-        if tensor is slot.tensor and tensor.data_ptr() == slot.pointer and tensor.dtype == slot.dtype:
+        if tensor is slot.tensor and not slot.moved():
             return
         flat = self.flats[slot.group]
         if tensor.shape != slot.shape or tensor.dtype != slot.dtype or tensor.device != flat.device:

@@ -21,7 +21,7 @@ class Gradients:
     not flat, leaves it there. Gradients that only batches of weight 0 have made count as none.
 
     Attributes:
-        flats: one tensor per group of parameters, of the same shapes; zero at first. None where they are not flat.
+        flats: one tensor per group of parameters, of the same shapes; zero at first. Empty where they are not flat.
         buckets: ranges of them, in the order in which the backward pass completes them.
         announcer: notes what has arrived, and announces buckets.
 

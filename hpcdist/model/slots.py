@@ -45,6 +45,10 @@ class Slot:
         """Describe the slot, in types that JSON has: name, group, start, stop, dtype, shape."""
         return [self.name, self.group, self.start, self.stop, str(self.dtype), list(self.shape)]
 
+    def moved(self) -> bool:
+        """Tell whether somebody gave the tensor other memory, or another dtype."""
+        return self.tensor.data_ptr() != self.pointer or self.tensor.dtype != self.dtype
+
     def take_back(self, flat: Tensor) -> None:
         """Move the tensor back from other memory, with its values there.
 

@@ -382,21 +382,18 @@ def test_replicas_go_on_as_others(ranks, shared_tmp_path):
 
     def body(comm):
         with session(comm):
-            training = Training(comm, halved, "allreduce")
-            for step in range(3):
-                training.step(step)
-            hd.save(shared_tmp_path / "allreduce", optimizer=training.optimizer)
-            saved = training.values()
-            hd.finish(training.shards)
-            training = Training(comm, halved, "diloco", period=4)
-            for step in range(3):
-                training.step(step)
-            hd.save(shared_tmp_path / "diloco", optimizer=training.optimizer)
-            hd.finish(training.shards)
+            saved = {}
+            for strategy, options in (("allreduce", {}), ("diloco", {"period": 4})):
+                training = Training(comm, halved, strategy, **options)
+                for step in range(3):
+                    training.step(step)
+                hd.save(shared_tmp_path / strategy, optimizer=training.optimizer)
+                saved[strategy] = training.values()
+                hd.finish(training.shards)
         with session(comm):
             resumed = Shared(quartered)
             hd.load(shared_tmp_path / "allreduce", optimizer=resumed.optimizer)
-            assert all(torch.equal(*pair) for pair in zip(resumed.state(), saved))
+            assert all(torch.equal(*pair) for pair in zip(resumed.state(), saved["allreduce"]))
             resumed.train(3, STEPS)
             assert close([whole(p) for p in resumed.model.parameters()], alone())
             hd.finish(resumed.trained)

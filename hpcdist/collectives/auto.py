@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from bisect import bisect_left
 from pathlib import Path
 from typing import final
@@ -12,10 +11,13 @@ from torch import Tensor
 
 from hpcdist.collectives import load
 from hpcdist.collectives.base import SUMMED_AS, AllReduce
+from hpcdist.collectives.direct import Direct
 from hpcdist.collectives.native import SATURATED
 from hpcdist.collectives.tuning.table import predict_table
 from hpcdist.collectives.tuning.table_cache import DEFAULT_CACHE, cached_table
 from hpcdist.comm.communicator import Communicator
+
+SHARED_BYTES = 1 << 19  # from here on tensors that all ranks have mapped are summed in place: two exchanges less pay
 
 _AS_THEY_ARE = {dtype for dtype, summed_as in SUMMED_AS.items() if dtype is summed_as} - SATURATED
 
@@ -45,7 +47,8 @@ class Auto(AllReduce):
         self._algorithms = [algorithms[name] for _, name in self.ranges]
         self._native = comm.allreduce
         library_first = self.ranges[0][1] == "native" and comm.size > 1
-        self._native_bytes = int(min(self._ends[0], sys.maxsize)) if library_first else -1
+        self._native_bytes = int(min(self._ends[0], SHARED_BYTES - 1)) if library_first else -1
+        self._direct = Direct(comm) if Direct.suits(comm) else None
 
     def __call__(self, tensor: Tensor) -> None:
         """Collective. Replace `tensor` by its sum over all ranks; see `AllReduce.__call__`."""
@@ -58,9 +61,18 @@ class Auto(AllReduce):
 
     def _sum(self, tensor: Tensor) -> None:
         if tensor.is_cpu:
-            self._algorithms[bisect_left(self._ends, tensor.nbytes)]._sum(tensor)
+            self._chosen(tensor)._sum(tensor)
         else:  # not staged, as the library reads device memory itself; the table has no figures for that
             self._native(tensor)
+
+    def _mean(self, tensor: Tensor) -> None:
+        self._chosen(tensor)._mean(tensor)
+
+    def _chosen(self, tensor: Tensor) -> AllReduce:
+        """Choose the algorithm for a tensor on the host. The table has figures of tensors that are not shared."""
+        if self._direct is not None and tensor.nbytes >= SHARED_BYTES and self.comm.is_shared(tensor):
+            return self._direct
+        return self._algorithms[bisect_left(self._ends, tensor.nbytes)]
 
     def close(self) -> None:
         for algorithm in dict.fromkeys(self._algorithms):

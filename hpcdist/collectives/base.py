@@ -45,6 +45,20 @@ class AllReduce(abc.ABC):
             CommunicationError: the tensor is not flat and contiguous, or a transfer fails.
             ConfigError: its dtype has no sum.
         """
+        self._call(tensor, self._sum)
+
+    def mean(self, tensor: Tensor) -> None:
+        """Collective. Replace `tensor`, of a float or complex type, by its mean: the sum over all ranks, divided.
+
+        Args and errors are those of `__call__`.
+        """
+        if tensor.is_cpu:
+            self._call(tensor, self._mean)
+        else:
+            self(tensor)
+            tensor.div_(self.comm.size)
+
+    def _call(self, tensor: Tensor, work: Callable[[Tensor], None]) -> None:
         check_flat(tensor)
         dtype = SUMMED_AS.get(tensor.dtype)
         if dtype is None:
@@ -54,7 +68,7 @@ class AllReduce(abc.ABC):
             )
         if self.comm.size > 1 and tensor.numel() > 0:
             with self.comm.host(tensor if dtype is tensor.dtype else tensor.view(dtype)) as host:
-                self._sum(host)
+                work(host)
 
     @abc.abstractmethod
     def _sum(self, tensor: Tensor) -> None:
@@ -64,6 +78,11 @@ class AllReduce(abc.ABC):
             tensor: flat and contiguous, of at least 1 element and a dtype that torch adds, on the host unless the
                 communicator is device-aware; there are at least 2 ranks. Overwritten.
         """
+
+    def _mean(self, tensor: Tensor) -> None:
+        """Collective. Replace `tensor`, as `_sum` gets it, by its mean over all ranks."""
+        self._sum(tensor)
+        tensor.div_(self.comm.size)
 
     def close(self) -> None:
         """Collective. Release memory, windows and communicators; the object must not be called afterwards."""
@@ -77,6 +96,8 @@ class Algorithm(AllReduce):
         if comm.timeline is not None:
             name = f"all-reduce by {type(self).__module__.rpartition('.')[2]}"
             self._sum = comm.timeline.noted(name, "collective", self._sum)  # type: ignore[method-assign]
+            if type(self)._mean is not AllReduce._mean:  # which calls the other
+                self._mean = comm.timeline.noted(name, "collective", self._mean)  # type: ignore[method-assign]
 
     @staticmethod
     def suits(comm: Communicator) -> bool:

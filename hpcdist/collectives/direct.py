@@ -1,4 +1,4 @@
-"""Direct all-reduce inside one node: each rank adds up its share in the others' own memory, in a single copy."""
+"""Direct all-reduce inside one node: each rank adds up its share in the others' own memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Direct(Algorithm):
     Rank r reads slice r of every other rank's tensor, adds, and writes the sum into every other rank's tensor. Slice
     r is read and written by rank r alone, so no rank waits before the end: one exchange of addresses, one
     barrier. Bytes written into other ranks' memory, per rank: n(p-1)/p; read from it: the same. The sum is taken in
-    rank order: bitwise that of a loop over the ranks.
+    rank order: bitwise that of a loop over the ranks. The kernel copies what is read and written, unless the tensor is
+    of `Communicator.shared_zeros`: that is mapped by all, and read where it lies.
 
     Reference: J. Hashmi, S. Chakraborty, M. Bayatpour, H. Subramoni, D. Panda, "Designing efficient shared address
     space reduction collectives for multi-/many-cores", 2018.
@@ -41,6 +42,12 @@ class Direct(Algorithm):
         return comm.can_attach
 
     def _sum(self, tensor: Tensor) -> None:
+        self._reduce(tensor, divisor=1)
+
+    def _mean(self, tensor: Tensor) -> None:
+        self._reduce(tensor, divisor=self.comm.size)
+
+    def _reduce(self, tensor: Tensor, divisor: int) -> None:
         if not tensor.is_cpu:
             raise ConfigError(
                 f"tensors of the direct all-reduce must be in host memory; got one on {tensor.device}. Use native, or "
@@ -51,17 +58,17 @@ class Direct(Algorithm):
         others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # not all to the same one at once
         window = comm.attach(tensor)
         for segment in chunks(tensor[start:end], segment_count((end - start) * tensor.itemsize, SEGMENT_BYTES)):
-            offset = segment.storage_offset() - tensor.storage_offset()
-            if segment.numel() > 0:
-                memory = self._inbox.like(segment, 2 * segment.numel())
-                first, theirs = memory[: segment.numel()], memory[segment.numel() :]
+            offset, count = segment.storage_offset() - tensor.storage_offset(), segment.numel()
+            if count > 0:
+                memory = self._inbox.like(segment, 2 * count)
+                first, theirs = memory[:count], memory[count:]
 
                 def read(peer: int) -> Tensor:
-                    out = first if peer == 0 else theirs
-                    window.get(out, peer, offset)
-                    return out
+                    return window.read(peer, offset, count, first if peer == 0 else theirs)
 
                 sum_in_rank_order(segment, comm.rank, comm.size, read, lambda: first)
+                if divisor != 1:
+                    segment.div_(divisor)  # while the processor has it in its cache
                 for peer in others:
                     window.put(segment, peer, offset)
         comm.barrier()

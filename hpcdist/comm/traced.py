@@ -174,6 +174,12 @@ class TracedCommunicator(Communicator):
     def attach(self, tensor: Tensor) -> Memory:
         return TracedWindow(self, self._comm.attach(tensor))
 
+    def shared_zeros(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._comm.shared_zeros(count, dtype)
+
+    def is_shared(self, tensor: Tensor) -> bool:
+        return self._comm.is_shared(tensor)
+
     def put_all(self, puts: Iterable[Put]) -> None:
         details: Details = {"to": [], "bytes": 0}
         with self.timeline.span("puts", WINDOW, details):
@@ -275,8 +281,8 @@ class TracedWindow(Window):
     def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
         self._note("get", "from", rank, out.nbytes, self.plain.get, out, rank, offset)
 
-    def read(self, rank: int, offset: int, count: int) -> Tensor:
-        return self.plain.read(rank, offset, count)
+    def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
+        return self.plain.read(rank, offset, count, out)
 
     def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
         self._note("put", "to", rank, values.nbytes, self.plain.put, values, rank, offset)

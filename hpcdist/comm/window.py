@@ -26,12 +26,15 @@ class Memory(abc.ABC):
     def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
         """Copy `len(out)` elements of `rank`'s memory, from `offset` on, into `out` (overwritten)."""
 
-    def read(self, rank: int, offset: int, count: int) -> Tensor:
+    def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
         """Return `count` elements of `rank`'s memory: a view if that memory is mapped here, else a copy.
 
         Not to be written; what lies in place stays what it is only until somebody changes it there.
+
+        Args:
+            out: memory for the copy, shape (count,); new if None.
         """
-        out = torch.empty(count, dtype=self.local.dtype)
+        out = torch.empty(count, dtype=self.local.dtype) if out is None else out
         self.get(out, rank, offset)
         return out
 

@@ -113,10 +113,12 @@ class FlatModel:
         self._watch_gradients(self._gradients is None or self._gradients.flat)
         self._gradients.announcer.callback = callback
 
-    def _watch_gradients(self, flat: bool) -> None:
+    def _watch_gradients(self, flat: bool, flats: Sequence[Tensor] | None = None) -> None:
         if self._gradients is not None:
             self._gradients.remove_hooks()
-        self._gradients = Gradients(self._slots, self.params, self.passes, self._caps, self.refresh, flat=flat)
+        self._gradients = Gradients(
+            self._slots, self.params, self.passes, self._caps, self.refresh, flat=flat, flats=flats
+        )
         self.grads, self.buckets = self._gradients.flats, self._gradients.buckets
         self.passes.watch(self.parameters(), self.grads)
 
@@ -199,6 +201,10 @@ class FlatModel:
     def leave_gradients(self) -> None:
         """Leave gradients where autograd makes them, from here on: nothing is copied, there are no `grads`."""
         self._watch_gradients(flat=False)
+
+    def move_gradients(self, flats: Sequence[Tensor]) -> None:
+        """Keep gradients in other memory from here on: tensors of zeros, like `params`. Before the first batch."""
+        self._watch_gradients(flat=True, flats=flats)
 
     def settle(self) -> None:
         """Leave to the optimiser the gradients that count, wherever they are: none from batches of weight 0."""

@@ -32,6 +32,7 @@ class Gradients:
         caps: bytes of a bucket, and of the first one of each group.
         refresh: raises ConfigError where a parameter is of another dtype, shape or device than its slot.
         flat: False leaves gradients where autograd makes them: there are no `flats`, no buckets, nothing to announce.
+        flats: memory for them, of zeros; new if None.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class Gradients:
         refresh: Callable[[], None],
         *,
         flat: bool = True,
+        flats: Sequence[Tensor] | None = None,
     ):
         self._slots, self._passes, self._refresh, self.flat = slots, passes, refresh, flat
-        self.flats = tuple(map(torch.zeros_like, params)) if flat else ()
+        self.flats = tuple(map(torch.zeros_like, params) if flats is None else flats) if flat else ()
         self.buckets = make_buckets(slots, self.flats, *caps)
         self.announcer = Announcer(self.buckets, tuple(slot.name for slot in slots if flat))
         self._views = [slot.view(self.flats[slot.group]) for slot in slots if flat]

@@ -103,6 +103,8 @@ class AllReduce(Strategy):
         self._alone = comm.size == 1 and not config.provider
         if self._alone:
             model.leave_gradients()
+        elif not (config.provider or config.compression) and all(flat.is_cpu for flat in model.params):
+            model.move_gradients([self._channel.shared_zeros(len(flat), flat.dtype) for flat in model.params])
         self._compressed: Reduction | None = None
         if config.compression and comm.size > 1:
             self._compressed = Reduction(self._channel, config.compression, model.grads, spans(model))

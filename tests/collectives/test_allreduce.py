@@ -193,6 +193,44 @@ def test_long_tensors_pass_in_several_segments(ranks, name, cache_dir):
 
 @FEW
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_the_mean_is_the_sum_divided_to_the_bit(ranks, name, dtype, cache_dir):
+    def body(comm):
+        total, mean = (addend(comm.rank, 70_001, dtype) for _ in range(2))
+        reduce = make(name, comm, cache_dir)
+        reduce(total)
+        reduce.mean(mean)
+        reduce.close()
+        return bits(mean) == bits(total.div_(comm.size))
+
+    assert all(ranks(body))
+
+
+@UP_TO_9
+@pytest.mark.parametrize("name", ["auto", "direct"])
+@pytest.mark.parametrize("count", [3, 1009, 700_001])
+def test_tensors_that_all_have_mapped_are_summed_in_place_to_the_same_bits(ranks, name, count, cache_dir):
+    def body(comm):
+        reduce = make(name, comm, cache_dir)
+        tensor = comm.shared_zeros(count + 2)
+        found = []
+        for call in (reduce, reduce.mean):
+            tensor[1:-1] = addend(comm.rank, count, torch.float32)
+            call(tensor[1:-1])
+            found.append(bits(tensor[1:-1]))
+        around = tensor[0].item(), tensor[-1].item()
+        reduce.close()
+        return found, around
+
+    total = summed_in_rank_order(count, torch.float32, ranks.size)
+    results = ranks(body, network=Network(1e-6, 1e9, ranks_per_node=9))
+    assert all(around == (0.0, 0.0) and found == results[0][0] for found, around in results)
+    if name == "direct" or count > 1 << 14 and type(ranks).__name__ == "RealRanks":
+        assert results[0][0] == [bits(total), bits(total.div(ranks.size))]
+
+
+@FEW
+@pytest.mark.parametrize("name", NAMES)
 def test_a_view_inside_a_longer_tensor_is_summed_and_its_surroundings_are_left_alone(ranks, name, cache_dir):
     def body(comm):
         tensor = torch.full((30,), float(comm.rank + 1))

@@ -333,6 +333,12 @@ class MpiCommunicator(Communicator):
     def attach(self, tensor: Tensor) -> Memory:
         return self.transports.attach(tensor)
 
+    def shared_zeros(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.transports.shared_zeros(count, dtype)
+
+    def is_shared(self, tensor: Tensor) -> bool:
+        return self.transports.is_shared(tensor)
+
     def host(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
         """Yield the tensor, or its copy on the host; see Communicator.host."""
         return self.staging.host(tensor)

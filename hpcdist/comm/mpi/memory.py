@@ -1,7 +1,8 @@
-"""Memory that the ranks of a node share without MPI, where ranks may die.
+"""Memory that the ranks of a node share without MPI: where ranks may die, and for tensors that they sum in place.
 
 Open MPI warns at every start that its own windows are not tested with deaths. Here the kernel keeps a file without a
-name for each rank, which the others map through its process; it is gone with the last of them.
+name for each rank, which the others map through its process; it is gone with the last of them, and no limit of
+/dev/shm holds for it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from mpi4py import MPI
+from torch import Tensor
 
 from hpcdist.errors import CommunicationError
 
@@ -30,16 +33,7 @@ class NodeMemory:
 
     def __init__(self, comm, n_bytes: int):
         self._lock = threading.Lock()
-        own = os.memfd_create("hpcdist-window")
-        try:
-            if n_bytes:
-                os.posix_fallocate(own, 0, n_bytes)
-            files = comm.gather([own, n_bytes])
-            ranks = [rank for rank in range(comm.size) if comm.nodes[rank] == comm.nodes[comm.rank]]
-            self._parts = [_mapped(comm, rank, files[rank] or [0, 0], own) for rank in ranks]
-            comm.barrier()  # all have been mapped
-        finally:
-            os.close(own)
+        self._parts = map_parts(comm, n_bytes)
 
     def Shared_query(self, node_rank: int) -> tuple[mmap.mmap | memoryview, int]:
         return self._parts[node_rank], 1
@@ -81,6 +75,37 @@ class NodeMemory:
         return np.frombuffer(self._parts[target], dtype, count, offset * dtype.itemsize)
 
 
+def map_parts(comm, n_bytes: int) -> list[mmap.mmap | memoryview]:
+    """Collective among the living. Make zeroed memory, and map that of all ranks of this rank's node, in their order.
+
+    Args:
+        comm: the MpiCommunicator.
+        n_bytes: of this rank.
+
+    Raises:
+        CommunicationError: a rank can't make its memory, or map another's.
+    """
+    own = comm.together(lambda: _made(n_bytes))
+    try:
+        files = comm.gather([own, n_bytes])
+        ranks = [rank for rank in range(comm.size) if comm.nodes[rank] == comm.nodes[comm.rank]]
+        return comm.together(lambda: [_mapped(comm, rank, files[rank] or [0, 0], own) for rank in ranks])
+    finally:
+        os.close(own)
+
+
+def _made(n_bytes: int) -> int:
+    """Make a file without a name, of so many zeros; return its number."""
+    file = os.memfd_create("hpcdist-window")
+    try:
+        if n_bytes:
+            os.posix_fallocate(file, 0, n_bytes)
+    except OSError as error:
+        os.close(file)
+        raise CommunicationError(f"{n_bytes} bytes of memory to share must be available; {error.strerror}.") from error
+    return file
+
+
 def _mapped(comm, rank: int, file_of: Sequence[int], own: int) -> mmap.mmap | memoryview:
     """Map the memory of a rank of this node, a file of its process; nothing of a rank that has died."""
     file, n_bytes = file_of
@@ -100,3 +125,34 @@ def _mapped(comm, rank: int, file_of: Sequence[int], own: int) -> mmap.mmap | me
         return mmap.mmap(theirs, n_bytes)
     finally:
         os.close(theirs)
+
+
+class SharedTensor:
+    """Collective. Zeroed memory of this rank that the other ranks have mapped, all of them on one node.
+
+    Args:
+        comm: the MpiCommunicator.
+        count: of elements, the same on all ranks.
+        dtype: of an element.
+
+    Attributes:
+        local: this rank's memory, shape (count,).
+
+    Raises:
+        CommunicationError: on all ranks, where one can't make its memory, or map another's.
+    """
+
+    def __init__(self, comm, count: int, dtype: torch.dtype):
+        n_bytes = count * dtype.itemsize
+        self._parts = [torch.frombuffer(part, dtype=torch.uint8) for part in map_parts(comm, n_bytes)]
+        self._first, self._end = self._parts[comm.rank].data_ptr(), self._parts[comm.rank].data_ptr() + n_bytes
+        self.local = self._parts[comm.rank].view(dtype)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor lies within this rank's memory."""
+        return self._first <= tensor.data_ptr() < self._end
+
+    def beside(self, tensor: Tensor) -> list[Tensor]:
+        """View the part of each rank's memory that lies where a flat tensor lies in this rank's; by rank."""
+        start = tensor.data_ptr() - self._first
+        return [part[start : start + tensor.nbytes].view(tensor.dtype) for part in self._parts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hpcdist.comm.mpi import internode
 from hpcdist.comm.mpi.calls import EVERYONE
+from hpcdist.comm.mpi.memory import SharedTensor
 from hpcdist.comm.mpi.tcp import Server
 from hpcdist.comm.mpi.window import AttachedMemory, MpiWindow
 from hpcdist.comm.transfer import check_flat
@@ -32,6 +34,7 @@ class Transports:
         self._across_nodes = len(set(comm.nodes)) > 1
         self._node_mpi: MPI.Intracomm | None = None
         self._server: Server | None = None
+        self._shared: list[SharedTensor] = []
 
     # --- what windows are made of ---------------------------------------------------------------------------------
     def node_mpi(self) -> MPI.Intracomm:
@@ -101,11 +104,28 @@ class Transports:
                 f"tensors attached together must have the same number of bytes on every rank; "
                 f"got {ranges[:, 1].tolist()} in rank order."
             )
-        return AttachedMemory(comm, tensor, ranges[:, 0].tolist())
+        return AttachedMemory(comm, tensor, ranges[:, 0].tolist(), self._mapped(tensor))
+
+    def shared_zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Collective. Make memory that the others have mapped, where they can; see Communicator.shared_zeros."""
+        if self._comm.size > 1 and self._comm.can_attach and count > 0:
+            with suppress(CommunicationError):  # on all ranks
+                self._shared.append(SharedTensor(self._comm, count, dtype))
+                return self._shared[-1].local
+        return torch.zeros(count, dtype=dtype)
+
+    def is_shared(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor lies in memory that `shared_zeros` has made."""
+        return any(shared.holds(tensor) for shared in self._shared)
+
+    def _mapped(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks as they are mapped here; none where they are not."""
+        return next((shared.beside(tensor) for shared in self._shared if shared.holds(tensor)), [])
 
     # --- the end --------------------------------------------------------------------------------------------------
     def close(self) -> None:
         """Collective. End the threads that serve windows, and release MPI's communicator of the node."""
+        self._shared.clear()
         if self._server is not None:
             self._server.close()
             self._server = None

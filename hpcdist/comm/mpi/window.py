@@ -82,10 +82,10 @@ class MpiWindow(Window):
         if rank != self.comm.rank:
             self.comm.traffic.fetched(out.nbytes)
 
-    def read(self, rank: int, offset: int, count: int) -> Tensor:
+    def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
         memory = self._at(rank, offset, None, count)
         if memory is None:
-            return super().read(rank, offset, count)
+            return super().read(rank, offset, count, out)
         self._shared.Sync()
         if rank != self.comm.rank:
             self.comm.traffic.fetched(memory.nbytes)
@@ -254,32 +254,56 @@ class MpiWindow(Window):
 
 
 class AttachedMemory(Memory):
-    """Memory that the ranks of one node already have, read and written by cross-memory attach."""
+    """Memory that the ranks of one node already have: mapped by all of them, or read and written by the kernel.
 
-    def __init__(self, comm, tensor: Tensor, addresses: list[int]):
-        self.comm, self.local, self._addresses = comm, tensor, addresses
-        self._peers = [PeerMemory(pid) for pid in comm.pids]
+    Args:
+        comm: the MpiCommunicator.
+        tensor: of this rank.
+        addresses: of all ranks' tensors, each in its own process.
+        mapped: all ranks' tensors as they lie in this process; none where they don't.
+    """
+
+    def __init__(self, comm, tensor: Tensor, addresses: list[int], mapped: list[Tensor]):
+        self.comm, self.local, self._addresses, self._parts = comm, tensor, addresses, mapped
+        self._peers = [] if mapped else [PeerMemory(pid) for pid in comm.pids]
 
     def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
-        self._transfer(self._peers[rank].read, out, rank, offset)
+        self._check(rank, offset, out.numel())
+        start = _clock()
+        if self._parts:
+            out.copy_(self._parts[rank][offset : offset + out.numel()])
+        else:
+            self._peers[rank].read(out.data_ptr(), self._addresses[rank] + offset * out.itemsize, out.nbytes)
+        self.comm.traffic.communicating_s += _clock() - start
         self.comm.traffic.fetched(out.nbytes)
 
+    def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
+        if not self._parts:
+            return super().read(rank, offset, count, out)
+        self._check(rank, offset, count)
+        part = self._parts[rank][offset : offset + count]
+        self.comm.traffic.fetched(part.nbytes)
+        return part
+
     def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
-        self._transfer(self._peers[rank].write, values, rank, offset)
+        self._check(rank, offset, values.numel())
+        start = _clock()
+        if self._parts:
+            self._parts[rank][offset : offset + values.numel()].copy_(values)
+        else:
+            self._peers[rank].write(values.data_ptr(), self._addresses[rank] + offset * values.itemsize, values.nbytes)
+        self.comm.traffic.communicating_s += _clock() - start
         self.comm.traffic.sent(values.nbytes)
 
-    def _transfer(self, call: Callable, tensor: Tensor, rank: int, offset: int) -> None:
-        itemsize, n_bytes = tensor.itemsize, tensor.nbytes
-        if offset < 0 or offset * itemsize + n_bytes > self.local.nbytes:
-            raise out_of_range(rank, self.local.numel(), offset, tensor.numel())
-        start = _clock()
-        call(tensor.data_ptr(), self._addresses[rank] + offset * itemsize, n_bytes)
-        self.comm.traffic.communicating_s += _clock() - start
+    def _check(self, rank: int, offset: int, count: int) -> None:
+        if offset < 0 or offset + count > self.local.numel():
+            raise out_of_range(rank, self.local.numel(), offset, count)
 
     accumulate = fetch_add = compare_and_swap = wait = refuse_attached
 
     def close(self) -> None:
         self._peers.clear()
+        self._parts = []
 
 
 def _mapped(win: MPI.Win | NodeMemory, node_rank: int, dtype: torch.dtype) -> Tensor:

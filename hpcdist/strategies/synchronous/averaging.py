@@ -46,7 +46,7 @@ class OwnAveraging(Averaging):
 
     def __init__(self, comm: Communicator, algorithm: str):
         self.beside = comm.size > 1 and comm.concurrent
-        self._size, self._sum = comm.size, collectives.load(algorithm)(comm)
+        self._all_reduce = collectives.load(algorithm)(comm)
         self._average = comm.noted("average a bucket", "collective", self._average, _described)
         self._thread: Background | None = None
 
@@ -61,8 +61,7 @@ class OwnAveraging(Averaging):
 
     def _average(self, bucket: Bucket, prepare: Prepare) -> None:
         prepare(bucket)
-        self._sum(bucket.grads)
-        bucket.grads.div_(self._size)
+        self._all_reduce.mean(bucket.grads)
 
     def wait(self) -> None:
         if self._thread is not None:
@@ -71,7 +70,7 @@ class OwnAveraging(Averaging):
     def close(self) -> None:
         if self._thread is not None:
             self._thread.close()
-        self._sum.close()
+        self._all_reduce.close()
 
 
 def _described(bucket: Bucket, prepare: Prepare) -> dict[str, int]:

@@ -1,0 +1,116 @@
+"""Tensors that the other ranks of a node have mapped: what is attached is then read and written where it lies."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from hpcdist.comm.alone import Alone
+from hpcdist.comm.mpi import memory
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.errors import CommunicationError
+
+
+def shared_by(comm, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    if not comm.can_attach:
+        pytest.skip("the kernel lets no process read another's memory")
+    tensor = comm.shared_zeros(count, dtype)
+    assert comm.is_shared(tensor) == (comm.size > 1)
+    return tensor
+
+
+@pytest.mark.mpi(min_size=1)
+def test_others_read_and_write_it_in_place(ranks):
+    def body(comm):
+        tensor = shared_by(comm, 6)
+        assert tensor.tolist() == [0.0] * 6
+        tensor.fill_(comm.rank)
+        part = tensor[1:5]
+        attached, after = comm.attach(part), (comm.rank + 1) % comm.size
+        before = comm.traffic.copy()
+        seen = attached.read(after, 0, 4)
+        assert seen.tolist() == [after] * 4
+        out = torch.empty(2)
+        attached.get(out, after, 2)
+        assert out.tolist() == [after] * 2
+        comm.barrier()
+        attached.put(torch.full((2,), 10.0 + after), after, 1)
+        comm.barrier()
+        expected = [comm.rank, comm.rank, 10 + comm.rank, 10 + comm.rank, comm.rank, comm.rank]
+        assert tensor.tolist() == expected
+        if comm.size > 1:  # a view, which shows what has come since
+            assert seen.tolist() == [after, 10 + after, 10 + after, after]
+            spent = comm.traffic - before
+            assert (spent.bytes_fetched, spent.bytes_sent) == (4 * 4 + 2 * 4, 2 * 4)
+        for call in (lambda: attached.read(0, 3, 2), lambda: attached.get(out, 0, 3), lambda: attached.put(out, 0, -1)):
+            with pytest.raises(CommunicationError, match=r"must lie within rank 0's 4 elements; got \["):
+                call()
+        comm.barrier()
+        attached.close()
+
+    ranks(body)
+
+
+@pytest.mark.mpi(min_size=1)
+def test_it_outlives_the_communicator(ranks):
+    def body(comm):
+        own = comm.split(0)
+        tensor = shared_by(own, 1000, torch.float64)
+        own.close()
+        tensor += comm.rank
+        return tensor.sum().item()
+
+    for rank, total in enumerate(ranks(body)):
+        assert total == 1000 * rank
+
+
+@pytest.mark.mpi(min_size=2)
+def test_only_what_lies_in_it_is_shared(ranks):
+    def body(comm):
+        first, second = shared_by(comm, 5), shared_by(comm, 3, torch.bfloat16)
+        assert comm.is_shared(first[4:]) and comm.is_shared(second) and not comm.is_shared(torch.zeros(5))
+        assert not comm.is_shared(torch.zeros(0))
+        another = comm.split(0)
+        assert not another.is_shared(first)  # whose ranks may be others
+        another.close()
+
+    ranks(body)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_where_one_rank_can_not_map_it_all_have_memory_of_their_own(ranks, monkeypatch):
+    def body(comm):
+        mapped = memory._mapped
+
+        def fails(comm, rank, *others):
+            if comm.rank == 1:
+                raise CommunicationError("not here")
+            return mapped(comm, rank, *others)
+
+        if not comm.can_attach:
+            return
+        monkeypatch.setattr(memory, "_mapped", fails)
+        tensor = comm.shared_zeros(4)
+        assert tensor.tolist() == [0.0] * 4 and not comm.is_shared(tensor)
+        with pytest.raises(CommunicationError, match="not here"):
+            memory.SharedTensor(comm, 4, torch.float32)
+
+    ranks(body)
+
+
+@pytest.mark.skipif(not hasattr(memory.os, "memfd_create"), reason="the system has no files without a name")
+def test_memory_that_there_is_not_is_refused_with_its_length():
+    with pytest.raises(CommunicationError, match=re.escape(f"{1 << 62} bytes of memory to share must be available; ")):
+        memory._made(1 << 62)
+
+
+def test_elsewhere_it_is_a_tensor_like_any_other():
+    def body(comm):
+        tensor = comm.shared_zeros(3, torch.int64)
+        return tensor.tolist(), tensor.dtype, comm.is_shared(tensor)
+
+    expected = ([0, 0, 0], torch.int64, False)
+    assert body(Alone()) == expected
+    assert run_virtual(body, 2) == [expected] * 2

@@ -218,14 +218,14 @@ def test_tensors_that_all_have_mapped_are_summed_in_place_to_the_same_bits(ranks
             tensor[1:-1] = addend(comm.rank, count, torch.float32)
             call(tensor[1:-1])
             found.append(bits(tensor[1:-1]))
-        around = tensor[0].item(), tensor[-1].item()
+        around, in_place = (tensor[0].item(), tensor[-1].item()), comm.is_shared(tensor) and count > 1009
         reduce.close()
-        return found, around
+        return found, around, in_place
 
     total = summed_in_rank_order(count, torch.float32, ranks.size)
     results = ranks(body, network=Network(1e-6, 1e9, ranks_per_node=9))
-    assert all(around == (0.0, 0.0) and found == results[0][0] for found, around in results)
-    if name == "direct" or count > 1 << 14 and type(ranks).__name__ == "RealRanks":
+    assert all(around == (0.0, 0.0) and found == results[0][0] for found, around, _ in results)
+    if name == "direct" or results[0][2]:  # others may add in another order
         assert results[0][0] == [bits(total), bits(total.div(ranks.size))]
 
 

@@ -1,15 +1,16 @@
 """Random state of the virtual cluster: every virtual rank has its own, as a process would.
 
 That is torch's default generator (CPU), numpy's legacy generator and Python's `random`. They are swapped whenever
-another rank goes on, which is the larger part of a switch's cost: asking `random` for its state takes 8 us, and asking
-numpy takes 35. So numpy is not asked before a look at the generator's memory, whose address it tells, has shown that
-the rank has used it. The memory is compared as it is, never interpreted and never written.
+another rank goes on, where every microsecond counts: asking `random` for its state takes 8 us, and asking numpy takes
+35. So neither is asked before a look at the generator's memory has shown that the rank has used it. The memory is
+compared as it is, never interpreted and never written. (Where Python is not CPython, `random` is always asked.)
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,9 @@ import numpy as np
 import torch
 
 _NUMPY_BYTES = 2500  # a Mersenne twister in memory: 624 words and a position
+_PYTHON = random._inst  # type: ignore[attr-defined]  # whose methods the functions of `random` are
+_HEAD = object.__basicsize__  # of every object, before its own memory; counts references
+_PYTHON_BYTES = random.Random.__basicsize__ - _HEAD if sys.implementation.name == "cpython" else 0
 
 
 class RandomState:
@@ -27,9 +31,10 @@ class RandomState:
         torch_seed, python_seed = (int(word) for word in sequence.generate_state(2, np.uint64))
         self._torch = torch.Generator().manual_seed(torch_seed).get_state()
         self._python = random.Random(python_seed).getstate()
+        self._python_seen: tuple[bytes, float | None] = b"", None  # its memory when it was asked for this
         self._own = self._numpy = np.random.MT19937(sequence)
         self._address = self._own.ctypes.state_address
-        self._loaded = b""  # numpy's memory when this became the state of the process
+        self._numpy_seen = b""  # numpy's memory when this was saved
         self._gauss: dict | None = None  # numpy's whole state where it keeps a second normal number for later
 
     def load(self) -> None:
@@ -39,21 +44,28 @@ class RandomState:
         np.random.set_bit_generator(self._numpy)  # forgets a normal number kept for later
         if self._gauss is not None:
             np.random.set_state(self._gauss)
-        self._loaded = self._numpy_memory()
 
     def save(self) -> None:
         """Copy the state of the process to this one."""
         self._torch = torch.default_generator.get_state()
-        self._python = random.getstate()
+        python_memory, numpy_memory = _python_memory(), self._numpy_memory()
+        if not _PYTHON_BYTES or python_memory != self._python_seen:
+            self._python, self._python_seen = random.getstate(), python_memory
         self._numpy = np.random.get_bit_generator()
         # numpy's generator has been taken along as it is, but numpy may keep a normal number beside it: one that it
         # had kept before, or of a draw since, or of a generator that the rank has put in the place of ours.
-        if self._gauss is not None or self._numpy is not self._own or self._numpy_memory() != self._loaded:
+        if self._gauss is not None or self._numpy is not self._own or numpy_memory != self._numpy_seen:
             state = np.random.get_state(legacy=False)
             self._gauss = state if state["has_gauss"] else None
+            self._numpy_seen = numpy_memory
 
     def _numpy_memory(self) -> bytes:
         return ctypes.string_at(self._address, _NUMPY_BYTES)
+
+
+def _python_memory() -> tuple[bytes, float | None]:
+    """Return the memory of Python's generator, and the normal number that it may keep beside it."""
+    return ctypes.string_at(id(_PYTHON) + _HEAD, _PYTHON_BYTES), _PYTHON.gauss_next
 
 
 @contextmanager

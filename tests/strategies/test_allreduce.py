@@ -79,6 +79,43 @@ def test_overlap_changes_no_bit(ranks, dtype):
         assert torch.equal(apart.params[0], either.params[0])
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_long_gradients_are_averaged_where_all_ranks_have_mapped_them(ranks, overlap):
+    """They are still there once the strategy is closed."""
+
+    def body(comm):
+        torch.manual_seed(1)
+        module = torch.nn.Linear(700, 600)
+        local = torch.optim.SGD(module.parameters(), lr=0.1)
+        cls = strategies.load("allreduce")
+        strategy = cls(cls.Config(overlap=overlap), comm.split(0), FlatModel(module), optimizer=local)
+        in_place = strategy._channel.is_shared(strategy.model.grads[0])
+        for step in range(3):
+            before = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+            local.zero_grad()
+            torch.manual_seed(10 * step + comm.rank)
+            module(torch.randn(4, 700)).square().mean().backward()
+            strategy.step(local.step)
+        strategy.close()
+        after = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+        return in_place == comm.can_attach, before, after, torch.cat([p.grad.reshape(-1) for p in module.parameters()])
+
+    results = ranks(body)
+    total = None
+    for rank, (as_expected, before, after, mean) in enumerate(results):
+        assert as_expected and torch.equal(after, results[0][2]) and torch.equal(mean, results[0][3])
+        torch.manual_seed(20 + rank)
+        module = torch.nn.Linear(700, 600)
+        torch.manual_seed(20 + rank)
+        x = torch.randn(4, 700)
+        torch.nn.utils.vector_to_parameters(before, module.parameters())
+        module(x).square().mean().backward()
+        own = torch.cat([p.grad.reshape(-1) for p in module.parameters()])
+        total = own if total is None else total + own
+    torch.testing.assert_close(results[0][3], total / len(results), rtol=1e-5, atol=1e-8)
+
+
 def _accumulate(comm, overlap, passes, set_to_none):
     """Steps of several backward passes, against one process that does the same with everyone's samples."""
     module = problem.model()

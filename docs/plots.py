@@ -232,7 +232,7 @@ def horovod() -> Figure:
 def server() -> Figure:
     head, *rows = table("server")
     made, (axes,) = figure(7.4, 2.8)
-    for row, marker in zip(rows, "osD^"):
+    for row, marker in zip(rows, "osD^v"):
         pairs = [(name, *map(float, cell.split(" / "))) for name, cell in zip(head[1:], row[1:]) if cell]
         axes.plot([p[0] for p in pairs], [p[1] / p[2] for p in pairs], marker=marker, label=row[0])
     axes.axhline(1, color=INK, linewidth=0.8)
@@ -248,7 +248,7 @@ def steps() -> Figure:
     labels = [f"{row[1]}, {row[2]} bytes" for row in rows]
     bars(axes, [plain(row[0]) for row in rows], [value(row[1]) for row in rows], labels)
     axes.set_xlabel("milliseconds per training step, and bytes sent or fetched per rank")
-    axes.set_xlim(0, 66)
+    axes.set_xlim(0, 78)
     return made
 
 

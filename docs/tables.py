@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
+import bench_tables
 import typer
 
 from hpcdist.study.report.analysis import SIGNIFICANT, CellEvidence, Contrast, Findings, analyse
@@ -130,6 +131,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "sandblaster": sandblaster,
     "devices": devices,
     "devices-epochs": devices_epochs,
+    **bench_tables.TABLES,
 }
 
 

@@ -129,7 +129,7 @@ devices() {
 }
 
 benchmarks() {
-    local json="--json $OUT/benchmarks"
+    local name json="--json $OUT/benchmarks"
     echo mpirun -n 2 hpcdist bench allreduce $ROUNDS $json/allreduce-2.json
     echo mpirun -n 4 hpcdist bench allreduce $ROUNDS $json/allreduce-4.json
     echo mpirun -n 2 hpcdist bench train $ROUNDS $json/train.json
@@ -140,6 +140,9 @@ benchmarks() {
     echo hpcdist bench compress $ROUNDS $json/coding.json
     echo mpirun -n 2 hpcdist bench compress $ROUNDS $json/compress.json
     echo hpcdist bench loader $json/loader.json
+    for name in allreduce step server steps compress; do
+        echo python docs/tables.py $name $OUT/benchmarks $OUT/benchmarks/$name.csv
+    done
 }
 
 digits() {

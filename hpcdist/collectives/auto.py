@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from pathlib import Path
 from typing import final
@@ -17,7 +18,7 @@ from hpcdist.collectives.tuning.table import predict_table
 from hpcdist.collectives.tuning.table_cache import DEFAULT_CACHE, cached_table
 from hpcdist.comm.communicator import Communicator
 
-SHARED_BYTES = 1 << 19  # from here on tensors that all ranks have mapped are summed in place: two exchanges less pay
+SLICE_BYTES = 1 << 18  # of a rank: from here on a tensor that all ranks have mapped is summed in place
 
 _AS_THEY_ARE = {dtype for dtype, summed_as in SUMMED_AS.items() if dtype is summed_as} - SATURATED
 
@@ -47,14 +48,16 @@ class Auto(AllReduce):
         self._algorithms = [algorithms[name] for _, name in self.ranges]
         self._native = comm.allreduce
         library_first = self.ranges[0][1] == "native" and comm.size > 1
-        self._native_bytes = int(min(self._ends[0], SHARED_BYTES - 1)) if library_first else -1
+        self._native_bytes = int(min(self._ends[0], sys.maxsize)) if library_first else -1
         self._direct = Direct(comm) if Direct.suits(comm) else None
+        self._in_place_bytes = comm.size * SLICE_BYTES
 
     def __call__(self, tensor: Tensor) -> None:
         """Collective. Replace `tensor` by its sum over all ranks; see `AllReduce.__call__`."""
         # The library sums a short tensor in microseconds, so what it can take as it is goes there at once, to be
         # checked there.
-        if tensor.nbytes <= self._native_bytes and tensor.dtype in _AS_THEY_ARE:
+        n_bytes = tensor.nbytes
+        if n_bytes <= self._native_bytes and tensor.dtype in _AS_THEY_ARE and not self._in_place(tensor, n_bytes):
             self._native(tensor)
         else:
             AllReduce.__call__(self, tensor)  # not by super(), which costs the other branch time
@@ -70,9 +73,13 @@ class Auto(AllReduce):
 
     def _chosen(self, tensor: Tensor) -> AllReduce:
         """Choose the algorithm for a tensor on the host. The table has figures of tensors that are not shared."""
-        if self._direct is not None and tensor.nbytes >= SHARED_BYTES and self.comm.is_shared(tensor):
+        if self._direct is not None and self._in_place(tensor, tensor.nbytes):
             return self._direct
         return self._algorithms[bisect_left(self._ends, tensor.nbytes)]
+
+    def _in_place(self, tensor: Tensor, n_bytes: int) -> bool:
+        """Tell whether all ranks have mapped the tensor, and it is long."""
+        return n_bytes >= self._in_place_bytes and self.comm.is_shared(tensor)
 
     def close(self) -> None:
         for algorithm in dict.fromkeys(self._algorithms):

@@ -8,12 +8,24 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 20  # elements
+CACHED = 1 << 18  # elements of a few tensors that a core's caches hold
 
 
 def pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield parts of at most 2^20 elements, as flat tensors; views, where the tensors are contiguous."""
     for tensor in tensors:
         yield from tensor.reshape(-1).split(PIECE)
+
+
+def alongside(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same part of flat tensors of one length, so that several operations on it read memory once.
+
+    The whole where they are on a device.
+    """
+    if all(tensor.is_cpu for tensor in tensors):
+        yield from zip(*(tensor.split(CACHED) for tensor in tensors), strict=True)
+    else:
+        yield tensors
 
 
 def sums(tensors: Iterable[Tensor]) -> list[str]:

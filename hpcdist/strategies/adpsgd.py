@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError, RankFailedError
+from hpcdist.model.pieces import alongside
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import Entry, dropped, mean
 from hpcdist.strategies.decentralised.gossip import Gossip
@@ -87,7 +88,9 @@ class ADPSGD(Gossip):
                 return False
             for window, fetched, own in zip(self._shared, self._scratch, self.model.params, strict=True):
                 window.get(fetched, peer)
-                change = fetched.to(own.device).sub_(own).mul_(-0.5)
+                change = fetched.to(own.device)
+                for theirs, ours in alongside(change, own):
+                    theirs.sub_(ours).mul_(-0.5)
                 window.accumulate(change, peer)
                 own.sub_(change)
             self._holder.compare_and_swap(mine, _FREE, peer)

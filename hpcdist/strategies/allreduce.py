@@ -45,6 +45,9 @@ class AllReduce(Strategy):
     With `compression` each rank sends what the compressor makes of its gradient, and of what it has not sent before;
     all ranks apply the mean of what was sent, so that replicas stay bitwise equal there too.
 
+    Gradients of ranks on one node lie in memory that all of them have mapped, where each rank writes the sum of its
+    share for all (direct). A rank's resident set then counts what it reads of the others' memory, which is there once.
+
     Bytes per rank and step: 2n(p − 1)/p for n bytes of gradients (ring, direct), or those of `hpcdist compressors`;
     32 that say whether all gradients were there and finite, as they are as a rule, and param_groups the same; and those
     of buffers that have changed.

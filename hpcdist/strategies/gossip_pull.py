@@ -8,6 +8,7 @@ import torch
 from pydantic import Field
 
 from hpcdist.comm.snapshot import Publication
+from hpcdist.model.pieces import alongside
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.decentralised.gossip import Gossip, MixingConfig
 from hpcdist.strategies.decentralised.half_precision import Wire
@@ -74,9 +75,10 @@ class GossipPull(Gossip):
             return False
         with torch.no_grad():
             for own, other in zip(self.model.params, self._fetched, strict=True):
-                if weight > 1:
-                    own.mul_(weight)
-                own.add_(other.to(own.device, non_blocking=True)).div_(weight + 1)
+                for mine, theirs in alongside(own, other.to(own.device, non_blocking=True)):
+                    if weight > 1:
+                        mine.mul_(weight)
+                    mine.add_(theirs).div_(weight + 1)
         return True
 
     def load_state(self, saved: dict) -> None:

@@ -16,6 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.model.pieces import alongside
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import Entry, dropped
 from hpcdist.strategies.decentralised.gossip import Gossip, MixingConfig
@@ -98,7 +99,10 @@ class GossipPush(Gossip):
             if count > 0 and self._take(slot, count):
                 with torch.no_grad():
                     for own, messages in zip(self.model.params, self._taken, strict=True):
-                        own.mul_(weight).add_(messages.to(own.device, non_blocking=True)).div_(weight + count)
+                        for mine, theirs in alongside(own, messages.to(own.device, non_blocking=True)):
+                            if weight > 1:
+                                mine.mul_(weight)
+                            mine.add_(theirs).div_(weight + count)
                 weight += count  # a mean of that many from here on
 
     def _arrived(self) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Literal, final
 import torch
 from pydantic import Field, model_validator
 
+from hpcdist.model.pieces import alongside
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.decentralised.base import Decentralised
 from hpcdist.strategies.decentralised.gossip import MixingConfig
@@ -88,10 +89,11 @@ class GossipSync(Decentralised):
             return
         with torch.no_grad():
             for own, rounded, other in zip(self.model.params, sent, self._received, strict=True):
-                if rounded is own:
-                    own.add_(other).mul_(0.5)
-                else:  # its rounding error stays here
-                    own.sub_(rounded, alpha=0.5).add_(other, alpha=0.5)
+                for mine, sent_part, theirs in alongside(own, rounded, other):
+                    if rounded is own:
+                        mine.add_(theirs).mul_(0.5)
+                    else:  # its rounding error stays here
+                        mine.sub_(sent_part, alpha=0.5).add_(theirs, alpha=0.5)
 
 
 def _draw_order(count: int, generator: torch.Generator, config: GossipSync.Config) -> list[int]:

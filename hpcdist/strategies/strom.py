@@ -14,6 +14,7 @@ from hpcdist.compress import CompressionConfig, Feedback, spans
 from hpcdist.compress.coding.gather import cut, join
 from hpcdist.config import Named
 from hpcdist.model.flat import FlatModel
+from hpcdist.model.pieces import alongside
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.state import Entry
 from hpcdist.strategies.decentralised.base import Decentralised
@@ -106,8 +107,10 @@ class Strom(Decentralised):
         warming = self.steps < self.config.compression.warmup_steps
         silent = warming and self.comm.rank >= (self.config.compression.warmup_ranks or self.comm.size)
         whole = warming and self.config.compression.warmup_ranks is None
+        share = 0.0 if silent else 1.0 if self.config.add_up else 1 / len(self.comm.living)
         for old, own in zip(self._old, self.model.params, strict=True):
-            own.sub_(old).mul_(0.0 if silent else 1.0 if self.config.add_up else 1 / len(self.comm.living))
+            for new, before in alongside(own, old):
+                new.sub_(before).mul_(share)
         for link in self._links:
             messages = [f.encode(change, whole) for f, change in zip(link.feedbacks, self.model.params, strict=True)]
             self._send(join(messages), link.peers, _WHOLE if whole else _CODED)

@@ -11,6 +11,7 @@ from torch import Tensor
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.comm.messages import Messages
 from hpcdist.comm.neighbourhood import Neighbourhood
+from hpcdist.model.pieces import alongside
 from hpcdist.topology import Topology
 
 
@@ -66,12 +67,13 @@ class Mixing:
         own = weights.pop(self._comm.rank)
         with torch.no_grad():
             for tensor, sent, received in zip(tensors, self._sent, self._received, strict=True):
-                if sent.dtype != tensor.dtype:
-                    tensor.sub_(sent, alpha=1 - own)
-                elif weights:  # else the weight is 1, to the bit
-                    tensor.mul_(own)
-                for k, weight in enumerate(weights.values()):
-                    tensor.add_(received[k * tensor.numel() : (k + 1) * tensor.numel()], alpha=weight)
+                for mine, as_sent, *theirs in alongside(tensor, sent, *received.view(len(weights), tensor.numel())):
+                    if sent.dtype != tensor.dtype:
+                        mine.sub_(as_sent, alpha=1 - own)
+                    elif weights:  # else the weight is 1, to the bit
+                        mine.mul_(own)
+                    for weight, part in zip(weights.values(), theirs, strict=True):
+                        mine.add_(part, alpha=weight)
 
     def drop(self) -> None:
         """Collective. Wait for the exchange under way, if there is one, and drop its result."""

@@ -54,7 +54,10 @@ class Periodic(Strategy):
             self._compressed = Reduction(self._channel, config.compression, model.params, spans(model))
         self._background = Background() if config.overlap and comm.concurrent and not self.alone else None
         self.common = [] if self.alone else [params.clone() for params in model.params]  # x
-        self._mean = [torch.empty_like(x) for x in self.common]
+        in_place = self._compressed is None and all(x.is_cpu for x in self.common)
+        self._mean = [
+            self._channel.shared_zeros(len(x), x.dtype) if in_place else torch.empty_like(x) for x in self.common
+        ]
         self._gone: list[Tensor] = []  # δᵢ of the exchange under way; empty where there is none
 
     # --- what a subclass defines ----------------------------------------------------------------------------------
@@ -174,5 +177,4 @@ class Periodic(Strategy):
 def average(tensors: Sequence[Tensor], reduce: collectives.AllReduce) -> None:
     """Collective. Replace each tensor by its mean over the ranks of `reduce`."""
     for tensor in tensors:
-        reduce(tensor)
-        tensor.div_(reduce.comm.size)
+        reduce.mean(tensor)

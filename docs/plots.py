@@ -248,7 +248,7 @@ def steps() -> Figure:
     labels = [f"{row[1]}, {row[2]} bytes" for row in rows]
     bars(axes, [plain(row[0]) for row in rows], [value(row[1]) for row in rows], labels)
     axes.set_xlabel("milliseconds per training step, and bytes sent or fetched per rank")
-    axes.set_xlim(0, 78)
+    axes.set_xlim(0, 88)
     return made
 
 

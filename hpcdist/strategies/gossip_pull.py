@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from pydantic import Field
 
 from hpcdist.comm.snapshot import Publication
-from hpcdist.model.pieces import alongside
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.decentralised.gossip import Gossip, MixingConfig
 from hpcdist.strategies.decentralised.half_precision import Wire
@@ -73,12 +71,7 @@ class GossipPull(Gossip):
         read = self._published.read_torn if self.config.torn else self._published.read
         if not self.survives(read, self._fetched, peer):
             return False
-        with torch.no_grad():
-            for own, other in zip(self.model.params, self._fetched, strict=True):
-                for mine, theirs in alongside(own, other.to(own.device, non_blocking=True)):
-                    if weight > 1:
-                        mine.mul_(weight)
-                    mine.add_(theirs).div_(weight + 1)
+        self.average_in(self._fetched, 1, weight)
         return True
 
     def load_state(self, saved: dict) -> None:

@@ -16,7 +16,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.model.pieces import alongside
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import Entry, dropped
 from hpcdist.strategies.decentralised.gossip import Gossip, MixingConfig
@@ -97,12 +96,7 @@ class GossipPush(Gossip):
         """Average the own parameters, weighted `weight` times, with all messages that have arrived."""
         for slot, count in enumerate(self._arrived()):
             if count > 0 and self._take(slot, count):
-                with torch.no_grad():
-                    for own, messages in zip(self.model.params, self._taken, strict=True):
-                        for mine, theirs in alongside(own, messages.to(own.device, non_blocking=True)):
-                            if weight > 1:
-                                mine.mul_(weight)
-                            mine.add_(theirs).div_(weight + count)
+                self.average_in(self._taken, count, weight)
                 weight += count  # a mean of that many from here on
 
     def _arrived(self) -> list[int]:

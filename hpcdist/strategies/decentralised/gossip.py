@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -9,6 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.errors import ConfigError
+from hpcdist.model.pieces import alongside
 from hpcdist.strategies.base import Strategy
 from hpcdist.strategies.common.state import Entry, dropped
 from hpcdist.strategies.decentralised.base import Decentralised
@@ -55,6 +57,19 @@ class Gossip(Decentralised):
         return [
             left.pop(int(torch.randint(len(left), (), generator=self._peers))) for _ in range(min(count, len(left)))
         ]
+
+    def average_in(self, total: Sequence[Tensor], count: int, weight: int) -> None:
+        """Average the own parameters, which count `weight` times, with those of `count` others.
+
+        Args:
+            total: the others' sum, flat tensors like `model.params`, of any type and on any device.
+        """
+        with torch.no_grad():
+            for own, others in zip(self.model.params, total, strict=True):
+                for mine, theirs in alongside(own, others.to(own.device, non_blocking=True)):
+                    if weight > 1:
+                        mine.mul_(weight)
+                    mine.add_(theirs).div_(weight + count)
 
     def check_count(self, name: str, count: int, *, oneself: bool) -> None:
         """Check that there are `count` ranks to draw; on one rank, which mixes with nobody, any count will do.

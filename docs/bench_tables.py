@@ -62,7 +62,7 @@ def server(folder: Path) -> Table:
     rows = [["updates per second, ours / gloo send and recv", *LENGTHS]]
     for servers, workers in sorted({key[1:3] for key in found}):
         pairs = [[found.get((name, servers, workers, size)) for name in ("ours", "gloo")] for size in LENGTHS.values()]
-        cells = [" / ".join(map(_rate, pair)) if None not in pair else "" for pair in pairs]
+        cells = [" / ".join(map(short, pair)) if None not in pair else "" for pair in pairs]
         rows.append([f"{_counted(workers, 'worker')}, {_counted(servers, 'server')}", *cells])
     return rows
 
@@ -113,8 +113,9 @@ def _time(seconds: float) -> str:
     return f"{value:.0f} {unit}" if value >= 10 else f"{value:#.2g} {unit}"
 
 
-def _rate(per_s: float) -> str:
-    return f"{per_s:.0f}" if per_s >= 100 else f"{per_s:.3g}"
+def short(value: float) -> str:
+    """Write a number with three digits, or all of them before the point."""
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.3g}"
 
 
 def _bytes(count: float) -> str:

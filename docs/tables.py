@@ -18,12 +18,12 @@ from typing import Annotated
 
 import bench_tables
 import typer
+from bench_tables import Table, short
 
 from hpcdist.study.report.analysis import SIGNIFICANT, CellEvidence, Contrast, Findings, analyse
 from hpcdist.study.report.read import read
 from hpcdist.study.statistics import Effect, Interval, interval
 
-Table = list[list[str]]  # the first row is the head
 CONDITIONS = {"jitter": "even steps", "straggler": "a straggler", "exponential": "exponential steps"}
 
 
@@ -45,7 +45,7 @@ def compression(folder: Path) -> Table:
     for name in sorted(names, key=lambda name: times(name, numbers[0])):
         row = [shown(name).removeprefix("`allreduce`, ")]
         for ranks in numbers:
-            row += [_short(times(name, ranks)), _accuracy(cells[name, ranks]), _gap(findings, cells[name, ranks])]
+            row += [short(times(name, ranks)), _accuracy(cells[name, ranks]), _gap(findings, cells[name, ranks])]
         rows.append(row)
     return [head, *rows]
 
@@ -164,11 +164,6 @@ def _bytes(cell: CellEvidence) -> float:
     return fmean(cell.measure(lambda summary: summary.bytes_per_step).values())
 
 
-def _short(value: float) -> str:
-    """Write a number with three digits, or all of them before the point."""
-    return f"{value:.0f}" if value >= 99.5 else f"{value:.3g}"
-
-
 def _target(findings: Findings) -> str:
     return f"{100 * findings.evidence.target:.0f} %"
 
@@ -204,7 +199,7 @@ def _seconds(cell: CellEvidence) -> str:
 def _megabytes(cell: CellEvidence) -> str:
     """Write what all ranks sent and fetched until the target."""
     spent = _spent(cell)
-    return _short(fmean(spent)) if spent else "not reached"
+    return short(fmean(spent)) if spent else "not reached"
 
 
 def _megabytes_of_each(cell: CellEvidence) -> str:
@@ -213,7 +208,7 @@ def _megabytes_of_each(cell: CellEvidence) -> str:
     if len(spent) < 2:
         return _megabytes(cell)
     found = interval(spent)
-    return f"{_short(found.mean)} ± {_short(found.half)}"
+    return f"{short(found.mean)} ± {short(found.half)}"
 
 
 def _spent(cell: CellEvidence) -> list[float]:

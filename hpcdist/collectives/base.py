@@ -54,7 +54,7 @@ class AllReduce(abc.ABC):
         """
         if tensor.is_cpu:
             self._call(tensor, self._mean)
-        else:
+        else:  # divided on its device, not in a copy on the host
             self(tensor)
             tensor.div_(self.comm.size)
 

@@ -11,13 +11,13 @@ Reference: Leslie Lamport, "Concurrent Reading and Writing", 1977, for reading b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import DeadlineError
+from hpcdist.errors import CommunicationError, DeadlineError
 
 _BEGUN, _DONE, _CLOCK = 0, 1, 2
 _WORDS = 4
@@ -53,13 +53,36 @@ class Publication:
 
         Raises DeadlineError if writers overtake every attempt until the communicator's deadline.
         """
+        return self._whole(lambda: self.read_torn(out, rank), rank)
+
+    def use(
+        self, function: Callable[[Sequence[Tensor]], object], out: Sequence[Tensor], rank: int, undo: Callable[[], None]
+    ) -> int:
+        """Let `function` read `rank`'s last publication, whole, where it lies; return its clock. See `read`.
+
+        What is not mapped here is copied into `out` first. `undo` is called after a reading that a writer has
+        overtaken, or that has failed, and `function` again after the former.
+        """
+        return self._whole(lambda: self.use_torn(function, out, rank), rank, undo)
+
+    def _whole(self, attempt: Callable[[], int], rank: int, undo: Callable[[], None] = lambda: None) -> int:
+        """Let `attempt` read `rank`'s last publication until that was whole; return its clock.
+
+        `attempt` returns its number. `undo` is called after each attempt that was overtaken or failed.
+        """
         until = self._comm.now() + self._comm.deadline_s
         while True:
-            done = self.read_torn(out, rank)
-            clock = self._word(rank, _CLOCK + done % 2)
-            # Read last, and each word by a call of its own: elements of one call may be of different moments.
-            if self._word(rank, _BEGUN) <= done + 1 and done > 0:
+            try:
+                done = attempt()
+                clock = self._word(rank, _CLOCK + done % 2)
+                # Read last, and each word by a call of its own: elements of one call may be of different moments.
+                overtaken = self._word(rank, _BEGUN) > done + 1
+            except CommunicationError:
+                undo()
+                raise
+            if not overtaken and done > 0:
                 return clock
+            undo()
             if done == 0:
                 what = f"the first publication of rank {rank}"
                 self._words.wait(lambda w: w[0] > 0, rank=rank, offset=_DONE, count=1, what=what)
@@ -79,6 +102,20 @@ class Publication:
         for window, tensor in zip(self._copies, out, strict=True):
             window.get(tensor, rank, done % 2 * tensor.numel())
         return done
+
+    def use_torn(self, function: Callable[[Sequence[Tensor]], object], out: Sequence[Tensor], rank: int) -> int:
+        """Let `function` read the last publication where it lies, without a check; return its number. See `read_torn`.
+
+        What is not mapped here is copied into `out` first.
+        """
+        done = self._word(rank, _DONE)
+        function([w.read(rank, done % 2 * t.numel(), t.numel(), t) for w, t in zip(self._copies, out, strict=True)])
+        return done
+
+    def own(self) -> list[Tensor]:
+        """Return what this rank has published last; a view, not to be written."""
+        half = self._count % 2
+        return [w.local[half * w.local.numel() // 2 :][: w.local.numel() // 2] for w in self._copies]
 
     def _word(self, rank: int, index: int) -> int:
         word = torch.empty(1, dtype=torch.int64)

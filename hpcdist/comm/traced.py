@@ -282,13 +282,23 @@ class TracedWindow(Window):
         self._note("get", "from", rank, out.nbytes, self.plain.get, out, rank, offset)
 
     def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
-        return self.plain.read(rank, offset, count, out)
+        n_bytes = count * self.local.itemsize
+        return self._note("get", "from", rank, n_bytes, self.plain.read, rank, offset, count, out)
 
     def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
         self._note("put", "to", rank, values.nbytes, self.plain.put, values, rank, offset)
 
     def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
         self._note("accumulate", "to", rank, values.nbytes, self.plain.accumulate, values, rank, offset)
+
+    def change(self, function: Callable[..., object], rank: int, *beside: Tensor) -> bool:
+        timeline = self._comm.timeline
+        start_s = timeline.now()
+        changed = self.plain.change(function, rank, *beside)
+        if changed and rank != self._comm.rank:
+            details = {"of": self._comm._number(rank), "bytes": sum(tensor.nbytes for tensor in beside[:1])}
+            timeline.add("change", WINDOW, start_s, details)
+        return changed
 
     def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
         return self._note("fetch and add", "to", rank, 8, self.plain.fetch_add, value, rank, offset)

@@ -54,6 +54,17 @@ class Window(Memory):
     def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
         """Add `values` to `rank`'s memory from `offset` on. Atomic per element among accumulates."""
 
+    def change(self, function: Callable[..., object], rank: int, *beside: Tensor) -> bool:
+        """Let `function(elements, *parts)` change `rank`'s memory in place. Atomic per element among accumulates.
+
+        It is called for one piece after the other of all the memory and of the flat tensors `beside` it, which are as
+        long, and must not communicate. Counts as a get and a put of all.
+
+        Returns:
+            False where that memory can't be changed from here, or a tensor lies on a device: nothing has happened.
+        """
+        return False
+
     @abc.abstractmethod
     def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
         """Add `value` to one element of an int64 window and return its former value. Atomic."""

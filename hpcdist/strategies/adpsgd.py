@@ -87,6 +87,8 @@ class ADPSGD(Gossip):
             if self._holder.compare_and_swap(_FREE, mine, peer) != _FREE:
                 return False
             for window, fetched, own in zip(self._shared, self._scratch, self.model.params, strict=True):
+                if window.change(_average, peer, own):
+                    continue
                 window.get(fetched, peer)
                 change = fetched.to(own.device)
                 for theirs, ours in alongside(change, own):
@@ -103,10 +105,12 @@ class ADPSGD(Gossip):
     def _step_shared(self, update: Update) -> Outcome:
         """Take the local optimiser's step, add the change to the window, and take a new copy of its contents."""
         outcome = self.step_alone(update)
+        rank = self.comm.rank
         for window, before, own in zip(self._shared, self._scratch, self.model.params, strict=True):
-            window.accumulate(torch.sub(own, before, out=before), self.comm.rank)  # the loop's own changes, too
-            window.get(own, self.comm.rank)
-            before.copy_(own)
+            if not window.change(_take_in, rank, own, before):
+                window.accumulate(torch.sub(own, before, out=before), rank)  # the loop's own changes, too
+                window.get(own, rank)
+                before.copy_(own)
         self._free_from_the_dead()
         return outcome
 
@@ -157,3 +161,17 @@ class ADPSGD(Gossip):
     def close(self) -> None:
         for window in (*self._shared, self._holder):
             window.close()
+
+
+def _average(theirs: Tensor, ours: Tensor) -> None:
+    """Set both to their mean, by a change that one gains and the other loses."""
+    change = ours.sub(theirs).mul_(0.5)
+    theirs.add_(change)
+    ours.sub_(change)
+
+
+def _take_in(shared: Tensor, own: Tensor, before: Tensor) -> None:
+    """Add to the shared parameters what has changed since `before`, and take a new copy of them."""
+    shared.add_(torch.sub(own, before, out=before))
+    own.copy_(shared)
+    before.copy_(own)

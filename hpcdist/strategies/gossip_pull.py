@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 from pydantic import Field
+from torch import Tensor
 
 from hpcdist.comm.snapshot import Publication
 from hpcdist.strategies.base import Outcome, Update
@@ -44,8 +46,8 @@ class GossipPull(Gossip):
         self.check_count("pulls", config.pulls, oneself=config.draw_self)
         self._wire = Wire(config.compression, model.params)
         self._fetched = self._wire.like
-        self._published = Publication(comm, self._wire.like, publishes=True)
-        self._published.publish(self._wire.pack(model.params), self.steps)
+        self._published = Publication(comm, self._wire.like, publishes=comm.size > 1)
+        self._publish(self.steps)
         comm.barrier()  # nobody may wait for what was never published
 
     def advance(self, update: Update) -> Outcome:
@@ -53,33 +55,54 @@ class GossipPull(Gossip):
         if self.config.mixes(step, "before"):
             self._mix()
         outcome = self.step_alone(update)
-        self._published.publish(self._wire.pack(self.model.params), step)
+        self._publish(step)
         if self.config.mixes(step, "after"):
             self._mix()
         return outcome
+
+    def _publish(self, clock: int) -> None:
+        if self.comm.size > 1:
+            self._published.publish(self._wire.pack(self.model.params), clock)
 
     def _mix(self) -> None:
         """Average with the ranks that are drawn, all with equal weights."""
         peers = self.draw(self.config.pulls, oneself=self.config.draw_self)
         weight = 1 + (self.comm.rank in peers)  # of the own parameters: a mean of that many
+        published = self.config.order == "after" and not self.config.compression  # they are what was published last
         for peer in peers:
-            if peer != self.comm.rank and self._average_with(peer, weight):
-                weight += 1
+            if peer != self.comm.rank and self._average_with(peer, weight, published):
+                weight, published = weight + 1, False
 
-    def _average_with(self, peer: int, weight: int) -> bool:
-        """Average the own parameters, weighted `weight` times, with a peer's; return False if that one has died."""
-        read = self._published.read_torn if self.config.torn else self._published.read
-        if not self.survives(read, self._fetched, peer):
+    def _average_with(self, peer: int, weight: int, published: bool) -> bool:
+        """Average the own parameters, weighted `weight` times, with a peer's; return False if that one has died.
+
+        Args:
+            published: the own ones are what was published last, from where they come back if they must.
+        """
+
+        def average(theirs: Sequence[Tensor]) -> None:
+            self.average_in(theirs, 1, weight)
+
+        if self.config.torn:
+            return self.survives(self._published.use_torn, average, self._fetched, peer)
+        if published:  # reads memory once less than a copy does
+            return self.survives(self._published.use, average, self._fetched, peer, self._take_back)
+        if not self.survives(self._published.read, self._fetched, peer):
             return False
-        self.average_in(self._fetched, 1, weight)
+        average(self._fetched)
         return True
+
+    def _take_back(self) -> None:
+        """Set the own parameters to what was published last."""
+        for own, published in zip(self.model.params, self._published.own(), strict=True):
+            own.copy_(published)
 
     def load_state(self, saved: dict) -> None:
         super().load_state(saved)
         self.take_up()
 
     def take_up(self) -> None:
-        self._published.publish(self._wire.pack(self.model.params), self.steps)
+        self._publish(self.steps)
         self.comm.barrier()  # nobody may fetch what was published before
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ def test_a_lock_that_does_not_come_free_is_told(ranks):
         memory = LockedMemory(comm.transports.node_mpi(), 8, deadline_s=0.1)
         word, before = np.ones(1, np.int64), np.empty(1, np.int64)
         if comm.rank == 0:
-            memory._lock(1)
+            memory.lock(1)
         comm.barrier()
         if comm.rank == 1:
             with pytest.raises(DeadlineError, match=r"lock of a window on rank 1 of this node .* within 0\.1 s\."):
@@ -52,7 +52,7 @@ def test_a_lock_that_does_not_come_free_is_told(ranks):
             memory.Fetch_and_op(word, before, 0, 0, None)  # another's is free
         comm.barrier()
         if comm.rank == 0:
-            memory._unlock(1)
+            memory.unlock(1)
         comm.barrier()
         memory.Fetch_and_op(word, before, 1, 0, None)
         comm.barrier()

@@ -16,7 +16,7 @@ def test_peers_are_drawn_uniformly_oneself_included():
     def body(comm):
         strategy = problem.make(comm, NAME, torch.nn.Linear(1, 1), seed=3)
         drawn = []
-        strategy._average_with = lambda peer, weight: drawn.append(peer)
+        strategy._average_with = lambda peer, weight, published: drawn.append(peer)
         for _ in range(steps):
             strategy.step(lambda: None)
         strategy.close()

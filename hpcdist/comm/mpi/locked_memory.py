@@ -85,34 +85,34 @@ class LockedMemory:
             self._typed[target] = np.frombuffer(self._parts[target], kind.typestr)
         elements = self._typed[target][first : first + count]
         added = np.frombuffer(memory, elements.dtype)
-        self._lock(target)
+        self.lock(target)
         try:
             np.add(elements, added, out=elements)
         finally:
-            self._unlock(target)
+            self.unlock(target)
 
     def Fetch_and_op(self, value: np.ndarray, before: np.ndarray, target: int, offset: int, op: MPI.Op) -> None:
         """Add to one element, for any `op`, and write its former value into `before`."""
         words, added = self._words[target], int(value[0])
-        self._lock(target)
+        self.lock(target)
         try:
             former = words[offset]
             words[offset] = (former + added + _HALF) % (2 * _HALF) - _HALF  # it wraps around
         finally:
-            self._unlock(target)
+            self.unlock(target)
         before[0] = former
 
     def Compare_and_swap(
         self, value: np.ndarray, expected: np.ndarray, before: np.ndarray, target: int, offset: int
     ) -> None:
         words, wanted, new = self._words[target], int(expected[0]), int(value[0])
-        self._lock(target)
+        self.lock(target)
         try:
             former = words[offset]
             if former == wanted:
                 words[offset] = new
         finally:
-            self._unlock(target)
+            self.unlock(target)
         before[0] = former
 
     def sleep(self, ready: Callable[[], bool], seconds: float) -> bool:
@@ -131,7 +131,7 @@ class LockedMemory:
             asleep[0] = 0
             _post(self._semaphores[target])
 
-    def _lock(self, target: int) -> None:
+    def lock(self, target: int) -> None:
         """Keep other threads, and the node's other ranks, from changing the target's memory atomically."""
         self._mine.acquire()
         lock = self._locks[target]
@@ -142,7 +142,7 @@ class LockedMemory:
                 "The rank that has it is stopped, or has died: see what it said last."
             )
 
-    def _unlock(self, target: int) -> None:
+    def unlock(self, target: int) -> None:
         _unlock(self._locks[target])
         self._mine.release()
 

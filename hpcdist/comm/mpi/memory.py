@@ -48,6 +48,13 @@ class NodeMemory:
     def Flush(self, target: int) -> None:
         pass
 
+    def lock(self, target: int) -> None:
+        """Keep other threads from changing this rank's memory atomically; they do so for the other ranks."""
+        self._lock.acquire()
+
+    def unlock(self, target: int) -> None:
+        self._lock.release()
+
     def Accumulate(self, values: Sequence, target: int, place: Sequence) -> None:
         memory, count, kind = values
         with self._lock:

@@ -29,6 +29,7 @@ from hpcdist.comm.window import Memory, Window, out_of_range, refuse_attached
 from hpcdist.errors import CommunicationError
 
 _clock = time.perf_counter  # the communicator's
+_PIECE = 1 << 18  # elements that are changed under one lock, of a few tensors that a core's caches hold
 
 
 class MpiWindow(Window):
@@ -148,6 +149,26 @@ class MpiWindow(Window):
         self._shared.Sync()
         self._locks.atomic("compare_and_swap", rank, 0, 1, 0)
         self.wake(rank)
+
+    def change(self, function: Callable[..., object], rank: int, *beside: Tensor) -> bool:
+        self.comm.check_peer(rank, "rank of a window")
+        memory = self._at(rank, 0, None, self.counts[rank])
+        apart = memory is None or self._left_to(rank) or self._locks is not None
+        if apart or not all(tensor.is_cpu for tensor in beside):
+            return False
+        target, start = self._node_rank[rank], _clock()
+        for parts in zip(*(tensor.split(_PIECE) for tensor in (memory, *beside)), strict=True):
+            self._shared.lock(target)  # not for all of them, so that nobody waits for long
+            try:
+                function(*parts)
+            finally:
+                self._shared.unlock(target)
+        self.wake(rank)
+        self.comm.traffic.communicating_s += _clock() - start
+        if rank != self.comm.rank:
+            self.comm.traffic.fetched(memory.nbytes)
+            self.comm.traffic.sent(memory.nbytes)
+        return True
 
     # --- atomics --------------------------------------------------------------------------------------------------
     def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:

@@ -15,6 +15,7 @@ from hpcdist.compress.base import Compressor
 from hpcdist.compress.coding.pieces import CHUNK, chunks
 
 _RANDOM_BITS = 16
+_SURE = 16  # levels: a rounded number exceeds the largest one by 2s·2⁻²⁴ at most, and has room for 2⁻¹⁷
 _LEAST = 1e-30  # norms below are sent as 0: one over them may not be finite
 _MOST = float(np.finfo(np.float32).max)
 
@@ -66,6 +67,13 @@ class Qsgd(Compressor):
         self._taken = 0  # messages so far
 
     def take(self, tensor: Tensor) -> Tensor:
+        return self._take(tensor)
+
+    def take_sum(self, residual: Tensor, tensor: Tensor) -> Tensor:
+        return self._take(residual, tensor)
+
+    def _take(self, tensor: Tensor, addend: Tensor | None = None) -> Tensor:
+        """Encode `tensor` in place, with `addend` added to it before."""
         source = np.random.SFC64((self.config.seed, self.stream, self._taken))
         self._taken += 1
         values = tensor.numpy()
@@ -74,21 +82,22 @@ class Qsgd(Compressor):
         work = np.empty((2, self._chunk), values.dtype)
         for piece in chunks(self.count, self._chunk):
             buckets, packed, size = self._places(piece)
+            if addend is not None:
+                self.accumulate(tensor[piece], addend[piece])
             norms[buckets], levels = self._round(values[piece], source, work)
             codes[packed] = _pack(levels.reshape(-1)[:size], self._bits)
-            values[piece] -= self._values(levels, norms[buckets], work[0])[: piece.stop - piece.start]
+            self._add_levels(tensor[piece], -1.0, levels, norms[buckets], work[0])
         return torch.from_numpy(message)
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
-        values = out.numpy()
         norms, codes = self._open(message.numpy())
-        work = np.empty(self._chunk, values.dtype)
+        work = np.empty(self._chunk, out.numpy().dtype)
         for piece in chunks(self.count, self._chunk):
             buckets, packed, size = self._places(piece)
-            levels = np.zeros((buckets.stop - buckets.start, self._bucket), np.uint8)
+            levels = np.empty((buckets.stop - buckets.start, self._bucket), np.uint8)
+            levels.reshape(-1)[size:] = 0
             _unpack(codes[packed], self._bits, levels.reshape(-1)[:size])
-            sent = self._values(levels, weight * norms[buckets].astype(values.dtype), work)
-            values[piece] += sent[: piece.stop - piece.start]
+            self._add_levels(out[piece], weight, levels, norms[buckets], work)
 
     def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return views of a message: the norms, and the packed levels."""
@@ -108,29 +117,41 @@ class Qsgd(Compressor):
             work: two rows of a chunk's length, overwritten.
         """
         size, most = -(-len(values) // self._bucket) * self._bucket, self.config.levels
-        work[0, : len(values)], work[0, len(values) : size] = values, 0
-        scaled, other = (torch.from_numpy(part[:size]).view(-1, self._bucket) for part in work)
+        if len(values) < size:  # the last bucket is filled up
+            work[0, : len(values)], work[0, len(values) : size] = values, 0
+            values = work[0, :size]
+        exact, other = (torch.from_numpy(part[:size]).view(-1, self._bucket) for part in (values, work[1]))
         if self.config.norm == "max":
-            norms = torch.abs(scaled, out=other).amax(dim=1)
+            norms = torch.abs(exact, out=other).amax(dim=1)
         else:
-            norms = torch.linalg.vector_norm(scaled, dim=1, dtype=torch.float64)  # no square overflows
+            norms = torch.linalg.vector_norm(exact, dim=1, dtype=torch.float64)  # no square overflows
         norms = np.minimum(norms.numpy(), _MOST).astype(np.float32)
         up = np.where(norms < _LEAST, 0, most / np.maximum(norms, _LEAST)).astype(values.dtype)
-        scaled *= torch.from_numpy(up)[:, None]
         # Adding a uniform number and rounding down rounds up as often as the fraction says.
         np.copyto(work[1, :size], source.random_raw(-(-size // 4)).view(np.uint16)[:size])
-        scaled.add_(other, alpha=2.0**-_RANDOM_BITS)
-        scaled += most + 2.0 ** -(_RANDOM_BITS + 1)
-        return norms, scaled.clamp_(0, 2 * most + 0.5).numpy().astype(np.uint8)
+        least = torch.tensor(most + 2.0 ** -(_RANDOM_BITS + 1), dtype=other.dtype)
+        other = torch.add(least, other, alpha=2.0**-_RANDOM_BITS, out=other)
+        scaled = other.addcmul_(exact, torch.from_numpy(up)[:, None])
+        if most > _SURE or values.itemsize > 4:  # the error of `up`, or a norm that float32 can't hold, may exceed it
+            scaled.clamp_(0, 2 * most + 0.5)
+        return norms, scaled.numpy().astype(np.uint8)
 
-    def _values(self, levels: np.ndarray, norms: np.ndarray, work: np.ndarray) -> np.ndarray:
-        """Compute the values of levels, flat; they lie in `work`."""
-        values = work[: levels.size].reshape(levels.shape)
-        np.copyto(values, levels)
-        values -= self.config.levels
-        scale = norms.astype(values.dtype) / self.config.levels
-        torch.from_numpy(values).mul_(torch.from_numpy(scale)[:, None])  # NumPy takes twice as long over a column
-        return values.reshape(-1)
+    def _add_levels(self, out: Tensor, weight: float, levels: np.ndarray, norms: np.ndarray, work: np.ndarray) -> None:
+        """Add `weight` times the values of levels from 0 to 2s, which are overwritten, to a piece of a tensor.
+
+        Args:
+            work: as many elements as levels, overwritten.
+        """
+        levels -= np.uint8(self.config.levels)
+        steps = work[: levels.size].reshape(levels.shape)
+        np.copyto(steps, levels.view(np.int8))
+        scale = weight * norms.astype(work.dtype) / self.config.levels
+        columns, whole = torch.from_numpy(scale)[:, None], len(out) // self._bucket
+        full = out[: whole * self._bucket].view(whole, self._bucket)
+        full.addcmul_(torch.from_numpy(steps[:whole]), columns[:whole])  # NumPy takes twice as long over a column
+        rest = out[whole * self._bucket :]
+        if len(rest):
+            rest += torch.from_numpy(steps[-1, : len(rest)]) * columns[-1]
 
     def state(self) -> dict:
         return {"taken": self._taken}
@@ -148,7 +169,8 @@ def _pack(numbers: np.ndarray, bits: int) -> np.ndarray:
     """Pack numbers below 2^bits, uint8, into bytes: of each width the first, second... part of them side by side."""
     packed = []
     for width, below in _fields(bits):
-        parts = ((numbers >> below) & ((1 << width) - 1)).reshape(8 // width, -1)
+        shifted = numbers >> below if below else numbers
+        parts = (shifted if below + width == bits else shifted & ((1 << width) - 1)).reshape(8 // width, -1)
         byte = parts[0].copy()
         for part in parts[1:]:
             byte *= 1 << width  # as a shift, but NumPy's shift to the left takes ten times as long
@@ -158,11 +180,17 @@ def _pack(numbers: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _unpack(packed: np.ndarray, bits: int, out: np.ndarray) -> None:
-    """Unpack numbers into `out`, which is zero."""
+    """Unpack numbers into `out`, which is overwritten."""
     at = 0
     for width, below in _fields(bits):
         parts = out.reshape(8 // width, -1)
         byte = packed[at : at + parts.shape[1]]
         for place, part in enumerate(parts):
-            part |= ((byte >> (8 - width * (place + 1))) & ((1 << width) - 1)) * (1 << below)
+            right = 8 - width * (place + 1)
+            shifted = byte >> right if right else byte
+            numbers = shifted & ((1 << width) - 1) if place else shifted
+            if at:
+                part |= numbers * (1 << below) if below else numbers
+            else:
+                np.multiply(numbers, 1 << below, out=part)
         at += parts.shape[1]

@@ -108,18 +108,23 @@ class Strom(Decentralised):
         silent = warming and self.comm.rank >= (self.config.compression.warmup_ranks or self.comm.size)
         whole = warming and self.config.compression.warmup_ranks is None
         share = 0.0 if silent else 1.0 if self.config.add_up else 1 / len(self.comm.living)
-        for old, own in zip(self._old, self.model.params, strict=True):
+        tag = _WHOLE if whole else _CODED
+        if self._floods:
+            (link,) = self._links
+            parts = list(zip(link.feedbacks, self.model.params, self._old, strict=True))
+            messages = [feedback.take_back(own, old, share, whole) for feedback, own, old in parts]
+            self._send(join(messages), link.peers, tag)
+            for (feedback, own, _), message in zip(parts, messages, strict=True):
+                feedback.add(message, own, whole)
+            return
+        for own, old in zip(self.model.params, self._old, strict=True):
             for new, before in alongside(own, old):
                 new.sub_(before).mul_(share)
         for link in self._links:
             messages = [f.encode(change, whole) for f, change in zip(link.feedbacks, self.model.params, strict=True)]
-            self._send(join(messages), link.peers, _WHOLE if whole else _CODED)
-        for i, (old, own) in enumerate(zip(self._old, self.model.params, strict=True)):
-            if self._floods:
-                own.copy_(old)
-                self._links[0].feedbacks[i].add(messages[i], own, whole)
-            else:
-                own.add_(old)
+            self._send(join(messages), link.peers, tag)
+        for own, old in zip(self.model.params, self._old, strict=True):
+            own.add_(old)
 
     # --- messages -------------------------------------------------------------------------------------------------
     def _send(self, message: Tensor, peers: Sequence[int], tag: int) -> None:

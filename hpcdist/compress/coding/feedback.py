@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.compress.base import Compressor
+from hpcdist.compress.coding.pieces import chunks
 from hpcdist.compress.none import Uncompressed
 
 
@@ -38,6 +39,23 @@ class Feedback:
             self._accumulate(tensor)
             return self._whole.take(self.residual)
         return self.compressor.take_sum(self.residual, self._on_host(tensor))
+
+    def take_back(self, new: Tensor, old: Tensor, share: float, whole: bool = False) -> Tensor:
+        """Encode `share` times the change from `old` to `new`, as `encode` does; then make `new` equal to `old` again.
+
+        Args:
+            new, old: flat, on any device.
+        """
+        adds = type(self.compressor).accumulate is Compressor.accumulate
+        if not (adds and new.is_cpu and new.dtype == self.residual.dtype) or whole:
+            message = self.encode(new.sub_(old).mul_(share), whole)
+            new.copy_(old)
+            return message
+        residual = self._on_host(self.residual)
+        for piece in chunks(len(new)):  # each is read and written once
+            residual[piece].add_(new[piece].sub(old[piece]).mul_(share))
+            new[piece].copy_(old[piece])
+        return self.compressor.take(residual)
 
     def take_whole(self, tensor: Tensor) -> None:
         """Replace `tensor`, on any device, by its sum with the residual; what its dtype can't hold stays there."""

@@ -292,12 +292,17 @@ class TracedWindow(Window):
         self._note("accumulate", "to", rank, values.nbytes, self.plain.accumulate, values, rank, offset)
 
     def change(self, function: Callable[..., object], rank: int, *beside: Tensor) -> bool:
-        timeline = self._comm.timeline
+        n_bytes, timeline = 0, self._comm.timeline
+
+        def counted(elements: Tensor, *parts: Tensor) -> None:
+            nonlocal n_bytes
+            n_bytes += elements.nbytes
+            function(elements, *parts)
+
         start_s = timeline.now()
-        changed = self.plain.change(function, rank, *beside)
-        if changed and rank != self._comm.rank:
-            details = {"of": self._comm._number(rank), "bytes": sum(tensor.nbytes for tensor in beside[:1])}
-            timeline.add("change", WINDOW, start_s, details)
+        changed = self.plain.change(counted, rank, *beside)
+        if changed and rank != self._comm.rank:  # else the caller moves the elements by other calls
+            timeline.add("change", WINDOW, start_s, {"of": self._comm._number(rank), "bytes": n_bytes})
         return changed
 
     def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:

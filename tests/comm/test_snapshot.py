@@ -9,7 +9,7 @@ import torch
 
 from hpcdist.comm.snapshot import Publication
 from hpcdist.comm.virtual import Constant, Exponential, Network, run_virtual
-from hpcdist.errors import DeadlineError
+from hpcdist.errors import DeadlineError, RankFailedError
 
 NETWORK = Network(1e-3, 4e3)  # a read of 64 bytes takes some 16 ms: writers overtake it
 WORDS = 8
@@ -152,3 +152,69 @@ def test_a_reader_that_is_always_overtaken_ends_at_the_deadline():
             assert published.retries > 3
 
     run_virtual(body, 2, network=NETWORK, compute=Constant(1e-3))
+
+
+# --- readings in place ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_used_and_overtaken_is_undone_and_used_again(seed):
+    def body(comm):
+        published = Publication(comm, like(), publishes=comm.rank == 0)
+        total, undone, found = [torch.zeros_like(t) for t in like()], [], []
+
+        def add(tensors):
+            for own, theirs in zip(total, tensors, strict=True):
+                own.add_(theirs)
+
+        def undo():
+            undone.append(whole(total))
+            for own in total:
+                own.zero_()
+
+        for clock in range(1, 30):
+            comm.compute()
+            if comm.rank == 0:
+                published.publish(filled(clock), clock)
+            else:
+                told = published.use(add, like(), 0, undo)
+                found.append((told, whole(total), int(total[0][0])))
+                for own in total:
+                    own.zero_()
+        comm.barrier()
+        retries = published.retries
+        published.close()
+        return found, undone, retries
+
+    options = {"seed": seed, "network": NETWORK, "compute": Exponential(0.02)}
+    for found, undone, retries in run_virtual(body, 3, **options)[1:]:
+        assert all(one and clock % 100 == value for clock, one, value in found)
+        assert len(undone) == retries > 0, "no reading was overtaken: this proves nothing"
+
+
+def test_a_reading_that_fails_is_undone():
+    def body(comm):
+        published, undone = Publication(comm, like(), publishes=comm.rank == 0), []
+        if comm.rank == 1:
+            comm.deadline_s = 0.5
+            with pytest.raises(DeadlineError):  # nothing is ever published
+                published.use(lambda tensors: None, like(), 0, lambda: undone.append(True))
+
+            def fail(tensors):
+                raise RankFailedError("rank 0 has died.")
+
+            with pytest.raises(RankFailedError):
+                published.use(fail, like(), 0, lambda: undone.append(True))
+        return len(undone)
+
+    assert run_virtual(body, 2, network=NETWORK)[1] == 2
+
+
+@pytest.mark.sizes(1, 2)
+def test_own_is_what_was_published_last(ranks):
+    def body(comm):
+        published = Publication(comm, like(), publishes=True)
+        for clock in (3, 4, 5):
+            published.publish(filled(clock), clock)
+            assert all(map(torch.equal, published.own(), filled(clock)))
+        published.close()
+
+    ranks(body)

@@ -84,6 +84,20 @@ def test_accumulating_piece_by_piece_changes_no_bit(name, dtype, count):
 
 @every
 @dtypes
+@pytest.mark.parametrize("whole", [False, True], ids=["coded", "whole"])
+def test_a_change_taken_back_is_encoded_as_a_tensor_is(name, dtype, whole):
+    once, apart = (Feedback(make(name), torch.zeros(COUNT, dtype=dtype)) for _ in range(2))
+    for step in range(3):
+        old = gradient(step, dtype)
+        new = gradient(step + 10, dtype)
+        change = (new - old) * 0.5
+        message = once.take_back(new, old, 0.5, whole)
+        assert torch.equal(message, apart.encode(change, whole)) and torch.equal(once.residual, apart.residual)
+        assert torch.equal(new, old) and torch.equal(old, gradient(step, dtype))
+
+
+@every
+@dtypes
 def test_feedback_loses_nothing(name, dtype):
     """Σ of what was accumulated = Σ messages + residual; a compressor may accumulate more than gradients."""
     feedback = Feedback(make(name), torch.zeros(COUNT, dtype=dtype))

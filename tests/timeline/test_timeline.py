@@ -55,6 +55,7 @@ def calls(comm):
     window.get(into, left)
     comm.barrier()  # what is read is not yet accumulated to
     window.accumulate(out, right)
+    window.change(lambda elements, parts: None, right, out)
     words.fetch_add(1, right)
     words.wait(lambda word: word[0] == 1, what=f"the word of rank {left}")
     words.compare_and_swap(1, 2, comm.rank)
@@ -83,6 +84,8 @@ def test_every_call_is_an_event_and_receives_end_after_their_sends_began(ranks, 
     for name in ("send and receive", "put", "get", "accumulate", "fetch and add", "wait", "receive from neighbours"):
         assert {e["pid"] for e in trace.of(name)} == set(range(size)), name
     for rank in range(size):
+        changes = [event["args"] for event in trace.of("change", rank)]
+        assert changes == [{"of": (rank + 1) % size, "bytes": 16}] * ranks.real, "others make it of other calls"
         assert trace.of("put", rank)[0]["args"] == {"to": (rank + 1) % size, "bytes": 16}
         assert trace.of("wait", rank)[0]["args"]["for"] == f"the word of rank {(rank - 1) % size}"
     error_us = 1e6 * sum(clock["error, s"] for clock in trace.content["otherData"]["clocks"].values())

@@ -39,7 +39,7 @@ class ADPSGD(Gossip):
 
     The topology must have no odd cycle. Rank 0's side is the active one: with `bipartite` the even ranks. Bytes per
     step of an active rank: one parameter vector fetched and one sent, and two words; of a passive one: none. Memory:
-    one parameter vector, of a passive rank two.
+    of a passive rank two parameter vectors, of an active one at most one.
 
     Reference: Xiangru Lian, Wei Zhang, Ce Zhang, Ji Liu, "Asynchronous decentralized parallel stochastic gradient
     descent", 2018, algorithm 1 and section 3.3.

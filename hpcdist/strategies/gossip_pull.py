@@ -29,7 +29,8 @@ class GossipPull(Gossip):
     gradient is that at θᵢ of before.
 
     Bytes per rank and step: m(p − 1)/p parameter vectors fetched on average, m without `draw_self`; half with fp16 or
-    bf16; none in the steps between.
+    bf16; none in the steps between. Memory: two parameter vectors, and one more where the fetched one is copied: from
+    another node, with m > 1, half precision or `order = "before"`.
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
     2016, algorithm 3.

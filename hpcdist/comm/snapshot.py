@@ -60,8 +60,8 @@ class Publication:
     ) -> int:
         """Let `function` read `rank`'s last publication, whole, where it lies; return its clock. See `read`.
 
-        What is not mapped here is copied into `out` first. `undo` is called after a reading that a writer has
-        overtaken, or that has failed, and `function` again after the former.
+        Elements that are not mapped here are copied into `out` first. `undo` is called after a reading that a writer
+        has overtaken, or that has failed, and `function` again after the former.
         """
         return self._whole(lambda: self.use_torn(function, out, rank), rank, undo)
 
@@ -106,7 +106,7 @@ class Publication:
     def use_torn(self, function: Callable[[Sequence[Tensor]], object], out: Sequence[Tensor], rank: int) -> int:
         """Let `function` read the last publication where it lies, without a check; return its number. See `read_torn`.
 
-        What is not mapped here is copied into `out` first.
+        Elements that are not mapped here are copied into `out` first.
         """
         done = self._word(rank, _DONE)
         function([w.read(rank, done % 2 * t.numel(), t.numel(), t) for w, t in zip(self._copies, out, strict=True)])

@@ -28,8 +28,10 @@ def test_it_sends_half_and_learns(ranks, name, compression):
     def body(comm):
         return _moved(comm, name, compression), _moved(comm, name, "none")
 
+    again = 1.25 if ranks.real and name == "gossip_pull" else 1.0  # a read that was overtaken is made once more
     for half, whole in ranks(body):
-        assert 0.5 * whole <= half < 0.6 * whole  # beside the 296 bytes of the parameters are versions and counts
+        # Beside the 296 bytes of the parameters are versions and counts.
+        assert 0.5 / again * whole <= half < 0.6 * again * whole
 
 
 @pytest.mark.parametrize("options", [{}, {"topology": "ring"}, {"topology": "digraph"}], ids=str)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hpcdist.compress.base import Compressor
-from hpcdist.compress.coding.pieces import chunks
 from hpcdist.compress.none import Uncompressed
+from hpcdist.model.pieces import alongside
 
 
 class Feedback:
@@ -46,20 +46,19 @@ class Feedback:
         Args:
             new, old: flat, on any device.
         """
-        adds = type(self.compressor).accumulate is Compressor.accumulate
-        if not (adds and new.is_cpu and new.dtype == self.residual.dtype) or whole:
-            message = self.encode(new.sub_(old).mul_(share), whole)
-            new.copy_(old)
-            return message
-        residual = self._on_host(self.residual)
-        for piece in chunks(len(new)):  # each is read and written once
-            residual[piece].add_(new[piece].sub(old[piece]).mul_(share))
-            new[piece].copy_(old[piece])
-        return self.compressor.take(residual)
+        if self._adds and new.is_cpu and new.dtype == self.residual.dtype and not whole:
+            self._begin()
+            for residual, changed, before in alongside(self.residual, new, old):
+                residual.add_(changed.sub(before).mul_(share))
+                changed.copy_(before)
+            return self.compressor.take(self.residual)
+        message = self.encode(new.sub_(old).mul_(share), whole)
+        new.copy_(old)
+        return message
 
     def take_whole(self, tensor: Tensor) -> None:
         """Replace `tensor`, on any device, by its sum with the residual; what its dtype can't hold stays there."""
-        if self._all_sent and type(self.compressor).accumulate is Compressor.accumulate:
+        if self._all_sent and self._adds:
             return
         self._accumulate(tensor)
         tensor.copy_(self.residual)
@@ -85,10 +84,19 @@ class Feedback:
 
     def _on_host(self, tensor: Tensor) -> Tensor:
         """Return a tensor that is about to be added to the residual, where that lies."""
+        self._begin()
+        return tensor.to(self.residual.device)
+
+    def _begin(self) -> None:
+        """Prepare the residual for an addition: without feedback it is forgotten."""
         if not self._enabled:
             self.residual.zero_()
         self._all_sent = False
-        return tensor.to(self.residual.device)
+
+    @property
+    def _adds(self) -> bool:
+        """Tell whether the compressor accumulates a tensor by adding it to the residual, and by nothing else."""
+        return type(self.compressor).accumulate is Compressor.accumulate
 
     def state(self) -> dict:
         return {"residual": self.residual, "compressor": self.compressor.state()}

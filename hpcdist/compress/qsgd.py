@@ -120,18 +120,18 @@ class Qsgd(Compressor):
         if len(values) < size:  # the last bucket is filled up
             work[0, : len(values)], work[0, len(values) : size] = values, 0
             values = work[0, :size]
-        exact, other = (torch.from_numpy(part[:size]).view(-1, self._bucket) for part in (values, work[1]))
+        exact, scaled = (torch.from_numpy(part[:size]).view(-1, self._bucket) for part in (values, work[1]))
         if self.config.norm == "max":
-            norms = torch.abs(exact, out=other).amax(dim=1)
+            norms = torch.abs(exact, out=scaled).amax(dim=1)
         else:
             norms = torch.linalg.vector_norm(exact, dim=1, dtype=torch.float64)  # no square overflows
         norms = np.minimum(norms.numpy(), _MOST).astype(np.float32)
         up = np.where(norms < _LEAST, 0, most / np.maximum(norms, _LEAST)).astype(values.dtype)
         # Adding a uniform number and rounding down rounds up as often as the fraction says.
         np.copyto(work[1, :size], source.random_raw(-(-size // 4)).view(np.uint16)[:size])
-        least = torch.tensor(most + 2.0 ** -(_RANDOM_BITS + 1), dtype=other.dtype)
-        other = torch.add(least, other, alpha=2.0**-_RANDOM_BITS, out=other)
-        scaled = other.addcmul_(exact, torch.from_numpy(up)[:, None])
+        least = torch.tensor(most + 2.0 ** -(_RANDOM_BITS + 1), dtype=scaled.dtype)
+        torch.add(least, scaled, alpha=2.0**-_RANDOM_BITS, out=scaled)
+        scaled.addcmul_(exact, torch.from_numpy(up)[:, None])
         if most > _SURE or values.itemsize > 4:  # the error of `up`, or a norm that float32 can't hold, may exceed it
             scaled.clamp_(0, 2 * most + 0.5)
         return norms, scaled.numpy().astype(np.uint8)

@@ -20,9 +20,9 @@ import bench_tables
 import typer
 from bench_tables import Table, short
 
-from hpcdist.study.report.analysis import SIGNIFICANT, CellEvidence, Contrast, Findings, analyse
-from hpcdist.study.report.read import read
-from hpcdist.study.statistics import Effect, Interval, interval
+from hpcdist.tools.report.analysis import SIGNIFICANT, CellEvidence, Contrast, Findings, analyse
+from hpcdist.tools.report.read import read
+from hpcdist.tools.statistics import Effect, Interval, interval
 
 CONDITIONS = {"jitter": "even steps", "straggler": "a straggler", "exponential": "exponential steps"}
 

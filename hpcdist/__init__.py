@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
     from hpcdist.session.sync_batch_norm import SyncBatchNorm
     from hpcdist.session.values import allgather, allreduce, barrier, broadcast, metric
     from hpcdist.session.world import init, local_rank, local_size, rank, size
-    from hpcdist.study.report.numbers import read_runs
+    from hpcdist.tools.report.numbers import read_runs
 
 __all__ = [
     "DistributedOptimizer",
@@ -48,7 +48,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Looked up on first use, so that importing one module of the package does not load all of it.
     if name in __all__:
-        home = "hpcdist.study.report" if name == "read_runs" else "hpcdist.session"
+        home = "hpcdist.tools.report" if name == "read_runs" else "hpcdist.session"
         return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module 'hpcdist' has no attribute {name!r}")
 

@@ -1,5 +1,5 @@
 """`python -m hpcdist` is the command `hpcdist`."""
 
-from hpcdist.cli import main
+from hpcdist.tools.cli import main
 
 main()

@@ -268,5 +268,5 @@ LOGGERS = Registry(
     "log", "hpcdist.train.loggers", "hpcdist.loggers", "Class", subclass_of("hpcdist.train.loggers.base:Logger")
 )
 SCHEDULES = Registry("schedule", "hpcdist.parallel.schedules", "hpcdist.schedules", "table", function("table"))
-CHECKS = Registry("check", "hpcdist.doctor.checks", "hpcdist.checks", "name", functions("measure", "judge"))
+CHECKS = Registry("check", "hpcdist.tools.doctor.checks", "hpcdist.checks", "name", functions("measure", "judge"))
 KINDS = (STRATEGIES, COMPRESSORS, TOPOLOGIES, COLLECTIVES, IMPORTERS, LOGGERS, SCHEDULES, CHECKS)

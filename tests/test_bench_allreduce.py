@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.bench.allreduce import measure_beside as measure
 from hpcdist.comm.virtual import Network, run_virtual
 from hpcdist.errors import ConfigError
+from hpcdist.tools.bench.allreduce import measure_beside as measure
 
 NETWORK = Network(1e-3, 1e9)  # slow, so that few calls fill the time for measuring
 

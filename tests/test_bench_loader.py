@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import hpcdist as hd
-from hpcdist.bench import loader as bench
 from hpcdist.comm.alone import Alone
 from hpcdist.data import EpochPlan
 from hpcdist.errors import UnknownNameError
+from hpcdist.tools.bench import loader as bench
 
 pytestmark = pytest.mark.virtual
 SMALL = {"plain": bench.Kind(40, (1, 4, 4)), "scaled": bench.Kind(40, (1, 4, 4), 1 / 255)}

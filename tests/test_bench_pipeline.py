@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcdist.bench import pipeline
-from hpcdist.bench.memory import peak_bytes
+from hpcdist.tools.bench import pipeline
+from hpcdist.tools.bench.memory import peak_bytes
 
 pytestmark = pytest.mark.computes
 

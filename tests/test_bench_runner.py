@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcdist.bench.runner import Side, beside, check, count_bytes, measure, table, timed, warm_up
 from hpcdist.comm.virtual import Constant, Straggler, run_virtual
 from hpcdist.errors import ConfigError
+from hpcdist.tools.bench.runner import Side, beside, check, count_bytes, measure, table, timed, warm_up
 
 
 def test_rows_have_the_median_of_the_slowest_rank(ranks):

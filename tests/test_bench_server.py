@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcdist.bench import runner, server
 from hpcdist.comm.external.rendezvous import default_group
 from hpcdist.errors import ConfigError
+from hpcdist.tools.bench import runner, server
 
 
 @pytest.fixture(autouse=True)

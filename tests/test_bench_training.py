@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hpcdist import compress, strategies
-from hpcdist.bench import compress as coding
-from hpcdist.bench import gossip, peers, steps
-from hpcdist.bench import train as training
+from hpcdist.tools.bench import compress as coding
+from hpcdist.tools.bench import gossip, peers, steps
+from hpcdist.tools.bench import train as training
 
 pytestmark = pytest.mark.computes
 

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from hpcdist import __version__, checkpoint, cli, compress, log, strategies
+from hpcdist import __version__, checkpoint, compress, log, strategies
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import describe
 from hpcdist.data import importers
@@ -25,6 +25,7 @@ from hpcdist.errors import CheckpointError
 from hpcdist.parallel import schedules
 from hpcdist.records import load_summary
 from hpcdist.session import world
+from hpcdist.tools import cli
 from train import staged
 
 ROOT = Path(__file__).parents[1]

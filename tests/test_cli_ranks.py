@@ -48,7 +48,9 @@ def test_a_setting_that_all_ranks_refuse_is_told_once():
     assert done.stderr.count("hpcdist: ") == 1 and "Traceback" not in done.stderr
 
 
-BY_RANK = "import sys; from hpcdist import cli; sys.argv = [a.replace('%', str(cli.launched_rank())) for a in sys.argv]"
+BY_RANK = (
+    "import sys; from hpcdist.tools import cli; sys.argv = [a.replace('%', str(cli.launched_rank())) for a in sys.argv]"
+)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdist import console
-from hpcdist.console import ProgressMode
+from hpcdist.tools import console
+from hpcdist.tools.console import ProgressMode
 from hpcdist.train import Progress
 
 

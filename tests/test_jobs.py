@@ -9,9 +9,9 @@ import pytest
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, run_virtual
 from hpcdist.config import JobConfig, load
-from hpcdist.console import runs as show_runs
 from hpcdist.data import HDF5Dataset
 from hpcdist.records import Summary, load_summary, read_records
+from hpcdist.tools.console import runs as show_runs
 from hpcdist.train import Trainer, load_job
 from strategies import problem
 

@@ -16,14 +16,14 @@ from hpcdist import collectives, compress, registry, strategies, topology
 from hpcdist.collectives.tuning.table import candidates
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.data import importers
-from hpcdist.doctor import checks
-from hpcdist.doctor.base import Nodes, Requirements
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.parallel import schedules
 from hpcdist.registry import label
-from hpcdist.slurm.check import examine
-from hpcdist.slurm.site import Site
-from hpcdist.slurm.spec import JobSpec
+from hpcdist.tools.doctor import checks
+from hpcdist.tools.doctor.base import Nodes, Requirements
+from hpcdist.tools.slurm.check import examine
+from hpcdist.tools.slurm.site import Site
+from hpcdist.tools.slurm.spec import JobSpec
 from hpcdist.train.runs import train
 
 ALONE = '''
@@ -98,7 +98,7 @@ def convert(source, destination, *, count: int = 8) -> Path:
 '''
 UPTIME = '''
 """Whether nodes are awake."""
-from hpcdist.doctor.base import OK, Finding
+from hpcdist.tools.doctor.base import OK, Finding
 
 def measure(comm, nodes, asked):
     return {"awake": True}

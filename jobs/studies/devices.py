@@ -32,10 +32,10 @@ from typing import Annotated, Any
 import typer
 
 from hpcdist.records import Summary, load_run, load_summary
-from hpcdist.study import Study
-from hpcdist.study.claims import wrap
-from hpcdist.study.output import markdown
-from hpcdist.study.statistics import interval
+from hpcdist.tools.statistics import interval
+from hpcdist.tools.study import Study
+from hpcdist.tools.study.claims import wrap
+from hpcdist.tools.study.output import markdown
 
 JOB = Path(__file__).parents[1] / "mnist.py"
 STRATEGIES = ("allreduce", "parameter_server:servers=colocated", "gossip_pull")

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import hpcdist as hd
 from hpcdist.comm.communicator import Communicator
 from hpcdist.data import importers
-from hpcdist.study import OwnRun
-from hpcdist.study.hosts import Cable, Hosts
+from hpcdist.tools.study import OwnRun
+from hpcdist.tools.study.hosts import Cable, Hosts
 from hpcdist.train import Job, Metric
 from hpcdist.train import accuracy as right
 

@@ -21,10 +21,10 @@ from typing import Annotated
 
 import typer
 
-from hpcdist.study import CellRuns, EndedRun, Interval, Study, declare_cell, difference, interval, start
-from hpcdist.study.claims import wrap
-from hpcdist.study.comparison.plan import ComparedCell
-from hpcdist.study.output import markdown
+from hpcdist.tools.compare.plan import ComparedCell
+from hpcdist.tools.study import CellRuns, EndedRun, Interval, Study, declare_cell, difference, interval, start
+from hpcdist.tools.study.claims import wrap
+from hpcdist.tools.study.output import markdown
 from regression_job import SAMPLES, job
 
 JOB = Path(__file__).with_name("regression_job.py")

@@ -52,7 +52,8 @@ import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hpcdist.study import (
+from hpcdist.tools.compare.plan import ComparedCell
+from hpcdist.tools.study import (
     CellRuns,
     Claim,
     EndedRun,
@@ -65,9 +66,8 @@ from hpcdist.study import (
     ratio,
     start,
 )
-from hpcdist.study.claims import paragraphs
-from hpcdist.study.comparison.plan import ComparedCell
-from hpcdist.study.tuning import FIRST_SEED, search
+from hpcdist.tools.study.claims import paragraphs
+from hpcdist.tools.tuning import FIRST_SEED, search
 from scaling_job import model_bytes
 
 SYNCHRONOUS = "allreduce"  # what the others are held against

@@ -19,7 +19,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.data import importers
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies import Strategy
-from hpcdist.study import OwnRun
+from hpcdist.tools.study import OwnRun
 from hpcdist.train import Job
 
 PIXELS, CLASSES = 64, 10

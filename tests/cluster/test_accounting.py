@@ -24,7 +24,7 @@ SCRIPTS = {  # with sbatch's options
 }
 TOLD = """
 import sys
-from hpcdist.slurm import queue, watch
+from hpcdist.tools.slurm import queue, watch
 for job in sys.argv[1:]:
     print(*map(watch.describe, queue.states(job)), sep="; ")
 """

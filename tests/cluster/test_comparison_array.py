@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cluster import jobs
 from hpcdist.records import load_summary
-from hpcdist.slurm import history
+from hpcdist.tools.slurm import history
 
 WANTED = [
     "--strategies",

@@ -48,7 +48,7 @@ def test_a_job_with_a_node_to_spare_goes_on_without_the_one_behind_a_slow_cable(
 SILENT = """
 import os, time
 from mpi4py import MPI
-from hpcdist import cli
+from hpcdist.tools import cli
 from hpcdist.comm.mpi import first_messages
 MPI.COMM_WORLD.Barrier()
 first_messages.ANSWER_S = 2.0

@@ -16,7 +16,7 @@ TELL = """
 import json, os, socket
 from mpi4py import MPI
 from hpcdist.comm.launch import task
-from hpcdist.slurm import environment
+from hpcdist.tools.slurm import environment
 
 world = MPI.COMM_WORLD
 first = world.Split_type(MPI.COMM_TYPE_SHARED).allreduce(world.rank, MPI.MIN)

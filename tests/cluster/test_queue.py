@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster import jobs
-from hpcdist.slurm import history
+from hpcdist.tools.slurm import history
 
 SLOW = str(Path(__file__).with_name("slow.py"))
 

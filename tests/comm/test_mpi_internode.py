@@ -11,9 +11,9 @@ import pytest
 
 from comm.jobs_here import ROOT, TCP, run, write
 from harness.launch import find_mpirun
-from hpcdist.bench.window import measure as bench
 from hpcdist.comm import cache
 from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.tools.bench.window import measure as bench
 
 needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
 

@@ -177,7 +177,7 @@ def test_an_unknown_name_and_a_folder_that_can_not_be_made(mirror, tmp_path):
 def test_as_a_command(mirror, tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
-    from hpcdist.cli import app
+    from hpcdist.tools.cli import app
 
     monkeypatch.chdir(tmp_path)
     shown = CliRunner().invoke(app, ["data", "fetch", "tiny"]).output

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from hpcdist.doctor import checks
-from hpcdist.doctor.base import Nodes, counted, gather, listed, within
 from hpcdist.errors import DeadlineError
+from hpcdist.tools.doctor import checks
+from hpcdist.tools.doctor.base import Nodes, counted, gather, listed, within
 
 
 def test_every_rank_gets_every_ranks_value(ranks):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hpcdist.comm.virtual import Network, run_virtual
-from hpcdist.doctor.base import OK, WARNING, Nodes, Requirements
-from hpcdist.doctor.checks import clocks
-from hpcdist.doctor.nodes import find_nodes
+from hpcdist.tools.doctor.base import OK, WARNING, Nodes, Requirements
+from hpcdist.tools.doctor.checks import clocks
+from hpcdist.tools.doctor.nodes import find_nodes
 
 
 def test_a_clock_that_is_off_is_measured_to_within_the_round_trip():

@@ -13,11 +13,11 @@ import pytest
 
 from harness.launch import SETTINGS, find_mpirun, launch
 from hpcdist.comm.launch import unlaunched
-from hpcdist.doctor import checks
-from hpcdist.doctor.base import WARNING, Finding, Nodes
-from hpcdist.doctor.report import ExaminationOptions, Report
 from hpcdist.errors import ConfigError
-from hpcdist.study.hosts import NET, Cable
+from hpcdist.tools.doctor import checks
+from hpcdist.tools.doctor.base import WARNING, Finding, Nodes
+from hpcdist.tools.doctor.report import ExaminationOptions, Report
+from hpcdist.tools.study.hosts import NET, Cable
 
 ROOT = Path(__file__).parents[2]
 MPICH = ROOT / ".venv-mpich"
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is ins
 SCRIPT = """
 import os, signal, sys, time
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
-from hpcdist import cli
+from hpcdist.tools import cli
 from mpi4py import MPI
 MPI.COMM_WORLD.Barrier()  # ranks wait for each other for a moment only
 {text}
@@ -144,7 +144,7 @@ def test_a_rank_that_never_answers_is_named():
 
 
 STOPS = """
-from hpcdist.doctor.checks import files
+from hpcdist.tools.doctor.checks import files
 measure = files.measure
 def stopping(comm, *arguments):
     comm.deadline_s = 2.0
@@ -164,7 +164,7 @@ def test_a_rank_that_stops_is_named(rank, seconds):
 
 
 def test_what_takes_too_long_is_named():
-    before = "from hpcdist.doctor import examination\nexamination.check = lambda *_: time.sleep(600)"
+    before = "from hpcdist.tools.doctor import examination\nexamination.check = lambda *_: time.sleep(600)"
     job = doctor(2, "--limit-s", "5", before=before)
     assert job.returncode == 1
     (world, _) = lines(job)
@@ -174,7 +174,7 @@ def test_what_takes_too_long_is_named():
 
 SOONER = """
 import time
-from hpcdist.doctor.time_limit import TimeLimit
+from hpcdist.tools.doctor.time_limit import TimeLimit
 limit = TimeLimit(60, print)
 with limit.sooner(0.5):
     pass
@@ -193,7 +193,7 @@ def test_what_may_not_come_back_ends_sooner_and_without_a_word():
 LATE = """
 import os, sys, time
 if os.environ["OMPI_COMM_WORLD_RANK"] == "{rank}": time.sleep(600)
-from hpcdist import cli
+from hpcdist.tools import cli
 from hpcdist.comm.mpi import start
 start.APART_S, start.LATEST_S = 5.0, 20.0  # the rank that is to speak may be late itself
 cli.main()
@@ -257,7 +257,7 @@ def test_two_hosts_that_pass_each_other_nothing_are_named(make_hosts):
 
 BREAKS = """
 import subprocess
-from hpcdist.doctor.checks import links
+from hpcdist.tools.doctor.checks import links
 pair = links._pair
 def breaking(comm, peer):
     comm.deadline_s = 3.0

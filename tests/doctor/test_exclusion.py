@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcdist.doctor.base import ERROR, OK, WARNING, Finding
-from hpcdist.doctor.exclusion import choose, describe
 from hpcdist.errors import ConfigError
+from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding
+from hpcdist.tools.doctor.exclusion import choose, describe
 
 NAMES = ("n1", "n2", "n3", "n4", "n5")
 

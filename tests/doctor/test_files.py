@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.doctor.base import ERROR, OK, WARNING, Nodes, Requirements
-from hpcdist.doctor.checks import files
-from hpcdist.doctor.nodes import find_nodes
+from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Nodes, Requirements
+from hpcdist.tools.doctor.checks import files
+from hpcdist.tools.doctor.nodes import find_nodes
 
 NODES = Nodes(("n1", "n2", "n3"), (0, 1, 2))
 

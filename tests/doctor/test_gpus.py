@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
-from hpcdist.doctor.base import ERROR, OK, WARNING, Nodes, Requirements
-from hpcdist.doctor.checks import gpus
-from hpcdist.doctor.nodes import find_nodes
+from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Nodes, Requirements
+from hpcdist.tools.doctor.checks import gpus
+from hpcdist.tools.doctor.nodes import find_nodes
 
 NODES = Nodes(("n1", "n2"), (0, 0, 1, 1))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import platform
 
-from hpcdist.doctor import nodes
-from hpcdist.doctor.base import Nodes
-from hpcdist.doctor.nodes import find_nodes
+from hpcdist.tools.doctor import nodes
+from hpcdist.tools.doctor.base import Nodes
+from hpcdist.tools.doctor.nodes import find_nodes
 
 SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 

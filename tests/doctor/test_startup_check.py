@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from hpcdist.doctor.base import ERROR, WARNING, Nodes
-from hpcdist.doctor.startup.check import ALL_PAIRS, Result, check, pairs_to_try
-from hpcdist.doctor.startup.findings import absent_nodes, absent_ranks, unreachable_pairs
+from hpcdist.tools.doctor.base import ERROR, WARNING, Nodes
+from hpcdist.tools.doctor.startup.check import ALL_PAIRS, Result, check, pairs_to_try
+from hpcdist.tools.doctor.startup.findings import absent_nodes, absent_ranks, unreachable_pairs
 
 
 def test_the_nodes_that_do_not_answer_are_named_where_they_are_known():

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.doctor.startup import tcp
-from hpcdist.doctor.startup.check import Result, check
+from hpcdist.tools.doctor.startup import tcp
+from hpcdist.tools.doctor.startup.check import Result, check
 
 ROOT = Path(__file__).parents[2]
 SRUN = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0"}
 CHECK = """
 import json, os, sys
-from hpcdist.doctor.startup import tcp
+from hpcdist.tools.doctor.startup import tcp
 print(json.dumps(tcp.check_nodes(os.environ, sys.argv[1:])[1:]))
 """
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.doctor import world
-from hpcdist.doctor.base import ERROR, OK, WARNING, Nodes, Requirements
-from hpcdist.doctor.nodes import find_nodes
+from hpcdist.tools.doctor import world
+from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Nodes, Requirements
+from hpcdist.tools.doctor.nodes import find_nodes
 
 LIBRARY = "Open MPI v5.0.11"
 SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 import hpcdist as hd
-from hpcdist.bench import compress, peers, steps
-from hpcdist.bench.runner import Side, beside, finish, measure, table, timed, warm_up
-from hpcdist.bench.steps import ALLREDUCE, ALONE, DDP, DDP_NCCL, Way
 from hpcdist.comm.external.rendezvous import default_group
 from hpcdist.errors import ConfigError
+from hpcdist.tools.bench import compress, peers, steps
+from hpcdist.tools.bench.runner import Side, beside, finish, measure, table, timed, warm_up
+from hpcdist.tools.bench.steps import ALLREDUCE, ALONE, DDP, DDP_NCCL, Way
 
 OURS = (ALLREDUCE, Way("parameter_server", "parameter_server"), Way("gossip_pull", "gossip_pull"))
 MESSAGES = tuple(4 << exponent for exponent in range(10, 27, 4))  # 4 KiB to 256 MiB

@@ -1,4 +1,4 @@
-"""Hosts joined by real TCP, for tests: see `hpcdist.study.hosts`."""
+"""Hosts joined by real TCP, for tests: see `hpcdist.tools.study.hosts`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 @pytest.fixture
 def make_hosts(tmp_path: Path) -> Iterator[Callable]:
     """Give `make_hosts(size, **cable)`, which makes hosts, once in a test. Skips where none can be made."""
-    from hpcdist.study import hosts
+    from hpcdist.tools.study import hosts
 
     with ExitStack() as stack:
 

@@ -27,10 +27,10 @@ import torch
 import typer
 
 import hpcdist as hd
-from hpcdist import cli
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import load
-from hpcdist.slurm.spec import JobSpec
+from hpcdist.tools import cli
+from hpcdist.tools.slurm.spec import JobSpec
 from hpcdist.train.rehearsal import rehearse
 from hpcdist.train.runs import specify
 
@@ -138,9 +138,7 @@ def _run_command(words: list[str]) -> None:
     if words[:2] == ["hpcdist", "train"]:
         _set_up(words[2:], ranks)
     elif words[:2] in (["hpcdist", "compare"], ["hpcdist", "simulate"]):
-        with mock.patch(
-            "hpcdist.study.comparison.conduct.make", return_value=False
-        ):  # all is checked, and no run is made
+        with mock.patch("hpcdist.tools.compare.conduct.make", return_value=False):  # all is checked, and no run is made
             _run_alone(words)
     elif words[0] == "hpcdist" and ranks == 1:
         _run_alone(words)

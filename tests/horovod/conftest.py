@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.horovod.tools import Search
+from hpcdist.tools.horovod.tools import Search
 
 BUILDING = Path(sys.prefix) / ".horovod"  # locked by tests/run.sh while it builds
 

@@ -17,8 +17,8 @@ from tools_here import FOUND
 from hpcdist.comm.external import horovod as hvd
 from hpcdist.comm.external import horovod_process
 from hpcdist.errors import BuildError, ConfigError
-from hpcdist.horovod import build, check, wheel
-from hpcdist.horovod.tools import ChosenTools, Search
+from hpcdist.tools.horovod import build, check, wheel
+from hpcdist.tools.horovod.tools import ChosenTools, Search
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from tools_here import FOUND
 
 from hpcdist.comm.mpi.library import loaded
 from hpcdist.errors import BuildError, ConfigError
-from hpcdist.horovod import build, cache, tools, wheel
-from hpcdist.horovod.tools import ChosenTools, Search
+from hpcdist.tools.horovod import build, cache, tools, wheel
+from hpcdist.tools.horovod.tools import ChosenTools, Search
 
 
 # --- what is found ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Tools as a build finds them."""
 
-from hpcdist.horovod.tools import Tools
+from hpcdist.tools.horovod.tools import Tools
 
 FOUND = Tools(
     cxx="/usr/bin/g++",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from harness.launch import wait_until
-from hpcdist.study import relay
-from hpcdist.study.hosts import Cable, Hosts, describe, hosts, why_not
+from hpcdist.tools.study import relay
+from hpcdist.tools.study.hosts import Cable, Hosts, describe, hosts, why_not
 
 # Host n2 sends back a byte for each one, or, of a connection that begins otherwise, takes and gives a megabyte.
 ECHO = """
@@ -126,7 +126,7 @@ def test_hosts_are_gone_at_the_end(tmp_path):
 ABANDONED = """
 import os, subprocess, sys
 from pathlib import Path
-from hpcdist.study.hosts import Cable, hosts
+from hpcdist.tools.study.hosts import Cable, hosts
 folder = Path(sys.argv[1])
 with hosts(folder, 1, Cable(delay_ms=1)) as made:
     left_behind = subprocess.Popen([*made.inside("n1"), "sleep", "100"])

@@ -9,9 +9,9 @@ import os
 import subprocess
 from pathlib import Path
 
-from hpcdist.slurm.render import Script, render
-from hpcdist.slurm.site import Site
-from hpcdist.slurm.spec import JobSpec
+from hpcdist.tools.slurm.render import Script, render
+from hpcdist.tools.slurm.site import Site
+from hpcdist.tools.slurm.spec import JobSpec
 
 COMMANDS = ("srun", "mpirun", "mpiexec", "scontrol", "salloc", "module", "conda")
 RECORDER = r"""#!/bin/bash

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import typer
 
-from hpcdist import cli
 from hpcdist.errors import ConfigError
-from hpcdist.slurm import arrays, history, limits, queue
-from hpcdist.slurm.render import render
-from hpcdist.slurm.site import Site
-from hpcdist.slurm.state import State
-from hpcdist.slurm.watch import facts
-from hpcdist.study.comparison import conduct
-from hpcdist.study.comparison.course import FAILURE
-from hpcdist.study.comparison.plan import Declaration, PlannedRun
+from hpcdist.tools import cli
+from hpcdist.tools.compare import conduct
+from hpcdist.tools.compare.course import FAILURE
+from hpcdist.tools.compare.plan import Declaration, PlannedRun
+from hpcdist.tools.slurm import arrays, history, limits, queue
+from hpcdist.tools.slurm.render import render
+from hpcdist.tools.slurm.site import Site
+from hpcdist.tools.slurm.state import State
+from hpcdist.tools.slurm.watch import facts
 from study.pretended import PretendedRuns
 
 DECLARED = Declaration("jobs/digits.py", "0", ("allreduce",), (1, 4), 2, "accuracy", threads=3)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from hpcdist import strategies
-from hpcdist.slurm import check, limits
-from hpcdist.slurm.check import Problem, examine
-from hpcdist.slurm.limits import minutes, misfits, nodes, unknown_pmi
-from hpcdist.slurm.site import Site
-from hpcdist.slurm.spec import JobSpec
+from hpcdist.tools.slurm import check, limits
+from hpcdist.tools.slurm.check import Problem, examine
+from hpcdist.tools.slurm.limits import minutes, misfits, nodes, unknown_pmi
+from hpcdist.tools.slurm.site import Site
+from hpcdist.tools.slurm.spec import JobSpec
 
 GOOD = {"job": "it.py", "nodes": 2, "settings": ["checkpoint.every_steps=100"], "cpus_per_rank": 2}
 NO_SLURM = Problem(
@@ -170,8 +170,8 @@ def test_every_strategy_is_rehearsed_on_as_many_ranks_as_threads_can_be(name):
 
 def test_jobs_without_a_file_are_checked_without_torch():
     code = (
-        "import sys; from hpcdist.slurm.check import examine; from hpcdist.slurm.site import Site; "
-        "from hpcdist.slurm.spec import JobSpec; "
+        "import sys; from hpcdist.tools.slurm.check import examine; from hpcdist.tools.slurm.site import Site; "
+        "from hpcdist.tools.slurm.spec import JobSpec; "
         "examine(JobSpec(shape='hybrid', command=['true']), Site(), {}); print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hpcdist.cli.slurm import app
-from hpcdist.slurm.render import render
-from hpcdist.slurm.site import load_site
-from hpcdist.slurm.spec import load_spec
+from hpcdist.tools.cli.slurm import app
+from hpcdist.tools.slurm.render import render
+from hpcdist.tools.slurm.site import load_site
+from hpcdist.tools.slurm.spec import load_spec
 
 ROOT = Path(__file__).parents[2]
 JOB = 'job = "it.py"\nnodes = 2\nsettings = ["checkpoint.every_steps=9"]\n'
@@ -52,7 +52,7 @@ def test_a_check(invoke):
 
 def test_nothing_needs_torch():
     """On a login node importing it takes seconds, and memory that may not be there."""
-    code = "import sys, hpcdist.cli.slurm, hpcdist.slurm.check; print('torch' in sys.modules)"
+    code = "import sys, hpcdist.tools.cli.slurm, hpcdist.tools.slurm.check; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
@@ -70,7 +70,8 @@ def test_a_wheel_brings_templates_and_profiles(tmp_path):
     options = ["--no-deps", "--no-index", "--no-compile", "--ignore-installed", "--root-user-action=ignore"]
     subprocess.run([*pip, *options, "--prefix", target, *tmp_path.glob("*.whl")], check=True)
     (package,) = target.rglob("site-packages")
-    code = "import hpcdist.slurm.site as it; print(it.folder('templates')); import hpcdist.cli; hpcdist.cli.main()"
+    code = "from hpcdist.tools.slurm import site; print(site.folder('templates')); "
+    code += "from hpcdist.tools import cli; cli.main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "slurm", "render", "--site", "cray", "--set", "job=it.py"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(package)}, capture_output=True, text=True,

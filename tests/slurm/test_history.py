@@ -11,12 +11,12 @@ import pytest
 from hpcdist.config import revision
 from hpcdist.errors import ConfigError, DataError, QueueError
 from hpcdist.records import RecordWriter, StepRecord, record_path
-from hpcdist.slurm import history, queue
-from hpcdist.slurm.history import Submission
-from hpcdist.slurm.progress import Follower, JobProgress, total_samples
-from hpcdist.slurm.spec import JobSpec
-from hpcdist.slurm.state import State, read
-from hpcdist.slurm.watch import describe, facts
+from hpcdist.tools.slurm import history, queue
+from hpcdist.tools.slurm.history import Submission
+from hpcdist.tools.slurm.progress import Follower, JobProgress, total_samples
+from hpcdist.tools.slurm.spec import JobSpec
+from hpcdist.tools.slurm.state import State, read
+from hpcdist.tools.slurm.watch import describe, facts
 
 TINY = str(Path(__file__).parents[1] / "train" / "tiny.py")
 
@@ -259,6 +259,7 @@ def test_an_array_s_tasks_are_forgotten_one_by_one(stand_ins, monkeypatch):
 
 def test_a_login_node_s_process_starts_no_mpi():
     """There it may hang, or be forbidden."""
-    code = "import sys; from hpcdist.slurm.progress import total_samples; from hpcdist.slurm.spec import JobSpec; "
+    code = "import sys; from hpcdist.tools.slurm.progress import total_samples; "
+    code += "from hpcdist.tools.slurm.spec import JobSpec; "
     code += f"total_samples(JobSpec(job={TINY!r})); sys.exit('mpi4py.MPI' in sys.modules or 'torch' not in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -10,10 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hpcdist.errors import ConfigError
-from hpcdist.slurm.quoting import directive, from_directive
-from hpcdist.slurm.render import Script
-from hpcdist.slurm.site import Site
-from hpcdist.slurm.spec import JobSpec
+from hpcdist.tools.slurm.quoting import directive, from_directive
+from hpcdist.tools.slurm.render import Script
+from hpcdist.tools.slurm.site import Site
+from hpcdist.tools.slurm.spec import JobSpec
 from slurm.fakes import payload, script
 
 PIECES = [

@@ -8,9 +8,9 @@ import subprocess
 import pytest
 
 from hpcdist.errors import ConfigError
-from hpcdist.slurm import site as profiles
-from hpcdist.slurm.render import MARK, REASON
-from hpcdist.slurm.site import Site, available, folder, load_site
+from hpcdist.tools.slurm import site as profiles
+from hpcdist.tools.slurm.render import MARK, REASON
+from hpcdist.tools.slurm.site import Site, available, folder, load_site
 from slurm.fakes import script
 
 SHAPES = ["allreduce", "cpu", "gossip", "hybrid", "interactive", "parameter_server", "study"]

@@ -11,8 +11,8 @@ import pytest
 
 from hpcdist.config import describe
 from hpcdist.errors import ConfigError
-from hpcdist.slurm.site import Site, available
-from hpcdist.slurm.spec import JobSpec, Shape, load_spec
+from hpcdist.tools.slurm.site import Site, available
+from hpcdist.tools.slurm.spec import JobSpec, Shape, load_spec
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from hpcdist.slurm import queue, state
-from hpcdist.slurm.state import State
+from hpcdist.tools.slurm import queue, state
+from hpcdist.tools.slurm.state import State
 
 # Told by Slurm 22.05 of a job whose name, comment and log's path look like what is read.
 TEXT = (

@@ -6,7 +6,7 @@ import pytest
 
 from hpcdist.comm.launch import Task, task
 from hpcdist.errors import WorldError
-from hpcdist.slurm.environment import Allocation, allocation, check_tasks, end_time
+from hpcdist.tools.slurm.environment import Allocation, allocation, check_tasks, end_time
 
 STEP = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
 PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from hpcdist import session
-from hpcdist.study.baselines.common import command
+from hpcdist.tools.baselines.common import command
 from hpcdist.train import runs
 
 comm, folder, names = session.init(), Path(sys.argv[1]), sys.argv[2:]
@@ -17,7 +17,7 @@ settings += ["epochs=none", "budget.samples=900", "eval_every_samples=300", "acc
 runs.train(comm, job, None, settings, folder / "allreduce")
 libraries = {"ddp": "TorchDDP", "horovod": "HorovodOptimizer"}
 for name in names:
-    library = getattr(importlib.import_module(f"hpcdist.study.baselines.{name}"), libraries[name])
+    library = getattr(importlib.import_module(f"hpcdist.tools.baselines.{name}"), libraries[name])
     command.train(comm, library, job, None, settings, folder / name)
 try:
     command.train(comm, library, job, None, [*settings, "on_nonfinite=skip"], folder / "refused")

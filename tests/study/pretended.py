@@ -9,8 +9,8 @@ from pathlib import Path
 from hpcdist.config import load
 from hpcdist.errors import RunError
 from hpcdist.records import Evaluation, Summary, append_evaluation, write_summary
-from hpcdist.study import EndedRun
-from hpcdist.study.comparison.plan import PlannedRun
+from hpcdist.tools.compare.plan import PlannedRun
+from hpcdist.tools.study import EndedRun
 
 
 class PretendedRuns:

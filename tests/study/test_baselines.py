@@ -11,7 +11,7 @@ import pytest
 
 from harness.launch import IMPORTS, launch
 from hpcdist.records import load_run, load_summary, read_evaluations, read_records
-from hpcdist.study import baselines
+from hpcdist.tools import baselines
 
 RANKS = Path(__file__).with_name("baseline_ranks.py")
 JOB = """
@@ -80,6 +80,6 @@ def test_settings_of_no_plain_loop_are_refused(runs):
 
 def test_the_command_says_in_one_line_what_is_wrong(tmp_path):
     done = launch(
-        1, ["-m", "hpcdist.study.baselines.ddp", tmp_path / "no.py", "--output", tmp_path / "run"], env=IMPORTS
+        1, ["-m", "hpcdist.tools.baselines.ddp", tmp_path / "no.py", "--output", tmp_path / "run"], env=IMPORTS
     )
     assert done.returncode == 1 and "job must be a Python file; got" in done.stderr and "Traceback" not in done.stderr

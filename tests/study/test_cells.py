@@ -10,14 +10,14 @@ import pytest
 
 from hpcdist.errors import ConfigError, HpcdistError, RunError
 from hpcdist.records import load_summary
-from hpcdist.study import TUNING, CellRuns, at_rate, declare_cell, start
-from hpcdist.study.comparison.course import FAILURE
+from hpcdist.tools.compare.course import FAILURE
+from hpcdist.tools.study import TUNING, CellRuns, at_rate, declare_cell, start
 from study.pretended import PretendedRuns
 
 ROOT = Path(__file__).parents[2]
 
 JOB = """
-from hpcdist.study import OwnRun
+from hpcdist.tools.study import OwnRun
 from jobs_of_tests import job
 
 def loop(settings, folder):

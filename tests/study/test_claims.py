@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.study.claims import Claim, paragraphs, verdict
+from hpcdist.tools.study.claims import Claim, paragraphs, verdict
 
 
 @pytest.mark.parametrize(

@@ -16,18 +16,18 @@ import pytest
 import typer
 
 from harness.launch import IMPORTS, SETTINGS, SITE, wait_until
-from hpcdist import cli
-from hpcdist.cli import compare as command
 from hpcdist.config import load
 from hpcdist.config.merge import as_flags
 from hpcdist.errors import ConfigError, DataError, RunError, UnknownNameError
 from hpcdist.records import Evaluation, append_evaluation, load_summary
-from hpcdist.study.comparison import conduct, display, folder, making, results
-from hpcdist.study.comparison.comparison import Comparison
-from hpcdist.study.comparison.course import FAILURE, make_all, missing
-from hpcdist.study.comparison.making import LaunchedRuns, find_launcher, ranks_environment
-from hpcdist.study.comparison.plan import Declaration, PlannedRun
-from hpcdist.study.comparison.sweep import Sweep, SweepDeclaration
+from hpcdist.tools import cli
+from hpcdist.tools.cli import compare as command
+from hpcdist.tools.compare import conduct, display, folder, making, results
+from hpcdist.tools.compare.comparison import Comparison
+from hpcdist.tools.compare.course import FAILURE, make_all, missing
+from hpcdist.tools.compare.making import LaunchedRuns, find_launcher, ranks_environment
+from hpcdist.tools.compare.plan import Declaration, PlannedRun
+from hpcdist.tools.compare.sweep import Sweep, SweepDeclaration
 from study.pretended import PretendedRuns, makers
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 
 from hpcdist.config import load
 from hpcdist.errors import ConfigError
-from hpcdist.study.comparison.plan import (
+from hpcdist.tools.compare.plan import (
     Declaration,
     cells,
     possible,

@@ -15,7 +15,7 @@ import pytest
 import typer
 
 from harness import pages
-from hpcdist import cli
+from hpcdist.tools import cli
 from study import evidence
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ import pytest
 from hpcdist.comm.virtual import Network, run_virtual
 from hpcdist.config import load as load_settings
 from hpcdist.records import Evaluation, RecordWriter, StepRecord, load_summary, record_path
-from hpcdist.study.comparison.plan import PlannedRun
-from hpcdist.study.simulation.cluster import ClusterConfig
-from hpcdist.study.simulation.making import Simulation
+from hpcdist.tools.compare.plan import PlannedRun
+from hpcdist.tools.simulate.cluster import ClusterConfig
+from hpcdist.tools.simulate.making import Simulation
 from study.pretended import ended
 
 STUDY = "network"

@@ -10,7 +10,7 @@ import pytest
 from harness import studies
 from hpcdist.config import load as load_settings
 from hpcdist.records import Evaluation, load_summary, read_evaluations
-from hpcdist.study.comparison.folder import read
+from hpcdist.tools.compare.folder import read
 from study.pretended import ended
 
 STUDY = "network"

@@ -8,8 +8,8 @@ import json
 from matplotlib.figure import Figure
 
 from hpcdist.records import Evaluation
-from hpcdist.study import Study
-from hpcdist.study.output import markdown
+from hpcdist.tools.study import Study
+from hpcdist.tools.study.output import markdown
 from study.pretended import ended
 
 

@@ -15,12 +15,12 @@ import pytest
 
 import hpcdist
 from hpcdist.errors import ConfigError, DataError
-from hpcdist.study.report import figures, tables, wording, write
-from hpcdist.study.report.analysis import analyse
-from hpcdist.study.report.figures import COLOURS, PARTS
-from hpcdist.study.report.numbers import rows
-from hpcdist.study.report.read import read
-from hpcdist.study.report.verdict import judge
+from hpcdist.tools.report import figures, tables, wording, write
+from hpcdist.tools.report.analysis import analyse
+from hpcdist.tools.report.figures import COLOURS, PARTS
+from hpcdist.tools.report.numbers import rows
+from hpcdist.tools.report.read import read
+from hpcdist.tools.report.verdict import judge
 from study import evidence
 
 DARK, LIGHT = "#0f1419", "#ffffff"
@@ -415,8 +415,8 @@ def test_runs_as_a_frame(tmp_path):
 
 @pytest.mark.parametrize(("module", "action"), [("pandas", hpcdist.read_runs), ("matplotlib", write)])
 def test_what_is_missing_is_named(module, action, tmp_path, monkeypatch):
-    monkeypatch.delattr("hpcdist.study.report.figures", raising=False)
-    monkeypatch.delitem(sys.modules, "hpcdist.study.report.figures", raising=False)
+    monkeypatch.delattr("hpcdist.tools.report.figures", raising=False)
+    monkeypatch.delitem(sys.modules, "hpcdist.tools.report.figures", raising=False)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"{module} must be installed to"):
         action(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness import browser
-from hpcdist.study.report import write
+from hpcdist.tools.report import write
 from study import evidence
 
 PROGRAM = browser.program()

@@ -19,9 +19,9 @@ from hpcdist.comm.virtual import ComputeModel, Constant, SlowSteps, run_virtual
 from hpcdist.config import load as load_settings
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import Evaluation, read_evaluations
-from hpcdist.study import EndedRun
-from hpcdist.study.claims import paragraphs
-from hpcdist.study.simulation.cluster import ClusterConfig
+from hpcdist.tools.simulate.cluster import ClusterConfig
+from hpcdist.tools.study import EndedRun
+from hpcdist.tools.study.claims import paragraphs
 from study.pretended import ended
 
 FIGURES = ("loss_time_stragglers_0.8", "target_workers")

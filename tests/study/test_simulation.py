@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from harness.launch import IMPORTS, wait_until
-from hpcdist import cli
 from hpcdist.comm.virtual import Constant, Exponential, Jitter, Network, SlowSteps, Straggler
 from hpcdist.comm.virtual.compute import describe
 from hpcdist.errors import ConfigError, RunError
@@ -26,11 +25,12 @@ from hpcdist.records import (
     read_records,
     record_path,
 )
-from hpcdist.study.comparison.plan import PlannedRun
-from hpcdist.study.simulation.cluster import ClusterConfig, read_cluster
-from hpcdist.study.simulation.making import Simulation, VirtualRuns
-from hpcdist.study.simulation.step_time import measure_step
-from hpcdist.study.simulation.units import bytes_per_second, seconds
+from hpcdist.tools import cli
+from hpcdist.tools.compare.plan import PlannedRun
+from hpcdist.tools.simulate.cluster import ClusterConfig, read_cluster
+from hpcdist.tools.simulate.making import Simulation, VirtualRuns
+from hpcdist.tools.simulate.step_time import measure_step
+from hpcdist.tools.simulate.units import bytes_per_second, seconds
 from hpcdist.train.runs import specify
 
 JOB = """

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from hpcdist.study import difference, interval, ratio
-from hpcdist.study.statistics import effect, holm, ratio_of
+from hpcdist.tools.statistics import effect, holm, ratio_of
+from hpcdist.tools.study import difference, interval, ratio
 
 
 def test_the_interval_is_students():

@@ -10,9 +10,9 @@ import pytest
 
 from hpcdist.config import load
 from hpcdist.errors import ConfigError
-from hpcdist.study.comparison import display, folder
-from hpcdist.study.comparison.plan import Declaration
-from hpcdist.study.comparison.sweep import Sweep, SweepDeclaration, points, read_axis
+from hpcdist.tools.compare import display, folder
+from hpcdist.tools.compare.plan import Declaration
+from hpcdist.tools.compare.sweep import Sweep, SweepDeclaration, points, read_axis
 from study.pretended import PretendedRuns, makers
 
 DECLARED = SweepDeclaration(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.study.tuning import search, search_within
+from hpcdist.tools.tuning import search, search_within
 
 
 @pytest.mark.parametrize("best", [-12, -3, 0, 1, 9])

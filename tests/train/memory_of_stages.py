@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hpcdist.bench.memory import peak_bytes
 from hpcdist.comm.mpi.world import world
 from hpcdist.data import importers
+from hpcdist.tools.bench.memory import peak_bytes
 from train import staged
 
 M_MMAP_THRESHOLD = -3  # mallopt(3)

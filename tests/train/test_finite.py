@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from hpcdist import checkpoint, console
+from hpcdist import checkpoint
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import JobConfig, load
 from hpcdist.errors import NonFiniteError
 from hpcdist.records import load_summary, read_records
+from hpcdist.tools import console
 from hpcdist.train import Trainer
 from strategies import problem
 from train import tiny

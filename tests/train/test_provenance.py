@@ -121,7 +121,7 @@ def test_a_run_that_failed_says_when():
 
 def test_the_report_shows_the_settings_that_differ(capsys, monkeypatch):
     """Two of one strategy with different rates, one of another strategy."""
-    from hpcdist import cli
+    from hpcdist.tools import cli
 
     for name, rate in (("a", 0.01), ("b", 0.02)):
         train("strategy=local_sgd", f"optimizer.lr={rate}", "epochs=1", output=f"runs/{name}")

@@ -10,10 +10,10 @@ from torch import nn
 
 from harness.launch import IMPORTS, launch
 from hpcdist import strategies
-from hpcdist.bench.memory import peak_bytes
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.model import FlatModel
 from hpcdist.parallel.agreement import Agreement
+from hpcdist.tools.bench.memory import peak_bytes
 from hpcdist.train.finite import require_finite
 from train import memory_of_stages
 

@@ -13,11 +13,11 @@ from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import JobConfig
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import load_summary
-from hpcdist.study.comparison.comparison import Comparison
-from hpcdist.study.comparison.plan import Declaration, cells, runs
-from hpcdist.study.comparison.sweep import Sweep, SweepDeclaration
-from hpcdist.study.simulation.cluster import ClusterConfig
-from hpcdist.study.simulation.making import Simulation, VirtualRuns, on_cluster
+from hpcdist.tools.compare.comparison import Comparison
+from hpcdist.tools.compare.plan import Declaration, cells, runs
+from hpcdist.tools.compare.sweep import Sweep, SweepDeclaration
+from hpcdist.tools.simulate.cluster import ClusterConfig
+from hpcdist.tools.simulate.making import Simulation, VirtualRuns, on_cluster
 from hpcdist.train.rehearsal import rehearse
 from hpcdist.train.runs import specify
 from train import staged

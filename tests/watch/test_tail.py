@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpcdist.records import RecordTail, RecordWriter, StepRecord, record_path
-from hpcdist.watch import series
-from hpcdist.watch.series import RankSeries, seconds
+from hpcdist.tools.watch import series
+from hpcdist.tools.watch.series import RankSeries, seconds
 
 
 def steps(items: list) -> list:

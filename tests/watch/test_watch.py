@@ -27,11 +27,11 @@ from hpcdist.records import (
     record_path,
     write_summary,
 )
-from hpcdist.watch import live, terminal
-from hpcdist.watch.folder import WatchedFolder
-from hpcdist.watch.live import LiveRun
-from hpcdist.watch.page import PageServer
-from hpcdist.watch.plot import curve, shares
+from hpcdist.tools.watch import live, terminal
+from hpcdist.tools.watch.folder import WatchedFolder
+from hpcdist.tools.watch.live import LiveRun
+from hpcdist.tools.watch.page import PageServer
+from hpcdist.tools.watch.plot import curve, shares
 
 ROOT = Path(__file__).parents[2]
 SUMMARY = {

@@ -1,6 +1,0 @@
-"""Reports: one page on a folder of runs, with its figures, and every number in files."""
-
-from hpcdist.study.report.numbers import read_runs
-from hpcdist.study.report.page import write
-
-__all__ = ["read_runs", "write"]

@@ -1,0 +1,47 @@
+"""Train a job by torch's DistributedDataParallel, on NCCL where there are GPUs and on Gloo elsewhere."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.external.rendezvous import default_group
+from hpcdist.tools.baselines.common.command import main
+from hpcdist.tools.baselines.common.library import Library
+
+
+class TorchDDP(Library):
+    """Collective. Average gradients by DistributedDataParallel, with its defaults.
+
+    Reference: Shen Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020.
+    """
+
+    name = "ddp"
+    remarks = ("communication happens inside backward(), so that its seconds are among those of computing",)
+
+    def __init__(self, comm: Communicator, device: torch.device):
+        self._group, self._devices = ExitStack(), [device] if device.type == "cuda" else None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._group.enter_context(default_group(comm, "nccl" if device.type == "cuda" else "gloo"))
+
+    def wrap(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, passes: int
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self._module = DistributedDataParallel(module, device_ids=self._devices)
+        return self._module, optimizer
+
+    def adding(self) -> AbstractContextManager[object]:
+        return self._module.no_sync()
+
+    def close(self) -> None:
+        del self._module  # its reducer must not outlive the group
+        self._group.close()
+
+
+if __name__ == "__main__":
+    main(TorchDDP)

@@ -1,0 +1,63 @@
+"""Train a job by Horovod's own DistributedOptimizer."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.tools.baselines.common.command import main
+from hpcdist.tools.baselines.common.library import Library
+
+
+class HorovodOptimizer(Library):
+    """Collective. Average gradients by Horovod's DistributedOptimizer, with its defaults.
+
+    Raises:
+        ConfigError: Horovod was not built for this environment's torch and MPI.
+
+    Reference: Alexander Sergeev, Mike Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow",
+    2018.
+    """
+
+    name = "horovod"
+    remarks = ("communication beside backward() is among the seconds of computing; after it, in synchronize(), not",)
+
+    @staticmethod
+    def why_not() -> str | None:
+        package = importlib.util.find_spec("horovod")
+        if package is None or package.origin is None:  # a folder of that name is no Horovod
+            return "Horovod is not installed. `hpcdist horovod build` builds it."
+        return None
+
+    def __init__(self, comm: Communicator, device: torch.device):
+        from hpcdist.comm.external import horovod_process  # starts MPI: not at import
+
+        self._leave = horovod_process.leave
+        running, _ = horovod_process.join(comm, horovod_process.Tuning.of(None, None))
+        self._hvd = running.hvd
+
+    def wrap(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, passes: int
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self._hvd.broadcast_parameters(module.state_dict(), root_rank=0)
+        # No broadcast_optimizer_state: the state of a new optimiser is empty, and Horovod's takes a step to fill it.
+        named = module.named_parameters()
+        self._optimizer = self._hvd.DistributedOptimizer(optimizer, named, backward_passes_per_step=passes)
+        return module, self._optimizer
+
+    def synchronize(self) -> None:
+        self._optimizer.synchronize()
+
+    def stepping(self) -> AbstractContextManager[object]:
+        return self._optimizer.skip_synchronize()
+
+    def close(self) -> None:
+        self._leave()
+
+
+if __name__ == "__main__":
+    main(HorovodOptimizer)

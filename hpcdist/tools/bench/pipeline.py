@@ -1,0 +1,246 @@
+"""Steps of pipelines by each schedule, beside one rank alone and torch.distributed.pipelining on the same ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.external.rendezvous import default_group
+from hpcdist.parallel.grid import Grid
+from hpcdist.parallel.pipeline import Pipeline
+from hpcdist.tools.bench import runner
+from hpcdist.tools.bench.memory import peak_bytes
+from hpcdist.tools.bench.runner import Row, Side, check, meet_asleep, table
+
+STAGES = (2, 4)
+BLOCKS, WIDTH, BATCH, MICRO_BATCHES = 8, 256, 512, 8
+WARM_UP, STEPS, MEMORY_ROUNDS = 3, 2, 3
+ALONE = "alone"
+COLUMNS = (
+    *("name", "stages", "chunks", "micro_batches", "ranks", "median_s", "samples_per_s", "speedup", "times_alone"),
+    *("ideal_s", "bubble", "bubble_limit", "peak_bytes", "loss"),
+)
+Step = Callable[[], float]  # goes forward and backward with one batch; returns the loss, 0 where it is not known
+Ways = dict[str, tuple[Row, Callable[[], Step | None]]]  # columns, and what makes the step; None on ranks without it
+loss_of = nn.functional.mse_loss
+
+
+@dataclass(frozen=True)
+class Course:
+    """Name a way through a pipeline: by a schedule of ours, or by the class of torch's that is compared with it."""
+
+    schedule: str
+    peer: str | None = None
+    chunks: int = 1
+    recompute: bool = False
+
+    @property
+    def name(self) -> str:
+        return "torch " * bool(self.peer) + self.schedule + " recompute" * self.recompute
+
+
+COURSES = (
+    Course("gpipe"),
+    Course("gpipe", "ScheduleGPipe"),
+    Course("one_f_one_b"),
+    Course("one_f_one_b", recompute=True),
+    Course("one_f_one_b", "Schedule1F1B"),
+    Course("interleaved", chunks=2),
+    Course("interleaved", "ScheduleInterleaved1F1B", chunks=2),
+    Course("zero_bubble"),
+    Course("zero_bubble", "ScheduleInterleavedZeroBubble"),
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Hold the work that all sides do: a model, a batch and the number of its micro-batches."""
+
+    blocks: int
+    width: int
+    batch: int
+    micro_batches: int
+    device: torch.device
+
+    def model(self) -> nn.Sequential:
+        """Make the blocks of a transformer's feed-forward layers, the same at every call."""
+        torch.manual_seed(0)
+        width = self.width
+        blocks = [
+            (nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(self.blocks)
+        ]
+        return nn.Sequential(*(nn.Sequential(*block) for block in blocks))
+
+    def samples(self) -> tuple[Tensor, Tensor]:
+        """Draw the batch."""
+        generator = torch.Generator().manual_seed(1)
+        x, y = (torch.randn(self.batch, self.width, generator=generator).to(self.device) for _ in range(2))
+        return x, y
+
+
+def measure(
+    comm: Communicator,
+    stages: Sequence[int] = STAGES,
+    rounds: int = 7,
+    *,
+    blocks: int = BLOCKS,
+    width: int = WIDTH,
+    batch: int = BATCH,
+    micro_batches: int = MICRO_BATCHES,
+) -> list[Row]:
+    """Collective. Time forward and backward passes of a batch through pipelines, and on rank 0 alone.
+
+    All sides have the same model and the same micro-batches; no parameter changes.
+
+    Args:
+        stages: of the pipelines, each on so many ranks; those of more than there are ranks are left out.
+        rounds: how often each side is timed; the median counts.
+        blocks, width, batch: of the model and the samples of a step.
+
+    Returns: the same rows on all ranks: name (`stages/schedule`), stages, chunks (stages per rank), micro_batches,
+    ranks (of the job), median_s (of a step), samples_per_s, speedup (over torch's of the same schedule), times_alone
+    (samples per second over one rank's), ideal_s (one rank's seconds / stages), bubble (1 - ideal_s / median_s: all
+    that is lost, waiting and other), bubble_limit ((p-1) / (m+p-1) of p stages and m micro-batches, m times the chunks
+    where there are several), peak_bytes (how much memory the busiest rank takes, model included; None where the system
+    does not tell), loss (the same for all).
+    """
+    check(comm, rounds)
+    load = Workload(blocks, width, batch, micro_batches, torch.device("cpu"))
+    ways: Ways = {ALONE: ({"stages": 1, "chunks": 1}, lambda: None if comm.rank else _alone(load))}
+    with default_group(comm):
+        for number in [number for number in stages if number <= comm.size]:
+            ways |= _courses(comm, number, load)
+        rows = _timed(comm, ways, rounds)
+        for row in rows:
+            row["peak_bytes"] = _peak(comm, ways[row["name"]][1], load.device)
+    return table(_compared(rows, load), COLUMNS)
+
+
+def _courses(comm: Communicator, number: int, load: Workload) -> Ways:
+    """Collective. Return the ways through a pipeline of so many stages, which the first ranks have."""
+    inner, group = comm.split(0 if comm.rank < number else None), dist.new_group(list(range(number)))
+    grid = None if inner is None else Grid(inner, number)
+
+    def make(course: Course) -> Step | None:
+        if grid is None:
+            return None
+        return _ours(grid, course, load) if course.peer is None else _torch(group, course, load)
+
+    return {f"{number}/{c.name}": ({"stages": number, "chunks": c.chunks}, partial(make, c)) for c in COURSES}
+
+
+def _timed(comm: Communicator, ways: Ways, rounds: int) -> list[Row]:
+    """Collective. Time all ways together."""
+    sides = [Side(name, partial(_run, make()), columns) for name, (columns, make) in ways.items()]
+    runner.warm_up(comm, sides, WARM_UP, meet=meet_asleep)
+    return runner.measure(comm, sides, rounds, STEPS, meet_asleep)
+
+
+def _run(step: Step | None, steps: int) -> dict[str, float]:
+    """Take steps where this rank takes part; return the seconds of one, and the loss."""
+    start, loss = time.perf_counter(), 0.0
+    if step is None:
+        return {"median_s": 0.0, "loss": loss}
+    for _ in range(steps):
+        loss = step()
+    return {"median_s": (time.perf_counter() - start) / steps, "loss": loss}
+
+
+def _peak(comm: Communicator, make: Callable[[], Step | None], device: torch.device) -> int | None:
+    """Collective. Return how much memory a way takes on the busiest rank, from its model to the end of a step."""
+    peaks: list[int] = []
+    for _ in range(MEMORY_ROUNDS):
+        meet_asleep(comm)
+        peak = peak_bytes(lambda: _run(make(), 2), device)  # the second step begins with all gradients
+        peaks += [] if peak is None else [peak]
+    found = comm.gather(median(peaks) if peaks else None)
+    return None if None in found else int(max(found))
+
+
+def _compared(rows: list[Row], load: Workload) -> list[Row]:
+    """Add to each row what it is beside the limit, beside one rank alone, and beside torch's of the same schedule."""
+    by_name = {row["name"]: row for row in rows}
+    alone_s = by_name[ALONE]["median_s"]
+    for row in rows:
+        step_s, stages = row["median_s"], row["stages"]
+        places = load.micro_batches * row["chunks"] + stages - 1
+        ideal_s = alone_s / stages
+        row |= {"micro_batches": load.micro_batches, "samples_per_s": load.batch / step_s}
+        row |= {"times_alone": alone_s / step_s, "ideal_s": ideal_s}
+        row |= {"bubble": 1 - ideal_s / step_s, "bubble_limit": (stages - 1) / places}
+        peer = row["name"].removesuffix(" recompute").replace("/", "/torch ")
+        if peer != row["name"] and peer in by_name:
+            row["speedup"] = by_name[peer]["median_s"] / step_s
+    return rows
+
+
+# --- the sides --------------------------------------------------------------------------------------------------------
+def _alone(load: Workload) -> Step:
+    """Make the step of one rank that has the whole model, and adds up the gradients of the micro-batches."""
+    model, (x, y) = load.model(), load.samples()
+
+    def step() -> float:
+        model.zero_grad()
+        total = 0.0
+        for xs, ys in zip(x.chunk(load.micro_batches), y.chunk(load.micro_batches), strict=True):
+            loss = loss_of(model(xs), ys) / load.micro_batches
+            loss.backward()
+            total += loss.item()
+        return total
+
+    return step
+
+
+def _ours(grid: Grid, course: Course, load: Workload) -> Step:
+    """Make the step of our pipeline."""
+    pipeline = Pipeline(
+        load.model,
+        loss_of,
+        grid,
+        micro_batches=load.micro_batches,
+        schedule=course.schedule,
+        chunks=course.chunks,
+        recompute=course.recompute,
+        device=load.device,
+    )
+    x, y = load.samples()
+
+    def step() -> float:
+        pipeline.zero_grad()
+        return pipeline.forward_backward(x, y).item()
+
+    return step
+
+
+def _torch(group: dist.ProcessGroup, course: Course, load: Workload) -> Step:
+    """Make the step of torch's pipeline, with the same stages."""
+    ranks, here = group.size(), group.rank()
+    number = ranks * course.chunks
+    bounds = [load.blocks * stage // number for stage in range(number + 1)]
+    model, (x, y) = load.model(), load.samples()
+    parts = {stage: model[bounds[stage] : bounds[stage + 1]] for stage in range(here, number, ranks)}
+    stages = [PipelineStage(part, stage, number, load.device, group=group) for stage, part in parts.items()]
+    cls = getattr(schedules, str(course.peer))
+    several = issubclass(cls, schedules.PipelineScheduleMulti)
+    schedule = cls(stages if several else stages[0], load.micro_batches, loss_fn=loss_of)
+    inputs, target = (x,) if here == 0 else (), y if here == ranks - 1 else None
+    del model  # the others' layers
+
+    def step() -> float:
+        for part in parts.values():
+            part.zero_grad()
+        losses: list[Tensor] = []
+        schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        return torch.stack(losses).mean().item() if losses else 0.0
+
+    return step

@@ -1,0 +1,159 @@
+"""The command line: `hpcdist train|data|bench|slurm|...`. One file per group of commands: each
+parses, builds a specification, calls one function, shows what that returns.
+
+Modules that need torch are imported by the commands that need them: it takes seconds, and `--help` should take none.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from hpcdist import __version__, log
+from hpcdist.comm.launch import LAUNCHERS
+from hpcdist.errors import NO_SPACE, HpcdistError, OutputError
+from hpcdist.faults.turns import SILENT_S, takes_turn
+from hpcdist.status import INTERRUPTED, LEFT
+from hpcdist.tools import console
+from hpcdist.tools.cli import (
+    bench,
+    checkpoint,
+    compare,
+    data,
+    doctor,
+    horovod,
+    listing,
+    plan,
+    report,
+    simulate,
+    slurm,
+    train,
+    watch,
+)
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train PyTorch models over MPI with any distribution strategy, and measure what it costs.",
+)
+app.command()(doctor.doctor)
+app.command()(train.train)
+app.command()(compare.compare)
+app.command()(compare.sweep)
+app.command()(simulate.simulate)
+app.command()(plan.plan)
+app.command()(watch.watch)
+for listed in (listing.strategies, listing.compressors, listing.schedules, listing.topology, report.report):
+    app.command()(listed)
+for group, name in (
+    (data, "data"), (checkpoint, "checkpoint"), (bench, "bench"), (horovod, "horovod"), (slurm, "slurm"),
+):  # fmt: skip
+    app.add_typer(group.app, name=name)
+
+COLLECTIVE = {"train", "bench", "doctor"}  # commands that all ranks run; the first rank alone runs the others
+SETTLED_S = 2.0  # the time in which the other ranks' processes end
+RANK_VARIABLES = tuple(dict.fromkeys(variables.rank for variables in LAUNCHERS))
+
+
+def main() -> None:
+    """Run the command line of this process and exit.
+
+    A failure is reported once, whether one rank fails or all do, and ends every rank: status 2 for wrong usage, 1 for
+    an error, 75 for a run that left early, 130 for an interruption. Only an exception that is no HpcdistError has a
+    traceback.
+    """
+    first = launched_rank() == 0
+    status = _run(sys.argv[1:], first) if first or _is_collective(sys.argv[1:]) else 0
+    if status == INTERRUPTED and first:
+        console.note("interrupted")
+    comm = _joined()
+    if status and comm is not None and comm.size > 1:
+        if status != LEFT:
+            comm.abort(status)
+        status = _leave_in_turn(comm)
+    sys.exit(status)
+
+
+def _leave_in_turn(comm) -> int:
+    """Collective. End all ranks but the first with status 0, wait, and return the first one's status, LEFT.
+
+    At the first status other than 0 `srun --kill-on-bad-exit` kills the ranks that still run, and reports that.
+    """
+    from hpcdist.comm.mpi.world import finalise
+
+    first = comm.rank == comm.living[0]
+    finalise()
+    if not first:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # because an interpreter with torch takes seconds to exit on a busy node
+    time.sleep(SETTLED_S)
+    return LEFT
+
+
+def _run(arguments: list[str], first: bool) -> int:
+    """Run a command and return its exit status. All ranks have the same arguments; the first reports wrong ones."""
+    command = typer.main.get_command(app)  # called itself, `app` would put typer's hook in place of sys.excepthook
+    try:
+        return command.main(arguments, prog_name="hpcdist", standalone_mode=first) or 0
+    except SystemExit as exit:
+        return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+    except HpcdistError as error:
+        _report(error, first)
+        return 1
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that Python does not try again to write its buffer there
+        _report(OutputError.of(error.filename or "standard output", error), first)
+        return 1
+    except Exception as error:
+        if first or not hasattr(error, "exit_code"):  # typer's exceptions for wrong usage have one
+            raise
+        time.sleep(SILENT_S)
+        return error.exit_code
+
+
+def _report(error: HpcdistError, first: bool) -> None:
+    comm = _joined()
+    if comm is None and not first:  # before the communicator exists, all ranks raise the same error
+        time.sleep(SILENT_S)
+        return
+    if comm is None or comm.size == 1 or takes_turn(comm.rank):
+        console.error(str(error))
+
+
+def _is_collective(arguments: list[str]) -> bool:
+    return bool(arguments) and arguments[0] in COLLECTIVE and "--help" not in arguments
+
+
+def launched_rank() -> int:
+    """Return this process's rank according to its launcher; 0 without one."""
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if os.environ.get(name, "").isdigit()), 0)
+
+
+def _joined():
+    """Return the communicator of all ranks; None where this process has not joined them."""
+    world = sys.modules.get("hpcdist.session.world")
+    return None if world is None else world.joined()
+
+
+def _print_version(given: bool) -> None:
+    if given:
+        print(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    log.set_up()

@@ -1,0 +1,116 @@
+"""`hpcdist bench`: each command measures all sides in one run and prints a table, or writes a row per measurement."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import hpcdist as hd  # its init imports torch when it is called, and not before
+from hpcdist.tools import console
+
+app = typer.Typer(no_args_is_help=True, help="Measure side by side in one run; launch with mpirun.")
+Json = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as well.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often each side is timed; the median counts.")]
+
+
+def _run(title: str, measure: Callable[..., list[dict]], path: Path | None, **options: object) -> None:
+    """Collective. Measure on all ranks; rank 0 shows the rows."""
+    comm = hd.init()
+    rows = measure(comm, **options)
+    if comm.rank == 0:
+        _show(f"{title} on {comm.size} ranks", rows, path)
+
+
+def _show(title: str, rows: list[dict], path: Path | None) -> None:
+    """Print rows, and write them where the user wants them."""
+    console.rows(title, rows)
+    if path is not None:
+        path.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+@app.command()
+def allreduce(
+    sizes: Annotated[list[int] | None, typer.Option(help="Bytes; may be repeated.")] = None,
+    algorithm: Annotated[list[str] | None, typer.Option(help="May be repeated; default auto and all else.")] = None,
+    rounds: Rounds = 15,
+    json_path: Json = None,
+) -> None:
+    """Time all-reduce in place, float32: our algorithms, MPI's own, gloo's, Horovod's, and a plain copy. Collective."""
+    from hpcdist.tools.bench.allreduce import SIZES, measure
+
+    _run("all-reduce", measure, json_path, sizes=sizes or SIZES, algorithms=algorithm, rounds=rounds)
+
+
+@app.command()
+def train(rounds: Rounds = 9, json_path: Json = None) -> None:
+    """Time a training step of the strategy allreduce, also by Horovod, beside torch's DDP on gloo. Collective."""
+    from hpcdist.tools.bench.train import measure
+
+    _run("training step", measure, json_path, rounds=rounds)
+
+
+@app.command()
+def loader(batch_size: int = 128, json_path: Json = None) -> None:
+    """Time reading shuffled batches from HDF5 beside a NumPy memory map of the same samples. Collective."""
+    from hpcdist.tools.bench.loader import measure
+
+    _run("loader", measure, json_path, batch_size=batch_size)
+
+
+@app.command()
+def window(rounds: Rounds = 15, json_path: Json = None) -> None:
+    """Time one-sided operations, their cost to the owner, and a server's pull and push. Collective."""
+    from hpcdist.tools.bench.window import measure
+
+    _run("windows", measure, json_path, rounds=rounds)
+
+
+@app.command()
+def server(
+    sizes: Annotated[list[int] | None, typer.Option(help="Parameters, float32; may be repeated.")] = None,
+    rounds: Rounds = 5,
+    json_path: Json = None,
+) -> None:
+    """Time updates through parameter servers beside the same exchange by send and recv on gloo. Collective."""
+    from hpcdist.tools.bench.server import SIZES, measure
+
+    _run("parameter servers", measure, json_path, sizes=sizes or SIZES, rounds=rounds)
+
+
+@app.command()
+def gossip(rounds: Rounds = 7, json_path: Json = None) -> None:
+    """Time a training step of each decentralised strategy beside all-reduce and the model alone. Collective."""
+    from hpcdist.tools.bench.gossip import measure
+
+    _run("training step", measure, json_path, rounds=rounds)
+
+
+@app.command()
+def pipeline(
+    stages: Annotated[list[int] | None, typer.Option(help="Ranks of a pipeline; may be repeated.")] = None,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 8,
+    width: Annotated[int, typer.Option(min=1, help="Of the model's layers: their inputs and outputs.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 512,
+    rounds: Rounds = 7,
+    json_path: Json = None,
+) -> None:
+    """Time steps of pipelines by each schedule beside one rank and torch.distributed.pipelining. Collective."""
+    from hpcdist.tools.bench.pipeline import STAGES, measure
+
+    options = {"stages": stages or STAGES, "micro_batches": micro_batches, "width": width, "batch": batch}
+    _run("pipelines", measure, json_path, rounds=rounds, **options)
+
+
+@app.command()
+def compress(rounds: Rounds = 7, json_path: Json = None) -> None:
+    """Time each compressor's coding; and, on several ranks, a training step with all-reduce compressed. Collective."""
+    from hpcdist.tools.bench.compress import measure_coding, measure_steps
+
+    if hd.init().size == 1:
+        _show("coding and decoding on one core", measure_coding(rounds=rounds), json_path)
+    else:
+        _run("training step", measure_steps, json_path, rounds=rounds)

@@ -1,0 +1,256 @@
+"""`hpcdist compare|sweep`: every run of a comparison of strategies or settings, its table, its report."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpcdist.errors import ConfigError
+from hpcdist.tools.cli.options import Overrides, Target, read_target
+
+if TYPE_CHECKING:  # they import torch, which takes seconds
+    from hpcdist.tools.compare.plan import Declaration
+
+JobToBegin = Annotated[
+    Path | None, typer.Argument(help="Python file that defines `job`. Not needed to go on with --output.")
+]
+Strategies = Annotated[
+    list[str] | None,
+    typer.Option(metavar="A,B:KEY=VALUE,...", help="Strategies to compare. The options of one follow a colon."),
+]
+Seeds = Annotated[int, typer.Option(min=1, help="Runs of each strategy on each number of ranks, with other seeds.")]
+Tune = Annotated[
+    int, typer.Option(min=0, metavar="RUNS", help="First search a learning rate for each strategy, in so many runs.")
+]
+Rates = Annotated[
+    list[str] | None,
+    typer.Option(metavar="STRATEGY=RATE", help="Learning rate of one of the --strategies. May be repeated."),
+]
+Budget = Annotated[
+    list[str] | None,
+    typer.Option(metavar="UNIT=N", help="When each run ends: samples=N (of all ranks), steps=N or seconds=N."),
+]
+Evaluations = Annotated[
+    int, typer.Option(min=0, help="Evaluations of a run with a budget of samples or steps. 0: after epochs only.")
+]
+Config = Annotated[Path | None, typer.Option(metavar="TOML", help="File with settings for all runs.")]
+Launcher = Annotated[
+    str | None,
+    typer.Option(metavar="COMMAND", help="Command that starts ranks: 'srun --mpi=pmix -n'. Default: mpirun -n."),
+]
+Threads = Annotated[int, typer.Option(min=1, help="Threads of each process.")]
+
+
+def compare(
+    job: JobToBegin = None,
+    strategies: Strategies = None,
+    ranks: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of ranks to run on.")] = "1,2",
+    seeds: Seeds = 5,
+    budget: Budget = None,
+    target: Target = None,
+    baselines: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Compare with other libraries, too: ddp (torch's own), horovod.")
+    ] = None,
+    tune: Tune = 0,
+    rate: Rates = None,
+    controls: Annotated[
+        bool, typer.Option(help="Also train on one process with the batch of all ranks together.")
+    ] = True,
+    evaluations: Evaluations = 20,
+    config: Config = None,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder for all files. Default: runs/compare-JOB.")
+    ] = None,
+    launcher: Launcher = None,
+    threads: Threads = 1,
+    slurm: Annotated[
+        str | None,
+        typer.Option(metavar="SITE", help="Submit the runs as Slurm's job arrays: a cluster's profile, NAME or TOML."),
+    ] = None,
+    slurm_set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Setting of these jobs, such as time_min=30; may be repeated."),
+    ] = None,
+) -> None:
+    """Compare strategies on a job: make all runs, one after the other, then show a table and write a report.
+
+    It adds runs on one process, with a batch as large as that of all ranks together. If such a run is as good, the
+    larger batch is the reason, not the strategy.
+
+    After an interruption the same command goes on, and so does `hpcdist compare --output FOLDER`: only the missing
+    runs are made. If a run fails, the others are still made, and the exit status is 1.
+
+    Example: hpcdist compare jobs/digits.py --strategies allreduce,softsync:splits=2,gossip_pull --ranks 1,2,4
+    --budget samples=20000 --target accuracy=0.97
+    """
+    from hpcdist.tools.compare import conduct, folder
+    from hpcdist.tools.compare.comparison import Comparison
+    from hpcdist.tools.compare.making import launched
+    from hpcdist.tools.compare.plan import Declaration
+    from hpcdist.tools.slurm import arrays
+
+    if job is None:
+        if output is None or strategies:
+            raise ConfigError("JOB must be given to begin a comparison; got none. It is a file such as jobs/digits.py.")
+        declared = folder.declared_in(output, Declaration)
+        if declared.virtual is not None:
+            raise ConfigError(
+                f"--output must hold a comparison on real ranks; got {output}, on virtual ones. Go on with it by "
+                f"`hpcdist simulate --output {output}`."
+            )
+    else:
+        baselines_given = tuple(baselines.split(",")) if baselines else ()
+        declared = declare(
+            job, strategies, ranks, budget, target, rate, config, overrides, seeds=seeds, evaluations=evaluations,
+            baselines=baselines_given, tune=tune, controls=controls, threads=threads,
+        )  # fmt: skip
+        output = output or Path("runs") / f"compare-{job.stem}"
+    if slurm is not None and launcher is not None:
+        raise ConfigError(f"--launcher must be left out with --slurm, whose profile has its own; got {launcher!r}.")
+    if slurm is None and slurm_set:
+        raise ConfigError("--slurm must be given with --slurm-set; got none. Such as --slurm generic.")
+    comparison = Comparison(declared, output)
+    if slurm is not None:
+        raise typer.Exit(int(arrays.submit_missing(comparison, slurm, slurm_set or [])))
+    if waiting := arrays.under_way(output):
+        raise typer.Exit(int(arrays.show(comparison, waiting)))
+    makers = launched(
+        declared.job, max(declared.ranks), declared.threads, launcher, os.environ, baselines=declared.baselines
+    )
+    raise typer.Exit(int(conduct.make(comparison, makers)))
+
+
+def sweep(
+    job: Annotated[
+        Path | None, typer.Argument(help="Python file that defines `job`; left out, --output's sweep goes on.")
+    ] = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUES", help="Setting and values: A,B,C or LOW..HIGH[:log][:POINTS]. May be repeated."
+        ),
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Number of random combinations.")] = 20,
+    grid: Annotated[bool, typer.Option("--grid", help="Try all combinations instead.")] = False,
+    halving: Annotated[
+        bool,
+        typer.Option("--halving", help="Begin with 1/9 of the budget. The best third goes on, twice."),
+    ] = False,
+    strategy: Annotated[str, typer.Option(metavar="NAME:KEY=VALUE,...", help="Strategy of all runs.")] = "allreduce",
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each run.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each combination, with different seeds.")] = 1,
+    budget: Budget = None,
+    target: Target = None,
+    evaluations: Evaluations = 20,
+    config: Config = None,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder for all files. Default: runs/sweep-JOB.")
+    ] = None,
+    launcher: Launcher = None,
+    threads: Threads = 1,
+) -> None:
+    """Search for good settings of a job: make runs with random combinations of values, or with all of them.
+
+    After an interruption the same command goes on, and so does `hpcdist sweep --output FOLDER`: only the missing runs
+    are made.
+
+    Example: hpcdist sweep jobs/digits.py --over optimizer.lr=0.0001..0.1:log --over batch_size=16,32 --runs 9 --halving
+    --budget samples=20000
+    """
+    from hpcdist.tools.compare import conduct, folder
+    from hpcdist.tools.compare.making import launched
+    from hpcdist.tools.compare.plan import read_budget
+    from hpcdist.tools.compare.sweep import Sweep, SweepDeclaration
+
+    if job is None:
+        if output is None or over:
+            raise ConfigError("JOB must be given to begin a sweep; got none. It is a file such as jobs/digits.py.")
+        declared = folder.declared_in(output, SweepDeclaration)
+    else:
+        if not over:
+            raise ConfigError("--over must be given to begin a sweep; got none. Such as --over batch_size=16,32.")
+        metric, value = _target(job, target)
+        declared = SweepDeclaration(
+            job=str(job), job_sha256=_sha256(job), strategy=strategy, over=tuple(over), points=0 if grid else runs,
+            ranks=ranks, metric=metric, seeds=seeds, target=value, budget=read_budget(budget or []),
+            evaluations=evaluations, settings=_settings(config, overrides), halving=halving, threads=threads,
+        )  # fmt: skip
+        output = output or Path("runs") / f"sweep-{job.stem}"
+    found = Sweep(declared, output)
+    makers = launched(declared.job, declared.ranks, declared.threads, launcher, os.environ)
+    raise typer.Exit(int(conduct.make_sweep(found, makers)))
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+def declare(
+    job: Path,
+    strategies: Sequence[str] | None,
+    ranks: str,
+    budget: Sequence[str] | None,
+    target: str | None,
+    rate: Sequence[str] | None,
+    config: Path | None,
+    overrides: Sequence[str] | None,
+    **given: Any,
+) -> Declaration:
+    """Read the options of a command into a declaration; those that need no reading are `given`."""
+    from hpcdist.tools.compare.plan import Declaration, read_budget, split_strategies
+
+    metric, value = _target(job, target)
+    return Declaration(
+        job=str(job),
+        job_sha256=_sha256(job),
+        strategies=tuple(split_strategies(",".join(strategies or ["allreduce"]))),
+        ranks=_numbers(ranks),
+        metric=metric,
+        target=value,
+        budget=read_budget(budget or []),
+        settings=_settings(config, overrides),
+        rates=_rates(rate or []),
+        **given,
+    )
+
+
+def _target(job: Path, target: str | None) -> tuple[str, float | None]:
+    """Return the metric and its value to reach; without one the job's first metric."""
+    from hpcdist.train import load_job
+
+    if target is None:
+        return next(iter(load_job(job).metrics), "loss"), None
+    return read_target(target)
+
+
+def _sha256(job: Path) -> str:
+    return hashlib.sha256(job.read_bytes()).hexdigest() if job.is_file() else ""
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() and int(word) for word in words):
+        raise ConfigError(f"--ranks must be whole numbers above 0, with commas between them; got {text!r}.")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+def _rates(items: Sequence[str]) -> dict[str, float]:
+    rates = {}
+    for item in items:
+        strategy, _, rate = item.rpartition("=")
+        try:
+            rates[strategy] = float(rate)
+        except ValueError:
+            raise ConfigError(f"--rate must be STRATEGY=RATE, such as allreduce=0.01; got {item!r}.") from None
+    return rates
+
+
+def _settings(config: Path | None, overrides: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the settings of a file and of flags, which win, as flags."""
+    from hpcdist.config.merge import as_flags, load
+
+    return tuple(as_flags(load({}, config, overrides or [])))

@@ -1,0 +1,55 @@
+"""`hpcdist data`: data sets in HDF5."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpcdist.tools import console
+from hpcdist.tools.cli.options import Overrides
+
+app = typer.Typer(no_args_is_help=True, help="Data sets in HDF5.")
+
+
+@app.command("import")
+def data_import(
+    name: Annotated[str, typer.Argument(help="Importer, such as digits or images; an unknown name lists all.")],
+    source: Annotated[str, typer.Argument(help="File or folder to read; `sklearn` for digits.")],
+    destination: Annotated[Path, typer.Argument(help="HDF5 file to write.")],
+    overrides: Overrides = None,
+) -> None:
+    """Write a data set as HDF5. Options of the importer are given with --set."""
+    from hpcdist.config import checked_options, load
+    from hpcdist.data import describe, importers
+
+    convert = importers.load(name)
+    options = checked_options(convert, load({}, None, overrides or []))
+    console.facts(describe(convert(source, destination, **options)))
+
+
+@app.command("fetch")
+def data_fetch(
+    name: Annotated[str, typer.Argument(help="mnist or fashion-mnist.")],
+    folder: Annotated[Path | None, typer.Argument(help="Where the files go; by default data/NAME.")] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="A folder that has the files, compressed by gzip or not.")
+    ] = None,
+) -> None:
+    """Get the original files of a data set, and say from where; an interrupted download goes on."""
+    from hpcdist.data.fetch import RELEASES, fetch
+
+    folder = Path("data", name) if folder is None else folder
+    with console.downloads() as show:
+        origin = fetch(name, folder, source=source, show=show)
+    title, importer = RELEASES[name].title, RELEASES[name].importer
+    console.facts({title: origin, "folder": str(folder), "next": f"hpcdist data import {importer} {folder} {name}.h5"})
+
+
+@app.command("info")
+def data_info(path: Annotated[Path, typer.Argument(help="HDF5 file.")]) -> None:
+    """Describe a data set: shapes, types, chunks, classes, ranges."""
+    from hpcdist.data import describe
+
+    console.facts(describe(path))

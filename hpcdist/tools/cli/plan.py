@@ -1,0 +1,120 @@
+"""`hpcdist plan`: the stages of a job's model, and the time and memory of its pipeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpcdist.errors import ConfigError
+from hpcdist.tools import console
+from hpcdist.tools.cli.options import Overrides
+
+if TYPE_CHECKING:  # it imports torch, which takes seconds
+    from hpcdist.parallel.plan import Plan
+
+
+def plan(
+    job: Annotated[Path, typer.Argument(help="Python file that defines `job`, such as jobs/digits.py.")],
+    stages: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Ranks that hold the model together: parallel.stages.")
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Parts of a batch: parallel.micro_batches.")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Order of their passes: parallel.schedule; see `schedules`.")
+    ] = None,
+    chunks: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Stages of each rank: parallel.chunks.")
+    ] = None,
+    cut: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Layers of each stage: parallel.cut. Default: the fastest.")
+    ] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Compute activations again: parallel.recompute.")
+    ] = False,
+    limit_mb: Annotated[
+        float | None, typer.Option(min=0.0, metavar="MB", help="Memory that the cut may need on each rank.")
+    ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(metavar="LATENCY,BANDWIDTH", help="Speed of each link, as 2us,100Gbit/s. Default: no time."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(metavar="TOML", help="File of settings.")] = None,
+    overrides: Overrides = None,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it there.")] = None,
+) -> None:
+    """Cut a job's model into stages of equal time, and predict its pipeline: idle time, memory, other schedules.
+
+    Each layer is measured here on a micro-batch of the job's data, on the first GPU, or with one thread. The model need
+    not fit in this machine's memory. Seconds are without the optimiser's.
+
+    Example: hpcdist plan jobs/digits.py --stages 4 --micro-batches 8 --network 2us,100Gbit/s
+    """
+    from hpcdist.config.files import neighbours
+    from hpcdist.config.merge import as_flags
+    from hpcdist.parallel import by_hand
+    from hpcdist.parallel.plan import compare, predict
+    from hpcdist.tools.simulate.cluster import read_cluster
+    from hpcdist.train.loop import own_device
+    from hpcdist.train.planning import copies, measure_layers
+    from hpcdist.train.runs import specify
+
+    flags = {
+        "stages": stages,
+        "micro_batches": micro_batches,
+        "schedule": schedule,
+        "chunks": chunks,
+        "cut": None if cut is None else _sizes(cut),
+        "recompute": recompute or None,
+    }
+    flags = as_flags({key: value for key, value in flags.items() if value is not None}, "parallel.")
+    made, settings = specify(job, config, [*(overrides or []), *flags])
+    chosen = settings.parallel
+    shared: dict[str, Any] = {
+        "micro_batches": chosen.micro_batches * settings.accumulation,
+        "recompute": chosen.recompute,
+        "limit_bytes": None if limit_mb is None else int(limit_mb * 1e6),
+        "copies": copies(settings),
+    }
+    if network is not None:
+        link = read_cluster(None, network, None).links()
+        shared["transfer_s"] = lambda n_bytes: link.latency_s + n_bytes / link.bandwidth_bytes_s
+    with neighbours(job):
+        costs = measure_layers(made, settings, own_device(0))
+    by_user = None if chosen.sizes is None else by_hand(chosen.sizes, len(costs))
+    plan = predict(costs, chosen.stages, schedule=chosen.schedule, chunks=chosen.chunks, cut=by_user, **shared)
+    alone_s = shared["micro_batches"] * sum(cost.forward_s + cost.backward_s for cost in costs)
+    _show(plan, compare(costs, chosen.stages, **shared), alone_s)
+    if json_path is not None:
+        found = {"micro_batches": shared["micro_batches"], **plan.as_dict(), "layers": [asdict(c) for c in costs]}
+        json_path.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _show(chosen: Plan, others: Sequence[Plan], alone_s: float) -> None:
+    """Show a plan, a drawing of it, and other plans. `alone_s`: seconds of a step on one rank."""
+    from hpcdist.parallel.drawing import gantt
+    from hpcdist.parallel.plan import plan_rows, rank_rows, stage_rows
+
+    step_s, ranks = chosen.timing.makespan_s, len(chosen.table)
+    console.rows(f"Stages: {chosen.cut}; times of one micro-batch", stage_rows(chosen))
+    console.rows("Ranks", rank_rows(chosen))
+    print(*gantt(chosen.table, chosen.timing), "", sep="\n")
+    print(
+        f"{chosen.schedule}: a step takes {step_s * 1e3:.4g} ms, {alone_s / step_s:.2f} times as fast as on one rank; "
+        f"{ranks} rank{'s are' if ranks > 1 else ' is'} idle for {chosen.timing.bubble:.1%} of it, with equal stages "
+        f"{chosen.equal_bubble:.1%}.\n"
+    )
+    console.rows("All schedules, each with its own cut", plan_rows(others))
+
+
+def _sizes(cut: str) -> list[int]:
+    try:
+        return [int(part) for part in cut.split(",")]
+    except ValueError:
+        raise ConfigError(f"--cut must be numbers of layers; got {cut!r}. Write it as 3,3,2.") from None

@@ -1,0 +1,53 @@
+"""`hpcdist train`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpcdist.status import LEFT
+from hpcdist.tools import console
+from hpcdist.tools.cli.options import Overrides
+
+
+def train(
+    job: Annotated[Path, typer.Argument(help="Python file that defines `job`, such as jobs/digits.py.")],
+    config: Annotated[Path | None, typer.Option(metavar="TOML", help="File of settings.")] = None,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="This run's folder; by default a new one in runs/.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output; without one start anew.")
+    ] = False,
+    progress: Annotated[
+        console.ProgressMode,
+        typer.Option(help="One line that is rewritten, or lines; auto: live on a terminal with one rank, else lines."),
+    ] = console.ProgressMode.auto,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Write timeline.json: who did what when, and waited for whom.")
+    ] = False,
+) -> None:
+    """Train a job on the ranks that mpirun or srun started. Collective.
+
+    On SIGTERM, SIGUSR1 or SIGUSR2, and before a Slurm job's time limit, all ranks save a checkpoint and leave after
+    the same step, with status 75. The same command with --resume goes on from there.
+    """
+    from hpcdist import session
+    from hpcdist.tools.slurm.environment import end_time
+    from hpcdist.train import runs
+
+    comm = session.init()
+    show = console.progress(progress, comm.size)
+    ends_at = end_time(os.environ) if comm.rank == 0 else None
+    folder, summary = runs.train(
+        comm, job, config, overrides or [], output, resume, show, ends_at, command=sys.argv, timeline=timeline
+    )
+    if summary is None:
+        raise typer.Exit(LEFT)
+    if comm.rank == comm.living[0]:
+        console.result(folder, summary)

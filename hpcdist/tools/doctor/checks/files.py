@@ -1,0 +1,306 @@
+"""The run's file system: shared by all nodes, with room, locks that hold between nodes, and speed.
+
+Rank 0 makes a folder that every node looks into, writes to, and locks a file in; it is gone at the end. Every call
+that touches files may hang where a server is dead, so each has a limit.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcdist.errors import DeadlineError
+from hpcdist.tools.doctor.base import (
+    ERROR,
+    OK,
+    WARNING,
+    Finding,
+    Nodes,
+    Requirements,
+    gather,
+    gather_by_node,
+    listed,
+    within,
+)
+
+if TYPE_CHECKING:
+    from hpcdist.comm.communicator import Communicator
+
+CALL_S = 6.0  # how long the calls of one step may take
+SEEN_S = 4.0  # how long a new file may take to be seen on other nodes: NFS keeps a folder's list for a while
+FREED_S = 2.0  # how long a lock that was given back may stay refused
+SAMPLE_BYTES, BLOCK_BYTES, SAMPLE_S = 1 << 24, 1 << 20, 1.5
+NO_ROOM_BYTES, LITTLE_ROOM_BYTES = 1 << 27, 1 << 32  # a checkpoint of a small model; of a large one
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
+    """Collective. Measure by node the free bytes, the time until it sees a new file, and locks; then the speeds."""
+    first = comm.rank == 0
+    made = gather(comm, _try(lambda: _begin(required.folder)) if first else None)[0]
+    if "error" in made:
+        return {"folder": str(required.folder.absolute()), "error": made["error"]}
+    folder = Path(made["made"])
+    try:
+        return {
+            "folder": made["folder"],
+            "nodes": _share(comm, nodes, folder, made["token"]),
+            "locks": _locks(comm, nodes, folder / "lock"),
+            "write": gather(comm, _try(lambda: _write(folder / "sample")) if first else None)[0],
+            "read": _on_last(comm, nodes, lambda: _read(folder / "sample")),
+        }
+    finally:
+        if first:
+            _try(lambda: shutil.rmtree(folder, ignore_errors=True) or {})
+
+
+def _share(comm: Communicator, nodes: Nodes, folder: Path, token: str) -> dict[str, dict]:
+    """Collective. Find out whether each node sees rank 0's file, and whether rank 0 sees each node's."""
+    node = nodes.of[comm.rank]
+    found = gather_by_node(comm, nodes, lambda: _try(lambda: _look(folder, token, node)))
+    if comm.rank == 0:
+        able = [name for name in nodes.names if found[name].get("seen_s") is not None]
+        wrote = {name: folder / f"node{nodes.names.index(name)}" for name in able}
+        for name in _try(lambda: {"missing": _missing(wrote)}).get("missing", wrote):
+            found[name]["arrived"] = False
+    return found
+
+
+def _locks(comm: Communicator, nodes: Nodes, path: Path) -> dict:
+    """Collective. Find out whether rank 0 gets a lock, and whether others are refused it until it is given back."""
+    lock, asks = _Lock(path), _asks_for_lock(comm, nodes)
+    held = gather(comm, _try(lock.take) if comm.rank == 0 else None)[0]
+    refused = _try(lock.refused) if asks and held.get("held") else None
+    gather(comm, None)
+    if comm.rank == 0:
+        _try(lock.drop)
+    gather(comm, None)
+    rows = gather(comm, _try(lambda: lock.free(refused)) if refused and "error" not in refused else refused)
+    return {**held, "nodes": {nodes.name(rank): row for rank, row in enumerate(rows) if row}}
+
+
+def _on_last(comm: Communicator, nodes: Nodes, call: Callable[[], dict]) -> dict:
+    """Collective. Call a function on the last node, whose memory does not hold what rank 0 wrote."""
+    rank = nodes.leaders[-1]
+    return gather(comm, _try(call) if comm.rank == rank else None)[rank]
+
+
+def _try(call: Callable[[], dict]) -> dict:
+    """Take one step; return what it found out, or {"error": ...} if it failed or took too long."""
+    try:
+        return within(CALL_S, "the file system's answer", call)
+    except (OSError, DeadlineError, ValueError) as error:
+        return {"error": str(error)}
+
+
+def _begin(wanted: Path) -> dict:
+    """Make a folder in the one that is wanted, or in the nearest one above it that exists."""
+    wanted = wanted.absolute()
+    folder = next(path for path in (wanted, *wanted.parents) if path.is_dir())
+    made, token = folder / f".hpcdist-doctor-{secrets.token_hex(4)}", secrets.token_hex(16)
+    made.mkdir()
+    _write_all(made / "token", token.encode())
+    return {"folder": str(folder), "made": str(made), "token": token}
+
+
+def _look(folder: Path, token: str, node: int) -> dict:
+    """Wait for the file that rank 0 wrote, then write one of this node's own."""
+    start, content = time.monotonic(), _content(folder / "token")
+    while content != token and time.monotonic() - start < SEEN_S:
+        time.sleep(0.02)
+        content = _content(folder / "token")
+    if content != token:
+        return {"seen_s": None}
+    seen_s = time.monotonic() - start
+    _write_all(folder / f"node{node}", token.encode())
+    return {"seen_s": seen_s, "free_bytes": shutil.disk_usage(folder).free}
+
+
+def _content(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+
+
+def _missing(wrote: Mapping[str, Path]) -> list[str]:
+    """List the nodes whose own file rank 0 does not see."""
+    until = time.monotonic() + SEEN_S
+    while not all(path.exists() for path in wrote.values()) and time.monotonic() < until:
+        time.sleep(0.02)
+    return [name for name, path in wrote.items() if not path.exists()]
+
+
+def _asks_for_lock(comm: Communicator, nodes: Nodes) -> bool:
+    """Tell whether this rank tries the lock: a node's first one; on one node its second one, or the only one."""
+    if len(nodes.names) > 1:
+        return comm.rank in nodes.leaders[1:]
+    return comm.rank == min(1, comm.size - 1)
+
+
+class _Lock:
+    """Lock a file as HDF5 does: by flock, which NFS turns into a lock of its server, and some file systems refuse.
+
+    Every call returns what it found out. Locks are of an open file, so that one process can hold and be refused one.
+    """
+
+    def __init__(self, path: Path):
+        self._path, self._file = path, None
+
+    def take(self) -> dict:
+        """Take the lock, and keep it."""
+        self._file = open(self._path, "w")
+        return {"held": self._lock(self._file) == 0}
+
+    def refused(self) -> dict:
+        """Find out whether another one's lock is seen."""
+        with open(self._path, "r+") as file:
+            return {"refused": self._lock(file) != 0}
+
+    def free(self, before: dict) -> dict:
+        """Find out whether the lock can be had again; others, who try too, hold it for a moment only."""
+        until = time.monotonic() + FREED_S
+        with open(self._path, "r+") as file:
+            while not (freed := self._lock(file) == 0) and time.monotonic() < until:
+                time.sleep(0.01)
+            return before | {"freed": freed}
+
+    def drop(self) -> dict:
+        """Give the lock back."""
+        self._file.close()
+        return {}
+
+    @staticmethod
+    def _lock(file) -> int:
+        """Return 0, or the number of the error that says that another one has it; raise any other OSError."""
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return 0
+        except BlockingIOError as error:
+            return error.errno
+
+
+def _write_all(path: Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write(path: Path) -> dict:
+    """Write a file for a moment; return bytes and seconds."""
+    block, written, start = secrets.token_bytes(BLOCK_BYTES), 0, time.monotonic()
+    with open(path, "xb", buffering=0) as file:
+        while written < SAMPLE_BYTES and time.monotonic() - start < SAMPLE_S:
+            written += file.write(block)
+        os.fsync(file.fileno())
+    return {"bytes": written, "seconds": time.monotonic() - start}
+
+
+def _read(path: Path) -> dict:
+    """Read a file for a moment; return bytes and seconds."""
+    read, start = 0, time.monotonic()
+    with open(path, "rb", buffering=0) as file:
+        while (data := file.read(BLOCK_BYTES)) and time.monotonic() - start < SAMPLE_S:
+            read += len(data)
+    return {"bytes": read, "seconds": time.monotonic() - start}
+
+
+# --- judging ----------------------------------------------------------------------------------------------------------
+def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
+    """Report nodes that can't use the folder, too little room, locks and speeds; or in one line that all is well."""
+    if "error" in measured:
+        text = f"folder must be one that can be written; got {measured['folder']} on {nodes.names[0]}: "
+        yield Finding(ERROR, f"{text}{measured['error']}. Choose another one with --folder")
+        return
+    sharing = list(_sharing(measured, nodes))
+    locking = [] if sharing else list(_locking(measured, required.environ))
+    found = [*sharing, *_room(measured), *locking, *([] if sharing else _samples(measured))]
+    yield from found
+    if not any(finding.status == ERROR for finding in found):
+        yield Finding(OK, _summary(measured, nodes, holds=not locking and not _off(required.environ)))
+
+
+def _sharing(measured: dict, nodes: Nodes) -> Iterator[Finding]:
+    """Report nodes that do not see, or can't write, the folder."""
+    folder, found, first = measured["folder"], measured["nodes"], nodes.names[0]
+    blind = [name for name, row in found.items() if row.get("seen_s", 0) is None]
+    if blind and len(blind) == len(nodes.names) - 1:
+        text = f"folder must be on a file system that all nodes share; got {folder}, where {listed(blind)} "
+        text += f"see{'s' * (len(blind) == 1)} nothing of what {first} wrote. Choose another one with --folder"
+        yield Finding(ERROR, text)
+        return
+    for name, row in found.items():
+        if name in blind:
+            text = f"{name} does not see within {SEEN_S:g} s what {first} wrote to {folder}: is it mounted there?"
+            yield Finding(ERROR, text, (name,))
+        elif "error" in row:
+            yield Finding(ERROR, f"{name} can't use {folder}: {row['error']}", (name,))
+        elif not row.get("arrived", True):
+            yield Finding(ERROR, f"{first} does not see within {SEEN_S:g} s what {name} wrote to {folder}", (name,))
+
+
+def _room(measured: dict) -> Iterator[Finding]:
+    """Report too little free space."""
+    room = [row["free_bytes"] for row in measured["nodes"].values() if "free_bytes" in row]
+    if room and min(room) < LITTLE_ROOM_BYTES:
+        text = f"{measured['folder']} has {_amount(min(room))} of free space: a run writes records and checkpoints"
+        yield Finding(ERROR if min(room) < NO_ROOM_BYTES else WARNING, text)
+
+
+def _locking(measured: dict, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Report locks that are refused, or do not hold between nodes."""
+    if _off(environ):
+        return
+    folder, locks = measured["folder"], measured["locks"]
+    advice = "Set HDF5_USE_FILE_LOCKING=FALSE, and let one process at a time write a file"
+    if not locks.get("held"):
+        text = f"HDF5 must be able to lock files; got {locks.get('error', 'no lock')} in {folder}. {advice}"
+        yield Finding(WARNING, text)
+        return
+    for name, row in locks["nodes"].items():
+        if "error" in row:
+            yield Finding(WARNING, f"{name} can't lock files in {folder}: {row['error']}. {advice}", (name,))
+        elif not row["refused"]:
+            text = f"locks must hold between nodes; got one on {name}, of a file in {folder} that rank 0"
+            yield Finding(WARNING, f"{text} has locked. {advice}")
+        elif not row["freed"]:
+            text = f"a lock of a file in {folder} that was given back stays refused on {name}. {advice}"
+            yield Finding(WARNING, text, (name,))
+
+
+def _off(environ: Mapping[str, str]) -> bool:
+    return environ.get("HDF5_USE_FILE_LOCKING", "").upper() in ("FALSE", "0")
+
+
+def _samples(measured: dict) -> Iterator[Finding]:
+    """Report that a file could not be written or read."""
+    for what in ("write", "read"):
+        if "error" in measured[what]:
+            yield Finding(ERROR, f"{measured['folder']} must allow to {what} a file; got {measured[what]['error']}")
+
+
+def _summary(measured: dict, nodes: Nodes, holds: bool) -> str:
+    rows = measured["nodes"].values()
+    text = f"{measured['folder']}: {_amount(min(row['free_bytes'] for row in rows))} free"
+    if len(nodes.names) > 1:
+        text += f", seen by all nodes within {1e3 * max(row['seen_s'] for row in rows):.0f} ms"
+    text += ", locks hold" if holds else ""
+    for what in ("write", "read"):
+        text += f", {what} {_amount(measured[what]['bytes'] / max(measured[what]['seconds'], 1e-9))}/s"
+    return text
+
+
+def _amount(n_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.3g} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.3g} TB"

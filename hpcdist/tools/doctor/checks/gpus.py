@@ -1,0 +1,182 @@
+"""The GPUs: how many each rank sees, whether each has its own, whether they are free and in good health."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pynvml as nvml
+
+from hpcdist.tools.doctor.base import (
+    ERROR,
+    OK,
+    WARNING,
+    Finding,
+    Nodes,
+    Requirements,
+    counted,
+    gather,
+    gather_by_node,
+    listed,
+    within,
+)
+
+if TYPE_CHECKING:
+    from hpcdist.comm.communicator import Communicator
+
+CALL_S = 8.0  # the driver needs seconds for the first call where nobody keeps it awake (nvidia-persistenced)
+FREE = 0.9  # of the memory: the driver itself keeps a few percent
+SLOWED = {0x08: "hardware", 0x20: "heat, by the driver", 0x40: "heat", 0x80: "the power supply"}  # of nvml.h
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
+    """Collective. Ask torch on each rank, and the driver on each node (None where there is no driver)."""
+    number = nodes.ranks(nodes.of[comm.rank]).index(comm.rank)
+    seen = gather(comm, _try(lambda: visible(number)))
+    return {"ranks": seen, "nodes": gather_by_node(comm, nodes, lambda: _try(driver))}
+
+
+def _try(call) -> dict | None:
+    try:
+        return within(CALL_S, "the GPU driver's answer", call)
+    except (OSError, RuntimeError, ValueError) as error:  # DeadlineError is one of them
+        return {"error": str(error).partition("\n")[0]}
+
+
+def visible(number: int) -> dict:
+    """Count the GPUs that this rank, of that number on its node, sees; and find the UUID of the one that it uses."""
+    import torch
+
+    count = torch.cuda.device_count()
+    own = str(getattr(torch.cuda.get_device_properties(number % count), "uuid", "")) if count else None
+    return {"count": count, "uuid": own}
+
+
+def driver() -> dict | None:
+    """Ask the driver for this node's GPUs and the processes that compute on them; None where none is installed.
+
+    Raises:
+        OSError: the driver does not work.
+    """
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError_LibraryNotFound:
+        return None
+    except nvml.NVMLError as error:
+        raise OSError(f"the GPU driver must answer; got {error}") from None
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        found = [describe(handle) for handle in handles]
+        return {"gpus": found, "processes": [[gpu["uuid"], *one] for gpu, h in zip(found, handles) for one in users(h)]}
+    except nvml.NVMLError as error:
+        raise OSError(f"the GPU driver must tell of each GPU; got {error}") from None
+    finally:
+        nvml.nvmlShutdown()
+
+
+def describe(handle: Any) -> dict:
+    """Describe a GPU by the driver's library; with None for each value that it does not give."""
+    memory = _ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+    kind = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    return {
+        "uuid": nvml.nvmlDeviceGetUUID(handle),
+        "name": nvml.nvmlDeviceGetName(handle),
+        "total_mb": memory and memory.total >> 20,
+        "free_mb": memory and memory.free >> 20,
+        "ecc_errors": _ask(nvml.nvmlDeviceGetTotalEccErrors, handle, *kind),
+        "reasons": _ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0,
+    }
+
+
+def users(handle: Any) -> list[list[str]]:
+    """List the number and the program of each process that computes on a GPU."""
+    pids = [process.pid for process in _ask(nvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()]
+    return [[str(pid), _ask(nvml.nvmlSystemGetProcessName, pid) or "unknown"] for pid in pids]
+
+
+def _ask(call: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return call(*arguments)
+    except nvml.NVMLError:
+        return None  # not supported, no permission, or gone
+
+
+# --- judging ----------------------------------------------------------------------------------------------------------
+def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
+    """Report each thing that is wrong with a node's GPUs; or all in one line."""
+    found = [*_broken(measured, nodes), *_counts(measured, nodes, required.gpus), *_sharing(measured, nodes)]
+    found += [f for name, node in measured["nodes"].items() if node and "gpus" in node for f in _health(name, node)]
+    yield from found
+    if not found:
+        yield Finding(OK, _summary(measured, nodes))
+
+
+def _broken(measured: dict, nodes: Nodes) -> Iterator[Finding]:
+    """Report nodes where torch or the driver fails."""
+    for name, node in measured["nodes"].items():
+        errors = [node["error"]] if node and "error" in node else []
+        rows = [measured["ranks"][rank] for rank in nodes.ranks(nodes.names.index(name))]
+        errors += [row["error"] for row in rows if "error" in row]
+        if errors:
+            yield Finding(ERROR, f"{name}: {errors[0]}. Leave it out, and tell the site", (name,))
+
+
+def _counts(measured: dict, nodes: Nodes, wanted: bool) -> Iterator[Finding]:
+    """Report ranks that see fewer GPUs than others; all, if they see none and there must be some."""
+    counts = {rank: row["count"] for rank, row in enumerate(measured["ranks"]) if "count" in row}
+    if not counts:
+        return
+    most = max(counts.values())
+    if most == 0 and wanted:
+        text = "every rank must see a GPU; got none on any. Ask for them (--gpus-per-node), and use a torch with CUDA"
+        yield Finding(ERROR, text)
+    for node, name in enumerate(nodes.names):
+        fewer = [rank for rank in nodes.ranks(node) if counts.get(rank, most) < most]
+        if fewer:
+            seen = ", ".join(sorted({str(counts[rank]) for rank in fewer}))
+            text = f"all ranks must see the same number of GPUs; got {seen} on rank{'s' * (len(fewer) > 1)} "
+            text += f"{counted(fewer)} ({name}) and {most} elsewhere. Leave that node out, or ask for the same on all"
+            yield Finding(ERROR, text, (name,))
+
+
+def _sharing(measured: dict, nodes: Nodes) -> Iterator[Finding]:
+    """Report ranks of one node that would use the same GPU."""
+    for node, name in enumerate(nodes.names):
+        users: dict[str, list[int]] = {}
+        for rank in nodes.ranks(node):
+            if uuid := measured["ranks"][rank].get("uuid"):
+                users.setdefault(uuid, []).append(rank)
+        for uuid, ranks in users.items():
+            if len(ranks) > 1:
+                text = f"each rank must have a GPU of its own; got ranks {counted(ranks)} on {uuid} ({name}). "
+                yield Finding(WARNING, f"{text}Start as many ranks on a node as it has GPUs, and look at --gpu-bind")
+
+
+def _health(name: str, node: dict) -> Iterator[Finding]:
+    """Report GPUs of a node with memory errors, slowed down, or in use."""
+    for gpu in node["gpus"]:
+        at = f"{name}: {gpu['name']} {gpu['uuid']}"
+        if gpu["ecc_errors"]:
+            text = f"{at} has {gpu['ecc_errors']} uncorrected memory errors. Leave the node out, and tell the site"
+            yield Finding(ERROR, text, (name,))
+        slowed = [why for bit, why in SLOWED.items() if gpu["reasons"] & bit]
+        if slowed:
+            text = f"{at} is slowed down by {listed(slowed)}. Leave the node out, and tell the site"
+            yield Finding(WARNING, text, (name,))
+        others = [f"{pid} ({program})" for uuid, pid, program in node["processes"] if uuid == gpu["uuid"]]
+        low = None not in (gpu["free_mb"], gpu["total_mb"]) and gpu["free_mb"] < FREE * gpu["total_mb"]
+        if others or low:
+            whose = f"process {listed(others)}" if others else "somebody"
+            text = f"{at} is in use by {whose}: {gpu['free_mb']} of {gpu['total_mb']} MiB are free"
+            yield Finding(WARNING, text, (name,))
+
+
+def _summary(measured: dict, nodes: Nodes) -> str:
+    counts = {row["count"] for row in measured["ranks"]}
+    if counts == {0}:
+        driven = [name for name, node in measured["nodes"].items() if node and node["gpus"]]
+        return "none" + f" visible to torch, though the driver has some on {listed(driven)}" * bool(driven)
+    kinds = {gpu["name"] for node in measured["nodes"].values() if node for gpu in node["gpus"]}
+    text = f"each rank sees {counts.pop()} and has its own" + f" ({listed(sorted(kinds))})" * bool(kinds)
+    return text + (", free and in good health" if kinds else "; no NVIDIA driver: health unknown")

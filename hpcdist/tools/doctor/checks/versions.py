@@ -1,0 +1,49 @@
+"""The software of each rank: all must run the same."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import hpcdist
+from hpcdist import registry
+from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, counted, gather, listed
+
+if TYPE_CHECKING:
+    from hpcdist.comm.communicator import Communicator
+
+PLUGINS = "plug-ins"  # of other packages
+REFUSED = ("hpcdist", "torch", "python", "mpi", PLUGINS)  # no run starts with two of them
+OTHERS = ("numpy", "h5py", "mpi4py")
+
+
+def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
+    """Collective. Gather each rank's versions, by name."""
+    import torch
+
+    own = {"hpcdist": hpcdist.__version__, "torch": torch.__version__, "mpi": comm.library}
+    own["python"] = ".".join(platform.python_version_tuple()[:2])
+    own |= {name: importlib.import_module(name).__version__ for name in OTHERS}
+    own[PLUGINS] = ", ".join(registry.installed()) or "none"
+    return {"versions": gather(comm, own)}
+
+
+def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
+    """Report each package and node whose version is not that of most ranks; or all in one line."""
+    by_rank = measured["versions"]
+    usual = {name: Counter(versions[name] for versions in by_rank).most_common(1)[0][0] for name in by_rank[0]}
+    differs = False
+    for name, version in usual.items():
+        for node in sorted({nodes.of[rank] for rank, versions in enumerate(by_rank) if versions[name] != version}):
+            ranks = [rank for rank in nodes.ranks(node) if by_rank[rank][name] != version]
+            theirs = sorted({by_rank[rank][name] for rank in ranks})
+            text = f"{name} must be the same on all ranks; got {listed(theirs)} on rank{'s' * (len(ranks) > 1)} "
+            text += f"{counted(ranks)} ({nodes.names[node]}) and {version} elsewhere. "
+            differs, status = True, ERROR if name in REFUSED else WARNING
+            yield Finding(status, f"{text}Start all from the same environment", (nodes.names[node],))
+    if not differs:
+        shown = [f"{name} {version}" for name, version in usual.items() if name != PLUGINS]
+        yield Finding(OK, f"the same on all ranks: {', '.join(shown)}")

@@ -1,0 +1,94 @@
+"""The report of an examination: it shows findings as they come, writes the files, and decides the exit status."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpcdist.errors import ConfigError
+from hpcdist.tools import console
+from hpcdist.tools.doctor import exclusion
+from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes
+
+
+@dataclass(frozen=True)
+class ExaminationOptions:
+    """Options of an examination and its report. `limit_s`: how long the examination may take."""
+
+    spare: int | None = None
+    exclude_file: Path | None = None
+    strict: bool = False
+    json_path: Path | None = None
+    limit_s: float = 30.0
+
+
+class Report:
+    """Collect findings. `speaks`: this process is the one that shows them and writes the files."""
+
+    def __init__(self, options: ExaminationOptions, speaks: bool):
+        self.options, self.speaks = options, speaks
+        self.nodes = Nodes((), ())  # as far as they are known
+        self.stage = "world"  # what is being examined
+        self.findings: list[Finding] = []
+        self._measured: dict[str, Any] = {}
+        self._seconds: dict[str, float] = {}
+        self._start = time.monotonic()
+
+    def add(self, findings: Iterable[Finding], measured: Any = None) -> None:
+        """Take findings of the present stage, and the values that they come from."""
+        if measured is not None:
+            self._measured[self.stage] = measured
+            self._seconds[self.stage] = time.monotonic() - self._start - sum(self._seconds.values())
+        for finding in findings:
+            self.findings.append(replace(finding, check=self.stage))
+            if self.speaks:
+                console.finding(finding.status, self.stage, finding.text)
+
+    def write_ahead(self) -> None:
+        """Write the files by what is known so far, in case that the next stage does not come back."""
+        self._write_files(self._choose(), status=1)
+
+    def conclude(self, cut_short: bool = False) -> int:
+        """Choose the nodes to leave out, write the files; return the exit status, 1 where not all was examined.
+
+        Raises:
+            ConfigError: a file can't be written.
+        """
+        options, names, self.stage = self.options, self.nodes.names, "spare"
+        choice = self._choose()
+        if options.spare is not None and names:
+            self.add([exclusion.describe(choice, names)])
+        warned = any(f.status == WARNING and not set(f.nodes) & set(choice.out) for f in self.findings)
+        status = int(cut_short or bool(choice.errors) or (options.strict and warned))
+        self._write_files(choice, status)
+        if self.speaks:
+            counts = {s: sum(f.status == s for f in self.findings) for s in (ERROR, WARNING)}
+            worst = next((s for s in (ERROR, WARNING) if counts[s]), OK)
+            text = ", ".join(f"{n} {s}{'s' * (n != 1)}" for s, n in counts.items())
+            console.finding(worst, "all", f"{text}, {time.monotonic() - self._start:.1f} s; exit status {status}")
+        return status
+
+    def _choose(self) -> exclusion.Exclusion:
+        names = self.nodes.names
+        return exclusion.choose(names, self.findings, min(self.options.spare or 0, max(len(names) - 1, 0)))
+
+    def _write_files(self, choice: exclusion.Exclusion, status: int) -> None:
+        options = self.options
+        if self.speaks and options.exclude_file is not None:
+            _write(options.exclude_file, ",".join(choice.out) + "\n" * bool(choice.out))
+        if self.speaks and options.json_path is not None:
+            content = {"status": status, "seconds": time.monotonic() - self._start, "nodes": self.nodes.names}
+            content |= {"excluded": choice.out, "findings": [asdict(finding) for finding in self.findings]}
+            content |= {"measured": self._measured, "seconds_by_check": self._seconds}
+            _write(options.json_path, json.dumps(content, indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{path} must be a file that can be written; got {error.strerror}.") from error

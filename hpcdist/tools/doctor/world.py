@@ -1,0 +1,100 @@
+"""The world: launcher and MPI agree on it, and each rank has cores to run on. Comes before the checks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hpcdist.comm.launch import Task, check_world, declared_size, task
+from hpcdist.errors import WorldError
+from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, counted, gather, listed
+from hpcdist.tools.slurm.environment import check_tasks
+
+if TYPE_CHECKING:
+    from hpcdist.comm.communicator import Communicator
+
+
+# --- whether there is one ---------------------------------------------------------------------------------------------
+def disagreement(size: int, library: str, required: Requirements) -> str | None:
+    """Say why MPI's world is not the one that was started or asked for; None if it is."""
+    environ = required.environ
+    try:
+        check_world(size, library, environ)
+    except WorldError as error:
+        return str(error)
+    tasks = environ.get("SLURM_NTASKS", "1")
+    alone = size == 1 and declared_size(environ) is None and tasks.isdigit() and int(tasks) > 1
+    wanted, who = (required.ranks, "--ranks") if required.ranks or not alone else (int(tasks), "SLURM_NTASKS")
+    if wanted in (None, size):
+        return None
+    text = f"MPI's world must have {wanted} ranks ({who}); got {size} with {library}. "
+    if declared_size(environ) is None:
+        return f"{text}No launcher has started this process: put srun or mpirun before the command"
+    return f"{text}Give the launcher that number (-n), and as many slots or tasks"
+
+
+# --- how it lies on nodes and cores -----------------------------------------------------------------------------------
+def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
+    """Collective. Gather each rank's cores, torch's number of threads, and its place according to the launcher."""
+    import torch
+
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    own = {"cores": cores, "threads": torch.get_num_threads(), "task": task(required.environ)}
+    return {"ranks": gather(comm, own), "library": comm.library}
+
+
+def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:
+    """Report how many ranks and cores each node has, and what is wrong with that."""
+    ranks = measured["ranks"]
+    tasks = [Task(*row["task"]) if row["task"] else None for row in ranks]
+    try:
+        check_tasks(tasks, nodes.of)
+    except WorldError as error:
+        yield Finding(ERROR, str(error))
+    counts = {name: len(nodes.ranks(node)) for node, name in enumerate(nodes.names)}
+    each = ", ".join(f"{name} has {count}" for name, count in counts.items())
+    equal = len(set(counts.values())) == 1
+    if not equal:
+        text = f"nodes must have the same number of ranks; {each}. Use --ntasks-per-node, or mpirun --map-by ppr:N:node"
+        yield Finding(WARNING, text)
+    launcher = f", started by {tasks[0].launcher}" if tasks[0] else ""
+    text = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {len(nodes.names)} node{'s' * (len(nodes.names) > 1)}"
+    text += f", {next(iter(counts.values()))} each" * (equal and len(nodes.names) > 1)
+    yield Finding(OK, f"{text} ({nodes}), {measured['library']}{launcher}")
+    yield from _together(nodes, {name: _cores(nodes.ranks(i), ranks) for i, name in enumerate(nodes.names)}, OK)
+    yield from _together(nodes, {name: _crowding(nodes.ranks(i), ranks) for i, name in enumerate(nodes.names)}, WARNING)
+
+
+def _together(nodes: Nodes, texts: Mapping[str, str], status: str) -> Iterator[Finding]:
+    """Report each text in one line for all nodes that have it; none where it is empty."""
+    for text in dict.fromkeys(filter(None, texts.values())):
+        names = [name for name in nodes.names if texts[name] == text]
+        whose = tuple(names) if status != OK and len(names) == 1 < len(nodes.names) else ()
+        yield Finding(status, f"{listed(names)}: {text}", whose)
+
+
+def _cores(here: Sequence[int], ranks: Sequence[dict]) -> str:
+    """Say which cores the ranks of one node may use."""
+    masks = [counted(ranks[rank]["cores"]) for rank in here]
+    if len(set(masks)) == 1:
+        return f"{'each rank' if len(masks) > 1 else 'the rank'} may use cores {masks[0]}"
+    return f"cores of its ranks {' | '.join(masks)}"
+
+
+def _crowding(here: Sequence[int], ranks: Sequence[dict]) -> str:
+    """Say what is wrong with the cores of one node's ranks; empty if nothing."""
+    there = {core for rank in here for core in ranks[rank]["cores"]}
+    threads = sum(ranks[rank]["threads"] for rank in here)
+    if len(there) < len(here):
+        text = f"{len(here)} ranks share {len(there)} core{'s' * (len(there) > 1)}. "
+        return f"{text}Start fewer on a node, or ask for more (--cpus-per-task)"
+    for mask in {tuple(ranks[rank]["cores"]) for rank in here}:
+        same = sum(tuple(ranks[rank]["cores"]) == mask for rank in here)
+        if same > len(mask):
+            text = f"{same} ranks are bound to the same {len(mask)} of {len(there)} cores. "
+            return f"{text}Set SLURM_CPUS_PER_TASK and SRUN_CPUS_PER_TASK, or launch with mpirun --bind-to none"
+    most = len(there) // len(here)
+    if threads > len(there):
+        return f"{len(here)} ranks compute with {threads} threads on {len(there)} cores. Set OMP_NUM_THREADS={most}"
+    return ""

@@ -1,0 +1,6 @@
+"""Reports: one page on a folder of runs, with its figures, and every number in files."""
+
+from hpcdist.tools.report.numbers import read_runs
+from hpcdist.tools.report.page import write
+
+__all__ = ["read_runs", "write"]

@@ -1,0 +1,102 @@
+"""A virtual cluster as users describe it: `50us,10Gbit/s` and `jitter:20ms,0.2`, on flags or in a TOML file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import Field
+
+from hpcdist.comm.virtual import ComputeModel, Constant, Exponential, Jitter, Network, Replay, SlowSteps, Straggler
+from hpcdist.config import Settings, load
+from hpcdist.errors import ConfigError
+from hpcdist.records import read_records
+from hpcdist.tools.simulate.units import bytes_per_second, number, seconds
+
+MEASURED = "measured"
+MODELS = (
+    "SECONDS, constant:SECONDS, jitter:SECONDS,CV, exponential:SECONDS, straggler:RANK,FACTOR,SECONDS, "
+    "slow:PART,FACTOR,SECONDS, replay:RUN"
+)
+
+StepSeconds = Callable[[float | None], float]  # of a step, from those that were given; None: they are to be measured
+
+
+class ClusterConfig(Settings):
+    """A virtual cluster: the links between its ranks, and how long their steps take."""
+
+    network: str = Field("20us,10Gbit/s", description="latency and bandwidth of each link")
+    intra_network: str | None = Field(None, description="the same between ranks of one node; none is the network's")
+    ranks_per_node: int | None = Field(None, ge=1, description="ranks on each node; none is one")
+    compute: str = Field(MEASURED, description=f"{MEASURED}, or {MODELS}; a time may be `{MEASURED}` there too")
+
+    def links(self) -> Network:
+        """Make the network.
+
+        Raises:
+            ConfigError: one of its parts can't be read.
+        """
+        inside = (None, None) if self.intra_network is None else _link(self.intra_network, "intra_network")
+        return Network(*_link(self.network, "network"), self.ranks_per_node, *inside)
+
+    def steps(self, step_s: StepSeconds) -> ComputeModel:
+        """Make the model of step times.
+
+        Raises:
+            ConfigError: it can't be read, or a number breaks its rule.
+        """
+        return _model(self.compute, step_s)
+
+    @property
+    def measures(self) -> bool:
+        """Tell whether times are to be measured."""
+        return MEASURED in self.compute
+
+
+def read_cluster(path: Path | None, network: str | None, compute: str | None) -> ClusterConfig:
+    """Read a cluster from a TOML file, whose settings those given here override, and check all of it.
+
+    Raises:
+        ConfigError: there is no such file, or a setting breaks its rule.
+    """
+    given = {"network": network, "compute": compute}
+    values = load({}, path) | {key: value for key, value in given.items() if value is not None}
+    cluster = ClusterConfig.from_mapping(values, "cluster")
+    cluster.links()
+    cluster.steps(lambda given_s: 1.0 if given_s is None else given_s)
+    return cluster
+
+
+def _link(text: str, what: str) -> tuple[float, float]:
+    latency, comma, bandwidth = text.partition(",")
+    if not comma:
+        raise ConfigError(f"{what} must be LATENCY,BANDWIDTH; got {text!r}. Write it as 50us,10Gbit/s.")
+    return seconds(latency, f"latency of {what}"), bytes_per_second(bandwidth, f"bandwidth of {what}")
+
+
+def _model(text: str, step_s: StepSeconds) -> ComputeModel:
+    name, colon, rest = text.strip().partition(":")
+    if not colon:
+        name, rest = "constant", name
+    parts = [part.strip() for part in rest.split(",")]
+
+    def taken(part: str) -> float:
+        return step_s(None if part == MEASURED else seconds(part, "compute"))
+
+    if name == "constant" and len(parts) == 1:
+        return Constant(taken(parts[0]))
+    if name == "jitter" and len(parts) == 2:
+        return Jitter(taken(parts[0]), number(parts[1], "the CV of compute"))
+    if name == "exponential" and len(parts) == 1:
+        return Exponential(taken(parts[0]))
+    if name == "straggler" and len(parts) >= 3 and parts[0].isdigit():
+        rank, factor, base = rest.split(",", 2)
+        return Straggler(_model(base, step_s), int(rank), number(factor, "the factor of compute"))
+    if name == "slow" and len(parts) >= 3:
+        part, factor, base = rest.split(",", 2)
+        what = "the part of slow steps", "the factor of compute"
+        return SlowSteps(_model(base, step_s), number(part, what[0]), number(factor, what[1]))
+    if name == "replay" and Path(rest).is_dir():
+        records = read_records(rest)
+        return Replay(rest, [[record.computing_s for record in records[rank]] for rank in sorted(records)])
+    raise ConfigError(f"compute must be {MEASURED}, {MODELS}; got {text!r}.")

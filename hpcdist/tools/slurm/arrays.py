@@ -1,0 +1,172 @@
+"""Submit the runs of a comparison as job arrays, one for each number of ranks, and ask what became of their tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpcdist.config.merge import load
+from hpcdist.errors import ConfigError
+from hpcdist.records import claimed
+from hpcdist.tools import console
+from hpcdist.tools.compare import conduct, results
+from hpcdist.tools.compare.comparison import Comparison
+from hpcdist.tools.compare.course import FAILURE, is_done, missing, prepare
+from hpcdist.tools.compare.making import last_lines
+from hpcdist.tools.compare.plan import Declaration, PlannedRun
+from hpcdist.tools.slurm import history, queue
+from hpcdist.tools.slurm.check import examine
+from hpcdist.tools.slurm.history import Submission
+from hpcdist.tools.slurm.render import render
+from hpcdist.tools.slurm.site import Site, load_site
+from hpcdist.tools.slurm.spec import JobSpec, load_spec
+from hpcdist.tools.slurm.state import FORGOTTEN, State
+from hpcdist.tools.slurm.watch import describe
+
+# Settings of a job that follow from the comparison.
+OWN = "cases command config folders job nodes output provider servers servers_on settings shape site strategy".split()
+
+
+def specify(
+    declared: Declaration, runs: Sequence[PlannedRun], output: Path, site: str, overrides: Sequence[str] = ()
+) -> list[JobSpec]:
+    """Describe the arrays of runs, one for each number of ranks, because all tasks of an array have as many.
+
+    Args:
+        output: the comparison's folder.
+        site: profile of the cluster.
+        overrides: settings of the jobs, as `hpcdist slurm submit --set` takes them.
+
+    Raises:
+        ConfigError: a setting is wrong, or the comparison has runs that no array can make.
+    """
+    if declared.tune:
+        raise ConfigError(
+            f"--tune must be 0 with --slurm, whose runs don't wait for each other; got {declared.tune}. Search the "
+            "rates inside one allocation, with --launcher, and give them by --rate."
+        )
+    if declared.baselines:
+        raise ConfigError(
+            f"--baselines must be left out with --slurm, whose jobs run `hpcdist train`; got "
+            f"{','.join(declared.baselines)}. Compare with them inside one allocation, with --launcher."
+        )
+    for key in load({}, None, overrides):
+        if key in OWN:
+            raise ConfigError(f"--slurm-set must leave {key} to the comparison; got it there. Remove it.")
+    sizes = sorted({run.ranks for run in runs})
+    return [_array(declared, [run for run in runs if run.ranks == size], output, site, overrides) for size in sizes]
+
+
+def _array(
+    declared: Declaration, runs: Sequence[PlannedRun], output: Path, site: str, overrides: Sequence[str]
+) -> JobSpec:
+    """Describe the array of runs that have as many ranks: on one node, or on as many as `ranks_per_node` makes."""
+    ranks = runs[0].ranks
+    spec = load_spec(
+        overrides=overrides,
+        shape="study",
+        site=site,
+        name=f"compare-{Path(declared.job).stem}",
+        job=declared.job,
+        output=str(output / Path(runs[0].folder).parent),
+        cases=[list(run.overrides) for run in runs],
+        folders=[Path(run.folder).name for run in runs],
+        ranks_per_node=ranks,
+        cpus_per_rank=declared.threads,
+        env={"OMP_NUM_THREADS": str(declared.threads)},  # also where a rank has more cores
+    )
+    on_node = min(spec.ranks_per_node, ranks)
+    if ranks % on_node:
+        raise ConfigError(
+            f"ranks_per_node must divide each of --ranks that is larger; got {on_node} for {ranks} ranks. Take another."
+        )
+    return spec.model_copy(update={"nodes": ranks // on_node, "ranks_per_node": on_node})
+
+
+def submit_missing(comparison: Comparison, site: str, overrides: Sequence[str]) -> bool:
+    """Submit the runs that are missing to Slurm, an array for each number of ranks; tell whether a check refuses.
+
+    All is checked, as by `hpcdist slurm check`, before anything is written.
+    """
+    output, profile = comparison.output, load_site(site)
+    waiting = under_way(output)
+    left = [run for run in missing(comparison.runs(), output) if output / run.folder not in waiting]
+    specs = specify(comparison.declared, left, output, site, overrides)
+    findings = dict.fromkeys(finding for spec in specs for finding in examine(spec, profile))
+    for sentence in (*comparison.left_out, *map(str, findings)):
+        console.note(sentence)
+    if any(finding.level == "error" for finding in findings):
+        return True
+    with claimed(output):
+        comparison.plan()
+        comparison.make_data()
+        for run in left:
+            prepare(run, output)
+        for spec in specs:
+            entry = submit(spec, profile, output)
+            print(entry.job)
+            console.note(f"job {entry.job}: runs on {spec.size} ranks: {entry.cases}; their logs go to {entry.log}")
+    console.note(f"{len(left)} runs are submitted; `hpcdist compare --output {output}` shows what has come of them")
+    return False
+
+
+def show(comparison: Comparison, waiting: Mapping[Path, State]) -> bool:
+    """Show what runs have measured while others wait or run under Slurm; tell whether one failed."""
+    output, planned = comparison.output, comparison.runs()
+    left = missing(planned, output)
+    pending = sum(state.state == "PENDING" for state in waiting.values())
+    console.note(
+        f"{len(planned) - len(left)} of {len(planned)} runs have ended; of Slurm's tasks {len(waiting) - pending} run, "
+        f"{pending} wait"
+    )
+    failed = [run for run in left if (output / run.folder / FAILURE).exists()]
+    if len(left) < len(planned):
+        conduct.show(comparison, planned, failed, results.table)
+    return bool(failed)
+
+
+def submit(spec: JobSpec, site: Site, output: Path) -> Submission:
+    """Submit an array, and write it down in the comparison's folder too, for `under_way`.
+
+    Raises:
+        QueueError: there is no Slurm, or it refuses.
+    """
+    entry = queue.submit(spec, render(spec, site).text)
+    history.append(entry, output)
+    return entry
+
+
+def under_way(output: Path) -> dict[Path, State]:
+    """Return the states of tasks that wait or run, by the folders of their runs.
+
+    Tasks that have ended without a result leave the reason in their run's folder, as runs that fail here do.
+
+    Raises:
+        QueueError: a run has no result yet, and there is no Slurm to be asked for it.
+    """
+    tasks = {}  # by folder; a later one is of a run that was submitted again
+    for entry in history.read(output):
+        for number, folder in enumerate(entry.folders):
+            tasks[output / folder.parent.name / folder.name] = entry, number
+    tasks = {folder: task for folder, task in tasks.items() if not is_done(folder) and not (folder / FAILURE).exists()}
+    states = {job: queue.states(job) for job in dict.fromkeys(entry.job for entry, _ in tasks.values())}
+    found = {}
+    for folder, (entry, number) in tasks.items():
+        state = _state_of(f"{entry.job}_{number}", states[entry.job])
+        if state.ended:
+            _write_failure(folder, state, folder.parent / Path(entry.log).name.replace("%a", str(number)))
+        else:
+            found[folder] = state
+    return found
+
+
+def _state_of(task: str, states: Sequence[State]) -> State:
+    """Find the state of a task; tasks that wait together are one entry, such as 7_[2-3]."""
+    together = (one for one in states if "[" in one.job and not one.ended)
+    return next((one for one in states if one.job == task), next(together, State(task, FORGOTTEN)))
+
+
+def _write_failure(folder: Path, state: State, log: Path) -> None:
+    if not is_done(folder):  # it may have ended since
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FAILURE).write_text(f"{describe(state)}; its last lines:\n{last_lines(log)}\n")

@@ -1,0 +1,292 @@
+"""Checks of a job before it waits in the queue: rules, bash's syntax check, and Slurm's own test."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcdist.config.merge import load
+from hpcdist.errors import ConfigError, HpcdistError
+from hpcdist.registry import STRATEGIES
+from hpcdist.tools.slurm import limits
+from hpcdist.tools.slurm.problem import Problem
+from hpcdist.tools.slurm.render import render
+from hpcdist.tools.slurm.site import Site
+from hpcdist.tools.slurm.spec import ON_GPUS, JobSpec
+
+WARN_S = 60  # Slurm looks at time limits about once a minute, and may send its signal that much early or late
+NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+Problems = Iterator[Problem]
+
+
+def examine(spec: JobSpec, site: Site, environ: Mapping[str, str] = os.environ) -> list[Problem]:
+    """Check a job and return all findings, the errors first. Read files and ask Slurm, where there is one.
+
+    Raises:
+        ConfigError: the script can't be rendered.
+    """
+    text = render(spec, site).text
+    findings = [finding for rule in RULES for finding in rule(spec, site)]
+    findings += [*_environment(environ), *_syntax(text), *limits.refusals(spec, site, text)]
+    return sorted(findings, key=lambda finding: ("error", "warning", "note").index(finding.level))
+
+
+def _time(spec: JobSpec, site: Site) -> Problems:
+    limit_s = 60 * spec.time_min
+    if spec.warn_s >= limit_s:
+        yield Problem(
+            "error",
+            f"warn_s must be less than the time limit, {limit_s} s; got {spec.warn_s}. "
+            "Raise time_min, or lower warn_s.",
+        )
+    elif spec.warn_s < WARN_S:
+        yield Problem(
+            "warning",
+            f"warn_s must be at least {WARN_S}, for Slurm looks at limits about once a minute; got {spec.warn_s}. "
+            "Otherwise the signal may come too late to save.",
+        )
+    elif limit_s - spec.warn_s < WARN_S:
+        yield Problem(
+            "warning",
+            f"time_min must leave time to work before the warning; got {limit_s - spec.warn_s} s. Raise time_min, or "
+            "the job does little but start again.",
+        )
+
+
+def _paths(spec: JobSpec, site: Site) -> Problems:
+    """Check that files exist. Paths are quoted in the script, so that the shell expands neither ~ nor $ in them."""
+    paths = {
+        "job": spec.job, "config": spec.config, "output": spec.output, "template": spec.template, "venv": site.venv,
+        **{f"source[{i}]": file for i, file in enumerate(site.source)},
+    }  # fmt: skip
+    for name, path in paths.items():
+        if path and (path.startswith("~") or "$" in path):
+            yield Problem(
+                "error", f"{name} must be the path itself, for ~ and $ are not expanded; got {path}. Write it out."
+            )
+            continue
+        file = f"{path}/bin/activate" if name == "venv" else path
+        if path and name != "output" and not Path(file).exists():
+            yield Problem(
+                "error", f"{name} must exist; got {path}, without {file}. Run this where the job is submitted."
+            )
+
+
+def _output(spec: JobSpec, site: Site) -> Problems:
+    if spec.output.startswith("~") or "$" in spec.output:
+        return  # `_paths` reports that
+    folder = Path(spec.output).absolute()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        yield Problem(
+            "error", f"output must be a folder that you may write; got {spec.output}, but {there} is not. Take another."
+        )
+    local = next((place for place in NODE_LOCAL if folder.is_relative_to(place)), None)
+    if local and spec.nodes > 1:
+        yield Problem(
+            "warning",
+            f"output must lie on a file system that all nodes share; got {spec.output}, and each node usually has a "
+            f"{local} of its own. Take one in your home or scratch folder.",
+        )
+
+
+def _strategy(spec: JobSpec, site: Site) -> Problems:
+    if not spec.command and not _files_exist(spec):  # else `_settings` checks the run's settings, with the strategy
+        try:
+            STRATEGIES.find(_strategy_name(spec))
+        except ConfigError as error:
+            yield Problem("error", str(error))
+    if not spec.command and spec.size == 1 and not spec.folders:  # those have others to be compared with
+        yield Problem(
+            "warning", "nodes or ranks_per_node must be more than 1 to distribute anything; got one rank. Raise one."
+        )
+
+
+def _servers(spec: JobSpec, site: Site) -> Problems:
+    if spec.shape != "parameter_server":
+        return
+    if spec.size <= spec.servers:
+        yield Problem(
+            "error",
+            f"servers must leave at least one rank to work; got {spec.servers} on {spec.size} ranks. Raise nodes or "
+            "ranks_per_node.",
+        )
+    elif spec.servers_on == "one_per_node" and spec.servers > spec.nodes:
+        yield Problem(
+            "warning",
+            f"servers must be at most nodes, {spec.nodes}, to have one each; got {spec.servers}. Some would share one.",
+        )
+    elif spec.servers_on == "first_node" and spec.servers > spec.ranks_per_node:
+        yield Problem(
+            "warning",
+            f"servers must be at most ranks_per_node, {spec.ranks_per_node}, to fit on the first node; got "
+            f"{spec.servers}. The others are on the second.",
+        )
+
+
+def _stages(spec: JobSpec, site: Site) -> Problems:
+    if spec.shape == "hybrid" and not spec.command and spec.model_stages == 1:
+        yield Problem(
+            "warning",
+            "stages must be at least 2 to divide a model; got 1. Raise ranks_per_node, or take the shape allreduce.",
+        )
+
+
+def _gpus(spec: JobSpec, site: Site) -> Problems:
+    if spec.shape in ON_GPUS and not spec.gpus:
+        yield Problem(
+            "warning", f"gpus_per_rank must be 1 in the shape {spec.shape} on GPUs; got 0. Everything runs on cores."
+        )
+    if spec.provider == "nccl" and not spec.gpus:
+        yield Problem("error", "provider must be horovod or none without GPUs; got 'nccl', which sums on GPUs only.")
+    if spec.gpus > 1 and not spec.command:
+        yield Problem(
+            "warning",
+            f"gpus_per_rank must be 1, for a rank of hpcdist uses one GPU; got {spec.gpus}. Take more ranks_per_node.",
+        )
+    if spec.gpus and spec.ranks_per_node > 1 and site.launcher == "srun" and site.gpu_bind != "none":
+        yield Problem(
+            "warning",
+            f"gpu_bind must be none for NCCL to copy from GPU to GPU; got {site.gpu_bind!r}, which hides the others "
+            "from each rank.",
+        )
+    if spec.gpus and spec.ranks_per_node > 1 and site.launcher != "srun" and site.gpus == "per_task":
+        yield Problem(
+            "warning",
+            f"gpus must be per_node with the launcher {site.launcher}, whose daemon is one task; got 'per_task'. Ranks "
+            "would share one GPU.",
+        )
+
+
+def _cores(spec: JobSpec, site: Site) -> Problems:
+    if spec.command or spec.nodes == 1 or spec.cpus_per_rank > 1:
+        return
+    name = _strategy_name(spec)
+    if _strategy_attribute(name, "read_by_others", default=False):
+        yield Problem(
+            "warning",
+            f"cpus_per_rank must be at least 2 for {name}, whose threads answer other nodes while a rank computes; got "
+            f"{spec.cpus_per_rank}. With one core they take turns.",
+        )
+
+
+def _going_on(spec: JobSpec, site: Site) -> Problems:
+    run = _run(spec)
+    if spec.requeue and not spec.command and not run.get("checkpoint", {}).get("every_steps"):
+        yield Problem(
+            "warning",
+            "checkpoint.every_steps must be set for a requeued job to keep its work when a node dies; got none. Add "
+            '"checkpoint.every_steps=100" to settings; on a warning ranks save anyway.',
+        )
+    if spec.shrink:
+        if site.launcher != "mpirun":
+            yield Problem(
+                "error",
+                f"launcher must be mpirun, of Open MPI, for ranks to outlive others; got {site.launcher!r}. Set shrink "
+                "to false, or take a profile with mpirun.",
+            )
+        name = _strategy_name(spec)
+        if not spec.command and not _strategy_attribute(name, "survives_deaths", default=True):
+            can = [s for s in STRATEGIES.available() if _strategy_attribute(s, "survives_deaths", default=False)]
+            yield Problem(
+                "warning",
+                f"shrink must go with a strategy that can go on, {', '.join(can)}; got {name!r}. It ends when a rank "
+                "dies.",
+            )
+
+
+def _study(spec: JobSpec, site: Site) -> Problems:
+    cases = [tuple(sorted(case)) for case in spec.cases]
+    twice = sorted({i for i, case in enumerate(cases) if case in cases[:i]})
+    if twice:
+        yield Problem("warning", f"cases must differ; got {spec.cases[twice[0]]} twice. They would be the same run.")
+    if spec.spare_nodes and not spec.doctor:
+        yield Problem(
+            "warning", f"doctor must be true to find which nodes to leave out; got {spec.spare_nodes} spare ones."
+        )
+
+
+def _settings(spec: JobSpec, site: Site) -> Problems:
+    """Check the job's file and the run's settings as `hpcdist train` does; for a study, those of each case."""
+    cases = spec.cases or [[]]
+    cases_with: dict[Problem, list[int]] = {}
+    for number, case in enumerate(cases if _files_exist(spec) else ()):
+        for finding in _refusals(spec, case):
+            cases_with.setdefault(finding, []).append(number)
+    for finding, numbers in cases_with.items():
+        if len(numbers) == len(cases):
+            yield finding
+        else:
+            places = f"cases[{'], cases['.join(map(str, numbers))}]"
+            yield finding._replace(text=f"{finding.text} That is in {places}.")
+
+
+def _refusals(spec: JobSpec, case: list[str]) -> Problems:
+    from hpcdist.train.rehearsal import rehearse  # with torch, which takes seconds
+    from hpcdist.train.runs import specify
+
+    try:
+        _, config = specify(Path(spec.job), Path(spec.config) if spec.config else None, [*spec.run_settings, *case])
+        if spec.shape != "parameter_server" or spec.size > spec.servers:  # `_servers` reports the opposite
+            rehearse(config, spec.size, spec.ranks_per_node)
+    except HpcdistError as error:
+        for line in str(error).splitlines():
+            yield Problem("error", line)
+    except ImportError as error:
+        yield Problem(
+            "warning", f"job must import what is there; got {error} in {spec.job}. Is it where the ranks will run?"
+        )
+    except Exception as error:
+        yield Problem(
+            "error", f"job must be a file that Python can run; got {type(error).__name__} in {spec.job}: {error}."
+        )
+
+
+def _files_exist(spec: JobSpec) -> bool:
+    """Tell whether the job's file and its settings exist; `_paths` reports where they don't."""
+    return all(file is None or Path(file).is_file() for file in (spec.job, spec.config)) and spec.job is not None
+
+
+RULES: tuple[Callable[[JobSpec, Site], Problems], ...] = (
+    _time, _paths, _output, _strategy, _servers, _stages, _gpus, _cores, _going_on, _study, _settings,
+)  # fmt: skip
+
+
+def _strategy_name(spec: JobSpec) -> str:
+    return str(_run(spec).get("strategy", {}).get("name", "allreduce"))
+
+
+def _strategy_attribute(name: str, attribute: str, default: bool) -> bool:
+    """Return an attribute of a strategy's class, or `default` where the strategy can't be loaded. Imports torch."""
+    try:
+        return getattr(STRATEGIES.load(name), attribute)
+    except HpcdistError:
+        return default  # `_strategy` or `_settings` reports the error
+
+
+def _run(spec: JobSpec) -> dict[str, Any]:
+    """Return the run's settings as `hpcdist train` reads them, without the defaults of the job's file."""
+    config = spec.config if spec.config and Path(spec.config).is_file() else None
+    return load({"strategy": {"name": "allreduce"}}, config, spec.run_settings)
+
+
+def _environment(environ: Mapping[str, str]) -> Problems:
+    beats = sorted(name for name in environ if re.fullmatch(r"SBATCH_\w+", name))
+    if beats:
+        yield Problem(
+            "warning",
+            f"the environment must hold no options of sbatch; got {', '.join(beats)}. "
+            "They beat the script: unset them.",
+        )
+
+
+def _syntax(text: str) -> Problems:
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        yield Problem("error", f"the script must be valid bash; got {done.stderr.strip()}. Look at the template.")

@@ -1,0 +1,127 @@
+"""Compare a job with the limits of the cluster: ask Slurm about its partitions, its PMI and the script itself."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from hpcdist.errors import QueueError, suggestion
+from hpcdist.tools.slurm.problem import Problem
+from hpcdist.tools.slurm.queue import ask
+from hpcdist.tools.slurm.site import Site
+from hpcdist.tools.slurm.spec import JobSpec
+
+FORMAT = "%P|%c|%m|%G|%l"  # partition, cores, memory in MB, generic resources, time limit
+
+
+class Node(NamedTuple):
+    """A node in one of its partitions."""
+
+    partition: str
+    default: bool  # the partition is that of jobs that name none
+    cores: int
+    memory_mb: int
+    gpus: int
+    limit_min: float
+
+
+def refusals(spec: JobSpec, site: Site, text: str) -> Iterator[Problem]:
+    """Ask Slurm whether it accepts the job's script; a note where there is no Slurm."""
+    if shutil.which("sbatch") is None:
+        yield Problem(
+            "note", "Slurm must be on PATH to be asked; found no sbatch. Run this on a host of the cluster, too."
+        )
+        return
+    try:
+        yield from misfits(spec, site, nodes(ask("sinfo", "--noheader", "--Node", "--format", FORMAT)))
+        if site.launcher == "srun" and site.mpi:
+            yield from unknown_pmi(site.mpi, ask("srun", "--mpi=list"))
+    except QueueError as error:
+        yield Problem("note", str(error))
+        return
+    with tempfile.NamedTemporaryFile("w", suffix=".sh") as script:
+        script.write(text)
+        script.flush()
+        try:
+            if spec.shape != "interactive":
+                ask("sbatch", "--test-only", script.name)
+        except QueueError as error:
+            yield Problem("error", str(error).replace(script.name, "the script"))
+
+
+def nodes(output: str) -> list[Node]:
+    """Parse the output of sinfo: one line for each node and each of its partitions."""
+    offered = []
+    for line in output.splitlines():
+        partition, cores, memory_mb, gres, limit = line.strip().rsplit("|", 4)
+        gpus = sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))
+        default = partition.endswith("*")
+        offered.append(Node(partition.rstrip("*"), default, _int(cores), _int(memory_mb), gpus, minutes(limit)))
+    return offered
+
+
+def minutes(limit: str) -> float:
+    """Convert a time limit of Slurm's, `[days-]hours:minutes:seconds` or shorter, to minutes; infinite for no time."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if not match:
+        return float("inf")
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    if match[1] or match[4]:
+        return 1440 * days + 60 * first + second + third / 60
+    return first + second / 60
+
+
+def misfits(spec: JobSpec, site: Site, offered: Sequence[Node]) -> Iterator[Problem]:
+    """Report where the job asks for more than its partitions have."""
+    name = spec.directives.add.get("partition", site.directives.add.get("partition", site.partition))
+    partitions = sorted({node.partition for node in offered})
+    chosen = str(name).split(",") if name else sorted({node.partition for node in offered if node.default})
+    unknown = [partition for partition in chosen if partition not in partitions]
+    if unknown:
+        close = suggestion(unknown[0], partitions)
+        yield Problem("error", f"partition must be one of {', '.join(partitions)}; got {unknown[0]!r}.{close}")
+        return
+    candidates = [node for node in offered if node.partition in chosen]
+    if not candidates:
+        return
+    cores = spec.ranks_per_node * spec.cpus_per_rank
+    gpus = spec.ranks_per_node * spec.gpus
+    needs = {  # setting: need, unit, capacity of each candidate
+        "ranks_per_node x cpus_per_rank": (cores, "cores", [node.cores for node in candidates]),
+        "ranks_per_node x gpus_per_rank": (gpus, "GPUs", [node.gpus for node in candidates]),
+        "mem_gb": (spec.mem_gb or 0, "GB", [node.memory_mb // 1024 for node in candidates]),
+    }
+    too_large = {setting: need for setting, need in needs.items() if need[0] > max(need[2])}
+    for setting, (count, unit, capacities) in too_large.items():
+        yield Problem(
+            "error",
+            f"{setting} must be at most the {max(capacities)} {unit} of a node of {', '.join(chosen)}; got {count}.",
+        )
+    fit = sum(all(count <= capacities[i] for count, _, capacities in needs.values()) for i in range(len(candidates)))
+    if not too_large and fit < spec.nodes + spec.spare_nodes:
+        yield Problem(
+            "error",
+            f"nodes and spare_nodes must be at most the {fit} nodes of {', '.join(chosen)} that fit; got "
+            f"{spec.nodes + spec.spare_nodes}. Take fewer, with more ranks on each.",
+        )
+    longest = max(node.limit_min for node in candidates)
+    if spec.time_min > longest:
+        yield Problem(
+            "error",
+            f"time_min must be at most the {longest:g} of {', '.join(chosen)}; got {spec.time_min}. With requeue a "
+            "shorter job goes on by itself.",
+        )
+
+
+def unknown_pmi(mpi: str, output: str) -> Iterator[Problem]:
+    """Report a PMI that is not in the output of `srun --mpi=list`."""
+    known = re.findall(r"^\s+([\w]+)$", output, re.M)
+    if known and mpi not in known:
+        yield Problem("error", f"mpi must be one of {', '.join(known)}, which srun --mpi=list names; got {mpi!r}.")
+
+
+def _int(text: str) -> int:
+    return int(re.sub(r"\D.*", "", text) or 0)

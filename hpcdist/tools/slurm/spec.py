@@ -1,0 +1,166 @@
+"""The specification of a job: its ranks and their resources, its time limit, and the program that it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from hpcdist.config.merge import load
+from hpcdist.config.settings import Settings
+from hpcdist.tools.slurm.quoting import EnvName, FileName, FirstWord, Line, LogFolder, Option, Text
+
+Shape = Literal["allreduce", "cpu", "gossip", "hybrid", "interactive", "parameter_server", "study"]
+STRATEGIES = {"gossip": "gossip_pull", "parameter_server": "parameter_server"}  # by shape; allreduce for the others
+ON_GPUS = ("allreduce", "hybrid")  # shapes whose ranks have one GPU each by default
+
+
+class Directives(Settings):
+    """Changes to the directives of a template."""
+
+    add: dict[Option, Line | int | bool] = Field(
+        default_factory=dict, description="options of sbatch to add or to set; true is an option without a value"
+    )
+    remove: list[Option] = Field(default_factory=list, description="options of sbatch to leave out")
+
+
+class JobSpec(Settings):
+    """A job for Slurm."""
+
+    shape: Shape = Field("cpu", description="template: how ranks are laid out and started")
+    template: Text | None = Field(None, description="file of your own template; none is the shape's")
+    site: Text = Field("generic", min_length=1, description="profile of the cluster: a name, or a TOML file")
+    name: FileName = Field("hpcdist", description="the job's name, and the beginning of its log's")
+
+    nodes: int = Field(1, ge=1, description="nodes that ranks run on")
+    ranks_per_node: int = Field(1, ge=1, description="ranks on each node")
+    cpus_per_rank: int = Field(1, ge=1, description="cores of each rank")
+    gpus_per_rank: int | None = Field(None, ge=0, description="GPUs of each rank; none is 1 in GPU shapes, else 0")
+    mem_gb: int | None = Field(None, ge=1, description="memory of each node; none is the site's default")
+    time_min: int = Field(60, ge=1, description="time limit in minutes")
+    spare_nodes: int = Field(0, ge=0, description="extra nodes, which replace those that the doctor finds bad")
+    directives: Directives = Field(default_factory=Directives)
+
+    job: Text | None = Field(None, min_length=1, description="file that defines `job`, such as jobs/digits.py")
+    strategy: Text | None = Field(None, min_length=1, description="distribution strategy; none is the shape's")
+    provider: Literal["horovod", "nccl"] | None = Field(None, description="library that sums gradients; none: hpcdist")
+    config: Text | None = Field(None, min_length=1, description="TOML of the run's settings")
+    settings: list[Text] = Field(default_factory=list, description="settings of the run, each KEY=VALUE")
+    command: list[Text] = Field(default_factory=list, description="your own command and its arguments, for the job")
+    env: dict[EnvName, Text] = Field(default_factory=dict, description="environment variables")
+    output: LogFolder = Field("runs", description="folder of the job's log and of its run, on a shared file system")
+
+    servers: int = Field(1, ge=1, description="server ranks of the shape parameter_server")
+    servers_on: Literal["first_node", "one_per_node"] = Field("first_node", description="nodes of the server ranks")
+    stages: int | None = Field(None, ge=1, description="stages of a model in the shape hybrid; none is ranks_per_node")
+    cases: list[list[Text]] = Field(default_factory=list, description="settings of each of a study's runs")
+    folders: list[FirstWord] = Field(default_factory=list, description="each case's folder in output; none: by number")
+    at_once: int | None = Field(None, ge=1, description="cases of a study that run at the same time; none is all")
+
+    doctor: bool = Field(True, description="examine the nodes before the run")
+    shrink: bool = Field(
+        False, description="go on without ranks that die, where the strategy can; a dead node starts it again"
+    )
+    requeue: bool = Field(True, description="go on in a new job after preemption, a dead node or the time limit")
+    warn_s: int = Field(300, ge=1, description="seconds before the time limit at which ranks save and leave")
+
+    @field_validator("settings")
+    @classmethod
+    def _are_settings(cls, value: list[str]) -> list[str]:
+        load({}, None, value)
+        return value
+
+    @field_validator("cases")
+    @classmethod
+    def _are_cases(cls, value: list[list[str]]) -> list[list[str]]:
+        for case in value:
+            load({}, None, case)
+        return value
+
+    @field_validator("command")
+    @classmethod
+    def _is_command(cls, value: list[str]) -> list[str]:
+        if value and (not value[0] or value[0].startswith("-")):
+            raise ValueError(f"must begin with a program's name; got {value[0]!r}. Launchers take -x for their option.")
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> JobSpec:
+        needs_payload = self.shape != "interactive"
+        if self.job and self.command:
+            raise ValueError(f"command must be left out where job is given; got {self.command}. Take one of the two.")
+        if needs_payload and not (self.job or self.command):
+            raise ValueError("job or command must be given; got neither. Name a file such as jobs/digits.py.")
+        if self.shape == "study" and not self.cases:
+            raise ValueError('cases must be given in the shape study; got none. Write cases = [["seed=1"], ["seed=2"]]')
+        if self.shape == "study" and not self.job:
+            raise ValueError("job must be given in the shape study, whose cases are its settings; got none.")
+        if self.shape != "study" and self.cases:
+            raise ValueError(f'shape must be study for cases; got {self.shape!r}. Set shape = "study".')
+        names, cases = len(self.folders), len(self.cases)
+        if names not in (0, cases):
+            raise ValueError(f"folders must be as many as cases, {cases}; got {names}. Name all of them, or none.")
+        return self
+
+    @model_validator(mode="after")
+    def _stages_fit(self) -> JobSpec:
+        if self.stages is None:
+            return self
+        if self.shape != "hybrid":
+            raise ValueError(f'shape must be hybrid for stages; got {self.shape!r}. Set shape = "hybrid".')
+        if self.command:
+            raise ValueError(f"stages must be left out where command is given, which says them; got {self.stages}.")
+        ranks, where = (self.size, "the number of ranks") if self._spreads else (self.ranks_per_node, "ranks_per_node")
+        if ranks % self.stages:
+            raise ValueError(
+                f"stages must divide {where}, {ranks}; got {self.stages}. A copy of the model has its stages on one "
+                'node, unless settings have "parallel.spread=true".'
+            )
+        return self
+
+    # --- values that follow from the settings -------------------------------------------------------------------------
+    @property
+    def size(self) -> int:
+        """Return the number of ranks on all nodes."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def gpus(self) -> int:
+        """Return the number of GPUs of each rank."""
+        return int(self.shape in ON_GPUS) if self.gpus_per_rank is None else self.gpus_per_rank
+
+    @property
+    def model_stages(self) -> int:
+        """Return the number of ranks that hold a copy of the model together, in the shape hybrid."""
+        return self.stages or self.ranks_per_node
+
+    @property
+    def _spreads(self) -> bool:
+        """Tell whether the settings let a copy of the model lie on several nodes."""
+        return load({}, None, self.settings).get("parallel", {}).get("spread", False) is True
+
+    @property
+    def run_settings(self) -> list[str]:
+        """Return the settings that the run gets by `--set`, each KEY=VALUE: the shape's, then the user's, which win."""
+        own = [f"strategy={self.strategy or STRATEGIES.get(self.shape, 'allreduce')}"]
+        own += [f"strategy.provider={self.provider}"] if self.provider else []
+        own += [f"strategy.servers={self.servers}"] if self.shape == "parameter_server" else []
+        own += [f"parallel.stages={self.model_stages}"] if self.shape == "hybrid" else []
+        return [*own, *self.settings]
+
+    @property
+    def log(self) -> str:
+        """Return the log's path, in which Slurm expands %x, %j, %A, %a: `runs/%x-%j.out`, or `runs/%x-%A_%a.out`."""
+        number = "%A_%a" if self.shape == "study" else "%j"
+        return f"{self.output.rstrip('/').replace('%', '%%')}/%x-{number}.out"
+
+
+def load_spec(toml: Path | None = None, overrides: Sequence[str] = (), **given: Any) -> JobSpec:
+    """Load a job from a TOML file and flags `key=value`, the last of which wins; `given` are defaults below both.
+
+    Raises:
+        ConfigError: the file or a setting is wrong.
+    """
+    return JobSpec.from_mapping(load(given, toml, overrides))

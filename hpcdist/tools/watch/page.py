@@ -1,0 +1,116 @@
+"""Serve a page that shows runs while they train, to whoever knows its address."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import platform
+import secrets
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from hpcdist.errors import ConfigError
+from hpcdist.tools.watch.folder import WatchedFolder
+
+PAGE = Path(__file__).with_name("page.html")
+LOCAL = ("127.0.0.1", "localhost", "::1")
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class PageServer(ThreadingHTTPServer):
+    """A server of the page and of the runs' state as JSON.
+
+    Every other user of a login node reaches its ports, so that the address has a random token, as Jupyter's has: a
+    request without it gets nothing. Files are looked at when somebody asks, and not more often than `every_s`.
+
+    Raises:
+        ConfigError: there is no such folder, or it can't listen there.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, host: str = "127.0.0.1", port: int = 0, every_s: float = 2.0):
+        self._watched, self._every_s = WatchedFolder(folder), every_s
+        self._lock, self._read_at = threading.Lock(), -every_s
+        self._host, self.token = host, secrets.token_urlsafe(24)
+        try:
+            super().__init__((host, port), _Request)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"--host and --port must be an address of this machine that is free; got {host}:{port} ({error}). "
+                "Leave them out to take any free port."
+            ) from None
+
+    @property
+    def address(self) -> str:
+        """Return the page's address, with its token."""
+        return f"http://{self._host}:{self.server_port}/{self.token}/"
+
+    @property
+    def tunnel(self) -> str | None:
+        """Return the command that makes the page reachable from another machine; None where it is already."""
+        port = self.server_port
+        return f"ssh -L {port}:127.0.0.1:{port} {platform.node()}" if self._host in LOCAL else None
+
+    def serve_forever(self, poll_interval: float = 0.5) -> None:
+        """Answer requests until Ctrl-C."""
+        try:
+            super().serve_forever(poll_interval)
+        except KeyboardInterrupt:
+            pass
+
+    def state(self, chosen: str | None) -> dict[str, Any]:
+        """Return the state of all runs, and all there is to say of the chosen one, or of the only one."""
+        with self._lock:
+            if time.monotonic() - self._read_at >= self._every_s:
+                self._watched.update()
+                self._read_at = time.monotonic()
+            runs = self._watched.runs
+            shown = next((run for run in runs if run.name == chosen), runs[0] if len(runs) == 1 else None)
+            return {
+                "folder": str(self._watched.folder),
+                "every_s": self._every_s,
+                "ended": self._watched.ended,
+                "planned": max(self._watched.planned, len(runs)),
+                "runs": [run.view(curves=False).plain(curves=False) for run in runs],
+                "run": None if shown is None else shown.view().plain(),
+            }
+
+
+class _Request(BaseHTTPRequestHandler):
+    server: PageServer
+    server_version, sys_version = "hpcdist", ""
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        _, token, *rest = [*url.path.split("/"), ""]
+        if not hmac.compare_digest(token.encode(), self.server.token.encode()):
+            self._reply(HTTPStatus.FORBIDDEN, "text/plain", b"The address must have the token that was printed.\n")
+        elif rest[0] == "state.json":
+            state = self.server.state(parse_qs(url.query).get("run", [None])[0])
+            self._reply(HTTPStatus.OK, "application/json", json.dumps(state).encode())
+        elif url.path == f"/{token}/":
+            self._reply(HTTPStatus.OK, "text/html; charset=utf-8", PAGE.read_bytes())
+        else:
+            self._reply(HTTPStatus.NOT_FOUND, "text/plain", b"There is nothing here.\n")
+
+    def _reply(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+        self.send_response(status)
+        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing: the address has the token."""

@@ -1,0 +1,223 @@
+"""Show runs in a terminal: a frame that is drawn anew, or a line now and then."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from hpcdist.tools.console import duration, error
+from hpcdist.tools.watch import plot
+from hpcdist.tools.watch.folder import WatchedFolder
+from hpcdist.tools.watch.live import RankView, RunView
+
+SIDE_BY_SIDE = 76  # columns that two plots need
+PLOT_ROWS = 6
+MOST_RANKS = 16  # shown; the others are counted
+BAR = 24
+STYLES = ("blue", "yellow", "bright_black")  # of computing, communicating, waiting
+
+
+def watch(folder: Path, every_s: float, once: bool) -> bool:
+    """Show the runs of a folder until they have ended; with `once` only their present state.
+
+    Returns False where no process is at work any more, though runs lack their summaries.
+    """
+    watched, console = WatchedFolder(folder), Console(highlight=False)
+    watched.update()
+    if once:
+        console.print(_drawn(watched, console), soft_wrap=True)
+    elif console.is_terminal:
+        _watch_live(watched, console, every_s)
+    else:
+        _watch_lines(watched, every_s)
+    if once or not watched.abandoned:
+        return True
+    count = max(watched.planned, len(watched.runs), 1)
+    which = "it has" if count == 1 else f"{count - sum(run.ended for run in watched.runs)} of {count} runs have"
+    error(
+        f"no process is at work in {folder}, and {which} no summary: see the messages of the run. The command that "
+        "began it goes on with it; for hpcdist train add --resume."
+    )
+    return False
+
+
+def _watch_live(watched: WatchedFolder, console: Console, every_s: float) -> None:
+    with Live(_drawn(watched, console), console=console, auto_refresh=False) as live:
+        while not (watched.ended or watched.abandoned):
+            time.sleep(every_s)
+            watched.update()
+            live.update(_drawn(watched, console), refresh=True)
+
+
+def _watch_lines(watched: WatchedFolder, every_s: float) -> None:
+    """Print a line for each run that has got on since its last one."""
+    printed: dict[Path, tuple[str, int]] = {}
+    while True:
+        for run in watched.runs:
+            view = run.view(curves=False)
+            if printed.get(run.folder) != (view.state, view.step):
+                printed[run.folder] = view.state, view.step
+                print("  ".join(filter(None, (view.name, *_facts(view)))), flush=True)
+        if watched.ended or watched.abandoned:
+            return
+        time.sleep(every_s)
+        watched.update()
+
+
+def _drawn(watched: WatchedFolder, console: Console) -> Text:
+    braille = "utf" in console.encoding.lower()
+    if not watched.runs:
+        return Text(f"{watched.folder}: no run has begun yet")
+    if watched.runs[0].folder == watched.folder:
+        return frame(watched.runs[0].view(), console.width, braille=braille)
+    views = [run.view(curves=False) for run in watched.runs]
+    return table(views, console.width, planned=watched.planned, braille=braille)
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+def frame(view: RunView, columns: int, *, braille: bool = True) -> Text:
+    """Draw one run in lines of at most `columns` characters."""
+    lines = [_title(view, columns), _progress(view, columns, braille), *_figures(view), *_notes(view), Text()]
+    lines += [Text(line) for line in _plots(view, columns, braille)]
+    lines += _ranks(view, columns, braille)
+    for line in lines:
+        line.truncate(columns)
+    return Text("\n").join(lines)
+
+
+def _title(view: RunView, columns: int) -> Text:
+    what = f"{view.name}  {view.strategy} on {view.ranks_n} rank{'s' * (view.ranks_n != 1)}"
+    what += " (virtual)" * view.virtual
+    style = {"training": "green", "ended": "bold green", "stopped": "bold red"}.get(view.state, "yellow")
+    line = Text(what, "bold")
+    return line.append(f"{view.state:>{max(len(view.state) + 2, columns - len(what))}}", style)
+
+
+def _progress(view: RunView, columns: int, braille: bool) -> Text:
+    figures = f" {view.fraction:4.0%}" if view.fraction is not None else ""
+    figures += f"  {duration(view.seconds)}"
+    figures += f", {duration(view.left_s)} left" if view.left_s is not None else ""
+    full, rest = "█░" if braille else "#."
+    width = max(4, columns - len(figures) - 1)
+    done = round((view.fraction or 0.0) * width)
+    return Text(full * done + rest * (width - done), "green").append(figures, "default")
+
+
+def _figures(view: RunView) -> list[Text]:
+    limits = f" (ends after {' or '.join(view.limits)})" if view.limits else ""
+    metrics = [f"{name} {_number(value)}" for name, value in view.metrics.items() if name != "loss"]
+    metrics += [f"test loss {_number(view.metrics['loss'])}"] if "loss" in view.metrics else []
+    speed = (
+        f"{view.rate_mean:,.0f} samples/s"
+        if not view.rate_now
+        else (f"{view.rate_now:,.0f} samples/s now, {view.rate_mean:,.0f} mean")
+    )
+    lines = [
+        f"epoch {view.epoch}, step {view.step:,}, {view.samples:,} samples{limits}",
+        f"{speed}   staleness {view.staleness:.2f}   {_bytes(view.bytes_per_step)}/step   waiting {view.waiting:.0%}",
+        "   ".join([*([f"loss {_number(view.loss)}"] if view.loss is not None else []), *metrics]),
+    ]
+    return [Text(line) for line in lines if line]
+
+
+def _notes(view: RunView) -> list[Text]:
+    """Say what the user should look at."""
+    notes = []
+    if view.state == "stopped":
+        notes.append("it has stopped without a summary: it failed, was killed, or left early; --resume goes on with it")
+    if view.silent_s is not None:
+        notes.append(f"no rank has written a record for {duration(view.silent_s)}: see the run's own messages")
+    if view.lost_ranks:
+        notes.append(f"it went on without rank {', '.join(map(str, view.lost_ranks))}")
+    if view.skipped:
+        notes.append(f"{view.skipped} steps skipped for NaN or infinite gradients")
+    if view.starts > 1:
+        notes.append(f"start {view.starts} of this run")
+    return [Text(note, "yellow") for note in notes]
+
+
+def _plots(view: RunView, columns: int, braille: bool) -> list[str]:
+    """Draw the loss, and beside it or below the first metric."""
+    titled = {"loss": view.loss_curve}
+    titled |= {name: points for name, points in list(view.metric_curves.items())[:1] if points}
+    titled = {name: points for name, points in titled.items() if points}
+    beside = columns >= SIDE_BY_SIDE and len(titled) == 2
+    width = columns // 2 - 1 if beside else columns
+    drawn = [
+        [f"{'':{plot.LABEL}} {name}".ljust(width), *plot.curve(points, width, PLOT_ROWS, braille=braille)]
+        for name, points in titled.items()
+    ]
+    if beside:
+        return [f"{left:<{width}}  {right}".rstrip() for left, right in zip(*drawn)]
+    return [line.rstrip() for lines in drawn for line in lines]
+
+
+def _ranks(view: RunView, columns: int, braille: bool) -> list[Text]:
+    if not view.ranks:
+        return []
+    full = "█▓░" if braille else "#=."
+    parts = [*zip(full, ("computing", "communicating", "waiting"), STYLES)]
+    legend = Text("  rank  ")
+    for sign, name, style in parts:
+        legend.append(sign * 2, style).append(f" {name}  ")
+    chosen = sorted(view.ranks, key=lambda one: (one.slower is None and one.silent_s is None, one.rank))[:MOST_RANKS]
+    lines = [Text(), legend]
+    for one in sorted(chosen, key=lambda one: one.rank):
+        line, shares = Text(f"{one.rank:>6}  "), (one.computing, one.communicating, one.waiting)
+        for (sign, _, style), count in zip(parts, plot.shares(shares, BAR)):
+            line.append(sign * count, style)
+        line.append(" " * (BAR - len(line.plain) + 8))
+        line.append("".join(f"{share:5.0%}" for share in shares))
+        lines.append(line.append(f"  step {one.step:,}").append(_said(one), "bold red"))
+    hidden = len(view.ranks) - len(chosen)
+    return lines + ([Text(f"        and {hidden} more ranks")] if hidden else [])
+
+
+def _said(one: RankView) -> str:
+    said = ", serves" * one.serves
+    said += f", {one.slower:.1f} times slower" if one.slower is not None else ""
+    return said + (f", silent for {duration(one.silent_s)}" if one.silent_s is not None else "")
+
+
+# --- several runs -----------------------------------------------------------------------------------------------------
+def table(views: list[RunView], columns: int, *, planned: int = 0, braille: bool = True) -> Text:
+    """Draw a line per run: those that train first."""
+    ended = sum(view.state == "ended" for view in views)
+    width = max(len(view.name) for view in views)
+    lines = [Text(f"{ended} of {max(planned, len(views))} runs have ended", "bold")]
+    full, rest = "█░" if braille else "#."
+    for view in sorted(views, key=lambda view: view.state == "ended"):
+        done = round((view.fraction or 0.0) * 8)
+        line = Text(f"{view.name:<{width}}  ").append(full * done + rest * (8 - done), "green")
+        line.append("  ".join(["", *_facts(view)]))
+        line.truncate(columns)
+        lines.append(line)
+    return Text("\n").join(lines)
+
+
+def _facts(view: RunView) -> list[str]:
+    """Collect a run's figures for one line; what matters most first: a narrow terminal cuts off the rest."""
+    facts = [view.state if view.state != "training" else f"{view.fraction or 0:.0%}"]
+    facts += [f"{name} {_number(value)}" for name, value in view.metrics.items() if name != "loss"]
+    facts += [f"loss {_number(view.loss)}"] if view.loss is not None else []
+    facts += [f"step {view.step:,}"] if view.step else []
+    facts += [f"{view.rate_now or view.rate_mean:,.0f} samples/s"] if view.rate_mean else []
+    facts += [f"{duration(view.left_s)} left"] if view.left_s is not None else []
+    slow = [str(one.rank) for one in view.ranks if one.slower is not None and view.state == "training"]
+    return facts + ([f"slow: rank {', '.join(slow)}"] if slow else [])
+
+
+def _number(value: float | None) -> str:
+    return "nothing" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

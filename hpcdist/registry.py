@@ -1,8 +1,8 @@
-"""Find plug-ins of every kind: in their folder, in installed packages, in files of the user's.
+"""Plug-ins of every kind: in their folder, in installed packages, in files of the user's.
 
-A plug-in's name is that of a module in the kind's folder, or of an entry point in the kind's group, by which any
-installed package adds a plug-in; or it is `path/to/file.py:Class`, relative to the current folder. Names are listed
-without importing anything; only the plug-in that is used is imported.
+A plug-in is named after its module in the folder of its kind, or after an entry point in the group of its kind, by
+which any installed package adds plug-ins; or its name is `path/to/file.py:Class`, relative to the current folder.
+Listing names imports nothing; only the plug-in that is used is imported.
 """
 
 from __future__ import annotations
@@ -25,45 +25,44 @@ from typing import Any, NamedTuple
 from hpcdist.config.files import load_module
 from hpcdist.errors import ConfigError, HpcdistError, UnknownNameError, suggestion
 
-BASE = "base"  # the module that a kind's plug-ins share
-Take = Callable[[Any, str, str], Any]  # (module, or its member; plug-in's name; where it is) -> plug-in
+Take = Callable[[Any, str, str], Any]  # (module or member, plug-in's name, where it was found) -> plug-in
 
 
 class Origin(NamedTuple):
-    """The place of a plug-in; `open` imports it, or the module that it is in."""
+    """Where a plug-in is defined; `open` imports it, or its module."""
 
     where: str
     open: Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Registry:
-    """The plug-ins of one kind, found by name.
+class Catalogue:
+    """The plug-ins of one kind.
 
     Args:
-        kind: the kind's name in messages.
-        package: the package whose modules are plug-ins, but for `base` and those that begin with `_`.
-        group: the group of other packages' entry points.
-        member: the part behind the colon, as messages show it.
-        take: a function that returns the plug-in of an imported object, or raises ConfigError.
+        group: entry points of other packages are in the group `hpcdist.<group>`.
+        package: every module in this package is a plug-in, except `base` and names that begin with `_`.
+        setting: the setting that names a plug-in, for messages.
+        take: returns the plug-in of an imported object, or raises ConfigError.
+        member: what stands behind the colon in `path/to/file.py:member`, for messages.
     """
 
-    kind: str
-    package: str
     group: str
-    member: str
+    package: str
+    setting: str
     take: Take
+    member: str = "Class"
 
     def available(self) -> list[str]:
-        """List all names, sorted, without those of files. Imports none of the modules."""
+        """List the names of this folder and of installed packages, sorted. Imports nothing."""
         return sorted({*_modules(self.package), *self._installed()})
 
     def find(self, name: str) -> Origin:
-        """Find the place of the plug-in of that name. Imports nothing.
+        """Find where the plug-in is defined. Imports nothing.
 
         Raises:
-            UnknownNameError: there is none.
-            ConfigError: there are several; or it names a file that is not there.
+            UnknownNameError: no plug-in has this name; the message lists the known ones.
+            ConfigError: several have it, or it names a file that does not exist.
         """
         if ":" in name or name.endswith(".py"):
             return self._in_file(name)
@@ -72,38 +71,38 @@ class Registry:
             module = f"{self.package}.{name}"
             origins = [Origin(module, lambda: importlib.import_module(module)), *origins]
         if not origins:
-            raise UnknownNameError(self.kind, name, self.available())
+            raise UnknownNameError(self.setting, name, self.available())
         if len(origins) > 1:
             raise ConfigError(
-                f"{self.kind} {name!r} must be the name of one plug-in; got {' and '.join(o.where for o in origins)}. "
-                "Rename the entry point, or remove the package that it is of."
+                f"{self.setting} {name!r} must be the name of one plug-in; got "
+                f"{' and '.join(o.where for o in origins)}. Rename the entry point, or remove the package that has it."
             )
         return origins[0]
 
     def load(self, name: str) -> Any:
-        """Import the plug-in of that name.
+        """Import the plug-in of this name, or the one at `path/to/file.py:member`.
 
         Raises:
-            UnknownNameError: there is none.
-            ConfigError: there are several; or the plug-in can't be imported, or is of another kind.
+            UnknownNameError: no plug-in has this name; the message lists the known ones.
+            ConfigError: several have it, it can't be imported, or it is of another kind.
         """
         origin = self.find(name)
         return self.take(self._opened(name, origin), name, origin.where)
 
     def _installed(self) -> dict[str, tuple[Origin, ...]]:
-        return _entry_points(self.group, tuple(sys.path))
+        return _entry_points(f"hpcdist.{self.group}", tuple(sys.path))
 
     def _in_file(self, name: str) -> Origin:
         file, colon, member = name.rpartition(":")
         if not colon or not member:
             raise ConfigError(
-                f"{self.kind} must be path/to/file.py:{self.member} to be taken from a file; got {name!r}. Add what it "
-                "is called there."
+                f"{self.setting} must be path/to/file.py:{self.member} to be taken from a file; got {name!r}. Add "
+                "a colon and its name there."
             )
         path = Path(file)
         if not path.is_file():
             raise ConfigError(
-                f"{self.kind} must be in a file that exists; got {name!r}, and there is no {file} in {Path.cwd()}. "
+                f"{self.setting} must be in a file that exists; got {name!r}, and there is no {file} in {Path.cwd()}. "
                 "Check the path, which begins in the current folder."
             )
 
@@ -112,7 +111,8 @@ class Registry:
             if not hasattr(module, member):
                 known = [each for each in vars(module) if not each.startswith("_")]
                 raise ConfigError(
-                    f"{self.kind} must be defined in {file}; got {member!r}, which is not.{suggestion(member, known)}"
+                    f"{self.setting} must be defined in {file}; got {member!r}, which is not."
+                    f"{suggestion(member, known)}"
                 )
             return getattr(module, member)
 
@@ -127,22 +127,22 @@ class Registry:
             if origin.where == f"{self.package}.{name}":
                 raise
             raise ConfigError(
-                f"{self.kind} must be in a file that can be imported; got {type(error).__name__}: {error}"
+                f"{self.setting} must be in a file that can be imported; got {type(error).__name__}: {error}"
                 f"{_place(error)}, from {origin.where}. Mend it."
             ) from error
 
 
 @cache
 def _modules(package: str) -> frozenset[str]:
-    """List the plug-ins in a package's folder. The package itself is not imported, which may take seconds."""
+    """List the plug-ins in a package's folder, without importing the package, which may take seconds."""
     folders = importlib.util.find_spec(package).submodule_search_locations  # type: ignore[union-attr]
     modules = pkgutil.iter_modules(folders)
-    return frozenset(m.name for m in modules if not m.ispkg and m.name != BASE and not m.name.startswith("_"))
+    return frozenset(m.name for m in modules if not m.ispkg and m.name != "base" and not m.name.startswith("_"))
 
 
 @lru_cache(maxsize=64)
 def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, tuple[Origin, ...]]:
-    """List the entry points of a group, of all packages on sys.path, by name. `path` is a key of the cache."""
+    """List the entry points of a group by name; `path` is sys.path, so that the cache notices a change of it."""
     origins: dict[str, tuple[Origin, ...]] = {}
     for point in importlib.metadata.entry_points(group=group):
         where = f"{point.value} of the package {point.dist.name if point.dist else 'that declares it'}"
@@ -151,8 +151,8 @@ def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, tuple[Origin, 
 
 
 def _place(error: Exception) -> str:
-    """Return the file and line in which an import failed."""
-    if isinstance(error, SyntaxError):  # its text has them
+    """Name the file and line where an import failed."""
+    if isinstance(error, SyntaxError):  # its text names them
         return ""
     frames = traceback.extract_tb(error.__traceback__)
     last = [frame for frame in frames if not frame.filename.startswith("<frozen")][-1]
@@ -160,27 +160,27 @@ def _place(error: Exception) -> str:
 
 
 def installed() -> list[str]:
-    """List every plug-in that other packages add, with its group and where it is; sorted."""
+    """List every plug-in of other packages as `group name: where`, sorted."""
     return sorted(
-        f"{kind.group} {name}: {point.where}"
-        for kind in KINDS
-        for name, points in _entry_points(kind.group, tuple(sys.path)).items()
-        for point in points
+        f"hpcdist.{group} {name}: {origin.where}"
+        for group, kind in CATALOGUES.items()
+        for name, origins in kind._installed().items()
+        for origin in origins
     )
 
 
 def label(name: str) -> str:
-    """Convert a plug-in's name to a part of a file's name: `path/to/mine.py:Averaging` becomes `mine-Averaging`."""
+    """Make a plug-in's name fit into a file's name: `path/to/mine.py:Averaging` becomes `mine-Averaging`."""
     file, colon, member = name.rpartition(":")
     return re.sub(r"[^\w.+-]", "_", f"{Path(file).stem}-{member}" if colon else name)
 
 
 # --- kinds of plug-ins ------------------------------------------------------------------------------------------------
 def subclass_of(base: str) -> Take:
-    """Take subclasses of `base`, given as `package.module:Class`, that are not abstract.
+    """Accept concrete subclasses of `base`, given as `package.module:Class`.
 
-    From a module, take the class that is named after the plug-in; or the only one that is `final`; or the only one
-    whose name does not begin with `_`.
+    A module's plug-in is the class named after the plug-in; else its only `final` class; else its only class whose
+    name does not begin with `_`.
     """
 
     def take(imported: Any, name: str, where: str) -> type:
@@ -220,7 +220,7 @@ def _class_of(module: ModuleType, parent: type, name: str) -> type:
 
 
 def function(name: str) -> Take:
-    """Take functions; from a module, the one of that name."""
+    """Accept functions; a module's plug-in is its function of that name."""
 
     def take(imported: Any, plugin: str, where: str) -> Callable[..., Any]:
         imported = getattr(imported, name, None) if isinstance(imported, ModuleType) else imported
@@ -232,7 +232,7 @@ def function(name: str) -> Take:
 
 
 def functions(*names: str) -> Take:
-    """Take modules, or other objects, that have these functions."""
+    """Accept modules, and other objects, that have these functions."""
 
     def take(imported: Any, plugin: str, where: str) -> Any:
         lacking = [name for name in names if not callable(getattr(imported, name, None))]
@@ -243,30 +243,28 @@ def functions(*names: str) -> Take:
     return take
 
 
-STRATEGIES = Registry(
-    "strategy", "hpcdist.strategies", "hpcdist.strategies", "Class", subclass_of("hpcdist.strategies.base:Strategy")
-)
-COMPRESSORS = Registry(
-    "strategy.compression",
-    "hpcdist.compress",
-    "hpcdist.compressors",
-    "Class",
-    subclass_of("hpcdist.compress.base:Compressor"),
-)
-TOPOLOGIES = Registry(
-    "topology", "hpcdist.topology", "hpcdist.topologies", "Class", subclass_of("hpcdist.topology.base:Topology")
-)
-COLLECTIVES = Registry(
-    "all-reduce algorithm",
-    "hpcdist.collectives",
-    "hpcdist.collectives",
-    "Class",
-    subclass_of("hpcdist.collectives.base:AllReduce"),
-)
-IMPORTERS = Registry("importer", "hpcdist.data.importers", "hpcdist.importers", "convert", function("convert"))
-LOGGERS = Registry(
-    "log", "hpcdist.train.loggers", "hpcdist.loggers", "Class", subclass_of("hpcdist.train.loggers.base:Logger")
-)
-SCHEDULES = Registry("schedule", "hpcdist.parallel.schedules", "hpcdist.schedules", "table", function("table"))
-CHECKS = Registry("check", "hpcdist.tools.doctor.checks", "hpcdist.checks", "name", functions("measure", "judge"))
-KINDS = (STRATEGIES, COMPRESSORS, TOPOLOGIES, COLLECTIVES, IMPORTERS, LOGGERS, SCHEDULES, CHECKS)
+CATALOGUES = {
+    kind.group: kind
+    for kind in (
+        Catalogue("strategies", "hpcdist.strategies", "strategy", subclass_of("hpcdist.strategies.base:Strategy")),
+        Catalogue(
+            "compressors", "hpcdist.compress", "strategy.compression", subclass_of("hpcdist.compress.base:Compressor")
+        ),
+        Catalogue("topologies", "hpcdist.topology", "topology", subclass_of("hpcdist.topology.base:Topology")),
+        Catalogue(
+            "collectives",
+            "hpcdist.collectives",
+            "all-reduce algorithm",
+            subclass_of("hpcdist.collectives.base:AllReduce"),
+        ),
+        Catalogue("importers", "hpcdist.data.importers", "importer", function("convert"), "convert"),
+        Catalogue("loggers", "hpcdist.train.loggers", "log", subclass_of("hpcdist.train.loggers.base:Logger")),
+        Catalogue("schedules", "hpcdist.parallel.schedules", "schedule", function("table"), "table"),
+        Catalogue("checks", "hpcdist.tools.doctor.checks", "check", functions("measure", "judge"), "name"),
+    )
+}
+
+
+def catalogue(group: str) -> Catalogue:
+    """Return the plug-ins of one kind, by the last part of their group: `catalogue("strategies").available()`."""
+    return CATALOGUES[group]

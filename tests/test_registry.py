@@ -51,9 +51,9 @@ from hpcdist.compress.none import Uncompressed
 class Halved(Uncompressed):
     """Half of everything is sent at once, the rest later."""
 
-    def take(self, tensor):
-        message = super().take(tensor * 0.5)
-        tensor.mul_(0.5)
+    def encode_residual_(self, residual):
+        message = super().encode_residual_(residual * 0.5)
+        residual.mul_(0.5)
         return message
 '''
 STAR = '''
@@ -297,7 +297,7 @@ def test_only_what_is_asked_for_is_imported():
 
 
 def test_a_folder_of_plugins_holds_nothing_else():
-    for kind in registry.KINDS:
+    for kind in registry.CATALOGUES.values():
         for path in Path(importlib.import_module(kind.package).__file__).parent.glob("*.py"):
             assert path.stem in (*kind.available(), "base") or path.stem.startswith("_"), path
         assert all(kind.load(name) for name in kind.available())
@@ -306,7 +306,7 @@ def test_a_folder_of_plugins_holds_nothing_else():
 def test_an_error_in_a_plugin_of_our_own_is_not_hidden(folder, monkeypatch):
     (folder / "broken.py").write_text("1 / 0\n")
     monkeypatch.setattr(topology, "__path__", [*topology.__path__, str(folder)])
-    kind = registry.TOPOLOGIES
+    kind = registry.catalogue("topologies")
     monkeypatch.setattr(registry, "_modules", lambda package: frozenset({"broken"}))
     with pytest.raises(ZeroDivisionError):
         kind.load("broken")
@@ -331,7 +331,7 @@ def test_a_file_holds_a_plugin_of_each_kind(folder, name):
 @pytest.mark.parametrize(
     ("reference", "message"),
     [
-        ("mine.py", "strategy must be path/to/file.py:Class to be taken from a file; got 'mine.py'. Add what"),
+        ("mine.py", "strategy must be path/to/file.py:Class to be taken from a file; got 'mine.py'. Add a"),
         ("mine.py:", "strategy must be path/to/file.py:Class to be taken from a file; got 'mine.py:'"),
         ("none.py:Alone", "strategy must be in a file that exists; got 'none.py:Alone', and there is no none.py in /"),
         ("mine.py:Alon", "strategy must be defined in mine.py; got 'Alon', which is not. Did you mean 'Alone'?"),

@@ -98,7 +98,7 @@ def test_no_module_is_dead():
     jobs = [ast.parse(path.read_text()) for path in (ROOT / "jobs").rglob("*.py")]
     imported = {name for tree in [*MODULES.values(), *jobs] for name in imports(tree)}
     by_name = {str(Path(p).parent) for p, tree in MODULES.items() if names(tree) & {"import_module", "iter_modules"}}
-    by_name |= {"/".join(kind.package.split(".")[1:]) for kind in registry.KINDS}
+    by_name |= {"/".join(kind.package.split(".")[1:]) for kind in registry.CATALOGUES.values()}
     dead = []
     for path in MODULES:
         name = ".".join(["hpcdist", *Path(path).with_suffix("").parts])

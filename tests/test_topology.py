@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 
 from hpcdist import topology
 from hpcdist.errors import ConfigError, UnknownNameError
-from hpcdist.topology.graphs.description import adjacency, describe, steps
-from hpcdist.topology.graphs.drawing import draw
-from hpcdist.topology.graphs.spectrum import spectral_gap
+from hpcdist.topology.graphs.description import adjacency, describe, draw, spectral_gap, steps
 
 SIZES = st.integers(1, 40)
 CLOSE = {"rtol": 0, "atol": 1e-12}

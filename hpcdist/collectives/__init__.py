@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from hpcdist.collectives.base import AllReduce
 from hpcdist.comm.communicator import Communicator
-from hpcdist.registry import COLLECTIVES
+from hpcdist.registry import catalogue
 
 __all__ = ["AllReduce", "allreduce", "available", "load"]
 
-
-def available() -> list[str]:
-    """List the names of all algorithms, with `auto`: those of this folder, and those that installed packages add."""
-    return COLLECTIVES.available()
-
-
-def load(name: str) -> type[AllReduce]:
-    """Load an algorithm's class, by its name or as `path/to/file.py:Class`; construct it with a communicator.
-
-    Raises:
-        UnknownNameError: there is none of that name; lists the known ones.
-        ConfigError: there are two of that name; or it can't be imported, or is no all-reduce.
-    """
-    return COLLECTIVES.load(name)
+available = catalogue("collectives").available
+load: Callable[[str], type[AllReduce]] = catalogue("collectives").load
 
 
 def allreduce(comm: Communicator, tensor: Tensor, algorithm: str = "auto") -> None:

@@ -1,11 +1,14 @@
 """Compression of messages: one file per compressor, found by the file's name; error feedback around any of them."""
 
-from hpcdist.compress.base import Compressor, Linear, Recoded
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hpcdist.compress.base import Compressor, Linear, Recoded, Span, spans
 from hpcdist.compress.coding.config import CompressionConfig, JointCompression
 from hpcdist.compress.coding.feedback import Feedback
 from hpcdist.compress.coding.reduction import Reduction
-from hpcdist.compress.coding.spans import Span, spans
-from hpcdist.registry import COMPRESSORS
+from hpcdist.registry import catalogue
 
 __all__ = [
     "CompressionConfig",
@@ -21,17 +24,5 @@ __all__ = [
     "spans",
 ]
 
-
-def available() -> list[str]:
-    """List the names of all compressors, sorted: those of this folder, and those that installed packages add."""
-    return COMPRESSORS.available()
-
-
-def load(name: str) -> type[Compressor]:
-    """Load a compressor's class, by its name or as `path/to/file.py:Class`.
-
-    Raises:
-        UnknownNameError: there is none of that name; lists the known ones.
-        ConfigError: there are two of that name; or it can't be imported, or is no compressor.
-    """
-    return COMPRESSORS.load(name)
+available = catalogue("compressors").available
+load: Callable[[str], type[Compressor]] = catalogue("compressors").load

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import final
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.compress.coding.largest import Largest
-from hpcdist.compress.coding.magnitude import mean
+from hpcdist.compress.base import Span
+from hpcdist.compress.coding.pieces import mean
+from hpcdist.compress.topk import Largest
 
 _FIRST_RATIO = 0.25  # of the warm-up, as in the paper
 
@@ -49,7 +51,9 @@ class Dgc(Largest):
             "whole's; none: any",
         )
 
-    def __init__(self, config: Config, count, spans=()):
+    config: Config
+
+    def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
         self._velocity: Tensor | None = None  # made with the first gradient, in its type
         self._steps = 0
@@ -69,8 +73,8 @@ class Dgc(Largest):
         size = mean(gradient, 2)  # the norm itself might not be finite
         return min(1.0, self.config.clip_norm / size / math.sqrt(gradient.numel())) if size else 1.0
 
-    def take(self, tensor: Tensor) -> Tensor:
-        message, indices = self._take(tensor.numpy(), self._ratio())
+    def encode_residual_(self, tensor: Tensor) -> Tensor:
+        message, indices = self._encode_(tensor.numpy(), self._ratio())
         if self.config.masking:
             self._velocity_like(tensor).numpy()[indices] = 0
         self._steps += 1

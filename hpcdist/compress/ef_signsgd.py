@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.compress.base import Compressor
+from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding import signs
-from hpcdist.compress.coding.magnitude import mean
+from hpcdist.compress.coding.pieces import mean
 
 _MOST = float(np.finfo(np.float32).max)
 
@@ -28,7 +29,7 @@ class EfSignSgd(Compressor):
     and other gradient compression schemes", 2019, algorithm 1, by layers as in its section 6.
     """
 
-    def __init__(self, config, count, spans=()):
+    def __init__(self, config: Compressor.Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
         self._parts: list[tuple[slice, slice]] = []  # elements, and their bits
         byte = 0
@@ -38,7 +39,7 @@ class EfSignSgd(Compressor):
             byte = bits.stop
         self._bytes = byte
 
-    def take(self, tensor: Tensor) -> Tensor:
+    def encode_residual_(self, tensor: Tensor) -> Tensor:
         message = np.empty(4 * len(self._parts) + self._bytes, np.uint8)
         scales, bits = self._open(message)
         for place, (elements, packed) in enumerate(self._parts):

@@ -19,7 +19,7 @@ class Uncompressed(Compressor):
 
     faithful = True
 
-    def take(self, tensor: Tensor) -> Tensor:
+    def encode_residual_(self, tensor: Tensor) -> Tensor:
         message = tensor.clone().view(torch.uint8)
         tensor.zero_()
         return message

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, final
 
 import numpy as np
@@ -10,9 +10,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.compress.base import Compressor
+from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding import signs
-from hpcdist.compress.coding.pieces import CHUNK, chunks
+from hpcdist.compress.coding.pieces import PIECE, slices
 
 _MOST = float(np.finfo(np.float32).max)
 
@@ -29,8 +29,8 @@ class _Part(NamedTuple):
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Cut the matrix into pieces that fill whole bytes; yield the rows and the elements of each."""
         if self.rows == 1:
-            return ((slice(0, 1), elements) for elements in chunks(self.columns))
-        pieces = chunks(self.rows, max(8, CHUNK // self.columns // 8 * 8))
+            return ((slice(0, 1), elements) for elements in slices(self.columns))
+        pieces = slices(self.rows, max(8, PIECE // self.columns // 8 * 8))
         return ((rows, slice(rows.start * self.columns, rows.stop * self.columns)) for rows in pieces)
 
 
@@ -53,7 +53,7 @@ class OneBit(Compressor):
             "parameter", description="what has two means of its own: a parameter, or each row of its matrix"
         )
 
-    def __init__(self, config: Config, count, spans=()):
+    def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
         self._parts: list[_Part] = []
         mean = byte = 0
@@ -64,7 +64,7 @@ class OneBit(Compressor):
             mean, byte = means.stop, bits.stop
         self._means, self._bytes = mean, byte
 
-    def take(self, tensor: Tensor) -> Tensor:
+    def encode_residual_(self, tensor: Tensor) -> Tensor:
         message = np.empty(8 * self._means + self._bytes, np.uint8)
         means, bits = self._open(message)
         for part in self._parts:

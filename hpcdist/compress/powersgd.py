@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 import numpy as np
@@ -11,8 +11,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.compress.base import Linear
-from hpcdist.compress.coding.pieces import CHUNK, chunks
+from hpcdist.compress.base import Linear, Span
+from hpcdist.compress.coding.pieces import PIECE, slices
 
 
 class _Matrix(NamedTuple):
@@ -47,7 +47,9 @@ class PowerSgd(Linear):
 
         rank: int = Field(2, ge=1, description="r, columns of P and of Q")
 
-    def __init__(self, config: Config, count, spans=()):
+    config: Config
+
+    def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
         self._matrices: list[_Matrix] = []
         self._whole: list[tuple[slice, slice]] = []  # in the tensor, and in what is sent first
@@ -68,13 +70,14 @@ class PowerSgd(Linear):
         start = np.random.Generator(np.random.SFC64(0)).random(second)
         self._start = torch.from_numpy(start - 0.5)
 
-    def take(self, tensor: Tensor) -> Tensor:
+    def encode_residual_(self, tensor: Tensor) -> Tensor:
         return torch.cat(self._factors(tensor, 1, lambda flat: None)).view(torch.uint8)
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         dtype = np.float32 if len(message) == 4 * (self._first + self._second) else np.float64
         factors = torch.from_numpy(message.numpy().view(dtype)).to(out.dtype)
-        self._expand(*factors.split([self._first, self._second]), out, weight)
+        first, second = factors.split([self._first, self._second])
+        self._expand(first, second, out, weight)
 
     def reduce(self, tensor: Tensor, out: Tensor, ranks: int, allreduce: Callable[[Tensor], None]) -> None:
         self._expand(*self._factors(tensor, ranks, allreduce), out.zero_(), 1.0)
@@ -101,9 +104,9 @@ class PowerSgd(Linear):
                 self._matrix(tensor, m).add_(beyond).clamp_(-most, most)
         allreduce(second)
         for m in self._matrices:
-            most = second[m.right].abs().max()
-            if most > 0:  # a matrix of zeros has no directions
-                self._start[m.right] = second[m.right] / most  # only its directions matter: sizes would run away
+            largest = second[m.right].abs().max()
+            if largest > 0:  # a matrix of zeros has no directions
+                self._start[m.right] = second[m.right] / largest  # only its directions matter: sizes would run away
         return first, second
 
     @staticmethod
@@ -179,7 +182,7 @@ def _reject(vector: np.ndarray, basis: np.ndarray) -> None:
 def add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
     """Add leftᵀ · right to a matrix."""
     matrix, columns, rows = out.numpy(), left.numpy()[..., None], right.numpy()
-    for piece in chunks(len(matrix), max(1, CHUNK // matrix.shape[1])):
+    for piece in slices(len(matrix), max(1, PIECE // matrix.shape[1])):
         product = np.empty_like(matrix[piece])
         for column, row in zip(columns, rows, strict=True):
             matrix[piece] += np.multiply(column[piece], row, out=product)

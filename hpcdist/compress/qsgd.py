@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, final
 
 import numpy as np
@@ -11,8 +11,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.compress.base import Compressor
-from hpcdist.compress.coding.pieces import CHUNK, chunks
+from hpcdist.compress.base import Compressor, Span
+from hpcdist.compress.coding.pieces import PIECE, slices
 
 _RANDOM_BITS = 16
 _SURE = 16  # levels: a rounded number exceeds the largest one by 2s·2⁻²⁴ at most, and has room for 2⁻¹⁷
@@ -58,21 +58,23 @@ class Qsgd(Compressor):
 
     faithful = True
 
-    def __init__(self, config: Config, count, spans=()):
+    config: Config
+
+    def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
         self._bits = (2 * config.levels).bit_length()
         self._bucket = max(8, min(config.bucket, -(-count // 8) * 8))
-        self._chunk = self._bucket * max(1, CHUNK // self._bucket)
+        self._chunk = self._bucket * max(1, PIECE // self._bucket)
         self._buckets = -(-count // self._bucket)
         self._taken = 0  # messages so far
 
-    def take(self, tensor: Tensor) -> Tensor:
-        return self._take(tensor)
+    def encode_residual_(self, tensor: Tensor) -> Tensor:
+        return self._encode_(tensor)
 
-    def take_sum(self, residual: Tensor, tensor: Tensor) -> Tensor:
-        return self._take(residual, tensor)
+    def encode_sum_(self, residual: Tensor, tensor: Tensor) -> Tensor:
+        return self._encode_(residual, tensor)
 
-    def _take(self, tensor: Tensor, addend: Tensor | None = None) -> Tensor:
+    def _encode_(self, tensor: Tensor, addend: Tensor | None = None) -> Tensor:
         """Encode `tensor` in place, with `addend` added to it before."""
         source = np.random.SFC64((self.config.seed, self.stream, self._taken))
         self._taken += 1
@@ -80,7 +82,7 @@ class Qsgd(Compressor):
         message = np.empty(4 * self._buckets + self._bits * -(-self.count // 8), np.uint8)
         norms, codes = self._open(message)
         work = np.empty((2, self._chunk), values.dtype)
-        for piece in chunks(self.count, self._chunk):
+        for piece in slices(self.count, self._chunk):
             buckets, packed, size = self._places(piece)
             if addend is not None:
                 self.accumulate(tensor[piece], addend[piece])
@@ -92,7 +94,7 @@ class Qsgd(Compressor):
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         norms, codes = self._open(message.numpy())
         work = np.empty(self._chunk, out.numpy().dtype)
-        for piece in chunks(self.count, self._chunk):
+        for piece in slices(self.count, self._chunk):
             buckets, packed, size = self._places(piece)
             levels = np.empty((buckets.stop - buckets.start, self._bucket), np.uint8)
             levels.reshape(-1)[size:] = 0

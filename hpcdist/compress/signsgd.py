@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.compress.base import Recoded
+from hpcdist.compress.base import Recoded, Span
 from hpcdist.compress.coding import signs
 
 _HEAD = 4  # bytes: the value of a 1
@@ -42,7 +43,7 @@ class SignSgd(Recoded):
     feeds_back = False
     combines = "majority"
 
-    def __init__(self, config: Config, count, spans=()):
+    def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
         self._turn = 0  # a tie counts as + in odd turns, as − in even ones
 
@@ -50,7 +51,7 @@ class SignSgd(Recoded):
         self._turn ^= 1
         super().accumulate(residual, tensor)
 
-    def take(self, tensor: Tensor) -> Tensor:
+    def encode_residual_(self, tensor: Tensor) -> Tensor:
         return self._code(tensor, 1.0)
 
     def combine(self, total: Tensor, ranks: int) -> Tensor:

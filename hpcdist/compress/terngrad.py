@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -9,9 +10,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.compress.base import Compressor
-from hpcdist.compress.coding.magnitude import mean
-from hpcdist.compress.coding.pieces import CHUNK, chunks
+from hpcdist.compress.base import Compressor, Span
+from hpcdist.compress.coding.pieces import PIECE, mean, slices
 
 _RANDOM_BITS = 16
 _LEAST = 1e-30  # scales below are sent as 0: one over them may not be finite
@@ -51,13 +51,15 @@ class TernGrad(Compressor):
 
     feeds_back = False
 
-    def __init__(self, config: Config, count, spans=()):
+    config: Config
+
+    def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
         self._parts = [slice(span.start, span.stop) for span in self.spans if span.stop > span.start]
         self._bytes = -(-count // _PER_BYTE)
         self._taken = 0  # messages so far
 
-    def take(self, tensor: Tensor) -> Tensor:
+    def encode_residual_(self, tensor: Tensor) -> Tensor:
         source = np.random.SFC64((self.config.seed, self.stream, self._taken))
         self._taken += 1
         message = np.empty(4 * len(self._parts) + self._bytes, np.uint8)
@@ -82,8 +84,8 @@ class TernGrad(Compressor):
         if not scale:
             return
         one = 1 << _RANDOM_BITS
-        work = torch.empty(min(CHUNK, len(values)), dtype=values.dtype)
-        for piece in chunks(len(values)):
+        work = torch.empty(min(PIECE, len(values)), dtype=values.dtype)
+        for piece in slices(len(values)):
             part, sign = values[piece], signs[piece]
             sums = work[: len(part)]
             raised = sums.numpy()
@@ -97,7 +99,7 @@ class TernGrad(Compressor):
         scales, packed = self._open(message.numpy())
         signs = torch.from_numpy(_unpack(packed))
         for scale, part in zip(scales.tolist(), self._parts, strict=True):
-            for piece in chunks(part.stop - part.start, CHUNK):
+            for piece in slices(part.stop - part.start, PIECE):
                 place = slice(part.start + piece.start, part.start + piece.stop)
                 out[place].add_(signs[place], alpha=weight * scale)
 

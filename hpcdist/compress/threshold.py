@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -9,10 +10,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hpcdist.compress.base import Compressor
+from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding import sparse
-from hpcdist.compress.coding.magnitude import mean
-from hpcdist.compress.coding.sample import Sample
+from hpcdist.compress.coding.pieces import mean
+from hpcdist.compress.coding.sparse import Sample
 
 _PAYLOAD = ((np.float32, 1), (np.uint8, -8))  # the threshold, and a bit per index, set where it is positive
 
@@ -53,11 +54,13 @@ class Threshold(Compressor):
                 )
             return self
 
-    def __init__(self, config: Config, count, spans=()):
+    config: Config
+
+    def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
         self._sample = Sample(count)
 
-    def take(self, tensor: Tensor) -> Tensor:
+    def encode_residual_(self, tensor: Tensor) -> Tensor:
         values = tensor.numpy()
         tau, indices = self._split(values)
         positive = values[indices] > 0

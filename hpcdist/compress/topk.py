@@ -2,11 +2,60 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Sequence
+from typing import Literal, final
 
+import numpy as np
+from pydantic import Field
 from torch import Tensor
 
-from hpcdist.compress.coding.largest import Largest
+from hpcdist.compress.base import Compressor, Span
+from hpcdist.compress.coding import sparse
+
+_DTYPES: dict[str, type[np.floating]] = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
+
+
+class Largest(Compressor):
+    """The base of top-k and deep gradient compression: sends the elements of largest magnitude, rounded to `values`.
+
+    Rounding errors stay in the tensor. Of elements of equal magnitude the first are sent, and zeros never. A number
+    beyond the range of `values` becomes its largest one.
+    """
+
+    class Config(Compressor.Config):
+        """Options of compressors that send the largest elements."""
+
+        ratio: float = Field(0.01, gt=0, le=1, description="part of the elements to send")
+        values: Literal["fp16", "fp32", "fp64"] = Field("fp32", description="type in which values are sent")
+
+    config: Config
+
+    def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
+        super().__init__(config, count, spans)
+        self._sample = sparse.Sample(count)
+        self._dtype = _DTYPES[config.values]
+
+    def _encode_(self, values: np.ndarray, ratio: float) -> tuple[Tensor, np.ndarray]:
+        """Encode the largest `values`, leave the error there, and return the message and the indices in it."""
+        if not self.count:
+            return sparse.pack(np.empty(0, np.int64), 0), np.empty(0, np.int64)
+        indices = self._sample.largest(values, max(1, round(ratio * self.count)))
+        chosen, most = values[indices], np.finfo(self._dtype).max
+        sent = np.clip(chosen, -most, most).astype(self._dtype)
+        values[indices] = chosen - sent
+        return sparse.pack(indices, self.count, sent), indices
+
+    def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
+        if len(message):
+            indices, (sent,) = sparse.unpack(message, self.count, ((self._dtype, -1),))
+            values = out.numpy()
+            values[indices] += sent.astype(values.dtype) * weight
+
+    def state(self) -> dict:
+        return {"drawn": self._sample.drawn}
+
+    def load_state(self, state: dict) -> None:
+        self._sample.drawn = state["drawn"]
 
 
 @final
@@ -21,5 +70,5 @@ class Topk(Largest):
     Alistarh and others, "The convergence of sparsified gradient methods", 2018.
     """
 
-    def take(self, tensor: Tensor) -> Tensor:
-        return self._take(tensor.numpy(), self.config.ratio)[0]
+    def encode_residual_(self, tensor: Tensor) -> Tensor:
+        return self._encode_(tensor.numpy(), self.config.ratio)[0]

@@ -6,23 +6,23 @@ them share lie in `server`, `decentralised` and `synchronous`.
 
 from __future__ import annotations
 
-from hpcdist.registry import STRATEGIES
+from hpcdist.registry import catalogue
 from hpcdist.strategies.base import Strategy
 
 
 def available() -> list[str]:
-    """List all strategies, sorted: those of this folder, and those that installed packages add."""
-    return STRATEGIES.available()
+    """List the names of all strategies, those of installed packages included, sorted."""
+    return catalogue("strategies").available()
 
 
 def load(name: str) -> type[Strategy]:
     """Load a strategy's class, by its name or as `path/to/file.py:Class`.
 
     Raises:
-        UnknownNameError: there is none of that name; lists the known ones.
-        ConfigError: there are two of that name; or it can't be imported, or is no strategy.
+        UnknownNameError: no strategy has this name; the message lists the known ones.
+        ConfigError: several have it, it can't be imported, or it is not a strategy.
     """
-    return STRATEGIES.load(name)
+    return catalogue("strategies").load(name)
 
 
 def having(attribute: str) -> str:

@@ -21,8 +21,8 @@ from hpcdist.model.pieces import alongside
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import Entry, dropped, mean
 from hpcdist.strategies.decentralised.gossip import Gossip
-from hpcdist.topology.graphs import from_config
-from hpcdist.topology.graphs.bipartition import two_sides
+from hpcdist.topology import make_topology
+from hpcdist.topology.graphs.structure import two_sides
 
 _FREE = 0  # in place of who holds it
 
@@ -51,7 +51,7 @@ class ADPSGD(Gossip):
         topology: Named = Field(Named(name="bipartite"), description="whose parameters may be averaged with whose")
 
     def __init__(self, config: Config, comm, model, **given):
-        topology = from_config.make(config.topology, comm)
+        topology = make_topology(config.topology, comm)
         if not (topology.static and topology.symmetric):
             raise ConfigError(
                 f"topology of adpsgd must be symmetric and the same at every step; got {config.topology.name}. Take "

@@ -14,7 +14,7 @@ from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.state import Entry, dropped
 from hpcdist.strategies.decentralised.choco import CompressedMixing
 from hpcdist.strategies.decentralised.mixing import Mixing
-from hpcdist.topology.graphs import from_config
+from hpcdist.topology import make_topology
 
 
 @final
@@ -70,7 +70,7 @@ class DPSGD(Strategy):
     synchronous, reads_gradients = True, False
 
     def __init__(self, config: Config, comm, model, **given):
-        topology = from_config.make(config.topology, comm)
+        topology = make_topology(config.topology, comm)
         if not (topology.symmetric and topology.doubly_stochastic):
             raise ConfigError(
                 f"topology of dpsgd must be symmetric and doubly stochastic; got {config.topology.name}. Take ring, "

@@ -14,7 +14,7 @@ from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.state import Entry, dropped, mean
 from hpcdist.strategies.decentralised.half_precision import Wire, WireConfig
 from hpcdist.strategies.decentralised.mixing import Mixing
-from hpcdist.topology.graphs import from_config
+from hpcdist.topology import make_topology
 
 
 @final
@@ -48,7 +48,7 @@ class SGP(Strategy):
     synchronous, reads_gradients = True, False
 
     def __init__(self, config: Config, comm, model, **given):
-        topology = from_config.make(config.topology, comm)
+        topology = make_topology(config.topology, comm)
         super().__init__(config, comm, model, **given)
         self._mixing = Mixing(comm, topology, overlap=config.overlap)
         self._biased = not topology.doubly_stochastic

@@ -11,16 +11,15 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Envelope, Request
 from hpcdist.compress import CompressionConfig, Feedback, spans
-from hpcdist.compress.coding.gather import cut, join
+from hpcdist.compress.coding.reduction import cut, join
 from hpcdist.config import Named
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.pieces import alongside
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.state import Entry
 from hpcdist.strategies.decentralised.base import Decentralised
-from hpcdist.topology import load
-from hpcdist.topology.graphs import from_config
-from hpcdist.topology.graphs.spanning import spanning_tree
+from hpcdist.topology import load, make_topology
+from hpcdist.topology.graphs.structure import spanning_tree
 
 _CODED, _WHOLE, _END = 1, 2, 3  # tags; the last message of a period is empty
 
@@ -87,7 +86,7 @@ class Strom(Decentralised):
         others = [rank for rank in comm.living if rank != comm.rank]
         if self._floods:
             return [_Link(others, config.compression, self.model, comm.rank)] if others else []
-        tree = spanning_tree(from_config.make(config.topology, comm), comm.living)
+        tree = spanning_tree(make_topology(config.topology, comm), comm.living)
         return [_Link([peer], config.compression, self.model, comm.rank) for peer in tree[comm.rank]]
 
     # --- a step ---------------------------------------------------------------------------------------------------
@@ -112,7 +111,7 @@ class Strom(Decentralised):
         if self._floods:
             (link,) = self._links
             parts = list(zip(link.feedbacks, self.model.params, self._old, strict=True))
-            messages = [feedback.take_back(own, old, share, whole) for feedback, own, old in parts]
+            messages = [feedback.encode_change_(own, old, share, whole) for feedback, own, old in parts]
             self._send(join(messages), link.peers, tag)
             for (feedback, own, _), message in zip(parts, messages, strict=True):
                 feedback.add(message, own, whole)

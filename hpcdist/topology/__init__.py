@@ -5,22 +5,28 @@ A topology is a pure function of (rank, size, step): it communicates nothing, an
 
 from __future__ import annotations
 
-from hpcdist.registry import TOPOLOGIES
+import inspect
+from collections.abc import Callable
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.config import Named, checked_options
+from hpcdist.registry import catalogue
 from hpcdist.topology.base import Topology
 
-__all__ = ["Topology", "available", "load"]
+__all__ = ["Topology", "available", "load", "make_topology"]
+
+available = catalogue("topologies").available
+load: Callable[[str], type[Topology]] = catalogue("topologies").load
 
 
-def available() -> list[str]:
-    """List the names of all topologies, sorted: those of this folder, and those that installed packages add."""
-    return TOPOLOGIES.available()
-
-
-def load(name: str) -> type[Topology]:
-    """Load a topology's class, by its name or as `path/to/file.py:Class`; construct it with a size and its options.
+def make_topology(chosen: Named, comm: Communicator) -> Topology:
+    """Make the chosen topology for the ranks of `comm`; its option `nodes`, if it has one, is `comm.nodes` by default.
 
     Raises:
-        UnknownNameError: there is none of that name; lists the known ones.
-        ConfigError: there are two of that name; or it can't be imported, or is no topology.
+        UnknownNameError: no topology has this name.
+        ConfigError: an option breaks its rule.
     """
-    return TOPOLOGIES.load(name)
+    cls, options = load(chosen.name), chosen.options
+    if "nodes" in inspect.signature(cls).parameters:
+        options.setdefault("nodes", comm.nodes)
+    return cls(comm.size, **checked_options(cls.__init__, options, "strategy.topology"))

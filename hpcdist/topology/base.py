@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -91,3 +91,17 @@ def uniform(ranks: Iterable[int]) -> dict[int, float]:
     """Give the distinct ones among `ranks` equal weights, ascending."""
     distinct = sorted(set(ranks))
     return dict.fromkeys(distinct, 1 / len(distinct))
+
+
+class Circulant(Topology):
+    """A circulant graph: rank i sends to i + d (mod p) for each distance d, with equal weights. Doubly stochastic."""
+
+    @abc.abstractmethod
+    def distances(self, step: int) -> Sequence[int]:
+        """List the distances from a rank to those it sends to at a step, 0 (itself) included."""
+
+    def in_neighbours(self, rank: int, step: int) -> dict[int, float]:
+        return uniform((rank - distance) % self.size for distance in self.distances(step))
+
+    def out_neighbours(self, rank: int, step: int) -> dict[int, float]:
+        return uniform((rank + distance) % self.size for distance in self.distances(step))

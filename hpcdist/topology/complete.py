@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from hpcdist.topology.graphs.circulant import Circulant
+from hpcdist.topology.base import Circulant
 
 
 @final

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import final
 
 from hpcdist.topology.base import Topology, uniform
-from hpcdist.topology.graphs.edges import read_edges
+from hpcdist.topology.graph import read_edges
 
 
 @final

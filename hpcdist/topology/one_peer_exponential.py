@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from hpcdist.topology.graphs.circulant import Circulant
+from hpcdist.topology.base import Circulant
 
 
 @final
@@ -24,7 +24,7 @@ class OnePeerExponential(Circulant):
 
     def __init__(self, size: int):
         super().__init__(size)
-        self.period = max(1, (size - 1).bit_length())
+        self._peers = self.period = max(1, (size - 1).bit_length())
 
     def distances(self, step: int) -> tuple[int, ...]:
-        return 0, 1 << step % self.period
+        return 0, 1 << step % self._peers

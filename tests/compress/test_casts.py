@@ -21,7 +21,7 @@ def test_elements_are_rounded_to_nearest(name, dtype):
     tensor = torch.randn(200_003, generator=torch.Generator().manual_seed(1), dtype=dtype) * 100
     left, out = tensor.clone(), torch.zeros_like(tensor)
     compressor = make(name, len(tensor))
-    message = compressor.take(left)
+    message = compressor.encode_residual_(left)
     compressor.add(message, out, weight=0.5)
     assert len(message) == 2 * len(tensor)
     assert torch.equal(2 * out, tensor.to(DTYPES[name]).to(dtype)) and torch.equal(left, tensor - 2 * out)
@@ -32,9 +32,9 @@ def test_elements_are_rounded_to_nearest(name, dtype):
 def test_what_is_too_large_waits():
     tensor, out = torch.tensor([1e5, -1.5e5, 1.0]), torch.zeros(3)
     compressor = make("fp16", 3)
-    compressor.add(compressor.take(tensor), out)
+    compressor.add(compressor.encode_residual_(tensor), out)
     assert tensor.tolist() == [1e5 - 65504, 65504 - 1.5e5, 0.0] and out.tolist() == [65504, -65504, 1]
-    compressor.add(compressor.take(tensor), out)
+    compressor.add(compressor.encode_residual_(tensor), out)
     assert out.tolist() == [1e5 - 1e5 % 32, -131008, 1]
 
 

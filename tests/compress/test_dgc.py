@@ -76,7 +76,7 @@ def test_sent_whole_it_is_sgd_with_momentum(nesterov):
         theirs.grad = normal(20, step)
         optimizer.step()
         if step % 2:
-            feedback.take_whole(gradient := normal(20, step))
+            feedback.add_residual_(gradient := normal(20, step))
             x.sub_(gradient, alpha=0.1)
         else:
             feedback.add(feedback.encode(normal(20, step), whole=True), x, whole=True, weight=-0.1)

@@ -48,7 +48,7 @@ def test_it_is_the_papers_algorithm_by_layers():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_error_is_that_of_the_docstring(dtype):
     left = normal(1, dtype)
-    message = make().take(left)
+    message = make().encode_residual_(left)
     assert len(message) == sum(-(-(s.stop - s.start) // 8) for s in spans()) + 4 * 4
     for span in spans()[:-1]:
         x, rest = (tensor[span.start : span.stop].double() for tensor in (normal(1, dtype), left))

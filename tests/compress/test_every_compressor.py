@@ -62,7 +62,7 @@ def test_what_a_message_lacks_is_left(name, dtype, split):
     for step in range(8):
         residual += gradient(step, dtype)
         before = residual.clone()
-        message = compressor.take(residual)
+        message = compressor.encode_residual_(residual)
         assert message.dtype == torch.uint8 and message.ndim == 1 and message.is_contiguous()
         torch.testing.assert_close(decoded(compressor, message, dtype) + residual, before, **error(dtype))
         assert not torch.equal(residual, before)
@@ -76,9 +76,9 @@ def test_accumulating_piece_by_piece_changes_no_bit(name, dtype, count):
     residual, other = torch.zeros(2, count, dtype=dtype)
     for step in range(2):
         tensor = gradient(step, dtype, count)
-        message = once.take_sum(residual, tensor)
+        message = once.encode_sum_(residual, tensor)
         apart.accumulate(other, tensor)
-        assert torch.equal(message, apart.take(other)) and torch.equal(residual, other)
+        assert torch.equal(message, apart.encode_residual_(other)) and torch.equal(residual, other)
         assert torch.equal(tensor, gradient(step, dtype, count))
 
 
@@ -91,7 +91,7 @@ def test_a_change_taken_back_is_encoded_as_a_tensor_is(name, dtype, whole):
         old = gradient(step, dtype)
         new = gradient(step + 10, dtype)
         change = (new - old) * 0.5
-        message = once.take_back(new, old, 0.5, whole)
+        message = once.encode_change_(new, old, 0.5, whole)
         assert torch.equal(message, apart.encode(change, whole)) and torch.equal(once.residual, apart.residual)
         assert torch.equal(new, old) and torch.equal(old, gradient(step, dtype))
 
@@ -166,9 +166,9 @@ def test_a_message_may_have_come_among_others(name, dtype):
 def test_zeros_stay_zeros(name, dtype):
     compressor, values = make(name), torch.zeros(COUNT, dtype=dtype)
     for _ in range(3):
-        message = compressor.take(values)
+        message = compressor.encode_residual_(values)
         assert not values.any() and not decoded(compressor, message, dtype).any()
-    assert decoded(compressor, compressor.take(gradient(0, dtype)), dtype).any(), "and it works on after them"
+    assert decoded(compressor, compressor.encode_residual_(gradient(0, dtype)), dtype).any(), "it goes on working"
 
 
 @every
@@ -179,7 +179,7 @@ def test_short_tensors(name, dtype, count):
     values = gradient(0, dtype, count)
     for _ in range(3):
         before = values.clone()
-        message = compressor.take(values)
+        message = compressor.encode_residual_(values)
         torch.testing.assert_close(decoded(compressor, message, dtype) + values, before, **error(dtype))
 
 
@@ -189,7 +189,7 @@ def test_short_tensors(name, dtype, count):
 def test_sizes_of_any_order_stay_finite(name, dtype, size):
     compressor, values = make(name), size * gradient(0, dtype)
     before = values.clone()
-    message = compressor.take(values)
+    message = compressor.encode_residual_(values)
     out = decoded(compressor, message, dtype)
     assert out.isfinite().all() and values.isfinite().all()
     # What stands for elements may be larger than they are, as ±1 is.
@@ -232,7 +232,7 @@ def test_what_is_finite_stays_finite(name, dtype, kind, split):
         values.copy_(drawn.clamp(-1, 1) * (most / 2))
     compressor, before = make(name, split=split), values.clone()
     for _ in range(3):
-        message = compressor.take(values)
+        message = compressor.encode_residual_(values)
         out = decoded(compressor, message, dtype)
         assert out.isfinite().all() and values.isfinite().all()
         if name != "powersgd":

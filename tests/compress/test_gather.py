@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcdist.compress.coding.gather import cut, gather, join
+from hpcdist.compress.coding.reduction import cut, gather, join
 
 LENGTHS = [[0], [5], [0, 0], [3, 0, 1], [1, 70_000, 2]]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcdist.compress.coding import indices
+from hpcdist.compress.coding import sparse
 
 MOST = 1 << 31
 WORDS = [469762048, 50332415, 1008898285, 4028502861, 49]
@@ -34,9 +34,9 @@ def random_set(density: float, count: int, seed: int = 0) -> np.ndarray:
 @given(sets())
 def test_every_set_comes_back(drawn):
     found, count = drawn
-    words = indices.encode(found, count)
+    words = sparse.encode_indices(found, count)
     assert words.dtype == np.uint32
-    again = indices.decode(words, len(found), count)
+    again = sparse.decode_indices(words, len(found), count)
     assert again.dtype == np.int64
     np.testing.assert_array_equal(again, found)
 
@@ -47,14 +47,14 @@ def test_every_set_comes_back(drawn):
 )
 def test_the_ends_of_the_range_come_back(found, count):
     found = np.array(found, np.int64)
-    np.testing.assert_array_equal(indices.decode(indices.encode(found, count), len(found), count), found)
+    np.testing.assert_array_equal(sparse.decode_indices(sparse.encode_indices(found, count), len(found), count), found)
 
 
 @pytest.mark.parametrize("count", [0, 1, 1000, MOST])
 def test_no_index_and_all_indices_take_no_words(count):
-    assert len(indices.encode(np.empty(0, np.int64), count)) == 0
+    assert len(sparse.encode_indices(np.empty(0, np.int64), count)) == 0
     if 0 < count < MOST:
-        assert len(indices.encode(np.arange(count), count)) == 0
+        assert len(sparse.encode_indices(np.arange(count), count)) == 0
 
 
 @pytest.mark.parametrize("density", [0.001, 0.003, 0.01, 0.05, 0.3, 0.5, 0.9])
@@ -64,7 +64,7 @@ def test_random_sets_take_their_entropy(density):
     part = len(found) / count
     assert len(found) >= 10_000
     entropy = -(part * math.log2(part) + (1 - part) * math.log2(1 - part)) * count
-    assert len(indices.encode(found, count)) * 32 == pytest.approx(entropy, rel=0.02)
+    assert len(sparse.encode_indices(found, count)) * 32 == pytest.approx(entropy, rel=0.02)
     if density <= 0.01:  # as docstrings have it
         assert entropy / len(found) == pytest.approx(math.log2(1 / part) + 1.44, abs=0.02)
 
@@ -72,13 +72,13 @@ def test_random_sets_take_their_entropy(density):
 def test_a_set_unlike_a_random_one_takes_more_bits_but_comes_back():
     """All indices in one corner, as when one layer's gradients are the large ones."""
     found, count = np.arange(10_000) * 3 + (1 << 30), MOST
-    words = indices.encode(found, count)
-    np.testing.assert_array_equal(indices.decode(words, len(found), count), found)
+    words = sparse.encode_indices(found, count)
+    np.testing.assert_array_equal(sparse.decode_indices(words, len(found), count), found)
     assert len(words) * 32 > 1.44 * len(found)
 
 
 def test_words_are_the_same_whenever_and_wherever_they_are_made():
     """Sums of all ranks' messages are to be equal to the bit, so what a message says must not depend on the machine."""
     found = np.array([0, 1, 5, 130, 131, 4_000, 65_536, 99_999], np.int64)
-    assert indices.encode(found, 100_000).tolist() == WORDS
-    assert indices.encode(found.copy(), 100_000).tolist() == WORDS
+    assert sparse.encode_indices(found, 100_000).tolist() == WORDS
+    assert sparse.encode_indices(found.copy(), 100_000).tolist() == WORDS

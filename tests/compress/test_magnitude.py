@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hpcdist.compress.coding.magnitude import mean
+from hpcdist.compress.coding.pieces import mean
 
 
 @pytest.mark.parametrize("order", [1, 2])

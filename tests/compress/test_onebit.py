@@ -47,7 +47,7 @@ def test_the_error_is_that_of_the_docstring(means):
     count = spans()[-1].stop
     tensor = torch.randn(count, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     error = tensor.clone()
-    CompressionConfig.from_mapping({"name": "onebit", "means": means}).make(count, spans()).take(error)
+    CompressionConfig.from_mapping({"name": "onebit", "means": means}).make(count, spans()).encode_residual_(error)
     for x, left in zip(parts(tensor, means), parts(error, means), strict=True):
         bound = (1 - x.abs().sum() ** 2 / (len(x) * x.square().sum())) * x.square().sum()
         sides = [x[side] for side in (x > 0, x <= 0)]
@@ -60,5 +60,5 @@ def test_one_negative_element_among_many_is_not_lost():
     tensor = torch.ones(1_000_000)
     tensor[123_456] = -1e-3
     compressor = CompressionConfig.from_mapping({"name": "onebit"}).make(len(tensor))
-    compressor.take(tensor)
+    compressor.encode_residual_(tensor)
     assert tensor.abs().max() < 1e-6

@@ -49,7 +49,7 @@ def test_matrices_of_its_rank_are_sent_exactly(rank, dtype, error):
     tensor = of_rank(rank, dtype)
     compressor, out = make(rank), torch.zeros(COUNT, dtype=dtype)
     left = tensor.clone()
-    compressor.add(compressor.take(left), out, weight=0.5)
+    compressor.add(compressor.encode_residual_(left), out, weight=0.5)
     torch.testing.assert_close(2 * out, tensor, rtol=0, atol=error * float(tensor.abs().max()))
     assert left.abs().max() <= error * tensor.abs().max()
 
@@ -80,7 +80,7 @@ def test_a_basis_is_orthonormal(kind, dtype, error):
 def test_what_is_left_is_orthogonal_to_what_is_sent():
     compressor, tensor = make(2), random(1)
     left = tensor.clone()
-    compressor.take(left)
+    compressor.encode_residual_(left)
     for span in (spans()[0], spans()[2]):
         error = left[span.start : span.stop].view(span.shape[0], -1)
         sent = (tensor - left)[span.start : span.stop].view(span.shape[0], -1)
@@ -93,7 +93,7 @@ def test_a_warm_start_finds_the_best_approximation():
     compressor, tensor = make(2), random(1)
     for _ in range(200):
         left = tensor.clone()
-        compressor.take(left)
+        compressor.encode_residual_(left)
     for span in (spans()[0], spans()[2]):
         least = torch.linalg.svdvals(tensor[span.start : span.stop].view(span.shape[0], -1))[2:].square().sum()
         torch.testing.assert_close(left[span.start : span.stop].square().sum(), least, rtol=1e-4, atol=0)
@@ -103,10 +103,10 @@ def test_a_warm_start_finds_the_best_approximation():
 def test_no_direction_is_lost_after_a_matrix_without_it(first):
     """Zeros, as for a parameter without a gradient, and equal rows, which give the next step one direction."""
     compressor, tensor = make(2), of_rank(2, torch.float32)
-    compressor.take(torch.full((COUNT,), first))
+    compressor.encode_residual_(torch.full((COUNT,), first))
     for _ in range(2):
         left = tensor.clone()
-        compressor.take(left)
+        compressor.encode_residual_(left)
     assert left.abs().max() <= 1e-5 * tensor.abs().max()
 
 

@@ -31,7 +31,7 @@ def test_it_is_unbiased_and_its_variance_bounded(norm, levels, bucket):
     total, squares = torch.zeros_like(tensor), torch.zeros(4, dtype=torch.float64)
     for _ in range(draws):
         error = tensor.clone()
-        compressor.take(error)
+        compressor.encode_residual_(error)
         total += error
         squares += error.view(4, -1).square().sum(dim=1)
     own = tensor.view(4, -1).square().sum(dim=1)
@@ -47,7 +47,7 @@ def test_the_bytes_are_those_of_the_docstring(count, levels, bits):
     compressor = make(count, levels=levels)
     tensor = torch.randn(count)
     error, out = tensor.clone(), torch.zeros(count)
-    message = compressor.take(error)
+    message = compressor.encode_residual_(error)
     compressor.decode(message, out)
     assert len(message) == bits * -(-count // 8) + 4 * -(-count // min(128, -(-count // 8) * 8))
     torch.testing.assert_close(out + error, tensor)
@@ -72,7 +72,7 @@ def test_extreme_magnitudes_stay_finite(norm):
     tensor = torch.cat([torch.zeros(128), torch.full((128,), 3e38), torch.full((128,), 1e-42), torch.ones(128)])
     error, out = tensor.clone(), torch.zeros(512)
     compressor = make(512, norm=norm)
-    compressor.decode(compressor.take(error), out)
+    compressor.decode(compressor.encode_residual_(error), out)
     assert torch.isfinite(error).all() and torch.isfinite(out).all()
     assert (out[:128] == 0).all() and torch.equal(error[256:384], tensor[256:384])
 

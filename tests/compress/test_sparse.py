@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcdist.compress.coding import indices, sparse
-from hpcdist.compress.coding.sample import Sample
+from hpcdist.compress.coding import sparse
+from hpcdist.compress.coding.sparse import Sample
 
 
 def normal(count: int, seed: int = 0, dtype=np.float32) -> np.ndarray:
@@ -35,7 +35,7 @@ def test_a_message_holds_indices_and_what_belongs_to_them():
     signs = np.packbits(values > 0)
     message = sparse.pack(found, 100, np.array([7.0], np.float64), signs, values)
     assert message.dtype == torch.uint8 and message.ndim == 1
-    assert len(message) == 4 + 8 + 1 + 5 * 4 + indices.encode(found, 100).nbytes
+    assert len(message) == 4 + 8 + 1 + 5 * 4 + sparse.encode_indices(found, 100).nbytes
     payload = ((np.float64, 1), (np.uint8, -8), (np.float32, -1))
     again, (one, bits, numbers) = sparse.unpack(message, 100, payload)
     np.testing.assert_array_equal(again, found)

@@ -7,7 +7,7 @@ import torch
 
 from hpcdist import strategies
 from hpcdist.compress import CompressionConfig, Span, load
-from hpcdist.compress.coding.magnitude import mean
+from hpcdist.compress.coding.pieces import mean
 from hpcdist.errors import ConfigError
 
 SPANS = [Span(0, 91, (7, 13)), Span(91, 96, (5,)), Span(96, 300_100, (4, 75_001))]

@@ -210,7 +210,10 @@ def test_strategies_say_themselves_what_they_need():
 
 
 def test_strategies_are_known_without_loading_them():
-    code = "import sys; from hpcdist.registry import STRATEGIES as s; print(*s.available(), 'torch' in sys.modules)"
+    code = (
+        "import sys; from hpcdist.registry import catalogue; "
+        "print(*catalogue('strategies').available(), 'torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == [*strategies.available(), "False"], done.stderr
 

@@ -15,8 +15,7 @@ from hpcdist.comm.virtual import Constant, Network, run_virtual
 from hpcdist.config import Named
 from hpcdist.data import EpochPlan
 from hpcdist.model.flat import FlatModel
-from hpcdist.topology import Topology
-from hpcdist.topology.graphs import from_config
+from hpcdist.topology import Topology, make_topology
 from strategies import problem
 
 NODES = Network(1e-4, 1e9, ranks_per_node=2)
@@ -64,7 +63,7 @@ def drawn(rank: int, count: int = 8) -> Tensor:
 
 
 def made(comm, option: dict) -> Topology:
-    return from_config.make(Named(**option), comm)
+    return make_topology(Named(**option), comm)
 
 
 def matrix(found: Topology, step: int) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from hpcdist import topology
 from hpcdist.comm.virtual import Network, run_virtual
-from hpcdist.topology.graphs.spectrum import spectral_gap
+from hpcdist.topology.graphs.description import spectral_gap
 from strategies import mixed, problem
 
 NAME = "sgp"

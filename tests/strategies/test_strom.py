@@ -10,7 +10,7 @@ from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtu
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.topology import load as topology
-from hpcdist.topology.graphs.spanning import spanning_tree
+from hpcdist.topology.graphs.structure import spanning_tree
 from strategies import problem
 
 Strom = strategies.load("strom")

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from hpcdist.compress.base import Recoded
-from hpcdist.compress.coding.pieces import chunks
+from hpcdist.compress.coding.pieces import slices
 
 
 class Cast(Recoded):
-    """Round every element to the nearest number of a shorter type; beyond its range, to its largest number.
+    """Rounds every element to the nearest number of a shorter type; beyond its range, to its largest number.
 
-    In an all-reduce sums are taken in full precision and rounded once. With error feedback nothing is lost: the
-    rounding error of an element, or of a sum, is added to the next one by the rank that rounded it. Without, it is
-    forgotten.
+    An all-reduce adds in full precision and rounds the sum once. With error feedback, the rank that rounded an element
+    or a sum adds the rounding error to the next one, so that nothing is lost.
     """
 
     faithful = True
@@ -25,43 +24,43 @@ class Cast(Recoded):
     @property
     @abc.abstractmethod
     def dtype(self) -> torch.dtype:
-        """Return the type that elements are rounded to."""
+        """The type that elements are rounded to."""
 
-    def take(self, tensor: Tensor) -> Tensor:
-        return self._take(tensor, 1)
+    def encode_residual_(self, tensor: Tensor) -> Tensor:
+        return self._encode_(tensor, 1)
 
-    def take_sum(self, residual: Tensor, tensor: Tensor) -> Tensor:
-        return self._take(residual, 1, tensor)
+    def encode_sum_(self, residual: Tensor, tensor: Tensor) -> Tensor:
+        return self._encode_(residual, 1, tensor)
 
     def decode(self, message: Tensor, out: Tensor) -> None:
         out.copy_(self._open(message))
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         short = self._open(message)
-        for piece in chunks(len(out)):
+        for piece in slices(len(out)):
             out[piece].add_(short[piece], alpha=weight)
 
     def share(self, tensor: Tensor, ranks: int) -> Tensor:
-        return self._take(tensor, ranks)
+        return self._encode_(tensor, ranks)
 
     def begin(self, own: Tensor, ranks: int) -> Tensor:
-        return own  # exactly: it is rounded with the sum
+        return own  # exact: it is rounded with the sum
 
     def combine(self, total: Tensor, ranks: int) -> Tensor:
-        return self.take(total)
+        return self.encode_residual_(total)
 
     def _open(self, message: Tensor) -> Tensor:
         aligned = message if message.storage_offset() % self.dtype.itemsize == 0 else message.clone()
         return aligned.view(self.dtype)
 
-    def _take(self, tensor: Tensor, ranks: int, addend: Tensor | None = None) -> Tensor:
-        """Encode `tensor` in place, with `addend` added to it before, for a sum over `ranks` messages."""
+    def _encode_(self, tensor: Tensor, ranks: int, addend: Tensor | None = None) -> Tensor:
+        """Add `addend` to `tensor` and encode it for a sum over `ranks` messages; leave the error in `tensor`."""
         info, wide = torch.finfo(self.dtype), torch.finfo(tensor.dtype)
         # The sum over the ranks must be finite, with every addend rounded up.
         most = min(info.max, wide.max / ranks / (1 + info.eps)) if ranks > 1 else info.max
-        bound = torch.tensor([most], dtype=self.dtype).view(torch.int16).item() - 1  # `most` may be rounded up here
+        bound = int(torch.tensor([most], dtype=self.dtype).view(torch.int16)) - 1  # `most` may be rounded up here
         short = torch.empty(tensor.shape, dtype=self.dtype)
-        for piece in chunks(len(tensor)):
+        for piece in slices(len(tensor)):
             part, rounded = tensor[piece], short[piece]
             if addend is not None:
                 self.accumulate(part, addend[piece])
@@ -74,6 +73,6 @@ class Cast(Recoded):
 
 
 def _all_below(short: Tensor, bound: int) -> bool:
-    """Tell whether the bits of all magnitudes are below `bound`, where those of infinity and NaN never are."""
+    """Tell whether the bits of all magnitudes are below `bound`; those of infinity and NaN never are."""
     bits = short.view(torch.int16).numpy()  # half the bytes of the elements, and NumPy's maximum of them is fast
     return bool(bits.max() < bound and bits.view(np.uint16).max() < bound + (1 << 15))

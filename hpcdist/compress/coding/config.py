@@ -8,17 +8,16 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from hpcdist.compress.base import Compressor
-from hpcdist.compress.coding.spans import Span
+from hpcdist.compress.base import Compressor, Span
 from hpcdist.config import Named
 from hpcdist.errors import UnknownNameError
-from hpcdist.registry import COMPRESSORS
+from hpcdist.registry import catalogue
 
 NONE = "none"
 
 
 class CompressionConfig(Named):
-    """The choice of a compressor, with its own options beside these."""
+    """A compressor by name, with its own options beside these."""
 
     name: str = Field(NONE, description="compressor, see `hpcdist compressors`; none: all is sent as it is")
     error_feedback: bool = Field(
@@ -29,23 +28,23 @@ class CompressionConfig(Named):
         None, ge=1, description="in these steps compress all the same, but only so many ranks send; none: as they are"
     )
 
-    _votes: ClassVar[bool] = False  # the messages of all ranks are there at once
+    _votes: ClassVar[bool] = False  # ranks can vote, because all messages are there at once
 
     @model_validator(mode="before")
     @classmethod
-    def _feedback_where_it_goes(cls, value: Any) -> Any:
+    def _default_feedback(cls, value: Any) -> Any:
         given = {"name": value} if isinstance(value, str) else value
         if isinstance(given, Mapping) and "error_feedback" not in given:
             name = given.get("name", cls.model_fields["name"].default)
-            with suppress(UnknownNameError):  # which is raised below
-                if isinstance(name, str) and not COMPRESSORS.load(name).feeds_back:
+            with suppress(UnknownNameError):  # `_check` raises it
+                if isinstance(name, str) and not catalogue("compressors").load(name).feeds_back:
                     return {**given, "error_feedback": False}
         return value
 
     @model_validator(mode="after")
     def _check(self) -> CompressionConfig:
         if self.name != NONE:
-            chosen = COMPRESSORS.load(self.name)
+            chosen = catalogue("compressors").load(self.name)
             if chosen.combines == "majority" and not self._votes:
                 raise ValueError(
                     "strategy.compression.name must be a compressor whose messages are averaged, unless strategy is "
@@ -55,7 +54,7 @@ class CompressionConfig(Named):
             if self.error_feedback:
                 options.check_feedback()
         elif self.options:
-            known = ", ".join(COMPRESSORS.available())
+            known = ", ".join(catalogue("compressors").available())
             raise ValueError(
                 f"strategy.compression.name must be one of {known} with option {next(iter(self.options))}; got none."
             )
@@ -65,14 +64,14 @@ class CompressionConfig(Named):
         return self.name != NONE
 
     def make(self, count: int, spans: Sequence[Span] = (), stream: int = 0) -> Compressor:
-        """Make the compressor for a flat tensor of `count` elements; several of them need different `stream`s."""
-        cls = COMPRESSORS.load(self.name)
+        """Make the compressor of a flat tensor of `count` elements; each tensor needs its own `stream`."""
+        cls = catalogue("compressors").load(self.name)
         compressor = cls(cls.Config.from_mapping(self.options, "strategy.compression"), count, spans)
         compressor.stream = stream
         return compressor
 
 
 class JointCompression(CompressionConfig):
-    """The choice of a compressor where the gradients of all ranks meet at each step, so that ranks can vote."""
+    """A compressor for strategies in which the gradients of all ranks meet at each step, so that ranks can vote."""
 
     _votes = True

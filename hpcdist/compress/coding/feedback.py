@@ -1,4 +1,4 @@
-"""Error feedback: the error of a message is added to the next tensor, so that it is sent late rather than never."""
+"""Error feedback: the error of a message is added to the next tensor, so that it is sent late, not never."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hpcdist.model.pieces import alongside
 
 
 class Feedback:
-    """A compressor with its residual, the errors of all messages so far: Σ tensors = Σ messages + residual.
+    """A compressor with its residual, the sum of the errors so far: Σ tensors = Σ messages + residual.
 
-    Memory: one tensor more. Without feedback (`enabled` false) the error of a message is forgotten.
+    Memory: one more tensor. Without feedback (`enabled` false) the error of a message is forgotten.
 
     Args:
-        like: a tensor of the length and dtype of those to come. Half precision is accumulated in float32.
+        like: a tensor of the same length and dtype. The residual of half precision is float32.
 
     Reference: Frank Seide, Hao Fu, Jasha Droppo, Gang Li, Dong Yu, "1-bit stochastic gradient descent and its
     application to data-parallel distributed training of speech DNNs", 2014; Sai Praneeth Karimireddy, Quentin Rebjock,
@@ -34,30 +34,26 @@ class Feedback:
         self._all_sent = True  # the residual is zero
 
     def encode(self, tensor: Tensor, whole: bool = False) -> Tensor:
-        """Encode `tensor`, on any device, together with the residual; uncompressed where `whole`."""
+        """Encode the sum of `tensor`, on any device, and the residual; uncompressed if `whole`."""
         if whole:
             self._accumulate(tensor)
-            return self._whole.take(self.residual)
-        return self.compressor.take_sum(self.residual, self._on_host(tensor))
+            return self._whole.encode_residual_(self.residual)
+        return self.compressor.encode_sum_(self.residual, self._on_host(tensor))
 
-    def take_back(self, new: Tensor, old: Tensor, share: float, whole: bool = False) -> Tensor:
-        """Encode `share` times the change from `old` to `new`, as `encode` does; then make `new` equal to `old` again.
-
-        Args:
-            new, old: flat, on any device.
-        """
+    def encode_change_(self, new: Tensor, old: Tensor, share: float, whole: bool = False) -> Tensor:
+        """Encode `share` times the change from `old` to `new`, and set `new` back to `old`; flat, on any device."""
         if self._adds and new.is_cpu and new.dtype == self.residual.dtype and not whole:
             self._begin()
             for residual, changed, before in alongside(self.residual, new, old):
                 residual.add_(changed.sub(before).mul_(share))
                 changed.copy_(before)
-            return self.compressor.take(self.residual)
+            return self.compressor.encode_residual_(self.residual)
         message = self.encode(new.sub_(old).mul_(share), whole)
         new.copy_(old)
         return message
 
-    def take_whole(self, tensor: Tensor) -> None:
-        """Replace `tensor`, on any device, by its sum with the residual; what its dtype can't hold stays there."""
+    def add_residual_(self, tensor: Tensor) -> None:
+        """Add the residual to `tensor`, on any device; the rounding error in its dtype stays in the residual."""
         if self._all_sent and self._adds:
             return
         self._accumulate(tensor)
@@ -65,7 +61,7 @@ class Feedback:
         self.residual.sub_(tensor.to(self.residual))
 
     def add(self, message: Tensor, out: Tensor, whole: bool = False, weight: float = 1.0) -> None:
-        """Decode a message of `encode` and add `weight` times the result to `out`, on any device."""
+        """Decode a message and add `weight` times the result to `out`, on any device."""
         compressor = self._whole if whole else self.compressor
         if out.dtype == self.residual.dtype and out.device == self.residual.device:
             compressor.add(message, out, weight)
@@ -75,7 +71,7 @@ class Feedback:
             out.add_(decoded.to(out.device, out.dtype), alpha=weight)
 
     def to_send(self, tensor: Tensor) -> Tensor:
-        """Add `tensor`, on any device, to the residual and return that, for the compressor to encode in place."""
+        """Add `tensor`, on any device, to the residual, and return the residual for the compressor to encode."""
         self._accumulate(tensor)
         return self.residual
 
@@ -83,19 +79,19 @@ class Feedback:
         self.compressor.accumulate(self.residual, self._on_host(tensor))
 
     def _on_host(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that is about to be added to the residual, where that lies."""
+        """Copy a tensor that will be added to the residual to its device."""
         self._begin()
         return tensor.to(self.residual.device)
 
     def _begin(self) -> None:
-        """Prepare the residual for an addition: without feedback it is forgotten."""
+        """Prepare the residual for an addition; without feedback, forget it."""
         if not self._enabled:
             self.residual.zero_()
         self._all_sent = False
 
     @property
     def _adds(self) -> bool:
-        """Tell whether the compressor accumulates a tensor by adding it to the residual, and by nothing else."""
+        """Tell whether accumulating is plain addition for this compressor."""
         return type(self.compressor).accumulate is Compressor.accumulate
 
     def state(self) -> dict:
@@ -103,7 +99,7 @@ class Feedback:
 
     @staticmethod
     def reshard(states: Sequence[dict]) -> dict:
-        """Make one state for every rank of a world of another size: the mean of tensors, all else from the first."""
+        """Make one state for every rank of a world of another size: mean tensors, everything else from rank 0."""
         compressors = [state["compressor"] for state in states]
         return {
             "residual": _mean([state["residual"] for state in states]),
@@ -117,7 +113,7 @@ class Feedback:
 
 
 def _mean(values: list[Any]) -> Any:
-    """Average tensors; of other values return the first. None counts as zeros: ranks silent in the warm-up have it."""
+    """Average tensors, None counting as zeros (ranks silent in the warm-up have it); else return the first value."""
     like = next((value for value in values if isinstance(value, Tensor)), None)
     if like is None:
         return values[0]

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from hpcdist import collectives
-from hpcdist.comm.communicator import Communicator
-from hpcdist.compress.base import Linear, Recoded
+from hpcdist.collectives.base import bounds
+from hpcdist.comm.communicator import Communicator, Envelope, Request
+from hpcdist.compress.base import Linear, Recoded, Span
 from hpcdist.compress.coding.config import CompressionConfig
 from hpcdist.compress.coding.feedback import Feedback
-from hpcdist.compress.coding.gather import gather
-from hpcdist.compress.coding.recoding import recode
-from hpcdist.compress.coding.spans import Span
+
+TAG = 1 << 14  # strategies and collectives use smaller ones
 
 
 class Reduction:
-    """Collective. Sum compressed flat tensors over the ranks of `comm`.
+    """Sums flat tensors over the ranks of `comm`, compressed.
 
-    Messages of `Linear` compressors are all-reduced. Of `Recoded` ones every rank sums one piece, and sends the
-    others the sum. All other messages go to every rank, which adds them in rank order. So sums are the same to the
-    bit on all ranks. Bytes sent per rank: 2m(p − 1)/p for messages of m bytes of the first two kinds, m(p − 1) for
-    the others, and 4 per tensor but the last where there are several.
+    Messages of `Linear` compressors are all-reduced. With `Recoded` ones each rank sums one piece and sends the others
+    its sum. All other messages go to every rank, which adds them in rank order. So all ranks have the same bits. Bytes
+    sent per rank: 2m(p − 1)/p for messages of m bytes of the first two kinds, m(p − 1) for the others, and 4 for each
+    tensor but the last.
 
-    Where ranks vote, the sum is the outcome times their number, so that the mean is the outcome.
+    The sum of a vote is its outcome times the number of ranks, so that the mean is the outcome.
 
     Args:
-        comm: used while a call lasts, with one tag.
-        like: flat tensors of the lengths and dtypes of those to come, on any device; the host encodes and decodes.
-        spans: for each of them the parameters that lie in it.
+        comm: used only during a call, with one tag.
+        like: flat tensors of the same lengths and dtypes, on any device. They are encoded on the host.
+        spans: the parameters in each of them.
     """
 
     def __init__(
@@ -46,15 +48,16 @@ class Reduction:
         self.calls = 0
 
     def __call__(self, tensors: Sequence[Tensor]) -> int:
-        """Collective. Replace the tensors by their sums over the ranks; return the number of ranks that sent."""
+        """Collective. Replace the tensors by their sums over the ranks; return the number of ranks that sent any."""
         config, self.calls = self._config, self.calls + 1
-        warming = self.calls <= config.warmup_steps
-        if warming and config.warmup_ranks is None:
+        senders = self._comm.size
+        if self.calls <= config.warmup_steps and config.warmup_ranks is None:
             for tensor, feedback in zip(tensors, self._feedbacks, strict=True):
-                feedback.take_whole(tensor)
+                feedback.add_residual_(tensor)
                 self._allreduce(tensor)
-            return self._comm.size
-        senders = min(config.warmup_ranks, self._comm.size) if warming else self._comm.size
+            return senders
+        if self.calls <= config.warmup_steps and config.warmup_ranks is not None:
+            senders = min(config.warmup_ranks, senders)
         if isinstance(self._feedbacks[0].compressor, (Linear, Recoded)):
             self._reduce(tensors, senders)
         else:
@@ -68,7 +71,7 @@ class Reduction:
             into = tensor if tensor.dtype == out.dtype and tensor.is_cpu else out
             if isinstance(compressor, Linear):
                 compressor.reduce(residual, into, self._comm.size, self._allreduce)
-            else:
+            elif isinstance(compressor, Recoded):
                 recode(self._comm, compressor, residual, into, senders)
             if into is out:
                 tensor.copy_(out)
@@ -85,21 +88,103 @@ class Reduction:
             tensor.copy_(out)
 
     def state(self) -> dict:
-        """Return this rank's residuals, and the state of its compressors."""
+        """Return this rank's residuals and the state of its compressors."""
         return {"calls": self.calls, "feedbacks": [feedback.state() for feedback in self._feedbacks]}
 
     def load_state(self, state: dict) -> None:
-        """Restore the state that `state()` or `reshard()` returned."""
+        """Restore what `state()` or `reshard()` returned."""
         self.calls = state["calls"]
         for feedback, saved in zip(self._feedbacks, state["feedbacks"], strict=True):
             feedback.load_state(saved)
 
     @staticmethod
     def reshard(states: Sequence[dict]) -> dict:
-        """Make one state for every rank of a world of another size, with the mean of all residuals."""
+        """Make one state for every rank of a world of another size, with mean residuals."""
         feedbacks = [Feedback.reshard(saved) for saved in zip(*(state["feedbacks"] for state in states), strict=True)]
         return {"calls": states[0]["calls"], "feedbacks": feedbacks}
 
     def close(self) -> None:
         """Collective. Release the all-reduce."""
         self._allreduce.close()
+
+
+# --- ways to sum messages ---------------------------------------------------------------------------------------------
+def recode(comm: Communicator, compressor: Recoded, tensor: Tensor, out: Tensor, senders: int) -> None:
+    """Collective. Sum the decoded messages of all ranks, and encode the sum again; the same bits on all ranks.
+
+    Each rank owns one piece of the tensor. It encodes the other pieces and sends each to its owner, adds the messages
+    for its own piece, in a fixed order and the tensor's dtype, and sends the encoded sum to all ranks.
+    Bytes sent per rank: 2m(p − 1)/p for messages of m bytes in all; messages: 2(p − 1).
+
+    Args:
+        tensor: this rank's addend. Overwritten by the errors of its messages, that of its sum included.
+        out: overwritten by the sum. Must not be `tensor`.
+        senders: number of ranks that contribute; the others add only their residuals.
+
+    Reference: Jeremy Bernstein, Jiawei Zhao, Kamyar Azizzadenesheli, Anima Anandkumar, "signSGD with majority vote is
+    communication efficient and fault tolerant", 2019; Hanlin Tang, Chen Yu, Xiangru Lian, Tong Zhang, Ji Liu,
+    "DoubleSqueeze: parallel stochastic gradient descent with double-pass error-compensated compression", 2019.
+    """
+    cuts = bounds(tensor.numel(), comm.size)
+    pieces = [slice(start, stop) for start, stop in itertools.pairwise(cuts)]
+    own = pieces[comm.rank]
+    ahead = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # not all to the same one at once
+    sends = [_send(comm, compressor.share(tensor[pieces[dest]], comm.size), dest) for dest in ahead]
+    mine = tensor[own]
+    total = compressor.begin(mine, comm.size)
+    for source in reversed(ahead):
+        compressor.add(_receive(comm, source), total)
+    message = compressor.combine(total, senders)
+    if total is not mine:
+        mine.add_(total)
+    sends += [_send(comm, message, dest) for dest in ahead]
+    compressor.decode(message, out[own])
+    for source in reversed(ahead):
+        compressor.decode(_receive(comm, source), out[pieces[source]])
+    for request, _ in sends:
+        request.wait()
+
+
+def _send(comm: Communicator, message: Tensor, dest: int) -> tuple[Request, Tensor]:
+    """Start sending; return the request, and the message, which must live until the request is complete."""
+    return comm.isend(message, dest, TAG), message
+
+
+def _receive(comm: Communicator, source: int) -> Tensor:
+    envelope = cast(Envelope, comm.probe(source, TAG))  # None only without waiting
+    message = torch.empty(envelope.n_bytes, dtype=torch.uint8)
+    comm.irecv(message, source, TAG).wait()
+    return message
+
+
+def join(messages: Sequence[Tensor]) -> Tensor:
+    """Join messages to one: the lengths of all but the last, 4 bytes each, then the messages."""
+    lengths = torch.tensor([len(message) for message in messages[:-1]], dtype=torch.int32).view(torch.uint8)
+    return torch.cat([lengths, *messages])
+
+
+def cut(joined: Tensor, count: int) -> list[Tensor]:
+    """Cut a joined message into its `count` messages."""
+    head = 4 * (count - 1)
+    lengths = joined[:head].clone().view(torch.int32).tolist()
+    return list(joined[head:].split([*lengths, len(joined) - head - sum(lengths)]))
+
+
+def gather(comm: Communicator, messages: Sequence[Tensor], count: int, senders: Sequence[int]) -> list[list[Tensor]]:
+    """Collective. Gather the `count` messages of each of the `senders`, in this order, on every rank.
+
+    Bytes sent by a sender: p − 1 times its messages, and 4 for each of them but the last. Receivers probe for lengths.
+    """
+    joined = {}
+    sends = []
+    if comm.rank in senders:
+        joined[comm.rank] = join(messages)
+        others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # not all to the same one at once
+        sends = [comm.isend(joined[comm.rank], dest, TAG) for dest in others]
+    for step in range(1, comm.size):
+        source = (comm.rank - step) % comm.size
+        if source in senders:
+            joined[source] = _receive(comm, source)
+    for send in sends:
+        send.wait()
+    return [cut(joined[source], count) for source in senders]

@@ -9,19 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hpcdist.registry import IMPORTERS
+from hpcdist.registry import catalogue
 
-
-def available() -> list[str]:
-    """List the names of all importers, sorted: those of this folder, and those that installed packages add."""
-    return IMPORTERS.available()
-
-
-def load(name: str) -> Callable[..., Path]:
-    """Load the function `convert` of the importer of that name, or as `path/to/file.py:convert`.
-
-    Raises:
-        UnknownNameError: there is none of that name; lists the known ones.
-        ConfigError: there are two of that name; or what there is can't be imported, or is no function.
-    """
-    return IMPORTERS.load(name)
+available = catalogue("importers").available
+load: Callable[[str], Callable[..., Path]] = catalogue("importers").load

@@ -10,24 +10,12 @@ from collections.abc import Callable
 
 from hpcdist.errors import ConfigError
 from hpcdist.parallel.schedules.base import Operation, Table, Timing, check, simulate
-from hpcdist.registry import SCHEDULES
+from hpcdist.registry import catalogue
 
 __all__ = ["Operation", "Table", "Timing", "available", "check", "load", "make", "simulate"]
 
-
-def available() -> list[str]:
-    """List the names of all schedules, sorted: those of this folder, and those that installed packages add."""
-    return SCHEDULES.available()
-
-
-def load(name: str) -> Callable[..., Table]:
-    """Load the function `table` of the schedule of that name, or as `path/to/file.py:table`.
-
-    Raises:
-        UnknownNameError: there is none of that name; lists the known ones.
-        ConfigError: there are two of that name; or it can't be imported, or is no function.
-    """
-    return SCHEDULES.load(name)
+available = catalogue("schedules").available
+load: Callable[[str], Callable[..., Table]] = catalogue("schedules").load
 
 
 def make(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Table:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.compress import CompressionConfig, Feedback, spans
-from hpcdist.compress.coding.gather import TAG, cut, join
+from hpcdist.compress.coding.reduction import TAG, cut, join
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.decentralised.mixing import Mixing

@@ -113,7 +113,7 @@ class Encoder:
             compressor.add(message, kept)  # back to what is left to be sent
             return None
         lacks = part.to(kept) - kept if self._content == "values" else part.to(kept, copy=True)
-        message = compressor.take(lacks)
+        message = compressor.encode_residual_(lacks)
         if len(message) >= kept.nbytes:
             return None
         if self._content == "values":

@@ -59,10 +59,10 @@ def topology(
     """Examine a topology: checks of its weights, its spectral gap, each rank's neighbours. Give options with --set."""
     from hpcdist import topology as catalogue
     from hpcdist.config import checked_options, load
-    from hpcdist.topology.graphs import drawing
+    from hpcdist.topology.graphs import description
 
     make = catalogue.load(name)
     chosen = make(ranks, **checked_options(make.__init__, load({}, None, overrides or [])))
     if output is not None:
-        drawing.draw(chosen, output)
+        description.draw(chosen, output)
     console.topology(chosen)

@@ -11,7 +11,7 @@ from typing import Any
 
 from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError, HpcdistError
-from hpcdist.registry import STRATEGIES
+from hpcdist.registry import catalogue
 from hpcdist.tools.slurm import limits
 from hpcdist.tools.slurm.problem import Problem
 from hpcdist.tools.slurm.render import render
@@ -99,7 +99,7 @@ def _output(spec: JobSpec, site: Site) -> Problems:
 def _strategy(spec: JobSpec, site: Site) -> Problems:
     if not spec.command and not _files_exist(spec):  # else `_settings` checks the run's settings, with the strategy
         try:
-            STRATEGIES.find(_strategy_name(spec))
+            catalogue("strategies").find(_strategy_name(spec))
         except ConfigError as error:
             yield Problem("error", str(error))
     if not spec.command and spec.size == 1 and not spec.folders:  # those have others to be compared with
@@ -193,7 +193,8 @@ def _going_on(spec: JobSpec, site: Site) -> Problems:
             )
         name = _strategy_name(spec)
         if not spec.command and not _strategy_attribute(name, "survives_deaths", default=True):
-            can = [s for s in STRATEGIES.available() if _strategy_attribute(s, "survives_deaths", default=False)]
+            known = catalogue("strategies").available()
+            can = [s for s in known if _strategy_attribute(s, "survives_deaths", default=False)]
             yield Problem(
                 "warning",
                 f"shrink must go with a strategy that can go on, {', '.join(can)}; got {name!r}. It ends when a rank "
@@ -265,7 +266,7 @@ def _strategy_name(spec: JobSpec) -> str:
 def _strategy_attribute(name: str, attribute: str, default: bool) -> bool:
     """Return an attribute of a strategy's class, or `default` where the strategy can't be loaded. Imports torch."""
     try:
-        return getattr(STRATEGIES.load(name), attribute)
+        return getattr(catalogue("strategies").load(name), attribute)
     except HpcdistError:
         return default  # `_strategy` or `_settings` reports the error
 

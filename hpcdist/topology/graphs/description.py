@@ -1,25 +1,29 @@
-"""The description of a topology: checks of its weights, its spectral gap, who sends to whom."""
+"""The description of a topology: checks of its weights, its spectral gap, who sends to whom, a picture."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hpcdist.errors import ConfigError
 from hpcdist.topology.base import Topology
-from hpcdist.topology.graphs.spectrum import spectral_gap
 
-SHOWN_STEPS = 3  # of matrices that are drawn
-TOLERANCE = 1e-12
+SHOWN_STEPS = 3  # of a topology whose matrices are drawn at random
+TOLERANCE = 1e-12  # of sums of weights
+SAMPLED_STEPS = 16  # for the spectral gap of such a topology
+ZERO = 1e-12  # smaller eigenvalues are rounding errors
+PANEL_INCHES = 4.0
 
 
 def steps(topology: Topology) -> range:
-    """List the steps whose matrices differ, or the first few where all do."""
+    """Return the steps until the matrices repeat, or the first few of a random topology."""
     return range(topology.period or SHOWN_STEPS)
 
 
 def describe(topology: Topology) -> dict[str, Any]:
-    """Describe a topology by facts that are computed from its matrices, by their names."""
+    """Return the facts about a topology, by name, computed from its matrices."""
     matrices = [topology.matrix(step) for step in steps(topology)]
     messages = [np.count_nonzero(matrix, axis=0).max() - 1 for matrix in matrices]
     average = " per step, in the mean square" if topology.period is None else f" per step, over {topology.period}"
@@ -40,7 +44,7 @@ def _sums(matrices: list[np.ndarray], axis: int) -> str:
 
 
 def adjacency(topology: Topology, step: int) -> list[dict[str, Any]]:
-    """List a row per rank: its own weight, and its neighbours with their weights."""
+    """Return a row per rank: its own weight, and its neighbours with their weights."""
     return [
         {
             "rank": rank,
@@ -54,3 +58,69 @@ def adjacency(topology: Topology, step: int) -> list[dict[str, Any]]:
 
 def _list(rank: int, neighbours: dict[int, float]) -> str:
     return ", ".join(f"{peer} ({weight:.3g})" for peer, weight in neighbours.items() if peer != rank)
+
+
+def spectral_gap(topology: Topology) -> float:
+    """Compute 1 − r: each step multiplies the ranks' distance from their mean by r.
+
+    If W is always the same, r is the second largest modulus of its eigenvalues. If W repeats after t steps, r^t is that
+    of the product of t matrices. If W is random, r² is the second eigenvalue of E[WᵀW]. A draw that treats all ranks
+    alike has E[WᵀW] = aI + b11ᵀ, so that r² = (E‖W‖² − 1)/(p − 1), estimated from SAMPLED_STEPS steps.
+
+    Reference: Lin Xiao, Stephen Boyd, "Fast linear iterations for distributed averaging", 2004; Stephen Boyd, Arpita
+    Ghosh, Balaji Prabhakar, Devavrat Shah, "Randomized gossip algorithms", 2006, for random W.
+    """
+    if topology.period is None:
+        squares = np.mean([np.square(topology.matrix(step)).sum() for step in range(SAMPLED_STEPS)])
+        return 1 - (max(squares - 1, 0.0) / max(topology.size - 1, 1)) ** 0.5
+    product = np.eye(topology.size)
+    for step in range(topology.period):
+        product = topology.matrix(step) @ product
+    return 1 - _second(product) ** (1 / topology.period)
+
+
+def _second(matrix: np.ndarray) -> float:
+    """Compute the second largest modulus of a matrix's eigenvalues; 0 if there is only one."""
+    moduli = np.sort(np.abs(np.linalg.eigvals(matrix)))
+    return float(moduli[-2]) if len(moduli) > 1 and moduli[-2] > ZERO else 0.0
+
+
+def draw(topology: Topology, path: Path) -> None:
+    """Draw a topology to a file; arrows point from sender to receiver, lines without heads go both ways.
+
+    Raises:
+        ConfigError: the file's name ends in neither .svg nor .png, matplotlib is missing, or the file can't be
+            written.
+    """
+    if path.suffix not in (".svg", ".png"):
+        raise ConfigError(f"--output must end in .svg or .png; got {path}. Rename it.")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "--output must be given where matplotlib is installed; got none. Run: pip install 'hpcdist[plots]'"
+        ) from error
+    shown = steps(topology)
+    figure = Figure(figsize=(PANEL_INCHES * len(shown), PANEL_INCHES), layout="constrained")
+    for step, axes in zip(shown, figure.subplots(1, len(shown), squeeze=False)[0], strict=True):
+        _draw_step(axes, topology, step)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ConfigError(f"--output must be a file that can be written; got {path}: {error.strerror}.") from error
+
+
+def _draw_step(axes: Any, topology: Topology, step: int) -> None:
+    angles = np.pi / 2 - 2 * np.pi * np.arange(topology.size) / topology.size  # clockwise from the top
+    places = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    weights = topology.matrix(step)
+    for receiver, sender in np.argwhere(weights):
+        both = weights[sender, receiver] > 0
+        if sender < receiver or (sender != receiver and not both):
+            line = {"arrowstyle": "-" if both else "-|>", "shrinkA": 9, "shrinkB": 9, "color": "tab:blue"}
+            axes.annotate("", xy=places[receiver], xytext=places[sender], arrowprops=line)
+    axes.scatter(*places.T, s=250, facecolor="white", edgecolor="black", zorder=3)
+    for rank, (x, y) in enumerate(places):
+        axes.text(x, y, str(rank), ha="center", va="center", zorder=4, fontsize=8)
+    axes.set(xlim=(-1.2, 1.2), ylim=(-1.2, 1.2), aspect="equal", title="" if topology.static else f"step {step}")
+    axes.axis("off")

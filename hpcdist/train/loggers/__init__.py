@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from hpcdist.errors import ConfigError
-from hpcdist.registry import LOGGERS
+from hpcdist.registry import catalogue
 from hpcdist.train.loggers.base import LoggedRun, Logger
 
 __all__ = ["LoggedRun", "Logger", "available", "load", "require"]
 
-
-def available() -> list[str]:
-    """List the names of all loggers, sorted: those of this folder, and those that installed packages add."""
-    return LOGGERS.available()
-
-
-def load(name: str) -> type[Logger]:
-    """Load a logger's class, by its name or as `path/to/file.py:Class`.
-
-    Raises:
-        UnknownNameError: there is none of that name; lists the known ones.
-        ConfigError: there are two of that name; or it can't be imported, or is no logger.
-    """
-    return LOGGERS.load(name)
+available = catalogue("loggers").available
+load: Callable[[str], type[Logger]] = catalogue("loggers").load
 
 
 def require(names: Iterable[str]) -> None:

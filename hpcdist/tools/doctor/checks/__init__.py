@@ -8,20 +8,10 @@ A check is a module with two functions::
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
-from hpcdist.registry import CHECKS
+from hpcdist.registry import catalogue
 
-
-def available() -> list[str]:
-    """List the names of all checks, sorted: those of this folder, and those that installed packages add."""
-    return CHECKS.available()
-
-
-def load(name: str) -> ModuleType:
-    """Load the check of that name, one of `available()`.
-
-    Raises:
-        ConfigError: there are two of that name; or what there is can't be imported, or lacks a function.
-    """
-    return CHECKS.load(name)
+available = catalogue("checks").available
+load: Callable[[str], ModuleType] = catalogue("checks").load

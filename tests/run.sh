@@ -42,7 +42,7 @@ ready_browser() {
 }
 
 why_no_cluster() {
-    PYTHONPATH=$ROOT/tests "$VENV/bin/python" -c "from cluster.kit import why_not; print(why_not($1) or '')"
+    PYTHONPATH=$ROOT/tests:$ROOT/jobs/studies "$VENV/bin/python" -c "from cluster.kit import why_not; print(why_not($1) or '')"
 }
 
 apt() { RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"; } # starts no daemons

@@ -70,7 +70,6 @@ def test_the_wheel_has_the_licence_the_types_and_the_templates(built):
     assert "License-Expression: Apache-2.0" in metadata and "Classifier: Typing :: Typed" in metadata
     assert any(name.endswith("licenses/LICENSE") for name in names) and {
         "hpcdist/py.typed",
-        "hpcdist/tools/study/host.sh",
         "hpcdist/tools/report/template.html.j2",
     } <= set(names)
     assert any(name.endswith("share/hpcdist/slurm/templates/parts/run.sh") for name in names)

@@ -33,9 +33,7 @@ import typer
 
 from hpcdist.records import Summary, load_run, load_summary
 from hpcdist.tools.statistics import interval
-from hpcdist.tools.study import Study
-from hpcdist.tools.study.claims import wrap
-from hpcdist.tools.study.output import markdown
+from kit.output import Study, markdown, wrap
 
 JOB = Path(__file__).parents[1] / "mnist.py"
 STRATEGIES = ("allreduce", "parameter_server:servers=colocated", "gossip_pull")

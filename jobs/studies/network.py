@@ -4,7 +4,7 @@
     pip install -e '.[plots]'               # what it needs beside the library; and iproute2 (ip, tc)
 
 Real ranks on hosts of their own, which this job makes on this machine: namespaces with an address each, joined by TCP
-over cables of 1 Gbit/s or 100 Mbit/s, with and without 10 ms from one host to another (`hpcdist.tools.study.hosts`).
+over cables of 1 Gbit/s or 100 Mbit/s, with and without 10 ms from one host to another (`kit.hosts`).
 What was chosen, and why:
 
 - A multi-layer perceptron of 9.8 million parameters, 39 MB, on scikit-learn's 1,797 digits: large for its task, so that
@@ -34,11 +34,12 @@ from typing import Annotated, Any
 import typer
 from matplotlib.figure import Figure
 
-from hpcdist.tools.compare.hosted import HostedRuns
 from hpcdist.tools.compare.plan import ComparedCell
-from hpcdist.tools.study import CellRuns, EndedRun, Study, declare_cell, plots, start
-from hpcdist.tools.study.claims import Claim, verdict, wrap
-from hpcdist.tools.study.hosts import Cable, why_not
+from kit import plots
+from kit.cells import CellRuns, EndedRun, declare_cell
+from kit.hosted import HostedRuns
+from kit.hosts import Cable, why_not
+from kit.output import Claim, Study, start, verdict, wrap
 
 JOB = Path(__file__).with_name("network_job.py")
 LOOP = f"{JOB}:train"

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import hpcdist as hd
 from hpcdist.comm.communicator import Communicator
 from hpcdist.data import importers
-from hpcdist.tools.study import OwnRun
-from hpcdist.tools.study.hosts import Cable, Hosts
 from hpcdist.train import Job, Metric
 from hpcdist.train import accuracy as right
+from kit.hosts import Cable, Hosts
+from kit.loop import OwnRun
 
 PINGS, LOADS = 20, 4
 LOAD_S = 0.3  # about how long one transfer takes from which the bandwidth is measured

@@ -22,9 +22,9 @@ from typing import Annotated
 import typer
 
 from hpcdist.tools.compare.plan import ComparedCell
-from hpcdist.tools.study import CellRuns, EndedRun, Interval, Study, declare_cell, difference, interval, start
-from hpcdist.tools.study.claims import wrap
-from hpcdist.tools.study.output import markdown
+from hpcdist.tools.statistics import Interval, difference, interval
+from kit.cells import CellRuns, EndedRun, declare_cell
+from kit.output import Study, markdown, start, wrap
 from regression_job import SAMPLES, job
 
 JOB = Path(__file__).with_name("regression_job.py")

@@ -18,8 +18,8 @@ from torch.optim.swa_utils import AveragedModel
 import hpcdist as hd
 from hpcdist.comm.communicator import Communicator
 from hpcdist.data import HDF5Dataset, importers
-from hpcdist.tools.study import OwnRun
 from hpcdist.train import Job, Metric, squared_error
+from kit.loop import OwnRun
 
 SAMPLES = 1000  # of the training set
 

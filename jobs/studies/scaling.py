@@ -53,21 +53,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hpcdist.tools.compare.plan import ComparedCell
-from hpcdist.tools.study import (
-    CellRuns,
-    Claim,
-    EndedRun,
-    Interval,
-    Study,
-    at_rate,
-    declare_cell,
-    interval,
-    plots,
-    ratio,
-    start,
-)
-from hpcdist.tools.study.claims import paragraphs
+from hpcdist.tools.statistics import Interval, interval, ratio
 from hpcdist.tools.tuning import FIRST_SEED, search
+from kit import plots
+from kit.cells import CellRuns, EndedRun, at_rate, declare_cell
+from kit.output import Claim, Study, paragraphs, start
 from scaling_job import model_bytes
 
 SYNCHRONOUS = "allreduce"  # what the others are held against

@@ -19,8 +19,8 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.data import importers
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies import Strategy
-from hpcdist.tools.study import OwnRun
 from hpcdist.train import Job
+from kit.loop import OwnRun
 
 PIXELS, CLASSES = 64, 10
 DIVERGED = 100.0  # what a loss that is larger, or no number, counts as

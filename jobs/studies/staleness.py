@@ -39,9 +39,10 @@ from matplotlib.figure import Figure
 
 from hpcdist.tools.compare.plan import ComparedCell
 from hpcdist.tools.statistics import Interval, difference, interval, ratio
-from hpcdist.tools.study import TUNING, CellRuns, Claim, EndedRun, Study, declare_cell, plots, start
-from hpcdist.tools.study.claims import paragraphs
 from hpcdist.tools.tuning import FIRST_SEED
+from kit import plots
+from kit.cells import TUNING, CellRuns, EndedRun, declare_cell
+from kit.output import Claim, Study, paragraphs, start
 
 RATES = tuple(2.0**power for power in range(-3, 4))  # α/(1 − β)
 TOLERANCE = 1.0  # points of error by which the rate's may be above the best one's

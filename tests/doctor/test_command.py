@@ -17,7 +17,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.tools.doctor import checks
 from hpcdist.tools.doctor.base import WARNING, Finding, Nodes
 from hpcdist.tools.doctor.report import ExaminationOptions, Report
-from hpcdist.tools.study.hosts import NET, Cable
+from kit.hosts import NET, Cable
 
 ROOT = Path(__file__).parents[2]
 MPICH = ROOT / ".venv-mpich"

@@ -1,4 +1,4 @@
-"""Hosts joined by real TCP, for tests: see `hpcdist.tools.study.hosts`."""
+"""Hosts joined by real TCP, for tests: see `jobs/studies/kit/hosts.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 @pytest.fixture
 def make_hosts(tmp_path: Path) -> Iterator[Callable]:
     """Give `make_hosts(size, **cable)`, which makes hosts, once in a test. Skips where none can be made."""
-    from hpcdist.tools.study import hosts
+    from kit import hosts
 
     with ExitStack() as stack:
 

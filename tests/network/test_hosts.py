@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness.launch import wait_until
-from hpcdist.tools.study import relay
-from hpcdist.tools.study.hosts import Cable, Hosts, describe, hosts, why_not
+from kit import relay
+from kit.hosts import Cable, Hosts, describe, hosts, why_not
 
 # Host n2 sends back a byte for each one, or, of a connection that begins otherwise, takes and gives a megabyte.
 ECHO = """
@@ -126,7 +127,7 @@ def test_hosts_are_gone_at_the_end(tmp_path):
 ABANDONED = """
 import os, subprocess, sys
 from pathlib import Path
-from hpcdist.tools.study.hosts import Cable, hosts
+from kit.hosts import Cable, hosts
 folder = Path(sys.argv[1])
 with hosts(folder, 1, Cable(delay_ms=1)) as made:
     left_behind = subprocess.Popen([*made.inside("n1"), "sleep", "100"])
@@ -139,7 +140,8 @@ def test_hosts_go_when_who_made_them_is_gone(tmp_path):
     if reason := why_not(Cable(delay_ms=1)):
         pytest.skip(reason)
     command = [sys.executable, "-c", ABANDONED, tmp_path]
-    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=150).stdout
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # the library, and the kit of the studies
+    told = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=150, env=env).stdout
     pids = [int(pid) for pid in told.split()]
     assert len(pids) == 4, "a process, the switch, a host and a relay"
     wait_until(lambda: not any(runs(pid) for pid in pids))

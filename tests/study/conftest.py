@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -13,21 +12,15 @@ from harness import studies
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Import a module that lies in jobs/studies."""
-    monkeypatch.syspath_prepend(str(studies.FOLDER))
-    return importlib.import_module
+def study(request: pytest.FixtureRequest) -> ModuleType:
+    """The module of jobs/studies, which pyproject.toml puts on the path of tests."""
+    return importlib.import_module(request.module.STUDY)
 
 
 @pytest.fixture
-def study(request: pytest.FixtureRequest, load: Callable[[str], ModuleType]) -> ModuleType:
-    return load(request.module.STUDY)
-
-
-@pytest.fixture
-def training(request: pytest.FixtureRequest, load: Callable[[str], ModuleType]) -> ModuleType:
+def training(request: pytest.FixtureRequest) -> ModuleType:
     """The job of the study, with its loop."""
-    return load(f"{request.module.STUDY}_job")
+    return importlib.import_module(f"{request.module.STUDY}_job")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hpcdist.config import load
 from hpcdist.errors import RunError
 from hpcdist.records import Evaluation, Summary, append_evaluation, write_summary
 from hpcdist.tools.compare.plan import PlannedRun
-from hpcdist.tools.study import EndedRun
+from kit.cells import EndedRun
 
 
 class PretendedRuns:

@@ -11,13 +11,14 @@ import pytest
 from hpcdist.errors import ConfigError, HpcdistError, RunError
 from hpcdist.records import load_summary
 from hpcdist.tools.compare.course import FAILURE
-from hpcdist.tools.study import TUNING, CellRuns, at_rate, declare_cell, start
+from kit.cells import TUNING, CellRuns, at_rate, declare_cell
+from kit.output import start
 from study.pretended import PretendedRuns
 
 ROOT = Path(__file__).parents[2]
 
 JOB = """
-from hpcdist.tools.study import OwnRun
+from kit.loop import OwnRun
 from jobs_of_tests import job
 
 def loop(settings, folder):

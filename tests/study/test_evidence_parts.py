@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import os
 import re
 import shlex
@@ -40,7 +41,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
-def test_every_command_is_accepted(tmp_path, monkeypatch, load, tables):
+def test_every_command_is_accepted(tmp_path, monkeypatch, tables):
     monkeypatch.chdir(tmp_path)
     Path("jobs").symlink_to(ROOT / "jobs")
     Path("data").mkdir()
@@ -48,22 +49,22 @@ def test_every_command_is_accepted(tmp_path, monkeypatch, load, tables):
     whole, quick = (script("--print", *options).stdout.splitlines() for options in ([], ["--quick"]))
     assert len(whole) == len(quick) > 20
     for line in whole:
-        _check(shlex.split(line), load, tables)
+        _check(shlex.split(line), tables)
     for line in quick:
-        _parse_command(shlex.split(line), load, tables)
+        _parse_command(shlex.split(line), tables)
 
 
-def _check(words: list[str], load, tables) -> None:
+def _check(words: list[str], tables) -> None:
     """Check a command as it does itself before it begins: also its settings, on virtual ranks."""
     if words[1] in ("simulate", "compare") or "train" in words[:5]:
         pages._run_command(words)
     else:
-        _parse_command(words, load, tables)
+        _parse_command(words, tables)
 
 
-def _parse_command(words: list[str], load, tables) -> None:
+def _parse_command(words: list[str], tables) -> None:
     if words[0] == "python" and words[1].startswith("jobs/studies/"):
-        _parse(load(Path(words[1]).stem).main, words[2:])
+        _parse(importlib.import_module(Path(words[1]).stem).main, words[2:])
     elif words[0] == "python":
         assert words[1] == "docs/tables.py" and words[2] in tables.TABLES
         _parse(tables.main, words[2:])

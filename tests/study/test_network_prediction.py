@@ -25,8 +25,7 @@ def test_a_network_is_measured_as_it_is(training, size):
         assert found["bandwidth_bytes_s"] == pytest.approx(12e6, rel=0.03)
 
 
-def test_a_step_takes_as_long_as_computing_and_a_ring(load, tmp_path):
-    study = load("network")
+def test_a_step_takes_as_long_as_computing_and_a_ring(study, tmp_path):
     computing_s = [[0.1, 0.2, 0.1, 0.4], [0.3, 0.2, 0.1, 0.1]]  # of each rank; the slower one counts
     for rank, seconds in enumerate(computing_s):
         with RecordWriter(record_path(tmp_path / "real", rank)) as writer:

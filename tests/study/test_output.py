@@ -1,15 +1,15 @@
-"""A study's folder: what is written, shown and listed."""
+"""A study's folder: what is written, shown and listed; its claims and their verdicts."""
 
 from __future__ import annotations
 
 import csv
 import json
 
+import pytest
 from matplotlib.figure import Figure
 
 from hpcdist.records import Evaluation
-from hpcdist.tools.study import Study
-from hpcdist.tools.study.output import markdown
+from kit.output import Claim, Study, markdown, paragraphs, verdict
 from study.pretended import ended
 
 
@@ -36,3 +36,22 @@ def test_everything_is_written_and_listed(tmp_path, capsys):
 
 def test_a_table_as_markdown():
     assert markdown([{"": "a", "n": 1}, {"": "b", "n": 2}]) == "|  | n |\n| --- | --- |\n| a | 1 |\n| b | 2 |"
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([True, True], "SHOWN"),
+        ([True, False], "SHOWN IN PART"),
+        ([False], "NOT SHOWN"),
+        ([], "NOT RUN"),
+    ],
+)
+def test_a_verdict_is_of_all_parts(parts, expected):
+    assert verdict(parts) == expected
+
+
+def test_claims_are_numbered_and_fit_on_lines():
+    first, second = paragraphs([Claim("It grows.", [True], "From 1 to 2."), Claim("It ends.", [False], "1 " * 100)])
+    assert first == "1. It grows. SHOWN. From 1 to 2."
+    assert second.startswith("2. It ends. NOT SHOWN. 1 1") and max(map(len, second.splitlines())) <= 120

@@ -20,8 +20,8 @@ from hpcdist.config import load as load_settings
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import Evaluation, read_evaluations
 from hpcdist.tools.simulate.cluster import ClusterConfig
-from hpcdist.tools.study import EndedRun
-from hpcdist.tools.study.claims import paragraphs
+from kit.cells import EndedRun
+from kit.output import paragraphs
 from study.pretended import ended
 
 FIGURES = ("loss_time_stragglers_0.8", "target_workers")

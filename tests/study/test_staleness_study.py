@@ -10,7 +10,7 @@ import pytest
 
 from harness import studies
 from hpcdist.records import load_summary, read_records
-from hpcdist.tools.study.claims import paragraphs
+from kit.output import paragraphs
 from study.pretended import ended
 
 FIGURES = ("error_time", "error_batch", "staleness", "modulation")

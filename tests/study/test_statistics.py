@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from hpcdist.tools.statistics import effect, holm, ratio_of
-from hpcdist.tools.study import difference, interval, ratio
+from hpcdist.tools.statistics import difference, effect, holm, interval, ratio, ratio_of
 
 
 def test_the_interval_is_students():

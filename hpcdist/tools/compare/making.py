@@ -42,7 +42,7 @@ class LaunchedRuns:
         job: the job's file.
         launcher: words up to the number of ranks.
         variables: of the ranks' environment, but for the variables of a launcher that has started this process.
-        program: arguments of Python before the job's file; for another module by its name: `-m hpcdist.tools.study...`.
+        program: arguments of Python before the job's file, such as `-m hpcdist.tools.baselines.ddp`.
     """
 
     def __init__(self, job: str, launcher: Sequence[str], variables: Mapping[str, str], program: Sequence[str] = TRAIN):

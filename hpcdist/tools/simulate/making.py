@@ -11,10 +11,9 @@ from typing import Any
 
 from hpcdist.comm.virtual import Straggler, run_virtual
 from hpcdist.config import load
-from hpcdist.config.files import neighbours
+from hpcdist.config.files import load_function, neighbours
 from hpcdist.errors import HpcdistError, RunError
 from hpcdist.tools.compare.folder import read
-from hpcdist.tools.compare.loop import load_loop
 from hpcdist.tools.compare.plan import Declaration, PlannedRun
 from hpcdist.tools.simulate.cluster import ClusterConfig
 from hpcdist.tools.simulate.pool import Processes
@@ -101,7 +100,7 @@ class Simulation:
             return runs.train(comm, Path(self.job), None, run.overrides, folder, resume, command=self.command)
 
         if run.loop:
-            body = load_loop(run.loop)(load({}, None, run.overrides), folder)
+            body = load_function(run.loop, "loop")(load({}, None, run.overrides), folder)
         run_virtual(body, run.ranks, seed=run.seed, network=cluster.links(), compute=compute)
 
     def _samples(self, run: PlannedRun) -> int:

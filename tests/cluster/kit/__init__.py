@@ -1,6 +1,6 @@
 """A cluster under Slurm on this machine: a controller and nodes, each a host of its own, joined by real TCP.
 
-Each host is a set of namespaces (`hpcdist.tools.study.hosts`: network, name, processes, mounts, shared memory) with an
+Each host is a set of namespaces (`jobs/studies/kit/hosts.py`: network, name, processes, mounts, shared memory) with an
 address, a /tmp and a /dev/shm of its own, and nodes have GPUs that are none; the files are common to all, as on a
 cluster. Slurm is the real one. Needs root, Debian's packages (`packages`, and `packages-accounting` for
 `made(accounting=True)`) and nothing else: no systemd, no control groups.

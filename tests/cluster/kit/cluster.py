@@ -17,7 +17,7 @@ from string import Template
 
 from harness.launch import SITE
 from hpcdist.comm.launch import LAUNCHED
-from hpcdist.tools.study import hosts
+from kit import hosts
 
 KIT = Path(__file__).parent
 ROOT = KIT.parents[2]

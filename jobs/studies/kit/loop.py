@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.config.files import load_function
 from hpcdist.records import (
     Evaluation,
     RecordWriter,
@@ -29,11 +28,6 @@ from hpcdist.registry import label
 from hpcdist.strategies import Strategy
 
 Loop = Callable[[dict[str, Any], Path], Callable[[Communicator], None]]
-
-
-def load_loop(reference: str) -> Loop:
-    """Load the loop that `path/to/file.py:name` names."""
-    return load_function(reference, "loop")
 
 
 class OwnRun:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcdist.comm.launch import unlaunched
-from hpcdist.tools.study import relay
+from kit import relay
 
 NET = "10.78.0"
 SWITCH = "switch"  # a host of its own: a bridge that has an address would take what is meant for it off the cables

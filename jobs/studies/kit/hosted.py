@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,11 +11,11 @@ from pathlib import Path
 
 from hpcdist import session
 from hpcdist.config import load
+from hpcdist.config.files import load_function
 from hpcdist.errors import RunError
-from hpcdist.tools.compare.loop import load_loop
 from hpcdist.tools.compare.making import LOG, last_lines
 from hpcdist.tools.compare.plan import PlannedRun
-from hpcdist.tools.study.hosts import Cable, hosts
+from kit.hosts import Cable, hosts
 
 DEADLINE_S = 120  # of the ranks
 TIME_LIMIT_S = 1800  # of a run
@@ -35,9 +36,11 @@ class HostedRuns:
         cable = load({}, None, run.cluster)
         with tempfile.TemporaryDirectory() as where, hosts(Path(where), run.ranks, Cable(**cable)) as made:
             settings = {**load({}, None, run.overrides), "cable": cable, "hosts": where}
+            paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            env = {"PYTHONPATH": os.pathsep.join(paths)}  # where hosts find this module
             what = json.dumps({"loop": run.loop, "settings": settings, "folder": str(folder)})
             try:
-                job = made.launch(["-m", __name__, what], timeout_s=TIME_LIMIT_S)
+                job = made.launch(["-m", "kit.hosted", what], env=env, timeout_s=TIME_LIMIT_S)
                 status, said = job.returncode, job.stdout + job.stderr
             except subprocess.TimeoutExpired:
                 status, said = 124, f"it took more than {TIME_LIMIT_S} s"
@@ -50,7 +53,7 @@ def main(what: str) -> None:
     """Collective. Make a run on this host."""
     given = json.loads(what)
     comm = session.init(deadline_s=DEADLINE_S, across="tcp:eth0")
-    load_loop(given["loop"])(given["settings"], Path(given["folder"]))(comm)
+    load_function(given["loop"], "loop")(given["settings"], Path(given["folder"]))(comm)
 
 
 if __name__ == "__main__":

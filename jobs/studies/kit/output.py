@@ -5,18 +5,21 @@ from __future__ import annotations
 import csv
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcdist.errors import HpcdistError
 from hpcdist.tools import console
-from hpcdist.tools.compare.cells import EndedRun
+from kit.cells import EndedRun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
+COLUMNS = 120
 
 
 class Study:
@@ -61,7 +64,7 @@ class Study:
 
     def draw(self, figures: Mapping[str, Figure]) -> None:
         """Write figures."""
-        from hpcdist.tools.study import plots  # needs matplotlib, which a study without figures does not
+        from kit import plots  # needs matplotlib, which a study without figures does not
 
         self._files += plots.save(figures, self.folder)
 
@@ -73,6 +76,37 @@ class Study:
         print(f"\nwritten to {self.folder}: {', '.join(self._files)}", file=sys.stderr)
 
 
+# --- claims: each with a verdict by the rule that it states -----------------------------------------------------------
+@dataclass(frozen=True)
+class Claim:
+    """A sentence, whether each part of it holds, and the numbers and the rule that say so."""
+
+    sentence: str
+    parts: Sequence[bool]
+    numbers: str
+
+    def __str__(self) -> str:
+        return f"{self.sentence} {verdict(self.parts)}. {self.numbers}"
+
+
+def verdict(parts: Sequence[bool]) -> str:
+    """Tell whether all parts of a claim hold, some, or none."""
+    if not parts:
+        return "NOT RUN"
+    return "SHOWN" if all(parts) else "SHOWN IN PART" if any(parts) else "NOT SHOWN"
+
+
+def paragraphs(claims: Iterable[Claim]) -> list[str]:
+    """Write claims out, numbered, as lines that are not too long."""
+    return [wrap(f"{number}. {claim}") for number, claim in enumerate(claims, 1)]
+
+
+def wrap(text: str) -> str:
+    """Wrap a paragraph into lines."""
+    return textwrap.fill(text, COLUMNS, break_on_hyphens=False)
+
+
+# --- helpers ----------------------------------------------------------------------------------------------------------
 def markdown(rows: Sequence[Row]) -> str:
     """Write a table as Markdown."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(map(str, row.values()) for row in rows)]

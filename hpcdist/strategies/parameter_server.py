@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from hpcdist.strategies.server.gradients import exchange_gradients
+from hpcdist.strategies.server.gradient_server import exchange_gradients
 from hpcdist.strategies.server.policy import Held
 from hpcdist.strategies.server.stale import StaleConfig, StalePolicy
 from hpcdist.strategies.server.strategy import ServerStrategy

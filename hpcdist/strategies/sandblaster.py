@@ -23,7 +23,7 @@ from hpcdist.strategies.lbfgs.roles import COORDINATOR, assign_lbfgs
 from hpcdist.strategies.lbfgs.shard import HistoryShard
 from hpcdist.strategies.lbfgs.vectors import MOST, WORDS, RemoteVectors
 from hpcdist.strategies.lbfgs.worker import PortionWorker
-from hpcdist.strategies.server.shards import broadcast_shards, put_together
+from hpcdist.strategies.server.placement import broadcast_shards, put_together
 
 OPERATIONS, PUSH, ASK, PAUSE = range(4)  # the first word of a message to a rank that serves
 _log = logging.getLogger("hpcdist")

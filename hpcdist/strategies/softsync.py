@@ -8,10 +8,9 @@ from typing import final
 from pydantic import Field
 
 from hpcdist.errors import ConfigError
-from hpcdist.strategies.server.gradients import exchange_gradients
-from hpcdist.strategies.server.modulation import OF_EACH_GRADIENT
+from hpcdist.strategies.server.gradient_server import exchange_gradients
 from hpcdist.strategies.server.policy import Held
-from hpcdist.strategies.server.stale import StaleConfig, StalePolicy
+from hpcdist.strategies.server.stale import OF_EACH_GRADIENT, StaleConfig, StalePolicy
 from hpcdist.strategies.server.strategy import ServerStrategy
 
 

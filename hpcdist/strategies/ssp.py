@@ -9,9 +9,9 @@ from typing import final
 from pydantic import Field
 
 from hpcdist.strategies.common.state import Entry, dropped
-from hpcdist.strategies.server.gradients import exchange_gradients
+from hpcdist.strategies.server.channel import NOBODY
+from hpcdist.strategies.server.gradient_server import exchange_gradients
 from hpcdist.strategies.server.policy import Held, Policy
-from hpcdist.strategies.server.requests import NOBODY
 from hpcdist.strategies.server.strategy import ServerStrategy
 
 

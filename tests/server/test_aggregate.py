@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.server.aggregate import Aggregate
-from hpcdist.strategies.server.requests import GRADIENT, SUM, ServerRequest
-from hpcdist.strategies.server.shards import Shard, cut
+from hpcdist.strategies.server.channel import GRADIENT, SUM, ServerRequest
+from hpcdist.strategies.server.gradient_server import Aggregate
+from hpcdist.strategies.server.placement import Shard, cut
 
 ALL = torch.ones(4, dtype=torch.bool)
 

@@ -8,11 +8,9 @@ import torch
 from hpcdist.comm.virtual import Exponential
 from hpcdist.compress import CompressionConfig, Span
 from hpcdist.errors import ConfigError
+from hpcdist.strategies.server.channel import FETCH, GRADIENT, SUM, Reply, RequestChannel
 from hpcdist.strategies.server.codec import Codec
-from hpcdist.strategies.server.request_channel import RequestChannel
-from hpcdist.strategies.server.requests import FETCH, GRADIENT, SUM, Reply
-from hpcdist.strategies.server.roles import assign
-from hpcdist.strategies.server.shards import Shard, cut
+from hpcdist.strategies.server.placement import Shard, assign, cut
 
 pytestmark = pytest.mark.computes
 

@@ -12,8 +12,8 @@ from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import UnknownNameError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.parameter_server import AsynchronousPolicy
-from hpcdist.strategies.server.modulation import RULES, MeanStaleness, factor
-from hpcdist.strategies.server.requests import GRADIENT, ServerRequest
+from hpcdist.strategies.server.channel import GRADIENT, ServerRequest
+from hpcdist.strategies.server.stale import RULES, MeanStaleness, factor
 
 STALENESS = (0, 1, 2, 5)
 RATE, SIZE = 0.1, 7

@@ -10,8 +10,8 @@ from hpcdist.strategies.common.state import load_entries, reshard_entries, save_
 from hpcdist.strategies.downpour import WarmStart
 from hpcdist.strategies.hardsync import HardsyncPolicy
 from hpcdist.strategies.parameter_server import AsynchronousPolicy, ParameterServer
+from hpcdist.strategies.server.channel import NOBODY
 from hpcdist.strategies.server.policy import Held, Policy
-from hpcdist.strategies.server.requests import NOBODY
 from hpcdist.strategies.softsync import Softsync, SoftsyncPolicy
 from hpcdist.strategies.ssp import SSPPolicy
 

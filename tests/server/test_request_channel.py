@@ -7,10 +7,8 @@ import torch
 
 from hpcdist.comm.virtual import Constant, Exponential, Network, Straggler, run_virtual
 from hpcdist.errors import DeadlineError, DeadlockError
-from hpcdist.strategies.server.request_channel import RequestChannel
-from hpcdist.strategies.server.requests import FETCH, GRADIENT, NOBODY, PAUSE, PUSH, Reply
-from hpcdist.strategies.server.roles import COLOCATED, assign
-from hpcdist.strategies.server.shards import cut
+from hpcdist.strategies.server.channel import FETCH, GRADIENT, NOBODY, PAUSE, PUSH, Reply, RequestChannel
+from hpcdist.strategies.server.placement import COLOCATED, assign, cut
 
 NAMES = 3
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpcdist import strategies
 from hpcdist.errors import ConfigError
-from hpcdist.strategies.server.roles import COLOCATED, Roles, assign
+from hpcdist.strategies.server.placement import COLOCATED, Roles, assign
 
 
 def _height(roles, rank):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcdist.compress import Span
-from hpcdist.strategies.server.shards import Shard, cut
+from hpcdist.strategies.server.placement import Shard, cut
 
 dtypes = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
 groups = st.lists(st.tuples(st.integers(0, 40), dtypes), min_size=1, max_size=4).map(

@@ -10,7 +10,7 @@ import torch
 from hpcdist.compress import spans
 from hpcdist.data import EpochPlan
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.server.shards import cut
+from hpcdist.strategies.server.placement import cut
 from strategies import problem
 from strategies.watched import watched
 

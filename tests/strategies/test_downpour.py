@@ -11,7 +11,7 @@ from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Exponential, Jitter, Network, Straggler, run_virtual
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.server.requests import FETCH, GRADIENT, PAUSE, PUSH
+from hpcdist.strategies.server.channel import FETCH, GRADIENT, PAUSE, PUSH
 from strategies import problem
 
 NAME = "downpour"

@@ -8,7 +8,7 @@ import torch
 
 from hpcdist.comm.communicator import Communicator, Put
 from hpcdist.errors import DeadlineError, RankFailedError
-from hpcdist.strategies.server.liveness import CHECK_S
+from hpcdist.strategies.server.channel import CHECK_S
 
 COUNT, LENGTH, VALUES = 0, 1, 2  # of a place
 

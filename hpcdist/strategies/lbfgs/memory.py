@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator, Put
 from hpcdist.strategies.lbfgs.roles import LbfgsRoles
-from hpcdist.strategies.server.shards import Shard, cut
+from hpcdist.strategies.server.placement import Shard, cut
 
 
 class ShardMemory:

@@ -12,7 +12,7 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.lbfgs import vectors as ops
 from hpcdist.strategies.lbfgs.memory import ShardMemory
 from hpcdist.strategies.lbfgs.vectors import LocalVectors
-from hpcdist.strategies.server.shards import Shard
+from hpcdist.strategies.server.placement import Shard
 
 PASSING = {ops.POINT, ops.DIRECTION, ops.SUM, ops.HEAD, ops.TAIL}  # of one step
 

@@ -1,176 +1,423 @@
-"""Carry tensors one way between children and parents: requests up, replies down."""
+"""Connect children and parents by requests and replies: one slot per child in its parent's memory.
+
+A child (a worker, say) pushes a request by one-sided puts: it copies its tensors into its slot at each of its parents
+(its servers), draws a ticket from the parent's counter, and raises its flag, the ticket. The parent takes the new flag
+with the lowest ticket, and replies by writing into the child's own windows, where the child waits. So a rank only ever
+waits on its own memory, and a child that has a reply from every parent owns its slots again.
+
+Requests and replies may be compressed (`codec.py`). Then slots have room for the longest message, and words beside them
+say how long the message is; no more than that travels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator, Put
-from hpcdist.strategies.server.codec import NOTHING, Codec, Decoder, Encoder, buffers, room
-from hpcdist.strategies.server.shards import Shard
+from hpcdist.errors import DeadlineError, RankFailedError
+from hpcdist.strategies.server.codec import Channel, Codec
+from hpcdist.strategies.server.placement import Roles, Shard
 
-Ends = Sequence[tuple[int, Shard]]  # ranks, and the shard that goes from or to each
+# Kinds of requests: a gradient, or a sum of weighted ones, whose reply brings parameters; a push without; a fetch of
+# parameters without a gradient; the end of a period.
+GRADIENT, SUM, PUSH, FETCH, PAUSE = 1, 2, 3, 4, 5
+NOBODY = -1
+CHECK_S = 0.5  # how often a rank that waits looks for ranks that died
 
 
-class Channel:
-    """Collective. Open windows in which each rank has a slot for every rank that sends to it.
+@dataclass
+class ServerRequest:
+    """A request to a server, in its slot. `tensors` and `used` are views that stay valid until the reply.
 
-    Compressed, a rank has in common with its parents, and with each child, what `codec.py` keeps: with parents, whose
-    shards differ, the parts of one whole request.
+    `clocks` has one entry per gradient that the tensors are the sum of, `weight` is the sum of their weights, `values`
+    are the hyper-parameters of the worker, float64.
+    Compressed gradients are decoded as `tensors` is gone through, once, into memory that all requests share.
+    """
+
+    source: int
+    kind: int
+    weight: float
+    clocks: tuple[int, ...]
+    tensors: Iterable[Tensor] = field(repr=False)
+    used: Tensor = field(repr=False)
+    values: Tensor = field(repr=False, default_factory=lambda: torch.empty(0, dtype=torch.float64))
+
+
+class Reply(NamedTuple):
+    """Let the child of a request go on, with this shard's `tensors` (none: nothing new) and `clock`.
+
+    The parent has held the reply back for `held_s` seconds because of the rank `blocker`.
+    """
+
+    request: ServerRequest
+    clock: int
+    tensors: Sequence[Tensor] = ()
+    blocker: int = NOBODY
+    held_s: float = 0.0
+
+
+class ReplyHead(NamedTuple):
+    """Tell a child its parent's clock, and for how many seconds the reply was held back because of which rank."""
+
+    clock: int
+    blocker: int
+    held_s: float
+
+
+def waited_for(heads: Iterable[ReplyHead]) -> dict[int, float]:
+    """Return the seconds that replies were held back because of each rank."""
+    return {head.blocker: head.held_s for head in heads if head.blocker != NOBODY}
+
+
+COUNTER = 1  # words at the front of a parent's: the ticket drawn last
+TICKET, KIND, WEIGHT, LENGTHS = 0, 1, 2, 3  # a slot's words; after the lengths the number of clocks, and the clocks
+COUNT, CLOCK, BLOCKER, HELD_US, REPLY = 0, 1, 2, 3, 4  # a child's words for each parent; then lengths
+
+
+class Slots:
+    """Collective. Lay out the slots of all ranks with parents or children.
 
     Args:
-        codec: how the tensors are compressed; None: not at all.
-        like: flat tensors as long as a whole request; if values are sent, those that both ends have by now.
-        sources: from which ranks a rank's arrive.
-        dests: to which ranks this rank's go.
-        up: from children to parents.
-
-    Attributes:
-        words: how many lengths go beside the tensors.
-        whole: in common with the parents, if compressed.
-        arrived: what has arrived from all sources, put together.
+        shards: what each server's requests and replies cover; an aggregator's cover all.
+        like: flat tensors as long as a whole request, the same on all ranks, and values that all ranks have: compressed
+            values are of what has changed since.
+        names: how many flags say which parameters have a gradient.
+        clocks: the most gradients that a request is the sum of.
+        up, down: how requests and replies are compressed; None: not at all.
+        values: how many hyper-parameters a request has.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        codec: Codec | None,
+        roles: Roles,
+        shards: Mapping[int, Shard],
         like: Sequence[Tensor],
-        sources: Callable[[int], Ends],
-        dests: Ends,
-        up: bool,
+        names: int,
+        clocks: int = 1,
+        up: Codec | None = None,
+        down: Codec | None = None,
+        values: int = 0,
     ):
-        self._comm, self._codec = comm, codec
-        self._wide = like if codec is None else buffers(like)
-        self.words = 0 if codec is None else len(like)
-        own = sources(comm.rank)
-        slots, lengths = self._lay(own)
-        dtypes = [t.dtype if codec is None else torch.uint8 for t in like]
-        self._windows = [comm.window(n, dtype) for n, dtype in zip(lengths, dtypes, strict=True)]
-        self._slots = {
-            source: [window.local[first:last] for window, (first, last) in zip(self._windows, slot, strict=True)]
-            for (source, _), slot in zip(own, slots, strict=True)
-        }
-        self._dests = dict(dests)
-        self._begins = {dest: self._own_slot(sources(dest)) for dest in self._dests}
-        self.whole: list[Tensor] = []
-        self._parents, self._children = map(dict, (dests, own) if up else (own, dests))
-        self._common: dict[int, list[Tensor]] = {}
-        if codec is not None:
-            self._remember(own, up)
-            self.begin(like)
-        self.arrived = [window.local for window in self._windows] if codec is None else self.whole
+        self.comm, self.shards, self._roles, rank = comm, shards, roles, comm.rank
+        self.parents, self.needed = roles.parents.get(rank, ()), roles.needed
+        self._siblings = {parent: roles.children(parent) for parent in self.parents}
+        self.children = roles.children(rank)
+        count = len(self.children)
 
-    def _lay(self, ends: Ends) -> tuple[list[list[tuple[int, int]]], list[int]]:
-        """Return where the slots of these ranks lie in each window, and how long the windows are; in elements."""
-        at, slots = [0] * len(self._wide), []
-        for _, shard in ends:
-            sizes = [part.numel() if self._codec is None else room(part) for part in shard.of(self._wide)]
-            slots.append([(first, first + size) for first, size in zip(at, sizes, strict=True)])
-            at = [last for _, last in slots[-1]]
-        return slots, at
+        def from_children(parent: int) -> list[tuple[int, Shard]]:
+            return [(child, shards[parent]) for child in roles.children(parent)]
 
-    def _own_slot(self, ends: Ends) -> list[int]:
-        """Return where this rank's slot begins in each window of a rank to which these send."""
-        slot = [source for source, _ in ends].index(self._comm.rank)
-        return [first for first, _ in self._lay(ends)[0][slot]]
+        def from_parents(child: int) -> list[tuple[int, Shard]]:
+            return [(parent, shards[parent]) for parent in roles.parents.get(child, ())]
 
-    def _remember(self, own: Ends, up: bool) -> None:
-        """Make the codecs of all ends, and what they have in common with the other end."""
-        codec, rank = self._codec, self._comm.rank
-        self.whole = self._wide if self._parents else []
-        for child, shard in self._children.items():
-            shared = next(iter(self._common.values()), None)
-            each = shared is None or codec.content == "values"
-            self._common[child] = buffers(shard.of(self._wide)) if each else shared
-        below, above = self._common, {parent: shard.of(self.whole) for parent, shard in self._parents.items()}
-        leaving, arriving = (above, below) if up else (below, above)
-        self._common_above = above
-        self._encoders = {
-            dest: Encoder(codec, shard, leaving[dest], rank * self._comm.size + dest, whole=dest == rank)
-            for dest, shard in self._dests.items()
-        }
-        decoders = codec.compressors(own[0][1]) if own and up else None  # for all children the same
-        self._decoders = {
-            source: Decoder(codec, decoders or codec.compressors(shard), self._slots[source], arriving[source])
-            for source, shard in own
-        }
+        self.up = Channel(comm, up, like, from_children, from_parents(rank), up=True)
+        self.down = Channel(comm, down, like, from_parents, from_children(rank), up=False)
+        self.count_at = LENGTHS + self.up.words
+        self._words_per_slot = self.count_at + 1 + clocks
+        self._words_per_reply = REPLY + self.down.words
+        self.names = names
+        self.used = comm.window(count * names, torch.bool)
+        self.flags_of = [self.used.local[i * names : (i + 1) * names] for i in range(count)]
+        self.values = comm.window(count * values, torch.float64)
+        self.values_of = [self.values.local[i * values : (i + 1) * values] for i in range(count)]
+        self.replies_at = self.slot_at(count)
+        self.words = comm.window(self.replies_at + len(self.parents) * self._words_per_reply, torch.int64)
+        words = self.words.local.numpy()  # the same memory; NumPy looks at a few words sooner than torch
+        self.requests = words[COUNTER : self.replies_at].reshape(count, self._words_per_slot)
+        self.tickets = self.requests[:, TICKET]
+        self.replies = words[self.replies_at :].reshape(len(self.parents), self._words_per_reply)
+        self.replied = self.replies[:, COUNT]
 
-    # --- tensors --------------------------------------------------------------------------------------------------
-    def puts(self, dest: int, tensors: Sequence[Tensor]) -> tuple[list[Put], list[int]]:
-        """Encode this shard's `tensors`, or none, for `dest`: the puts that bring them, and the lengths to tell it."""
-        if not tensors:
-            return [], [NOTHING] * self.words
-        payload, lengths = (tensors, []) if self._codec is None else self._encoders[dest].encode(tensors)
-        places = zip(self._windows, payload, self._begins[dest], strict=True)
-        return [Put(window, part, dest, begin) for window, part, begin in places if part.numel()], lengths
+    def slot_at(self, slot: int) -> int:
+        """Return where a slot's words begin in its parent's window."""
+        return COUNTER + slot * self._words_per_slot
 
-    def sent(self, dest: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what the `tensors` sent last stand for at their destination."""
-        return tensors if self._codec is None else self._encoders[dest].kept
+    def own_slot(self, parent: int) -> int:
+        """Return the number of this rank's slot at a parent."""
+        return self._siblings[parent].index(self.comm.rank)
 
-    def read(self, source: int, lengths: Sequence[int]) -> Iterable[Tensor]:
-        """Decode what has arrived from `source`. Compressed gradients are decoded as they are gone through, once."""
-        if self._codec is None:
-            return self._slots[source]
-        found = self._decoders[source].read(lengths)
-        return found if self._codec.content == "gradients" else list(found)
+    def reply_at(self, child: int) -> int:
+        """Return where this rank's words lie in a child's window."""
+        number = self._roles.parents[child].index(self.comm.rank)
+        return self.slot_at(len(self._roles.children(child))) + number * self._words_per_reply
+
+    def put(self, rank: int, at: int, *words: int) -> Put:
+        """Return the put that writes these words into a rank's window, from there on."""
+        return Put(self.words, torch.from_numpy(np.array(words, np.int64)), rank, at)  # sooner than torch.tensor
+
+    def close(self) -> None:
+        """Collective. Release the windows."""
+        self.flags_of.clear()  # their memory goes
+        self.values_of.clear()
+        for opened in (self.up, self.down, self.used, self.values, self.words):
+            opened.close()
+
+
+class Client:
+    """Push a child's requests, one at a time.
+
+    Attributes:
+        pushed: how many requests so far.
+        meanwhile: blocks until a request or a reply has come, and deals with requests: for a rank that is a server too.
+    """
+
+    def __init__(self, slots: Slots):
+        self._slots, self._comm = slots, slots.comm
+        self._places = [(p, slots.own_slot(p), slots.slot_at(slots.own_slot(p))) for p in slots.parents]
+        self._awaited = f"the reply of server rank {', '.join(map(str, slots.parents))}"
+        self._last_used: Tensor | None = None  # what lies in this rank's slots
+        self._last_values: Sequence[float] = ()
+        self.pushed = 0
+        self._decoded = 0  # replies to so many requests have been
+        self.meanwhile: Callable[[], None] | None = None
+
+    def push(
+        self,
+        kind: int,
+        clocks: Sequence[Sequence[int]] | None = None,
+        tensors: Sequence[Tensor] = (),
+        used: Tensor | None = None,
+        weight: float = 0.0,
+        values: Sequence[float] = (),
+    ) -> None:
+        """Copy a request into this rank's slot at every parent. All must have replied to the last one.
+
+        Args:
+            clocks: for each parent those of the gradients in the request.
+            tensors: the whole request, of which each parent gets its shard; none leaves what lies in the slots.
+            values: hyper-parameters; none leaves those that lie in the slots.
+        """
+        slots = self._slots
+        if used is not None and self._last_used is not None and torch.equal(used, self._last_used):
+            used = None
+        new_values = torch.tensor(values, dtype=torch.float64) if values and values != self._last_values else None
+        puts = []
+        for i, (parent, slot, at) in enumerate(self._places):
+            found, lengths = slots.up.puts(parent, slots.shards[parent].of(tensors) if tensors else ())
+            puts += found
+            if used is not None:
+                puts.append(Put(slots.used, used, parent, slot * slots.names))
+            if new_values is not None:
+                puts.append(Put(slots.values, new_values, parent, slot * len(values)))
+            stamps = () if clocks is None else clocks[i]
+            weight_bits = struct.unpack("q", struct.pack("d", weight))
+            puts.append(slots.put(parent, at + KIND, kind, *weight_bits, *lengths, len(stamps), *stamps))
+        self._comm.put_all(puts)
+        self.pushed += 1
+        self._last_used = self._last_used if used is None else used.clone()
+        self._last_values = values or self._last_values
+        tickets = [(parent, at, slots.words.fetch_add(1, parent) + 1) for parent, _, at in self._places]
+        self._comm.put_all([slots.put(parent, at + TICKET, ticket) for parent, at, ticket in tickets])
+
+    def replied(self) -> bool:
+        """Return whether every parent has replied to this rank's last request."""
+        counts = self._slots.replied.tolist()
+        return counts == [self.pushed] * len(counts)
+
+    def missing(self) -> list[int]:
+        """Return the parents that have not replied."""
+        counts = self._slots.replied.tolist()
+        return [p for p, count in zip(self._slots.parents, counts, strict=True) if count < self.pushed]
+
+    def wait(self) -> list[ReplyHead]:
+        """Block until every parent has replied; `slots.down.arrived` then has the tensors, until the next push.
+
+        Raises:
+            RankFailedError: a server has died.
+            DeadlineError: names the servers.
+        """
+        while not self.replied():
+            (self.meanwhile or self._block)()
+        down, replies = self._slots.down, self._slots.replies
+        if down.words and self._decoded < self.pushed:
+            self._decoded = self.pushed
+            for parent, words in zip(self._slots.parents, replies):
+                list(down.read(parent, words[REPLY:].tolist()))
+        return [ReplyHead(w[CLOCK], w[BLOCKER], w[HELD_US] * 1e-6) for w in replies.tolist()]
+
+    def _block(self) -> None:
+        """Block until every parent has replied."""
+        if self._comm.tolerant:
+            self._look_for_deaths()
+        if not self.replied():
+            self._slots.words.wait(lambda _: self.replied(), offset=self._slots.replies_at, what=self._awaited)
+
+    def _look_for_deaths(self) -> None:
+        """Block until every parent has replied, or the deadline has passed; raise an error if a server has died."""
+        until = self._comm.now() + self._comm.deadline_s
+        while not self._wait_for(min(CHECK_S, until - self._comm.now())):
+            # Not parents alone: MPI tells of a rank that was killed, not of an aggregator that ended because of it.
+            for server in set(self._slots.needed) & set(self._comm.failed()):
+                raise RankFailedError(
+                    f"server rank {server} has died, and its part of the parameters and of the optimiser's state with "
+                    "it. Resume from the last checkpoint."
+                )
+            if self._comm.now() > until:
+                break
+
+    def _wait_for(self, timeout_s: float) -> bool:
+        """Block until every parent has replied, but no longer than that; return whether they have."""
+        try:
+            at, limit_s = self._slots.replies_at, max(0.0, timeout_s)
+            self._slots.words.wait(lambda _: self.replied(), offset=at, deadline_s=limit_s)
+        except DeadlineError:
+            return self.replied()
+        return True
+
+
+class Inbox:
+    """Take requests from a parent's slots.
+
+    Args:
+        client: of the same rank, whose missing replies errors name.
+    """
+
+    def __init__(self, slots: Slots, client: Client):
+        self._slots, self._comm, self._client = slots, slots.comm, client
+        count = len(slots.children)
+        self._slot_of = {child: slot for slot, child in enumerate(slots.children)}
+        self._reply_at = {child: slots.reply_at(child) for child in slots.children}
+        self._taken = [0] * count  # the ticket of the last request taken from each slot
+        self._received = [0] * count  # how many requests of each child have been taken
+        self._replied = [0] * count  # and how many have been replied to
+        self._paused = [0] * count  # how many of them ended a period
+        self._heard_s = [self._comm.now()] * count  # when the last one was taken
+        self._waited_s = 0.0  # for how long `next` has waited in vain
+
+    def next(self, timeout_s: float | None = None) -> ServerRequest | None:
+        """Block until there is a request, and take the one that came first; None where none came in time.
+
+        Without `timeout_s` the communicator's deadline holds, and ends the run; it also does so where shorter timeouts
+        have added up to it.
+
+        Raises:
+            DeadlineError: names the children that owe a request, since when, and where all ranks are.
+        """
+        slot = self._first()
+        if slot is None:
+            limit_s = self._comm.deadline_s if timeout_s is None else timeout_s
+            try:
+                self._slots.words.wait(
+                    lambda _: self._first() is not None, count=self._slots.replies_at, deadline_s=limit_s,
+                    what="a request from any worker",
+                )  # fmt: skip
+            except DeadlineError:
+                self._waited_s += limit_s
+                asked_for = timeout_s is not None and timeout_s >= self._comm.deadline_s
+                if asked_for or self._waited_s < self._comm.deadline_s:
+                    return None
+                raise self._late("a request from any worker", self._waited_s) from None
+            slot = self._first()
+        self._waited_s = 0.0
+        words, child = self._slots.requests[slot].tolist(), self._slots.children[slot]
+        self._taken[slot], self._heard_s[slot] = words[TICKET], self._comm.now()
+        self._received[slot] += 1
+        self._paused[slot] += words[KIND] == PAUSE
+        count_at = self._slots.count_at
+        (weight,) = struct.unpack("d", struct.pack("q", words[WEIGHT]))
+        clocks = tuple(words[count_at + 1 : count_at + 1 + words[count_at]])
+        tensors = self._slots.up.read(child, words[LENGTHS:count_at])
+        return ServerRequest(
+            child, words[KIND], weight, clocks, tensors, self._slots.flags_of[slot], self._slots.values_of[slot]
+        )
+
+    def poll(self) -> ServerRequest | None:
+        """Take the request that came first; None where there is none."""
+        return None if self._first() is None else self.next()
+
+    def _first(self) -> int | None:
+        """Return the slot of the request that came first, of those not taken; None where there is none."""
+        tickets = self._slots.tickets.tolist()
+        if tickets == self._taken:
+            return None
+        return min((ticket, slot) for slot, ticket in enumerate(tickets) if ticket > self._taken[slot])[1]
+
+    def wait_event(self) -> None:
+        """Block until there is a request to take or every parent has replied: for a rank that is child and parent."""
+        what, deadline_s = "a request or a reply from any rank", self._comm.deadline_s
+        try:
+            self._slots.words.wait(
+                lambda _: self._first() is not None or self._client.replied(), what=what, deadline_s=deadline_s
+            )
+        except DeadlineError:
+            raise self._late(what, deadline_s) from None
+
+    def reply(self, *replies: Reply) -> None:
+        """Reply to requests. A reply is there before the word that announces it."""
+        self._comm.put_all(self._puts(replies))
+
+    def _puts(self, replies: Iterable[Reply]) -> Iterator[Put]:
+        """Yield the puts that bring replies to their children."""
+        slots = self._slots
+        for request, clock, tensors, blocker, held_s in replies:
+            child = request.source
+            slot, at = self._slot_of[child], self._reply_at[child]
+            puts, lengths = slots.down.puts(child, tensors)
+            yield from puts
+            self._replied[slot] += 1
+            yield slots.put(child, at + CLOCK, clock, blocker, round(held_s * 1e6), *lengths)
+            yield slots.put(child, at + COUNT, self._replied[slot])
+
+    def _late(self, what: str, waited_s: float) -> DeadlineError:
+        """Return an error that names the ranks this one waits for, and says where all ranks are."""
+        now_s = self._comm.now()
+        silent = ", ".join(f"rank {child} (silent for {now_s - since:.1f} s)" for child, since in self._owing())
+        missing = ", ".join(map(str, self._client.missing()))
+        replies = f" Replies are missing of rank {missing}." if missing else ""
+        return DeadlineError(
+            f"rank {self._comm.rank}: {what} did not happen within {waited_s:g} s. Requests are missing of "
+            f"{silent or 'nobody'}.{replies}{self._comm.whereabouts()}"
+        )
+
+    def _owing(self) -> list[tuple[int, float]]:
+        """Return the children that could push and have not, and since when: they have a reply, and have not paused."""
+        dead, children = self._comm.failed(), self._slots.children
+        slots = [i for i, child in enumerate(children) if child not in dead]
+        period = min((self._paused[i] for i in slots), default=0)
+        owing = [i for i in slots if self._received[i] == self._replied[i] and self._paused[i] == period]
+        return [(children[i], self._heard_s[i]) for i in owing]
+
+
+class RequestChannel:
+    """Collective. Open slots for all requests and replies; see `Slots` for the arguments.
+
+    Attributes:
+        client: pushes this rank's requests to its parents.
+        inbox: takes the requests of its children.
+        up, down: the tensors of requests and of replies.
+    """
+
+    def __init__(self, comm: Communicator, *laid_out: Any, **options: Any):
+        self._slots = Slots(comm, *laid_out, **options)
+        self.client = Client(self._slots)
+        self.inbox = Inbox(self._slots, self.client)
+        self.up, self.down = self._slots.up, self._slots.down
+        by_name = {"letters": self.up, "answers": self.down}  # as checkpoints call them
+        self._compressed = {name: channel for name, channel in by_name.items() if channel.words}
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    def begin(self, like: Sequence[Tensor]) -> None:
-        """Begin as if nothing had been sent, or with the values in `like` at both ends."""
-        for whole, values in zip(self.whole, like):
-            whole.copy_(values) if self._codec.content == "values" else whole.zero_()
-        if self._codec.content == "values":
-            for child, shard in self._children.items():
-                for own, values in zip(self._common[child], shard.of(like), strict=True):
-                    own.copy_(values)
-
     def state(self) -> dict:
-        """Return what compressors remember, and what a child has in common with its parents."""
-        senders = [[dest, encoder.state()] for dest, encoder in self._encoders.items()]
-        sent = max((encoder.sent for encoder in self._encoders.values()), default=0)
-        return {"whole": self.whole, "senders": senders, "sent": sent}
+        """Return what compression remembers; empty where nothing is compressed."""
+        return {name: channel.state() for name, channel in self._compressed.items()}
+
+    def load_state(self, state: dict, values: Sequence[Tensor]) -> None:
+        """Collective. Take up what `state()` or `reshard()` gave; a channel that it lacks begins with `values`."""
+        for name, channel in self._compressed.items():
+            channel.load_state(state.get(name, {}), values)
 
     def reshard(self, states: Sequence[dict], workers: int) -> dict:
-        """Return a state for another number of ranks: each worker has the mean of the gradients that were not sent."""
-        if not states:
-            return {}
-        resharded: dict = {"sent": max(state["sent"] for state in states)}
-        if self._codec.content == "gradients":
-            sums = zip(*(state["whole"] for state in states if state["whole"]), strict=True)
-            resharded["whole"] = [sum(tensors) / workers for tensors in sums]
-        return resharded
-
-    def load_state(self, state: dict, like: Sequence[Tensor]) -> None:
-        """Collective. Take up what `state()` gave; what is not in there begins with `like`.
-
-        Parents get their values from their children: n bytes of messages per child.
-        """
-        self.begin(like)
-        for whole, saved in zip(self.whole, state.get("whole", [])):
-            whole.copy_(saved)
-        for encoder in self._encoders.values():
-            encoder.sent = state.get("sent", 0)
-        for dest, saved in state.get("senders", []):
-            self._encoders[dest].load_state(saved)
-        if self._codec.content != "values":
-            return
-        above = [(parent, t) for parent, tensors in self._common_above.items() for t in tensors if t.numel()]
-        sends = [self._comm.isend(tensor, parent) for parent, tensor in above]
-        for child, tensors in self._common.items():
-            for tensor in filter(Tensor.numel, tensors):
-                self._comm.irecv(tensor, child, 0).wait()
-        for send in sends:
-            send.wait()
+        """Return a state for another number of ranks than that of `states`, of which so many were workers."""
+        channels = self._compressed.items()
+        return {n: channel.reshard([s[n] for s in states if n in s], workers) for n, channel in channels}
 
     def close(self) -> None:
         """Collective. Close the windows."""
-        self._slots.clear()  # their memory goes
-        self.arrived = []
-        if self._codec is not None:
-            self._decoders.clear()
-        for window in self._windows:
-            window.close()
+        self._slots.close()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import Entry, dropped, tensors
+from hpcdist.strategies.server.channel import FETCH, NOBODY, Reply, ServerRequest, waited_for
 from hpcdist.strategies.server.loop import Handler
-from hpcdist.strategies.server.requests import FETCH, NOBODY, Reply, ServerRequest, waited_for
 from hpcdist.strategies.server.strategy import ServerStrategy
 from hpcdist.strategies.server.worker import Worker
 

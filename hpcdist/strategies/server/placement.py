@@ -1,11 +1,239 @@
-"""Place one rank among servers, aggregators and workers, and the parameters on the servers."""
+"""Assign roles to ranks, cut the parameters into shards of about equal bytes, and place one rank among both."""
 
 from __future__ import annotations
 
-from hpcdist.compress import spans
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.compress import Span, spans
+from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.server.roles import Roles
-from hpcdist.strategies.server.shards import Shard, cut
+
+COLOCATED = "colocated"
+Servers = Annotated[int, Field(ge=1)] | Literal["colocated"]
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Give each rank its role. A rank pushes requests to its parents, which reply.
+
+    `servers` hold a shard each; `parents[r]` are the ranks to which rank r pushes: all servers, or its one aggregator.
+    """
+
+    servers: tuple[int, ...]
+    aggregators: tuple[int, ...]
+    workers: tuple[int, ...]
+    parents: dict[int, tuple[int, ...]]
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """Return the ranks without which the others can't go on."""
+        return (*self.servers, *self.aggregators)
+
+    def children(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that push to `rank`, ascending."""
+        return tuple(child for child, parents in sorted(self.parents.items()) if rank in parents)
+
+    def height(self, rank: int) -> int:
+        """Return how high a rank stands above workers: 1 for an aggregator of workers, 2 above such aggregators..."""
+        return 0 if rank in self.workers else 1 + self.height(self.children(rank)[0])
+
+
+def assign(size: int, servers: Servers = 1, fan_in: int | None = None) -> Roles:
+    """Assign roles to `size` ranks; one rank alone is a worker without a server.
+
+    Args:
+        servers: ranks 0 to servers − 1 serve and do nothing else; "colocated": every rank is a worker and serves a
+            shard while it is inside a step.
+        fan_in: a server or aggregator has at most so many children; aggregators between the one server and the
+            workers form as many levels as that takes. None: all workers push to the servers themselves.
+
+    Raises:
+        ConfigError: no rank is left to be a worker, or a tree has several roots.
+    """
+    if fan_in is not None and servers != 1:
+        raise ConfigError(
+            f"strategy.fan_in must go with one server, the root of the tree; got strategy.servers {servers}. Leave "
+            "one of the two out."
+        )
+    if size == 1:
+        return Roles((), (), (0,), {})
+    if servers == COLOCATED:
+        everyone = tuple(range(size))
+        return Roles(everyone, (), everyone, dict.fromkeys(everyone, everyone))
+    levels = _levels(size - servers, fan_in) if fan_in is not None else []
+    first = servers + sum(levels)
+    if first >= size:
+        raise ConfigError(
+            f"strategy.servers must leave at least one rank to be a worker; got {servers} on {size} ranks. Start more "
+            "ranks, or use fewer servers."
+        )
+    workers = tuple(range(first, size))
+    upper, parents, next_rank = tuple(range(servers)), {}, servers
+    for count in levels:
+        level = tuple(range(next_rank, next_rank + count))
+        parents |= _deal(level, upper)
+        upper, next_rank = level, next_rank + count
+    if levels:
+        parents |= _deal(workers, upper)
+    else:
+        parents |= dict.fromkeys(workers, upper)
+    return Roles(tuple(range(servers)), tuple(range(servers, first)), workers, parents)
+
+
+def _levels(ranks: int, fan_in: int) -> list[int]:
+    """Return the aggregators per level, from the server down, so that they and their workers are `ranks` together."""
+    for workers in range(ranks, 0, -1):
+        levels, below = [], workers
+        while below > fan_in:
+            below = -(-below // fan_in)
+            levels.insert(0, below)
+        if workers + sum(levels) <= ranks:
+            while left := ranks - workers - sum(levels):  # one worker more would take more aggregators than are left
+                levels.insert(0, min(left, levels[0] if levels else workers))
+            return levels
+    return []
+
+
+def _deal(children: tuple[int, ...], parents: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    """Assign consecutive children to each parent, in runs that differ by at most one."""
+    return {child: (parents[i * len(parents) // len(children)],) for i, child in enumerate(children)}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Select a range of a flat model: elements [start, stop) of each of its groups, some of them empty."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the shard's part of each flat tensor, as views."""
+        return [tensor[start:stop] for tensor, (start, stop) in zip(tensors, self.ranges, strict=True)]
+
+    def overlaps(self, group: int, start: int, stop: int) -> bool:
+        """Tell whether elements [start, stop) of a group lie in the shard, at least one of them."""
+        first, last = self.ranges[group]
+        return max(start, first) < min(stop, last)
+
+    def outside(self, group: int, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Return (group, start, stop) of the parts that the shard lacks of a run of elements which it has a part of."""
+        if not self.overlaps(group, start, stop):
+            return []
+        first, last = self.ranges[group]
+        return [(group, a, b) for a, b in ((start, min(first, stop)), (max(last, start), stop)) if a < b]
+
+    def spans(self, spans: Sequence[Sequence[Span]]) -> list[list[Span]]:
+        """Return where the parameters of each flat tensor lie in the shard's part of it; a cut one is several."""
+        return [
+            [piece for span in own for piece in _pieces(span, start, stop)]
+            for own, (start, stop) in zip(spans, self.ranges, strict=True)
+        ]
+
+
+def _pieces(span: Span, start: int, stop: int) -> Iterator[Span]:
+    """Yield the parts of a parameter in [start, stop), counted from `start`: whole rows of a matrix stay one matrix."""
+    first, last = max(span.start, start), min(span.stop, stop)
+    if first >= last:
+        return
+    width = (span.stop - span.start) // span.shape[0] if len(span.shape) > 1 else 1
+    top, bottom = (-(-(first - span.start) // width), (last - span.start) // width) if width > 1 else (0, 0)
+    if (first, last) == (span.start, span.stop):
+        yield Span(first - start, last - start, span.shape)
+    elif top >= bottom:
+        yield Span(first - start, last - start, (last - first,))
+    else:
+        ends = (first, span.start + top * width, span.start + bottom * width, last)
+        shapes = ((ends[1] - first,), (bottom - top, *span.shape[1:]), (last - ends[2],))
+        for begin, end, shape in zip(ends, ends[1:], shapes):
+            if begin < end:
+                yield Span(begin - start, end - start, shape)
+
+
+def broadcast_shards(comm: Communicator, shards: Iterable[tuple[int, Shard]], tensors: Sequence[Tensor]) -> None:
+    """Collective. Copy each shard's part of the flat tensors from its rank into everyone's.
+
+    Args:
+        shards: with their ranks; in the same order on all ranks.
+    """
+    for rank, shard in shards:
+        for part in shard.of(tensors):
+            if part.numel():
+                comm.broadcast(part, rank)
+
+
+def cut(tensors: Sequence[Tensor], count: int, spans: Sequence[Sequence[Span]] | None = None) -> list[Shard]:
+    """Cut flat tensors laid end to end into `count` shards.
+
+    Args:
+        spans: where the parameters lie in each tensor. Shards are of whole parameters then, the largest one as small
+            as that allows; some are empty where there are fewer parameters than shards. None: their bytes differ by at
+            most two elements, and a shard may begin or end inside a parameter.
+    """
+    total = sum(tensor.nbytes for tensor in tensors)
+    if spans is None:
+        cuts = [total * i // count for i in range(count + 1)]  # in bytes
+    else:
+        sizes = [(s.stop - s.start) * t.itemsize for t, own in zip(tensors, spans, strict=True) for s in own]
+        ends = [0, *accumulate(sizes)]
+        cuts = [ends[i] for i in _borders(sizes, count)]
+    shards = []
+    for first, last in pairwise(cuts):
+        ranges, begin = [], 0
+        for tensor in tensors:
+            ranges.append((_within(first - begin, tensor), _within(last - begin, tensor)))
+            begin += tensor.nbytes
+        shards.append(Shard(tuple(ranges)))
+    return shards
+
+
+def _borders(sizes: Sequence[int], count: int) -> list[int]:
+    """Return where to cut a row of sizes into `count` runs with the least largest sum; none is empty needlessly."""
+    low, high = max(sizes, default=0), sum(sizes)
+    while low < high:  # the least cap with which no more runs are needed
+        cap = (low + high) // 2
+        low, high = (low, cap) if len(_fill(sizes, count, cap)) <= count + 1 else (cap + 1, high)
+    borders = _fill(sizes, count, low)
+    return borders + [len(sizes)] * (count + 1 - len(borders))
+
+
+def _fill(sizes: Sequence[int], count: int, cap: int) -> list[int]:
+    """Fill runs up to the cap one after the other, leaving something to each; return their borders."""
+    borders, held = [0], 0
+    for i, size in enumerate(sizes):
+        needed = i - borders[-1] and len(sizes) - i <= count - len(borders)  # by the runs that are left
+        if i and (held + size > cap or needed):
+            borders.append(i)
+            held = 0
+        held += size
+    return [*borders, len(sizes)]
+
+
+def _within(n_bytes: int, tensor: Tensor) -> int:
+    """Return the element at a distance in bytes from the tensor's beginning, held within the tensor."""
+    return min(max(n_bytes, 0), tensor.nbytes) // tensor.itemsize
+
+
+def put_together(
+    parts: Sequence[Sequence[Tensor]], shards: Sequence[Sequence[Sequence[int]]], like: Sequence[Tensor]
+) -> list[Tensor]:
+    """Put parts together to whole flat tensors, new ones, of the lengths of `like` and the type of the parts.
+
+    Args:
+        parts: of each server, in order, its shard of each tensor, or whole tensors in which this lies.
+        shards: the ranges of each server's shard.
+    """
+    whole = [torch.empty_like(flat, dtype=part.dtype) for flat, part in zip(like, parts[0], strict=True)]
+    for own, ranges in zip(parts, shards):
+        for flat, part, (start, stop) in zip(whole, own, ranges, strict=True):
+            flat[start:stop] = part if part.numel() == stop - start else part[start:stop]
+    return whole
 
 
 class Placement:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hpcdist.strategies.common.state import Entry
-from hpcdist.strategies.server.requests import NOBODY, ServerRequest
+from hpcdist.strategies.server.channel import NOBODY, ServerRequest
 
 
 @dataclass(eq=False)

@@ -1,15 +1,81 @@
-"""Count gradients for less that are stale, and refuse those that are too stale."""
+"""Count stale gradients for less, and refuse those that are too stale.
+
+References: Suyog Gupta, Wei Zhang, Fei Wang, "Model accuracy and runtime tradeoff in distributed deep learning: a
+systematic study", 2016 (average, and measured: its ⟨σ⟩); Wei Zhang, Suyog Gupta, Xiangru Lian, Ji Liu,
+"Staleness-aware async-SGD for distributed deep learning", 2016 (per-gradient).
+"""
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
 
 from pydantic import Field
 
+from hpcdist.errors import UnknownNameError
 from hpcdist.strategies.common.state import Entry, dropped, part
-from hpcdist.strategies.server.modulation import MeanStaleness, Rule, factor
 from hpcdist.strategies.server.policy import Held, Policy
 from hpcdist.strategies.server.strategy import ServerStrategy
+
+Rule = Literal["none", "average", "measured", "per-gradient", "plus-one", "exponential"]
+RULES: tuple[str, ...] = get_args(Rule)
+OF_EACH_GRADIENT = ("per-gradient", "plus-one", "exponential")  # rules that look at a gradient's own staleness
+
+
+def factor(rule: str, staleness: int, *, expected: float = 1.0, measured: float = 1.0, decay: float = 0.1) -> float:
+    """Return the factor of the learning rate for a gradient of that staleness τ, in updates.
+
+    none: 1. average: 1/max(1, expected), whatever this gradient's own staleness. measured: 1/max(1, measured),
+    likewise. per-gradient: 1/max(1, τ). plus-one: 1/(τ + 1). exponential: exp(−decay τ).
+
+    Args:
+        expected: the mean staleness that the protocol leads to; n for n-softsync.
+        measured: the mean staleness that has been measured, see `MeanStaleness`.
+        decay: k of the exponential rule.
+
+    Raises:
+        UnknownNameError: no such rule.
+    """
+    if rule == "none":
+        return 1.0
+    if rule == "average":
+        return 1.0 / max(1.0, expected)
+    if rule == "measured":
+        return 1.0 / max(1.0, measured)
+    if rule == "per-gradient":
+        return 1.0 / max(1, staleness)
+    if rule == "plus-one":
+        return 1.0 / (staleness + 1)
+    if rule == "exponential":
+        return math.exp(-decay * staleness)
+    raise UnknownNameError("modulation", rule, RULES)
+
+
+class MeanStaleness:
+    """Average the staleness of the last `window` gradients that a server has applied; of fewer at first, 0 of none.
+
+    It changes when an update has been made, so that all gradients of one update count alike.
+    """
+
+    def __init__(self, window: int):
+        self._last: deque[int] = deque(maxlen=window)
+
+    def note(self, staleness: Iterable[int]) -> None:
+        """Add the gradients of an update that has been made."""
+        self._last.extend(staleness)
+
+    @property
+    def value(self) -> float:
+        return sum(self._last) / len(self._last) if self._last else 0.0
+
+    def state(self) -> list[int]:
+        return list(self._last)
+
+    def load_state(self, state: Iterable[int]) -> None:
+        self._last.clear()
+        self._last.extend(state)
 
 
 class StaleConfig(ServerStrategy.Config):

@@ -11,16 +11,12 @@ from hpcdist.compress import CompressionConfig, spans
 from hpcdist.errors import CheckpointError, ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.state import Entry, dropped
-from hpcdist.strategies.server.clipping import UpdateClip
+from hpcdist.strategies.server.channel import PAUSE, RequestChannel
 from hpcdist.strategies.server.codec import Codec
+from hpcdist.strategies.server.gradient_server import UpdateClip
 from hpcdist.strategies.server.loop import Handler, ServerLoop
-from hpcdist.strategies.server.placement import Placement
-from hpcdist.strategies.server.replica import Replica
-from hpcdist.strategies.server.request_channel import RequestChannel
-from hpcdist.strategies.server.requests import PAUSE
-from hpcdist.strategies.server.roles import Roles, Servers, assign
-from hpcdist.strategies.server.shards import broadcast_shards, put_together
-from hpcdist.strategies.server.worker import LoneWorker, Worker
+from hpcdist.strategies.server.placement import Placement, Roles, Servers, assign, broadcast_shards, put_together
+from hpcdist.strategies.server.worker import LoneWorker, Replica, Worker
 
 
 class ServerStrategy(Strategy):

@@ -3,15 +3,44 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from hpcdist.errors import ConfigError
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.state import Entry
-from hpcdist.strategies.server.requests import GRADIENT, SUM, waited_for
+from hpcdist.strategies.server.channel import GRADIENT, SUM, ReplyHead, waited_for
+from hpcdist.strategies.server.placement import Placement
+
+
+class Replica:
+    """Take parameters from replies into the model, shard by shard; a shard that lies in the model already stays.
+
+    Attributes:
+        clock: updates of the parameters in the model; of the first shard's, where there are several.
+        clocks: for each parent, updates of the parameters that have come from it.
+    """
+
+    def __init__(self, place: Placement, model: FlatModel):
+        self._model = model
+        others = [place.shards[parent] for parent in place.parents if parent != place.rank]
+        self._whole = len(others) == len(place.parents)
+        self._shards = [place.everything] if self._whole else others
+        self.clock, self.clocks = 0, [0] * len(place.parents)
+
+    def take(self, heads: Sequence[ReplyHead], arrived: Sequence[Tensor]) -> None:
+        """Copy what has arrived from all parents into the model."""
+        for shard in self._shards:
+            own, new = self._model.params, arrived
+            if not self._whole:
+                own, new = shard.of(own), shard.of(new)
+            for params, values in zip(own, new, strict=True):
+                params.copy_(values)
+        self.clocks = [head.clock for head in heads]
+        self.clock = self.clocks[0]
 
 
 class Worker(abc.ABC):

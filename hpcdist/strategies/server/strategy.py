@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, spans
 from hpcdist.errors import CheckpointError, ConfigError
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.state import Entry, dropped
 from hpcdist.strategies.server.channel import PAUSE, RequestChannel
 from hpcdist.strategies.server.codec import Codec
-from hpcdist.strategies.server.gradient_server import UpdateClip
 from hpcdist.strategies.server.loop import Handler, ServerLoop
 from hpcdist.strategies.server.placement import Placement, Roles, Servers, assign, broadcast_shards, put_together
 from hpcdist.strategies.server.worker import LoneWorker, Replica, Worker
@@ -358,6 +360,35 @@ class ServerStrategy(Strategy):
         for state in reversed(states):
             together |= state["state"]
         return {**states[0], "state": together}
+
+
+class UpdateClip:
+    """Collective. Clip the gradients of a server's shard, together with all other servers."""
+
+    def __init__(self, comm: Communicator, model: FlatModel, place: Placement, clip_norm: float):
+        self._model, self._shard, self._clip_norm = model, place.shard, clip_norm
+        self._norms: Communicator | None = None  # of the servers, where there are several
+        if len(place.roles.servers) > 1:
+            self._norms = comm.split(0 if place.shard is not None else 1)
+
+    def __call__(self) -> None:
+        """Collective among the servers. Scale the gradients down where the norm of all of them is too large."""
+        if self._norms is None:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
+            return
+        grads = self._shard.of(self._model.grads)
+        square = torch.zeros(1, dtype=torch.float64)
+        for grad in grads:
+            square += torch.linalg.vector_norm(grad, dtype=torch.float64).cpu() ** 2
+        self._norms.allreduce(square)
+        scale = self._clip_norm / (float(square) ** 0.5 + 1e-6)
+        for grad in grads if scale < 1.0 else ():
+            grad.mul_(scale)
+
+    def close(self) -> None:
+        """Collective. Close the servers' communicator."""
+        if self._norms is not None:
+            self._norms.close()
 
 
 TURN_S = 0.001  # how long a rank that serves several strategies waits for requests of one

@@ -6,9 +6,8 @@ from hpcdist.records.evaluations import Evaluation, append_evaluation, keep_eval
 from hpcdist.records.lock import claimed, is_abandoned, locked, making
 from hpcdist.records.run import RunRecord, Start, begin_run, copy_job, end_run, load_run, now
 from hpcdist.records.staleness import StalenessLedger
-from hpcdist.records.step import RecordWriter, StepRecord, read_records, record_path
+from hpcdist.records.step import RecordTail, RecordWriter, StepRecord, read_records, record_files, record_path
 from hpcdist.records.summary import Seconds, Staleness, Summary, load_summary, summarise, write_summary
-from hpcdist.records.tail import RecordTail
 
 __all__ = [
     "Evaluation",
@@ -37,6 +36,7 @@ __all__ = [
     "now",
     "read_evaluations",
     "read_records",
+    "record_files",
     "record_path",
     "replace_durably",
     "stamp",

@@ -7,7 +7,6 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from hpcdist.records.durable import append, writing
 _FILE_NAME = re.compile(r"records-rank(\d{4,})\.jsonl")
 RESTART = re.compile(rb'\{"first_step":(\d+)\}\n')
 _TAIL_BYTES = 1 << 16
+_MOST_BYTES = 1 << 23  # that one call of RecordTail reads; the next one goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,73 @@ def _drop_partial_line(file: io.FileIO) -> None:
     file.truncate(end)
 
 
+class RecordTail:
+    """A reader of one rank's file while it is written: each call returns the records that are new since the last call.
+
+    It goes by the file's length, which works on network file systems, too. A line without its end is left for the next
+    call. So is a line that is no record: a network file system may show the place of what another node has just
+    written before its bytes. If it is still no record then, it is skipped.
+
+    Args:
+        from_end: leave out the records that are there already.
+        strict: raise DataError for a line that is no record.
+    """
+
+    def __init__(self, path: Path, *, from_end: bool = False, strict: bool = False):
+        self._path, self._strict = path, strict
+        self._offset = path.stat().st_size if from_end and path.exists() else 0  # bytes that have been read
+        self.lines = 0  # that have been read
+        self._doubtful = -1  # the place of a line that was no record
+
+    def __call__(self) -> list[StepRecord | int]:
+        """Return the new records. A number among them is the first step that a restarted run takes again.
+
+        Raises:
+            DataError: a line is no record, and the reader is strict.
+        """
+        if not self._path.exists():
+            return []
+        items: list[StepRecord | int] = []
+        if self._path.stat().st_size < self._offset:  # another file of that name
+            self._offset = self.lines = 0
+            items.append(0)
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            data = file.read(_MOST_BYTES)
+        for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
+            try:
+                restart = RESTART.fullmatch(line)
+                items.append(int(restart[1]) if restart else RECORD.validate_json(line))
+            except ValidationError as error:
+                if self._strict:
+                    raise self._damage(line, error) from None
+                if self._doubtful != self._offset:
+                    self._doubtful = self._offset
+                    break
+            self._offset += len(line)
+            self.lines += 1
+        return items
+
+    @property
+    def is_cut(self) -> bool:
+        """Tell whether there is more than has been read: the last line is not whole yet."""
+        return self._path.stat().st_size > self._offset
+
+    def _damage(self, line: bytes, error: ValidationError) -> DataError:
+        reason = error.errors(include_url=False)[0]
+        key = ".".join(map(str, reason["loc"]))
+        return DataError(
+            f"{self._path}:{self.lines + 1} must be a step record; got {line[:60]!r} ({key}: {reason['msg']}). "
+            "The file is damaged: delete this line to read the others."
+        )
+
+
+def record_files(folder: str | Path) -> dict[int, Path]:
+    """Return the files with records in a folder, by rank."""
+    found = {int(match[1]): path for path in Path(folder).glob("*") if (match := _FILE_NAME.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
 def read_records(folder: str | Path) -> dict[int, list[StepRecord]]:
     """Read every rank's valid records (see `RecordWriter`), in the order written.
 
@@ -133,34 +200,21 @@ def read_records(folder: str | Path) -> dict[int, list[StepRecord]]:
     Raises:
         DataError: the folder has no records, or a line is no step record.
     """
-    paths = {int(match[1]): path for path in Path(folder).glob("*") if (match := _FILE_NAME.fullmatch(path.name))}
-    if not paths:
+    files = record_files(folder)
+    if not files:
         raise DataError(f"{folder} must hold files records-rank*.jsonl; got none. Give the folder of a run.")
-    return {rank: list(_read_file(paths[rank])) for rank in sorted(paths)}
+    return {rank: _read_file(path) for rank, path in files.items()}
 
 
 def _read_file(path: Path) -> list[StepRecord]:
     records: list[StepRecord] = []
-    for number, line in _lines(path):
-        if restart := RESTART.fullmatch(line):
-            records = [record for record in records if record.step < int(restart[1])]
-            continue
-        try:
-            records.append(RECORD.validate_json(line))
-        except ValidationError as error:
-            reason = error.errors(include_url=False)[0]
-            key = ".".join(map(str, reason["loc"]))
-            raise DataError(
-                f"{path}:{number} must be a step record; got {line[:60]!r} ({key}: {reason['msg']}). "
-                "The file is damaged: delete this line to read the others."
-            ) from None
+    tail = RecordTail(path, strict=True)
+    while items := tail():
+        for item in items:
+            if isinstance(item, StepRecord):
+                records.append(item)
+            else:
+                records = [record for record in records if record.step < item]
+    if tail.is_cut:
+        warnings.warn(f"{path}:{tail.lines + 1} ends in the middle of a record, which is left out.", stacklevel=3)
     return records
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                warnings.warn(f"{path}:{number} ends in the middle of a record, which is left out.", stacklevel=2)
-                return
-            yield number, line

@@ -52,7 +52,7 @@ def write_run(
         dirty=False, ranks=ranks,
         hosts=[f"n{rank}" for rank in range(ranks)], versions={"hpcdist": "0.1.0"}, settings=settings, virtual=virtual,
     )  # fmt: skip
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     begin_run(folder, start)
     if not ends:
         return

@@ -27,11 +27,11 @@ from hpcdist.records import (
     record_path,
     write_summary,
 )
-from hpcdist.tools.watch import live, terminal
-from hpcdist.tools.watch.folder import WatchedFolder
-from hpcdist.tools.watch.live import LiveRun
+from hpcdist.tools.runs import Run
+from hpcdist.tools.watch import terminal
 from hpcdist.tools.watch.page import PageServer
-from hpcdist.tools.watch.plot import curve, shares
+from hpcdist.tools.watch.terminal import curve
+from hpcdist.tools.watch.view import RunView, WatchedFolder, view
 
 ROOT = Path(__file__).parents[2]
 SUMMARY = {
@@ -83,59 +83,67 @@ def train(folder: Path, steps: int = 10, first_step: int = 0, slow: float = 1.0)
                 worker.write(StepRecord(step, samples=16, loss=4.0 / step, bytes_sent=500, **seconds))
 
 
-def followed(folder: Path) -> LiveRun:
-    run = LiveRun(folder, folder.name)
-    run.update()
-    return run
+def seen(folder: Path, **options) -> RunView:
+    return view(folder.name, Run(folder, follow=True), **options)
 
 
 # --- what is known of a run -------------------------------------------------------------------------------------------
 def test_a_run_is_known_by_its_files_from_its_begin_to_its_end(tmp_path):
     folder = tmp_path / "run"
-    folder.mkdir()
-    run = followed(folder)
-    assert run.view().state == "waiting"
-    folder.rmdir()
+    run = Run(folder, follow=True)
+    assert view("run", run).state == "waiting"
     begin(folder)
     run.update()
-    assert run.view().state == "starting"
+    assert view("run", run).state == "starting"
     train(folder)
     append_evaluation(folder, Evaluation(10, 2, 320, 10.0, {"accuracy": 0.75, "loss": float("nan")}))
     run.update()
-    view = run.view()
-    assert (view.state, view.strategy, view.ranks_n, view.step, view.epoch) == ("training", "softsync", 3, 10, 2)
-    assert (view.samples, view.seconds, view.fraction, view.left_s) == (320, 10.0, 0.5, 10.0)
-    assert (view.rate_now, view.rate_mean, view.staleness, view.waiting) == (32.0, 32.0, 1.5, 0.25)
-    assert view.bytes_per_step == 1000 and view.loss == 0.4 and view.limits == ("4 epochs",)
-    assert view.loss_curve == [(step, 4.0 / step) for step in range(1, 11)]
-    assert view.metric_curves["accuracy"] == [(10, 0.75)] and view.plain()["metrics"]["loss"] is None
-    assert [(one.rank, one.serves, one.step) for one in view.ranks] == [(0, True, 10), (1, False, 10), (2, False, 10)]
-    assert (view.ranks[1].computing, view.ranks[1].communicating, view.ranks[1].slower) == (0.5, 0.25, None)
+    now = view("run", run)
+    assert (now.state, now.strategy, now.ranks_n, now.step, now.epoch) == ("training", "softsync", 3, 10, 2)
+    assert (now.samples, now.seconds, now.fraction, now.left_s) == (320, 10.0, 0.5, 10.0)
+    assert (now.rate_now, now.rate_mean, now.staleness, now.waiting) == (32.0, 32.0, 1.5, 0.25)
+    assert now.bytes_per_step == 1000 and now.loss == 0.4 and now.limits == ("4 epochs",) and now.notes == ()
+    assert now.loss_curve == [(step, 4.0 / step) for step in range(1, 11)]
+    assert now.metric_curves["accuracy"] == [(10, 0.75)] and now.plain()["metrics"]["loss"] is None
+    assert [(one.rank, one.serves, one.step) for one in now.ranks] == [(0, True, 10), (1, False, 10), (2, False, 10)]
+    assert (now.ranks[1].computing, now.ranks[1].communicating, now.ranks[1].slower) == (0.5, 0.25, None)
     write_summary(folder, SUMMARY)
     run.update()
-    view = run.view()
-    assert (view.state, view.fraction, view.left_s, view.seconds, view.lost_ranks) == ("ended", 1.0, None, 20.0, (2,))
-    assert view.metrics["accuracy"] == 0.875 and run.ended
+    now = view("run", run)
+    assert (now.state, now.fraction, now.left_s, now.seconds) == ("ended", 1.0, None, 20.0)
+    assert now.metrics["accuracy"] == 0.875 and now.notes == ("it went on without rank 2",)
+    assert seen(folder, curves=False, brief=True).loss is None, "its records are not read"
 
 
-def test_a_run_that_went_on_counts_steps_once(tmp_path):
+def test_what_the_user_should_look_at_is_noted(tmp_path):
     folder = begin(tmp_path / "run", resumed=[])
     train(folder)
-    run = followed(folder)
+    run = Run(folder, follow=True)
+    _ = run.records
     train(folder, steps=12, first_step=6)
     begun = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**begun, "ended": "2026-01-31T12:05:00Z", "resumed": [begun]}))
     run.update()
-    view = run.view()
-    assert (view.step, view.samples, view.starts, view.state) == (12, 384, 2, "training")
+    now = view("run", run)
+    assert (now.step, now.samples, now.state, now.notes) == (12, 384, "training", ("start 2 of this run",))
+    (folder / "run.json").write_text(json.dumps({**begun, "ended": "2026-01-31T12:05:00Z"}))
+    assert seen(folder).state == "stopped" and "it has stopped without a summary" in seen(folder).notes[0]
+    (folder / "failure.txt").write_text("exit status 1\nRuntimeError: no\n")
+    assert seen(folder).state == "failed" and seen(folder).notes[0] == "failed: exit status 1 | RuntimeError: no"
+    (folder / "run.json").write_text("{")
+    assert "run.json must be what a run was started with" in seen(folder).notes[1]
 
 
-def test_a_run_that_stopped_without_a_summary_is_named_so(tmp_path):
-    folder = begin(tmp_path / "run", ended="2026-01-31T12:05:00Z")
-    train(folder)
-    view = followed(folder).view()
-    assert view.state == "stopped"
-    assert "it has stopped without a summary" in terminal.frame(view, 100).plain
+def test_ranks_that_a_run_goes_on_without_and_skipped_steps_are_noted(tmp_path):
+    folder = begin(tmp_path / "run")
+    with RecordWriter(record_path(folder, 0), first_step=1) as server:
+        server.write(StepRecord(1, event="goes on without rank 1: it has died; goes on without rank 2: it is silent"))
+        server.flush()
+        assert seen(folder).notes == ("it went on without rank 1, 2",)
+        server.write(StepRecord(2, event="rank 2 is back"))
+        server.write(StepRecord(3, event="skipped: NaN"))
+    notes = ("it went on without rank 1", "1 steps skipped for NaN or infinite gradients")
+    assert seen(folder).notes == notes and "\n".join(notes) in terminal.frame(seen(folder), 100).plain
 
 
 def killed(folder: Path, host: str, quiet_s: float) -> None:
@@ -145,27 +153,20 @@ def killed(folder: Path, host: str, quiet_s: float) -> None:
         os.utime(path, (time.time() - quiet_s,) * 2)
 
 
-@pytest.mark.parametrize(
-    ("host", "quiet_s", "state"),
-    [
-        ("", 0.0, "training"),
-        ("", 3.0, "stopped"),
-        (platform.node(), 25.0, "training"),
-        (platform.node(), 35.0, "stopped"),
-        ("another", 35.0, "training"),
-        ("another", 305.0, "stopped"),
-    ],
-)
-def test_a_run_without_a_process_has_stopped(tmp_path, host, quiet_s, state):
-    folder = begin(tmp_path / "run")
-    train(folder)
-    killed(folder, host, quiet_s)
-    assert followed(folder).view().state == state
-    with locked(folder):
-        os.utime(folder / ".lock", (0, 0))
-        assert followed(folder).view().state == "training", "a process is at work"
-    write_summary(folder, SUMMARY)
-    assert followed(folder).view().state == "ended"
+def test_a_run_without_a_process_has_stopped(tmp_path):
+    here = platform.node()
+    cases = [("", 0.0, "training"), ("", 3.0, "stopped"), (here, 25.0, "training"), (here, 35.0, "stopped")]
+    cases += [("another", 35.0, "training"), ("another", 305.0, "stopped")]
+    for number, (host, quiet_s, state) in enumerate(cases):
+        folder = begin(tmp_path / f"run{number}")
+        train(folder)
+        killed(folder, host, quiet_s)
+        assert seen(folder).state == state, (host, quiet_s)
+        with locked(folder):
+            os.utime(folder / ".lock", (0, 0))
+            assert seen(folder).state == "training", "a process is at work"
+        write_summary(folder, SUMMARY)
+        assert seen(folder).state == "ended"
 
 
 def test_the_end_of_a_run_without_a_process_has_a_status(tmp_path, capsys):
@@ -185,99 +186,68 @@ def test_the_end_of_a_run_without_a_process_has_a_status(tmp_path, capsys):
         assert f"no process is at work in {path}, and {which} no summary" in capsys.readouterr().err
 
 
-def test_a_comparison_without_a_process_has_stopped(tmp_path):
-    runs = [{"folder": f"runs/{name}", "name": name, "ranks": 3, "seed": 0} for name in "ab"]
-    (tmp_path / "comparison.json").write_text(json.dumps({"version": 1, "runs": runs}))
-    write_summary(begin(tmp_path / "runs" / "a"), SUMMARY)
-    watched = WatchedFolder(tmp_path)
-    watched.update()
-    assert not watched.abandoned, "nobody has been at work yet"
-    killed(tmp_path, "", 100.0)
-    assert not watched.abandoned, "its run has just ended"
-    killed(tmp_path / "runs" / "a", "", 100.0)
-    assert watched.abandoned and not watched.ended
-
-
-def test_ranks_that_a_run_goes_on_without_are_named(tmp_path):
-    folder = begin(tmp_path / "run")
-    with RecordWriter(record_path(folder, 0), first_step=1) as server:
-        server.write(StepRecord(1, event="goes on without rank 1: it has died; goes on without rank 2: it is silent"))
-        server.flush()
-        assert followed(folder).view().lost_ranks == (1, 2)
-        server.write(StepRecord(2, event="rank 2 is back"))
-    view = followed(folder).view()
-    assert view.lost_ranks == (1,) and "it went on without rank 1\n" in terminal.frame(view, 100).plain
-
-
 def test_the_limit_that_comes_first_says_what_is_left(tmp_path):
     budget = {"samples": 3200, "steps": 20, "seconds": None}
     folder = begin(tmp_path / "run", settings={"budget": budget, "epochs": None})
     train(folder)
-    view = followed(folder).view()
-    assert (view.fraction, view.limits) == (0.5, ("3,200 samples", "20 steps"))
+    assert (seen(folder).fraction, seen(folder).limits) == (0.5, ("3,200 samples", "20 steps"))
 
 
 def test_stragglers_and_silent_ranks_are_named(tmp_path, monkeypatch):
     folder = begin(tmp_path / "run")
     train(folder, slow=2.0)
-    run = followed(folder)
-    assert [one.slower for one in run.view().ranks] == [None, None, 2.0]
+    run = Run(folder, follow=True)
+    assert [one.slower for one in view("run", run).ranks] == [None, None, 2.0]
     clock = [0.0]
-    monkeypatch.setattr(live.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     train(folder, steps=12, first_step=11, slow=2.0)
     run.update()
     clock[0] = 100.0
     with open(record_path(folder, 1), "a") as file:
         file.write('{"step":13,"samples":16,"computing_s":0.75}\n')
     run.update()
-    assert [one.silent_s for one in run.view().ranks] == [100.0, None, 100.0]
+    assert [one.silent_s for one in view("run", run).ranks] == [100.0, None, 100.0]
     clock[0] = 145.0
-    assert run.view().silent_s == 45.0
-    text = terminal.frame(run.view(), 100).plain
+    text = terminal.frame(view("run", run), 100).plain
     assert "2.0 times slower, silent for 1 min 40 s" in text and "no rank has written a record for 45 s" in text
-
-
-def test_files_that_are_being_replaced_are_read_again(tmp_path):
-    folder = begin(tmp_path / "run")
-    whole = (folder / "run.json").read_text()
-    (folder / "run.json").write_text(whole[:40])
-    run = followed(folder)
-    assert run.view().state == "waiting"
-    (folder / "run.json").write_text(whole)
-    run.update()
-    assert run.view().strategy == "softsync"
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
 def test_runs_of_a_folder_are_found_when_they_begin(tmp_path):
     watched = WatchedFolder(tmp_path)
     watched.update()
-    assert watched.runs == [] and not watched.ended
+    assert watched.runs == {} and not watched.ended
     train(begin(tmp_path / "a"))
     train(begin(tmp_path / "deep" / "b"))
     watched.update()
-    assert [run.name for run in watched.runs] == ["a", "deep/b"]
+    assert list(watched.runs) == ["a", "deep/b"]
     for name in ("a", "deep/b"):
         write_summary(tmp_path / name, SUMMARY)
     watched.update()
     assert watched.ended
+    with pytest.raises(ConfigError, match="folder must be a run's, or hold runs; got .*none, which is no folder"):
+        WatchedFolder(tmp_path / "none")
 
 
-def test_a_comparison_ends_with_its_last_planned_run(tmp_path):
+def test_a_comparison_ends_with_its_last_planned_run_or_its_process(tmp_path):
     runs = [{"folder": f"runs/{name}", "name": name, "ranks": 3, "seed": 0} for name in "ba"]
     (tmp_path / "comparison.json").write_text(json.dumps({"version": 1, "runs": runs}))
     write_summary(begin(tmp_path / "runs" / "b"), SUMMARY)
     watched = WatchedFolder(tmp_path)
     watched.update()
-    assert [run.name for run in watched.runs] == ["b"] and watched.planned == 2 and not watched.ended
+    assert list(watched.runs) == ["b"] and watched.planned == 2 and not watched.ended
+    assert not watched.abandoned, "nobody has been at work yet"
+    killed(tmp_path, "", 100.0)
+    assert not watched.abandoned, "its run has just ended"
+    killed(tmp_path / "runs" / "b", "", 100.0)
+    assert watched.abandoned and not watched.ended
     write_summary(begin(tmp_path / "runs" / "a"), SUMMARY)
     watched.update()
     assert watched.ended
-
-
-def test_a_folder_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="folder must be a run's, or hold runs; got .*none, which is no folder"):
-        WatchedFolder(tmp_path / "none")
+    (tmp_path / "comparison.json").write_text("{")
+    other = WatchedFolder(tmp_path)
+    other.update()
+    assert other.runs == {}, "it is being written"
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -286,8 +256,8 @@ def test_a_frame_fits_its_width(tmp_path):
     train(folder, slow=2.0)
     append_evaluation(folder, Evaluation(5, 1, 160, 5.0, {"accuracy": 0.25, "loss": 1.5}))
     append_evaluation(folder, Evaluation(10, 2, 320, 10.0, {"accuracy": 0.75, "loss": 0.625}))
-    view = followed(folder).view()
-    text = terminal.frame(view, 60, braille=False).plain
+    now = seen(folder)
+    text = terminal.frame(now, 60, braille=False).plain
     lines = text.splitlines()
     assert max(map(len, lines)) <= 60 and text.isascii()
     assert lines[0] == f"{'run  softsync on 3 ranks':<52}training"
@@ -297,7 +267,7 @@ def test_a_frame_fits_its_width(tmp_path):
     assert lines[4] == "loss 0.4000   accuracy 0.7500   test loss 0.6250"
     assert lines[-3] == "     0  ........................   0%   0% 100%  step 10, se"
     assert lines[-2] == "     1  ############======......  50%  25%  25%  step 10"
-    wide = terminal.frame(view, 100).plain.splitlines()
+    wide = terminal.frame(now, 100).plain.splitlines()
     assert max(map(len, wide)) <= 100 and len(wide) < len(lines), "the plots are side by side"
     assert wide[-1].endswith("step 10, 2.0 times slower")
 
@@ -305,7 +275,7 @@ def test_a_frame_fits_its_width(tmp_path):
 def test_a_line_per_run(tmp_path):
     train(begin(tmp_path / "first"))
     write_summary(begin(tmp_path / "second"), SUMMARY)
-    views = [followed(tmp_path / name).view() for name in ("second", "first")]
+    views = [seen(tmp_path / name) for name in ("second", "first")]
     assert terminal.table(views, 100, planned=3, braille=False).plain.splitlines() == [
         "1 of 3 runs have ended",
         "first   ####....  50%  loss 0.4000  step 10  32 samples/s  10 s left",
@@ -313,7 +283,7 @@ def test_a_line_per_run(tmp_path):
     ]
 
 
-def test_curves_and_bars_are_drawn_with_characters():
+def test_curves_are_drawn_with_characters():
     assert curve([(1, 3.0), (2, float("nan")), (3, 1.0)], 12, 2, braille=False) == [
         "      3 *** ",
         "      1   **",
@@ -322,7 +292,6 @@ def test_curves_and_bars_are_drawn_with_characters():
     assert curve([(1, 0.0), (2, 1.0)], 10, 1)[0] == "      1 ⣠⠞"
     assert curve([(5, 2.0)], 12, 3, braille=False)[1].startswith("      2 *")
     assert curve([], 12, 2) == [" " * 12] * 3
-    assert shares((0.5, 0.25, 0.25), 10) == [5, 3, 2] and sum(shares((1 / 3,) * 3, 24)) == 24
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 from hpcdist.errors import RunError
-from hpcdist.records.summary import FILE_NAME
 from hpcdist.tools.compare.making import Maker
 from hpcdist.tools.compare.plan import PlannedRun
-
-FAILURE = "failure.txt"  # in the folder of a run that failed: its last lines
+from hpcdist.tools.runs import FAILURE, is_done
 
 
 class Watch(Protocol):
@@ -24,11 +22,6 @@ class Watch(Protocol):
 
     def end(self, run: PlannedRun, folder: Path, failure: str | None) -> None:
         """Note that a run has ended; `failure` says why without a summary."""
-
-
-def is_done(folder: Path) -> bool:
-    """Tell whether a run has ended well."""
-    return (folder / FILE_NAME).exists()
 
 
 def missing(runs: Sequence[PlannedRun], output: Path) -> list[PlannedRun]:

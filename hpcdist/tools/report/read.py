@@ -13,7 +13,7 @@ from hpcdist.config import differing
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import Evaluation, Start, StepRecord, Summary, load_run, load_summary, read_evaluations
 from hpcdist.records import read_records as read_steps
-from hpcdist.tools.compare.course import FAILURE
+from hpcdist.tools.runs import FAILURE
 
 POINTS = 60  # of a curve of losses
 LAST_LINES = 4  # of a run that failed

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from hpcdist.errors import ConfigError
-from hpcdist.tools.watch.folder import WatchedFolder
+from hpcdist.tools.watch.view import WatchedFolder, view
 
 PAGE = Path(__file__).with_name("page.html")
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -76,15 +76,15 @@ class PageServer(ThreadingHTTPServer):
             if time.monotonic() - self._read_at >= self._every_s:
                 self._watched.update()
                 self._read_at = time.monotonic()
-            runs = self._watched.runs
-            shown = next((run for run in runs if run.name == chosen), runs[0] if len(runs) == 1 else None)
+            watched = self._watched
+            shown = chosen if chosen in watched.runs else next(iter(watched.runs)) if len(watched.runs) == 1 else None
             return {
-                "folder": str(self._watched.folder),
+                "folder": str(watched.folder),
                 "every_s": self._every_s,
-                "ended": self._watched.ended,
-                "planned": max(self._watched.planned, len(runs)),
-                "runs": [run.view(curves=False).plain(curves=False) for run in runs],
-                "run": None if shown is None else shown.view().plain(),
+                "ended": watched.ended,
+                "planned": max(watched.planned, len(watched.runs)),
+                "runs": [one.plain() for one in watched.views()],
+                "run": None if shown is None else view(shown, watched.runs[shown]).plain(),
             }
 
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from hpcdist.tools.console import duration, error
-from hpcdist.tools.watch import plot
-from hpcdist.tools.watch.folder import WatchedFolder
-from hpcdist.tools.watch.live import RankView, RunView
+from hpcdist.tools.watch.view import PARTS, RankView, RunView, WatchedFolder
 
 SIDE_BY_SIDE = 76  # columns that two plots need
 PLOT_ROWS = 6
 MOST_RANKS = 16  # shown; the others are counted
 BAR = 24
 STYLES = ("blue", "yellow", "bright_black")  # of computing, communicating, waiting
+STATES = {"training": "green", "ended": "bold green", "stopped": "bold red", "failed": "bold red"}
+DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille character: by column, from above
+LABEL = 7  # characters of the numbers on the left of a curve
 
 
 def watch(folder: Path, every_s: float, once: bool) -> bool:
@@ -37,7 +41,9 @@ def watch(folder: Path, every_s: float, once: bool) -> bool:
     if once or not watched.abandoned:
         return True
     count = max(watched.planned, len(watched.runs), 1)
-    which = "it has" if count == 1 else f"{count - sum(run.ended for run in watched.runs)} of {count} runs have"
+    which = (
+        "it has" if count == 1 else f"{count - sum(run.ended for run in watched.runs.values())} of {count} runs have"
+    )
     error(
         f"no process is at work in {folder}, and {which} no summary: see the messages of the run. The command that "
         "began it goes on with it; for hpcdist train add --resume."
@@ -55,12 +61,11 @@ def _watch_live(watched: WatchedFolder, console: Console, every_s: float) -> Non
 
 def _watch_lines(watched: WatchedFolder, every_s: float) -> None:
     """Print a line for each run that has got on since its last one."""
-    printed: dict[Path, tuple[str, int]] = {}
+    printed: dict[str, tuple[str, int]] = {}
     while True:
-        for run in watched.runs:
-            view = run.view(curves=False)
-            if printed.get(run.folder) != (view.state, view.step):
-                printed[run.folder] = view.state, view.step
+        for view in watched.views():
+            if printed.get(view.name) != (view.state, view.step):
+                printed[view.name] = view.state, view.step
                 print("  ".join(filter(None, (view.name, *_facts(view)))), flush=True)
         if watched.ended or watched.abandoned:
             return
@@ -72,16 +77,16 @@ def _drawn(watched: WatchedFolder, console: Console) -> Text:
     braille = "utf" in console.encoding.lower()
     if not watched.runs:
         return Text(f"{watched.folder}: no run has begun yet")
-    if watched.runs[0].folder == watched.folder:
-        return frame(watched.runs[0].view(), console.width, braille=braille)
-    views = [run.view(curves=False) for run in watched.runs]
-    return table(views, console.width, planned=watched.planned, braille=braille)
+    if watched.is_run:
+        return frame(watched.views(curves=True)[0], console.width, braille=braille)
+    return table(watched.views(), console.width, planned=watched.planned, braille=braille)
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
 def frame(view: RunView, columns: int, *, braille: bool = True) -> Text:
     """Draw one run in lines of at most `columns` characters."""
-    lines = [_title(view, columns), _progress(view, columns, braille), *_figures(view), *_notes(view), Text()]
+    lines = [_title(view, columns), _progress(view, columns, braille), *_figures(view)]
+    lines += [*(Text(note, "yellow") for note in view.notes), Text()]
     lines += [Text(line) for line in _plots(view, columns, braille)]
     lines += _ranks(view, columns, braille)
     for line in lines:
@@ -92,7 +97,9 @@ def frame(view: RunView, columns: int, *, braille: bool = True) -> Text:
 def _title(view: RunView, columns: int) -> Text:
     what = f"{view.name}  {view.strategy} on {view.ranks_n} rank{'s' * (view.ranks_n != 1)}"
     what += " (virtual)" * view.virtual
-    style = {"training": "green", "ended": "bold green", "stopped": "bold red"}.get(view.state, "yellow")
+    style = {"training": "green", "ended": "bold green", "stopped": "bold red", "failed": "bold red"}.get(
+        view.state, "yellow"
+    )
     line = Text(what, "bold")
     return line.append(f"{view.state:>{max(len(view.state) + 2, columns - len(what))}}", style)
 
@@ -124,22 +131,6 @@ def _figures(view: RunView) -> list[Text]:
     return [Text(line) for line in lines if line]
 
 
-def _notes(view: RunView) -> list[Text]:
-    """Say what the user should look at."""
-    notes = []
-    if view.state == "stopped":
-        notes.append("it has stopped without a summary: it failed, was killed, or left early; --resume goes on with it")
-    if view.silent_s is not None:
-        notes.append(f"no rank has written a record for {duration(view.silent_s)}: see the run's own messages")
-    if view.lost_ranks:
-        notes.append(f"it went on without rank {', '.join(map(str, view.lost_ranks))}")
-    if view.skipped:
-        notes.append(f"{view.skipped} steps skipped for NaN or infinite gradients")
-    if view.starts > 1:
-        notes.append(f"start {view.starts} of this run")
-    return [Text(note, "yellow") for note in notes]
-
-
 def _plots(view: RunView, columns: int, braille: bool) -> list[str]:
     """Draw the loss, and beside it or below the first metric."""
     titled = {"loss": view.loss_curve}
@@ -148,7 +139,7 @@ def _plots(view: RunView, columns: int, braille: bool) -> list[str]:
     beside = columns >= SIDE_BY_SIDE and len(titled) == 2
     width = columns // 2 - 1 if beside else columns
     drawn = [
-        [f"{'':{plot.LABEL}} {name}".ljust(width), *plot.curve(points, width, PLOT_ROWS, braille=braille)]
+        [f"{'':{LABEL}} {name}".ljust(width), *curve(points, width, PLOT_ROWS, braille=braille)]
         for name, points in titled.items()
     ]
     if beside:
@@ -160,7 +151,7 @@ def _ranks(view: RunView, columns: int, braille: bool) -> list[Text]:
     if not view.ranks:
         return []
     full = "█▓░" if braille else "#=."
-    parts = [*zip(full, ("computing", "communicating", "waiting"), STYLES)]
+    parts = [*zip(full, PARTS, STYLES)]
     legend = Text("  rank  ")
     for sign, name, style in parts:
         legend.append(sign * 2, style).append(f" {name}  ")
@@ -168,7 +159,7 @@ def _ranks(view: RunView, columns: int, braille: bool) -> list[Text]:
     lines = [Text(), legend]
     for one in sorted(chosen, key=lambda one: one.rank):
         line, shares = Text(f"{one.rank:>6}  "), (one.computing, one.communicating, one.waiting)
-        for (sign, _, style), count in zip(parts, plot.shares(shares, BAR)):
+        for (sign, _, style), count in zip(parts, _divided(shares, BAR)):
             line.append(sign * count, style)
         line.append(" " * (BAR - len(line.plain) + 8))
         line.append("".join(f"{share:5.0%}" for share in shares))
@@ -221,3 +212,43 @@ def _bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} GB"
+
+
+# --- curves and bars of characters ------------------------------------------------------------------------------------
+def curve(points: Sequence[tuple[float, float]], columns: int, rows: int, *, braille: bool = True) -> list[str]:
+    """Draw a curve in lines of `columns` characters: its range on the left, the first and the last x below."""
+    points = [(x, y) for x, y in points if math.isfinite(y)]
+    if not points:
+        return [" " * columns] * (rows + 1)
+    width, height = 2 * (columns - LABEL - 1), 4 * rows
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    cells = [[0] * (width // 2) for _ in range(rows)]
+    before = None
+    for column, y in enumerate(_resampled(points, width)):
+        dot = height // 2 if high == low else round((high - y) / (high - low) * (height - 1))
+        for one in range(min(dot, before or dot), max(dot, before or dot) + 1) if before is not None else (dot,):
+            cells[one // 4][column // 2] |= DOTS[column % 2][one % 4]
+        before = dot
+    drawn = ["".join(chr(0x2800 + cell) if braille else " *"[cell > 0] for cell in line) for line in cells]
+    labels = [f"{high:.3g}", *[""] * (rows - 2), f"{low:.3g}"] if high > low else [*[""] * (rows // 2), f"{low:.3g}"]
+    labels += [""] * (rows - len(labels))
+    first, last = f"{points[0][0]:.0f}", f"{points[-1][0]:.0f}"
+    below = f"{'step':>{LABEL}} {first}{last:>{width // 2 - len(first)}}"
+    return [f"{label:>{LABEL}} {line}" for label, line in zip(labels, drawn)] + [below]
+
+
+def _resampled(points: Sequence[tuple[float, float]], width: int) -> list[float]:
+    """Return the mean of the values that fall on each of `width` columns; between them, the line that joins them."""
+    x, y = np.transpose(points)
+    if x[0] == x[-1]:
+        return [float(y.mean())]
+    column = np.round((x - x[0]) / (x[-1] - x[0]) * (width - 1)).astype(int)
+    count = np.bincount(column, minlength=width)
+    known = np.flatnonzero(count)
+    return np.interp(range(width), known, np.bincount(column, y, width)[known] / count[known]).tolist()
+
+
+def _divided(parts: Sequence[float], columns: int) -> list[int]:
+    """Divide `columns` characters by parts of 1, so that they sum to `columns` if the parts sum to 1."""
+    ends = [round(min(1.0, sum(parts[: n + 1])) * columns) for n in range(len(parts))]
+    return [end - start for start, end in zip([0, *ends], ends)]

@@ -1,0 +1,18 @@
+"""The one reader of runs: a run's state, settings, records and metrics, while it trains and after it has ended."""
+
+from hpcdist.tools.runs.folder import COMPARISON, FILES, find_runs, read_comparison
+from hpcdist.tools.runs.run import FAILURE, Run, State, is_done, quiet_s
+from hpcdist.tools.runs.steps import Steps
+
+__all__ = [
+    "COMPARISON",
+    "FAILURE",
+    "FILES",
+    "Run",
+    "State",
+    "Steps",
+    "find_runs",
+    "is_done",
+    "quiet_s",
+    "read_comparison",
+]

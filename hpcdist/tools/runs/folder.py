@@ -1,0 +1,40 @@
+"""Find the runs in folders, and read the plan of a comparison."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcdist.errors import DataError
+
+COMPARISON = "comparison.json"  # in the folder of a comparison or a sweep: its declaration and its runs
+FILES = ("run.json", "summary.json")  # one of them makes a folder a run's
+
+
+def find_runs(folders: Sequence[Path]) -> list[Path]:
+    """Find the folders of runs, at any depth, in order; without the runs by which a comparison has tuned its rates."""
+    tuning = {path.parent / "tuning" for folder in folders for path in folder.glob(f"**/{COMPARISON}")}
+    found = {path.parent for folder in folders for name in FILES for path in folder.glob(f"**/{name}")}
+    return sorted(path for path in found if not tuning & set(path.parents))
+
+
+def read_comparison(folder: Path) -> dict[str, Any] | None:
+    """Read the declaration and the planned runs of a comparison; None where the folder holds none.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    path = folder / COMPARISON
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_bytes())
+        if not all(isinstance(run["folder"], str) for run in found["runs"]):
+            raise TypeError("a run's folder is no text")
+        return found
+    except (ValueError, LookupError, TypeError, OSError) as error:
+        raise DataError(
+            f"{path} must be what `hpcdist compare` writes; got {type(error).__name__}: {error}. Make it again."
+        ) from None

@@ -1,0 +1,208 @@
+"""A run by the files of its folder, while it trains and after it has ended."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from stat import S_ISREG
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from hpcdist.errors import DataError
+from hpcdist.records import (
+    Evaluation,
+    RunRecord,
+    Start,
+    Summary,
+    is_abandoned,
+    load_run,
+    load_summary,
+    read_evaluations,
+)
+from hpcdist.tools.runs.steps import Steps
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+FAILURE = "failure.txt"  # in the folder of a comparison's run that failed: its last lines
+LAST_LINES = 4  # of them, which are shown
+# Nothing there yet; begun; records are written; no process is at work any more, and it may be resumed; failed in a
+# comparison; has its summary.
+State = Literal["waiting", "starting", "training", "stopped", "failed", "ended"]
+T = TypeVar("T")
+
+
+class Run:
+    """A run as its files are now; `update` looks at them again.
+
+    Args:
+        follow: the run may be at work. A file that is half-written counts as it was before, and is read again by the
+            next `update`; `steps` holds sums over blocks of steps if they are many.
+
+    Attributes:
+        summary: None before the run has ended.
+        record: `run.json`; None before the run has begun, and for runs of old versions.
+        evaluations: so far.
+        abandoned: no process is at work in the folder any more, and there is no summary.
+        damage: the reason why a file could not be read, if the run is followed.
+
+    Raises:
+        DataError: a file is damaged, and the run is not followed.
+    """
+
+    def __init__(self, folder: str | Path, *, follow: bool = False):
+        self.folder, self._follow = Path(folder), follow
+        self.summary: Summary | None = None
+        self.record: RunRecord | None = None
+        self.evaluations: list[Evaluation] = []
+        self.abandoned = False
+        self.damage: str | None = None
+        self._steps: Steps | None = None
+        self._seen: dict[str, tuple[int, ...]] = {}  # age, length and number of the files that have been read
+        self.update()
+
+    def update(self) -> None:
+        """Read what is new. A run that has ended is not looked at again.
+
+        Raises:
+            DataError: a file is damaged, and the run is not followed.
+        """
+        if self.summary is not None:
+            return
+        abandoned = is_abandoned(self.folder, quiet_s(self.folder))  # before the summary, which a process leaves behind
+        ended = (self.folder / "summary.json").exists()  # before the records, which are whole once it is there
+        try:
+            self.record = self._read("run.json", load_run, self.record)
+            self.evaluations = self._read("evaluations.jsonl", read_evaluations, self.evaluations)
+            if self._steps is not None:
+                self._steps.read()
+            if ended:
+                self.summary = self._read("summary.json", load_summary, self.summary)
+            self.damage = None
+        except (DataError, FileNotFoundError) as error:  # it is being replaced, or half there on a network file system
+            if not self._follow:
+                raise
+            self.damage = str(error)
+        self.abandoned = abandoned and self.summary is None
+
+    def _read(self, name: str, load: Callable[[Path], T], known: T) -> T:
+        """Read a file if it has changed."""
+        try:
+            stat = (self.folder / name).stat()
+        except FileNotFoundError:
+            return known
+        except OSError as error:
+            raise DataError(f"{self.folder / name} must be a file that can be read; got {error.strerror}.") from None
+        if not S_ISREG(stat.st_mode):
+            raise DataError(f"{self.folder / name} must be a file; got another thing of that name. Remove it.")
+        seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        if self._seen.get(name) == seen:
+            return known
+        found = load(self.folder)
+        self._seen[name] = seen
+        return found
+
+    # --- the run ------------------------------------------------------------------------------------------------------
+    @property
+    def ended(self) -> bool:
+        return self.summary is not None
+
+    @property
+    def start(self) -> Start | None:
+        """Return the newest start of the run."""
+        return None if self.record is None else self.record.last
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the newest start; none where they are not written down."""
+        return {} if self.start is None else self.start.settings
+
+    @property
+    def strategy(self) -> str:
+        if self.summary is not None:
+            return self.summary.strategy
+        return str(self.settings.get("strategy", {}).get("name", ""))
+
+    @property
+    def state(self) -> State:
+        if self.ended:
+            return "ended"
+        if (self.folder / FAILURE).exists():
+            return "failed"
+        if self.abandoned or (self.start is not None and self.start.ended is not None):
+            return "stopped"
+        if len(self.steps.recent):
+            return "training"
+        return "waiting" if self.record is None else "starting"
+
+    @property
+    def failure(self) -> str | None:
+        """Return why there is no summary: the run's last lines where a comparison has kept them. None if it ended."""
+        if self.ended:
+            return None
+        with suppress(FileNotFoundError):
+            text = (self.folder / FAILURE).read_text(errors="replace")
+            return "\n".join(["failed:", *[line for line in text.splitlines() if line.strip()][-LAST_LINES:]])
+        if self.start is None:
+            return "was not made"
+        return "has begun and not ended" if self.start.ended is None else f"failed, and ended at {self.start.ended}"
+
+    @property
+    def batch(self) -> int | None:
+        """Return the samples of a step of one worker, where they are written down."""
+        size = self.settings.get("batch_size")
+        return None if size is None else size * self.settings.get("accumulation", 1)
+
+    # --- what it has measured -----------------------------------------------------------------------------------------
+    @property
+    def steps(self) -> Steps:
+        """Return the steps of all ranks; their records are read on first use, then by each `update`."""
+        if self._steps is None:
+            self._steps = Steps(self.folder, follow=self._follow)
+            self._steps.read()
+        return self._steps
+
+    @property
+    def has_read_steps(self) -> bool:
+        return self._steps is not None
+
+    @property
+    def records(self) -> DataFrame:
+        """Return a frame with a row for each step of each rank; its columns are described at `Steps`."""
+        return self.steps.frame
+
+    @property
+    def metrics(self) -> DataFrame:
+        """Return a frame with a row for each evaluation: step, epoch, samples, seconds, joules, `metric.NAME`."""
+        from pandas import DataFrame
+
+        spent = ("step", "epoch", "samples", "seconds", "joules")
+        rows = [
+            {key: getattr(one, key) for key in spent} | {f"metric.{key}": value for key, value in one.metrics.items()}
+            for one in self.evaluations
+        ]
+        return DataFrame(rows, columns=None if rows else list(spent))
+
+    @property
+    def loss(self) -> float | None:
+        """Return the mean of the ranks' newest training losses; None without any."""
+        losses = self.steps.losses.values()
+        return statistics.fmean(losses) if losses else None
+
+
+def is_done(folder: Path) -> bool:
+    """Tell whether a run has ended well: it has its summary."""
+    return (folder / "summary.json").exists()
+
+
+def quiet_s(folder: Path) -> float:
+    """Return the seconds since a file in the folder was written."""
+    written = 0.0
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # it has just been replaced
+                written = max(written, entry.stat().st_mtime)
+    return time.time() - written

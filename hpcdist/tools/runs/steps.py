@@ -1,0 +1,143 @@
+"""The steps of all ranks of a run as one frame, read from their records while these are written."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcdist.records import RecordTail, StepRecord, record_files
+from hpcdist.records.summary import is_skipped
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+BLOCKS = 512  # rows of a rank at most, where a run is followed; then each covers twice as many steps
+RECENT = 100  # newest steps of each rank, which tell the present speed
+_COPIED = (
+    "clock", "samples", "bytes_sent", "messages_sent", "bytes_fetched", "messages_fetched", "computing_s",
+    "communicating_s", "waiting_s", "stage_bytes", "stage_s", "dropped",
+)  # fmt: skip
+_copied = operator.attrgetter(*_COPIED)
+COLUMNS = ("rank", "step", *_COPIED, "records", "loss", "losses", "gradients", "staleness", "skipped")
+# In a record's event.
+_WITHOUT, _BACK = re.compile(r"goes on without rank (\d+)"), re.compile(r"rank (\d+) is back")
+
+
+class Steps:
+    """The recorded steps of a run's ranks. `read` adds what is new, and drops the steps that a restart takes again.
+
+    Columns of the frames, the sums of a row's steps: those of `StepRecord`, `records` (1), `loss` and `losses` (1, or
+    0 where the loss is not finite), `gradients` applied, `staleness` of them all, `skipped` steps. `clock` is the
+    largest of them.
+
+    Args:
+        follow: hold at most BLOCKS rows of each rank, each for 2, 4, 8... steps, of which `step` is the last one. A
+            line that is no record is left out; else it raises DataError.
+
+    Attributes:
+        frame: a row for each step of each rank, or for each block of steps.
+        recent: the newest steps of each rank.
+        losses: each rank's newest loss, NaN included.
+        lost_ranks: those that died or fell silent, as the newest records say.
+        grew_s: when each rank's file grew, by this process's monotonic clock.
+    """
+
+    def __init__(self, folder: Path, *, follow: bool = False):
+        from pandas import DataFrame
+
+        self._folder, self._follow = folder, follow
+        self.frame: DataFrame = DataFrame(columns=list(COLUMNS), dtype=float)
+        self.recent: DataFrame = self.frame
+        self.losses: dict[int, float] = {}
+        self.grew_s: dict[int, float] = {}
+        self._tails: dict[int, RecordTail] = {}
+        self._widths: dict[int, int] = {}  # steps of a rank's blocks
+        self._without: dict[int, set[int]] = {}  # by the rank whose records say so
+
+    @property
+    def lost_ranks(self) -> list[int]:
+        return sorted(set().union(*self._without.values()))
+
+    def width(self, rank: int) -> int:
+        """Return how many steps a row of a rank covers."""
+        return self._widths[rank]
+
+    def read(self) -> None:
+        """Read the records that are new."""
+        for rank, path in record_files(self._folder).items():
+            if rank not in self._tails:
+                self._tails[rank] = RecordTail(path, strict=not self._follow)
+                self._widths[rank], self._without[rank] = 1, set()
+        rows: list[tuple[float, ...]] = []
+        for rank, tail in self._tails.items():
+            while items := tail():
+                self.grew_s[rank] = time.monotonic()
+                new: list[tuple[float, ...]] = []
+                for item in items:
+                    if isinstance(item, StepRecord):
+                        new.append(_row(rank, item))
+                        self._note(rank, item)
+                    else:
+                        new = [row for row in new if row[1] < item]
+                        rows = [row for row in rows if row[0] != rank or row[1] < item]
+                        self._cut(rank, item)
+                rows += new
+                if self._follow and len(rows) > BLOCKS * len(self._tails):
+                    self._add(rows)
+                    rows = []
+        self._add(rows)
+
+    def _note(self, rank: int, record: StepRecord) -> None:
+        if record.loss is not None:
+            self.losses[rank] = record.loss
+        if record.event is not None:
+            self._without[rank] |= set(map(int, _WITHOUT.findall(record.event)))
+            self._without[rank] -= set(map(int, _BACK.findall(record.event)))
+
+    def _add(self, rows: list[tuple[float, ...]]) -> None:
+        from pandas import DataFrame, concat
+
+        if not rows:
+            return
+        new = DataFrame.from_records(rows, columns=list(COLUMNS)).astype({"loss": float})
+        self.recent = concat([self.recent, new] if len(self.recent) else [new]).groupby("rank").tail(RECENT)
+        self.frame = concat([self.frame, new] if len(self.frame) else [new], ignore_index=True)
+        while self._follow:
+            self.frame = self._merged(self.frame)
+            counts = self.frame["rank"].value_counts()
+            full = counts.index[counts > BLOCKS]
+            if full.empty:
+                return
+            for rank in full:
+                self._widths[rank] *= 2
+
+    def _merged(self, frame: DataFrame) -> DataFrame:
+        width = frame["rank"].map(self._widths)
+        blocks = frame.assign(loss=frame["loss"].where(frame["losses"] > 0), step=-(-frame["step"] // width) * width)
+        ways = {name: "max" if name == "clock" else "sum" for name in COLUMNS[2:]}
+        return blocks.groupby(["rank", "step"], as_index=False).agg(ways)
+
+    def _cut(self, rank: int, first_step: int) -> None:
+        """Drop a rank's steps from `first_step` on; of a block that it divides, keep the share."""
+        self._without[rank].clear()
+        frame, width = self.frame, self._widths[rank]
+        kept = max(first_step, 1) - 1
+        last = -(-kept // width) * width  # of the block that has the last step before
+        self.recent = self.recent[(self.recent["rank"] != rank) | (self.recent["step"] < first_step)]
+        frame = frame[(frame["rank"] != rank) | (frame["step"] <= last)]
+        if kept < last:
+            divided = (frame["rank"] == rank) & (frame["step"] == last)
+            share = ((kept - last + width) / frame["records"]).clip(upper=1.0).where(divided, 1.0)
+            sums = [name for name in COLUMNS[2:] if name != "clock"]
+            frame = frame.assign(**{name: frame[name] * share for name in sums})
+        self.frame = frame
+
+
+def _row(rank: int, record: StepRecord) -> tuple[Any, ...]:
+    loss = math.nan if record.loss is None else record.loss
+    stale, finite = record.staleness, int(math.isfinite(loss))
+    return rank, record.step, *_copied(record), 1, loss, finite, len(stale), sum(stale), int(is_skipped(record))

@@ -1,0 +1,278 @@
+"""The runs of a folder as they are shown: states, curves, speed, and the ranks that hold up the others."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcdist.errors import ConfigError, DataError
+from hpcdist.records import is_abandoned, record_files
+from hpcdist.records.json_values import finite
+from hpcdist.records.lock import FILE_NAME as LOCK
+from hpcdist.tools.console import duration
+from hpcdist.tools.runs import FILES, Run, State, Steps, quiet_s, read_comparison
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
+
+BELOW = ("*/run.json", "*/*/run.json", "*/*/*/run.json")  # deeper ones are not looked for: it is done again and again
+SLOW = 1.25  # times the others' time for a step without waiting: a straggler
+SILENT_S = 30.0  # without new records, after which it is said
+PARTS = ("computing", "communicating", "waiting")  # of a rank's time
+
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One rank: where its time goes in its newest steps, as shares of it."""
+
+    rank: int
+    serves: bool
+    step: int
+    computing: float
+    communicating: float
+    waiting: float
+    slower: float | None  # by this factor than the others, where it is a straggler
+    silent_s: float | None  # since its last record, where others go on
+
+
+@dataclass(frozen=True)
+class RunView:
+    """The state of a run, as it is shown."""
+
+    name: str
+    folder: str
+    strategy: str
+    state: State
+    virtual: bool
+    ranks_n: int
+    step: int
+    epoch: int
+    samples: int
+    seconds: float
+    fraction: float | None  # of the run that is done
+    left_s: float | None
+    limits: tuple[str, ...]  # that end the run, in words
+    loss: float | None
+    metrics: dict[str, float]  # of the last evaluation
+    rate_now: float
+    rate_mean: float
+    staleness: float
+    bytes_per_step: float
+    waiting: float  # share of the workers' time
+    notes: tuple[str, ...]  # what the user should look at
+    loss_curve: Points = field(default_factory=list)
+    metric_curves: dict[str, Points] = field(default_factory=dict)
+    ranks: tuple[RankView, ...] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON's types, with None for numbers that are not finite."""
+        return finite(asdict(self))
+
+
+class WatchedFolder:
+    """The runs of a folder, those included that begin later: one run's own, a comparison's, or one that holds runs.
+
+    Attributes:
+        runs: by their names.
+        planned: number of runs that a comparison will have; 0 elsewhere.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+
+    def __init__(self, folder: Path):
+        if not folder.is_dir():
+            raise ConfigError(
+                f"folder must be a run's, or hold runs; got {folder}, which is no folder. A run shows its own when it "
+                "begins, or takes the one that --output gives."
+            )
+        self.folder = folder
+        self.planned = 0
+        self.runs: dict[str, Run] = {}
+
+    @property
+    def is_run(self) -> bool:
+        """Tell whether the folder is a run's own."""
+        return any(run.folder == self.folder for run in self.runs.values())
+
+    @property
+    def ended(self) -> bool:
+        """Tell whether nothing more is to come: all runs that are there, or planned, have their summaries."""
+        return bool(self.runs) and len(self.runs) >= self.planned and all(run.ended for run in self.runs.values())
+
+    @property
+    def abandoned(self) -> bool:
+        """Tell whether no process is at work any more, though there are runs without summaries, or none at all."""
+        left = [run for run in self.runs.values() if not run.ended]
+        if self.ended or not all(run.abandoned for run in left):
+            return False
+        if not (self.folder / LOCK).exists():  # runs that have no more in common than their folder
+            return bool(left)
+        folders = [self.folder, *(run.folder for run in self.runs.values())]
+        return is_abandoned(self.folder, min(map(quiet_s, folders)))
+
+    def update(self) -> None:
+        """Read what the files of all runs have got, and look for new runs."""
+        for run in self.runs.values():
+            run.update()
+        for name, path in self._found().items():
+            if name not in self.runs:
+                self.runs[name] = Run(path, follow=True)
+
+    def views(self, *, curves: bool = False) -> list[RunView]:
+        """Return the state of each run, with or without its curves."""
+        return [view(name, run, curves=curves, brief=not self.is_run) for name, run in self.runs.items()]
+
+    def _found(self) -> dict[str, Path]:
+        """Find the runs by their names; of a comparison in the order of its plan."""
+        if record_files(self.folder) or any((self.folder / name).exists() for name in FILES):
+            return {self.folder.resolve().name: self.folder}
+        try:
+            plan = read_comparison(self.folder)
+        except DataError:  # it is being replaced
+            return {}
+        if plan is None or not plan["runs"]:
+            paths = sorted(path.parent for pattern in BELOW for path in self.folder.glob(pattern))
+            return {str(path.relative_to(self.folder)): path for path in paths}
+        self.planned = len(plan["runs"])
+        folders = [self.folder / run["folder"] for run in plan["runs"]]
+        return {path.name: path for path in folders if path.is_dir()}
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> RunView:
+    """Return a run's state as it is known by now.
+
+    Args:
+        curves: also the curves.
+        brief: read no records of a run that has ended only to show it without curves: its summary says enough.
+    """
+    unread = brief and run.ended and not curves and not run.has_read_steps
+    steps = Steps(run.folder) if unread else run.steps
+    totals, now = _sums(steps.frame), _sums(steps.recent)
+    workers = totals.index[totals["samples"] > 0]
+    everything, of_workers, summary = totals.sum(), totals.loc[workers].sum(), run.summary
+    newest = steps.recent.groupby("rank")["step"].last()
+    last = run.evaluations[-1] if run.evaluations else None
+    samples = int(everything["samples"]) if summary is None else summary.samples
+    spent_s = max(totals.loc[workers, "seconds"], default=0.0) if summary is None else summary.wall_s
+    step = int(max(newest[newest.index.isin(workers)], default=0))
+    epoch_samples = run.start.samples if run.start else None
+    done, limits = _done(run, samples, step, spent_s)
+    at_work = now.loc[now.index.isin(workers)]
+    losses = [loss for rank, loss in steps.losses.items() if rank in workers]
+    return RunView(
+        name=name,
+        folder=str(run.folder),
+        strategy=run.strategy,
+        state=run.state,
+        virtual=bool(run.start and run.start.virtual),
+        ranks_n=run.start.ranks if run.start else summary.ranks if summary else len(totals),
+        step=max(step, last.step if last else 0),
+        epoch=max(1, -(-samples // epoch_samples)) if epoch_samples else (last.epoch if last else 0) + (not run.ended),
+        samples=samples,
+        seconds=spent_s,
+        fraction=1.0 if run.ended else done,
+        left_s=spent_s * (1 / done - 1) if done and not run.ended else None,
+        limits=limits,
+        loss=statistics.fmean(losses) if losses else None,
+        metrics=dict(summary.metrics if summary else last.metrics if last else {}),
+        rate_now=0.0 if run.ended else float((at_work["samples"] / at_work["seconds"].clip(lower=1e-9)).sum()),
+        rate_mean=samples / spent_s if spent_s > 0 else 0.0,
+        staleness=summary.staleness.mean if summary else everything["staleness"] / max(1, everything["gradients"]),
+        bytes_per_step=summary.bytes_per_step if summary else everything["bytes"] / max(1, of_workers["records"]),
+        waiting=of_workers["waiting_s"] / max(1e-9, of_workers["seconds"]),
+        notes=tuple(_notes(run, steps, int(everything["skipped"]))),
+        loss_curve=_loss_curve(steps, workers) if curves else [],
+        metric_curves=_metric_curves(run) if curves else {},
+        ranks=_ranks(run, steps, now, list(workers)),
+    )
+
+
+def _sums(frame: DataFrame) -> DataFrame:
+    """Add up the steps of each rank, with its seconds and its bytes."""
+    sums = frame.groupby("rank").sum()
+    seconds = sums["computing_s"] + sums["communicating_s"] + sums["waiting_s"]
+    return sums.assign(seconds=seconds, bytes=sums["bytes_sent"] + sums["bytes_fetched"])
+
+
+def _done(run: Run, samples: int, step: int, spent_s: float) -> tuple[float | None, tuple[str, ...]]:
+    """Return the part of the run that is done, by the limit that it reaches first, and all limits in words."""
+    budget, epochs = run.settings.get("budget") or {}, run.settings.get("epochs")
+    done, limits = [], []
+    for unit, now in (("samples", samples), ("steps", step), ("seconds", spent_s)):
+        if budget.get(unit):
+            done.append(now / budget[unit])
+            limits.append(f"{budget[unit]:,} {unit}")
+    if epochs:
+        limits.append(f"{epochs} epoch{'s' * (epochs > 1)}")
+        done += [samples / (epochs * run.start.samples)] if run.start and run.start.samples else []
+    return min(1.0, max(done)) if done else None, tuple(limits)
+
+
+def _notes(run: Run, steps: Steps, skipped: int) -> list[str]:
+    silent_s = time.monotonic() - max(steps.grew_s.values(), default=math.inf)
+    lost = run.summary.lost_ranks if run.summary else steps.lost_ranks
+    starts = 1 + len(run.record.resumed) if run.record else 1
+    return [
+        text
+        for text, is_so in (
+            ("it has stopped without a summary: it failed, was killed, or left early; --resume goes on with it",
+             run.state == "stopped"),
+            ((run.failure or "").replace(":\n", ": ").replace("\n", " | "), run.state == "failed"),
+            (run.damage or "", run.damage is not None),
+            (f"no rank has written a record for {duration(max(0.0, silent_s))}: see the run's own messages",
+             silent_s > SILENT_S and run.state == "training"),
+            (f"it went on without rank {', '.join(map(str, lost))}", lost),
+            (f"{skipped} steps skipped for NaN or infinite gradients", skipped),
+            (f"start {starts} of this run", starts > 1),
+        )
+        if is_so
+    ]  # fmt: skip
+
+
+def _loss_curve(steps: Steps, workers: Sequence[int]) -> Points:
+    width = max(map(steps.width, workers), default=1)
+    frame = steps.frame[steps.frame["rank"].isin(workers)]
+    sums = frame.groupby(-(-frame["step"] // width) * width)[["loss", "losses"]].sum()
+    sums = sums[sums["losses"] > 0]
+    return list(zip(sums.index.tolist(), (sums["loss"] / sums["losses"]).tolist()))
+
+
+def _metric_curves(run: Run) -> dict[str, Points]:
+    curves: dict[str, Points] = {}
+    for evaluation in run.evaluations:
+        for name, value in evaluation.metrics.items():
+            curves.setdefault(name, []).append((evaluation.step, value))
+    return curves
+
+
+def _ranks(run: Run, steps: Steps, now: DataFrame, workers: Sequence[int]) -> tuple[RankView, ...]:
+    own_s: Series = (now["computing_s"] + now["communicating_s"]) / now["records"]
+    newest = steps.recent.groupby("rank")["step"].last()
+    freshest = max(steps.grew_s.values(), default=0.0)
+    stages = run.settings.get("parallel", {}).get("stages", 1)  # of which one rank records what all have trained on
+    at_work = {rank // stages for rank in workers}
+    views = []
+    for rank, sums in now.iterrows():
+        others = own_s[own_s.index.isin(workers) & (own_s.index != rank)]
+        times = own_s[rank] / others.median() if rank in workers and len(others) and others.min() > 0 else 1.0
+        silent_s = freshest - steps.grew_s.get(rank, freshest)
+        views.append(
+            RankView(
+                rank=int(rank),
+                serves=rank // stages not in at_work,
+                step=int(newest[rank]),
+                **{part: float(sums[f"{part}_s"] / max(sums["seconds"], 1e-9)) for part in PARTS},
+                slower=float(times) if times > SLOW else None,
+                silent_s=silent_s if silent_s > SILENT_S and not run.ended else None,
+            )
+        )
+    return tuple(views)

@@ -75,7 +75,7 @@ def test_gradients_are_what_was_sent_and_what_is_left(ranks, compression, server
                 channel.client.wait()
                 for total, part in zip(sums, _gradient(comm.rank, step), strict=True):
                     total.add_(part)
-            told = [sums, channel.up.whole]
+            told = [sums, channel.up.coding.whole]
         found = [part.clone() for part in sums]
         comm.barrier()
         channel.close()
@@ -111,7 +111,7 @@ def test_both_ends_have_the_same_values_and_come_closer(ranks, compression):
                 for value, change in zip(values, _gradient(0, step), strict=True):
                     value.add_(change if step < moving else 0.0)
                 _serve(channel, len(roles.workers), lambda request: values)
-            told = channel.down._common[child]
+            told = channel.down.coding._common[child]
         else:
             for _ in range(moving + still):
                 channel.client.push(FETCH, [[0]])

@@ -12,9 +12,10 @@ say how long the message is; no more than that travels.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator, Put
 from hpcdist.errors import DeadlineError, RankFailedError
-from hpcdist.strategies.server.codec import Channel, Codec
+from hpcdist.strategies.server.codec import Codec, Coding, buffers, room
 from hpcdist.strategies.server.placement import Roles, Shard
 
 # Kinds of requests: a gradient, or a sum of weighted ones, whose reply brings parameters; a push without; a fetch of
@@ -79,9 +80,87 @@ def waited_for(heads: Iterable[ReplyHead]) -> dict[int, float]:
 COUNTER = 1  # words at the front of a parent's: the ticket drawn last
 TICKET, KIND, WEIGHT, LENGTHS = 0, 1, 2, 3  # a slot's words; after the lengths the number of clocks, and the clocks
 COUNT, CLOCK, BLOCKER, HELD_US, REPLY = 0, 1, 2, 3, 4  # a child's words for each parent; then lengths
+Ends = Sequence[tuple[int, Shard]]  # ranks, and the shard that goes from or to each
+Covers = Callable[[int, int], Shard]  # from a child and a parent to the shard that goes between them
 
 
-class Slots:
+class TensorSlots:
+    """Collective. Open windows in which each rank has a slot for the tensors of every rank that sends to it.
+
+    Args:
+        codec: how the tensors are compressed; None: not at all.
+        like: flat tensors as long as a whole request; if values are sent, those that both ends have by now.
+        sources: the ranks that send to a rank, each with the shard that its tensors cover.
+        dests: the ranks to which this rank sends, likewise.
+        up: the tensors go from children to parents.
+
+    Attributes:
+        words: how many lengths go beside the tensors.
+        coding: compresses; None where nothing is compressed.
+        arrived: what has arrived from all sources, put together.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        codec: Codec | None,
+        like: Sequence[Tensor],
+        sources: Callable[[int], Ends],
+        dests: Ends,
+        up: bool,
+    ):
+        self._wide: Sequence[Tensor] = like if codec is None else buffers(like)
+        self._room: Callable[[Tensor], int] = Tensor.numel if codec is None else room
+        self.words = 0 if codec is None else len(like)
+        own = sources(comm.rank)
+        slots, lengths = self._lay(own)
+        dtypes = [t.dtype if codec is None else torch.uint8 for t in like]
+        self._windows = [comm.window(n, dtype) for n, dtype in zip(lengths, dtypes, strict=True)]
+        self._slots = {
+            source: [window.local[first:last] for window, (first, last) in zip(self._windows, slot, strict=True)]
+            for (source, _), slot in zip(own, slots, strict=True)
+        }
+        self._begins = {dest: self._own_slot(sources(dest), comm.rank) for dest, _ in dests}
+        self.coding = None if codec is None else Coding(comm, codec, like, self._slots, own, dests, up)
+        self.arrived = [window.local for window in self._windows] if self.coding is None else self.coding.whole
+
+    def _lay(self, ends: Ends) -> tuple[list[list[tuple[int, int]]], list[int]]:
+        """Return where the slots of these ranks lie in each window, and how long the windows are; in elements."""
+        at, slots = [0] * len(self._wide), []
+        for _, shard in ends:
+            sizes = [self._room(part) for part in shard.of(self._wide)]
+            slots.append([(first, first + size) for first, size in zip(at, sizes, strict=True)])
+            at = [last for _, last in slots[-1]]
+        return slots, at
+
+    def _own_slot(self, ends: Ends, rank: int) -> list[int]:
+        """Return where this rank's slot begins in each window of a rank to which these send."""
+        slot = [source for source, _ in ends].index(rank)
+        return [first for first, _ in self._lay(ends)[0][slot]]
+
+    def puts(self, dest: int, tensors: Sequence[Tensor]) -> tuple[list[Put], list[int]]:
+        """Return the puts that bring this shard's `tensors`, or none, to `dest`, and the lengths to send along."""
+        payload, lengths = (tensors, []) if self.coding is None else self.coding.encode(dest, tensors)
+        places = zip(self._windows, payload, self._begins[dest])
+        return [Put(window, part, dest, begin) for window, part, begin in places if part.numel()], lengths
+
+    def sent(self, dest: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what the `tensors` sent last stand for at their destination."""
+        return tensors if self.coding is None else self.coding.sent(dest)
+
+    def read(self, source: int, lengths: Sequence[int]) -> Iterable[Tensor]:
+        """Return what has arrived from `source`; compressed gradients can be gone through once."""
+        return self._slots[source] if self.coding is None else self.coding.decode(source, lengths)
+
+    def close(self) -> None:
+        """Collective. Close the windows."""
+        self._slots.clear()  # their memory goes
+        self.arrived, self.coding = [], None
+        for window in self._windows:
+            window.close()
+
+
+class RequestChannel:
     """Collective. Lay out the slots of all ranks with parents or children.
 
     Args:
@@ -91,7 +170,14 @@ class Slots:
         names: how many flags say which parameters have a gradient.
         clocks: the most gradients that a request is the sum of.
         up, down: how requests and replies are compressed; None: not at all.
-        values: how many hyper-parameters a request has.
+        values: how many numbers a request has at most, such as hyper-parameters.
+        replies: flat tensors as long as a reply of one parent; None: a reply covers what the request does.
+        bare: the children whose requests have no tensors.
+
+    Attributes:
+        client: pushes this rank's requests to its parents.
+        inbox: takes the requests of its children.
+        up, down: the tensors of requests and of replies.
     """
 
     def __init__(
@@ -105,6 +191,8 @@ class Slots:
         up: Codec | None = None,
         down: Codec | None = None,
         values: int = 0,
+        replies: Sequence[Tensor] | None = None,
+        bare: Collection[int] = (),
     ):
         self.comm, self.shards, self._roles, rank = comm, shards, roles, comm.rank
         self.parents, self.needed = roles.parents.get(rank, ()), roles.needed
@@ -112,20 +200,29 @@ class Slots:
         self.children = roles.children(rank)
         count = len(self.children)
 
-        def from_children(parent: int) -> list[tuple[int, Shard]]:
-            return [(child, shards[parent]) for child in roles.children(parent)]
+        def asked(child: int, parent: int) -> Shard:
+            return Shard(((0, 0),) * len(like)) if child in bare else shards[parent]
 
-        def from_parents(child: int) -> list[tuple[int, Shard]]:
-            return [(parent, shards[parent]) for parent in roles.parents.get(child, ())]
+        def replied(child: int, parent: int) -> Shard:
+            return shards[parent] if replies is None else Shard(tuple((0, flat.numel()) for flat in replies))
 
-        self.up = Channel(comm, up, like, from_children, from_parents(rank), up=True)
-        self.down = Channel(comm, down, like, from_parents, from_children(rank), up=False)
+        def from_children(parent: int, covers: Covers) -> Ends:
+            return [(child, covers(child, parent)) for child in roles.children(parent)]
+
+        def from_parents(child: int, covers: Covers) -> Ends:
+            return [(parent, covers(child, parent)) for parent in roles.parents.get(child, ())]
+
+        requests = partial(from_children, covers=asked), from_parents(rank, asked)
+        self.up = TensorSlots(comm, up, like, *requests, up=True)
+        answers = partial(from_parents, covers=replied), from_children(rank, replied)
+        self.down = TensorSlots(comm, down, like if replies is None else replies, *answers, up=False)
         self.count_at = LENGTHS + self.up.words
         self._words_per_slot = self.count_at + 1 + clocks
         self._words_per_reply = REPLY + self.down.words
         self.names = names
         self.used = comm.window(count * names, torch.bool)
         self.flags_of = [self.used.local[i * names : (i + 1) * names] for i in range(count)]
+        self.width = values
         self.values = comm.window(count * values, torch.float64)
         self.values_of = [self.values.local[i * values : (i + 1) * values] for i in range(count)]
         self.replies_at = self.slot_at(count)
@@ -135,6 +232,8 @@ class Slots:
         self.tickets = self.requests[:, TICKET]
         self.replies = words[self.replies_at :].reshape(len(self.parents), self._words_per_reply)
         self.replied = self.replies[:, COUNT]
+        self.client = Client(self)
+        self.inbox = Inbox(self, self.client)
 
     def slot_at(self, slot: int) -> int:
         """Return where a slot's words begin in its parent's window."""
@@ -153,6 +252,26 @@ class Slots:
         """Return the put that writes these words into a rank's window, from there on."""
         return Put(self.words, torch.from_numpy(np.array(words, np.int64)), rank, at)  # sooner than torch.tensor
 
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+    def _codings(self) -> dict[str, Coding]:
+        """Return what compresses, by the name that checkpoints have for it."""
+        by_name = {"letters": self.up.coding, "answers": self.down.coding}
+        return {name: coding for name, coding in by_name.items() if coding is not None}
+
+    def state(self) -> dict:
+        """Return what compression remembers; empty where nothing is compressed."""
+        return {name: coding.state() for name, coding in self._codings().items()}
+
+    def load_state(self, state: dict, values: Sequence[Tensor]) -> None:
+        """Collective. Take up what `state()` or `reshard()` gave; a channel that it lacks begins with `values`."""
+        for name, coding in self._codings().items():
+            coding.load_state(state.get(name, {}), values)
+
+    def reshard(self, states: Sequence[dict], workers: int) -> dict:
+        """Return a state for another number of ranks than that of `states`, of which so many were workers."""
+        codings = self._codings().items()
+        return {name: coding.reshard([s[name] for s in states if name in s], workers) for name, coding in codings}
+
     def close(self) -> None:
         """Collective. Release the windows."""
         self.flags_of.clear()  # their memory goes
@@ -169,10 +288,10 @@ class Client:
         meanwhile: blocks until a request or a reply has come, and deals with requests: for a rank that is a server too.
     """
 
-    def __init__(self, slots: Slots):
-        self._slots, self._comm = slots, slots.comm
-        self._places = [(p, slots.own_slot(p), slots.slot_at(slots.own_slot(p))) for p in slots.parents]
-        self._awaited = f"the reply of server rank {', '.join(map(str, slots.parents))}"
+    def __init__(self, channel: RequestChannel):
+        self._channel, self._comm = channel, channel.comm
+        self._places = [(p, channel.own_slot(p), channel.slot_at(channel.own_slot(p))) for p in channel.parents]
+        self._awaited = f"the reply of server rank {', '.join(map(str, channel.parents))}"
         self._last_used: Tensor | None = None  # what lies in this rank's slots
         self._last_values: Sequence[float] = ()
         self.pushed = 0
@@ -195,40 +314,40 @@ class Client:
             tensors: the whole request, of which each parent gets its shard; none leaves what lies in the slots.
             values: hyper-parameters; none leaves those that lie in the slots.
         """
-        slots = self._slots
+        channel = self._channel
         if used is not None and self._last_used is not None and torch.equal(used, self._last_used):
             used = None
         new_values = torch.tensor(values, dtype=torch.float64) if values and values != self._last_values else None
         puts = []
         for i, (parent, slot, at) in enumerate(self._places):
-            found, lengths = slots.up.puts(parent, slots.shards[parent].of(tensors) if tensors else ())
+            found, lengths = channel.up.puts(parent, channel.shards[parent].of(tensors) if tensors else ())
             puts += found
             if used is not None:
-                puts.append(Put(slots.used, used, parent, slot * slots.names))
+                puts.append(Put(channel.used, used, parent, slot * channel.names))
             if new_values is not None:
-                puts.append(Put(slots.values, new_values, parent, slot * len(values)))
+                puts.append(Put(channel.values, new_values, parent, slot * channel.width))
             stamps = () if clocks is None else clocks[i]
             weight_bits = struct.unpack("q", struct.pack("d", weight))
-            puts.append(slots.put(parent, at + KIND, kind, *weight_bits, *lengths, len(stamps), *stamps))
+            puts.append(channel.put(parent, at + KIND, kind, *weight_bits, *lengths, len(stamps), *stamps))
         self._comm.put_all(puts)
         self.pushed += 1
         self._last_used = self._last_used if used is None else used.clone()
         self._last_values = values or self._last_values
-        tickets = [(parent, at, slots.words.fetch_add(1, parent) + 1) for parent, _, at in self._places]
-        self._comm.put_all([slots.put(parent, at + TICKET, ticket) for parent, at, ticket in tickets])
+        tickets = [(parent, at, channel.words.fetch_add(1, parent) + 1) for parent, _, at in self._places]
+        self._comm.put_all([channel.put(parent, at + TICKET, ticket) for parent, at, ticket in tickets])
 
     def replied(self) -> bool:
         """Return whether every parent has replied to this rank's last request."""
-        counts = self._slots.replied.tolist()
+        counts = self._channel.replied.tolist()
         return counts == [self.pushed] * len(counts)
 
     def missing(self) -> list[int]:
         """Return the parents that have not replied."""
-        counts = self._slots.replied.tolist()
-        return [p for p, count in zip(self._slots.parents, counts, strict=True) if count < self.pushed]
+        counts = self._channel.replied.tolist()
+        return [p for p, count in zip(self._channel.parents, counts, strict=True) if count < self.pushed]
 
     def wait(self) -> list[ReplyHead]:
-        """Block until every parent has replied; `slots.down.arrived` then has the tensors, until the next push.
+        """Block until every parent has replied; `channel.down.arrived` then has the tensors, until the next push.
 
         Raises:
             RankFailedError: a server has died.
@@ -236,10 +355,10 @@ class Client:
         """
         while not self.replied():
             (self.meanwhile or self._block)()
-        down, replies = self._slots.down, self._slots.replies
+        down, replies = self._channel.down, self._channel.replies
         if down.words and self._decoded < self.pushed:
             self._decoded = self.pushed
-            for parent, words in zip(self._slots.parents, replies):
+            for parent, words in zip(self._channel.parents, replies):
                 list(down.read(parent, words[REPLY:].tolist()))
         return [ReplyHead(w[CLOCK], w[BLOCKER], w[HELD_US] * 1e-6) for w in replies.tolist()]
 
@@ -248,14 +367,14 @@ class Client:
         if self._comm.tolerant:
             self._look_for_deaths()
         if not self.replied():
-            self._slots.words.wait(lambda _: self.replied(), offset=self._slots.replies_at, what=self._awaited)
+            self._channel.words.wait(lambda _: self.replied(), offset=self._channel.replies_at, what=self._awaited)
 
     def _look_for_deaths(self) -> None:
         """Block until every parent has replied, or the deadline has passed; raise an error if a server has died."""
         until = self._comm.now() + self._comm.deadline_s
         while not self._wait_for(min(CHECK_S, until - self._comm.now())):
             # Not parents alone: MPI tells of a rank that was killed, not of an aggregator that ended because of it.
-            for server in set(self._slots.needed) & set(self._comm.failed()):
+            for server in set(self._channel.needed) & set(self._comm.failed()):
                 raise RankFailedError(
                     f"server rank {server} has died, and its part of the parameters and of the optimiser's state with "
                     "it. Resume from the last checkpoint."
@@ -266,25 +385,25 @@ class Client:
     def _wait_for(self, timeout_s: float) -> bool:
         """Block until every parent has replied, but no longer than that; return whether they have."""
         try:
-            at, limit_s = self._slots.replies_at, max(0.0, timeout_s)
-            self._slots.words.wait(lambda _: self.replied(), offset=at, deadline_s=limit_s)
+            at, limit_s = self._channel.replies_at, max(0.0, timeout_s)
+            self._channel.words.wait(lambda _: self.replied(), offset=at, deadline_s=limit_s)
         except DeadlineError:
             return self.replied()
         return True
 
 
 class Inbox:
-    """Take requests from a parent's slots.
+    """Take requests from a parent's channel.
 
     Args:
         client: of the same rank, whose missing replies errors name.
     """
 
-    def __init__(self, slots: Slots, client: Client):
-        self._slots, self._comm, self._client = slots, slots.comm, client
-        count = len(slots.children)
-        self._slot_of = {child: slot for slot, child in enumerate(slots.children)}
-        self._reply_at = {child: slots.reply_at(child) for child in slots.children}
+    def __init__(self, channel: RequestChannel, client: Client):
+        self._channel, self._comm, self._client = channel, channel.comm, client
+        count = len(channel.children)
+        self._slot_of = {child: slot for slot, child in enumerate(channel.children)}
+        self._reply_at = {child: channel.reply_at(child) for child in channel.children}
         self._taken = [0] * count  # the ticket of the last request taken from each slot
         self._received = [0] * count  # how many requests of each child have been taken
         self._replied = [0] * count  # and how many have been replied to
@@ -303,31 +422,37 @@ class Inbox:
         """
         slot = self._first()
         if slot is None:
-            limit_s = self._comm.deadline_s if timeout_s is None else timeout_s
-            try:
-                self._slots.words.wait(
-                    lambda _: self._first() is not None, count=self._slots.replies_at, deadline_s=limit_s,
-                    what="a request from any worker",
-                )  # fmt: skip
-            except DeadlineError:
-                self._waited_s += limit_s
-                asked_for = timeout_s is not None and timeout_s >= self._comm.deadline_s
-                if asked_for or self._waited_s < self._comm.deadline_s:
-                    return None
-                raise self._late("a request from any worker", self._waited_s) from None
-            slot = self._first()
+            slot = self._await_first(timeout_s)
+            if slot is None:
+                return None
         self._waited_s = 0.0
-        words, child = self._slots.requests[slot].tolist(), self._slots.children[slot]
+        words, child = self._channel.requests[slot].tolist(), self._channel.children[slot]
         self._taken[slot], self._heard_s[slot] = words[TICKET], self._comm.now()
         self._received[slot] += 1
         self._paused[slot] += words[KIND] == PAUSE
-        count_at = self._slots.count_at
+        count_at = self._channel.count_at
         (weight,) = struct.unpack("d", struct.pack("q", words[WEIGHT]))
         clocks = tuple(words[count_at + 1 : count_at + 1 + words[count_at]])
-        tensors = self._slots.up.read(child, words[LENGTHS:count_at])
+        tensors = self._channel.up.read(child, words[LENGTHS:count_at])
         return ServerRequest(
-            child, words[KIND], weight, clocks, tensors, self._slots.flags_of[slot], self._slots.values_of[slot]
+            child, words[KIND], weight, clocks, tensors, self._channel.flags_of[slot], self._channel.values_of[slot]
         )
+
+    def _await_first(self, timeout_s: float | None) -> int | None:
+        """Block until there is a request, and return its slot; None where none came in time."""
+        limit_s = self._comm.deadline_s if timeout_s is None else timeout_s
+        try:
+            self._channel.words.wait(
+                lambda _: self._first() is not None, count=self._channel.replies_at, deadline_s=limit_s,
+                what="a request from any worker",
+            )  # fmt: skip
+        except DeadlineError:
+            self._waited_s += limit_s
+            asked_for = timeout_s is not None and timeout_s >= self._comm.deadline_s
+            if asked_for or self._waited_s < self._comm.deadline_s:
+                return None
+            raise self._late("a request from any worker", self._waited_s) from None
+        return self._first()
 
     def poll(self) -> ServerRequest | None:
         """Take the request that came first; None where there is none."""
@@ -335,7 +460,7 @@ class Inbox:
 
     def _first(self) -> int | None:
         """Return the slot of the request that came first, of those not taken; None where there is none."""
-        tickets = self._slots.tickets.tolist()
+        tickets = self._channel.tickets.tolist()
         if tickets == self._taken:
             return None
         return min((ticket, slot) for slot, ticket in enumerate(tickets) if ticket > self._taken[slot])[1]
@@ -344,7 +469,7 @@ class Inbox:
         """Block until there is a request to take or every parent has replied: for a rank that is child and parent."""
         what, deadline_s = "a request or a reply from any rank", self._comm.deadline_s
         try:
-            self._slots.words.wait(
+            self._channel.words.wait(
                 lambda _: self._first() is not None or self._client.replied(), what=what, deadline_s=deadline_s
             )
         except DeadlineError:
@@ -356,15 +481,15 @@ class Inbox:
 
     def _puts(self, replies: Iterable[Reply]) -> Iterator[Put]:
         """Yield the puts that bring replies to their children."""
-        slots = self._slots
+        channel = self._channel
         for request, clock, tensors, blocker, held_s in replies:
             child = request.source
             slot, at = self._slot_of[child], self._reply_at[child]
-            puts, lengths = slots.down.puts(child, tensors)
+            puts, lengths = channel.down.puts(child, tensors)
             yield from puts
             self._replied[slot] += 1
-            yield slots.put(child, at + CLOCK, clock, blocker, round(held_s * 1e6), *lengths)
-            yield slots.put(child, at + COUNT, self._replied[slot])
+            yield channel.put(child, at + CLOCK, clock, blocker, round(held_s * 1e6), *lengths)
+            yield channel.put(child, at + COUNT, self._replied[slot])
 
     def _late(self, what: str, waited_s: float) -> DeadlineError:
         """Return an error that names the ranks this one waits for, and says where all ranks are."""
@@ -379,45 +504,8 @@ class Inbox:
 
     def _owing(self) -> list[tuple[int, float]]:
         """Return the children that could push and have not, and since when: they have a reply, and have not paused."""
-        dead, children = self._comm.failed(), self._slots.children
+        dead, children = self._comm.failed(), self._channel.children
         slots = [i for i, child in enumerate(children) if child not in dead]
         period = min((self._paused[i] for i in slots), default=0)
         owing = [i for i in slots if self._received[i] == self._replied[i] and self._paused[i] == period]
         return [(children[i], self._heard_s[i]) for i in owing]
-
-
-class RequestChannel:
-    """Collective. Open slots for all requests and replies; see `Slots` for the arguments.
-
-    Attributes:
-        client: pushes this rank's requests to its parents.
-        inbox: takes the requests of its children.
-        up, down: the tensors of requests and of replies.
-    """
-
-    def __init__(self, comm: Communicator, *laid_out: Any, **options: Any):
-        self._slots = Slots(comm, *laid_out, **options)
-        self.client = Client(self._slots)
-        self.inbox = Inbox(self._slots, self.client)
-        self.up, self.down = self._slots.up, self._slots.down
-        by_name = {"letters": self.up, "answers": self.down}  # as checkpoints call them
-        self._compressed = {name: channel for name, channel in by_name.items() if channel.words}
-
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-    def state(self) -> dict:
-        """Return what compression remembers; empty where nothing is compressed."""
-        return {name: channel.state() for name, channel in self._compressed.items()}
-
-    def load_state(self, state: dict, values: Sequence[Tensor]) -> None:
-        """Collective. Take up what `state()` or `reshard()` gave; a channel that it lacks begins with `values`."""
-        for name, channel in self._compressed.items():
-            channel.load_state(state.get(name, {}), values)
-
-    def reshard(self, states: Sequence[dict], workers: int) -> dict:
-        """Return a state for another number of ranks than that of `states`, of which so many were workers."""
-        channels = self._compressed.items()
-        return {n: channel.reshard([s[n] for s in states if n in s], workers) for n, channel in channels}
-
-    def close(self) -> None:
-        """Collective. Close the windows."""
-        self._slots.close()

@@ -1,18 +1,18 @@
-"""Carry tensors one way between children and parents, compressed or as they are.
+"""Compress the tensors of requests, or of replies.
 
-Compressed, both ends remember what they must, so that nothing is lost and both have the same numbers.
+Both ends of a transfer remember what they must, so that nothing is lost and both have the same numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hpcdist.comm.communicator import Communicator, Put
+from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, Compressor, Feedback, Span, load
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.server.placement import Shard
@@ -168,110 +168,66 @@ class Decoder:
             yield out
 
 
-Ends = Sequence[tuple[int, Shard]]  # ranks, and the shard that goes from or to each
+class Coding:
+    """Encode and decode the tensors that go one way between this rank and its children and parents.
 
-
-class Channel:
-    """Collective. Open windows in which each rank has a slot for every rank that sends to it.
-
-    Compressed, a rank has in common with its parents, and with each child, what encoders and decoders keep: with
-    parents, whose shards differ, the parts of one whole request.
+    A rank has in common with each child, and with its parents, what encoders and decoders keep: with parents, whose
+    shards differ, the parts of one whole request.
 
     Args:
-        codec: how the tensors are compressed; None: not at all.
         like: flat tensors as long as a whole request; if values are sent, those that both ends have by now.
-        sources: from which ranks a rank's arrive.
-        dests: to which ranks this rank's go.
-        up: from children to parents.
+        slots: where messages arrive, by source.
+        own: the ranks whose messages arrive here, each with its shard.
+        dests: the ranks to which this one sends.
+        up: the tensors go from children to parents.
 
     Attributes:
-        words: how many lengths go beside the tensors.
-        whole: in common with the parents, if compressed.
-        arrived: what has arrived from all sources, put together.
+        whole: what this rank has in common with its parents, put together; empty where it has none.
     """
 
     def __init__(
         self,
         comm: Communicator,
-        codec: Codec | None,
+        codec: Codec,
         like: Sequence[Tensor],
-        sources: Callable[[int], Ends],
-        dests: Ends,
+        slots: Mapping[int, Sequence[Tensor]],
+        own: Sequence[tuple[int, Shard]],
+        dests: Sequence[tuple[int, Shard]],
         up: bool,
     ):
         self._comm, self._codec = comm, codec
-        self._wide = like if codec is None else buffers(like)
-        self.words = 0 if codec is None else len(like)
-        own = sources(comm.rank)
-        slots, lengths = self._lay(own)
-        dtypes = [t.dtype if codec is None else torch.uint8 for t in like]
-        self._windows = [comm.window(n, dtype) for n, dtype in zip(lengths, dtypes, strict=True)]
-        self._slots = {
-            source: [window.local[first:last] for window, (first, last) in zip(self._windows, slot, strict=True)]
-            for (source, _), slot in zip(own, slots, strict=True)
-        }
-        self._dests = dict(dests)
-        self._begins = {dest: self._own_slot(sources(dest)) for dest in self._dests}
-        self.whole: list[Tensor] = []
-        self._parents, self._children = map(dict, (dests, own) if up else (own, dests))
+        wide = buffers(like)
+        parents, self._children = map(dict, (dests, own) if up else (own, dests))
+        self.whole = wide if parents else []
         self._common: dict[int, list[Tensor]] = {}
-        if codec is not None:
-            self._remember(own, up)
-            self.begin(like)
-        self.arrived = [window.local for window in self._windows] if codec is None else self.whole
-
-    def _lay(self, ends: Ends) -> tuple[list[list[tuple[int, int]]], list[int]]:
-        """Return where the slots of these ranks lie in each window, and how long the windows are; in elements."""
-        at, slots = [0] * len(self._wide), []
-        for _, shard in ends:
-            sizes = [part.numel() if self._codec is None else room(part) for part in shard.of(self._wide)]
-            slots.append([(first, first + size) for first, size in zip(at, sizes, strict=True)])
-            at = [last for _, last in slots[-1]]
-        return slots, at
-
-    def _own_slot(self, ends: Ends) -> list[int]:
-        """Return where this rank's slot begins in each window of a rank to which these send."""
-        slot = [source for source, _ in ends].index(self._comm.rank)
-        return [first for first, _ in self._lay(ends)[0][slot]]
-
-    def _remember(self, own: Ends, up: bool) -> None:
-        """Make the codecs of all ends, and what they have in common with the other end."""
-        codec, rank = self._codec, self._comm.rank
-        self.whole = self._wide if self._parents else []
         for child, shard in self._children.items():
             shared = next(iter(self._common.values()), None)
-            each = shared is None or codec.content == "values"
-            self._common[child] = buffers(shard.of(self._wide)) if each else shared
-        below, above = self._common, {parent: shard.of(self.whole) for parent, shard in self._parents.items()}
-        leaving, arriving = (above, below) if up else (below, above)
-        self._common_above = above
+            self._common[child] = buffers(shard.of(wide)) if shared is None or codec.content == "values" else shared
+        self._common_above = {parent: shard.of(self.whole) for parent, shard in parents.items()}
+        leaving, arriving = (self._common_above, self._common) if up else (self._common, self._common_above)
         self._encoders = {
-            dest: Encoder(codec, shard, leaving[dest], rank * self._comm.size + dest, whole=dest == rank)
-            for dest, shard in self._dests.items()
+            dest: Encoder(codec, shard, leaving[dest], comm.rank * comm.size + dest, whole=dest == comm.rank)
+            for dest, shard in dests
         }
-        decoders = codec.compressors(own[0][1]) if own and up else None  # for all children the same
+        shared_decoders = codec.compressors(own[0][1]) if own and up else None  # for all children the same
         self._decoders = {
-            source: Decoder(codec, decoders or codec.compressors(shard), self._slots[source], arriving[source])
+            source: Decoder(codec, shared_decoders or codec.compressors(shard), slots[source], arriving[source])
             for source, shard in own
         }
+        self.begin(like)
 
-    # --- tensors --------------------------------------------------------------------------------------------------
-    def puts(self, dest: int, tensors: Sequence[Tensor]) -> tuple[list[Put], list[int]]:
-        """Encode this shard's `tensors`, or none, for `dest`: the puts that bring them, and the lengths to tell it."""
+    def encode(self, dest: int, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[int]]:
+        """Return the messages that bring this shard's `tensors`, or none, to `dest`, and their lengths."""
         if not tensors:
-            return [], [NOTHING] * self.words
-        payload, lengths = (tensors, []) if self._codec is None else self._encoders[dest].encode(tensors)
-        places = zip(self._windows, payload, self._begins[dest], strict=True)
-        return [Put(window, part, dest, begin) for window, part, begin in places if part.numel()], lengths
+            return [], [NOTHING] * len(self._codec.spans)
+        return self._encoders[dest].encode(tensors)
 
-    def sent(self, dest: int, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return what the `tensors` sent last stand for at their destination."""
-        return tensors if self._codec is None else self._encoders[dest].kept
+    def sent(self, dest: int) -> Sequence[Tensor]:
+        """Return what the last message to `dest` stands for."""
+        return self._encoders[dest].kept
 
-    def read(self, source: int, lengths: Sequence[int]) -> Iterable[Tensor]:
-        """Decode what has arrived from `source`. Compressed gradients are decoded as they are gone through, once."""
-        if self._codec is None:
-            return self._slots[source]
+    def decode(self, source: int, lengths: Sequence[int]) -> Iterable[Tensor]:
+        """Decode what has arrived from `source`; compressed gradients are decoded as they are gone through, once."""
         found = self._decoders[source].read(lengths)
         return found if self._codec.content == "gradients" else list(found)
 
@@ -322,12 +278,3 @@ class Channel:
                 self._comm.irecv(tensor, child, 0).wait()
         for send in sends:
             send.wait()
-
-    def close(self) -> None:
-        """Collective. Close the windows."""
-        self._slots.clear()  # their memory goes
-        self.arrived = []
-        if self._codec is not None:
-            self._decoders.clear()
-        for window in self._windows:
-            window.close()

@@ -70,8 +70,9 @@ class ElasticWorker(Worker):
         with torch.no_grad():
             for own, pull in zip(self.model.params, pulls, strict=True):
                 own.sub_(pull.to(own.device))
-            for known, pull in zip(self.channel.up.whole, pulls):  # none if not compressed
-                known.sub_(pull)
+            if self.channel.up.coding is not None:
+                for known, pull in zip(self.channel.up.coding.whole, pulls, strict=True):
+                    known.sub_(pull)
 
     def entries(self) -> Iterable[Entry]:
         return self._motion.entries()

@@ -15,17 +15,22 @@ from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.state import Entry, dropped
 from hpcdist.strategies.lbfgs.algorithm import Lbfgs, LbfgsSettings
-from hpcdist.strategies.lbfgs.coordinator import Coordinator
-from hpcdist.strategies.lbfgs.mail import Mail
-from hpcdist.strategies.lbfgs.memory import ShardMemory
+from hpcdist.strategies.lbfgs.coordinator import COORDINATOR, Coordinator, PortionWorker, assign_lbfgs
 from hpcdist.strategies.lbfgs.portions import JointBatch
-from hpcdist.strategies.lbfgs.roles import COORDINATOR, assign_lbfgs
-from hpcdist.strategies.lbfgs.shard import HistoryShard
-from hpcdist.strategies.lbfgs.vectors import MOST, WORDS, RemoteVectors
-from hpcdist.strategies.lbfgs.worker import PortionWorker
-from hpcdist.strategies.server.placement import broadcast_shards, put_together
+from hpcdist.strategies.lbfgs.vectors import MOST, RETURNING, WORDS, HistoryShard, RemoteVectors, SharedPoint
+from hpcdist.strategies.server.channel import (
+    CHECK_S,
+    GRADIENT,
+    PAUSE,
+    Reply,
+    RequestChannel,
+    ServerRequest,
+    require_living,
+)
+from hpcdist.strategies.server.placement import Roles, Shard, broadcast_shards, put_together
 
-OPERATIONS, PUSH, ASK, PAUSE = range(4)  # the first word of a message to a rank that serves
+OPERATIONS, ASK = 6, 7  # kinds of requests, beside those of servers: to a shard, and to the coordinator
+NUMBERS = 8  # in a worker's request to the coordinator
 _log = logging.getLogger("hpcdist")
 
 
@@ -101,12 +106,13 @@ class Sandblaster(Strategy):
         super().__init__(config, comm, model, **given)
         self.roles = roles
         self.joint: JointBatch | None = None  # the loop says of which batch the next step is
-        self.memory = ShardMemory(comm, roles, model.params)
-        self.mail = Mail(comm, 1 + MOST * WORDS, self.needed)
+        self.point = SharedPoint(comm, roles.shards, model.params)
+        self.sums, self.work = self._open_channels()
+        self._asked: dict[int, ServerRequest] = {}  # by worker, what the coordinator has not replied to
         self._dead: set[int] = set()
         portions = config.portions * len(roles.workers)
-        own = self.memory.shards.get(comm.rank)
-        self.shard = None if own is None else HistoryShard(self.memory, own, model)
+        own = self.point.shards.get(comm.rank)
+        self.shard = None if own is None else HistoryShard(self.point, own, model)
         self.coordinator: Coordinator | None = None
         self.worker: PortionWorker | None = None
         if comm.rank == COORDINATOR:
@@ -114,7 +120,7 @@ class Sandblaster(Strategy):
             self.coordinator = Coordinator(Lbfgs(self._settings(), vectors), vectors, portions, self._report)
             self._warn_of_unused()
         if self.is_worker:
-            self.worker = PortionWorker(comm, model, self.memory, portions, config.seed, self._push, self._ask)
+            self.worker = PortionWorker(comm, model, self.point, portions, config.seed, self._push, self._ask)
 
     @classmethod
     def worker_ranks(cls, config: Config, size: int) -> tuple[int, ...]:
@@ -123,6 +129,35 @@ class Sandblaster(Strategy):
     @property
     def needed(self) -> tuple[int, ...]:
         return tuple(sorted({COORDINATOR, *self.roles.shards}))
+
+    def _open_channels(self) -> tuple[RequestChannel | None, RequestChannel | None]:
+        """Collective. Open the channel to the shards, and that to the coordinator.
+
+        They are one where rank 0 is both, since a rank waits for one channel at a time; one rank alone has none.
+        """
+        if self.comm.size == 1:
+            return None, None
+        roles, needed, results = self.roles, self.needed, [torch.zeros(MOST, dtype=torch.float64)]
+        one_rank_serves = COORDINATOR in roles.shards
+        pushing = roles.workers if one_rank_serves else (COORDINATOR, *roles.workers)
+        sums = RequestChannel(
+            self.comm,
+            Roles(needed, (), pushing, dict.fromkeys(pushing, roles.shards)),
+            self.point.shards,
+            self.model.params,
+            names=0,
+            clocks=2,
+            values=MOST * WORDS,
+            replies=results,
+            bare={COORDINATOR},
+        )
+        if one_rank_serves:
+            return sums, sums
+        asking = Roles(needed, (), roles.workers, dict.fromkeys(roles.workers, (COORDINATOR,)))
+        work = RequestChannel(
+            self.comm, asking, {COORDINATOR: Shard(())}, [], names=0, clocks=0, values=NUMBERS, replies=results
+        )
+        return sums, work
 
     def _settings(self) -> LbfgsSettings:
         config = self.config
@@ -187,26 +222,24 @@ class Sandblaster(Strategy):
             self.coordinator.receive(self.comm.now(), self.comm.rank, *message)
             ((_, reply),) = self.coordinator.take_replies(self.comm.now())
             return reply
-        self.mail.send([(COORDINATOR, [ASK, *message])])
-        return self.mail.expect(COORDINATOR, "a portion from the coordinator, rank 0")
+        self.work.client.push(ASK, values=message)
+        self.work.client.wait()
+        return _numbers_from(self.work, COORDINATOR, 3)
 
     def _push(self, evaluation: int, portion: int, weight: float) -> None:
         """Push the gradients in the model to all shards, and wait until they are counted."""
         if self.shard is not None:
             self.shard.push(evaluation, portion, weight, self.model.grads)
             return
-        puts = []
-        for rank in self.roles.shards:
-            puts += self.memory.puts(rank, self.model.grads) + self.mail.puts(rank, [PUSH, evaluation, portion, weight])
-        self.comm.put_all(puts)
-        for rank in self.roles.shards:
-            self.mail.expect(rank, f"shard rank {rank} to count a gradient")
+        clocks = [[evaluation, portion]] * len(self.roles.shards)
+        self.sums.client.push(GRADIENT, clocks, self.model.grads, weight=weight)
+        self.sums.client.wait()
 
     def pause(self) -> None:
         if self.coordinator is None:
-            self.mail.send([(COORDINATOR, [PAUSE])])
-            _, clock = self.mail.expect(COORDINATOR, "the end of a period, which rank 0 tells")
-            self.worker.clock = int(clock)
+            self.work.client.push(PAUSE)
+            (reply,) = self.work.client.wait()
+            self.worker.clock = reply.clock
         self.worker.fetch(0)
 
     # --- ranks that serve -----------------------------------------------------------------------------------------
@@ -219,57 +252,67 @@ class Sandblaster(Strategy):
 
     def _coordinate(self) -> None:
         """Give out portions until every worker has paused or died."""
-        coordinator, paused = self.coordinator, set[int]()
+        coordinator, paused = self.coordinator, dict[int, ServerRequest]()
         coordinator.begin()
-        while active := [rank for rank in self.roles.workers if rank not in paused | self._dead]:
-            patience_s = coordinator.patience_s(self.comm.now())
-            found = self.mail.take(active, "a message of any worker", patience_s)
-            if found is not None:
-                source, (kind, *message) = found
-                if kind == PUSH:
-                    self._count(source, message)
-                elif kind == PAUSE:
-                    paused.add(source)
-                else:
-                    coordinator.receive(self.comm.now(), source, *message)
+        while not paused.keys() | self._dead >= set(self.roles.workers):
+            request = self._next_request(self.work, coordinator.patience_s(self.comm.now()))
+            if request is not None and request.kind == GRADIENT:
+                self._count(request)
+            elif request is not None and request.kind == PAUSE:
+                paused[request.source] = request
+            elif request is not None:
+                self._asked[request.source] = request
+                coordinator.receive(self.comm.now(), request.source, *request.values[:NUMBERS].tolist())
             self._forget_dead()
-            self.mail.send(coordinator.take_replies(self.comm.now()))
+            replies = coordinator.take_replies(self.comm.now())
+            self.work.inbox.reply(*(_reply(self._asked.pop(worker), numbers) for worker, numbers in replies))
         coordinator.finish()
-        self.mail.send([(rank, [PAUSE, coordinator.clock]) for rank in sorted(paused - self._dead)])
+        self.work.inbox.reply(
+            *(Reply(paused[rank], coordinator.clock) for rank in sorted(paused) if rank not in self._dead)
+        )
+
+    def _next_request(self, channel: RequestChannel, patience_s: float | None = None) -> ServerRequest | None:
+        """Block until there is a request; None after `patience_s`, and now and then where ranks may die."""
+        limits = [limit for limit in (patience_s, CHECK_S if self.comm.tolerant else None) if limit is not None]
+        request = channel.inbox.next(min(limits, default=None))
+        if request is None:
+            require_living(self.comm, self.needed)
+        return request
 
     def _forget_dead(self) -> None:
         """Go on without workers that have died meanwhile."""
-        self.mail.require_needed()
         new = set(self.comm.failed()) - self._dead
         self._dead |= new
         for rank in sorted(new):
             self._report(0, f"goes on without rank {rank}: it has died")
+            self._asked.pop(rank, None)
         self.coordinator.forget(new)
 
     def _serve_shard(self) -> None:
         """Count gradients, and run the coordinator's operations, until it ends the period."""
         self.shard.has_finished = False
         while not self.shard.has_finished:
-            found = self.mail.take([COORDINATOR, *self.roles.workers], "an operation of rank 0, or a gradient")
-            if found is None:
-                self.mail.require_needed()
-            elif found[0] == COORDINATOR:
-                self.mail.send([(COORDINATOR, self.shard.run(found[1][1:]))])
-            else:
-                self._count(found[0], found[1][1:])
+            request = self._next_request(self.sums)
+            if request is not None and request.source == COORDINATOR:
+                (count,) = request.clocks
+                self.sums.inbox.reply(_reply(request, self.shard.run(request.values[:count].tolist())))
+            elif request is not None:
+                self._count(request)
         self._report(0, None)
 
-    def _count(self, worker: int, message: Sequence[float]) -> None:
+    def _count(self, request: ServerRequest) -> None:
         """Count a gradient that a worker has pushed, and tell it so."""
-        self.shard.push_of(worker, *message)
-        self.mail.send([(worker, [PUSH])])
+        self.shard.push(*request.clocks, request.weight, request.tensors)
+        self.sums.inbox.reply(Reply(request, 0))
 
     def _operate(self, words: Sequence[float]) -> list[float]:
         """Let all shards run operations; return the sums of their results."""
         if self.shard is not None:
             return self.shard.run(words)
-        self.mail.send([(rank, [OPERATIONS, *words]) for rank in self.roles.shards])
-        results = [self.mail.expect(rank, f"a result of shard rank {rank}") for rank in self.roles.shards]
+        shards, count = self.roles.shards, sum(code in RETURNING for code in words[::WORDS])
+        self.sums.client.push(OPERATIONS, [[len(words)]] * len(shards), values=words)
+        self.sums.client.wait()
+        results = [_numbers_from(self.sums, rank, count) for rank in shards]
         return [sum(column) for column in zip(*results, strict=True)]
 
     def _report(self, steps: int, event: str | None) -> None:
@@ -285,17 +328,18 @@ class Sandblaster(Strategy):
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Take the shards' parameters; average buffers, which only workers compute, over the workers."""
         params = [flat.clone() for flat in self.model.params]
-        broadcast_shards(self.comm, self.memory.shards.items(), params)
+        broadcast_shards(self.comm, self.point.shards.items(), params)
         workers = [rank for rank in self.roles.workers if rank in self.comm.living]
         return params, self._means(self.model.buffers, over=workers)
 
     def close(self) -> None:
-        self.memory.close()
-        self.mail.close()
+        self.point.close()
+        for channel in {self.sums, self.work} - {None}:
+            channel.close()
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:
-        ranges = [[list(found) for found in shard.ranges] for shard in self.memory.shards.values()]
+        ranges = [[list(found) for found in shard.ranges] for shard in self.point.shards.values()]
         return [
             *super().entries(),
             Entry("works", lambda: self.is_worker, lambda _: None, dropped(self.is_worker)),
@@ -327,7 +371,7 @@ class Sandblaster(Strategy):
             self.shard.load_state(saved)
 
     def _require_same_ranges(self, saved: list) -> None:
-        own = len(self.memory.shards)
+        own = len(self.point.shards)
         if len(saved) != own:
             raise CheckpointError(
                 f"strategy.servers must be that of the checkpoint on the same number of ranks; got {own} for a "
@@ -346,3 +390,13 @@ class Sandblaster(Strategy):
         """Put the shards' parameters together."""
         holders = [whole for whole, state in zip(params, states, strict=True) if state["vectors"]]
         return put_together(holders, states[0]["ranges"], self.model.params)
+
+
+def _reply(request: ServerRequest, numbers: Sequence[float]) -> Reply:
+    return Reply(request, 0, [torch.tensor(numbers, dtype=torch.float64)])
+
+
+def _numbers_from(channel: RequestChannel, parent: int, count: int) -> list[float]:
+    """Return the first `count` numbers of a parent's reply."""
+    (numbers,) = channel.down.read(parent, ())
+    return numbers[:count].tolist()

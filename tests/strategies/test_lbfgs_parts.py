@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from hpcdist.strategies.lbfgs.algorithm import CurvaturePairs
 from hpcdist.strategies.lbfgs.line_search import strong_wolfe
-from hpcdist.strategies.lbfgs.pace import Pace
-from hpcdist.strategies.lbfgs.portions import JointBatch, Portions, divide
-from hpcdist.strategies.lbfgs.recursion import CurvaturePairs
-from hpcdist.strategies.lbfgs.shard import HistoryShard
-from hpcdist.strategies.lbfgs.vectors import DIRECTION, GRADIENT, LocalVectors, RemoteVectors, X
+from hpcdist.strategies.lbfgs.portions import JointBatch, Pace, Portions, divide
+from hpcdist.strategies.lbfgs.vectors import DIRECTION, GRADIENT, HistoryShard, LocalVectors, RemoteVectors, X
 
 D = 12
 generator = torch.Generator().manual_seed(5)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.model.flat import FlatModel
+from hpcdist.strategies.server.placement import Shard, cut
 
 # The numbers of the vectors. Pairs (s, y) of the history follow, see `CurvaturePairs`.
 POINT, X, GRADIENT, DIRECTION, SUM, HEAD, TAIL, KEPT, PAIRS = range(9)
 # Operations: each travels as its code and four numbers.
 COPY, SCALE, AXPY, DOT, GATHER, TAKE_UP, FINISH = range(7)
+RETURNING = (DOT, TAKE_UP)  # the operations that have a result
 WORDS = 5  # of one operation
 MOST = 16  # operations in one message
 
@@ -117,3 +122,141 @@ class RemoteVectors:
         """Send what waits; return its results once it is done on all shards."""
         words, self._queue = self._queue, []
         return self._call(words) if words else []
+
+
+class SharedPoint:
+    """Collective. Open windows on the shards with the point at which the loss is evaluated, for workers to fetch.
+
+    Args:
+        ranks: of the shards.
+        params: flat parameters, of which every shard has a range of about as many bytes.
+
+    Attributes:
+        shards: the range of each shard's rank.
+        own: this shard's part of the point; empty on other ranks.
+    """
+
+    def __init__(self, comm: Communicator, ranks: Sequence[int], params: Sequence[Tensor]):
+        self.shards: dict[int, Shard] = dict(zip(ranks, cut(params, len(ranks)), strict=True))
+        held = self.shards[comm.rank].of(params) if comm.rank in self.shards else [flat[:0] for flat in params]
+        self._windows = [comm.window(part.numel(), part.dtype) for part in held]
+        self.own = [window.local for window in self._windows]
+
+    def fetch(self, into: Sequence[Tensor]) -> None:
+        """Copy the point from all shards into flat parameters."""
+        for rank, shard in self.shards.items():
+            for window, part in zip(self._windows, shard.of(into), strict=True):
+                if part.numel():
+                    window.get(part, rank)
+
+    def close(self) -> None:
+        """Collective. Close the windows."""
+        self.own = []  # their memory goes
+        for window in self._windows:
+            window.close()
+
+
+PASSING = {POINT, DIRECTION, SUM, HEAD, TAIL}  # of one step
+
+
+class HistoryShard:
+    """Sum the gradients of portions, and run the coordinator's operations on this range of all vectors.
+
+    Of each (evaluation, portion) the first gradient counts. They are added in the order of the portions, so that the
+    sum is the same to the bit whoever computes them and whenever they come; those that are early are kept until then.
+
+    Attributes:
+        has_finished: the coordinator has ended the period of service.
+    """
+
+    def __init__(self, point: SharedPoint, shard: Shard, model: FlatModel):
+        self._shard, self._model = shard, model
+        self.vectors = LocalVectors(point.own)
+        self.has_finished = False
+        self._evaluation = self._count = self._heads = self._tails = self._next = 0
+        self._early: dict[int, tuple[float, list[Tensor]]] = {}
+
+    # --- gradients ------------------------------------------------------------------------------------------------
+    def push(self, evaluation: int, portion: int, weight: float, parts: Sequence[Tensor]) -> None:
+        """Count a portion's gradient `parts`, times `weight`, unless it is counted already, or of an older point."""
+        if evaluation != self._evaluation or portion < self._next or portion in self._early:
+            return
+        if portion > self._next:
+            self._early[portion] = weight, [part.clone() for part in parts]
+            return
+        self._add(weight, parts)
+        while self._next in self._early:
+            self._add(*self._early.pop(self._next))
+
+    def _add(self, weight: float, parts: Sequence[Tensor]) -> None:
+        sums = [SUM] + [HEAD] * (self._next < self._heads)
+        for number in sums + [TAIL] * (self._next >= self._count - self._tails):
+            for total, part in zip(self.vectors[number], parts, strict=True):
+                total.add_(part, alpha=weight)
+        self._next += 1
+
+    # --- operations -----------------------------------------------------------------------------------------------
+    def run(self, words: Sequence[float]) -> list[float]:
+        """Run operations, and return the results of those that have one."""
+        results = []
+        for at in range(0, len(words), WORDS):
+            code, a, b, factor, more = words[at : at + WORDS]
+            result = self._run(int(code), int(a), int(b), factor, int(more))
+            if result is not None:
+                results.append(result)
+        return results
+
+    def _run(self, code: int, a: int, b: int, factor: float, more: int) -> float | None:
+        if code == DOT:
+            return self.vectors.dot(a, b)
+        if code == TAKE_UP:
+            return self._take_up()
+        if code == AXPY:
+            self.vectors.axpy(a, b, factor)
+        elif code == SCALE:
+            self.vectors.scale(a, factor)
+        elif code == COPY:
+            self.vectors.copy(a, b)
+        elif code == GATHER:
+            self._gather(a, b, int(factor), more)
+        elif code == FINISH:
+            self.show()
+            self.has_finished = True
+        return None
+
+    def _gather(self, evaluation: int, count: int, heads: int, tails: int) -> None:
+        """Begin the sums of another evaluation."""
+        self._evaluation, self._count, self._heads, self._tails = evaluation, count, heads, tails
+        self._next = 0
+        self._early.clear()
+        for number in (SUM, *[HEAD] * (heads > 0), *[TAIL] * (tails > 0)):
+            for total in self.vectors[number]:
+                total.zero_()
+
+    def _take_up(self) -> float:
+        """Take up the parameters in the model; return 1 where they are not those that were shown there, else 0."""
+        own, there = self._shard.of(self._model.params), self.vectors[X]
+        same = all(torch.equal(mine, part.to(mine)) for mine, part in zip(own, there, strict=True))
+        if not same:
+            self.vectors.fill(X, own)
+        self.vectors.copy(POINT, X)
+        return 0.0 if same else 1.0
+
+    def show(self) -> None:
+        """Copy the parameters into the model, for loops whose rank evaluates or saves it."""
+        for mine, part in zip(self._shard.of(self._model.params), self.vectors[X], strict=True):
+            mine.copy_(part)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+    def state(self) -> dict[str, Any]:
+        numbers = [number for number in self.vectors.numbers if number not in PASSING]
+        return {"numbers": numbers, "vectors": [self.vectors[number] for number in numbers]}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what `state()` gave, or the same vectors whole, of which this shard has its range."""
+        for number, parts in zip(state.get("numbers", ()), state.get("vectors", ())):
+            own = [
+                part if part.numel() == stop - start else part[start:stop]
+                for part, (start, stop) in zip(parts, self._shard.ranges, strict=True)
+            ]
+            self.vectors.fill(number, own)

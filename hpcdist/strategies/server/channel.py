@@ -280,6 +280,15 @@ class RequestChannel:
             opened.close()
 
 
+def require_living(comm: Communicator, needed: Iterable[int]) -> None:
+    """Check that no rank has died without which the others can't go on; raise RankFailedError otherwise."""
+    for rank in set(needed).intersection(comm.failed()):
+        raise RankFailedError(
+            f"server rank {rank} has died, and its part of the parameters and of the optimiser's state with it. "
+            "Resume from the last checkpoint."
+        )
+
+
 class Client:
     """Push a child's requests, one at a time.
 
@@ -374,11 +383,7 @@ class Client:
         until = self._comm.now() + self._comm.deadline_s
         while not self._wait_for(min(CHECK_S, until - self._comm.now())):
             # Not parents alone: MPI tells of a rank that was killed, not of an aggregator that ended because of it.
-            for server in set(self._channel.needed) & set(self._comm.failed()):
-                raise RankFailedError(
-                    f"server rank {server} has died, and its part of the parameters and of the optimiser's state with "
-                    "it. Resume from the last checkpoint."
-                )
+            require_living(self._comm, self._channel.needed)
             if self._comm.now() > until:
                 break
 

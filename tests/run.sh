@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Runs all tests: in one process (those on a Slurm cluster, too), and on 2 and 4 ranks with Open MPI; on 1 and 3, and on 4
-# with MPICH, those to which that adds something; and some on 2 with Debian's MPI libraries and Intel's, where they can be
-# had. Installs what is missing.
-# Arguments are pytest's:  bash tests/run.sh -k ring
+# Runs the tests: those in one process, with those on a Slurm cluster beside them, and on 2 and 4 ranks with Open MPI those
+# for real ranks. With --all also what these leave out: tests marked `extended`, Horovod's own build, MPICH, Debian's MPI
+# libraries and Intel's, 1 and 3 ranks, and tests marked `computes` on real ranks. Installs what is missing.
+#
+#   bash tests/run.sh [--all] [pytest's arguments, such as -k ring]
+#
+# HPCDIST_TEST_MINUTES=60: of what --all adds, only parts begin that should end by then; the verdicts name the others.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../jobs/setup.sh"
 source "$ROOT/tests/other_mpi.sh"
@@ -89,56 +92,83 @@ end_horovod() {
     VERDICTS+=("$(printf '%-12s %4d s   %s' "$verdict" $((SECONDS - start)) "hpcdist horovod build (its last seconds)")")
 }
 
+# --- what --all adds --------------------------------------------------------------------------------------------------
+# fits SECONDS NAME: true where a part that takes so long on a quiet machine of 2 cores still ends in time on this one;
+# else the verdicts name it. How slow this machine is shows in the tests in one process.
+fits() {
+    local left=$((${HPCDIST_TEST_MINUTES:-1000000} * 60 - SECONDS))
+    [ $(($1 * (PLAIN_S > PLAIN_QUIET_S ? PLAIN_S : PLAIN_QUIET_S) / PLAIN_QUIET_S)) -gt "$left" ] || return 0
+    VERDICTS+=("$(printf '%-12s          %s' "LEFT OUT" "$2: takes about $1 s, of which too few are left")")
+    return 1
+}
+
 # Other MPI libraries, which differ from ours in how windows work inside a node, run the tests of that.
 OTHERS=(debian-mpich debian-openmpi intel)
 OTHER_TESTS=(
     tests/comm/test_mpi_window.py tests/comm/test_locked_memory.py tests/collectives/test_traffic.py
-    tests/strategies/test_parameter_server.py tests/strategies/test_gossip_pull.py
+    tests/strategies/test_real_equals_virtual.py
 )
 
-ready_others() {
-    local kind
-    for kind in "${OTHERS[@]}"; do
-        NO_OTHER[$kind]=$(ready_other "$kind")
-    done
-}
-
-# run_other KIND: their tests; why not, where it can't be had.
 run_other() {
-    if [ -n "${NO_OTHER[$1]}" ]; then
-        VERDICTS+=("$(printf '%-12s          %s' SKIPPED "MPI of $1: ${NO_OTHER[$1]}")")
+    local why
+    why=$(ready_other "$1")
+    if [ -n "$why" ]; then
+        VERDICTS+=("$(printf '%-12s          %s' SKIPPED "MPI of $1: $why")")
         return
     fi
     use_other "$1"
     say "MPI of $1"
-    OPTIONS=("${OTHER_TESTS[@]}" -k "not leave_nothing_behind")
-    run "${LAUNCHER[@]}" -n 2
+    run "${LAUNCHER[@]}" -n 2 -- "${OTHER_TESTS[@]}" -k "not leave_nothing_behind"
     VERDICTS[-1]+=" ($1)"
-    OPTIONS=()
 }
 
-declare -A NO_OTHER
+run_rest() {
+    local n kind
+    if fits 180 "tests marked extended"; then
+        run -- "${PLAIN[@]}" --all -m "extended and not cluster and not alone"
+    fi
+    use_mpich
+    say "$(mpichversion --version | head -n 1)"
+    if fits 200 "MPICH on 4 ranks"; then run mpiexec -n 4; fi
+    use_openmpi
+    for n in 3 1; do
+        if fits 60 "Open MPI on $n ranks"; then run mpirun -n "$n"; fi
+    done
+    if fits 300 "tests marked computes, on 4 real ranks"; then run mpirun -n 4 -- --all -m computes; fi
+    for kind in "${OTHERS[@]}"; do # the last ones: what they set stays
+        if fits 60 "MPI of $kind"; then run_other "$kind"; fi
+    done
+}
+
 ready
 ready_mpich
 ready_cluster
 ready_browser
-ready_others
 cd "$ROOT"
 trap 'exit 130' INT # else an interrupted run would be followed by the next one
 
 COLOR=--color=no
 [ ! -t 1 ] || COLOR=--color=yes # a rank can't tell: the launcher gives it a terminal of its own
-ARGUMENTS=("$@")
+ALL=
+ARGUMENTS=()
+for argument in "$@"; do
+    if [ "$argument" = --all ]; then ALL=yes; else ARGUMENTS+=("$argument"); fi
+done
 VERDICTS=()
 STATUS=0
-OPTIONS=()
+PLAIN=(--numprocesses 3 --dist loadfile --no-loadscope-reorder) # more processes than cores: many tests wait for jobs
+PLAIN_QUIET_S=480                                               # what they take on 2 quiet cores
 
-# run LAUNCHER...: pytest with OPTIONS under that launcher, or without one
+# run [LAUNCHER...] [-- OPTION...]: pytest with these options and the script's, under that launcher or without one
 run() {
-    local start=$SECONDS status=0 given=(${OPTIONS[@]+"${OPTIONS[@]}"} ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
-    local name="${*+$* }pytest${given[*]+ ${given[*]}}"
+    local start=$SECONDS status=0 launcher=() given name
+    while [ $# -gt 0 ] && [ "$1" != -- ]; do
+        launcher+=("$1") && shift
+    done
+    given=("${@:2}" ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
+    name="${launcher[*]+${launcher[*]} }pytest${given[*]+ ${given[*]}}"
     say "$name"
-    tested "$@" python -m pytest "$COLOR" ${given[@]+"${given[@]}"} || status=$?
+    tested ${launcher[@]+"${launcher[@]}"} python -m pytest "$COLOR" ${given[@]+"${given[@]}"} || status=$?
     judge "$status" $((SECONDS - start)) "$name"
 }
 
@@ -169,30 +199,19 @@ export PRTE_MCA_prte_tmpdir_base
 LATER=$(mktemp) # the names of tests that passed only when they were run again
 trap 'rm -rf "$PRTE_MCA_prte_tmpdir_base" "$LATER"; [ -z "${CLUSTER-}" ] || pkill -P "$CLUSTER"' EXIT
 say "$(python -V), $(ompi_info --version | head -n 1)"
-begin_horovod
+[ -z "$ALL" ] || begin_horovod
 lint
 begin_cluster
-OPTIONS=(--numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not cluster and not alone") # many wait for jobs
-run
+PLAIN_S=$SECONDS
+run -- "${PLAIN[@]}" -m "not cluster and not alone"
+PLAIN_S=$((SECONDS - PLAIN_S))
 end_cluster
-OPTIONS=(-m alone)
-run
-OPTIONS=()
-end_horovod
+run -- -m alone
+[ -z "$ALL" ] || end_horovod
 for n in 2 4; do
     run mpirun -n "$n"
 done
-OPTIONS=(--without-repeats) # of what these have shown: see the marker `computes` in tests/harness/plugin.py
-for n in 1 3; do
-    run mpirun -n "$n"
-done
-use_mpich
-say "$(mpichversion --version | head -n 1)"
-run mpiexec -n 4
-OPTIONS=()
-for kind in "${OTHERS[@]}"; do # the last ones: what they set stays
-    run_other "$kind"
-done
+[ -z "$ALL" ] || run_rest
 
 if [ -n "$NO_CLUSTER" ]; then
     VERDICTS+=("$(printf '%-12s          %s' SKIPPED "tests/cluster: $NO_CLUSTER")")

@@ -111,9 +111,8 @@ def test_virtual(ranks):
 def test_computed(ranks):
     pass
 
-@pytest.mark.computes
-@pytest.mark.sizes(3)
-def test_computed_on_three_only(ranks):
+@pytest.mark.extended
+def test_extended(ranks):
     pass
 
 @given(values=strategies.lists(strategies.integers()))
@@ -130,7 +129,7 @@ def test_shared_folder(ranks, shared_tmp_path, tmp_path):
 @needs_mpirun
 def test_one_verdict_for_all_ranks(write):
     write(VERDICTS)
-    done = run(3, "-v", "--without-repeats")
+    done = run(3, "-v")
     assert done.returncode == 1, done.stdout + done.stderr
     verdicts = dict(re.findall(r"^test_it.py::test_(\w+)(?:\[n3\])? ([A-Z]+)", done.stdout, re.MULTILINE))
     assert verdicts == {
@@ -147,13 +146,12 @@ def test_one_verdict_for_all_ranks(write):
         "powers_of_two": "SKIPPED",
         "real_and_more_ranks": "SKIPPED",
         "real": "PASSED",
-        "computed_on_three_only": "PASSED",
         "property": "FAILED",
         "shared_folder": "PASSED",
     }, done.stdout + done.stderr
     told = [
         "ranks: 3 of ",
-        "3 tests deselected that run in plain pytest only (they use no real ranks) or in other jobs",
+        "4 tests deselected that run in plain pytest only (they use no real ranks) or with --all",
         "needs 4 or more ranks; this job has 3",
         "needs 2 ranks; this job has 3",
         "is for 2 or 4 ranks, to which 3 add nothing",
@@ -166,7 +164,7 @@ def test_one_verdict_for_all_ranks(write):
         "every rank must skip a test or none:\nrank 0: passed\nrank 1: passed\nrank 2: skipped: Skipped: not rank 2",
         "ERROR test_it.py::test_teardown_fails[n3] - [rank 0] IndexError",
         "test_property[n3] - [rank 0] AssertionError: found",
-        "4 failed, 7 passed, 5 skipped, 3 deselected, 1 error",
+        "4 failed, 6 passed, 5 skipped, 4 deselected, 1 error",
     ]
     stdout = done.stdout.replace("\r\n", "\n")
     assert [text for text in told if text not in stdout] == [], stdout
@@ -256,12 +254,18 @@ def test_given_sizes(ranks):
 @pytest.mark.mpi
 def test_real():
     assert False
+
+@pytest.mark.extended
+def test_extended():
+    pass
 """)
     done = run(0, "-v")
     assert done.returncode == 0, done.stdout
     ids = re.findall(r"::(\S+) PASSED", done.stdout)
     assert ids == [*(f"test_sizes[n{n}]" for n in (1, 2, 3, 4)), "test_given_sizes[n2]", "test_given_sizes[n5]"]
-    assert "1 tests deselected that run under mpirun only" in done.stdout
+    assert "2 tests deselected that run under mpirun only or with --all" in done.stdout
+    done = run(0, "--all")
+    assert "7 passed, 1 deselected" in done.stdout
 
 
 BLOCKED = """

@@ -20,20 +20,21 @@ from harness.time_limit import TimeLimit
 from hpcdist.comm.launch import check_world, declared_size
 
 SIZES = (1, 2, 3, 4)
-REPEATED = (2, 4)  # on so many real ranks tests marked `computes` run in any case
 MARKERS = (
     "sizes(*sizes, exact=False): numbers of virtual ranks, default 1, 2, 3, 4. A real job runs the test if its size is "
     "one of them, or larger than those of them up to 4; with exact=True, or where there is only one, in the first case",
     "mpi(min_size=1): runs under a launcher only",
     "virtual: uses ranks, but runs on virtual ones only",
-    "computes: is about what ranks compute, by communication that other tests examine. --without-repeats leaves it out "
-    "of a real job, except where it needs 1 or 3 ranks",
+    "computes: is about what ranks compute, by communication that other tests examine; on real ranks with --all only, "
+    "except where it is marked mpi",
+    "extended: adds cases to what other tests show; runs with --all only",
     "alone: measures how long something takes, so that no other test may run beside it",
     "gpu: needs a GPU that torch can use, and is skipped elsewhere unless --gpu-as cpu is given",
     "cluster: uses the fixture of that name, a cluster under Slurm; set by itself",
     "time_limit(seconds): how long the test may take before the run is ended; default --time-limit",
 )
 REAL = re.compile(r"def \w+\([^)]*\branks\b|mark\.mpi\b")  # what is in a file of tests for real ranks, or beside it
+COMPUTES = re.compile(r"^pytestmark = .*\bmark\.computes\b", re.MULTILINE)  # what is in a file that only computes
 JOB = pytest.StashKey()
 DESELECTED = pytest.StashKey()
 
@@ -55,8 +56,9 @@ hypothesis.settings.register_profile(
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ranks")
     group.addoption("--grace", type=float, default=5.0, help="seconds after which a failed rank ends the job")
-    help_ = "leave out tests marked computes that run on 2 or 4 ranks of another job"
-    group.addoption("--without-repeats", action="store_true", help=help_)
+    group.addoption(
+        "--all", action="store_true", help="also tests marked extended, and on real ranks those that compute"
+    )
     group.addoption("--gpu-as", choices=("cuda", "cpu"), help="device that tests marked gpu use instead of a GPU")
     group.addoption("--time-limit", type=float, default=240.0, help="seconds that a test may take")
 
@@ -103,6 +105,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         wanted.append(re.compile(rf"\b{config.option.markexpr}\b"))
     paths = [path for path in (collection_path, collection_path.parent / "conftest.py") if path.exists()]
     text = "\n".join(path.read_text() for path in paths)
+    if config.stash[JOB] and not config.getoption("--all") and COMPUTES.search(text) and "mark.mpi" not in text:
+        return True
     return None if all(pattern.search(text) for pattern in wanted) else True
 
 
@@ -135,19 +139,12 @@ def _why_not(size: int, sizes: tuple[int, ...], exact: bool) -> str:
     return ""
 
 
-def _repeats(item: pytest.Item) -> bool:
-    """Whether another job's run of the test shows as much."""
-    marker = item.get_closest_marker("sizes")
-    sizes, exact = (marker.args, marker.kwargs.get("exact", False)) if marker else (SIZES, False)
-    return item.get_closest_marker("computes") is not None and not all(_why_not(n, sizes, exact) for n in REPEATED)
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     job = config.stash[JOB]
-    leave_out = bool(job) and config.getoption("--without-repeats")
     runs = [_runs_real(item) if job else item.get_closest_marker("mpi") is None for item in items]
-    runs = [here and not (leave_out and _repeats(item)) for item, here in zip(items, runs, strict=True)]
+    if not config.getoption("--all"):
+        runs = [here and not _is_more(item, bool(job)) for item, here in zip(items, runs, strict=True)]
     deselected = [item for item, here in zip(items, runs, strict=True) if not here]
     items[:] = [item for item, here in zip(items, runs, strict=True) if here]
     config.stash[DESELECTED] = len(deselected)
@@ -164,6 +161,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
     if not job:
         _slow_files_first(config, items)
+
+
+def _is_more(item: pytest.Item, real: bool) -> bool:
+    """Whether a test runs with --all only."""
+    computes = real and item.get_closest_marker("computes") is not None and item.get_closest_marker("mpi") is None
+    return computes or item.get_closest_marker("extended") is not None
 
 
 def _slow_files_first(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -197,7 +200,7 @@ def _runs_real(item: pytest.Item) -> bool:
 def pytest_report_collectionfinish(config: pytest.Config) -> str:
     count = config.stash.get(DESELECTED, 0)  # unset where a path is wrong
     where = "in plain pytest only (they use no real ranks)" if config.stash[JOB] else "under mpirun only"
-    where += " or in other jobs" if config.getoption("--without-repeats") else ""
+    where += "" if config.getoption("--all") else " or with --all"
     return f"{count} tests deselected that run {where}" if count else ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -104,11 +104,12 @@ def train(
     dtype: torch.dtype = torch.float64,
     poison: Collection[tuple[int, int]] = (),
     tells: bool = True,
+    turns: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Run:
     """Collective. Trains by a strategy, with every step's computation on the virtual clock where there is one.
 
     If it `tells`, the strategy knows the optimiser, so that hyper-parameters travel, or are compared. In every epoch
-    the gradient of each (worker, step) in `poison` is NaN.
+    the gradient of each (worker, step) in `poison` is NaN. A worker takes each step in the context `turns()`.
     """
     cls = strategies.load(name) if isinstance(name, str) else name
     module = model(dtype)
@@ -122,7 +123,7 @@ def train(
     for epoch in range(epochs):
         plan = EpochPlan(samples, len(workers), batch, seed=1, epoch=epoch)
         if strategy.is_worker:
-            _steps(strategy, local, module, plan, workers.index(comm.rank), records, poison, batch)
+            _steps(strategy, local, module, plan, workers.index(comm.rank), records, poison, batch, turns)
         else:
             strategy.serve(local.step)
     run = Run(strategy, records)
@@ -131,7 +132,9 @@ def train(
     return run
 
 
-def _steps(strategy, local, module, plan: EpochPlan, worker: int, records: list[StepRecord], poison, batch) -> None:
+def _steps(
+    strategy, local, module, plan: EpochPlan, worker: int, records: list[StepRecord], poison, batch, turns
+) -> None:
     for step in range(plan.steps):
         sizes = plan.sizes(step)
         strategy.model.begin_batch(sizes[worker] * len(sizes) / sum(sizes))
@@ -145,7 +148,8 @@ def _steps(strategy, local, module, plan: EpochPlan, worker: int, records: list[
         indices = plan.indices(step, worker) if sizes[worker] else range(batch)  # what counts 0 may be any batch
         with poisoned(next(module.parameters())) if (worker, step) in poison else nullcontext():
             loss(module, indices).backward()
-        records.append(strategy.step(local.step))
+        with turns():
+            records.append(strategy.step(local.step))
     strategy.pause()
 
 

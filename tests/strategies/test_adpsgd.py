@@ -11,6 +11,8 @@ from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from strategies import mixed, problem
 
+pytestmark = pytest.mark.computes
+
 NAME = "adpsgd"
 # Transfers that tear, and last longer than a step: many happen at once.
 SLOW = {"network": Network(0.02, 800.0), "compute": Exponential(0.1)}

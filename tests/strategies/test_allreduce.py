@@ -10,6 +10,8 @@ from hpcdist.comm.virtual import Constant, Jitter, Network, run_virtual
 from hpcdist.model.flat import FlatModel
 from strategies import problem
 
+pytestmark = pytest.mark.computes
+
 
 @pytest.mark.sizes(1, 2, 3, 4, 5, 8, 16)
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])

@@ -14,6 +14,8 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, PAUSE, PUSH
 from strategies import problem
 
+pytestmark = pytest.mark.computes
+
 NAME = "downpour"
 
 

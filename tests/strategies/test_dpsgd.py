@@ -13,6 +13,8 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.topology.graphs.description import spectral_gap
 from strategies import mixed, problem
 
+pytestmark = pytest.mark.computes
+
 NAME = "dpsgd"
 SYMMETRIC = [name for name in topology.available() if topology.load(name).symmetric]
 overlapping = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])

@@ -12,6 +12,8 @@ from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from strategies import elastic, problem
 
+pytestmark = pytest.mark.computes
+
 NAME = "easgd"
 BOTH = pytest.mark.parametrize("name", ["easgd", "eamsgd"])
 SERVERS = pytest.mark.parametrize("servers", [1, 2, "colocated"])

@@ -14,6 +14,7 @@ from hpcdist.errors import ConfigError, MismatchError, NonFiniteError, UnknownNa
 from hpcdist.model.flat import FlatModel
 from strategies import problem
 
+pytestmark = pytest.mark.computes
 every = pytest.mark.parametrize("name", strategies.available())
 stepping = pytest.mark.parametrize("name", problem.stepping())
 
@@ -147,23 +148,3 @@ def test_a_nan_gradient_ends_the_run_and_names_rank_parameter_and_step(name, siz
     where = f"gradients must be finite; got NaN or infinite gradient at step 2, rank {size - 1}: 0.bias"
     with pytest.raises(NonFiniteError, match=where):
         run_virtual(lambda comm: _with_nan(comm, name, "stop"), size)
-
-
-@every
-@pytest.mark.mpi
-@pytest.mark.sizes(2, 3, 4)
-def test_it_learns_where_every_rank_is_on_a_node_of_its_own(ranks, name):
-    """Windows are then read and written over the network, not in shared memory."""
-
-    def body(comm):
-        far = comm.apart()
-        run = problem.train(far, name, optimizer="sgd", epochs=4)
-        far.close()
-        return [p.tolist() for p in run.consensus]
-
-    found = ranks(body)
-    assert all(consensus == found[0] for consensus in found)
-    module = problem.model()
-    start = problem.loss(module, range(problem.SAMPLES)).item()
-    problem.load(module, [torch.tensor(p, dtype=torch.float64) for p in found[0]])
-    assert problem.loss(module, range(problem.SAMPLES)).item() < start

@@ -8,6 +8,8 @@ import torch
 from hpcdist.comm.virtual import Jitter, run_virtual
 from strategies import problem
 
+pytestmark = pytest.mark.computes
+
 both = pytest.mark.parametrize("name", ["gossip_pull", "gossip_push"])
 
 

@@ -8,6 +8,8 @@ import torch
 from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtual
 from strategies import problem
 
+pytestmark = pytest.mark.computes
+
 NAME = "gossip_push"
 
 

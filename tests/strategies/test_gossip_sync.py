@@ -11,6 +11,8 @@ from hpcdist.comm.virtual import Constant, Straggler, run_virtual
 from hpcdist.model.flat import FlatModel
 from strategies import problem
 
+pytestmark = pytest.mark.computes
+
 NAME = "gossip_sync"
 
 

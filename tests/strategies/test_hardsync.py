@@ -8,6 +8,8 @@ import torch
 from hpcdist.comm.virtual import Constant, Exponential, Straggler, run_virtual
 from strategies import problem
 
+pytestmark = pytest.mark.computes
+
 NAME = "hardsync"
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 

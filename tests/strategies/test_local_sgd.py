@@ -14,6 +14,8 @@ from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from strategies import problem, replicas
 
+pytestmark = pytest.mark.computes
+
 NAME = "local_sgd"
 STEPS = 14
 LINEAR = {

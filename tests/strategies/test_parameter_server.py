@@ -14,6 +14,8 @@ from hpcdist.model.flat import FlatModel
 from strategies import problem
 from strategies.replay import asynchronous, logged
 
+pytestmark = pytest.mark.computes
+
 NAME = "parameter_server"
 OPTIMIZERS = pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 

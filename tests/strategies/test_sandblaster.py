@@ -29,6 +29,8 @@ from hpcdist.train import resume as resuming
 from strategies import problem
 from train import tiny
 
+pytestmark = pytest.mark.computes
+
 
 class Loop:
     """Steps on the first `samples` of the problem's samples, or on those that `batches` give."""

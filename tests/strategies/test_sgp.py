@@ -10,6 +10,8 @@ from hpcdist.comm.virtual import Network, run_virtual
 from hpcdist.topology.graphs.description import spectral_gap
 from strategies import mixed, problem
 
+pytestmark = pytest.mark.computes
+
 NAME = "sgp"
 overlapping = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
 

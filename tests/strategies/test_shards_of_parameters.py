@@ -18,6 +18,8 @@ from hpcdist.train import Trainer
 from strategies import problem
 from train import tiny
 
+pytestmark = pytest.mark.computes
+
 WHOLE = {  # torch's optimisers that look at whole tensors
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.05),
     "muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.05),

@@ -14,6 +14,8 @@ from hpcdist.model.flat import FlatModel
 from strategies import problem
 from strategies.watched import watched
 
+pytestmark = pytest.mark.computes
+
 NAME = "softsync"
 
 

@@ -9,6 +9,8 @@ from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Exponential, Jitter, Straggler, run_virtual
 from strategies import problem
 
+pytestmark = pytest.mark.computes
+
 NAME = "ssp"
 SLOW = Straggler(Constant(0.1), 2, 4.0)
 

@@ -13,6 +13,8 @@ from hpcdist.topology import load as topology
 from hpcdist.topology.graphs.structure import spanning_tree
 from strategies import problem
 
+pytestmark = pytest.mark.computes
+
 Strom = strategies.load("strom")
 COMPRESSIONS = [
     {"name": "threshold", "density": 0.1},

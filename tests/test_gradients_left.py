@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from hpcdist import strategies
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from strategies import problem
@@ -154,11 +153,7 @@ def test_strategies_copy_gradients_only_to_sum_them(ranks, name):
         strategy = problem.make(comm, name, problem.model())
         grads = strategy.model.grads
         strategy.close()
-        return len(grads), strategy.reads_gradients
+        return len(grads), strategy.contract.reads_gradients
 
     for count, reads in ranks(body):
         assert count == (reads and ranks.size > 1)
-
-
-def test_a_strategy_reads_flat_gradients_unless_it_says_otherwise():
-    assert strategies.Strategy.reads_gradients

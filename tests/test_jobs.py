@@ -52,7 +52,7 @@ def test_the_jobs_are_known():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_job_learns_and_its_summary_is_whole(name, strategy, tmp_path, capsys):
     summary = run(name, tmp_path, 4, f"strategy={strategy}", *PERIODS.get(strategy, []), "seed=3")
-    workers = len(strategies.load(strategy).worker_ranks(strategies.load(strategy).Config(), 4))
+    workers = len(strategies.load(strategy).Config().workers(4))
     records = read_records(tmp_path / "run")
     steps = [record for of_rank in records.values() for record in of_rank if record.samples]
 

@@ -29,10 +29,10 @@ from hpcdist.train.runs import train
 ALONE = '''
 """A strategy that needs nobody."""
 from typing import final
-from hpcdist.strategies.base import Strategy
+from hpcdist.strategies.base import Contract, Strategy
 
 class _Shared(Strategy):
-    pass
+    contract = Contract(averages="nothing", meets="never")
 
 @final
 class Alone(_Shared):
@@ -42,7 +42,7 @@ class Alone(_Shared):
     """
 
     def advance(self, update):
-        return self.step_alone(update)
+        return self.gradients.step_alone(update)
 '''
 HALVED = '''
 """Half of everything."""
@@ -409,7 +409,7 @@ def test_a_job_for_slurm_is_checked_with_a_strategy_in_a_file(folder):
     assert error.startswith("error: strategy must be defined in mine.py; got 'Alnoe', which is not. Did you mean 'Al")
     (warning,) = found("mine.py:Alone", shrink=True)
     assert "got 'mine.py:Alone'. It ends when a rank dies." in warning
-    (folder / "mine.py").write_text(ALONE.replace("def advance", "survives_deaths = True\n\n    def advance"))
+    (folder / "mine.py").write_text(ALONE.replace('meets="never"', 'meets="never", deaths="others go on"'))
     assert found("mine.py:Alone", shrink=True) == []
     (folder / "mine.py").write_text("1 / 0\n")
     (error,) = found("mine.py:Alone")

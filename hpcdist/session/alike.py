@@ -29,16 +29,16 @@ def begin_epoch(optimizer: Any) -> None:
     """
     strategy: Strategy = optimizer.strategy
     first, optimizer.begun = not optimizer.begun, True
-    works = len(strategy.worker_ranks(strategy.config, strategy.comm.size)) == strategy.comm.size
+    works = len(strategy.config.workers(strategy.comm.size)) == strategy.comm.size
     takes_up = works and type(strategy).take_up is not Strategy.take_up  # ranks that only serve do so by themselves
     if strategy.comm.size == 1:
         return
     strategy.model.refresh()
-    looks = first or takes_up or strategy.replicates
+    looks = first or takes_up or strategy.contract.replicates
     mine = [strategy.model.touched(), strategy.model.sketch()] if looks else [False, []]
     found = _gathered(strategy.comm, "at an epoch's start", mine)
     touched = any(touched for touched, _ in found.values())
-    if strategy.replicates or (first and touched):
+    if strategy.contract.replicates or (first and touched):
         _require_replicas(strategy, {rank: sketch for rank, (_, sketch) in found.items()})
     if takes_up and touched:
         strategy.take_up()
@@ -55,14 +55,14 @@ def require_same_steps(strategy: Strategy, place: str) -> None:
     """
     if strategy.comm.size == 1:
         return
-    sketch = strategy.model.sketch() if strategy.replicates else []
+    sketch = strategy.model.sketch() if strategy.contract.replicates else []
     found = _gathered(strategy.comm, place, [strategy.model.passes.batches_used, sketch])
-    workers = [rank for rank in strategy.worker_ranks(strategy.config, strategy.comm.size) if rank in found]
-    if strategy.synchronous:
+    workers = [rank for rank in strategy.config.workers(strategy.comm.size) if rank in found]
+    if strategy.contract.synchronous:
         error = unequal_steps({rank: found[rank][0] for rank in workers}, "batches that steps were taken for")
         if error is not None:
             raise error
-    if strategy.replicates:
+    if strategy.contract.replicates:
         _require_replicas(strategy, {rank: sketch for rank, (_, sketch) in found.items()})
 
 

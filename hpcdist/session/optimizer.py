@@ -63,7 +63,7 @@ class _Distributed:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        at_once = self.strategy.sends_between_steps
+        at_once = self.strategy.contract.sends == "between steps"
         with self._scaled() as how:
             self.record = self.strategy.step(self._step_and_share if at_once else self.local_step, **how)
         if not at_once:
@@ -119,7 +119,7 @@ class _Distributed:
 
     def look(self) -> None:
         """Remember how often the parameters have been changed, and some of them, where servers replace them."""
-        if self.strategy.replaces_parameters:
+        if self.strategy.contract.parameters == "replaced":
             self.seen = self.strategy.model.changes()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ class _Distributed:
         Raises:
             ConfigError: it is inside of the loop there.
         """
-        if self.strategy.optimizer_ranks and current().group is not None:
+        if self.strategy.config.optimizer_ranks(self.strategy.comm.size) and current().group is not None:
             raise ConfigError(
                 f"optimizer.load_state_dict() must be outside of the training loop with {name_of(self.strategy)}, for "
                 "its servers have the optimiser's state; got one inside. Do it between epochs, on all ranks."
@@ -141,7 +141,7 @@ class _Distributed:
         Raises:
             ConfigError: the strategy's update is of several workers' gradients, and made elsewhere.
         """
-        if not self.strategy.takes_changed_gradients:
+        if not self.strategy.contract.uses_changed_gradients:
             raise ConfigError(
                 "synchronize() must be called with a strategy whose updates are made on this rank; got "
                 f"{type(self.strategy).__name__}, whose servers make them of several workers' gradients. To clip "
@@ -161,10 +161,11 @@ class _Distributed:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state of the local optimiser; warn where each of several servers has a part of it only."""
-        if self.strategy.comm.size > 1 and len(self.strategy.optimizer_ranks) > 1:
+        holders = self.strategy.config.optimizer_ranks(self.strategy.comm.size)
+        if self.strategy.comm.size > 1 and len(holders) > 1:
             warnings.warn(
-                f"The optimiser's state is in parts, on the servers, ranks {self.strategy.optimizer_ranks}; this is "
-                f"rank {self.strategy.comm.rank}'s. Save it by hpcdist.save(..., optimizer=optimizer).",
+                f"The optimiser's state is in parts, on the servers, ranks {holders}; this is rank "
+                f"{self.strategy.comm.rank}'s. Save it by hpcdist.save(..., optimizer=optimizer).",
                 stacklevel=2,
             )
         return self.local_state_dict()
@@ -178,7 +179,11 @@ class _Distributed:
         """
         given = param_group["params"]
         given = [given] if isinstance(given, torch.Tensor) else list(given)
-        if self.strategy.sends_hyperparameters and self.strategy.comm.size > 1:
+        if (
+            self.strategy.contract.updates == "on servers"
+            and self.strategy.contract.batch == "own"
+            and self.strategy.comm.size > 1
+        ):
             raise ConfigError(
                 f"param_groups must stay those that the DistributedOptimizer was made with, as its servers have them; "
                 f"got one more of {len(given)} parameters. Add it before."
@@ -265,7 +270,7 @@ def DistributedOptimizer(
     if stages > 1:
         check_optimizer(optimizer, model, evaluating, cls)
     flat = _flat(optimizer, model, bucket_bytes, session.optimizers)
-    replicas = cls.worker_ranks(config, outer.size)
+    replicas = config.workers(outer.size)
     peers = _workers(outer, replicas)
     workers = peers if stages == 1 else _workers(session.comm, session.ranks_of(replicas))
     synchronise_batch_norms(flat, cls, peers)
@@ -275,9 +280,10 @@ def DistributedOptimizer(
     changed.local_state_dict = local_class.state_dict.__get__(optimizer)
     vars(optimizer).pop("step", None)  # a learning-rate schedule puts its own there, which would pass by ours
     given: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "stages": agreement(model)}
-    changed.strategy = cls(config, outer.split(0), flat, **given)
+    changed.strategy = made = cls(config, outer.split(0), flat, **given)
+    made.before_step = lambda: _require_allowed(made)
     flat.mark()
-    added = _Evaluating if evaluating or cls.evaluates_portions else _Distributed
+    added = _Evaluating if evaluating or cls.contract.batch == "portions" else _Distributed
     changed.__class__ = type(local_class.__name__, (added, local_class), {})
     changed.record, changed.workers, changed.peers = None, workers, peers
     changed.seen, changed.begun = None, False
@@ -287,6 +293,23 @@ def DistributedOptimizer(
     if isinstance(model, PartOfModel):
         model.optimizers.append(changed)
     return optimizer
+
+
+def _require_allowed(strategy: Strategy) -> None:
+    """Raise ConfigError where the loop has changed what the strategy's next step can't use."""
+    if strategy.model.unfrozen and strategy.contract.frozen == "before":
+        raise ConfigError(
+            f"requires_grad of {strategy.model.unfrozen!r} must stay False with {name_of(strategy)}; got True. "
+            "Unfreeze it first and make the DistributedOptimizer after; with plain allreduce it may be unfrozen at any "
+            "time."
+        )
+    uses = strategy.contract.uses_changed_gradients
+    if not uses and strategy.comm.size > 1 and strategy.model.changed_since_backward():
+        raise ConfigError(
+            f"gradients must stay as backward() leaves them with {name_of(strategy)}, whose update is of several "
+            "workers' gradients and is made on a server; got gradients that were changed before step(). To clip "
+            "them, pass clip_norm to DistributedOptimizer; to scale them, scale the loss; or use allreduce."
+        )
 
 
 def _refreshing(step: Callable[..., Any], flat: FlatModel) -> Callable[..., Any]:
@@ -382,13 +405,13 @@ def _must_have_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 def _check_evaluating(name: str, strategy: str, cls: type[Strategy], config: Any, clip_norm: float | None) -> None:
     """Raise ConfigError where a setting does not suit an optimiser, of that name, that evaluates its closure."""
-    if not cls.supports_closures:
-        able = strategies.having("supports_closures")
+    if cls.contract.closure != "often":
+        able = strategies.having(closure="often")
         raise ConfigError(
             f"strategy must be {able} with {name}, whose steps evaluate the loss several times, on all ranks' "
             f"samples together; got {strategy}. Use {able}, or another optimiser."
         )
-    cls.check_closures(config, name)
+    config.require_plain(name)
     if clip_norm is not None:
         raise ConfigError(
             f"clip_norm must be None with {name}, whose line search and curvature need the loss's own gradient; "

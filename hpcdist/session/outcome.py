@@ -19,6 +19,7 @@ from hpcdist.session.stages import SavedGrid
 from hpcdist.session.state import capture, require_saved, restore
 from hpcdist.session.values import broadcast_in
 from hpcdist.session.world import current
+from hpcdist.strategies.common.consensus import frozen_consensus
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def consensus_of(optimizers: Iterable[Any]) -> Iterator[None]:
                     require_same_steps(optimizer.strategy, "at an evaluation")
                     flat.refresh()
                     stack.enter_context(flat.swapped(*optimizer.strategy.consensus()))
-                    stack.enter_context(_holding(flat.frozen, optimizer.strategy.frozen_consensus()))
+                    stack.enter_context(_holding(flat.frozen, frozen_consensus(optimizer.strategy)))
             for optimizer in optimizers:
                 share_tied(optimizer.strategy.model.module)
         yield
@@ -97,7 +98,7 @@ def finish(model: nn.Module) -> nn.Module:
         require_same_steps(optimizer.strategy, "at the end of training")
         flat.refresh()
         params, buffers = optimizer.strategy.consensus()
-        frozen = optimizer.strategy.frozen_consensus() or flat.frozen
+        frozen = frozen_consensus(optimizer.strategy) or flat.frozen
         mine = (*flat.params, *flat.buffers, *flat.frozen)
         for own, value in zip(mine, (*params, *buffers, *frozen), strict=True):
             own.copy_(value)
@@ -222,7 +223,7 @@ def _named(name: str) -> Callable[[dict[str, Any]], Any]:
 def _first_worker(trained: Mapping[str, Any], saved: SavedGrid) -> int:
     """Return the first replica that took steps, among those that have saved."""
     strategy = next((optimizer.strategy for optimizer in trained.values()), None)
-    return 0 if strategy is None else strategy.worker_ranks(strategy.config, saved.replicas)[0]
+    return 0 if strategy is None else strategy.config.workers(saved.replicas)[0]
 
 
 def _trained(state: Mapping[str, Any]) -> dict[str, Any]:

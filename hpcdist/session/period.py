@@ -31,7 +31,7 @@ def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when
         pauses_when_left: pause also where the loop is left by `break`, or fails: the others then don't wait.
     """
     strategies = [optimizer.strategy for optimizer in optimizers]
-    if len(strategies) > 1 and any(strategy.evaluates_portions for strategy in strategies):
+    if len(strategies) > 1 and any(strategy.contract.batch == "portions" for strategy in strategies):
         raise ConfigError(
             f"a loop with a strategy that evaluates portions of its batches must have one optimizer; got "
             f"{len(strategies)}. Give one optimizer all parameters, or use another strategy."

@@ -148,7 +148,7 @@ def check_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, evaluating: bool, strategy: type[Strategy]
 ) -> None:
     """Check that an optimiser and a strategy can train one stage of several; raise ConfigError otherwise."""
-    if strategy.evaluates_portions:
+    if strategy.contract.batch == "portions":
         raise ConfigError(
             f"strategy must step along each stage by itself where a model is in stages; got {strategy.__name__}, whose "
             "directions and line search are of all parameters. Take another one."

@@ -144,7 +144,7 @@ class ShardedLoader:
         if not self._training:
             return tuple(range(size))
         strategies = [optimizer.strategy for optimizer in self._optimizers()]
-        ranks = {strategy.worker_ranks(strategy.config, size) for strategy in strategies}
+        ranks = {strategy.config.workers(size) for strategy in strategies}
         if len(ranks) > 1:
             listed = " and ".join(map(str, sorted(ranks)))
             raise ConfigError(
@@ -202,7 +202,7 @@ class ShardedLoader:
         worker = workers.index(current().outer.rank)
         own = not self._split or self._iterable
         for strategy in strategies:
-            if strategy.evaluates_portions:
+            if strategy.contract.batch == "portions":
                 yield from self._joint(strategy, worker, len(workers))
                 return
         for weighed in self._own(strategies, worker, len(workers)) if own else self._dealt(worker, len(workers)):
@@ -277,7 +277,7 @@ class ShardedLoader:
             batches = iter(()) if first is None else chain([first], batches)
             if _same_everywhere(group, first):
                 batches = islice(batches, worker, None, workers)
-        joined = workers > 1 and any(strategy.synchronous for strategy in strategies)
+        joined = workers > 1 and any(strategy.contract.synchronous for strategy in strategies)
         yield from self._joined(group, batches) if joined else map(Weighed, batches)
 
     def _joined(self, group: Communicator, batches: Iterator[Any]) -> Iterator[Weighed]:
@@ -330,7 +330,12 @@ def _require_steps(strategies: Sequence[Strategy], before: Sequence[int]) -> Non
     Where gradients are averaged as they arrive that is all the same.
     """
     for strategy, steps in zip(strategies, before, strict=True):
-        if strategy.comm.size == 1 or strategy.replicates or strategy.steps > steps or not strategy.model.passes:
+        if (
+            strategy.comm.size == 1
+            or strategy.contract.replicates
+            or strategy.steps > steps
+            or not strategy.model.passes
+        ):
             continue
         strategy.model.refresh()
         if strategy.model.touched():

@@ -138,10 +138,10 @@ def synchronise_batch_norms(flat: FlatModel, strategy: type[Strategy], workers: 
     layers = [(name, layer) for name, layer in flat.module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
     if not layers:
         return
-    if not strategy.synchronous:
+    if not strategy.contract.synchronous:
         raise ConfigError(
             f"SyncBatchNorm must go with a strategy whose ranks take their steps together; got {layers[0][0]!r} with "
-            f"{strategy.__name__}. Use BatchNorm, or {having('synchronous')}."
+            f"{strategy.__name__}. Use BatchNorm, or {having(meets='every step')}."
         )
     flat.exempt_buffers(tensor for _, layer in layers for tensor in layer.buffers())
     for _, layer in layers:

@@ -6,8 +6,10 @@ them share lie in `server`, `decentralised` and `synchronous`.
 
 from __future__ import annotations
 
+from hpcdist.errors import ConfigError
 from hpcdist.registry import catalogue
 from hpcdist.strategies.base import Strategy
+from hpcdist.strategies.common.contract import Contract
 
 
 def available() -> list[str]:
@@ -19,16 +21,24 @@ def load(name: str) -> type[Strategy]:
     """Load a strategy's class, by its name or as `path/to/file.py:Class`.
 
     Raises:
-        UnknownNameError: no strategy has this name; the message lists the known ones.
-        ConfigError: several have it, it can't be imported, or it is not a strategy.
+        UnknownNameError: there is none of that name; lists the known ones.
+        ConfigError: there are two of that name; or it can't be imported, is no strategy, or declares no contract.
     """
-    return catalogue("strategies").load(name)
+    cls = catalogue("strategies").load(name)
+    if not isinstance(getattr(cls, "contract", None), Contract):
+        raise ConfigError(
+            f"{name} must declare a contract, which says how it deals with training loops; got "
+            f"{getattr(cls, 'contract', None)!r}. Write contract = Contract(averages=..., meets=...) in the class, of "
+            "hpcdist.strategies.Contract."
+        )
+    return cls
 
 
-def having(attribute: str) -> str:
-    """Name the strategies whose class attribute is true, for a message: "a, b or c"."""
-    *others, last = (name for name in available() if getattr(load(name), attribute))
+def having(**words: str) -> str:
+    """Name the strategies whose contract has these words, for a message: "a, b or c"."""
+    found = (name for name in available() if vars(load(name).contract).items() >= words.items())
+    *others, last = found
     return f"{', '.join(others)} or {last}" if others else last
 
 
-__all__ = ["Strategy", "available", "having", "load"]
+__all__ = ["Contract", "Strategy", "available", "having", "load"]

@@ -19,6 +19,7 @@ from hpcdist.config import Named
 from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.model.pieces import alongside
 from hpcdist.strategies.base import Outcome, Update
+from hpcdist.strategies.common.consensus import mean_over, with_buffers
 from hpcdist.strategies.common.state import Entry, dropped, mean
 from hpcdist.strategies.decentralised.gossip import Gossip
 from hpcdist.topology import make_topology
@@ -71,7 +72,7 @@ class ADPSGD(Gossip):
             return self._step_shared(update)
         with torch.no_grad():
             self._average()
-        return self.step_alone(update)
+        return self.gradients.step_alone(update)
 
     # --- an active rank -------------------------------------------------------------------------------------------
     def _average(self) -> None:
@@ -104,7 +105,7 @@ class ADPSGD(Gossip):
     # --- a passive rank -------------------------------------------------------------------------------------------
     def _step_shared(self, update: Update) -> Outcome:
         """Take the local optimiser's step, add the change to the window, and take a new copy of its contents."""
-        outcome = self.step_alone(update)
+        outcome = self.gradients.step_alone(update)
         rank = self.comm.rank
         for window, before, own in zip(self._shared, self._scratch, self.model.params, strict=True):
             if not window.change(_take_in, rank, own, before):
@@ -139,7 +140,7 @@ class ADPSGD(Gossip):
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Compute the exact means of x and of the buffers; the model is untouched."""
         self.comm.barrier()  # nobody averages any more
-        return self._means(self._values()), self._means(self.model.buffers)
+        return with_buffers(self, mean_over(self.comm, self._values(), self.comm.living))
 
     def entries(self) -> list[Entry]:
         return [*super().entries(), Entry("shared", self._save_shared, self._load_shared, dropped())]

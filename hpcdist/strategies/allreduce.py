@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -11,13 +12,13 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hpcdist.collectives.tuning.background import Trial
-from hpcdist.comm.communicator import Traffic
 from hpcdist.compress import JointCompression, Reduction, spans
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import Bucket
 from hpcdist.model.hyperparameters import difference, digests, sums_are_of_equals
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, attribute, part
 from hpcdist.strategies.synchronous.averaging import Averaging, OutsideAveraging, OwnAveraging
 from hpcdist.strategies.synchronous.buffers import ChangingBuffers
@@ -92,12 +93,29 @@ class AllReduce(Strategy):
                 )
             return self
 
-    synchronous = compares_always = weighs = supports_closures = replicates = True
+        def narrow(self, contract: Contract, size: int) -> Contract:
+            return replace(contract, frozen="before" if self.compression or self.provider else "at any time")
+
+        def require_plain(self, optimizer: str) -> None:
+            if self.compression:
+                raise ConfigError(
+                    f"strategy.compression must be none with {optimizer}, whose line search and curvature need the "
+                    f"loss's own gradient; got {self.compression.name}. Leave it out."
+                )
+            if not self.provider.exact:
+                raise ConfigError(
+                    f"strategy.provider must give the mean of gradients with {optimizer}, whose line search and "
+                    f"curvature need the loss's own gradient; got op {self.provider.op!r}, compression "
+                    f"{self.provider.compression!r}. Leave them out."
+                )
+
+    contract = Contract(averages="gradients", meets="every step", closure="often", frozen="at any time")
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self.updates = 0
         self._channel = comm.split(0)  # the thread's own
+        self.records.count(self._channel)
         self._averaging: Averaging = (
             OutsideAveraging(self._channel, config.provider, model)
             if config.provider
@@ -124,20 +142,6 @@ class AllReduce(Strategy):
         model.passes.on_end(self._backward_ended)
         self._arm(overlapped=config.overlap == "on" and overlaps)
 
-    @classmethod
-    def check_closures(cls, config: Config, optimizer: str) -> None:
-        if config.compression:
-            raise ConfigError(
-                f"strategy.compression must be none with {optimizer}, whose line search and curvature need the loss's "
-                f"own gradient; got {config.compression.name}. Leave it out."
-            )
-        if not config.provider.exact:
-            raise ConfigError(
-                f"strategy.provider must give the mean of gradients with {optimizer}, whose line search and curvature "
-                f"need the loss's own gradient; got op {config.provider.op!r}, compression "
-                f"{config.provider.compression!r}. Leave them out."
-            )
-
     def _forget_used(self) -> None:
         """Forget which parameters had a gradient in the last step, here and on any rank."""
         self._used = (torch.ones(len(self.model.names), dtype=torch.bool),) * 2
@@ -152,7 +156,7 @@ class AllReduce(Strategy):
 
     def _nonfinite_here(self) -> list[str]:
         """Name the parameters whose gradient on this rank is not finite, unless that is to be ignored."""
-        return [] if self.ignores_nonfinite else self.model.nonfinite()
+        return [] if self.gradients.ignores_nonfinite else self.model.nonfinite()
 
     def _note_nonfinite(self, bucket: Bucket) -> None:
         """Note gradients that are not finite before they are averaged."""
@@ -189,7 +193,7 @@ class AllReduce(Strategy):
             bad, self._merged = self._merged, None
             return bad
         if self.model.unfrozen:
-            self.unfreeze()
+            self._unfreeze()
         self.model.settle()
         names = self._nonfinite_here()
         return {0: names} if names else {}
@@ -208,19 +212,21 @@ class AllReduce(Strategy):
             )
 
     def advance(self, update: Update) -> Outcome:
+        if self.model.unfrozen:
+            self._unfreeze()
         self._require_averaged()
         bad = self._averaged()
-        if self.model.changed_since_backward() or (self._skips and self.config.on_nonfinite == "ignore"):
+        if self.model.changed_since_backward() or self.gradients.overflow_skips:
             names = self._nonfinite_here()  # the loop may have mended them, or spoilt them, alike on all ranks
             bad = (bad or {self.comm.rank: names}) if names else {}
-        if self.stages is not None and not self.ignores_nonfinite:
+        if self.stages is not None and not self.gradients.ignores_nonfinite:
             bad = self.stages.nonfinite(bad)
-        event = self.refuse_nonfinite(bad) if bad else None
+        event = self.gradients.leave_out(bad) if bad else None
         if not bad:
-            self.clip()
+            self.gradients.clip()
             update()
             self.updates += 1
-        return Outcome(self.updates, staleness=self.zero_staleness(bad), event=event)
+        return Outcome(self.updates, staleness=self.gradients.staleness(bad), event=event)
 
     def minimise(
         self, solve: Callable[[Callable[[], Tensor]], Any], closure: Callable[[], Any]
@@ -245,7 +251,7 @@ class AllReduce(Strategy):
             loss = torch.as_tensor(closure(), dtype=torch.float64).item()
             bad = self._averaged()
             if bad:
-                self.refuse_nonfinite(bad)
+                self.gradients.leave_out(bad)
             return self._mean(loss)
 
         self.model.refresh()
@@ -255,7 +261,8 @@ class AllReduce(Strategy):
         self.updates += 1
         self.steps += 1
         self.model.passes.done()
-        return self.record(Outcome(self.updates, staleness=(0,) if contributes else ())), result
+        outcome = Outcome(self.updates, staleness=(0,) if contributes else ())
+        return self.records.record(self.steps, outcome), result
 
     def _mean(self, loss: float) -> Tensor:
         """Collective. Average the loss as gradients are, the same to the bit on all ranks."""
@@ -273,7 +280,7 @@ class AllReduce(Strategy):
                 f"{self.config.provider.op!r}, whose result can't be added to; got one more. Set it, or use average."
             )
         if self.model.unfrozen:
-            self.unfreeze()
+            self._unfreeze()
         if self._compressed is not None:
             used, bad = self._average_compressed()
         else:
@@ -284,9 +291,7 @@ class AllReduce(Strategy):
         self._arm(self._trial.way if self._trial is not None else self._overlapped)
         return bad
 
-    def unfreeze(self) -> None:
-        if self._compressed is not None or self.config.provider:
-            super().unfreeze()
+    def _unfreeze(self) -> None:
         if self._overlapped:
             self.model.flush()
             self._averaging.wait()
@@ -300,7 +305,7 @@ class AllReduce(Strategy):
         return used
 
     def _average_compressed(self) -> tuple[torch.Tensor, dict[int, list[str]]]:
-        used, self._bad = self.model.collect(), self.nonfinite()
+        used, self._bad = self.model.collect(), self.gradients.nonfinite()
         used, bad = self._agree(used)  # before: what is not finite must not get into what is left to be sent
         if bad:
             for flat in self.model.grads:  # so that all ranks see that it was not
@@ -344,9 +349,6 @@ class AllReduce(Strategy):
         if int(word[-1]) == 0:
             return self._used[1], {}
         return self._used[1], {rank: names for rank, names in enumerate(self.comm.gather(list(bad))) if names}
-
-    def traffic(self) -> Traffic:
-        return self.comm.traffic + self._channel.traffic
 
     def entries(self) -> list[Entry]:
         compressed = part("compressed", self._compressed, Reduction.reshard, unsent=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal, final
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters
 from hpcdist.strategies.base import Outcome, Update
+from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, dropped, tensors, zeros
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, PUSH, Reply, ServerRequest
 from hpcdist.strategies.server.gradient_server import Aggregate
@@ -129,12 +131,16 @@ class Downpour(ServerStrategy):
                 )
             return self
 
+        def optimizer_ranks(self, size: int) -> tuple[int, ...]:
+            return super().optimizer_ranks(size) if self.server_rule == "optimizer" else ()
+
+        def narrow(self, contract: Contract, size: int) -> Contract:
+            return replace(super().narrow(contract, size), parameters="kept" if size == 1 else "replaced")
+
     steps_on_workers, masters_in = True, ("params",)  # with Adagrad on the servers
 
     def __init__(self, config: Config, comm, model, **given):
-        self.steps_on_servers = config.server_rule == "optimizer"
         super().__init__(config, comm, model, **given)
-        self.replaces_parameters = not self.place.alone
         warm_start = WarmStart(config.warm_start, self.roles.workers[0])
         self.compose(lambda: _Worker(self), lambda: _Server(self, warm_start))
 
@@ -166,7 +172,7 @@ class _Worker(Worker):
             return self._begin_late()
         used, skipped = self.collect()
         if not skipped:
-            strategy.clip()
+            strategy.gradients.clip()
             for total, grad in zip(self._sum, self.model.grads, strict=True):
                 total.add_(grad)
             self._used |= used
@@ -228,7 +234,7 @@ class _Server(Handler):
         self._loop, self._warm_start, self._model = strategy.loop, warm_start, strategy.model
         self._shard, self._hyperparameters = strategy.shard, strategy.hyperparameters
         self._waiting: list[ServerRequest] = []  # for the end of the warm start
-        if strategy.steps_on_servers:
+        if strategy.config.server_rule == "optimizer":
             self._rule, self._sum = None, Aggregate(self._model, self._shard, apart=False)
         else:
             given = strategy.config.rate, strategy.optimizer, strategy.hyperparameters

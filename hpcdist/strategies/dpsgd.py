@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import final
 
 from pydantic import Field, model_validator
@@ -11,6 +12,7 @@ from hpcdist.compress import CompressionConfig
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, dropped
 from hpcdist.strategies.decentralised.choco import CompressedMixing
 from hpcdist.strategies.decentralised.mixing import Mixing
@@ -67,7 +69,10 @@ class DPSGD(Strategy):
             faithful = compress.load(self.compression.name).faithful
             return self.consensus_rate or (1.0 if faithful else 0.05)
 
-    synchronous, reads_gradients = True, False
+        def narrow(self, contract: Contract, size: int) -> Contract:
+            return replace(contract, sends="between steps" if self.overlap else "within steps")
+
+    contract = Contract(averages="parameters", meets="every step")
 
     def __init__(self, config: Config, comm, model, **given):
         topology = make_topology(config.topology, comm)
@@ -77,7 +82,6 @@ class DPSGD(Strategy):
                 "torus, complete, hierarchical or graph; or strategy sgp, which goes with any topology."
             )
         super().__init__(config, comm, model, **given)
-        self.sends_between_steps = config.overlap
         self._compressed = bool(config.compression) and comm.size > 1
         if self._compressed:
             self._mixing = CompressedMixing(comm, topology, model, config.compression, config.rate)
@@ -94,7 +98,7 @@ class DPSGD(Strategy):
                 "them between epochs."
             )
         self._mixing.finish(self.model.params)
-        outcome = self.step_alone(update)
+        outcome = self.gradients.step_alone(update)
         if self.config.overlap:
             self._mixing.start(self.model.params, self.steps + 1)
             self._versions = self.model.changes()

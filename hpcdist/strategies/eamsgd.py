@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -62,7 +63,8 @@ class EAMSGD(ServerStrategy):
         momentum: float = Field(0.9, ge=0, lt=1, description="δ of each worker's Nesterov momentum; 0.99 in the paper")
 
     up, down, masters_in = "values", "moves", ("centre",)
-    steps_on_workers, steps_on_servers, sends_hyperparameters, replaces_parameters = True, False, False, False
+    contract = replace(ServerStrategy.contract, averages="parameters", updates="here", parameters="kept")
+    steps_on_workers = True
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)

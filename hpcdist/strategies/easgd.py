@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 from torch import Tensor
@@ -47,7 +48,8 @@ class EASGD(ServerStrategy):
         """Options of easgd."""
 
     up, down, masters_in = "values", "moves", ("centre",)
-    steps_on_workers, steps_on_servers, sends_hyperparameters, replaces_parameters = True, False, False, False
+    contract = replace(ServerStrategy.contract, averages="parameters", updates="here", parameters="kept")
+    steps_on_workers = True
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)

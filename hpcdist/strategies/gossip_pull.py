@@ -55,7 +55,7 @@ class GossipPull(Gossip):
         step = self.steps + 1
         if self.config.mixes(step, "before"):
             self._mix()
-        outcome = self.step_alone(update)
+        outcome = self.gradients.step_alone(update)
         self._publish(step)
         if self.config.mixes(step, "after"):
             self._mix()

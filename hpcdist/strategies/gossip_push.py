@@ -65,7 +65,7 @@ class GossipPush(Gossip):
     def advance(self, update: Update) -> Outcome:
         if self.config.order == "before":
             self._mix()
-        outcome = self.step_alone(update)
+        outcome = self.gradients.step_alone(update)
         if self.config.order == "after":
             self._mix()
         return outcome

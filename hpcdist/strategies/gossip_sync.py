@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, final
 
 import torch
@@ -56,21 +57,21 @@ class GossipSync(Decentralised):
                 )
             return self
 
-    synchronous = True
+        def meets(self, step: int) -> bool:
+            return self.mixes(step, self.order)
+
+    contract = replace(Decentralised.contract, meets="every step")
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self._wire = Wire(config.compression, model.params)
         self._received = [torch.empty_like(t) for t in self._wire.pack(model.params)]
 
-    def meets(self, step: int) -> bool:
-        return self.config.mixes(step, self.config.order)
-
     def advance(self, update: Update) -> Outcome:
         step = self.steps + 1
         if self.config.mixes(step, "before"):
             self._average()
-        outcome = self.step_alone(update)
+        outcome = self.gradients.step_alone(update)
         if self.config.mixes(step, "after"):
             self._average()
         return outcome

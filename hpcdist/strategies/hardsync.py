@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 from pydantic import Field
@@ -50,12 +51,8 @@ class Hardsync(ServerStrategy):
             None, ge=2, description="workers push to aggregators, each of at most so many children, in a tree; or none"
         )
 
-    synchronous = compares_always = of_all_workers = True
+    contract = replace(ServerStrategy.contract, averages="gradients", meets="every step")
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         exchange_gradients(self, HardsyncPolicy())
-
-    @classmethod
-    def averages(cls, config: Config, workers: int) -> bool:
-        return workers > 1

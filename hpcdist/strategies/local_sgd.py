@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hpcdist import collectives
-from hpcdist.comm.communicator import Traffic
 from hpcdist.errors import ConfigError
 from hpcdist.model.optimizer_state import Moments
 from hpcdist.strategies.base import Outcome, Update
@@ -69,17 +68,18 @@ class LocalSGD(Periodic):
                 )
             return self
 
+        def meets(self, step: int) -> bool:
+            after = step - self.warmup_steps
+            return after <= 0 or after % self.period == 0
+
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self._node = self._reduce_inside = None
         if config.node_period is not None:
             self._node = comm.split(comm.nodes[comm.rank])
+            self.records.count(self._node)
             self._reduce_inside = collectives.load(config.algorithm)(self._node)
         self._moments = Moments(comm, model)
-
-    def due(self, step: int) -> bool:
-        after = step - self.config.warmup_steps
-        return after <= 0 or after % self.config.period == 0
 
     def _due_inside(self, step: int) -> bool:
         return self._node is not None and (step - self.config.warmup_steps) % self.config.node_period == 0
@@ -88,7 +88,7 @@ class LocalSGD(Periodic):
         outcome = super().advance(update)
         if self.alone:
             return outcome
-        if self.due(self.steps + 1):
+        if self.config.meets(self.steps + 1):
             self._average_state(self._reduce)
         elif self._due_inside(self.steps + 1):
             average(self.model.params, self._reduce_inside)
@@ -109,9 +109,6 @@ class LocalSGD(Periodic):
                 "None. Set it after making the strategy, or use hpcdist.DistributedOptimizer, which does."
             )
         self._moments.average(self.optimizer, lambda flats: average(flats, reduce))
-
-    def traffic(self) -> Traffic:
-        return super().traffic() + (Traffic() if self._node is None else self._node.traffic)
 
     def load_state(self, saved: dict) -> None:
         super().load_state(saved)

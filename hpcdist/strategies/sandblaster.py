@@ -13,6 +13,8 @@ from torch import Tensor
 from hpcdist.errors import CheckpointError, ConfigError
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.consensus import with_buffers
+from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, dropped
 from hpcdist.strategies.lbfgs.algorithm import Lbfgs, LbfgsSettings
 from hpcdist.strategies.lbfgs.coordinator import COORDINATOR, Coordinator, PortionWorker, assign_lbfgs
@@ -98,8 +100,16 @@ class Sandblaster(Strategy):
                 )
             return self
 
-    survives_deaths = evaluates_portions = True
-    takes_changed_gradients = False
+        def workers(self, size: int) -> tuple[int, ...]:
+            return assign_lbfgs(size, self.servers).workers
+
+        def needed(self, size: int) -> tuple[int, ...]:
+            return tuple(sorted({COORDINATOR, *assign_lbfgs(size, self.servers).shards}))
+
+    contract = Contract(
+        averages="gradients", meets="never", updates="on servers", batch="portions", closure="often",
+        deaths="others go on",
+    )  # fmt: skip
 
     def __init__(self, config: Config, comm, model, **given):
         roles = assign_lbfgs(comm.size, config.servers)
@@ -122,14 +132,6 @@ class Sandblaster(Strategy):
         if self.is_worker:
             self.worker = PortionWorker(comm, model, self.point, portions, config.seed, self._push, self._ask)
 
-    @classmethod
-    def worker_ranks(cls, config: Config, size: int) -> tuple[int, ...]:
-        return assign_lbfgs(size, config.servers).workers
-
-    @property
-    def needed(self) -> tuple[int, ...]:
-        return tuple(sorted({COORDINATOR, *self.roles.shards}))
-
     def _open_channels(self) -> tuple[RequestChannel | None, RequestChannel | None]:
         """Collective. Open the channel to the shards, and that to the coordinator.
 
@@ -137,7 +139,7 @@ class Sandblaster(Strategy):
         """
         if self.comm.size == 1:
             return None, None
-        roles, needed, results = self.roles, self.needed, [torch.zeros(MOST, dtype=torch.float64)]
+        roles, needed, results = self.roles, self.config.needed(self.comm.size), [torch.zeros(MOST, dtype=torch.float64)]
         one_rank_serves = COORDINATOR in roles.shards
         pushing = roles.workers if one_rank_serves else (COORDINATOR, *roles.workers)
         sums = RequestChannel(
@@ -164,7 +166,7 @@ class Sandblaster(Strategy):
         precision = max((torch.finfo(flat.dtype).eps for flat in self.model.params), default=0.0)
         return LbfgsSettings(
             config.history, config.c1, config.c2, config.max_evaluations,
-            first_length=self.clip_norm or 1.0, resolution=4 * precision, skips=config.on_nonfinite == "skip",
+            first_length=self.gradients.clip_norm or 1.0, resolution=4 * precision, skips=config.on_nonfinite == "skip",
         )  # fmt: skip
 
     def _warn_of_unused(self) -> None:
@@ -212,7 +214,8 @@ class Sandblaster(Strategy):
         self.model.passes.done()
         staleness = (0,) if self.joint.share else ()
         event, self._event = self._event, None
-        return self.record(Outcome(self.worker.clock, staleness, event)), torch.tensor(loss, dtype=torch.float64)
+        record = self.records.record(self.steps, Outcome(self.worker.clock, staleness, event))
+        return record, torch.tensor(loss, dtype=torch.float64)
 
     _event: str | None = None  # of the step of one rank alone
 
@@ -320,17 +323,16 @@ class Sandblaster(Strategy):
         self.steps += steps
         if self.is_worker:
             self._event = event
-        elif self.on_record is not None:
+        else:
             clock = 0 if self.coordinator is None else self.coordinator.clock
-            self.on_record(self.record(Outcome(clock, event=event)))
+            self.records.report(self.steps, Outcome(clock, event=event))
 
     # --- common ---------------------------------------------------------------------------------------------------
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Take the shards' parameters; average buffers, which only workers compute, over the workers."""
         params = [flat.clone() for flat in self.model.params]
         broadcast_shards(self.comm, self.point.shards.items(), params)
-        workers = [rank for rank in self.roles.workers if rank in self.comm.living]
-        return params, self._means(self.model.buffers, over=workers)
+        return with_buffers(self, params)
 
     def close(self) -> None:
         self.point.close()

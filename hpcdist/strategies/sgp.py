@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hpcdist.config import Named
 from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.consensus import mean_over, with_buffers
+from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, dropped, mean
 from hpcdist.strategies.decentralised.half_precision import Wire, WireConfig
 from hpcdist.strategies.decentralised.mixing import Mixing
@@ -45,7 +47,7 @@ class SGP(Strategy):
         )
         overlap: bool = Field(False, description="messages arrive while the next gradient is computed, a step later")
 
-    synchronous, reads_gradients = True, False
+    contract = Contract(averages="parameters", meets="every step")
 
     def __init__(self, config: Config, comm, model, **given):
         topology = make_topology(config.topology, comm)
@@ -91,10 +93,10 @@ class SGP(Strategy):
     def _descend(self, update: Update) -> Outcome:
         """Take the local optimiser's step on z, and make the same change to x."""
         if not self._biased:
-            return self.step_alone(update)
+            return self.gradients.step_alone(update)
         for x, z in zip(self._x, self.model.params, strict=True):
             x.sub_(z)
-        outcome = self.step_alone(update)
+        outcome = self.gradients.step_alone(update)
         for x, z in zip(self._x, self.model.params, strict=True):
             x.add_(z)
         self._debias()
@@ -102,7 +104,7 @@ class SGP(Strategy):
 
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Compute the mean of x, which messages conserve, and of the buffers."""
-        return self._means(self._pushed[: len(self.model.params)]), self._means(self.model.buffers)
+        return with_buffers(self, mean_over(self.comm, self._pushed[: len(self.model.params)], self.comm.living))
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 from pydantic import Field
@@ -53,6 +54,11 @@ class Softsync(ServerStrategy):
             None, ge=2, description="workers push to aggregators, each of at most so many children, in a tree; or none"
         )
 
+        def averages(self, workers: int) -> bool:
+            return _quota(self, workers) > 1
+
+    contract = replace(ServerStrategy.contract, averages="gradients")
+
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         workers = len(self.roles.workers)
@@ -67,10 +73,6 @@ class Softsync(ServerStrategy):
             if self.place.aggregates:
                 quota = _group(quota, config.fan_in, self.roles.height(comm.rank))
         exchange_gradients(self, SoftsyncPolicy(config, quota), overlap=config.overlap)
-
-    @classmethod
-    def averages(cls, config: Config, workers: int) -> bool:
-        return _quota(config, workers) > 1
 
 
 def _quota(config: Softsync.Config, workers: int) -> int:

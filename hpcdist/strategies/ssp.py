@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import final
 
 from pydantic import Field
@@ -82,10 +83,8 @@ class SSP(ServerStrategy):
             3, ge=0, description="s: steps by which a worker may be ahead of the slowest when it reads parameters"
         )
 
+    contract = replace(ServerStrategy.contract, averages="gradients")
+
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         exchange_gradients(self, SSPPolicy(config.bound, self.place.children))
-
-    @classmethod
-    def averages(cls, config: Config, workers: int) -> bool:
-        return workers > 1

@@ -92,10 +92,10 @@ class Strom(Decentralised):
     # --- a step ---------------------------------------------------------------------------------------------------
     def advance(self, update: Update) -> Outcome:
         if not self._links:
-            return self.step_alone(update)
+            return self.gradients.step_alone(update)
         for old, own in zip(self._old, self.model.params, strict=True):
             old.copy_(own)
-        outcome = self.step_alone(update)
+        outcome = self.gradients.step_alone(update)
         with torch.no_grad():
             self._send_change()
             self._add_arrived()

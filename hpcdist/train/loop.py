@@ -108,7 +108,7 @@ class Trainer:
         session.DistributedOptimizer(
             self.optimizer, self.replica.module, config.strategy.name, clip_norm=config.clip_norm, **options
         )
-        if config.amp == "fp16" and self.optimizer.strategy.evaluates_portions:
+        if config.amp == "fp16" and self.optimizer.strategy.contract.batch == "portions":
             raise ConfigError(
                 f"amp must be off or bf16 with {config.strategy.name}, whose line search needs the loss's own "
                 "gradient; got fp16. Use bf16."
@@ -117,14 +117,14 @@ class Trainer:
         # A plateau's schedule looks at evaluations.
         self._schedules_steps = config.schedule.per == "step" and not isinstance(self.schedule, ReduceLROnPlateau)
         torch.manual_seed(config.seed + 1 + self.comm.rank)  # dropout and the like differ between ranks, stages too
-        self.strategy.on_record = self._write
+        self.strategy.records.write = self._write
         self.average = IterateAverage(self.model, self.replica.others) if config.average_iterates else None
 
     def _make_optimizer(self) -> None:
         """Make the optimiser, whose rate follows the number of workers where it is set so."""
         config, strategy = self.config, strategies.load(self.config.strategy.name)
         options = strategy.Config.from_mapping(config.strategy.options, "strategy")
-        workers = len(strategy.worker_ranks(options, self.replica.others.size))
+        workers = len(options.workers(self.replica.others.size))
         self.rate_factor = config.optimizer.factor(workers * config.batch_size * config.accumulation)
         self.optimizer = config.optimizer.build(self.replica.module.parameters(), self.rate_factor)
         self.schedule = config.schedule.build(self.optimizer, self.rate_factor)
@@ -132,7 +132,7 @@ class Trainer:
     def _open_data(self) -> None:
         self._train, self._test = open_data(self.job, self.config, self.comm, self.replica.columns)
         self.milestones = Milestones(self.config, self.comm, self.position, len(self._train))
-        self._deal_samples(self.strategy.worker_ranks(self.strategy.config, self.replica.others.size))
+        self._deal_samples(self.strategy.config.workers(self.replica.others.size))
 
     def _deal_samples(self, workers: tuple[int, ...]) -> None:
         """Divide the samples of the epochs to come among these replicas."""
@@ -277,7 +277,7 @@ class Trainer:
         return self.comm.retry_on_failure(shrunk, self.strategy.comm)
 
     def _timed(self, work: Callable[[], None]) -> None:
-        self.strategy.start()
+        self.strategy.records.start()
         start = self.comm.now()
         work()
         self._surviving(self.comm.barrier)
@@ -286,7 +286,7 @@ class Trainer:
     def _steps(self, batches: Iterator[Batch], first: int, count: int) -> None:
         """Take `count` steps of this epoch from step `first` on; servers serve meanwhile."""
         steps = range(first, first + count)
-        portions = self.strategy.evaluates_portions
+        portions = self.strategy.contract.batch == "portions"
         weighed = self._joint(steps) if portions else self._weighed(batches, steps)
         take = self._step_in_portions if portions else self._step
         for step, (x, y) in enumerate(period([self.optimizer], weighed), first):

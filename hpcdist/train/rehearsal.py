@@ -30,7 +30,7 @@ def rehearse(config: JobConfig, ranks: int, ranks_per_node: int = 1) -> None:
     options = cls.Config.from_mapping(config.strategy.options, "strategy")
     stages = config.parallel.stages
     replicas = ranks // checked_stages(stages, ranks)
-    cls.worker_ranks(options, replicas)
+    options.workers(replicas)
     if replicas > MOST or getattr(options, "provider", None):
         return
     network = Network(0.0, math.inf, ranks_per_node=max(1, ranks_per_node // stages))

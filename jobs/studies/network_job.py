@@ -83,7 +83,7 @@ def train(settings: dict[str, Any], folder: Path) -> Callable[[Communicator], No
             cables.shape()
         while done < (steps or settings["limit"]) and not reached:
             comm.barrier()
-            strategy.start()
+            strategy.records.start()
             start = comm.now()
             for _ in range(every):
                 step()

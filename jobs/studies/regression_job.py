@@ -81,8 +81,8 @@ def train(settings: dict[str, Any], folder: Path) -> Callable[[Communicator], No
                 own.evaluate(record.clock, record.clock * batch, comm.now(), {"rmse": rmse[-1]})
 
         strategy = optimizer.strategy
-        strategy.on_record = updated
-        workers = len(strategy.worker_ranks(strategy.config, comm.size))
+        strategy.records.write = updated
+        workers = len(strategy.config.workers(comm.size))
         if strategy.is_worker:
             worker = comm.rank - (workers > 1)
             drawn = batches(rows_of(worker, workers, settings["own"], len(x)), batch, settings["seed"], worker)

@@ -157,13 +157,13 @@ def train(settings: dict, folder: Path) -> Callable[[Communicator], None]:
         channel, own = comm.split(0), OwnRun(comm, settings, folder)
         drawing = {"seed": seed} if "seed" in cls.Config.model_fields else {}
         strategy = cls(cls.Config(**options, **drawing), channel, FlatModel(module(**settings["model"])))
-        strategy.on_record = own.write
+        strategy.records.write = own.write
         perceptron = Perceptron(strategy.model, optimizer["lr"], optimizer["momentum"])
         generator = np.random.default_rng((seed, comm.rank))
         course.enter(strategy)
         comm.barrier()
         begun_s = comm.now()
-        strategy.start()
+        strategy.records.start()
         if strategy.is_worker:
             while course.take(strategy, comm.now() - begun_s):
                 chosen = generator.integers(len(labels), size=batch)

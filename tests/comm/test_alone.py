@@ -40,7 +40,7 @@ def train(strategy=None):
     return torch.nn.utils.parameters_to_vector(model.parameters())
 
 plain = train()
-names = [name for name in strategies.available() if not strategies.load(name).evaluates_portions]
+names = [name for name in strategies.available() if strategies.load(name).contract.batch == "own"]
 unequal = [name for name in names if not torch.equal(train(name), plain)]
 print(hd.rank(), hd.size(), hd.local_rank(), hd.broadcast([1.5]), unequal, len(strategies.available()) > 10)
 """

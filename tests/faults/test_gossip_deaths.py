@@ -14,7 +14,7 @@ every = pytest.mark.parametrize(
     [
         name
         for name in strategies.available()
-        if (cls := strategies.load(name)).survives_deaths and "servers" not in cls.Config.model_fields
+        if (cls := strategies.load(name)).contract.deaths == "others go on" and "servers" not in cls.Config.model_fields
     ],
 )
 STEPS = 23  # in an epoch of 4 ranks; in the last of them ranks 0 and 1 have samples

@@ -55,7 +55,7 @@ def _scripted(name, options, requests, workers, optimizer):
         cls = strategies.load(name)
         strategy = cls(cls.Config(**options), comm.split(0), FlatModel(module))
         found, records = [strategy.model.params[0].clone()], []
-        strategy.on_record = records.append
+        strategy.records.write = records.append
         if comm.rank == 0:
             local = optimizer(module.parameters())
             strategy.loop.update = local.step  # as `serve` hands it over; the period is the script

@@ -80,7 +80,7 @@ def test_a_rank_must_be_left_to_work(size, servers):
 def test_a_tree_has_one_root(name, servers, size):
     cls = strategies.load(name)
     with pytest.raises(ConfigError, match=f"fan_in must go with one server, .*; got strategy.servers {servers}"):
-        cls.worker_ranks(cls.Config(servers=servers, fan_in=2), size)
+        cls.Config(servers=servers, fan_in=2).workers(size)
 
 
 @pytest.mark.parametrize("servers", [0, -1, True, 1.5, "everywhere"])

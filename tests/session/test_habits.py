@@ -55,7 +55,7 @@ def trained(ranks, way, name, strategy):
     habit, options = HABITS[name], TABLE[way][strategy]
     strategy = strategy.split()[0]
     config = strategies.load(strategy).Config.from_mapping(options, "strategy")
-    workers = strategies.load(strategy).worker_ranks(config, ranks.size)
+    workers = config.workers(ranks.size)
 
     def body(comm):
         run = Together(comm, way, len(workers), strategy, **options)

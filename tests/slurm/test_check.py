@@ -202,11 +202,9 @@ def test_errors_come_first():
 def test_strategies_say_themselves_what_they_need():
     alone = {"adpsgd", "gossip_pull", "gossip_push", "gossip_sync", "strom"}
     served = {"downpour", "eamsgd", "easgd", "hardsync", "parameter_server", "softsync", "ssp"}
-    for name in alone | served:
-        assert strategies.load(name).survives_deaths
-    assert not any(strategies.load(name).survives_deaths for name in ("allreduce", "dpsgd", "sgp", "local_sgd"))
-    assert all(strategies.load(name).read_by_others for name in ("adpsgd", "gossip_pull", "gossip_push"))
-    assert not any(strategies.load(name).read_by_others for name in (served | {"gossip_sync", "strom", "allreduce"}))
+    contracts = {name: strategies.load(name).contract for name in strategies.available()}
+    assert {n for n, c in contracts.items() if c.deaths == "others go on"} == alone | served | {"sandblaster"}
+    assert {n for n, c in contracts.items() if c.memory == "read by others"} == {"adpsgd", "gossip_pull", "gossip_push"}
 
 
 def test_strategies_are_known_without_loading_them():

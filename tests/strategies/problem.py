@@ -41,7 +41,7 @@ def loss(module: nn.Module, indices: Any) -> Tensor:
 
 def stepping() -> list[str]:
     """The strategies whose steps go along gradients that the loop has computed; the others evaluate portions."""
-    return [name for name in strategies.available() if not strategies.load(name).evaluates_portions]
+    return [name for name in strategies.available() if strategies.load(name).contract.batch == "own"]
 
 
 def load(module: nn.Module, params: Collection[Tensor]) -> None:
@@ -118,8 +118,8 @@ def train(
     records: list[StepRecord] = []
     given = {"optimizer": local if tells else None, "on_record": records.append}
     strategy = cls(cls.Config(**(options or {})), channel, FlatModel(module), **given)
-    workers = strategy.worker_ranks(strategy.config, comm.size)
-    strategy.start()
+    workers = strategy.config.workers(comm.size)
+    strategy.records.start()
     for epoch in range(epochs):
         plan = EpochPlan(samples, len(workers), batch, seed=1, epoch=epoch)
         if strategy.is_worker:
@@ -140,7 +140,7 @@ def _steps(
         strategy.model.begin_batch(sizes[worker] * len(sizes) / sum(sizes))
         strategy.comm.compute()
         local.zero_grad()
-        if strategy.evaluates_portions:
+        if strategy.contract.batch == "portions":
             joint, strategy.joint = joint_batch(plan, step, worker, strategy.config)
             record, _ = strategy.minimise(local.step, lambda portion: _backward(module, joint[portion]))
             records.append(record)

@@ -43,7 +43,7 @@ def make(comm: Communicator, name: str, options: dict, optimizer: str):
     cls = strategies.load(name)
     strategy = cls(cls.Config(algorithm="ring", **options), in_pairs(comm), FlatModel(module))
     strategy.optimizer = local
-    strategy.start()
+    strategy.records.start()
     return strategy, local
 
 

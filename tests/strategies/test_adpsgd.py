@@ -30,7 +30,7 @@ def _mix(comm, steps, update=lambda: None, **options):
     """The consensus at the start and at the end, this rank's x and the records."""
     strategy = _make(comm, **options)
     before = strategy.consensus()[0][0]
-    strategy.start()
+    strategy.records.start()
     records = []
     for _ in range(steps):
         comm.compute()

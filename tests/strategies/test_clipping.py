@@ -58,7 +58,7 @@ def _trained(comm, strategy, **options):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     optimizer = hd.DistributedOptimizer(optimizer, module, strategy=strategy, clip_norm=0.05, **options)
     strategy = optimizer.strategy
-    workers = strategy.worker_ranks(strategy.config, comm.size)
+    workers = strategy.config.workers(comm.size)
     if strategy.is_worker:
         for step in range(6):
             first = (step * len(workers) + workers.index(comm.rank)) * 8

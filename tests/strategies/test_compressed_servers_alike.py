@@ -23,7 +23,7 @@ def _steps(comm, name: str, options: dict) -> list[torch.Tensor]:
     strategy = cls(cls.Config(**options), channel, FlatModel(module))
     local, found = torch.optim.SGD(module.parameters(), lr=0.02), []
     if strategy.is_worker:
-        worker = strategy.worker_ranks(strategy.config, comm.size).index(comm.rank)
+        worker = strategy.config.workers(comm.size).index(comm.rank)
         for step in range(STEPS):
             comm.compute()
             local.zero_grad()

@@ -61,7 +61,7 @@ def test_without_learning_the_centre_plus_all_workers_is_conserved(ranks, name, 
     """And evaluating, which takes the centre, changes nobody."""
     options = {"period": 1, "beta": 0.9, "servers": _some(servers, ranks.size), "compression": compression}
     found = ranks(lambda comm: _mix(comm, options, 12, name), compute=Exponential(0.1))
-    workers = len(strategies.load(name).worker_ranks(strategies.load(name).Config(**options), ranks.size))
+    workers = len(strategies.load(name).Config(**options).workers(ranks.size))
     first = ranks.size - workers
     expected = sum(torch.arange(1.0, 6.0, dtype=torch.float64) + rank for rank in range(first, ranks.size))
     total = found[0][0] + sum(x for _, x, _ in found)
@@ -158,7 +158,7 @@ def test_all_at_once_the_centre_plus_all_workers_is_conserved(ranks, name, serve
         "period": 1, "servers": _some(servers, ranks.size), "compression": compression, "synchronous": True
     }  # fmt: skip
     found = ranks(lambda comm: _mix(comm, options, 12, name), compute=Exponential(0.1))
-    first = ranks.size - len(strategies.load(name).worker_ranks(strategies.load(name).Config(**options), ranks.size))
+    first = ranks.size - len(strategies.load(name).Config(**options).workers(ranks.size))
     expected = sum(torch.arange(1.0, 6.0, dtype=torch.float64) + rank for rank in range(first, ranks.size))
     torch.testing.assert_close(found[0][0] + sum(x for _, x, _ in found), expected, rtol=1e-13, atol=0)
     assert found[0][0].min() > 0.1

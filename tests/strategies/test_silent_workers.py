@@ -35,7 +35,7 @@ def train(comm, name, steps=30, **options):
     cls = strategies.load(name)
     strategy = cls(cls.Config(**{"learner_deadline_s": DEADLINE_S, **options}), comm.split(0), FlatModel(module))
     records = []
-    strategy.on_record = records.append
+    strategy.records.write = records.append
     if strategy.is_worker:
         for _ in range(steps):
             comm.compute()

@@ -79,7 +79,7 @@ def test_replicas_train_by_any_strategy(ranks, shared_tmp_path, strategy):
     assert all(other == summary for other, _ in found)
     cls = strategies.load(name)
     config = cls.Config.from_mapping({}) if not option else tiny_config(cls, option)
-    assert summary.workers == len(cls.worker_ranks(config, 3))
+    assert summary.workers == len(config.workers(3))
     records = read_records(shared_tmp_path / "run")
     assert sum(summary.staleness.histogram.values()) + summary.pending == sum(
         record.samples > 0 for of_rank in records.values() for record in of_rank

@@ -8,7 +8,6 @@ it has `present`; draws and sums that must be alike go by `comm.living`, which c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from hpcdist.comm.communicator import Request
 from hpcdist.errors import RankFailedError
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.contract import Contract
 
 
 class Decentralised(Strategy):
@@ -24,32 +24,34 @@ class Decentralised(Strategy):
     Of every rank that dies each of the others has one record that names it.
     """
 
-    survives_deaths, reads_gradients = True, False
+    class Config(Strategy.Config):
+        """Options of decentralised strategies."""
+
+        def needed(self, size: int) -> tuple[int, ...]:
+            return ()
+
+    contract = Contract(averages="parameters", meets="never", deaths="others go on")
 
     def __init__(self, config: Strategy.Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self.present = comm.living  # ranks not known to have died
         self._named: set[int] = set()  # in a record
+        self.records.remarks = self._name_lost
 
     def step(self, update: Update, **how) -> StepRecord:
         self.look()
         return super().step(update, **how)
 
-    def record(self, outcome: Outcome) -> StepRecord:
+    def _name_lost(self) -> list[str]:
         lost = self._unnamed()
         self._named.update(lost)
-        events = [outcome.event] * bool(outcome.event) + [f"goes on without rank {r}: it has died" for r in lost]
-        return super().record(replace(outcome, event="; ".join(events) or None))
-
-    @property
-    def needed(self) -> tuple[int, ...]:
-        return ()
+        return [f"goes on without rank {rank}: it has died" for rank in lost]
 
     def shrink(self) -> None:
         super().shrink()
         self.look()
-        if self._unnamed() and self.on_record is not None:  # whoever died after the last step
-            self.on_record(self.record(Outcome(clock=self.steps)))
+        if self._unnamed():  # died after the last step
+            self.records.report(self.steps, Outcome(clock=self.steps))
 
     def look(self) -> None:
         """Update `present` by the ranks that are known to have died. Never waits."""

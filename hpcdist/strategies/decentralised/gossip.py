@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from hpcdist.errors import ConfigError
 from hpcdist.model.pieces import alongside
-from hpcdist.strategies.base import Strategy
 from hpcdist.strategies.common.state import Entry, dropped
 from hpcdist.strategies.decentralised.base import Decentralised
 from hpcdist.strategies.decentralised.half_precision import WireConfig
@@ -36,12 +36,12 @@ class MixingConfig(WireConfig):
 class Gossip(Decentralised):
     """Collective. Train with random peers, drawn by a generator of each rank's own, which checkpoints hold."""
 
-    class Config(Strategy.Config):
+    class Config(Decentralised.Config):
         """Options of random peers."""
 
         seed: int = Field(0, ge=0, description="of the draw of peers; each rank draws from (seed, rank)")
 
-    read_by_others = True
+    contract = replace(Decentralised.contract, memory="read by others")
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)

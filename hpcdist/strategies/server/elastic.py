@@ -59,11 +59,11 @@ class ElasticWorker(Worker):
             heads = self.client.wait()
         if not skipped:
             self.model.release(used)
-            strategy.clip()
+            strategy.gradients.clip()
             self._motion.step(update)
         if exchanges:
             self._give_way(self.channel.down.arrived)
-        return Outcome(strategy.steps + 1, strategy.zero_staleness(skipped), skipped, waited_for=waited_for(heads))
+        return Outcome(strategy.steps + 1, strategy.gradients.staleness(skipped), skipped, waited_for=waited_for(heads))
 
     def _give_way(self, pulls: Sequence[Tensor]) -> None:
         """Subtract the pull from the model as from x, and from what the servers have of x."""
@@ -82,7 +82,7 @@ class LoneExplorer(Worker):
     """Run the local optimiser on the only rank, which has no centre."""
 
     def step(self, update: Update) -> Outcome:
-        return self.strategy.step_alone(update)
+        return self.strategy.gradients.step_alone(update)
 
 
 class Centre(Handler):

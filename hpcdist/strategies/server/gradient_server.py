@@ -148,7 +148,7 @@ class GradientServer(Handler):
         self.policy, self._loop, self._place, self._now = policy, strategy.loop, strategy.place, strategy.comm.now
         self._model, self._hyperparameters = strategy.model, strategy.hyperparameters
         self._channel, self._replica, self._clip = strategy.channel, strategy.replica, strategy.update_clip
-        self._of_all_workers, self._workers = strategy.of_all_workers, len(strategy.roles.workers)
+        self._of_all_workers, self._workers = strategy.contract.synchronous, len(strategy.roles.workers)
         self.aggregate = Aggregate(self._model, self._place.shard, apart=self._place.colocated)
         self._held: list[Held] = []
 

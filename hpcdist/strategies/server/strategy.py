@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from pydantic import Field, model_validator
@@ -13,6 +14,8 @@ from hpcdist.compress import CompressionConfig, spans
 from hpcdist.errors import CheckpointError, ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
+from hpcdist.strategies.common.consensus import with_buffers
+from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, dropped
 from hpcdist.strategies.server.channel import PAUSE, RequestChannel
 from hpcdist.strategies.server.codec import Codec
@@ -82,19 +85,35 @@ class ServerStrategy(Strategy):
             """Return the roles of `size` ranks."""
             return assign(size, self.servers, getattr(self, "fan_in", None))
 
-    survives_deaths = replaces_parameters = True
+        def workers(self, size: int) -> tuple[int, ...]:
+            return self.roles(size).workers
+
+        def needed(self, size: int) -> tuple[int, ...]:
+            return self.roles(size).needed
+
+        def optimizer_ranks(self, size: int) -> tuple[int, ...]:
+            return self.roles(size).servers
+
+        def averages(self, workers: int) -> bool:
+            """Tell whether an update is the mean of several gradients, where a strategy averages gradients."""
+            return workers > 1
+
+        def narrow(self, contract: Contract, size: int) -> Contract:
+            if contract.averages == "gradients" and not self.averages(len(self.workers(size))):
+                contract = replace(contract, averages="nothing")
+            if size == 1 or self.servers == "colocated":  # each rank has its own shard's newest values
+                contract = replace(contract, parameters="kept")
+            return contract
+
+    contract = Contract(
+        averages="nothing", meets="never", updates="on servers", parameters="replaced", deaths="others go on"
+    )  # fmt: skip
     up, down = "gradients", "values"  # what requests and replies carry, see `Codec`
-    # Every update is of one gradient of each worker: these must have the same hyper-parameters, and it is the update's
-    # gradient that is clipped, not the workers'.
-    of_all_workers = False
-    steps_on_workers = False  # these run their local optimiser
-    steps_on_servers = sends_hyperparameters = True  # these run the job's optimiser, with the workers' numbers
+    steps_on_workers = False  # workers run their local optimiser
     masters_in: tuple[str, ...] = ()  # the parts of a state that may have a server's parameters; else the model has
 
     def __init__(self, config: Config, comm, model, **given):
         roles = config.roles(comm.size)
-        self.weighs = self.averages(config, len(roles.workers))
-        self.takes_changed_gradients = not self.weighs
         super().__init__(config, comm, model, **given)
         self.roles = roles
         if self.stages is not None and self.stages.count > 1:
@@ -102,8 +121,6 @@ class ServerStrategy(Strategy):
         self.place = place = Placement(comm.rank, roles, model, split_parameters=config.split_parameters)
         self.shards, self.shard = place.shards, place.shard
         self.replica = Replica(place, model)
-        if place.alone or place.colocated:  # where each owner's part is its own
-            self.replaces_parameters = False
         self.channel: RequestChannel | None = None
         self.loop: ServerLoop | None = None
         self.update_clip: UpdateClip | None = None
@@ -112,7 +129,7 @@ class ServerStrategy(Strategy):
             model.leave_gradients()
             return
         clocks = max(1, len(roles.workers)) if roles.aggregators else 1
-        values = len(self.hyperparameters) * self.sends_hyperparameters + self.of_all_workers
+        values = len(self.hyperparameters) * self.sends_hyperparameters + self.contract.synchronous
         self.channel = RequestChannel(
             comm, roles, place.shards, model.params, len(model.names), clocks, *self._codecs(), values=values
         )
@@ -121,8 +138,8 @@ class ServerStrategy(Strategy):
             self.loop = ServerLoop(comm, place, self.channel.inbox, model, deadline_s, self._report)
         if place.colocated:
             self.channel.client.meanwhile = self.loop.serve_waiting
-        if self.of_all_workers and self.weighs and self.clip_norm is not None:
-            self.update_clip = UpdateClip(comm, model, place, self.clip_norm)
+        if self._clips_updates:
+            self.update_clip = UpdateClip(comm, model, place, self.gradients.clip_norm)
 
     def compose(
         self, worker: Callable[[], Worker], handler: Callable[[], Handler], lone: type[Worker] = LoneWorker
@@ -141,23 +158,25 @@ class ServerStrategy(Strategy):
         if self.loop is not None:
             self.loop.handler = handler()
 
-    @classmethod
-    def worker_ranks(cls, config: Config, size: int) -> tuple[int, ...]:
-        return config.roles(size).workers
+    @property
+    def sends_hyperparameters(self) -> bool:
+        """Whether servers run the job's optimiser, with the numbers of the workers' param_groups."""
+        return self.contract.updates == "on servers"
 
-    @classmethod
-    def averages(cls, config: Config, workers: int) -> bool:
-        """Tell whether an update is the mean of several gradients, weighted by samples."""
-        return False
+    @property
+    def _clips_updates(self) -> bool:
+        """Whether the gradient of an update is clipped, which is of all workers, and not each worker's own."""
+        contract = self.contract
+        return contract.synchronous and contract.averages == "gradients" and self.gradients.clip_norm is not None
 
     def _check_stages(self) -> None:
         """Raise ConfigError where an option does not suit servers that have one stage of the model each."""
-        if self.of_all_workers and self.weighs and self.clip_norm is not None:
+        if self._clips_updates:
             raise ConfigError(
                 f"clip_norm must be None with {name_of(self)} and several stages, whose servers see one stage's "
-                f"gradient; got {self.clip_norm}. Use allreduce, which clips by the norm of all stages."
+                f"gradient; got {self.gradients.clip_norm}. Use allreduce, which clips by the norm of all stages."
             )
-        if self.config.servers == "colocated" and not self.synchronous and self.comm.size > 1:
+        if self.config.servers == "colocated" and not self.contract.synchronous and self.comm.size > 1:
             raise ConfigError(
                 f"strategy.servers must be a number of ranks of their own with {name_of(self)} and several stages, for "
                 "a rank that waits for another stage can't serve; got colocated. Use servers = 1."
@@ -181,10 +200,6 @@ class ServerStrategy(Strategy):
         return up, down
 
     @property
-    def needed(self) -> tuple[int, ...]:
-        return self.roles.needed
-
-    @property
     def handler(self) -> Handler | None:
         """Return what deals with this server's requests; None on ranks that don't serve."""
         return None if self.loop is None else self.loop.handler
@@ -203,7 +218,7 @@ class ServerStrategy(Strategy):
         own, parents = self.comm.rank, zip(self.place.parents, self.replica.clocks, strict=True)
         clocks = [[self.loop.clock if parent == own else clock] for parent, clock in parents]
         values = self.hyperparameters.values() if self.sends_hyperparameters else []
-        if self.of_all_workers:
+        if self.contract.synchronous:
             values.append(float(self.model.passes.left_out))
         return {"clocks": clocks, "values": values}
 
@@ -252,8 +267,7 @@ class ServerStrategy(Strategy):
     def _report(self, outcome: Outcome, steps: int = 0) -> None:
         """Write a server's record, after so many steps."""
         self.steps += steps
-        if self.on_record is not None:
-            self.on_record(self.record(outcome))
+        self.records.report(self.steps, outcome)
 
     # --- common ---------------------------------------------------------------------------------------------------
     @property
@@ -267,8 +281,7 @@ class ServerStrategy(Strategy):
             for part, own in zip(self.shard.of(params), self.handler.master(), strict=True):
                 part.copy_(own)
         broadcast_shards(self.comm, ((server, self.shards[server]) for server in self.roles.servers), params)
-        workers = [rank for rank in self.roles.workers if rank in self.comm.living]
-        return params, self._means(self.model.buffers, over=workers)
+        return with_buffers(self, params)
 
     def take_up(self) -> None:
         self.loop.take_up()
@@ -280,10 +293,6 @@ class ServerStrategy(Strategy):
             self.channel.close()
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    @property
-    def optimizer_ranks(self) -> tuple[int, ...]:
-        return self.roles.servers if self.steps_on_servers else ()
-
     def entries(self) -> list[Entry]:
         ranges = self.place.ranges
         entries = [
@@ -327,7 +336,7 @@ class ServerStrategy(Strategy):
 
     def _forget_moments_of_others(self) -> None:
         """Drop the optimiser's state of parameters that other ranks' optimisers step, which would only grow old."""
-        serves = self.steps_on_servers and self.comm.rank in self.roles.servers
+        serves = self.comm.rank in self.config.optimizer_ranks(self.comm.size)
         if self.optimizer is None or self.place.alone or (self.steps_on_workers and self.is_worker):
             return
         parameters = (parameter for parameter, _ in self.model.views(self.model.params))

@@ -73,15 +73,16 @@ class Worker(abc.ABC):
         Raises:
             NonFiniteError: a gradient is not finite, and the run is to end then.
         """
-        used, bad = self.model.collect(), self.strategy.nonfinite()
-        return used, self.strategy.refuse_nonfinite({self.rank: bad}) if bad else None
+        gradients = self.strategy.gradients
+        used, bad = self.model.collect(), gradients.nonfinite()
+        return used, gradients.leave_out({self.rank: bad}) if bad else None
 
 
 class LoneWorker(Worker):
     """Run the local optimiser on the only rank, which has no server; the clock counts its updates."""
 
     def step(self, update: Update) -> Outcome:
-        outcome = self.strategy.step_alone(update)
+        outcome = self.strategy.gradients.step_alone(update)
         self.replica.clock += outcome.event is None
         return replace(outcome, clock=self.replica.clock)
 
@@ -104,7 +105,7 @@ class GradientWorker(Worker):
                 "a step; got true. Leave it out, or give ranks of their own to the servers."
             )
         self._overlap = overlap
-        self._clips = strategy.clip_norm is not None and strategy.update_clip is None
+        self._clips = strategy.gradients.clip_norm is not None and strategy.update_clip is None
         config, workers = strategy.config.compression, self.place.roles.workers
         sits_out = config.warmup_ranks is not None and workers.index(self.rank) >= config.warmup_ranks
         self._first_step = config.warmup_steps if sits_out else 0  # after a warm-up of which others' gradients are
@@ -112,12 +113,11 @@ class GradientWorker(Worker):
 
     def step(self, update: Update) -> Outcome:
         strategy, passes = self.strategy, self.model.passes
-        strategy.require_unchanged_gradients()
         contributes = passes.contributes
         used, skipped = self.collect()
-        weight = passes.mean_weight if strategy.weighs else 1.0
+        weight = passes.mean_weight if strategy.contract.weighs else 1.0
         if self._clips and not skipped:
-            strategy.clip(weight)
+            strategy.gradients.clip(weight)
         stamps = strategy.stamps()
         if self._overlap:
             self.finish()

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hpcdist import collectives
 from hpcdist.collectives.tuning.background import Background
-from hpcdist.comm.communicator import Traffic
 from hpcdist.compress import CompressionConfig, Reduction, spans
 from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, part
 
 
@@ -42,12 +42,16 @@ class Periodic(Strategy):
             CompressionConfig(), description="how differences are compressed; its warmup_steps count exchanges"
         )
 
-    synchronous, reads_gradients = True, False
+        def meets(self, step: int) -> bool:
+            return step % self.period == 0
+
+    contract = Contract(averages="parameters", meets="every period")
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self.alone = comm.size == 1
         self._channel = comm.split(0)  # the thread's own
+        self.records.count(self._channel)
         self._reduce = collectives.load(config.algorithm)(self._channel)
         self._compressed: Reduction | None = None
         if config.compression and not self.alone:
@@ -69,20 +73,13 @@ class Periodic(Strategy):
             mean: flat tensors like `model.params`; the method may overwrite them.
         """
 
-    def meets(self, step: int) -> bool:
-        return self.due(step)
-
-    def due(self, step: int) -> bool:
-        """Tell whether all ranks exchange at the end of this step; counts from 1."""
-        return step % self.config.period == 0
-
     # --- steps ----------------------------------------------------------------------------------------------------
     def advance(self, update: Update) -> Outcome:
-        outcome = self.step_alone(update)
+        outcome = self.gradients.step_alone(update)
         if not self.alone:
             if self._gone:
                 self._take_up()
-            if self.due(self.steps + 1):
+            if self.config.meets(self.steps + 1):
                 self._exchange()
         return outcome
 
@@ -126,9 +123,6 @@ class Periodic(Strategy):
             self.comm.traffic.waiting_s += self.comm.now() - start
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    def traffic(self) -> Traffic:
-        return self.comm.traffic + self._channel.traffic
-
     def entries(self) -> list[Entry]:
         return [
             *super().entries(),

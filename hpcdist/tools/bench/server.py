@@ -103,9 +103,9 @@ def _bytes_sent(place: _Place, active: int) -> int:
     """Collective. Return the bytes that all ranks together send per update, without those that end a phase."""
     sent = []
     for steps in (1, 2):
-        before = place.strategy.traffic().bytes_sent
+        before = place.strategy.records.traffic().bytes_sent
         place.ours(active, steps)
-        here = place.strategy.traffic().bytes_sent - before
+        here = place.strategy.records.traffic().bytes_sent - before
         sent.append(sum(place.comm.gather(here)))
     return (sent[1] - sent[0]) // active
 

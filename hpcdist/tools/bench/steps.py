@@ -113,8 +113,8 @@ def _side(comm: Communicator, name: str, way: Way, widths: tuple[int, ...], x: t
         return Side(name, lambda steps: take(steps, optimizer.step), {"bytes": n_bytes, **sent})
     cls = strategies.load(way.strategy)
     strategy = cls(cls.Config(**way.options), comm.split(0), FlatModel(module), optimizer=optimizer)
-    strategy.start()
-    before, taken = strategy.traffic(), 0
+    strategy.records.start()
+    before, taken = strategy.records.traffic(), 0
 
     def run(steps: int) -> float:
         nonlocal taken
@@ -127,7 +127,7 @@ def _side(comm: Communicator, name: str, way: Way, widths: tuple[int, ...], x: t
         return step_s
 
     def columns() -> Row:
-        moved = strategy.traffic() - before
+        moved = strategy.records.traffic() - before
         sums = torch.tensor([moved.bytes_sent, moved.bytes_fetched])
         comm.allreduce(sums)
         sent, fetched = (sums / (comm.size * taken)).tolist()

@@ -169,7 +169,7 @@ class Sweep:
         rehearse(config, declared.ranks)
         cls = strategies.load(config.strategy.name)
         replicas = declared.ranks // config.parallel.stages
-        workers = cls.worker_ranks(cls.Config.from_mapping(config.strategy.options, "strategy"), replicas)
+        workers = cls.Config.from_mapping(config.strategy.options, "strategy").workers(replicas)
         samples = len(workers) * config.batch_size * config.accumulation
         stem = re.sub(r"[^\w.=+-]+", "_", "-".join(point))[:100]
         return ComparedCell(", ".join(point), "strategy", declared.ranks, samples, (*strategy, *point), stem, "")

@@ -168,7 +168,8 @@ def _cores(spec: JobSpec, site: Site) -> Problems:
     if spec.command or spec.nodes == 1 or spec.cpus_per_rank > 1:
         return
     name = _strategy_name(spec)
-    if _strategy_attribute(name, "read_by_others", default=False):
+    contract = _contract(name)
+    if contract is not None and contract.memory == "read by others":
         yield Problem(
             "warning",
             f"cpus_per_rank must be at least 2 for {name}, whose threads answer other nodes while a rank computes; got "
@@ -192,9 +193,9 @@ def _going_on(spec: JobSpec, site: Site) -> Problems:
                 "to false, or take a profile with mpirun.",
             )
         name = _strategy_name(spec)
-        if not spec.command and not _strategy_attribute(name, "survives_deaths", default=True):
-            known = catalogue("strategies").available()
-            can = [s for s in known if _strategy_attribute(s, "survives_deaths", default=False)]
+        contract = _contract(name)
+        if not spec.command and contract is not None and contract.deaths == "end all":
+            can = [s for s in catalogue("strategies").available() if (c := _contract(s)) and c.deaths == "others go on"]
             yield Problem(
                 "warning",
                 f"shrink must go with a strategy that can go on, {', '.join(can)}; got {name!r}. It ends when a rank "
@@ -263,12 +264,12 @@ def _strategy_name(spec: JobSpec) -> str:
     return str(_run(spec).get("strategy", {}).get("name", "allreduce"))
 
 
-def _strategy_attribute(name: str, attribute: str, default: bool) -> bool:
-    """Return an attribute of a strategy's class, or `default` where the strategy can't be loaded. Imports torch."""
+def _contract(name: str) -> Any:
+    """Return a strategy's contract, or None where the strategy can't be loaded. Imports torch."""
     try:
-        return getattr(catalogue("strategies").load(name), attribute)
+        return catalogue("strategies").load(name).contract
     except HpcdistError:
-        return default  # `_strategy` or `_settings` reports the error
+        return None  # `_strategy` or `_settings` reports the error
 
 
 def _run(spec: JobSpec) -> dict[str, Any]:

@@ -1,0 +1,50 @@
+"""Compute the model that the ranks of a strategy stand for together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.model.pieces import PIECE, sums
+
+
+def with_buffers(strategy: Any, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Collective. Return parameters and buffers: the given parameters, and the means of the workers' buffers."""
+    return params, mean_over(strategy.comm, strategy.model.buffers, _workers(strategy))
+
+
+def frozen_consensus(strategy: Any) -> list[Tensor] | None:
+    """Collective. Average the workers' frozen parameters, shaped like `model.frozen`; None where all are equal.
+
+    A loop may change frozen parameters: those of a slow copy of the model that follows it, for example.
+    """
+    comm = strategy.comm
+    found = comm.gather(repr(sums(strategy.model.frozen)))
+    if len({found[rank] for rank in comm.living}) == 1:
+        return None
+    return mean_over(comm, strategy.model.frozen, _workers(strategy))
+
+
+def _workers(strategy: Any) -> list[int]:
+    return [rank for rank in strategy.config.workers(strategy.comm.size) if rank in strategy.comm.living]
+
+
+def mean_over(comm: Communicator, tensors: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
+    """Collective. Average each tensor over some ranks; return new tensors, the same on every rank."""
+    # Summed in float64, so that the mean of equal float32 replicas is that same float32 to the bit.
+    means = []
+    for tensor in tensors:
+        mean = tensor.clone()
+        for part in torch.split(mean, PIECE) if mean.numel() and comm.size > 1 else ():
+            wide = part.to(torch.complex128 if part.is_complex() else torch.float64)
+            if comm.rank not in ranks:
+                wide.zero_()
+            comm.allreduce(wide)
+            wide /= len(ranks)
+            part.copy_(wide if part.is_floating_point() or part.is_complex() else wide.round())
+        means.append(mean)
+    return means

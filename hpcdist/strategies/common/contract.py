@@ -1,0 +1,68 @@
+"""Declare how a strategy deals with a training loop, in a few words that everything else follows from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The behaviour of a strategy, as far as a user's loop, the model's memory or a job's launcher must know it.
+
+    `session/rules.py` decides by it which habits of a loop are fine and which are refused, so a strategy of yours is
+    guarded as those of hpcdist are. A strategy declares it for several ranks; its `Config.narrow` may change words by
+    options and by the number of ranks.
+
+    Attributes:
+        averages: what an update or an exchange averages: gradients of several workers, weighted by their samples;
+            parameters (or changes of them); nothing.
+        meets: when all workers communicate with each other, so that all must take as many steps.
+        updates: where the optimiser's step is made: on each worker, or on servers, which then have its state and use
+            the numbers (learning rate...) of the workers' param_groups.
+        batch: what a step's gradient is of: each worker's own batch, or portions of the joint batch of all workers.
+        closure: how often a step may evaluate the closure that it is given: once, or as often as the optimiser likes
+            (L-BFGS), on the samples of all ranks together. The strategy has `minimise` for that.
+        parameters: what becomes of a worker's parameters in a step: kept, and moved by the strategy's own arithmetic;
+            or replaced by values of servers, so that changes which the loop has made are lost.
+        frozen: when a frozen parameter may be unfrozen: at any time, or only before the optimiser is distributed.
+        sends: when parameters travel: within steps, or between them too, while the loop runs.
+        memory: whether ranks of other nodes read this rank's memory while it computes, which a thread then answers.
+        deaths: what follows when a rank dies, where the launcher lets the others live: they end, or go on without it.
+    """
+
+    averages: Literal["gradients", "parameters", "nothing"]
+    meets: Literal["every step", "every period", "never"]
+    updates: Literal["here", "on servers"] = "here"
+    batch: Literal["own", "portions"] = "own"
+    closure: Literal["once", "often"] = "once"
+    parameters: Literal["kept", "replaced"] = "kept"
+    frozen: Literal["at any time", "before"] = "before"
+    sends: Literal["within steps", "between steps"] = "within steps"
+    memory: Literal["private", "read by others"] = "private"
+    deaths: Literal["end all", "others go on"] = "end all"
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether all workers must take the same number of steps."""
+        return self.meets != "never"
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the gradient of a batch counts by the number of its samples."""
+        return self.averages == "gradients" and self.batch == "own"
+
+    @property
+    def replicates(self) -> bool:
+        """Whether all ranks have the same parameters after every step."""
+        return (self.averages, self.meets, self.updates) == ("gradients", "every step", "here")
+
+    @property
+    def uses_changed_gradients(self) -> bool:
+        """Whether an update is of gradients as they are when `step` is called, so that the loop may change them."""
+        return self.updates == "here" or self.averages != "gradients"
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether a step needs gradients in flat memory; else they stay where autograd makes them."""
+        return self.averages != "parameters" or self.updates == "on servers"

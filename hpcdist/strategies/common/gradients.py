@@ -1,0 +1,105 @@
+"""Clip a rank's gradients, and leave out updates of gradients that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import NonFiniteError
+from hpcdist.model.flat import FlatModel
+from hpcdist.parallel.agreement import Agreement, clip_gradients
+from hpcdist.strategies.common.records import Outcome
+
+
+class Gradients:
+    """The gradients of a rank's replica in the current step.
+
+    Args:
+        policy: `on_nonfinite` of the strategy's options: stop, skip or ignore.
+        clip_norm: largest 2-norm of all gradients together; None does not clip.
+        stages: agrees with the ranks that have the replica's other stages; None where this rank has the whole model.
+    """
+
+    def __init__(
+        self, comm: Communicator, model: FlatModel, policy: str, clip_norm: float | None, stages: Agreement | None
+    ):
+        self.clip_norm, self.policy = clip_norm, policy
+        self._comm, self._model, self._stages = comm, model, stages
+        self._step, self._skips = 1, policy == "skip"
+
+    def begin(self, step: int, skips: bool) -> None:
+        """Begin a step; `skips` leaves out its update where gradients are not finite, whatever the policy says."""
+        self._step, self._skips = step, skips or self.policy == "skip"
+
+    @property
+    def ignores_nonfinite(self) -> bool:
+        return self.policy == "ignore" and not self._skips
+
+    @property
+    def overflow_skips(self) -> bool:
+        """Whether only this step leaves out what the policy would ignore, as a GradScaler wants it."""
+        return self.policy == "ignore" and self._skips
+
+    def clip(self, weight: float = 1.0) -> None:
+        """Collective in the replica. Scale all gradients down to the norm `clip_norm`, where theirs is larger.
+
+        Args:
+            weight: the factor of the gradients, by which the norm is multiplied too.
+        """
+        if self.clip_norm is None:
+            return
+        parameters, largest = self._model.parameters(), self.clip_norm * weight
+        if self._stages is None:
+            nn.utils.clip_grad_norm_(parameters, largest)
+        else:
+            clip_gradients(parameters, largest, self._stages.norm(parameters))
+
+    def nonfinite(self) -> list[str]:
+        """Collective in the replica. Name the parameters whose gradient has NaN or infinity, in all its stages.
+
+        Empty where they are ignored.
+        """
+        if self.ignores_nonfinite:
+            return []
+        names = self._model.nonfinite()
+        return names if self._stages is None else self._stages.nonfinite({0: names} if names else {}).get(0, [])
+
+    def leave_out(self, names_of: dict[int, list[str]]) -> str:
+        """Leave out the update: return the event for the record.
+
+        Args:
+            names_of: the parameters' names, by rank, or by replica where its ranks have a stage each.
+
+        Raises:
+            NonFiniteError: the policy is "stop".
+        """
+        holder = "rank" if self._stages is None else "replica"
+        where = "; ".join(f"{holder} {rank}: {shorten(names)}" for rank, names in sorted(names_of.items()))
+        text = f"NaN or infinite gradient at step {self._step}, {where}"
+        if not self._skips:
+            raise NonFiniteError(
+                f"gradients must be finite; got {text}. Lower the learning rate, clip the gradients, or set "
+                "strategy.on_nonfinite = 'skip' to leave such updates out."
+            )
+        return f"skipped: {text}"
+
+    def staleness(self, left_out: object) -> tuple[int, ...]:
+        """Return the staleness of this rank's own gradient, (0,); () if it was left out, or its batch weighs 0."""
+        return () if left_out or not self._model.passes.contributes else (0,)
+
+    def step_alone(self, update: Callable[[], None]) -> Outcome:
+        """Take the local optimiser's step on this rank's own gradient, left out where that is not finite."""
+        self._model.settle()
+        bad = self.nonfinite()
+        event = self.leave_out({self._comm.rank: bad}) if bad else None
+        if not bad:
+            self.clip()
+            update()
+        return Outcome(clock=self._step, staleness=self.staleness(bad), event=event)
+
+
+def shorten(names: list[str], limit: int = 3) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

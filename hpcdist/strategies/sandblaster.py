@@ -107,8 +107,7 @@ class Sandblaster(Strategy):
             return tuple(sorted({COORDINATOR, *assign_lbfgs(size, self.servers).shards}))
 
     contract = Contract(
-        averages="gradients", meets="never", updates="on servers", batch="portions", closure="often",
-        deaths="others go on",
+        averages="gradients", meets="never", updates="on servers", batch="portions", deaths="others go on"
     )  # fmt: skip
 
     def __init__(self, config: Config, comm, model, **given):

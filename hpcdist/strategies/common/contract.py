@@ -21,8 +21,8 @@ class Contract:
         updates: where the optimiser's step is made: on each worker, or on servers, which then have its state and use
             the numbers (learning rate...) of the workers' param_groups.
         batch: what a step's gradient is of: each worker's own batch, or portions of the joint batch of all workers.
-        closure: how often a step may evaluate the closure that it is given: once, or as often as the optimiser likes
-            (L-BFGS), on the samples of all ranks together. The strategy has `minimise` for that.
+        closure: how often the optimiser's own step may evaluate the closure that it is given: once, or as often as it
+            likes (torch's L-BFGS), each time on the samples of all ranks together. The strategy has `minimise` for it.
         parameters: what becomes of a worker's parameters in a step: kept, and moved by the strategy's own arithmetic;
             or replaced by values of servers, so that changes which the loop has made are lost.
         frozen: when a frozen parameter may be unfrozen: at any time, or only before the optimiser is distributed.

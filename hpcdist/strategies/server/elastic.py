@@ -52,13 +52,14 @@ class ElasticWorker(Worker):
 
     def step(self, update: Update) -> Outcome:
         strategy, exchanges = self.strategy, self.strategy.steps % self.config.period == 0
-        used, skipped = self.collect()
+        self.model.settle()
+        bad = strategy.gradients.nonfinite()
+        skipped = strategy.gradients.leave_out({self.rank: bad}) if bad else None
         heads = []
         if exchanges:
             self.client.push(FETCH, tensors=self._motion.position(), **strategy.stamps())
             heads = self.client.wait()
         if not skipped:
-            self.model.release(used)
             strategy.gradients.clip()
             self._motion.step(update)
         if exchanges:

@@ -138,7 +138,11 @@ class Sandblaster(Strategy):
         """
         if self.comm.size == 1:
             return None, None
-        roles, needed, results = self.roles, self.config.needed(self.comm.size), [torch.zeros(MOST, dtype=torch.float64)]
+        roles, needed, results = (
+            self.roles,
+            self.config.needed(self.comm.size),
+            [torch.zeros(MOST, dtype=torch.float64)],
+        )
         one_rank_serves = COORDINATOR in roles.shards
         pushing = roles.workers if one_rank_serves else (COORDINATOR, *roles.workers)
         sums = RequestChannel(
@@ -278,7 +282,7 @@ class Sandblaster(Strategy):
         limits = [limit for limit in (patience_s, CHECK_S if self.comm.tolerant else None) if limit is not None]
         request = channel.inbox.next(min(limits, default=None))
         if request is None:
-            require_living(self.comm, self.needed)
+            require_living(self.comm, self.config.needed(self.comm.size))
         return request
 
     def _forget_dead(self) -> None:

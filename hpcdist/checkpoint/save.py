@@ -45,14 +45,14 @@ def save(
         CheckpointError: some rank can't save its state, or `step` or `keep` is out of range. Raised on all ranks; the
             checkpoints before this one are still there.
     """
-    step, folder, leads = int(step), Path(folder), comm.rank == comm.living[0]
+    step, folder, leads = int(step), Path(folder), comm.rank == comm.failures.living[0]
     proposals = _together(comm, step, lambda: [step, _prepare(folder, step, keep) if leads else None])
     steps = [its_step for its_step, _ in proposals]
     if len(set(steps)) > 1:
         raise MismatchError(f"step must be the same on all ranks; got {steps} on ranks 0 to {comm.size - 1}.")
     temporary = folder / proposals[0][1]
     try:
-        stamps = _together(comm, step, lambda: _write_rank(temporary, comm.living.index(comm.rank), state))
+        stamps = _together(comm, step, lambda: _write_rank(temporary, comm.failures.living.index(comm.rank), state))
         files = {name: Stamp(*stamp) for of_rank in stamps for name, stamp in of_rank.items()}
         _together(comm, step, lambda: _finish(temporary, step, meta, files, keep) if leads else None)
     except BaseException as error:
@@ -74,7 +74,7 @@ def _together(comm: Communicator, step: int, work: Callable[[], Any]) -> list[An
     except Exception as error:  # whatever it is: the other ranks wait to hear of it
         failure = error
     reason = None if failure is None else _describe(failure)
-    replies = {rank: reply for rank, reply in enumerate(comm.gather([result, reason])) if rank in comm.living}
+    replies = {rank: reply for rank, reply in enumerate(comm.gather([result, reason])) if rank in comm.failures.living}
     failed = [f"on rank {rank}: {reason}" for rank, (_, reason) in replies.items() if reason is not None]
     if failed:
         raise CheckpointError(

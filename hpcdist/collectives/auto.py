@@ -17,6 +17,7 @@ from hpcdist.collectives.native import SATURATED
 from hpcdist.collectives.tuning.table import predict_table
 from hpcdist.collectives.tuning.table_cache import DEFAULT_CACHE, cached_table
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.virtual.network import Network
 
 SLICE_BYTES = 1 << 18  # of a rank: from here on a tensor that all ranks have mapped is summed in place
 
@@ -79,7 +80,7 @@ class Auto(AllReduce):
 
     def _in_place(self, tensor: Tensor, n_bytes: int) -> bool:
         """Tell whether all ranks have mapped the tensor, and it is long."""
-        return n_bytes >= self._in_place_bytes and self.comm.is_shared(tensor)
+        return n_bytes >= self._in_place_bytes and self.comm.memory.is_shared(tensor)
 
     def close(self) -> None:
         for algorithm in dict.fromkeys(self._algorithms):
@@ -90,6 +91,7 @@ def _ranges(comm: Communicator, cache_dir: Path, refresh: bool) -> list[tuple[fl
     """Collective. List (largest number of bytes, algorithm), ascending; see TimingTable.ranges."""
     if comm.size == 1:
         return [(math.inf, "native")]
-    link = comm.link()
-    table = predict_table(comm, *link) if link is not None else cached_table(comm, cache_dir, refresh=refresh)
-    return table.ranges()
+    if comm.trace.virtual is None:
+        return cached_table(comm, cache_dir, refresh=refresh).ranges()
+    latency_s, bandwidth_bytes_s = Network(**comm.trace.virtual["network"]).slowest(comm.memory.nodes)
+    return predict_table(comm, latency_s, 1 / bandwidth_bytes_s).ranges()

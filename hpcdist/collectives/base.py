@@ -67,7 +67,7 @@ class AllReduce(abc.ABC):
                 "Convert the tensor first."
             )
         if self.comm.size > 1 and tensor.numel() > 0:
-            with self.comm.host(tensor if dtype is tensor.dtype else tensor.view(dtype)) as host:
+            with self.comm.memory.host(tensor if dtype is tensor.dtype else tensor.view(dtype)) as host:
                 work(host)
 
     @abc.abstractmethod
@@ -93,11 +93,11 @@ class Algorithm(AllReduce):
 
     def __init__(self, comm: Communicator):
         super().__init__(comm)
-        if comm.timeline is not None:
+        if comm.trace.timeline is not None:
             name = f"all-reduce by {type(self).__module__.rpartition('.')[2]}"
-            self._sum = comm.timeline.noted(name, "collective", self._sum)  # type: ignore[method-assign]
+            self._sum = comm.trace.timeline.noted(name, "collective", self._sum)  # type: ignore[method-assign]
             if type(self)._mean is not AllReduce._mean:  # which calls the other
-                self._mean = comm.timeline.noted(name, "collective", self._mean)  # type: ignore[method-assign]
+                self._mean = comm.trace.timeline.noted(name, "collective", self._mean)  # type: ignore[method-assign]
 
     @staticmethod
     def suits(comm: Communicator) -> bool:

@@ -21,7 +21,7 @@ class Direct(Algorithm):
     r is read and written by rank r alone, so no rank waits before the end: one exchange of addresses, one
     barrier. Bytes written into other ranks' memory, per rank: n(p-1)/p; read from it: the same. The sum is taken in
     rank order: bitwise that of a loop over the ranks. The kernel copies what is read and written, unless the tensor is
-    of `Communicator.shared_zeros`: that is mapped by all, and read where it lies.
+    of `RankMemory.shared_zeros`: that is mapped by all, and read where it lies.
 
     Reference: J. Hashmi, S. Chakraborty, M. Bayatpour, H. Subramoni, D. Panda, "Designing efficient shared address
     space reduction collectives for multi-/many-cores", 2018.
@@ -32,14 +32,14 @@ class Direct(Algorithm):
         if not self.suits(comm):
             raise ConfigError(
                 "the ranks of the direct all-reduce must be on one node whose kernel lets them read each other's "
-                f"memory; got {comm.size} ranks on {len(set(comm.nodes))} nodes that can't. "
+                f"memory; got {comm.size} ranks on {len(set(comm.memory.nodes))} nodes that can't. "
                 "Use another algorithm, or auto."
             )
         self._inbox = Scratch()
 
     @staticmethod
     def suits(comm: Communicator) -> bool:
-        return comm.can_attach
+        return comm.memory.can_attach
 
     def _sum(self, tensor: Tensor) -> None:
         self._reduce(tensor, divisor=1)
@@ -56,7 +56,7 @@ class Direct(Algorithm):
         comm = self.comm
         start, end = bounds(tensor.numel(), comm.size)[comm.rank : comm.rank + 2]
         others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # not all to the same one at once
-        window = comm.attach(tensor)
+        window = comm.memory.attach(tensor)
         for segment in chunks(tensor[start:end], segment_count((end - start) * tensor.itemsize, SEGMENT_BYTES)):
             offset, count = segment.storage_offset() - tensor.storage_offset(), segment.numel()
             if count > 0:

@@ -35,12 +35,11 @@ class Hierarchical(Algorithm):
 
     def __init__(self, comm: Communicator):
         super().__init__(comm)
-        self._owners = min(Counter(comm.nodes).values())
-        self._node = comm.split(comm.nodes[comm.rank])
-        self._across = comm.split(self._node.rank if self._node.rank < self._owners else None)
-        self._node.traffic = comm.traffic  # one account of all that the all-reduce moves
+        self._owners = min(Counter(comm.memory.nodes).values())
+        account = comm.trace.traffic  # one for all that the all-reduce moves
+        self._node = comm.split(comm.memory.nodes[comm.rank], traffic=account)
+        self._across = comm.split(self._node.rank if self._node.rank < self._owners else None, traffic=account)
         if self._across is not None:
-            self._across.traffic = comm.traffic
             self._ring, self._doubling = Ring(self._across), RecursiveDoubling(self._across)
         self._window = self._node.window(SLOTS * SEGMENT_BYTES, torch.uint8)
         self._turn = 0  # slots go on in turn from call to call, as others may still collect from the last one
@@ -48,7 +47,7 @@ class Hierarchical(Algorithm):
 
     @staticmethod
     def suits(comm: Communicator) -> bool:
-        return len(set(comm.nodes)) < comm.size
+        return len(set(comm.memory.nodes)) < comm.size
 
     def _sum(self, tensor: Tensor) -> None:
         segments = chunks(tensor, segment_count(tensor.nbytes, SEGMENT_BYTES))

@@ -13,11 +13,12 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from hpcdist.comm.capabilities import Failures, RankMemory, Trace
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.messages import Messages, check_graph
 from hpcdist.comm.neighbourhood import Neighbourhood
 from hpcdist.comm.traffic import Traffic
-from hpcdist.comm.transfer import ANY, Envelope, Request, check_flat, check_tag
+from hpcdist.comm.transfer import ANY, Envelope, Request, check_flat, check_rank, check_tag
 from hpcdist.comm.waiting import wait_until
 from hpcdist.comm.window import Memory, Put, Window, out_of_range
 from hpcdist.errors import CommunicationError
@@ -28,12 +29,12 @@ DEADLINE_S = 600.0
 class Alone(Communicator):
     """The communicator of one rank alone. A wait for something that only another rank could do ends at the deadline."""
 
-    rank, size, nodes, living, world_ranks = 0, 1, (0,), (0,), (0,)
-    library = "no MPI"
-    concurrent = can_attach = True
+    rank, size = 0, 1
+    _concurrent = True
 
-    def __init__(self, deadline_s: float = DEADLINE_S):
-        self.deadline_s, self.traffic = deadline_s, Traffic()
+    def __init__(self, deadline_s: float = DEADLINE_S, traffic: Traffic | None = None):
+        self.memory, self.failures = _AloneMemory(self), Failures(1, deadline_s)
+        self.trace = Trace("no MPI", (0,), traffic=traffic)
         self._sent: list[_Message] = []  # not yet received, in their order
 
     # --- point to point -------------------------------------------------------------------------------------------
@@ -43,7 +44,7 @@ class Alone(Communicator):
 
     def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
         check_flat(tensor)
-        self.check_peer(dest, "dest")
+        check_rank(dest, 1, "dest")
         check_tag(tag)
         self._sent.append(_Message(tag, tensor.detach().clone()))
         return _Done()
@@ -62,7 +63,7 @@ class Alone(Communicator):
 
     def _check_source(self, source: int, tag: int) -> None:
         if source != ANY:
-            self.check_peer(source, "source")
+            check_rank(source, 1, "source")
         if tag != ANY:
             check_tag(tag)
 
@@ -77,8 +78,8 @@ class Alone(Communicator):
 
     def wait_for(self, ready: Callable[[], bool], what: str, deadline_s: float | None = None) -> None:
         """Block until `ready()` is true; the time counts as waiting."""
-        limit_s = self.deadline_s if deadline_s is None else deadline_s
-        self.traffic.waiting_s += wait_until(ready, limit_s, lambda: f"rank 0, alone: {what}")
+        limit_s = self.failures.deadline_s if deadline_s is None else deadline_s
+        self.trace.traffic.waiting_s += wait_until(ready, limit_s, lambda: f"rank 0, alone: {what}")
 
     # --- collective -----------------------------------------------------------------------------------------------
     def allreduce(self, tensor: Tensor) -> None:
@@ -86,26 +87,26 @@ class Alone(Communicator):
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         check_flat(tensor)
-        self.check_peer(root, "root")
+        check_rank(root, 1, "root")
 
-    def exchange(self, data: bytes) -> list[bytes]:
-        return [bytes(data)]
+    def _gather(self, data: bytes) -> list[bytes]:
+        return [data]
 
     def barrier(self) -> None:
         pass
 
     @overload
-    def split(self, color: int, key: int = 0) -> Alone: ...
+    def split(self, color: int, key: int = 0, *, traffic: Traffic | None = None) -> Alone: ...
 
     @overload
-    def split(self, color: int | None, key: int = 0) -> Alone | None: ...
+    def split(self, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> Alone | None: ...
 
-    def split(self, color: int | None, key: int = 0) -> Alone | None:
+    def split(self, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> Alone | None:
         if color is None:
             return None
         if color < 0:
             raise CommunicationError(f"color must be an integer of at least 0, or None; got {color}.")
-        return Alone(self.deadline_s)
+        return Alone(self.failures.deadline_s, traffic)
 
     def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
         check_graph(self, sources, destinations)
@@ -116,14 +117,6 @@ class Alone(Communicator):
             raise CommunicationError(f"count of a window must be at least 0; got {count}.")
         return OwnWindow(self, torch.zeros(count, dtype=dtype))
 
-    def put_all(self, puts: Iterable[Put]) -> None:
-        for window, values, rank, offset in puts:
-            window.put(values, rank, offset)
-
-    def attach(self, tensor: Tensor) -> Memory:
-        check_flat(tensor)
-        return OwnWindow(self, tensor)
-
     # --- time -----------------------------------------------------------------------------------------------------
     def compute(self, share: float = 1.0) -> float:
         return 0.0
@@ -133,6 +126,23 @@ class Alone(Communicator):
 
     def close(self) -> None:
         self._sent.clear()
+
+
+class _AloneMemory(RankMemory):
+    """The memory of one rank."""
+
+    nodes, can_attach = (0,), True
+
+    def __init__(self, comm: Alone):
+        self._comm = comm
+
+    def attach(self, tensor: Tensor) -> Memory:
+        check_flat(tensor)
+        return OwnWindow(self._comm, tensor)
+
+    def put_all(self, puts: Iterable[Put]) -> None:
+        for window, values, rank, offset in puts:
+            window.put(values, rank, offset)
 
 
 @dataclass(eq=False)
@@ -232,7 +242,7 @@ class OwnWindow(Window):
         return self._elements(rank, offset, 1)[0]
 
     def _elements(self, rank: int, offset: int, count: int) -> Tensor:
-        self._comm.check_peer(rank, "rank of a window")
+        check_rank(rank, 1, "rank of a window")
         if offset < 0 or count < 0 or offset + count > len(self.local):
             raise out_of_range(rank, len(self.local), offset, count)
         return self.local[offset : offset + count]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator, mpi_of
 
 TRIPS = 8
 ASK, TELL = 30_005, 30_006  # tags
@@ -53,9 +53,9 @@ def ahead_of_first(comm: Communicator, clock: Callable[[], float]) -> Ahead:
 
     Nothing on virtual ranks, which have one clock too.
     """
-    if comm.mpi is None:
+    if mpi_of(comm) is None:
         return Ahead(0.0, 0.0)
-    leaders = {node: comm.nodes.index(node) for node in comm.nodes}
+    leaders = {node: comm.memory.nodes.index(node) for node in comm.memory.nodes}
     found = measure_ahead(comm, sorted(set(leaders.values()) - {0}), clock)
     told = comm.gather({str(leader): list(ahead) for leader, ahead in found.items()})[0]
-    return Ahead(*told.get(str(leaders[comm.nodes[comm.rank]]), (0.0, 0.0)))
+    return Ahead(*told.get(str(leaders[comm.memory.nodes[comm.rank]]), (0.0, 0.0)))

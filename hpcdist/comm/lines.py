@@ -10,7 +10,7 @@ import traceback
 from functools import cache
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_COMMANDS = ("train", "study", "bench", "doctor", "horovod", "cli")  # parts of this package that run a user's command
+_COMMANDS = ("train", "tools")  # parts of this package that run a user's command
 AT_THE_END = "the end of its script"
 
 

@@ -70,7 +70,8 @@ class Publication:
 
         `attempt` returns its number. `undo` is called after each attempt that was overtaken or failed.
         """
-        until = self._comm.now() + self._comm.deadline_s
+        limit_s = self._comm.failures.deadline_s
+        until = self._comm.now() + limit_s
         while True:
             try:
                 done = attempt()
@@ -90,7 +91,7 @@ class Publication:
             if self._comm.now() > until:
                 raise DeadlineError(
                     f"rank {self._comm.rank}: a whole read of rank {rank}'s publication did not happen within "
-                    f"{self._comm.deadline_s:g} s and {self.retries} attempts. Publish less often, or read torn."
+                    f"{limit_s:g} s and {self.retries} attempts. Publish less often, or read torn."
                 )
 
     def read_torn(self, out: Sequence[Tensor], rank: int) -> int:

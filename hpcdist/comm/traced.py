@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hpcdist.comm.clocks import ahead_of_first
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.neighbourhood import Neighbourhood
+from hpcdist.comm.traffic import Traffic
 from hpcdist.comm.transfer import ANY, Envelope, Request
-from hpcdist.comm.window import Memory, Put, Window
+from hpcdist.comm.window import Put
 from hpcdist.errors import ConfigError
 from hpcdist.records.merged_timeline import RankTimeline, merge_timelines
-from hpcdist.records.timeline import MOST, MOST_OF_ALL, Details, EventSpan, Timeline
+from hpcdist.records.timeline import MOST, MOST_OF_ALL, Details, Timeline
 
 MESSAGE, WINDOW, COLLECTIVE, WAIT = "message", "window", "collective", "wait"  # categories
 
@@ -39,8 +39,8 @@ def begin_timeline(comm: Communicator, path: Path, most: int | None = None) -> C
         ConfigError: the communicator has a timeline.
         OutputError: a file can't be written; on all ranks alike.
     """
-    if comm.timeline is not None:
-        raise ConfigError(f"timeline must be begun once; got one already, {comm.timeline.path}. End it first.")
+    if comm.trace.timeline is not None:
+        raise ConfigError(f"timeline must be begun once; got one already, {comm.trace.timeline.path}. End it first.")
     most = min(MOST, MOST_OF_ALL // comm.size) if most is None else most
     timeline = comm.together(lambda: Timeline(path, comm.rank, comm.now, most))
     _look_at_clock(comm, timeline)
@@ -53,10 +53,10 @@ def end_timeline(comm: Communicator) -> None:
     Raises:
         OutputError: it can't be written; on all ranks alike.
     """
-    timeline = comm.timeline
+    timeline = comm.trace.timeline
     if timeline is None:
         raise ConfigError("timeline must be begun before it is ended; got none. Call begin_timeline first.")
-    if not comm.lost:  # else clocks are taken to go at one speed
+    if not comm.failures.lost:  # else clocks are taken to go at one speed
         _look_at_clock(comm, timeline)
     timeline.close()
     name = f"rank {comm.rank} ({timeline.role + ', ' if timeline.role else ''}host {platform.node()})"
@@ -64,8 +64,8 @@ def end_timeline(comm: Communicator) -> None:
         rank=comm.rank, name=name, clock=timeline.clock, error_s=timeline.error_s, left_out=timeline.left_out
     )
     found = [RankTimeline(**one) for one in comm.gather(own.model_dump()) if one is not None]
-    seconds = "real" if comm.virtual is None else "virtual"
-    first = comm.rank == comm.living[0]
+    seconds = "real" if comm.trace.virtual is None else "virtual"
+    first = comm.rank == comm.failures.living[0]
     comm.together(lambda: merge_timelines(timeline.path, found, seconds=seconds) if first else None)
 
 
@@ -76,62 +76,130 @@ def _look_at_clock(comm: Communicator, timeline: Timeline) -> None:
     timeline.error_s = max(timeline.error_s, ahead.error_s)
 
 
+class Noted:
+    """A method that notes its calls in the timeline, and passes them on to the same method of `plain`.
+
+    Args:
+        name: of the event.
+        category: of the event; "" where the call itself is none.
+        describe: makes the details of a call from its object and its arguments; None where nothing is to be noted.
+        result: makes the method's result from its object, the result of `plain` and the details.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        category: str,
+        describe: Callable[..., Details | None] = lambda *args, **options: {},
+        result: Callable[[Any, Any, Details], Any] = lambda traced, result, details: result,
+    ):
+        self._name, self._category, self._describe, self._result = name, category, describe, result
+
+    def __set_name__(self, owner: type, method: str) -> None:
+        self._method = method
+
+    def __get__(self, traced: Any, owner: type | None = None) -> Callable[..., Any]:
+        return partial(self._call, traced)
+
+    def _call(self, traced: Any, *args: Any, **options: Any) -> Any:
+        call, details = getattr(traced.plain, self._method), self._describe(traced, *args, **options)
+        if details is None:
+            return call(*args, **options)
+        if not self._category:
+            return self._result(traced, call(*args, **options), details)
+        with traced.trace.timeline.span(self._name, self._category, details):
+            return self._result(traced, call(*args, **options), details)
+
+
 class TracedCommunicator(Communicator):
-    """Note the calls of `comm` in `timeline`. Ranks are named by their numbers in the job.
+    """Note the calls of the communicator `plain` in `timeline`. Ranks are named by their numbers in the job.
 
     Args:
         name: of the communicator, the same on all of its ranks.
     """
 
-    def __init__(self, comm: Communicator, timeline: Timeline, name: str = "all"):
-        comm.timeline = self.timeline = timeline
-        self._comm, self._name, self._splits = comm, name, 0
-        for constant in ("rank", "size", "nodes", "library", "mpi", "tolerant", "concurrent", "can_attach"):
-            setattr(self, constant, getattr(comm, constant))
-        self.world_ranks, self.virtual = comm.world_ranks, comm.virtual
-        self._calls = self._lost = 0
+    def __init__(self, plain: Communicator, timeline: Timeline, name: str = "all"):
+        self.plain, self._name, self._concurrent = plain, name, plain._concurrent
+        self.trace, self.failures, self.memory = plain.trace, plain.failures, TracedMemory(self)  # type: ignore[assignment]
+        self._timeline = self.trace.timeline = timeline
+        self._splits = self._calls = self._lost = 0
         self._messages: Counter[tuple[int, int, int]] = Counter()
         self._numbers_receives = True
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_comm":
+        if name == "plain":
             raise AttributeError(name)
-        return getattr(self._comm, name)  # what only some communicators have
+        return getattr(self.plain, name)  # also what only some communicators have
 
-    # --- point to point -------------------------------------------------------------------------------------------
-    def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:
-        sent, received = self._sent(send, dest, tag), self._received(source, tag)
-        with self.timeline.span("send and receive", MESSAGE, sent | received):
-            self._comm.sendrecv(send, dest, recv, source, tag)
+    sendrecv: Any = Noted(
+        "send and receive",
+        MESSAGE,
+        lambda comm, send, dest, recv, source, tag=0: comm._sent(send, dest, tag) | comm._received(source, tag),
+    )
+    isend: Any = Noted(
+        "send",
+        MESSAGE,
+        lambda comm, tensor, dest, tag=0: comm._sent(tensor, dest, tag),
+        lambda comm, request, details: TracedRequest(comm, request, "wait for a send", {"to": details["to"]}),
+    )
+    irecv: Any = Noted(
+        "receive",
+        "",
+        lambda comm, tensor, source=ANY, tag=ANY: comm._received(source, tag),
+        lambda comm, request, details: TracedRequest(comm, request, "receive", details),
+    )
+    probe: Any = Noted(
+        "wait for a message",
+        WAIT,
+        lambda comm, source=ANY, tag=ANY, *, block=True: {} if block else None,
+        lambda comm, envelope, details: comm._arrived(envelope, details),
+    )
+    allreduce: Any = Noted(
+        "all-reduce (MPI's own)", COLLECTIVE, lambda comm, tensor: comm._numbered(bytes=tensor.nbytes)
+    )
+    broadcast: Any = Noted(
+        "broadcast",
+        COLLECTIVE,
+        lambda comm, tensor, root=0: comm._numbered(bytes=tensor.nbytes, root=comm.number(root)),
+    )
+    _gather: Any = Noted("gather", COLLECTIVE, lambda comm, data: comm._numbered(bytes=len(data)))
+    barrier: Any = Noted("barrier", WAIT, lambda comm: comm._numbered())
+    neighbourhood: Any = Noted("", "", result=lambda comm, plain, details: TracedNeighbourhood(comm, plain))
+    window: Any = Noted("", "", result=lambda comm, plain, details: TracedWindow(comm, plain))
+    compute: Any = Noted(
+        "forward and backward", "compute", lambda comm, share=1.0: None if comm.trace.virtual is None else {}
+    )
+    close: Any = Noted("close", COLLECTIVE, lambda comm: comm._numbered())
 
-    def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
-        with self.timeline.span("send", MESSAGE, self._sent(tensor, dest, tag)):
-            request = self._comm.isend(tensor, dest, tag)
-        return TracedRequest(self.timeline, request, "wait for a send", {"to": self._number(dest)})
+    def split(self, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> Any:
+        self._splits += 1
+        with self.trace.span("split", COLLECTIVE, **self._numbered()):
+            made = self.plain.split(color, key, traffic=traffic)
+        name = f"{self._name}/{self._splits}.{color}"
+        return (
+            None if made is None or self.trace.timeline is None else TracedCommunicator(made, self.trace.timeline, name)
+        )
 
-    def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
-        request = self._comm.irecv(tensor, source, tag)
-        return TracedRequest(self.timeline, request, "receive", self._received(source, tag))
+    def now(self) -> float:
+        return self.plain.now()
 
-    def probe(self, source: int = ANY, tag: int = ANY, *, block: bool = True) -> Envelope | None:
-        if not block:
-            return self._comm.probe(source, tag, block=False)
-        with self.timeline.span("wait for a message", WAIT) as details:
-            envelope = self._comm.probe(source, tag)
-            if envelope is not None:
-                details["from"] = self._number(envelope.source)
-            return envelope
+    def _overlapping(self) -> AbstractContextManager[None]:
+        return self.plain._overlapping()
+
+    # --- details of events ----------------------------------------------------------------------------------------
+    def number(self, rank: int) -> int:
+        """Return a rank's number in the job."""
+        return self.trace.world_ranks[rank] if 0 <= rank < self.size else rank  # the call itself refuses a wrong one
 
     def _sent(self, tensor: Tensor, dest: int, tag: int) -> Details:
-        message = self._message(self.rank, dest, tag)
-        return {"to": self._number(dest), "bytes": tensor.nbytes, "sent": message}
+        return {"to": self.number(dest), "bytes": tensor.nbytes, "sent": self._message(self.rank, dest, tag)}
 
     def _received(self, source: int, tag: int) -> Details:
         if source == ANY or tag == ANY:
             self._numbers_receives = False  # from here on: which message it took is not known
         if not self._numbers_receives:
-            return {} if source == ANY else {"from": self._number(source)}
-        return {"from": self._number(source), "received": self._message(source, self.rank, tag)}
+            return {} if source == ANY else {"from": self.number(source)}
+        return {"from": self.number(source), "received": self._message(source, self.rank, tag)}
 
     def _message(self, source: int, dest: int, tag: int) -> str:
         """Name the next message from one rank to another; those of one tag do not overtake each other."""
@@ -139,160 +207,128 @@ class TracedCommunicator(Communicator):
         self._messages[key] += 1
         return f"{self._name}: {source} to {dest}, tag {tag}, message {self._messages[key]}"
 
-    def _number(self, rank: int) -> int:
-        return self.world_ranks[rank] if 0 <= rank < self.size else rank  # a wrong one is refused by the call itself
+    def _arrived(self, envelope: Envelope, details: Details) -> Envelope:
+        details["from"] = self.number(envelope.source)
+        return envelope
 
-    # --- collective -----------------------------------------------------------------------------------------------
-    def allreduce(self, tensor: Tensor) -> None:
-        with self._call("all-reduce (MPI's own)", bytes=tensor.nbytes):
-            self._comm.allreduce(tensor)
-
-    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        with self._call("broadcast", bytes=tensor.nbytes, root=self._number(root)):
-            self._comm.broadcast(tensor, root)
-
-    def exchange(self, data: bytes) -> list[bytes]:
-        with self._call("gather", bytes=len(data)):
-            return self._comm.exchange(data)
-
-    def barrier(self) -> None:
-        with self._call("barrier", WAIT):
-            self._comm.barrier()
-
-    def split(self, color: int | None, key: int = 0) -> Any:
-        self._splits += 1
-        with self._call("split"):
-            made = self._comm.split(color, key)
-        return None if made is None else TracedCommunicator(made, self.timeline, f"{self._name}/{self._splits}.{color}")
-
-    def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
-        return TracedNeighbourhood(self, self._comm.neighbourhood(sources, destinations))
-
-    def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
-        return TracedWindow(self, self._comm.window(count, dtype))
-
-    def attach(self, tensor: Tensor) -> Memory:
-        return TracedWindow(self, self._comm.attach(tensor))
-
-    def shared_zeros(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self._comm.shared_zeros(count, dtype)
-
-    def is_shared(self, tensor: Tensor) -> bool:
-        return self._comm.is_shared(tensor)
-
-    def put_all(self, puts: Iterable[Put]) -> None:
-        details: Details = {"to": [], "bytes": 0}
-        with self.timeline.span("puts", WINDOW, details):
-            self._comm.put_all(self._plain(puts, details))
-
-    def _plain(self, puts: Iterable[Put], details: Details) -> Iterator[Put]:
-        """Yield puts into the windows as they are, and note their ranks and bytes."""
-        for put in puts:
-            if (rank := self._number(put.rank)) not in details["to"]:
-                details["to"].append(rank)
-            details["bytes"] += put.values.nbytes
-            yield put._replace(window=put.window.plain if isinstance(put.window, TracedWindow) else put.window)
-
-    def _call(self, name: str, category: str = COLLECTIVE, **details: Any) -> EventSpan:
-        """Begin a collective call, which has one number on all ranks."""
-        if len(self.lost) != self._lost:  # ranks may have failed in different calls
-            self._lost, self._calls = len(self.lost), 0
+    def _numbered(self, **details: Any) -> Details:
+        """Number a collective call; it has one number on all ranks."""
+        lost = len(self.failures.lost)
+        if lost != self._lost:  # ranks may have failed in different calls
+            self._lost, self._calls = lost, 0
         self._calls += 1
         if self.size > 1:
-            details["call"] = f"{self._name}, call {self._calls}" + f" without {self._lost}" * bool(self._lost)
-        return self.timeline.span(name, category, details)
-
-    # --- time and end ---------------------------------------------------------------------------------------------
-    def compute(self, share: float = 1.0) -> float:
-        if self.virtual is None:
-            return self._comm.compute(share)
-        with self.timeline.span("forward and backward", "compute"):
-            return self._comm.compute(share)
-
-    def now(self) -> float:
-        return self._comm.now()
-
-    def close(self) -> None:
-        with self._call("close"):
-            self._comm.close()
-
-
-def _passed_on(name: str) -> property:
-    """Make a property that is that of the communicator within."""
-    return property(attrgetter(f"_comm.{name}"), lambda traced, value: setattr(traced._comm, name, value))
-
-
-for _name in ("traffic", "living", "lost", "deadline_s", "internode", "device_aware"):
-    setattr(TracedCommunicator, _name, _passed_on(_name))
-for _name in ("host", "link", "overlapping", "failed", "whereabouts", "shrink", "retry_on_failure"):
-    setattr(TracedCommunicator, _name, _passed_on(_name))
+            details["call"] = f"{self._name}, call {self._calls}" + f" without {lost}" * bool(lost)
+        return details
 
 
 class TracedRequest(Request):
     """Note when a transfer is complete, and the wait for it."""
 
-    def __init__(self, timeline: Timeline, request: Request, name: str, details: Details):
-        self._timeline, self._request, self._name, self._details = timeline, request, name, details
+    def __init__(self, comm: TracedCommunicator, request: Request, name: str, details: Details):
+        self._trace, self._request, self._name, self._details = comm.trace, request, name, details
         self._noted = False
 
     def done(self) -> bool:
         done = self._request.done()
         if done and not self._noted:
             self._noted = True
-            self._timeline.add(self._name, MESSAGE, self._timeline.now(), self._details)
+            with self._trace.span(self._name, MESSAGE, **self._details):
+                pass
         return done
 
     def wait(self) -> None:
         if self._noted:
             return self._request.wait()
         self._noted = True
-        with self._timeline.span(self._name, WAIT, self._details):
+        with self._trace.span(self._name, WAIT, **self._details):
             self._request.wait()
 
 
-class TracedNeighbourhood(Neighbourhood):
-    """Note exchanges with neighbours."""
-
-    def __init__(self, comm: TracedCommunicator, plain: Neighbourhood):
-        self.sources, self.destinations = plain.sources, plain.destinations
-        self._plain, self._timeline = plain, comm.timeline
-        self._from = [comm.world_ranks[rank] for rank in self.sources]
-        self._to = [comm.world_ranks[rank] for rank in self.destinations]
-
-    def _start(self, send: Tensor, received: Tensor) -> Request:
-        with self._timeline.span("send to neighbours", MESSAGE, {"to": self._to, "bytes": send.nbytes}):
-            request = self._plain._start(send, received)
-        return TracedRequest(self._timeline, request, "receive from neighbours", {"from": self._from})
-
-    def close(self) -> None:
-        self._plain.close()
-
-
-class TracedWindow(Window):
-    """Note the calls on a window, or on attached memory; those on a rank's own memory alone move nothing."""
+class Within:
+    """An object of a traced communicator, around a plain one that has all that is not noted here."""
 
     def __init__(self, comm: TracedCommunicator, plain: Any):
-        self.plain, self._comm = plain, comm
+        self.comm, self.plain, self.trace = comm, plain, comm.trace
 
-    @property
-    def local(self) -> Tensor:  # type: ignore[override]
-        return self.plain.local
+    def __getattr__(self, name: str) -> Any:
+        if name == "plain":
+            raise AttributeError(name)
+        return getattr(self.plain, name)
 
-    def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
-        self._note("get", "from", rank, out.nbytes, self.plain.get, out, rank, offset)
 
-    def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
-        n_bytes = count * self.local.itemsize
-        return self._note("get", "from", rank, n_bytes, self.plain.read, rank, offset, count, out)
+class TracedNeighbourhood(Within):
+    """Note exchanges with neighbours."""
 
-    def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
-        self._note("put", "to", rank, values.nbytes, self.plain.put, values, rank, offset)
+    start = Noted(
+        "send to neighbours",
+        MESSAGE,
+        lambda around, send, received: {"to": around.numbers(around.destinations), "bytes": send.nbytes},
+        lambda around, request, details: TracedRequest(
+            around.comm, request, "receive from neighbours", {"from": around.numbers(around.sources)}
+        ),
+    )
 
-    def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
-        self._note("accumulate", "to", rank, values.nbytes, self.plain.accumulate, values, rank, offset)
+    def numbers(self, ranks: Iterable[int]) -> list[int]:
+        return [self.comm.number(rank) for rank in ranks]
+
+
+class TracedMemory(Within):
+    """Note puts that are started together, and the calls on attached memory."""
+
+    def __init__(self, comm: TracedCommunicator):
+        vars(self).update(comm=comm, plain=comm.plain.memory, trace=comm.trace)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.plain, name, value)
+
+    attach = Noted("", "", result=lambda memory, plain, details: TracedWindow(memory.comm, plain))
+
+    def put_all(self, puts: Iterable[Put]) -> None:
+        details: Details = {"to": [], "bytes": 0}
+
+        def plain() -> Iterator[Put]:
+            for put in puts:
+                if (rank := self.comm.number(put.rank)) not in details["to"]:
+                    details["to"].append(rank)
+                details["bytes"] += put.values.nbytes
+                yield put._replace(window=put.window.plain if isinstance(put.window, TracedWindow) else put.window)
+
+        with self.trace.timeline.span("puts", WINDOW, details):
+            self.plain.put_all(plain())
+
+
+class TracedWindow(Within):
+    """Note the calls on a window, or on attached memory; those on a rank's own memory alone move nothing."""
+
+    get = Noted("get", WINDOW, lambda window, out, rank, offset=0: window.moved("from", rank, out.nbytes))
+    read = Noted(
+        "get",
+        WINDOW,
+        lambda window, rank, offset, count, out=None: window.moved("from", rank, count * window.local.itemsize),
+    )
+    put = Noted("put", WINDOW, lambda window, values, rank, offset=0: window.moved("to", rank, values.nbytes))
+    accumulate = Noted(
+        "accumulate", WINDOW, lambda window, values, rank, offset=0: window.moved("to", rank, values.nbytes)
+    )
+    fetch_add = Noted("fetch and add", WINDOW, lambda window, value, rank, offset=0: window.moved("to", rank, 8))
+    compare_and_swap = Noted(
+        "compare and swap", WINDOW, lambda window, expected, desired, rank, offset=0: window.moved("to", rank, 8)
+    )
+    wait = Noted(
+        "wait",
+        WAIT,
+        lambda window, predicate, *, rank=None, what="a change in a window", **options: {
+            "for": what,
+            "in the memory of": window.comm.number(window.comm.rank if rank is None else rank),
+        },
+    )
+
+    def moved(self, way: str, rank: int, n_bytes: int) -> Details | None:
+        return None if rank == self.comm.rank else {way: self.comm.number(rank), "bytes": n_bytes}
 
     def change(self, function: Callable[..., object], rank: int, *beside: Tensor) -> bool:
-        n_bytes, timeline = 0, self._comm.timeline
+        n_bytes, timeline = 0, self.trace.timeline
 
         def counted(elements: Tensor, *parts: Tensor) -> None:
             nonlocal n_bytes
@@ -301,36 +337,6 @@ class TracedWindow(Window):
 
         start_s = timeline.now()
         changed = self.plain.change(counted, rank, *beside)
-        if changed and rank != self._comm.rank:  # else the caller moves the elements by other calls
-            timeline.add("change", WINDOW, start_s, {"of": self._comm._number(rank), "bytes": n_bytes})
+        if changed and rank != self.comm.rank:  # else the caller moves the elements by other calls
+            timeline.add("change", WINDOW, start_s, {"of": self.comm.number(rank), "bytes": n_bytes})
         return changed
-
-    def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
-        return self._note("fetch and add", "to", rank, 8, self.plain.fetch_add, value, rank, offset)
-
-    def compare_and_swap(self, expected: int, desired: int, rank: int, offset: int = 0) -> int:
-        call = self.plain.compare_and_swap
-        return self._note("compare and swap", "to", rank, 8, call, expected, desired, rank, offset)
-
-    def _note(self, name: str, way: str, rank: int, n_bytes: int, call: Callable[..., Any], *args: Any) -> Any:
-        if rank == self._comm.rank:
-            return call(*args)
-        with self._comm.timeline.span(name, WINDOW, {way: self._comm._number(rank), "bytes": n_bytes}):
-            return call(*args)
-
-    def wait(
-        self,
-        predicate: Callable[[Tensor], bool],
-        *,
-        rank: int | None = None,
-        offset: int = 0,
-        count: int | None = None,
-        what: str = "a change in a window",
-        deadline_s: float | None = None,
-    ) -> None:
-        whose = self._comm._number(self._comm.rank if rank is None else rank)
-        with self._comm.timeline.span("wait", WAIT, {"for": what, "in the memory of": whose}):
-            self.plain.wait(predicate, rank=rank, offset=offset, count=count, what=what, deadline_s=deadline_s)
-
-    def close(self) -> None:
-        self.plain.close()

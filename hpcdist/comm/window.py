@@ -92,7 +92,7 @@ class Window(Memory):
 
 
 class Put(NamedTuple):
-    """The arguments of `Memory.put`, for `Communicator.put_all`."""
+    """The arguments of `Memory.put`, for `RankMemory.put_all`."""
 
     window: Memory
     values: Tensor
@@ -101,7 +101,7 @@ class Put(NamedTuple):
 
 
 def refuse_attached(*args: Any, **options: Any) -> NoReturn:
-    """Raise CommunicationError for a call that memory attached by `Communicator.attach` does not have."""
+    """Raise CommunicationError for a call that memory attached by `RankMemory.attach` does not have."""
     raise CommunicationError("an attached window must be used for get and put only. Make one with comm.window.")
 
 

@@ -111,7 +111,7 @@ def require_equal_values(comm: Communicator, mine: Hyperparameters, step: int, b
     """
     word = torch.tensor(digests(mine.digest(batch)), dtype=torch.int64)
     comm.allreduce(word)
-    if not sums_are_of_equals(word.tolist(), len(comm.living)):
+    if not sums_are_of_equals(word.tolist(), len(comm.failures.living)):
         raise difference(comm, mine, step)
 
 

@@ -65,7 +65,7 @@ class Agreement:
     @property
     def traffic(self) -> Traffic:
         """Return the account of what has been exchanged so far."""
-        return self._comm.traffic
+        return self._comm.trace.traffic
 
     def close(self) -> None:
         """Collective in the replica. Close the communicator."""

@@ -34,7 +34,7 @@ def make_mesh(
     Raises:
         ConfigError: the ranks are virtual, or the program has started a default process group itself.
     """
-    if comm.virtual is not None:
+    if comm.trace.virtual is not None:
         raise ConfigError(
             "a device mesh must be of real ranks, for torch has one default process group per process; got virtual "
             "ones. Start the script with mpirun or srun."
@@ -56,7 +56,7 @@ def _start_group(comm: Communicator, device_type: str) -> None:
         if comm in _started:
             return
         dist.destroy_process_group()
-    start_default_group(comm, _BACKENDS[device_type], min(comm.deadline_s, LONGEST_S))
+    start_default_group(comm, _BACKENDS[device_type], min(comm.failures.deadline_s, LONGEST_S))
     if not _started:
         atexit.register(_end_group)
     _started.clear()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hpcdist.comm.communicator import TAG_LIMIT, Traffic
+from hpcdist.comm.communicator import TAG_LIMIT, Traffic, overlapping
 from hpcdist.errors import ConfigError
 from hpcdist.parallel import schedules
 from hpcdist.parallel.agreement import Agreement, clip_gradients
@@ -185,7 +185,7 @@ class Pipeline(PartOfModel):
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.strategy.model.passes.joined())
-            stack.enter_context(self.grid.inner.overlapping())
+            stack.enter_context(overlapping(self.grid.inner))
             self.tied.begin_gradients()
             for operation, following in zip_longest(operations, operations[1:]):
                 received = self._receive(operation, batch)
@@ -313,7 +313,7 @@ class Pipeline(PartOfModel):
 
     def traffic(self) -> Traffic:
         """Return the account of all that this rank has exchanged with the other ranks of its replica so far."""
-        return self.grid.inner.traffic + self.agreement.traffic + self.tied.traffic
+        return self.grid.inner.trace.traffic + self.agreement.traffic + self.tied.traffic
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """Copy the layers, for a moving average of them; communicators are shared, and no optimiser trains the copy."""

@@ -44,7 +44,7 @@ class TiedParameters:
     @property
     def traffic(self) -> Traffic:
         """Return the account of what has been exchanged so far."""
-        return sum((group.traffic for group, _ in self._groups), Traffic())
+        return sum((group.trace.traffic for group, _ in self._groups), Traffic())
 
     def begin_gradients(self) -> None:
         """Leave the sums of earlier batches to the first of the ranks, before further gradients are added to them."""

@@ -72,9 +72,9 @@ def _gathered(comm: Communicator, place: str, value: Any) -> dict[int, Any]:
     Raises:
         MismatchError: some rank is elsewhere.
     """
-    found = comm.retry_on_failure(partial(comm.gather, [place, value]))
-    places = {rank: found[rank][0] for rank in comm.living}
-    first = comm.living[0]
+    found = comm.failures.retry_on_failure(partial(comm.gather, [place, value]))
+    places = {rank: found[rank][0] for rank in comm.failures.living}
+    first = comm.failures.living[0]
     odd = next((rank for rank in places if places[rank] != places[first]), None)
     if odd is not None:
         raise MismatchError(
@@ -82,7 +82,7 @@ def _gathered(comm: Communicator, place: str, value: Any) -> dict[int, Any]:
             "Decide for all ranks together when to stop or to evaluate: by hpcdist.metric, or what hpcdist.broadcast "
             "sends."
         )
-    return {rank: found[rank][1] for rank in comm.living}
+    return {rank: found[rank][1] for rank in comm.failures.living}
 
 
 def _require_replicas(strategy: Strategy, sketches: Mapping[int, Sequence[Sequence[float]]]) -> None:
@@ -116,14 +116,14 @@ def require_same_loader(group: Communicator, settings: Mapping[str, Any], datase
     if hasattr(dataset, "__len__"):
         mine |= {"the data set's length": len(dataset)}
     mine |= _described(dataset)
-    found = group.retry_on_failure(partial(group.gather, mine))
-    first = group.living[0]
-    for rank in group.living:
+    found = group.failures.retry_on_failure(partial(group.gather, mine))
+    first, numbers = group.failures.living[0], group.trace.world_ranks
+    for rank in group.failures.living:
         for name, value in found[first].items():
             if not _alike(value, found[rank].get(name)):
                 raise MismatchError(
                     f"loader must be the same on all workers, which share its samples; {name} is {value} on rank "
-                    f"{group.world_ranks[first]} and {found[rank].get(name)} on rank {group.world_ranks[rank]}. Build "
+                    f"{numbers[first]} and {found[rank].get(name)} on rank {numbers[rank]}. Build "
                     "it alike everywhere, with one seed for random_split and permutations; or pass split=False, where "
                     "each rank's loader reads samples of its own."
                 )

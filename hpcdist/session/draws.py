@@ -70,7 +70,7 @@ def _require_same(inner: Communicator, batch: Any) -> None:
     digests = inner.gather(_digest(batch))
     odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if odd is not None:
-        ranks = [inner.world_ranks[rank] for rank in (0, odd)]
+        ranks = [inner.trace.world_ranks[rank] for rank in (0, odd)]
         raise MismatchError(
             f"batches must be the same on all ranks of a replica; ranks {ranks[0]} and {ranks[1]} have read different "
             "ones. A loader that reads its own part must ask for model.grid.replica, not for hpcdist.rank(), and a "

@@ -83,10 +83,10 @@ class Leaving:
         """
         now_s = self.comm.now()
         mine = [self._heard, (now_s - self._since_s) / steps, self._cost_s() + soon_s, self.ends_at, self._clock()]
-        of_all = self.comm.retry_on_failure(lambda: self.comm.gather(mine))
-        heard, step_s, cost_s, ends_at, clock_s = zip(*(of_all[rank] for rank in self.comm.living))
+        of_all = self.comm.failures.retry_on_failure(lambda: self.comm.gather(mine))
+        heard, step_s, cost_s, ends_at, clock_s = zip(*(of_all[rank] for rank in self.comm.failures.living))
         self._plan(max(step_s))
-        signals = [f"{name} on rank {rank}" for name, rank in zip(heard, self.comm.living) if name]
+        signals = [f"{name} on rank {rank}" for name, rank in zip(heard, self.comm.failures.living) if name]
         ends = [moment for moment in ends_at if moment is not None]
         left_s = min(ends) - clock_s[0] if ends else float("inf")  # by one clock: they may differ
         if signals:

@@ -276,7 +276,9 @@ def DistributedOptimizer(
     synchronise_batch_norms(flat, cls, peers)
     changed: Any = optimizer  # gets a class made here, which no checker of types knows
     local_class = type(changed)
-    changed.local_step = session.comm.noted("update", "compute", _refreshing(local_class.step.__get__(optimizer), flat))
+    changed.local_step = session.comm.trace.noted(
+        "update", "compute", _refreshing(local_class.step.__get__(optimizer), flat)
+    )
     changed.local_state_dict = local_class.state_dict.__get__(optimizer)
     vars(optimizer).pop("step", None)  # a learning-rate schedule puts its own there, which would pass by ours
     given: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "stages": agreement(model)}

@@ -254,7 +254,7 @@ def _find(path: Path) -> Path | None:
         newest = path if (path / checkpoint.MANIFEST).is_file() else checkpoint.latest(path, fallback=True)
         return str(newest or "")
 
-    text = broadcast_in(comm, look() if comm.rank == comm.living[0] else None, comm.living[0])
+    text = broadcast_in(comm, look() if comm.rank == comm.failures.living[0] else None, comm.failures.living[0])
     return Path(text) if text else None
 
 

@@ -47,7 +47,7 @@ def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when
         for batch, weight, ends_epoch in batches:
             for strategy in strategies:
                 strategy.model.begin_batch(weight, ends_epoch=ends_epoch)
-            with strategies[0].comm.span(f"step {strategies[0].steps + 1}", "step"):
+            with strategies[0].comm.trace.span(f"step {strategies[0].steps + 1}", "step"):
                 yield batch
         pauses = True
     finally:

@@ -53,7 +53,7 @@ def broadcast(value: Any, root: int = 0) -> Any:
 
 def broadcast_in(comm: Communicator, value: Any, root: int = 0) -> Any:
     """Collective. Return the value of rank `root` of `comm`, on all of its ranks."""
-    return pickle.loads(comm.exchange(pickle.dumps(value) if comm.rank == root else b"")[root])
+    return pickle.loads(comm.gather(pickle.dumps(value) if comm.rank == root else b"")[root])
 
 
 def _place(comm: Communicator, root: int) -> int:
@@ -122,7 +122,7 @@ def _reduce(value: Any, op: Op) -> Any:
         return stacked.amin(dim=0) if op == "min" else stacked.amax(dim=0)
     flat = value.detach().clone().contiguous().reshape(-1)
     comm.allreduce(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat)
-    return (flat / len(comm.living) if op == "mean" else flat).view(value.shape)
+    return (flat / len(comm.failures.living) if op == "mean" else flat).view(value.shape)
 
 
 def _require_same_shape(comm: Communicator, value: Tensor) -> None:
@@ -141,8 +141,8 @@ def _gathered(comm: Communicator, value: Tensor) -> list[Tensor]:
 
 
 def _values_of_all(comm: Communicator, value: Any) -> list[Any]:
-    pickles = comm.exchange(pickle.dumps(value))
-    return [pickle.loads(pickles[rank]) for rank in comm.living]
+    pickles = comm.gather(pickle.dumps(value))
+    return [pickle.loads(pickles[rank]) for rank in comm.failures.living]
 
 
 def allgather(value: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 from hpcdist import log, registry
 from hpcdist.comm.alone import Alone
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.comm.launch import FINALIZE_ALONE, check_world, declared_size, tolerates_deaths, undisputed_task
 from hpcdist.comm.mpi import library, start
 from hpcdist.comm.traced import begin_timeline, end_timeline
@@ -122,12 +122,12 @@ def init(
         _process.joined = _join_world(deadline_s, gpu_aware_mpi, across)
     session = current()
     if deadline_s is not None:
-        session.comm.deadline_s = deadline_s
+        session.comm.failures.deadline_s = deadline_s
     if across is not None:
-        session.comm.internode = across
+        session.comm.memory.internode = across
     if gpu_aware_mpi is not None:
         _give_device_memory(session.comm, gpu_aware_mpi)
-    if timeline is not None and session.comm.timeline is None:
+    if timeline is not None and session.comm.trace.timeline is None:
         session.joined = begin_timeline(session.comm, Path(timeline))
         if comm is None:
             atexit.register(end_timeline, session.joined)  # before this package's threads end
@@ -147,10 +147,10 @@ def _join_world(deadline_s: float | None, gpu_aware_mpi: bool | None, across: st
 
         with all_needed(tolerant):
             comm = world(tolerant=tolerant, **_given(deadline_s=deadline_s, internode=across))
-            check_world(comm.size, comm.library, os.environ)
+            check_world(comm.size, comm.trace.library, os.environ)
             if comm.size > 1:
                 excepthook.install(comm.rank, comm.abort)
-            versions: dict[str, Any] = {"hpcdist": __version__, "torch": torch.__version__, "mpi": comm.library}
+            versions: dict[str, Any] = {"hpcdist": __version__, "torch": torch.__version__, "mpi": comm.trace.library}
             versions["python"] = ".".join(platform.python_version_tuple()[:2])
             versions["plug-ins"] = registry.installed()
             require_equal(comm, versions | {"gpu_aware_mpi": gpu_aware_mpi}, "versions and settings")
@@ -187,12 +187,12 @@ def _give_device_memory(comm: Communicator, wanted: bool) -> None:
                 f"gpu_aware_mpi must be false where MPI can't read the memory of a GPU; got true, and on rank {rank} "
                 f"{reason}. Leave it out: messages then go through pinned host memory."
             )
-    comm.device_aware = wanted
+    comm.memory.device_aware = wanted
 
 
 def _obstacle(comm: Communicator) -> str:
     """Say why this rank can't give device memory to MPI; empty where it can."""
-    if comm.mpi is None:
+    if mpi_of(comm) is None:
         return "there is no MPI: the ranks are virtual"
     from hpcdist.comm.mpi import device
 
@@ -222,13 +222,13 @@ def size() -> int:
 def local_rank() -> int:
     """Return the number of this rank among those of its node: the GPU to use where each rank has one."""
     comm = current().comm
-    return sum(node == comm.nodes[comm.rank] for node in comm.nodes[: comm.rank])
+    return sum(node == comm.memory.nodes[comm.rank] for node in comm.memory.nodes[: comm.rank])
 
 
 def local_size() -> int:
     """Return the number of ranks on this rank's node."""
     comm = current().comm
-    return comm.nodes.count(comm.nodes[comm.rank])
+    return comm.memory.nodes.count(comm.memory.nodes[comm.rank])
 
 
 def require_equal(comm: Communicator, mine: Mapping[str, Any], what: str, ranks: Sequence[int] | None = None) -> None:
@@ -240,7 +240,7 @@ def require_equal(comm: Communicator, mine: Mapping[str, Any], what: str, ranks:
     Raises:
         MismatchError: one differs from the first one's; names the first such rank and the keys.
     """
-    of_ranks = [json.loads(data) for data in comm.exchange(json.dumps(mine, sort_keys=True, default=str).encode())]
+    of_ranks = [json.loads(data) for data in comm.gather(json.dumps(mine, sort_keys=True, default=str).encode())]
     numbers = range(comm.size) if ranks is None else ranks
     for other, theirs in zip(numbers, of_ranks, strict=True):
         if theirs != of_ranks[0]:

@@ -140,7 +140,7 @@ class ADPSGD(Gossip):
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Compute the exact means of x and of the buffers; the model is untouched."""
         self.comm.barrier()  # nobody averages any more
-        return with_buffers(self, mean_over(self.comm, self._values(), self.comm.living))
+        return with_buffers(self, mean_over(self.comm, self._values(), self.comm.failures.living))
 
     def entries(self) -> list[Entry]:
         return [*super().entries(), Entry("shared", self._save_shared, self._load_shared, dropped())]

@@ -125,7 +125,7 @@ class AllReduce(Strategy):
         if self._alone:
             model.leave_gradients()
         elif not (config.provider or config.compression) and all(flat.is_cpu for flat in model.params):
-            model.move_gradients([self._channel.shared_zeros(len(flat), flat.dtype) for flat in model.params])
+            model.move_gradients([self._channel.memory.shared_zeros(len(flat), flat.dtype) for flat in model.params])
         self._compressed: Reduction | None = None
         if config.compression and comm.size > 1:
             self._compressed = Reduction(self._channel, config.compression, model.grads, spans(model))
@@ -319,9 +319,9 @@ class AllReduce(Strategy):
     def _average_beside(self) -> torch.Tensor:
         used = self.model.flush()
         start = self.comm.now()
-        with self.comm.span("wait for buckets", "wait"):
+        with self.comm.trace.span("wait for buckets", "wait"):
             self._averaging.wait()
-        self.comm.traffic.waiting_s += self.comm.now() - start
+        self.comm.trace.traffic.waiting_s += self.comm.now() - start
         return used
 
     def _agree(self, used: torch.Tensor) -> tuple[torch.Tensor, dict[int, list[str]]]:

@@ -126,8 +126,8 @@ class Strategy(abc.ABC):
         if not self.contract.reads_gradients:
             model.leave_gradients()
         spread_model(comm, model)
-        if comm.timeline is not None:
-            comm.timeline.role = "worker" if self.is_worker else "server"
+        if comm.trace.timeline is not None:
+            comm.trace.timeline.role = "worker" if self.is_worker else "server"
 
     # --- what a subclass defines ----------------------------------------------------------------------------------
     @abc.abstractmethod
@@ -157,7 +157,7 @@ class Strategy(abc.ABC):
 
         Returns new tensors shaped like `model.params` and `model.buffers`; the model is untouched.
         """
-        return with_buffers(self, mean_over(self.comm, self.model.params, self.comm.living))
+        return with_buffers(self, mean_over(self.comm, self.model.params, self.comm.failures.living))
 
     def take_up(self) -> None:
         """Collective. Update the strategy's copies of the parameters, which the loop has set anew on all ranks."""
@@ -168,8 +168,8 @@ class Strategy(abc.ABC):
         Raises:
             RankFailedError: a rank that has died is needed.
         """
-        self.comm.shrink()
-        for rank in set(self.config.needed(self.comm.size)) & set(self.comm.lost):
+        self.comm.failures.shrink()
+        for rank in set(self.config.needed(self.comm.size)) & set(self.comm.failures.lost):
             raise RankFailedError(
                 f"rank {rank} has died, and the others can't go on without it. Resume from the last checkpoint."
             )
@@ -230,7 +230,7 @@ class Strategy(abc.ABC):
             self.model.unscale(unscale)
         if self._compares():
             require_equal_values(self.comm, self.hyperparameters, self.steps + 1, self.model.passes.batch)
-        with self.comm.span(type(self).__name__, "strategy") as details:
+        with self.comm.trace.span(type(self).__name__, "strategy") as details:
             outcome = self.advance(update)
             if details is not None and outcome.waited_for:
                 details["held up, s"] = {f"by rank {rank}": seconds for rank, seconds in outcome.waited_for.items()}
@@ -247,7 +247,9 @@ class Strategy(abc.ABC):
         compared = self.contract.synchronous and self.contract.averages != "gradients"
         if not compared or self.comm.size == 1 or not len(self.hyperparameters):
             return False
-        if self.comm.tolerant or not self.config.meets(self.steps + 1):  # a rank that dies meanwhile would end them all
+        if self.comm.failures.tolerant or not self.config.meets(
+            self.steps + 1
+        ):  # a rank that dies meanwhile would end them all
             return False
         self._meetings += 1
         return self._meetings & (self._meetings - 1) == 0 or self._meetings % 64 == 0

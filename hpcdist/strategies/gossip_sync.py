@@ -78,7 +78,7 @@ class GossipSync(Decentralised):
 
     def _average(self) -> None:
         """Collective. Average with the rank that this step's draw pairs with this one."""
-        ranks, rank = self.comm.living, self.comm.rank
+        ranks, rank = self.comm.failures.living, self.comm.rank
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.steps)
         order = _draw_order(len(ranks), generator, self.config)  # the same on all ranks, whoever is known to be dead
         place = ranks.index(rank)

@@ -76,7 +76,7 @@ class LocalSGD(Periodic):
         super().__init__(config, comm, model, **given)
         self._node = self._reduce_inside = None
         if config.node_period is not None:
-            self._node = comm.split(comm.nodes[comm.rank])
+            self._node = comm.split(comm.memory.nodes[comm.rank])
             self.records.count(self._node)
             self._reduce_inside = collectives.load(config.algorithm)(self._node)
         self._moments = Moments(comm, model)

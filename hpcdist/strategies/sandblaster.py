@@ -208,7 +208,7 @@ class Sandblaster(Strategy):
         self.model.refresh()
         if self.coordinator is not None:  # one rank alone: nobody else begins a period
             self.coordinator.begin()
-        with self.comm.span(type(self).__name__, "strategy"):
+        with self.comm.trace.span(type(self).__name__, "strategy"):
             loss = self.worker.step(closure, self.joint)
         if self.coordinator is not None:
             self.coordinator.finish()
@@ -279,7 +279,9 @@ class Sandblaster(Strategy):
 
     def _next_request(self, channel: RequestChannel, patience_s: float | None = None) -> ServerRequest | None:
         """Block until there is a request; None after `patience_s`, and now and then where ranks may die."""
-        limits = [limit for limit in (patience_s, CHECK_S if self.comm.tolerant else None) if limit is not None]
+        limits = [
+            limit for limit in (patience_s, CHECK_S if self.comm.failures.tolerant else None) if limit is not None
+        ]
         request = channel.inbox.next(min(limits, default=None))
         if request is None:
             require_living(self.comm, self.config.needed(self.comm.size))
@@ -287,7 +289,7 @@ class Sandblaster(Strategy):
 
     def _forget_dead(self) -> None:
         """Go on without workers that have died meanwhile."""
-        new = set(self.comm.failed()) - self._dead
+        new = set(self.comm.failures.failed()) - self._dead
         self._dead |= new
         for rank in sorted(new):
             self._report(0, f"goes on without rank {rank}: it has died")

@@ -104,7 +104,9 @@ class SGP(Strategy):
 
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Compute the mean of x, which messages conserve, and of the buffers."""
-        return with_buffers(self, mean_over(self.comm, self._pushed[: len(self.model.params)], self.comm.living))
+        return with_buffers(
+            self, mean_over(self.comm, self._pushed[: len(self.model.params)], self.comm.failures.living)
+        )
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:

@@ -83,10 +83,10 @@ class Strom(Decentralised):
 
     def _make_links(self) -> list[_Link]:
         config, comm = self.config, self.comm
-        others = [rank for rank in comm.living if rank != comm.rank]
+        others = [rank for rank in comm.failures.living if rank != comm.rank]
         if self._floods:
             return [_Link(others, config.compression, self.model, comm.rank)] if others else []
-        tree = spanning_tree(make_topology(config.topology, comm), comm.living)
+        tree = spanning_tree(make_topology(config.topology, comm), comm.failures.living)
         return [_Link([peer], config.compression, self.model, comm.rank) for peer in tree[comm.rank]]
 
     # --- a step ---------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ class Strom(Decentralised):
         warming = self.steps < self.config.compression.warmup_steps
         silent = warming and self.comm.rank >= (self.config.compression.warmup_ranks or self.comm.size)
         whole = warming and self.config.compression.warmup_ranks is None
-        share = 0.0 if silent else 1.0 if self.config.add_up else 1 / len(self.comm.living)
+        share = 0.0 if silent else 1.0 if self.config.add_up else 1 / len(self.comm.failures.living)
         tag = _WHOLE if whole else _CODED
         if self._floods:
             (link,) = self._links
@@ -183,9 +183,9 @@ class Strom(Decentralised):
         self._sending, self._arriving = [], []
 
     def shrink(self) -> None:
-        living = self.comm.living
+        living = self.comm.failures.living
         super().shrink()
-        if self.comm.living != living:
+        if self.comm.failures.living != living:
             self._links = self._keep(self._links, self._make_links())
 
     def _keep(self, old: list[_Link], new: list[_Link]) -> list[_Link]:

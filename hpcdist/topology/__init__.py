@@ -20,7 +20,7 @@ load: Callable[[str], type[Topology]] = catalogue("topologies").load
 
 
 def make_topology(chosen: Named, comm: Communicator) -> Topology:
-    """Make the chosen topology for the ranks of `comm`; its option `nodes`, if it has one, is `comm.nodes` by default.
+    """Make the chosen topology for the ranks of `comm`. Its option `nodes`, if it has one, is that of `comm.memory`.
 
     Raises:
         UnknownNameError: no topology has this name.
@@ -28,5 +28,5 @@ def make_topology(chosen: Named, comm: Communicator) -> Topology:
     """
     cls, options = load(chosen.name), chosen.options
     if "nodes" in inspect.signature(cls).parameters:
-        options.setdefault("nodes", comm.nodes)
+        options.setdefault("nodes", comm.memory.nodes)
     return cls(comm.size, **checked_options(cls.__init__, options, "strategy.topology"))

@@ -18,7 +18,7 @@ class HierarchicalGraph(Topology):
 
     Args:
         size: number of ranks.
-        nodes: node of each rank, as `Communicator.nodes`.
+        nodes: node of each rank, as `RankMemory.nodes`.
 
     Raises:
         ConfigError: `nodes` has not one entry per rank.

@@ -60,7 +60,7 @@ class Curves:
 
     @property
     def _writes(self) -> bool:
-        return self._comm.rank == next((rank for rank in self._workers if rank in self._comm.living), None)
+        return self._comm.rank == next((rank for rank in self._workers if rank in self._comm.failures.living), None)
 
     def _start(self) -> _Loggers:
         options = {"name": self._config.strategy.name, **self._options}
@@ -97,7 +97,7 @@ class Curves:
         losses = [record.loss for record in records if record.loss is not None]
         waiting_s = sum(record.waiting_s for record in records)
         seconds = sum(r.computing_s + r.communicating_s + r.waiting_s for r in records)
-        living = len(set(self._workers) & set(self._comm.living))
+        living = len(set(self._workers) & set(self._comm.failures.living))
         values = {
             "train/learning_rate": float(self._optimizer.param_groups[0]["lr"]),
             "train/bytes_per_step": sum(r.bytes_sent + r.bytes_fetched for r in records) / len(records),

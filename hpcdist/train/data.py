@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.config import JobConfig
 from hpcdist.data.hdf5 import COLUMNS, HDF5Dataset
 from hpcdist.errors import NO_SPACE, OutputError
@@ -26,7 +26,7 @@ def open_data(
     if comm.rank == 0:
         make_data(job, path)
     comm.barrier()
-    given: dict[str, Any] = {"mpi_comm": comm.mpi if config.data.parallel else None, "columns": columns}
+    given: dict[str, Any] = {"mpi_comm": mpi_of(comm) if config.data.parallel else None, "columns": columns}
     return HDF5Dataset(path, "train", **given), HDF5Dataset(path, "test", **given)
 
 

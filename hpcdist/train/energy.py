@@ -43,7 +43,7 @@ class RunEnergy:
 
     def begin(self) -> None:
         """Collective. Begin to measure."""
-        if self._comm.virtual is not None:
+        if self._comm.trace.virtual is not None:
             return
         gpu = _uuid(self._device)
         places = [place or ["", None] for place in self._comm.gather([_host(), gpu])]
@@ -61,13 +61,13 @@ class RunEnergy:
         """Collective. Add up the joules of all ranks and starts."""
         own = ({}, {}) if self._meter is None else (self._meter.joules(), self._meter.missing)
         joules, missing = add_up([*(part for part in self._comm.gather(own) if part is not None), self._before])
-        if self._comm.lost:
-            missing |= dict.fromkeys(joules, f"rank {self._comm.lost[0]} has died, with what it had read")
+        if self._comm.failures.lost:
+            missing |= dict.fromkeys(joules, f"rank {self._comm.failures.lost[0]} has died, with what it had read")
         return joules, missing
 
     def result(self) -> Energy:
         """Collective. Return the energy of the run so far."""
-        if self._comm.virtual is not None:
+        if self._comm.trace.virtual is not None:
             return Energy(not_measured="the ranks are virtual")
         return energy_of(*self._sums())
 
@@ -79,7 +79,7 @@ class RunEnergy:
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def state(self) -> list[dict[str, Any]]:
         """Collective. Return the joules of all ranks so far."""
-        return [] if self._comm.virtual is not None else list(self._sums())
+        return [] if self._comm.trace.virtual is not None else list(self._sums())
 
     def load_state(self, saved: Sequence[Mapping[str, Any]] | None) -> None:
         """Go on from the joules of all ranks at a checkpoint; None: it has none."""

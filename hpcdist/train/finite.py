@@ -49,7 +49,7 @@ def require_finite(strategy: Strategy, comm: Communicator, step: int) -> None:
     if not all(torch.isfinite(params.sum()) for params in strategy.model.params):  # may also have overflowed
         bad = [name for name, p in strategy.model.module.named_parameters() if not torch.isfinite(p).all()]
     bad_of = comm.gather(bad[:1] and [bad[0], len(bad)])
-    for rank in comm.living:
+    for rank in comm.failures.living:
         if bad_of[rank]:
             name, count = bad_of[rank]
             raise NonFiniteError(

@@ -94,7 +94,7 @@ class RunLog:
             keep_evaluations(self._folder, self._position.step)
         if self._position.step:  # not in a run that begins
             kept = read_evaluations(self._folder) if self._leads else []
-            self._evaluated = self._comm.gather(kept[-1].step if kept else None)[self._comm.living[0]]
+            self._evaluated = self._comm.gather(kept[-1].step if kept else None)[self._comm.failures.living[0]]
         self._curves.open(first_step)
 
     @property
@@ -104,7 +104,7 @@ class RunLog:
 
     @property
     def _leads(self) -> bool:
-        return self._comm.rank == self._comm.living[0]
+        return self._comm.rank == self._comm.failures.living[0]
 
     # --- steps ----------------------------------------------------------------------------------------------------
     def write(self, record: StepRecord, loss: float | None = None) -> None:
@@ -183,13 +183,13 @@ class RunLog:
                 metrics=self.metrics,
                 sha256=sha256,
                 pending=pending,
-                lost_ranks=list(self._comm.lost),
+                lost_ranks=list(self._comm.failures.lost),
                 **further,
                 energy=energy,
             )
             write_summary(self._folder, summary)
         summaries = self._comm.gather(None if summary is None else summary.model_dump_json())
-        return Summary.model_validate_json(summaries[self._comm.living[0]])
+        return Summary.model_validate_json(summaries[self._comm.failures.living[0]])
 
     def close(self) -> None:
         self.energy.close()

@@ -86,8 +86,8 @@ class Trainer:
         self._skipped = SkippedSteps(config.max_skipped)
         self._save_s = 3 * self.model.n_bytes / SAVED_BYTES_S  # with two moments; a guess
         self._evaluate_s = 0.0
-        self._evaluate = comm.noted("evaluation", "run", self._evaluate)
-        self._save = comm.noted("checkpoint", "run", self._save)
+        self._evaluate = comm.trace.noted("evaluation", "run", self._evaluate)
+        self._save = comm.trace.noted("checkpoint", "run", self._save)
         self.leaving: Leaving | None = None
         if listens and config.leave.enabled:
             margin_s, every_s = config.leave.margin_s, config.leave.every_s
@@ -238,7 +238,7 @@ class Trainer:
         evaluates = evaluates or self.milestones.ended or self.position.epoch % self.config.eval_every == 0
         if evaluates:
             self._write_evaluation()
-        left = tuple(rank for rank in self.workers if rank in self.replica.others.living)
+        left = tuple(rank for rank in self.workers if rank in self.replica.others.failures.living)
         if left != self.workers:
             self._deal_samples(left)
         if isinstance(self.schedule, ReduceLROnPlateau):
@@ -267,14 +267,14 @@ class Trainer:
         self._surviving(lambda: require_finite(self.strategy, self.comm, self.position.step))
 
     def _surviving(self, action: Callable[[], T]) -> T:
-        """Collective. Return the result of `action` on all ranks that live; see Communicator.retry_on_failure."""
+        """Collective. Return the result of `action` on all ranks that live; see Failures.retry_on_failure."""
 
         def shrunk() -> T:
             self.strategy.shrink()
-            self.replica.require_whole(self.comm.lost)
+            self.replica.require_whole(self.comm.failures.lost)
             return action()
 
-        return self.comm.retry_on_failure(shrunk, self.strategy.comm)
+        return self.comm.failures.retry_on_failure(shrunk, self.strategy.comm)
 
     def _timed(self, work: Callable[[], None]) -> None:
         self.strategy.records.start()

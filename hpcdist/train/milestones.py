@@ -82,7 +82,7 @@ class Milestones:
         budget_s = self._config.budget.seconds
         if budget_s is None:
             return
-        now_s = self._comm.retry_on_failure(lambda: self._comm.gather(train_s))[self._comm.living[0]]
+        now_s = self._comm.failures.retry_on_failure(lambda: self._comm.gather(train_s))[self._comm.failures.living[0]]
         if steps:
             step_s = (now_s - self._seconds) / steps
             if step_s <= 0:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import hpcdist
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.config import optimizers, schedules
 from hpcdist.config.files import imported_beside
 from hpcdist.config.revision import commit
@@ -27,7 +27,7 @@ def write_down(trainer: Trainer, job_path: Path, command: Sequence[str], resumed
     """Collective. Add this start to the folder's `run.json`, on the first rank, and copy the job's file there."""
     comm = trainer.comm
     hosts = comm.gather(platform.node())
-    if comm.rank != comm.living[0]:
+    if comm.rank != comm.failures.living[0]:
         return
     revision, dirty = commit(job_path.resolve().parent)
     start = Start(
@@ -42,7 +42,7 @@ def write_down(trainer: Trainer, job_path: Path, command: Sequence[str], resumed
         versions=versions(comm),
         settings=json.loads(json.dumps(settings(trainer), default=str)),
         rate_factor=trainer.rate_factor,
-        virtual=None if comm.virtual is None else json.loads(json.dumps(comm.virtual, default=str)),
+        virtual=None if comm.trace.virtual is None else json.loads(json.dumps(comm.trace.virtual, default=str)),
         went_on_from=None if resumed_from is None else str(resumed_from),
     )
     begin_run(trainer.output, start)
@@ -52,7 +52,7 @@ def versions(comm: Communicator) -> dict[str, str | None]:
     """Return the versions of hpcdist, Python and the libraries beneath; MPI's is None on virtual ranks."""
     libraries = {"hpcdist": hpcdist.__version__, "torch": torch.__version__, "numpy": np.__version__}
     library = None
-    if comm.mpi is not None:
+    if mpi_of(comm) is not None:
         from hpcdist.comm.mpi.library import version
 
         library = version()

@@ -100,11 +100,11 @@ class WholeReplica(JobReplica):
 
     def backward_part(self, x: Tensor, y: Tensor, samples: int) -> Tensor:
         """Add the gradients of a part of a batch of `samples` samples; return its part of the mean loss."""
-        with self.others.span("forward", "compute"), self._precision.autocast():
+        with self.others.trace.span("forward", "compute"), self._precision.autocast():
             loss = self._job.loss(self.module(x), y)
         if len(x) != samples:
             loss = loss * (len(x) / samples)
-        with self.others.span("backward", "compute"):
+        with self.others.trace.span("backward", "compute"):
             self._precision.scaled(loss).backward()
         return loss.detach()
 

@@ -73,7 +73,7 @@ def train(
         report = None if show is None else lambda progress: show(config.strategy.name, progress)
         if resume and config.parallel.measures:
             config = _with_saved_cut(comm, config, Path(config.checkpoint.folder or folder / "checkpoints"))
-        trainer = make(job, config, comm, folder, report, ends_at=ends_at, listens=comm.virtual is None)
+        trainer = make(job, config, comm, folder, report, ends_at=ends_at, listens=comm.trace.virtual is None)
         newest = _decided(comm, lambda: _newest(trainer.checkpoints)) if resume else None
         write_down(trainer, job_path, command, newest)
         try:
@@ -81,13 +81,13 @@ def train(
         except Exception:
             with suppress(OSError):
                 _end(comm, folder)
-                if comm.timeline is not None:
-                    comm.timeline.close()
+                if comm.trace.timeline is not None:
+                    comm.trace.timeline.close()
             raise
         _end(comm, folder)
-        if comm.timeline is not None:
+        if comm.trace.timeline is not None:
             end_timeline(comm)
-        if summary is None and comm.rank == comm.living[0]:
+        if summary is None and comm.rank == comm.failures.living[0]:
             where = f"({trainer.leaving.reason}), saved in {trainer.checkpoints}"
             _logger.info(f"left after step {trainer.position.step} {where}: go on with --resume")
         trainer.close()
@@ -95,7 +95,7 @@ def train(
 
 
 def _end(comm: Communicator, folder: Path) -> None:
-    if comm.rank == comm.living[0]:
+    if comm.rank == comm.failures.living[0]:
         end_run(folder)
 
 

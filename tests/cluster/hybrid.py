@@ -17,7 +17,7 @@ import hpcdist as hd
 STEPS, SAMPLES, WIDTH = 5, 8, 6
 
 comm = hd.init()
-node = comm.split(comm.nodes[comm.rank])  # the stages of this node
+node = comm.split(comm.memory.nodes[comm.rank])  # the stages of this node
 across = comm.split(node.rank)  # this stage on every node
 torch.manual_seed(node.rank)
 stage = torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)

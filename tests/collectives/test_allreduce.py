@@ -212,13 +212,13 @@ def test_the_mean_is_the_sum_divided_to_the_bit(ranks, name, dtype, cache_dir):
 def test_tensors_that_all_have_mapped_are_summed_in_place_to_the_same_bits(ranks, name, count, cache_dir):
     def body(comm):
         reduce = make(name, comm, cache_dir)
-        tensor = comm.shared_zeros(count + 2)
+        tensor = comm.memory.shared_zeros(count + 2)
         found = []
         for call in (reduce, reduce.mean):
             tensor[1:-1] = addend(comm.rank, count, torch.float32)
             call(tensor[1:-1])
             found.append(bits(tensor[1:-1]))
-        around, in_place = (tensor[0].item(), tensor[-1].item()), comm.is_shared(tensor) and count > 1009
+        around, in_place = (tensor[0].item(), tensor[-1].item()), comm.memory.is_shared(tensor) and count > 1009
         reduce.close()
         return found, around, in_place
 
@@ -250,7 +250,7 @@ def test_one_rank_keeps_its_tensor_to_the_bit_and_sends_nothing(name, cache_dir)
     def body(comm):
         tensor = addend(0, 100, torch.float32)
         make(name, comm, cache_dir)(tensor)
-        return bits(tensor), comm.traffic.bytes_sent
+        return bits(tensor), comm.trace.traffic.bytes_sent
 
     assert run_virtual(body, 1) == [(bits(addend(0, 100, torch.float32)), 0)]
 
@@ -323,7 +323,7 @@ def test_what_is_not_flat_is_refused(ranks, name, tensor, cache_dir):
 
 def test_direct_is_refused_where_memory_can_not_be_attached(ranks):
     def body(comm):
-        comm.can_attach = False
+        comm.memory.can_attach = False
         assert not load("direct").suits(comm)
         with pytest.raises(ConfigError, match="direct all-reduce must be on one node .* Use another algorithm"):
             load("direct")(comm)

@@ -24,9 +24,9 @@ def counted(name, size, count, ranks_per_node=1):
     def body(comm):
         reduce = load(name)(comm)
         comm.barrier()
-        before, start_s = comm.traffic.copy(), comm.now()
+        before, start_s = comm.trace.traffic.copy(), comm.now()
         reduce(torch.ones(count))
-        return comm.traffic - before, comm.now() - start_s
+        return comm.trace.traffic - before, comm.now() - start_s
 
     results = run_virtual(body, size, network=network)
     traffic = max(t.bytes_sent for t, _ in results), max(t.messages_sent for t, _ in results)
@@ -51,9 +51,9 @@ def test_direct_writes_its_share_to_every_other_rank(size):
 def test_shared_memory_is_read_and_nothing_sent(size):
     def body(comm):
         reduce = load("shared_memory")(comm)
-        before = comm.traffic.copy()
+        before = comm.trace.traffic.copy()
         reduce(torch.ones(100))
-        return comm.traffic - before
+        return comm.trace.traffic - before
 
     for spent in run_virtual(body, size, network=NETWORK):
         assert spent.bytes_sent == 0 and spent.messages_sent == (size - 1).bit_length()  # the barrier's are empty
@@ -153,9 +153,9 @@ def test_hierarchical_is_faster_than_a_flat_ring_where_nodes_are_far_apart():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_messages_of_the_librarys_own_are_a_rings_over_any_network(ranks, dtype):
     def body(comm):
-        before = comm.traffic.copy()
+        before = comm.trace.traffic.copy()
         load("native")(comm)(torch.ones(100, dtype=dtype))
-        return (comm.traffic - before).messages_sent
+        return (comm.trace.traffic - before).messages_sent
 
     assert ranks(body) == [load("native").traffic(400, ranks.size)[1]] * ranks.size
 
@@ -167,9 +167,9 @@ def test_bytes_are_the_same_over_any_network(ranks, name):
 
     def body(comm):
         reduce = load(name)(comm)
-        before = comm.traffic.copy()
+        before = comm.trace.traffic.copy()
         reduce(torch.ones(count))
-        sent = (comm.traffic - before).bytes_sent
+        sent = (comm.trace.traffic - before).bytes_sent
         reduce.close()
         return sent
 

@@ -56,7 +56,7 @@ def test_nor_does_it_need_mpi4py(tmp_path):
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'mpi4py'\")")
     path = f"{package.parent}:{ROOT}"
-    job = run_alone(tmp_path, "import hpcdist as hd\nprint(hd.init().library, hd.size())", PYTHONPATH=path)
+    job = run_alone(tmp_path, "import hpcdist as hd\nprint(hd.init().trace.library, hd.size())", PYTHONPATH=path)
     assert (job.returncode, job.stdout.strip()) == (0, "no MPI 1"), job.stderr
 
 
@@ -93,9 +93,9 @@ def test_collectives_are_those_of_one_rank(comm):
     comm.allreduce(x)
     comm.broadcast(x)
     comm.barrier()
-    assert x.tolist() == [0.0, 1.0, 2.0] and comm.exchange(b"me") == [b"me"]
+    assert x.tolist() == [0.0, 1.0, 2.0] and comm.gather(b"me") == [b"me"]
     part = comm.split(0)
-    assert (part.rank, part.size, part.deadline_s, comm.split(None)) == (0, 1, 0.05, None)
+    assert (part.rank, part.size, part.failures.deadline_s, comm.split(None)) == (0, 1, 0.05, None)
     neighbours = comm.neighbourhood([], [])
     neighbours.start(x, torch.empty(0)).wait()
     neighbours.close()
@@ -124,14 +124,14 @@ def test_windows_are_the_ranks_own_memory(comm):
     window, words, out = comm.window(4), comm.window(2, torch.int64), torch.empty(2)
     window.put(torch.tensor([1.0, 2.0]), 0, 1)
     window.accumulate(torch.tensor([1.0, 1.0]), 0, 1)
-    comm.put_all([Put(window, torch.tensor([9.0]), 0, 3)])
+    comm.memory.put_all([Put(window, torch.tensor([9.0]), 0, 3)])
     window.get(out, 0, 2)
     assert window.local.tolist() == [0.0, 2.0, 3.0, 9.0] and out.tolist() == [3.0, 9.0]
     assert window.read(0, 1, 2).tolist() == [2.0, 3.0]
     assert [words.fetch_add(5, 0), words.compare_and_swap(5, 7, 0), words.compare_and_swap(5, 8, 0)] == [0, 5, 7]
     words.wait(lambda w: w[0] == 7, count=1)
     words.close()
-    attached = comm.attach(out)
+    attached = comm.memory.attach(out)
     attached.put(torch.zeros(1), 0)
     assert out.tolist() == [0.0, 9.0]
 

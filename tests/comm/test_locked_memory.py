@@ -41,7 +41,7 @@ def test_a_lock_that_does_not_come_free_is_told(ranks):
     from hpcdist.comm.mpi.locked_memory import LockedMemory
 
     def body(comm):
-        memory = LockedMemory(comm.transports.node_mpi(), 8, deadline_s=0.1)
+        memory = LockedMemory(comm.memory.node_mpi(), 8, deadline_s=0.1)
         word, before = np.ones(1, np.int64), np.empty(1, np.int64)
         if comm.rank == 0:
             memory.lock(1)

@@ -183,7 +183,10 @@ def test_a_script_that_closes_nothing_ends_with_0(tmp_path, size, way):
 
 
 def test_one_rank_needs_no_launcher(tmp_path):
-    text = START + "x = torch.ones(3)\ncomm.allreduce(x)\ncomm.window(2).put(x[:2], 0)\nprint(comm.size, comm.nodes)"
+    text = (
+        START
+        + "x = torch.ones(3)\ncomm.allreduce(x)\ncomm.window(2).put(x[:2], 0)\nprint(comm.size, comm.memory.nodes)"
+    )
     job = run_alone(tmp_path, text)
     assert (job.returncode, job.stdout.split()) == (0, ["1", "(0,)"]), job.stderr
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 import hpcdist as hd
 comm = hd.init(deadline_s=60, across="WAY")
-place = comm.apart("WAY") if len(set(comm.nodes)) == 1 else comm.split(0)
+place = comm.apart("WAY") if len(set(comm.memory.nodes)) == 1 else comm.split(0)
 window, words = place.window(100_000), place.window(1, torch.int64)
 folder, late = Path("FOLDER"), False
 place.barrier()
@@ -53,7 +53,7 @@ else:
         (folder / f"{part}-{comm.rank}").touch()
 place.barrier()
 received = [int(l.split()[1]) for l in open("/proc/net/dev") if "eth0" in l]
-print(json.dumps({"rank": comm.rank, "nodes": comm.nodes, "way": place.internode, "late": late,
+print(json.dumps({"rank": comm.rank, "nodes": comm.memory.nodes, "way": place.memory.internode, "late": late,
                   "received": sum(received), "count": int(words.local[0]) if comm.rank == 0 else None}))
 """
 
@@ -97,13 +97,13 @@ import hpcdist as hd
 comm = hd.init(deadline_s=60)
 for way in ("auto", "auto", "tcp"):
     apart = comm.apart(way)
-    before = apart.internode
+    before = apart.memory.internode
     window = apart.window(3)
-    after = apart.internode
+    after = apart.memory.internode
     part = apart.split(0)
     if comm.rank == 0:
         (kept,) = (pathlib.Path.home() / ".cache" / "hpcdist").iterdir()
-        print(json.dumps([before, after, part.internode, kept.stat().st_mtime_ns]))
+        print(json.dumps([before, after, part.memory.internode, kept.stat().st_mtime_ns]))
     part.close()
     window.close()
     apart.close()
@@ -138,7 +138,7 @@ def test_an_unknown_way_is_refused(ranks):
     def body(comm):
         apart = comm.apart("pigeon")
         with pytest.raises(UnknownNameError, match="across must be one of auto, rma, tcp; got 'pigeon'"):
-            apart.transports.choose()
+            apart.memory.choose()
         apart.close()
 
     ranks(body)
@@ -150,9 +150,9 @@ def test_the_self_test_takes_well_under_two_seconds_and_agrees(ranks):
 
     def body(comm):
         apart = comm.apart("tcp")
-        before = apart.traffic.copy()
+        before = apart.trace.traffic.copy()
         seconds = measure(apart)
-        spent = apart.traffic - before
+        spent = apart.trace.traffic - before
         apart.close()
         return seconds, spent.bytes_fetched
 

@@ -13,7 +13,7 @@ import torch
 import hpcdist as hd
 
 comm = hd.init(deadline_s=60)
-assert comm.tolerant
+assert comm.failures.tolerant
 found = []
 for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.uint8, torch.complex64):
     window = comm.window(5 if comm.rank == 0 else 3, dtype)

@@ -205,13 +205,13 @@ def test_broadcast_from_every_root(ranks):
 
 @settings(max_examples=15)
 @given(data=st.lists(st.binary(max_size=40), min_size=4, max_size=4))
-def test_exchange_gives_every_ranks_bytes(ranks, data):
-    assert ranks(lambda comm: comm.exchange(data[comm.rank])) == [data[: ranks.size]] * ranks.size
+def test_gather_gives_every_ranks_bytes(ranks, data):
+    assert ranks(lambda comm: comm.gather(data[comm.rank])) == [data[: ranks.size]] * ranks.size
 
 
-def test_exchange_of_much(ranks):
+def test_gather_of_much(ranks):
     def body(comm):
-        return [len(part) for part in comm.exchange(bytes([comm.rank]) * (100_000 * comm.rank))]
+        return [len(part) for part in comm.gather(bytes([comm.rank]) * (100_000 * comm.rank))]
 
     assert ranks(body)[0] == [100_000 * rank for rank in range(ranks.size)]
 
@@ -219,10 +219,10 @@ def test_exchange_of_much(ranks):
 def test_split_orders_by_key_and_keeps_messages_apart(ranks):
     def body(comm):
         part = comm.split(comm.rank % 2, key=-comm.rank)
-        members = [int(r) for r in part.exchange(str(comm.rank).encode())]
+        members = [int(r) for r in part.gather(str(comm.rank).encode())]
         assert members == sorted((r for r in range(comm.size) if r % 2 == comm.rank % 2), reverse=True)
-        assert [comm.nodes[r] == comm.nodes[comm.rank] for r in members] == [
-            n == part.nodes[part.rank] for n in part.nodes
+        assert [comm.memory.nodes[r] == comm.memory.nodes[comm.rank] for r in members] == [
+            n == part.memory.nodes[part.rank] for n in part.memory.nodes
         ]
         copy, out = comm.split(0), torch.zeros(1)
         after, before = ring(comm)
@@ -247,7 +247,7 @@ def test_a_thousand_splits_leave_nothing_behind(ranks):
     def body(comm):
         for _ in range(300):
             part = comm.split(0)
-            part.transports.node_mpi()
+            part.memory.node_mpi()
             part.close()
 
     ranks(body)
@@ -270,12 +270,12 @@ def test_what_is_closed_can_not_be_used(ranks):
 @pytest.mark.mpi
 def test_ranks_of_one_machine_share_a_node_unless_told_otherwise(ranks):
     def body(comm):
-        assert comm.nodes == (0,) * comm.size
+        assert comm.memory.nodes == (0,) * comm.size
         apart = comm.apart("tcp")
-        assert apart.nodes == tuple(range(comm.size)) and apart.can_attach == (comm.size == 1)
-        assert apart.internode == (None if comm.size == 1 else "tcp") and comm.internode is None
+        assert apart.memory.nodes == tuple(range(comm.size)) and apart.memory.can_attach == (comm.size == 1)
+        assert apart.memory.internode == (None if comm.size == 1 else "tcp") and comm.memory.internode is None
         part = apart.split(comm.rank % 2)
-        assert part.nodes == tuple(range(part.size)) and part.internode in ("tcp", None)
+        assert part.memory.nodes == tuple(range(part.size)) and part.memory.internode in ("tcp", None)
         part.close()
         apart.close()
         with pytest.raises(CommunicationError, match=r"nodes must have one index for each of the \d ranks; got 0"):
@@ -287,12 +287,12 @@ def test_ranks_of_one_machine_share_a_node_unless_told_otherwise(ranks):
 @pytest.mark.mpi
 def test_a_wait_for_a_message_that_never_comes_ends_at_the_deadline(ranks):
     def body(comm):
-        comm.deadline_s = 0.05
+        comm.failures.deadline_s = 0.05
         with pytest.raises(DeadlineError, match=rf"rank {comm.rank}: a message from rank 0 on .* within 0.05 s"):
             comm.probe(0, 9)
         with pytest.raises(DeadlineError, match="a message from any rank"):
             comm.probe()
-        comm.deadline_s = 60.0
+        comm.failures.deadline_s = 60.0
 
     ranks(body)
 
@@ -305,9 +305,9 @@ def test_traffic_counts_bytes_and_messages(ranks):
         counts = []
 
         def counted(call):
-            start = comm.traffic.copy()
+            start = comm.trace.traffic.copy()
             call()
-            spent = comm.traffic - start
+            spent = comm.trace.traffic - start
             assert spent.communicating_s >= 0 and spent.waiting_s >= 0
             counts.append((spent.bytes_sent, spent.messages_sent))
 
@@ -316,7 +316,7 @@ def test_traffic_counts_bytes_and_messages(ranks):
         counted(lambda: (comm.isend(four, after), comm.probe(before), comm.irecv(out, before).wait()))
         counted(lambda: comm.allreduce(torch.zeros(10 * comm.size, dtype=torch.bfloat16)))
         counted(lambda: comm.broadcast(four, 0))
-        counted(lambda: comm.exchange(b"12345"))
+        counted(lambda: comm.gather(b"12345"))
         counted(comm.barrier)
         return counts
 
@@ -337,9 +337,9 @@ def test_waiting_is_told_from_communicating(ranks):
         else:
             arrived.wait(lambda count: count[0] == comm.size - 1)
             time.sleep(0.5)
-        start = comm.traffic.copy()
+        start = comm.trace.traffic.copy()
         comm.barrier()
-        spent = comm.traffic - start
+        spent = comm.trace.traffic - start
         arrived.close()
         return spent.waiting_s, spent.communicating_s
 
@@ -350,10 +350,10 @@ def test_waiting_is_told_from_communicating(ranks):
 # --- memory that is there already -------------------------------------------------------------------------------------
 def test_attached_memory_is_read_and_written_in_place(ranks):
     def body(comm):
-        if not comm.can_attach:
+        if not comm.memory.can_attach:
             pytest.skip("the kernel lets no process read another's memory")
         tensor, out = torch.full((5,), comm.rank, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)
-        window = comm.attach(tensor)
+        window = comm.memory.attach(tensor)
         after, _before = ring(comm)
         window.get(out, after, 3)
         assert (out == after).all()
@@ -376,9 +376,9 @@ def test_attached_memory_is_read_and_written_in_place(ranks):
 @pytest.mark.mpi(min_size=2)
 def test_tensors_attached_together_have_one_length(ranks):
     def body(comm):
-        if comm.can_attach:
+        if comm.memory.can_attach:
             with pytest.raises(MismatchError, match=r"same number of bytes on every rank; got \[4, 8"):
-                comm.attach(torch.zeros(comm.rank + 1))
+                comm.memory.attach(torch.zeros(comm.rank + 1))
         comm.barrier()
 
     ranks(body)
@@ -389,7 +389,7 @@ def test_attaching_across_nodes_is_refused(ranks):
     def body(comm):
         apart = comm.apart("tcp")
         with pytest.raises(CommunicationError, match="must lie within one node whose kernel allows"):
-            apart.attach(torch.zeros(1))
+            apart.memory.attach(torch.zeros(1))
         apart.close()
 
     ranks(body)

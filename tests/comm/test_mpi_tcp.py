@@ -118,7 +118,7 @@ def test_a_stranger_is_refused_and_others_are_still_served(apart):
         window = comm.window(4)
         window.local.fill_(7)
         comm.barrier()
-        peer = comm.transports.server()._peers[(comm.rank + 1) % comm.size]
+        peer = comm.memory.server()._peers[(comm.rank + 1) % comm.size]
         assert tcp.connect("127.0.0.1", peer.port, bytes(tcp.TOKEN_BYTES)) is None
         with socket.create_connection(("127.0.0.1", peer.port)) as stranger:
             stranger.sendall(bytes(1000))  # no proof, then what would put zeros, if anybody read it
@@ -146,7 +146,7 @@ def test_a_broken_connection_names_the_rank_and_the_next_call_makes_another(apar
             window.get(out, 0)
         comm.barrier()
         if comm.rank == 0:
-            for thread, connection in list(comm.transports.server()._asking.items()):
+            for thread, connection in list(comm.memory.server()._asking.items()):
                 tcp.close(connection)
                 thread.join()
             window.local.fill_(3)
@@ -167,7 +167,7 @@ def test_where_nobody_listens_any_more_it_says_so(apart):
     def body(comm):
         window = comm.window(1)
         if comm.rank == 0:
-            comm.transports.server().refuse()
+            comm.memory.server().refuse()
         comm.barrier()
         if comm.rank == 1:
             with pytest.raises(CommunicationError, match=r"rank 1 can't reach rank 0 .*\(.*refused.*across='tcp:eth0'"):
@@ -183,7 +183,7 @@ def test_another_jobs_listener_is_not_taken_for_a_rank(apart):
 
     def body(comm):
         window = comm.window(1)
-        peer = comm.transports.server()._peers[0]
+        peer = comm.memory.server()._peers[0]
         token, peer.token = peer.token, bytes(tcp.TOKEN_BYTES)
         if comm.rank == 1:
             with pytest.raises(CommunicationError, match=r"reach rank 0 .*nobody of this job answers at 127.0.0.1"):
@@ -204,16 +204,16 @@ def test_an_owner_that_does_not_answer_in_time_is_named(apart):
         if comm.rank == 1:
             window.fetch_add(1, 0)  # connected
         comm.barrier()
-        held = comm.transports.server()._adding
+        held = comm.memory.server()._adding
         if comm.rank == 0:
             held.acquire()
         comm.barrier()
         if comm.rank == 1:
-            comm.deadline_s = 0.3
+            comm.failures.deadline_s = 0.3
             message = r"rank 1: the answer of rank 0 to a window fetch_add on .* did not happen within 0.3 s"
             with pytest.raises(DeadlineError, match=message):
                 window.fetch_add(1, 0)
-            comm.deadline_s = 30
+            comm.failures.deadline_s = 30
         comm.barrier()
         if comm.rank == 0:
             held.release()
@@ -258,7 +258,7 @@ def test_an_interface_may_be_chosen(apart):
         pytest.skip("this machine has no network but loopback")
 
     def body(comm):
-        assert comm.internode in ("tcp", "auto")
+        assert comm.memory.internode in ("tcp", "auto")
         window = comm.window(2)
         window.local.fill_(comm.rank)
         comm.barrier()
@@ -266,12 +266,12 @@ def test_an_interface_may_be_chosen(apart):
         for peer in range(comm.size):
             window.get(out, peer)
             assert (out == peer).all()
-        server = comm.transports.server()
+        server = comm.memory.server()
         assert server._listener.getsockname()[0] == str(known[0].ip.ip)
         remote = server._peers[(comm.rank + 1) % comm.size].connection.getpeername()[0]
         assert remote == str(known[0].ip.ip)
         part = comm.split(0)
-        assert part.internode == comm.internode and part.transports.wanted == comm.transports.wanted
+        assert part.memory.internode == comm.memory.internode and part.memory.wanted == comm.memory.wanted
         part.close()
         window.close()
 
@@ -279,7 +279,7 @@ def test_an_interface_may_be_chosen(apart):
 
     def refused(comm):
         with pytest.raises(UnknownNameError, match="interface or network of this host must be one of .* got 'ib77'"):
-            comm.transports.server()
+            comm.memory.server()
 
     apart(refused, "tcp:ib77")
 
@@ -294,7 +294,7 @@ window = apart.window(4)
 if CONNECTED and comm.rank == 0:
     window.get(torch.zeros(4), 1)
 comm.barrier()
-apart.deadline_s = 2  # from here on: a busy machine may take longer to start
+apart.failures.deadline_s = 2  # from here on: a busy machine may take longer to start
 if comm.rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
 time.sleep(0.5)

@@ -242,13 +242,13 @@ def test_traffic_counts_what_goes_to_others(placed):
         window, ints, four = comm.window(4), comm.window(1, torch.int64), torch.ones(4)
         counts = []
         for peer in (comm.rank, (comm.rank + 1) % comm.size):
-            start = comm.traffic.copy()
+            start = comm.trace.traffic.copy()
             window.put(four, peer)
             window.get(four, peer)
             window.accumulate(four[:2], peer)
             ints.fetch_add(1, peer)
             ints.compare_and_swap(0, 1, peer)
-            spent = comm.traffic - start
+            spent = comm.trace.traffic - start
             counts.append((spent.bytes_sent, spent.messages_sent, spent.bytes_fetched, spent.messages_fetched))
         comm.barrier()
         window.close()

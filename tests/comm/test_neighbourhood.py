@@ -10,6 +10,7 @@ import torch
 
 from comm.jobs_here import run
 from harness.launch import find_mpirun
+from hpcdist.comm.communicator import overlapping
 from hpcdist.comm.messages import Messages
 from hpcdist.comm.virtual import Constant, Network, run_virtual
 from hpcdist.errors import CommunicationError, DeadlineError, MismatchError
@@ -108,9 +109,9 @@ def test_it_completes_by_being_asked(ranks):
 def test_bytes_are_counted_where_they_are_sent(ranks):
     def body(comm):
         found = comm.neighbourhood(*one_way(comm))
-        before = comm.traffic.copy()
+        before = comm.trace.traffic.copy()
         found.start(torch.zeros(100), torch.empty(100 * len(found.sources))).wait()
-        moved = comm.traffic - before
+        moved = comm.trace.traffic - before
         found.close()
         assert (moved.bytes_sent, moved.messages_sent) == (400 * len(found.destinations), len(found.destinations))
         assert moved.bytes_fetched == 0 and moved.waiting_s == 0 and moved.communicating_s >= 0
@@ -206,7 +207,7 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline():
         found = comm.neighbourhood(ring(comm), ring(comm))
         if comm.rank == 0:
             return
-        found._comm.deadline_s = 5.0
+        found._comm.failures.deadline_s = 5.0
         found.start(torch.zeros(4), torch.empty(8)).wait()
 
     with pytest.raises(DeadlineError, match="a message from rank 0"):
@@ -244,10 +245,10 @@ def test_a_thread_makes_progress_between_nodes_while_ranks_compute(ranks):
 
     def body(comm):
         far, found = comm.apart("tcp"), []
-        with comm.overlapping():
+        with overlapping(comm):
             found.append(running())
-        with far.overlapping():
-            with far.overlapping():
+        with overlapping(far):
+            with overlapping(far):
                 found.append(running())
             found.append(running())
         found.append(running())

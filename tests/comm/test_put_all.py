@@ -19,7 +19,7 @@ def _follow(comm, rounds):
         if comm.rank == 0:
             values = torch.full((COUNT,), float(step))
             ranks = range(comm.size)
-            comm.put_all(
+            comm.memory.put_all(
                 put for rank in ranks for put in (Put(data, values, rank, 0), Put(flags, torch.tensor([step]), rank, 0))
             )
         flags.wait(lambda words, step=step: int(words[0]) == step)
@@ -52,10 +52,10 @@ def test_across_nodes_too(ranks, across):
 def test_it_counts_as_the_puts_do(ranks):
     def body(comm):
         window = comm.window(4)
-        before = comm.traffic.copy()
-        comm.put_all([])
-        comm.put_all([Put(window, torch.ones(2), rank, 1) for rank in range(comm.size)])
-        spent = comm.traffic - before
+        before = comm.trace.traffic.copy()
+        comm.memory.put_all([])
+        comm.memory.put_all([Put(window, torch.ones(2), rank, 1) for rank in range(comm.size)])
+        spent = comm.trace.traffic - before
         comm.barrier()
         assert window.local.tolist() == [0.0, 1.0, 1.0, 0.0]
         window.close()
@@ -72,7 +72,7 @@ def test_after_one_that_is_refused_windows_still_work(ranks, apart):
         window = channel.window(4)
         peer = (channel.rank + 1) % channel.size
         with pytest.raises(CommunicationError, match=r"must lie within rank \d's 4 elements; got \[3, 5\)"):
-            channel.put_all([Put(window, torch.ones(1), peer, 0), Put(window, torch.ones(2), peer, 3)])
+            channel.memory.put_all([Put(window, torch.ones(1), peer, 0), Put(window, torch.ones(2), peer, 3)])
         channel.barrier()
         window.put(torch.full((4,), 7.0), peer)
         channel.barrier()
@@ -91,7 +91,7 @@ def test_all_together_take_one_round_trip():
         window = comm.window(250)
         start = comm.now()
         if comm.rank == 0:
-            comm.put_all([Put(window, torch.ones(250), rank, 0) for rank in range(1, size)])
+            comm.memory.put_all([Put(window, torch.ones(250), rank, 0) for rank in range(1, size)])
         passed_s = comm.now() - start
         window.close()
         return passed_s

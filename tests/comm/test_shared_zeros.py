@@ -14,10 +14,10 @@ from hpcdist.errors import CommunicationError
 
 
 def shared_by(comm, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    if not comm.can_attach:
+    if not comm.memory.can_attach:
         pytest.skip("the kernel lets no process read another's memory")
-    tensor = comm.shared_zeros(count, dtype)
-    assert comm.is_shared(tensor) == (comm.size > 1)
+    tensor = comm.memory.shared_zeros(count, dtype)
+    assert comm.memory.is_shared(tensor) == (comm.size > 1)
     return tensor
 
 
@@ -28,8 +28,8 @@ def test_others_read_and_write_it_in_place(ranks):
         assert tensor.tolist() == [0.0] * 6
         tensor.fill_(comm.rank)
         part = tensor[1:5]
-        attached, after = comm.attach(part), (comm.rank + 1) % comm.size
-        before = comm.traffic.copy()
+        attached, after = comm.memory.attach(part), (comm.rank + 1) % comm.size
+        before = comm.trace.traffic.copy()
         seen = attached.read(after, 0, 4)
         assert seen.tolist() == [after] * 4
         out = torch.empty(2)
@@ -42,7 +42,7 @@ def test_others_read_and_write_it_in_place(ranks):
         assert tensor.tolist() == expected
         if comm.size > 1:  # a view, which shows what has come since
             assert seen.tolist() == [after, 10 + after, 10 + after, after]
-            spent = comm.traffic - before
+            spent = comm.trace.traffic - before
             assert (spent.bytes_fetched, spent.bytes_sent) == (4 * 4 + 2 * 4, 2 * 4)
         for call in (lambda: attached.read(0, 3, 2), lambda: attached.get(out, 0, 3), lambda: attached.put(out, 0, -1)):
             with pytest.raises(CommunicationError, match=r"must lie within rank 0's 4 elements; got \["):
@@ -70,10 +70,14 @@ def test_it_outlives_the_communicator(ranks):
 def test_only_what_lies_in_it_is_shared(ranks):
     def body(comm):
         first, second = shared_by(comm, 5), shared_by(comm, 3, torch.bfloat16)
-        assert comm.is_shared(first[4:]) and comm.is_shared(second) and not comm.is_shared(torch.zeros(5))
-        assert not comm.is_shared(torch.zeros(0))
+        assert (
+            comm.memory.is_shared(first[4:])
+            and comm.memory.is_shared(second)
+            and not comm.memory.is_shared(torch.zeros(5))
+        )
+        assert not comm.memory.is_shared(torch.zeros(0))
         another = comm.split(0)
-        assert not another.is_shared(first)  # whose ranks may be others
+        assert not another.memory.is_shared(first)  # whose ranks may be others
         another.close()
 
     ranks(body)
@@ -89,11 +93,11 @@ def test_where_one_rank_can_not_map_it_all_have_memory_of_their_own(ranks, monke
                 raise CommunicationError("not here")
             return mapped(comm, rank, *others)
 
-        if not comm.can_attach:
+        if not comm.memory.can_attach:
             return
         monkeypatch.setattr(memory, "_mapped", fails)
-        tensor = comm.shared_zeros(4)
-        assert tensor.tolist() == [0.0] * 4 and not comm.is_shared(tensor)
+        tensor = comm.memory.shared_zeros(4)
+        assert tensor.tolist() == [0.0] * 4 and not comm.memory.is_shared(tensor)
         with pytest.raises(CommunicationError, match="not here"):
             memory.SharedTensor(comm, 4, torch.float32)
 
@@ -115,8 +119,8 @@ def test_memory_that_there_is_not_is_refused_with_its_length():
 
 def test_elsewhere_it_is_a_tensor_like_any_other():
     def body(comm):
-        tensor = comm.shared_zeros(3, torch.int64)
-        return tensor.tolist(), tensor.dtype, comm.is_shared(tensor)
+        tensor = comm.memory.shared_zeros(3, torch.int64)
+        return tensor.tolist(), tensor.dtype, comm.memory.is_shared(tensor)
 
     expected = ([0, 0, 0], torch.int64, False)
     assert body(Alone()) == expected

@@ -62,9 +62,9 @@ def test_one_rank_alone():
 
 def test_settings_are_members_of_every_communicator(ranks):
     def body(comm):
-        comm.deadline_s = 30.0
+        comm.failures.deadline_s = 30.0
         part = comm.split(0)
-        found = part.deadline_s, part.internode, part.device_aware
+        found = part.failures.deadline_s, part.memory.internode, part.memory.device_aware
         part.close()
         return found
 

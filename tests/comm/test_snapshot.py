@@ -131,7 +131,7 @@ def test_a_reader_that_waits_for_nothing_ends_at_the_deadline():
     def body(comm):
         published = Publication(comm, like(), publishes=comm.rank == 0)
         if comm.rank == 1:
-            comm.deadline_s = 0.5
+            comm.failures.deadline_s = 0.5
             with pytest.raises(DeadlineError, match="the first publication of rank 0"):
                 published.read(like(), 0)
 
@@ -146,7 +146,7 @@ def test_a_reader_that_is_always_overtaken_ends_at_the_deadline():
                 published.publish(filled(clock), clock)
                 comm.compute()
         else:
-            comm.deadline_s = 0.5
+            comm.failures.deadline_s = 0.5
             with pytest.raises(DeadlineError, match=r"rank 1: a whole read of rank 0's .* 0.5 s and \d+ attempts"):
                 published.read(like(), 0)
             assert published.retries > 3
@@ -194,7 +194,7 @@ def test_a_reading_that_fails_is_undone():
     def body(comm):
         published, undone = Publication(comm, like(), publishes=comm.rank == 0), []
         if comm.rank == 1:
-            comm.deadline_s = 0.5
+            comm.failures.deadline_s = 0.5
             with pytest.raises(DeadlineError):  # nothing is ever published
                 published.use(lambda tensors: None, like(), 0, lambda: undone.append(True))
 

@@ -97,7 +97,7 @@ def busy_body(comm):
             trace.append((envelope, message.tolist()))
     noise = torch.randn(4)
     comm.allreduce(noise)
-    return trace, noise.tolist(), comm.now(), comm.traffic, np.random.rand(), random.random()
+    return trace, noise.tolist(), comm.now(), comm.trace.traffic, np.random.rand(), random.random()
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16])

@@ -86,7 +86,7 @@ def test_what_has_no_sum_is_refused(dtype):
         run_virtual(lambda comm: comm.allreduce(torch.zeros(2).to(dtype)), 2)
 
 
-# --- broadcast, exchange ----------------------------------------------------------------------------------------------
+# --- broadcast, gather ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("size", SIZES)
 def test_broadcast_from_every_root(size):
     def body(comm):
@@ -103,8 +103,8 @@ def test_broadcast_from_every_root(size):
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.binary(max_size=30), min_size=1, max_size=6))
-def test_exchange_gives_everyone_everything(data):
-    results = run_virtual(lambda comm: comm.exchange(data[comm.rank]), len(data), network=Network(1e-6, 1e9))
+def test_gather_gives_everyone_everything(data):
+    results = run_virtual(lambda comm: comm.gather(data[comm.rank]), len(data), network=Network(1e-6, 1e9))
     assert results == [data] * len(data)
     assert len({id(result) for result in results}) == len(data)  # each may change its own list
 
@@ -136,7 +136,7 @@ def test_split_groups_by_colour_and_orders_by_key_and_rank(choices):
             return None
         total = torch.tensor([1, comm.rank])
         part.allreduce(total)
-        members = [data[0] for data in part.exchange(bytes([comm.rank]))]
+        members = [data[0] for data in part.gather(bytes([comm.rank]))]
         return part.rank, part.size, total.tolist(), members
 
     for rank, result in enumerate(run_virtual(body, len(choices))):
@@ -148,10 +148,10 @@ def test_split_groups_by_colour_and_orders_by_key_and_rank(choices):
 
 def test_a_part_inherits_the_deadline_and_counts_its_own_traffic():
     def body(comm):
-        comm.deadline_s = 7.0
-        comm.exchange(bytes(5))
+        comm.failures.deadline_s = 7.0
+        comm.gather(bytes(5))
         part = comm.split(0)
-        return part.deadline_s, part.traffic.bytes_sent, part.traffic.messages_sent
+        return part.failures.deadline_s, part.trace.traffic.bytes_sent, part.trace.traffic.messages_sent
 
     assert run_virtual(body, 2) == [(7.0, 0, 0)] * 2
 
@@ -194,11 +194,11 @@ def test_a_closed_communicator_is_refused():
         ),
         (lambda c: c.window(1), lambda c: c.window(1, torch.int8), ("window of torch.float32", "window of torch.int8")),
         (
-            lambda c: c.attach(torch.zeros(3)),
-            lambda c: c.attach(torch.zeros(2)),
+            lambda c: c.memory.attach(torch.zeros(3)),
+            lambda c: c.memory.attach(torch.zeros(2)),
             ("attach of 3 x torch.float32", "attach of 2 x torch.float32"),
         ),
-        (lambda c: c.split(0), lambda c: c.exchange(b""), ("split", "exchange")),
+        (lambda c: c.split(0), lambda c: c.gather(b""), ("split", "gather")),
         (lambda c: c.close(), lambda c: c.window(0).close(), ("close", "window of torch.float32")),
     ],
 )
@@ -219,6 +219,6 @@ def test_a_root_that_is_no_rank_is_refused():
 
 
 def test_tensors_that_are_not_flat_are_refused():
-    for call in ("allreduce", "broadcast", "attach"):
+    for call in (lambda comm: comm.allreduce, lambda comm: comm.broadcast, lambda comm: comm.memory.attach):
         with pytest.raises(CommunicationError, match="tensor must be flat"):
-            run_virtual(lambda comm, call=call: getattr(comm, call)(torch.zeros(2, 2)), 2)
+            run_virtual(lambda comm, call=call: call(comm)(torch.zeros(2, 2)), 2)

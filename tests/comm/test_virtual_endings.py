@@ -118,7 +118,7 @@ def test_a_wait_past_the_deadline_is_an_error_at_that_time(call, whom):
 
     def body(comm):
         if comm.rank == 0:
-            comm.deadline_s = 2.5
+            comm.failures.deadline_s = 2.5
             comm.compute()
             try:
                 call(comm)
@@ -134,7 +134,7 @@ def test_a_wait_past_the_deadline_is_an_error_at_that_time(call, whom):
 
 def test_a_deadline_that_is_kept_leaves_no_trace():
     def body(comm):
-        comm.deadline_s = 5.0
+        comm.failures.deadline_s = 5.0
         window = comm.window(1)
         if comm.rank == 0:
             comm.compute()

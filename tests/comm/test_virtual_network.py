@@ -118,7 +118,7 @@ def test_ranks_of_a_node_share_its_links_and_have_their_own_inside():
         inside_s = comm.now()
         comm.irecv(data(), across, 1).wait()
         sending.wait()
-        return comm.nodes, inside_s, comm.now()
+        return comm.memory.nodes, inside_s, comm.now()
 
     results = run_virtual(body, 4, network=network)
     assert [nodes for nodes, _, _ in results] == [(0, 0, 1, 1)] * 4
@@ -137,13 +137,13 @@ def test_inside_a_node_the_networks_figures_hold_unless_given():
 
 def test_nodes_of_sub_communicators_are_numbered_from_zero():
     def body(comm):
-        return comm.nodes, comm.split(comm.rank % 2).nodes, comm.split(comm.rank // 4).nodes
+        return comm.memory.nodes, comm.split(comm.rank % 2).memory.nodes, comm.split(comm.rank // 4).memory.nodes
 
     network = Network(0, 1, ranks_per_node=3)
     results = run_virtual(body, 8, network=network)
     assert results[0] == ((0, 0, 0, 1, 1, 1, 2, 2), (0, 0, 1, 2), (0, 0, 0, 1))
     assert results[7] == ((0, 0, 0, 1, 1, 1, 2, 2), (0, 1, 1, 2), (0, 0, 1, 1))
-    assert run_virtual(lambda comm: comm.nodes, 3) == [(0, 1, 2)] * 3
+    assert run_virtual(lambda comm: comm.memory.nodes, 3) == [(0, 1, 2)] * 3
 
 
 # --- collective calls -------------------------------------------------------------------------------------------------
@@ -189,12 +189,12 @@ def test_a_ring_of_messages_takes_the_time_of_its_formula_and_so_does_allreduce(
         ),
         (lambda comm: comm.broadcast(data(), comm.size - 1), lambda p, lg: lg * (LATENCY_S + WIRE_S)),
         (
-            lambda comm: comm.exchange(bytes(64 * comm.rank)),
+            lambda comm: comm.gather(bytes(64 * comm.rank)),
             lambda p, lg: (p - 1) * (LATENCY_S + 64 * (p - 1) / BANDWIDTH),
         ),
         (lambda comm: comm.split(0), lambda p, lg: lg * LATENCY_S),
         (lambda comm: comm.window(5), lambda p, lg: lg * LATENCY_S),
-        (lambda comm: comm.attach(data()), lambda p, lg: lg * LATENCY_S),
+        (lambda comm: comm.memory.attach(data()), lambda p, lg: lg * LATENCY_S),
         (lambda comm: comm.close(), lambda p, lg: lg * LATENCY_S),
     ],
 )
@@ -210,7 +210,7 @@ def test_collective_calls_end_together_their_formula_after_the_last_arrival(size
 
 def test_a_collective_call_inside_a_node_takes_the_nodes_time():
     def body(comm):
-        node = comm.split(comm.nodes[comm.rank])
+        node = comm.split(comm.memory.nodes[comm.rank])
         start = comm.now()
         node.barrier()
         middle = comm.now()

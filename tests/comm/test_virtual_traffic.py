@@ -24,11 +24,11 @@ def test_traffic_is_that_of_the_formulas(size):
     def body(comm):
         peer, counted = (comm.rank + 1) % size, []
         window = comm.window(6, torch.int64)
-        attached = comm.attach(data(8))
+        attached = comm.memory.attach(data(8))
         for call in (
             lambda: comm.sendrecv(data(100), peer, data(100), (comm.rank - 1) % size),
             lambda: comm.allreduce(data(size * 10)),
-            lambda: comm.exchange(bytes(7)),
+            lambda: comm.gather(bytes(7)),
             lambda: comm.barrier(),
             lambda: window.put(torch.zeros(5, dtype=torch.int64), peer),
             lambda: window.accumulate(torch.zeros(6, dtype=torch.int64), peer),
@@ -38,9 +38,9 @@ def test_traffic_is_that_of_the_formulas(size):
             lambda: attached.get(data(8), peer),
             lambda: comm.broadcast(data(10), size // 2),
         ):
-            before = comm.traffic.copy()
+            before = comm.trace.traffic.copy()
             call()
-            moved = comm.traffic - before
+            moved = comm.trace.traffic - before
             counted.append((moved.bytes_sent, moved.messages_sent, moved.bytes_fetched, moved.messages_fetched))
         return counted
 
@@ -74,7 +74,7 @@ def test_seconds_are_counted_as_communicating_or_waiting():
             comm.probe(0, 1)
             comm.irecv(torch.zeros(1), 0, 1).wait()
         comm.barrier()
-        return comm.traffic, comm.now()
+        return comm.trace.traffic, comm.now()
 
     results = run_virtual(body, 2, network=NETWORK, compute=Constant(1.0))
     for (traffic, end_s), computed_s in zip(results, (2.0, 0.0)):

@@ -232,8 +232,8 @@ def test_transfers_that_take_no_time_are_never_torn():
 def test_attached_memory_is_read_and_written_in_place():
     def body(comm):
         tensor = torch.full((3,), float(comm.rank), requires_grad=True)
-        assert comm.can_attach
-        window, out = comm.attach(tensor), torch.empty(3)
+        assert comm.memory.can_attach
+        window, out = comm.memory.attach(tensor), torch.empty(3)
         assert window.local is tensor
         window.get(out, (comm.rank + 1) % comm.size)
         comm.barrier()
@@ -248,7 +248,7 @@ def test_attached_memory_is_read_and_written_in_place():
 @pytest.mark.parametrize("call", ["accumulate", "fetch_add", "compare_and_swap", "wait"])
 def test_attached_memory_takes_get_and_put_only(call):
     def body(comm):
-        window = comm.attach(torch.zeros(1, dtype=torch.int64))
+        window = comm.memory.attach(torch.zeros(1, dtype=torch.int64))
         getattr(window, call)(1, rank=0)
 
     with pytest.raises(CommunicationError, match="an attached window must be used for get and put only"):

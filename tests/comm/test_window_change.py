@@ -22,7 +22,7 @@ def _meet(theirs, ours):
 def test_a_change_is_made_there_and_here_and_counts_both_ways(ranks):
     def body(comm):
         window, own = comm.window(COUNT), torch.full((COUNT,), 4.0)
-        lengths, before = [], comm.traffic.copy()
+        lengths, before = [], comm.trace.traffic.copy()
 
         def meet(theirs, ours):
             lengths.append(len(theirs))
@@ -33,7 +33,7 @@ def test_a_change_is_made_there_and_here_and_counts_both_ways(ranks):
             assert window.change(meet, comm.size - 1, own)
             assert own.eq(2.0).all() and lengths == [1 << 18, 5]
         comm.barrier()
-        spent, found = comm.traffic - before, window.local.unique().tolist()
+        spent, found = comm.trace.traffic - before, window.local.unique().tolist()
         comm.barrier()
         window.close()
         return found, spent.bytes_fetched, spent.bytes_sent

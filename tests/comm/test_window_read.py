@@ -14,13 +14,13 @@ def test_read_is_what_get_copies_and_counts_as_fetched(ranks):
         window = comm.window(6)
         window.put(torch.arange(6.0) + 10 * comm.rank, comm.rank)
         comm.barrier()
-        before, found = comm.traffic.copy(), []
+        before, found = comm.trace.traffic.copy(), []
         for peer in range(comm.size):
             got = torch.empty(3)
             window.get(got, peer, 2)
             assert got.tolist() == [10 * peer + 2.0, 10 * peer + 3.0, 10 * peer + 4.0]
             found.append(torch.equal(window.read(peer, 2, 3), got))
-        spent = comm.traffic - before
+        spent = comm.trace.traffic - before
         comm.barrier()
         window.close()
         return all(found), spent.bytes_fetched, spent.messages_fetched, spent.bytes_sent

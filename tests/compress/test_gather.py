@@ -29,13 +29,13 @@ def test_every_rank_gets_the_messages_of_all_senders_in_order(ranks, lengths, se
     def body(comm):
         who = range(senders or comm.size)
         sends = comm.rank in who
-        before = comm.traffic.bytes_sent
+        before = comm.trace.traffic.bytes_sent
         found = gather(comm, _messages(comm.rank, lengths) if sends else [], len(lengths), who)
         comm.barrier()
         assert len(found) == len(who)
         for source, messages in zip(who, found, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(messages, _messages(source, lengths), strict=True))
         mine = sum(lengths) * (comm.rank + 1) + 4 * (len(lengths) - 1)
-        return comm.traffic.bytes_sent - before == (comm.size - 1) * mine * sends
+        return comm.trace.traffic.bytes_sent - before == (comm.size - 1) * mine * sends
 
     assert all(ranks(body))

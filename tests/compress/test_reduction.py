@@ -93,9 +93,9 @@ def test_the_sum_is_that_of_what_messages_stand_for_and_the_bytes_are_theirs(ran
     def body(comm):
         reduction, tensors = make(comm, name), inputs(comm.rank, 0)
         comm.barrier()
-        before = comm.traffic.bytes_sent
+        before = comm.trace.traffic.bytes_sent
         reduction(tensors)
-        n_bytes = comm.traffic.bytes_sent - before
+        n_bytes = comm.trace.traffic.bytes_sent - before
         reduction.close()
         return n_bytes, tensors
 
@@ -120,9 +120,9 @@ def test_the_bytes_of_an_all_reduce_are_those_of_the_messages(ranks, name):
         reduction, dense = make(comm, name), make(comm, name, warmup_steps=1)
         moved = []
         for call in (reduction, dense):
-            before = comm.traffic.bytes_sent
+            before = comm.trace.traffic.bytes_sent
             call(inputs(comm.rank, 0))
-            moved.append(comm.traffic.bytes_sent - before)
+            moved.append(comm.trace.traffic.bytes_sent - before)
             call.close()
         return moved
 
@@ -276,9 +276,9 @@ def test_half_precision_sends_half_of_what_an_all_reduce_of_float32_does(ranks, 
         like = torch.ones(count)
         reduction = Reduction(comm, config(name), [like], [[Span(0, count, (count,))]])
         comm.barrier()
-        before = comm.traffic.bytes_sent
+        before = comm.trace.traffic.bytes_sent
         reduction([like])
-        sent = comm.traffic.bytes_sent - before
+        sent = comm.trace.traffic.bytes_sent - before
         reduction.close()
         return sent
 

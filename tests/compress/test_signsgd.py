@@ -74,9 +74,9 @@ def test_a_bit_per_element_goes_each_way(ranks):
         config, like = JointCompression.model_validate("signsgd"), torch.ones(count)
         reduction = Reduction(comm, config, [like], [[Span(0, count, (count,))]])
         comm.barrier()
-        before = comm.traffic.bytes_sent
+        before = comm.trace.traffic.bytes_sent
         reduction([like])
-        sent = comm.traffic.bytes_sent - before
+        sent = comm.trace.traffic.bytes_sent - before
         reduction.close()
         return sent
 

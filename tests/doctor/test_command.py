@@ -147,7 +147,7 @@ STOPS = """
 from hpcdist.tools.doctor.checks import files
 measure = files.measure
 def stopping(comm, *arguments):
-    comm.deadline_s = 2.0
+    comm.failures.deadline_s = 2.0
     if rank == {rank}:
         os.kill(os.getpid(), signal.SIGSTOP)
     return measure(comm, *arguments)
@@ -260,7 +260,7 @@ import subprocess
 from hpcdist.tools.doctor.checks import links
 pair = links._pair
 def breaking(comm, peer):
-    comm.deadline_s = 3.0
+    comm.failures.deadline_s = 3.0
     if (comm.rank, peer) == (1, 2):
         subprocess.run("ip {command}", shell=True, check=True)
     return pair(comm, peer)

@@ -86,9 +86,9 @@ def test_it_averages(sums):
 def test_in_half_precision_half_the_bytes_travel_and_sums_are_rounded(sums):
     def body(comm, make):
         tensor, exact = addend(comm.rank, 1000, torch.float32), addend(comm.rank, 1000, torch.float32)
-        reduce, before = make(compression="fp16"), comm.traffic.bytes_sent
+        reduce, before = make(compression="fp16"), comm.trace.traffic.bytes_sent
         reduce(tensor)
-        sent = comm.traffic.bytes_sent - before
+        sent = comm.trace.traffic.bytes_sent - before
         collectives.allreduce(comm, exact, "ring")
         torch.testing.assert_close(tensor, exact, rtol=0, atol=0.01)
         assert tensor.dtype == torch.float32 and torch.equal(tensor, tensor.half().float())
@@ -204,9 +204,9 @@ def test_disjoint_groups_need_not_know_of_each_other(sums):
 
 def test_bytes_are_counted_as_those_of_a_ring(sums):
     def body(comm, make):
-        reduce, before = make(), comm.traffic.copy()
+        reduce, before = make(), comm.trace.traffic.copy()
         reduce(torch.ones(1200))
-        spent = comm.traffic - before
+        spent = comm.trace.traffic - before
         assert spent.communicating_s > 0
         return spent.bytes_sent, spent.messages_sent
 
@@ -221,7 +221,7 @@ def test_it_knows_what_it_was_built_with(ranks):
 
 def test_without_threads_it_is_refused(ranks):
     def body(comm):
-        comm.concurrent = False
+        comm._concurrent = False
         with pytest.raises(CommunicationError, match="MPI must be started with MPI_THREAD_MULTIPLE for Horovod"):
             Horovod(comm)
         return True

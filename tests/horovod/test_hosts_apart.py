@@ -12,7 +12,7 @@ import sys, torch, hpcdist as hd
 from hpcdist.comm.external.rendezvous import meet
 comm = hd.init(deadline_s=60)
 meeting = meet(comm)
-address = comm.exchange(meeting.address.encode())
+address = comm.gather(meeting.address.encode())
 comm.barrier()
 model = torch.nn.Linear(3, 2)
 optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, provider=sys.argv[1])
@@ -22,7 +22,7 @@ optimizer.step()
 moved = (before - model.weight.detach()).mean().item()
 optimizer.strategy.close()
 if comm.rank == 0:
-    print(*(a.decode() for a in address), comm.nodes, round(moved, 5), flush=True)
+    print(*(a.decode() for a in address), comm.memory.nodes, round(moved, 5), flush=True)
 """
 
 

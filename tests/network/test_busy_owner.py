@@ -57,7 +57,7 @@ for name in ("gossip_pull", "gossip_push"):
     if comm.rank == 0:
         step(net, optimizer)
     own = float(net.weight.mean())
-    told = {"nodes": comm.nodes, "moved": moved, "own": own, "late": late}
+    told = {"nodes": comm.memory.nodes, "moved": moved, "own": own, "late": late}
     (folder / f"rank{comm.rank}.json").write_text(json.dumps(told))
 """
 

@@ -159,7 +159,7 @@ def test_only_the_bytes_of_messages_travel(ranks):
     def body(comm):
         channel, roles, _ = _channel(comm, {"name": "fp16"})
         comm.barrier()
-        before = comm.traffic.copy()
+        before = comm.trace.traffic.copy()
         if comm.rank in roles.servers:
             values = _gradient(0, 0)
             _serve(channel, steps, lambda request: values)
@@ -167,7 +167,7 @@ def test_only_the_bytes_of_messages_travel(ranks):
             for step in range(steps):
                 channel.client.push(SUM, [[0]], _gradient(1, step))
                 channel.client.wait()
-        spent = comm.traffic - before
+        spent = comm.trace.traffic - before
         comm.barrier()
         channel.close()
         return spent.bytes_sent
@@ -182,14 +182,14 @@ def _sent(comm, compression, steps, **contents):
     channel, roles, _ = _channel(comm, compression, **contents)
     found = []
     for step in range(steps):
-        before = comm.traffic.bytes_sent
+        before = comm.trace.traffic.bytes_sent
         if comm.rank in roles.servers:
             request = channel.inbox.next()
             found.append([part.clone() for part in request.tensors])
             channel.inbox.reply(Reply(request, 0))
         else:
             channel.client.push(GRADIENT, [[0]], _gradient(1, step))
-            found.append(comm.traffic.bytes_sent - before - 8 * 8)
+            found.append(comm.trace.traffic.bytes_sent - before - 8 * 8)
             channel.client.wait()
     channel.close()
     return found

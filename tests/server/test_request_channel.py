@@ -178,7 +178,7 @@ def test_next_gives_up_in_time_and_takes_what_comes_later(ranks):
 def test_past_the_deadline_both_sides_say_whom_they_wait_for(ranks):
     def body(comm):
         channel, *_ = _channel(comm)
-        comm.deadline_s = 0.2
+        comm.failures.deadline_s = 0.2
         if comm.rank == 0:
             with pytest.raises(DeadlineError, match="a request from any worker"):
                 channel.inbox.next()
@@ -186,7 +186,7 @@ def test_past_the_deadline_both_sides_say_whom_they_wait_for(ranks):
             channel.client.pushed += 1  # as after a push that nobody has seen
             with pytest.raises(DeadlineError, match="the reply of server rank 0"):
                 channel.client.wait()
-        comm.deadline_s = 30.0
+        comm.failures.deadline_s = 30.0
         comm.barrier()
         channel.close()
         return True
@@ -206,7 +206,7 @@ def test_what_a_request_and_its_reply_cost(servers):
     def body(comm):
         channel, roles, _shards = _channel(comm, servers)
         comm.barrier()
-        before = comm.traffic.copy()
+        before = comm.trace.traffic.copy()
         for step in range(rounds):
             if comm.rank in roles.servers:
                 for _ in roles.workers:
@@ -215,7 +215,7 @@ def test_what_a_request_and_its_reply_cost(servers):
             else:
                 channel.client.push(GRADIENT, [[step]] * servers, _filled(step), _used(7), weight=1.0)
                 channel.client.wait()
-        return comm.traffic - before
+        return comm.trace.traffic - before
 
     found = run_virtual(body, servers + 2, network=Network(1e-5, 1e9))
     n_bytes, word = sum(t.nbytes for t in _like()), 8

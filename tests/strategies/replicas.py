@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpcdist import strategies
 from hpcdist.checkpoint.tree import decode, encode
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.comm.virtual import Network
 from hpcdist.model.flat import FlatModel
 from strategies import problem
@@ -23,7 +23,7 @@ BATCH = 4
 
 def in_pairs(comm: Communicator) -> Communicator:
     """Collective. The ranks on nodes of two: so they are on virtual ranks on PAIRS; real ones are told so."""
-    if comm.mpi is None:
+    if mpi_of(comm) is None:
         return comm.split(0)
     nodes = tuple(rank // 2 for rank in range(comm.size))
     return comm.apart(nodes=nodes)

@@ -58,7 +58,7 @@ def test_it_equals_the_sum_in_rank_order_to_the_bit(size):
 @pytest.mark.sizes(2, 3, 4)
 @pytest.mark.parametrize("algorithm", collectives.available())
 def test_every_algorithm_gives_the_same_training(ranks, algorithm):
-    if algorithm == "direct" and not all(ranks(lambda comm: comm.can_attach)):
+    if algorithm == "direct" and not all(ranks(lambda comm: comm.memory.can_attach)):
         pytest.skip("the ranks of this job can't read each other's memory")
     runs = ranks(lambda comm: problem.train(comm, "allreduce", {"algorithm": algorithm}))
     (expected,) = problem.serial(len(runs))
@@ -92,7 +92,7 @@ def test_long_gradients_are_averaged_where_all_ranks_have_mapped_them(ranks, ove
         local = torch.optim.SGD(module.parameters(), lr=0.1)
         cls = strategies.load("allreduce")
         strategy = cls(cls.Config(overlap=overlap), comm.split(0), FlatModel(module), optimizer=local)
-        in_place = strategy._channel.is_shared(strategy.model.grads[0])
+        in_place = strategy._channel.memory.is_shared(strategy.model.grads[0])
         for step in range(3):
             before = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
             local.zero_grad()
@@ -101,7 +101,12 @@ def test_long_gradients_are_averaged_where_all_ranks_have_mapped_them(ranks, ove
             strategy.step(local.step)
         strategy.close()
         after = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
-        return in_place == comm.can_attach, before, after, torch.cat([p.grad.reshape(-1) for p in module.parameters()])
+        return (
+            in_place == comm.memory.can_attach,
+            before,
+            after,
+            torch.cat([p.grad.reshape(-1) for p in module.parameters()]),
+        )
 
     results = ranks(body)
     total = None

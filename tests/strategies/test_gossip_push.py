@@ -208,7 +208,7 @@ def test_peers_are_drawn_uniformly_oneself_included():
 def test_a_rank_that_has_died_is_not_drawn():
     def body(comm):
         strategy = _make(comm)
-        strategy.comm.living = (0, 2, 3)
+        strategy.comm.failures.living = (0, 2, 3)
         strategy.look()
         drawn = {peer for _ in range(50) for peer in strategy.draw()}
         strategy.close()

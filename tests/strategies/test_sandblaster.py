@@ -149,11 +149,11 @@ def test_a_worker_that_dies_in_the_middle_leaves_the_sum_as_it_is():
         loop = Loop(comm, servers=2)
         strategy, asked = loop.strategy, 0
         dead = comm.size - 1
-        strategy.comm.failed = lambda: (dead,) if dies and comm.now() > 1.0 else ()
-        strategy.comm.tolerant = True
+        strategy.comm.failures.failed = lambda: (dead,) if dies and comm.now() > 1.0 else ()
+        strategy.comm.failures.tolerant = True
         if dies and comm.rank == dead:
             strategy.joint = JointBatch(loop.samples, whole=True)
-            real = strategy.comm.put_all
+            real = strategy.comm.memory.put_all
 
             def to_one_shard(puts):
                 nonlocal asked
@@ -164,7 +164,7 @@ def test_a_worker_that_dies_in_the_middle_leaves_the_sum_as_it_is():
                 real([put for put in puts if put.rank == 1])
                 raise KeyError("dead")
 
-            strategy.comm.put_all = to_one_shard
+            strategy.comm.memory.put_all = to_one_shard
             with pytest.raises(KeyError):
                 strategy.minimise(None, lambda portion: loop.evaluate(np.arange(loop.samples)[portion], portion))
         else:
@@ -185,8 +185,8 @@ def test_a_worker_that_dies_at_the_end_of_an_epoch_is_left_behind(says_so_before
     def body(comm, dies, gone):
         loop = Loop(comm)
         strategy, dead = loop.strategy, comm.size - 1
-        strategy.comm.failed = lambda: tuple(gone)
-        strategy.comm.tolerant = True
+        strategy.comm.failures.failed = lambda: tuple(gone)
+        strategy.comm.failures.tolerant = True
         if dies and comm.rank == dead:
             strategy.joint = JointBatch(loop.samples, whole=True)
             for _ in range(3):
@@ -705,8 +705,8 @@ def test_a_direction_without_a_lower_point_is_left_and_said(size):
 def test_a_shard_that_dies_ends_the_run():
     def body(comm):
         loop = Loop(comm)
-        loop.strategy.comm.failed = lambda: (1,)
-        loop.strategy.comm.tolerant = True
+        loop.strategy.comm.failures.failed = lambda: (1,)
+        loop.strategy.comm.failures.tolerant = True
         if comm.rank == 1:
             comm.barrier()
             return True

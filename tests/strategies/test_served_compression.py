@@ -93,7 +93,7 @@ def test_it_sends_less(name, compression):
             module = torch.nn.Linear(30, 60, bias=False)
             local, cls, channel = torch.optim.SGD(module.parameters(), lr=0.01), strategies.load(name), comm.split(0)
             strategy = cls(cls.Config(**SERVED[name], **options), channel, FlatModel(module))
-            before = channel.traffic.bytes_sent
+            before = channel.trace.traffic.bytes_sent
             if strategy.is_worker:
                 for _ in range(12):
                     module.weight.grad = torch.randn(60, 30)
@@ -101,7 +101,7 @@ def test_it_sends_less(name, compression):
                 strategy.pause()
             else:
                 strategy.serve(local.step)
-            spent = channel.traffic.bytes_sent - before
+            spent = channel.trace.traffic.bytes_sent - before
             strategy.close()
             channel.close()
             return spent

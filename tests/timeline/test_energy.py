@@ -155,7 +155,7 @@ def test_the_first_rank_of_a_host_measures_it(ranks, tmp_path):
     root = tmp_path if ranks.size == 1 or not ranks.real else type(tmp_path)(ranks(lambda comm: str(tmp_path))[0])
 
     def body(comm):
-        comm.virtual = None  # whatever the ranks are
+        comm.trace.virtual = None  # whatever the ranks are
         if comm.rank == 0:
             Sysfs(root)
         comm.barrier()
@@ -203,7 +203,7 @@ def test_evaluations_have_the_joules_before_them(sysfs, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "evaluate", costly)
 
     def whole(comm):
-        comm.virtual = None  # as if they were real
+        comm.trace.virtual = None  # as if they were real
         made = tiny.trainer(comm, tmp_path, "epochs=2")
         summary = made.run()
         made.close()

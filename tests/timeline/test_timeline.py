@@ -212,7 +212,7 @@ def test_a_run_that_goes_on_keeps_its_earlier_timeline(tmp_path, monkeypatch):
 def test_beyond_the_limit_the_first_and_the_last_events_stay(tmp_path):
     def body(comm):
         for i in range(3000):
-            with comm.span(f"event {i}", "test"):
+            with comm.trace.span(f"event {i}", "test"):
                 pass
 
     run_virtual(traced(tmp_path / "timeline.json", body, most=1000), 1)
@@ -229,8 +229,12 @@ def test_beyond_the_limit_the_first_and_the_last_events_stay(tmp_path):
 def test_without_a_timeline_nothing_is_noted(ranks):
     def body(comm):
         function = print
-        with comm.span("nothing", "test", rank=1) as details:
-            return comm.timeline is None and details is None and comm.noted("nothing", "test", function) is function
+        with comm.trace.span("nothing", "test", rank=1) as details:
+            return (
+                comm.trace.timeline is None
+                and details is None
+                and comm.trace.noted("nothing", "test", function) is function
+            )
 
     assert all(ranks(body))
 

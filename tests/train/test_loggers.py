@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hpcdist import checkpoint
+from hpcdist.comm.communicator import Failures
 from hpcdist.comm.virtual import Constant, run_virtual
 from hpcdist.config import JobConfig
 from hpcdist.errors import ConfigError, UnknownNameError
@@ -142,7 +143,7 @@ def test_staleness_is_the_servers_where_they_apply_gradients(tmp_path, notes):
 
 
 def test_the_next_worker_writes_where_the_first_has_died(tmp_path, notes):
-    comm = SimpleNamespace(rank=1, size=2, living=(0, 1))
+    comm = SimpleNamespace(rank=1, size=2, failures=Failures(2, 1.0))
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     config = JobConfig(log=("notes.py:Notes",))
     second = Curves(config, comm, (0, 1), {}, optimizer, tmp_path / "run", ("accuracy",))
@@ -150,7 +151,7 @@ def test_the_next_worker_writes_where_the_first_has_died(tmp_path, notes):
     second.open(first_step=1)
     second.add(StepRecord(1, samples=4, loss=3.0, computing_s=1.0))
     second.report()
-    comm.living = (1,)
+    comm.failures.living = (1,)
     second.add(StepRecord(2, samples=4, loss=2.0, computing_s=1.0, waiting_s=1.0, staleness=(0, 1)))
     second.report()
     second.close()

@@ -190,7 +190,7 @@ def _near(seconds: Mapping[str, float], factor: float) -> list[str]:
 
 def _plausible(names: list[str], size: int, comm: Communicator) -> list[str]:
     """List those that may be the fastest by their cost formulas, and in any case the library's own."""
-    ranks_per_node = min(Counter(comm.nodes).values())
+    ranks_per_node = min(Counter(comm.memory.nodes).values())
     cost_s = {n: load(n).cost_s(size, comm.size, LATENCY_S, BYTE_S, 0.0, ranks_per_node) for n in names}
     return _near(cost_s, PLAUSIBLE)
 
@@ -198,7 +198,7 @@ def _plausible(names: list[str], size: int, comm: Communicator) -> list[str]:
 def predict_table(comm: Communicator, latency_s: float, byte_s: float) -> TimingTable:
     """Make the table from the algorithms' cost formulas, for links of that latency and that time per byte."""
     sizes = tuple(1 << exponent for exponent in range(6, 31))
-    ranks_per_node = min(Counter(comm.nodes).values())
+    ranks_per_node = min(Counter(comm.memory.nodes).values())
     seconds = {}
     for name in candidates(comm):
         cost_s = load(name).cost_s

@@ -24,7 +24,7 @@ def cached_table(comm: Communicator, cache_dir: Path = DEFAULT_CACHE, *, refresh
         cache_dir: where the file lies; `~` is the user's home. Made where it is missing.
         refresh: measure although there is a file, and replace it.
     """
-    path = cache_file("allreduce", sorted(Counter(comm.nodes).values()), comm.library, folder=cache_dir)
+    path = cache_file("allreduce", sorted(Counter(comm.memory.nodes).values()), comm.trace.library, folder=cache_dir)
     names = candidates(comm)
     kept = comm.gather(_read(path, names) if comm.rank == 0 and not refresh else "")[0]
     if kept:

@@ -57,7 +57,7 @@ class OutsideSum(abc.ABC):
         start = self.comm.now()
         if tensor.numel() > 0:
             self.finish(self.start(tensor, f"{tensor.numel()} {tensor.dtype}"))
-        self.comm.traffic.communicating_s += self.comm.now() - start
+        self.comm.trace.traffic.communicating_s += self.comm.now() - start
 
     def start(self, tensor: Tensor, name: str) -> Pending:
         """Collective. Start a sum; `tensor` must not be used until `finish`. No two under way have one name."""
@@ -65,7 +65,7 @@ class OutsideSum(abc.ABC):
         self.check(tensor)
         pending = self._start(tensor, name)
         hops = 2 * (self.comm.size - 1)
-        self.comm.traffic.sent(hops * pending.sent.nbytes // self.comm.size, hops)
+        self.comm.trace.traffic.sent(hops * pending.sent.nbytes // self.comm.size, hops)
         return pending
 
     def finish(self, pending: Pending) -> None:
@@ -73,7 +73,7 @@ class OutsideSum(abc.ABC):
         from hpcdist.comm.mpi.calls import EVERYONE  # starts MPI, too
 
         what = f"an all-reduce by {self.label}"
-        with self.comm.calls.blocked(what, EVERYONE, self.comm.deadline_s):
+        with self.comm.calls.blocked(what, EVERYONE, self.comm.failures.deadline_s):
             self._wait(pending, lambda: f"rank {self.comm.rank} of {self.comm.size}: {what} of {pending.name}")
         if pending.sent is not pending.tensor:
             pending.tensor.copy_(pending.sent)
@@ -92,7 +92,7 @@ class OutsideSum(abc.ABC):
 
     def _failure(self, error: Exception) -> CommunicationError:
         """Make the error for a failure of the library."""
-        dead, lines = self.comm.failed(), str(error).strip().splitlines()
+        dead, lines = self.comm.failures.failed(), str(error).strip().splitlines()
         cls = RankFailedError if dead else CommunicationError
         who = f"ranks {', '.join(map(str, dead))} died" if dead else "the rank that fails first says why"
         return cls(

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hpcdist.comm.communicator import concurrent
 from hpcdist.comm.external.base import WATCHDOG_S, OutsideSum, Pending
 from hpcdist.comm.external.horovod_process import Tuning, built_with, join, leave, obstacle
 from hpcdist.comm.mpi.communicator import MpiCommunicator
@@ -61,7 +62,7 @@ class Horovod(OutsideSum):
         cycle_time_ms: float | None = None,
     ):
         super().__init__(comm)
-        if not comm.concurrent:
+        if not concurrent(comm):
             raise CommunicationError(
                 "MPI must be started with MPI_THREAD_MULTIPLE for Horovod, whose thread communicates beside this one; "
                 "got less. Let mpi4py start MPI, or use an MPI built with threads."
@@ -105,7 +106,7 @@ class Horovod(OutsideSum):
 
     def _wait(self, pending: Pending, describe: Callable[[], str]) -> None:
         done = self._hvd.poll
-        wait_until(lambda: done(pending.handle), self.comm.deadline_s + WATCHDOG_S, describe, POLL_S)
+        wait_until(lambda: done(pending.handle), self.comm.failures.deadline_s + WATCHDOG_S, describe, POLL_S)
         try:
             self._hvd.synchronize(pending.handle)
         except self._hvd.HorovodInternalError as error:

@@ -44,7 +44,7 @@ class ProcessGroup(OutsideSum):
         if backend == "nccl":
             self._require_gpus()
         meeting = meet(comm, interface)
-        self._timeout = timedelta(seconds=min(comm.deadline_s + 2 * WATCHDOG_S, LONGEST_S))
+        self._timeout = timedelta(seconds=min(comm.failures.deadline_s + 2 * WATCHDOG_S, LONGEST_S))
         self._store = meeting.store
         self._group = (self._gloo if backend == "gloo" else self._nccl)(meeting)
 
@@ -87,7 +87,7 @@ class ProcessGroup(OutsideSum):
             raise self._failure(error) from error
 
     def _wait(self, pending: Pending, describe: Callable[[], str]) -> None:
-        wait_until(pending.handle.is_completed, self.comm.deadline_s + WATCHDOG_S, describe, POLL_S)
+        wait_until(pending.handle.is_completed, self.comm.failures.deadline_s + WATCHDOG_S, describe, POLL_S)
         try:
             pending.handle.wait()
         except RuntimeError as error:

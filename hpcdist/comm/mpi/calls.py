@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
+from hpcdist.comm.capabilities import Trace
 from hpcdist.comm.mpi.members import Members
-from hpcdist.comm.traffic import Traffic
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, DeadlineError, RankFailedError
 
@@ -50,13 +50,21 @@ class Calls:
         name: how messages call the communicator.
         deadline_s: seconds after which a blocking call ends the run with a message.
         places: tells where each rank of the job is, by its number there; nothing where nobody can.
+        trace: with the ranks' numbers in the job, and the account of traffic.
     """
 
-    def __init__(self, members: Members, name: str, deadline_s: float, places: Callable[[], Mapping[int, Place]]):
+    def __init__(
+        self,
+        members: Members,
+        name: str,
+        deadline_s: float,
+        places: Callable[[], Mapping[int, Place]],
+        trace: Trace,
+    ):
         self._members, self._places = members, places
-        self.name, self.deadline_s, self.traffic = name, deadline_s, Traffic()
+        self.name, self.deadline_s = name, deadline_s
         self.rank = members.all.Get_rank()
-        self.world_ranks = _world_ranks(members.all)
+        self.traffic, self.world_ranks = trace.traffic, trace.world_ranks
         self.current: Call | None = None  # what this rank is blocked in
         self.count = 0  # collective calls begun; ranks in step have equal counts
 
@@ -116,7 +124,7 @@ class Calls:
 
     # --- messages -------------------------------------------------------------------------------------------------
     def whereabouts(self) -> str:
-        """Describe where all ranks of the communicator are. See Communicator.whereabouts."""
+        """Describe where all ranks of the communicator are. See Failures.whereabouts."""
         places = self._places()
         if not places:
             return ""
@@ -157,7 +165,7 @@ class Calls:
         return f"rank {self.world_ranks[peer]}"
 
 
-def _world_ranks(mpi: MPI.Intracomm) -> tuple[int, ...]:
+def world_ranks(mpi: MPI.Intracomm) -> tuple[int, ...]:
     """Return the numbers that the ranks of a communicator have in MPI's world."""
     group, world = mpi.Get_group(), MPI.COMM_WORLD.Get_group()
     ranks = group.Translate_ranks(list(range(group.Get_size())), world)

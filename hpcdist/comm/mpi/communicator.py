@@ -8,34 +8,34 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar, overload
+from typing import overload
 
 import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpcdist.comm.capabilities import Trace
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.buffers import NUMBERS, Staging, memory_at, message, numbers
-from hpcdist.comm.mpi.calls import ANYONE, EVERYONE, Call, Calls
+from hpcdist.comm.mpi.calls import ANYONE, EVERYONE, Call, Calls, world_ranks
 from hpcdist.comm.mpi.end import end
 from hpcdist.comm.mpi.fault_tolerance import FaultTolerance
 from hpcdist.comm.mpi.library import version
 from hpcdist.comm.mpi.members import Members
 from hpcdist.comm.mpi.neighbourhood import MpiNeighbourhood
-from hpcdist.comm.mpi.node import find_nodes, try_attach
+from hpcdist.comm.mpi.node import find_nodes
 from hpcdist.comm.mpi.process import Process
 from hpcdist.comm.mpi.request import MpiRequest
 from hpcdist.comm.mpi.transports import Transports
 from hpcdist.comm.neighbourhood import Neighbourhood
 from hpcdist.comm.traffic import Traffic
-from hpcdist.comm.transfer import ANY, Envelope, Request, check_flat, check_tag
-from hpcdist.comm.window import Memory, Put, Window
+from hpcdist.comm.transfer import ANY, Envelope, Request, check_flat, check_rank, check_tag
+from hpcdist.comm.window import Window
 from hpcdist.errors import CommunicationError
 
-T = TypeVar("T")
 DEADLINE_S = 600.0
 _clock = time.perf_counter
 _IN_PLACE = MPI.IN_PLACE
@@ -44,7 +44,7 @@ _IN_PLACE = MPI.IN_PLACE
 class MpiCommunicator(Communicator):
     """Collective. Implement the seam over one MPI communicator, which it owns and frees.
 
-    It has `members` (who lives), `calls` (what it is blocked in), `fault_tolerance` and `transports` (its windows).
+    It has `members` (who lives) and `calls` (what it is blocked in).
 
     Args:
         mpi: an intracommunicator.
@@ -55,7 +55,11 @@ class MpiCommunicator(Communicator):
         internode: how windows are read and written across nodes: `tcp`, `rma`, or `auto` for what a self-test finds
             faster (`comm/mpi/internode.py`). `tcp:ib0`, `auto:10.1.0.0/16`: by this interface or network.
         name: how messages call this communicator.
+        traffic: the account of its calls; by default a new one.
     """
+
+    memory: Transports
+    failures: FaultTolerance
 
     def __init__(
         self,
@@ -67,88 +71,29 @@ class MpiCommunicator(Communicator):
         device_aware: bool = False,
         internode: str = "auto",
         name: str = "communicator",
+        traffic: Traffic | None = None,
     ):
         self.mpi, self.process, self.name = mpi, process, name
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
-        self.tolerant = process.tolerant
         self.members = Members(mpi, process.tolerant)
-        self.calls = Calls(self.members, name, deadline_s, process.places)
-        self.fault_tolerance = FaultTolerance(self.members, self.calls)
+        self.trace = Trace(version(), world_ranks(mpi), traffic=traffic)
+        self.traffic = self.trace.traffic
+        self.calls = Calls(self.members, name, deadline_s, process.places, self.trace)
+        self.failures = FaultTolerance(self.members, self.calls)
         self._summing, self._hops = Call("allreduce", EVERYONE, 0.0, deadline_s), 2 * (self.size - 1)
-        self.library = version()
-        self.nodes = _checked_nodes(nodes, self.size) if nodes is not None else find_nodes(mpi)
-        self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        nodes = _checked_nodes(nodes, self.size) if nodes is not None else find_nodes(mpi)
         self.staging = Staging(device_aware)
-        self.pids = [int.from_bytes(p, "little") for p in self.exchange(os.getpid().to_bytes(8, "little"))]
-        self.can_attach = try_attach(self) and len(set(self.nodes)) == 1
-        self.transports = Transports(self, internode)
+        self.pids = [int.from_bytes(pid, "little") for pid in self.gather(os.getpid().to_bytes(8, "little"))]
+        self.memory = Transports(self, nodes, self.staging, internode)
+        self._concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         process.add(self.calls)
-
-    # --- what its parts have --------------------------------------------------------------------------------------
-    @property
-    def deadline_s(self) -> float:
-        return self.calls.deadline_s
-
-    @deadline_s.setter
-    def deadline_s(self, seconds: float) -> None:
-        self.calls.deadline_s = seconds
-
-    @property
-    def traffic(self) -> Traffic:
-        return self.calls.traffic
-
-    @traffic.setter
-    def traffic(self, traffic: Traffic) -> None:
-        self.calls.traffic = traffic
-
-    @property
-    def internode(self) -> str | None:
-        return self.transports.internode
-
-    @internode.setter
-    def internode(self, wanted: str) -> None:
-        self.transports.wanted = wanted
-
-    @property
-    def device_aware(self) -> bool:
-        return self.staging.device_aware
-
-    @device_aware.setter
-    def device_aware(self, wanted: bool) -> None:
-        self.staging.device_aware = wanted
-
-    @property
-    def living(self) -> tuple[int, ...]:
-        return self.members.living
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        return self.members.lost
-
-    @property
-    def world_ranks(self) -> tuple[int, ...]:
-        """Return the numbers that these ranks have in the job."""
-        return self.calls.world_ranks
-
-    # --- failures -------------------------------------------------------------------------------------------------
-    def failed(self) -> tuple[int, ...]:
-        return self.members.failed()
-
-    def whereabouts(self) -> str:
-        return self.calls.whereabouts()
-
-    def shrink(self) -> None:
-        self.fault_tolerance.shrink()
-
-    def retry_on_failure(self, action: Callable[[], T], *others: MpiCommunicator) -> T:
-        return self.fault_tolerance.retry(action, [other.members for other in others])
 
     # --- point to point -------------------------------------------------------------------------------------------
     def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:
         check_flat(send, "send")
         check_flat(recv, "recv")
-        self.check_peer(dest, "dest")
-        self.check_peer(source, "source")
+        check_rank(dest, self.size, "dest")
+        check_rank(source, self.size, "source")
         check_tag(tag)
         if self.staging.direct(send) and self.staging.direct(recv):
             args = (message(send), dest, tag, message(recv), source, tag)
@@ -161,7 +106,7 @@ class MpiCommunicator(Communicator):
 
     def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
         check_flat(tensor)
-        self.check_peer(dest, "dest")
+        check_rank(dest, self.size, "dest")
         check_tag(tag)
         host, start = tensor, _clock()
         if not self.staging.direct(tensor):
@@ -195,7 +140,7 @@ class MpiCommunicator(Communicator):
     def _wanted(self, source: int, tag: int) -> tuple[int, int, int]:
         """Return MPI's source and tag for a message to receive, and the peer to wait for."""
         if source != ANY:
-            self.check_peer(source, "source")
+            check_rank(source, self.size, "source")
         if tag != ANY:
             check_tag(tag)
         any_tag = MPI.ANY_TAG if tag == ANY else tag
@@ -247,24 +192,26 @@ class MpiCommunicator(Communicator):
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         check_flat(tensor)
-        self.check_peer(root, "root")
+        check_rank(root, self.size, "root")
         self.calls.count += 1
         with self.staging.host(tensor, read=self.rank == root, write=self.rank != root) as host:
-            self.calls.communicate("broadcast", root, self.members.alive.Bcast, message(host), self.living.index(root))
+            self.calls.communicate(
+                "broadcast", root, self.members.alive.Bcast, message(host), self.members.living.index(root)
+            )
         if self.rank == root and self.size > 1:
             self.traffic.sent(tensor.nbytes)
 
-    def exchange(self, data: bytes) -> list[bytes]:
-        alive, living = self.members.alive, self.living
+    def _gather(self, data: bytes) -> list[bytes | None]:
+        alive, living = self.members.alive, self.members.living
         lengths = np.zeros(len(living), np.int64)
         self.calls.count += 1
-        self.calls.communicate("exchange", EVERYONE, alive.Allgather, np.array([len(data)], np.int64), lengths)
+        self.calls.communicate("gather", EVERYONE, alive.Allgather, np.array([len(data)], np.int64), lengths)
         gathered, ends = bytearray(int(lengths.sum())), lengths.cumsum()
         into = [gathered, lengths, ends - lengths, MPI.BYTE]
-        self.calls.communicate("exchange", EVERYONE, alive.Allgatherv, [data, len(data), MPI.BYTE], into)
+        self.calls.communicate("gather", EVERYONE, alive.Allgatherv, [data, len(data), MPI.BYTE], into)
         others = len(living) - 1
         self.traffic.sent(len(data) * others, others)
-        data_of = [b""] * self.size
+        data_of: list[bytes | None] = [None] * self.size
         for rank, n, stop in zip(living, lengths, ends, strict=True):
             data_of[rank] = bytes(gathered[stop - n : stop])
         return data_of
@@ -272,17 +219,23 @@ class MpiCommunicator(Communicator):
     def barrier(self) -> None:
         start = _clock()
         self.calls.count += 1
-        with self.calls.blocked("barrier", EVERYONE, self.deadline_s):
+        with self.calls.blocked("barrier", EVERYONE, self.calls.deadline_s):
             self.calls.attempt("barrier", EVERYONE, self.members.alive.Barrier)
         self.traffic.waiting_s += _clock() - start
 
     @overload
-    def split(self, color: int, key: int = 0, *, name: str | None = None) -> MpiCommunicator: ...
+    def split(
+        self, color: int, key: int = 0, *, traffic: Traffic | None = None, name: str | None = None
+    ) -> MpiCommunicator: ...
 
     @overload
-    def split(self, color: int | None, key: int = 0, *, name: str | None = None) -> MpiCommunicator | None: ...
+    def split(
+        self, color: int | None, key: int = 0, *, traffic: Traffic | None = None, name: str | None = None
+    ) -> MpiCommunicator | None: ...
 
-    def split(self, color: int | None, key: int = 0, *, name: str | None = None) -> MpiCommunicator | None:
+    def split(
+        self, color: int | None, key: int = 0, *, traffic: Traffic | None = None, name: str | None = None
+    ) -> MpiCommunicator | None:
         if color is not None and color < 0:
             raise CommunicationError(f"color must be an integer of at least 0, or None; got {color}.")
         wanted = self.gather([None if color is None else int(color), int(key)])
@@ -290,10 +243,10 @@ class MpiCommunicator(Communicator):
         if color is None:
             return None
         members = sorted((choice[1], r) for r, choice in enumerate(wanted) if choice and choice[0] == color)
-        nodes = [self.nodes[r] for _, r in members]
+        nodes = [self.memory.nodes[r] for _, r in members]
         index = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
         name = name or f"{self.name}/{color}"
-        return self._made(mpi, tuple(index[node] for node in nodes), self.transports.wanted, name)
+        return self._made(mpi, tuple(index[node] for node in nodes), self.memory.wanted, name, traffic)
 
     def apart(self, internode: str = "auto", nodes: tuple[int, ...] | None = None) -> MpiCommunicator:
         """Collective. Copy this communicator as if its ranks were on other nodes: for tests and measurements.
@@ -304,44 +257,29 @@ class MpiCommunicator(Communicator):
         nodes = tuple(range(self.size)) if nodes is None else nodes
         return self._made(self.mpi.Dup(), nodes, internode, f"{self.name}/apart")
 
-    def _made(self, mpi: MPI.Intracomm, nodes: tuple[int, ...], internode: str, name: str) -> MpiCommunicator:
+    def _made(
+        self, mpi: MPI.Intracomm, nodes: tuple[int, ...], internode: str, name: str, traffic: Traffic | None = None
+    ) -> MpiCommunicator:
         return MpiCommunicator(
             mpi,
             self.process,
-            deadline_s=self.deadline_s,
+            deadline_s=self.calls.deadline_s,
             nodes=nodes,
-            device_aware=self.device_aware,
+            device_aware=self.staging.device_aware,
             internode=internode,
             name=name,
+            traffic=traffic,
         )
 
     def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
         return MpiNeighbourhood(self, sources, destinations)
 
-    def overlapping(self) -> AbstractContextManager[None]:
-        """Let messages go on inside the context; see Communicator.overlapping. Inside a node they need no help."""
-        helps = self.concurrent and len(set(self.nodes)) > 1
+    def _overlapping(self) -> AbstractContextManager[None]:
+        helps = self._concurrent and len(set(self.memory.nodes)) > 1  # inside a node messages need no help
         return self.process.progress.running() if helps else nullcontext()
 
-    # --- memory ---------------------------------------------------------------------------------------------------
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
-        return self.transports.window(count, dtype)
-
-    def put_all(self, puts: Iterable[Put]) -> None:
-        self.transports.put_all(puts)
-
-    def attach(self, tensor: Tensor) -> Memory:
-        return self.transports.attach(tensor)
-
-    def shared_zeros(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.transports.shared_zeros(count, dtype)
-
-    def is_shared(self, tensor: Tensor) -> bool:
-        return self.transports.is_shared(tensor)
-
-    def host(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
-        """Yield the tensor, or its copy on the host; see Communicator.host."""
-        return self.staging.host(tensor)
+        return self.memory.window(count, dtype)
 
     # --- time and end ---------------------------------------------------------------------------------------------
     def compute(self, share: float = 1.0) -> float:
@@ -352,21 +290,22 @@ class MpiCommunicator(Communicator):
 
     def watch(self) -> None:
         """Collective. End the job from now on where a call of this thread takes longer than its deadline."""
-        here = {rank: pid for rank, pid in enumerate(self.pids) if self.nodes[rank] == self.nodes[self.rank]}
+        nodes = self.memory.nodes
+        here = {rank: pid for rank, pid in enumerate(self.pids) if nodes[rank] == nodes[self.rank]}
         self.process.watch(self.mpi.Dup(), here)
 
     def abort(self, status: int = 1) -> None:
         """End every rank of the job, with this exit status; where ranks outlive others and one has died, this rank."""
-        if self.tolerant:
-            self.fault_tolerance.end_alone(status)
+        if self.failures.tolerant:
+            self.failures.end_alone(status)
         end(status)
 
     def close(self) -> None:
         self.process.remove(self.calls)
         if self.process.world is self:
             self.process.world = None
-        self.transports.close()
-        if not self.tolerant:  # freeing is collective, and any rank may be dead by now; the job's end does it
+        self.memory.close()
+        if not self.failures.tolerant:  # freeing is collective, and any rank may be dead by now; the job's end does it
             self.mpi.Free()
 
 

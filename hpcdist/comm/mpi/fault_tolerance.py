@@ -12,6 +12,8 @@ from typing import TypeVar
 from mpi4py import MPI
 
 from hpcdist import log
+from hpcdist.comm.capabilities import Failures
+from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.calls import EVERYONE, Calls
 from hpcdist.comm.mpi.members import Members, meet
 from hpcdist.comm.waiting import wait_until
@@ -60,7 +62,7 @@ def _end_where_all_are_needed(dead: Sequence[int]) -> None:
     os._exit(1)
 
 
-class FaultTolerance:
+class FaultTolerance(Failures):
     """Agreement of a communicator's living ranks on the dead ones, and repetition of calls that a death has spoiled.
 
     A transfer with a rank that has died raises RankFailedError. A collective does so on some ranks only, and others
@@ -76,15 +78,36 @@ class FaultTolerance:
 
     def __init__(self, members: Members, calls: Calls):
         self._members, self._calls = members, calls
+        self.tolerant = members.tolerant
+
+    @property
+    def deadline_s(self) -> float:  # type: ignore[override]
+        return self._calls.deadline_s
+
+    @deadline_s.setter
+    def deadline_s(self, seconds: float) -> None:
+        self._calls.deadline_s = seconds
+
+    @property
+    def living(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self._members.living
+
+    @property
+    def lost(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self._members.lost
+
+    def failed(self) -> tuple[int, ...]:
+        return self._members.failed()
+
+    def whereabouts(self) -> str:
+        return self._calls.whereabouts()
 
     def shrink(self) -> None:
-        """Collective among the living. Shrink the group to the living; see Communicator.shrink."""
-        if self._members.tolerant:
+        if self.tolerant:
             self._agree(True)
 
-    def retry(self, action: Callable[[], T], others: Sequence[Members]) -> T:
-        """Collective among the living. Run `action`, again if a rank dies in it; see Communicator.retry_on_failure."""
-        if not self._members.tolerant:
+    def retry_on_failure(self, action: Callable[[], T], *others: Communicator) -> T:
+        if not self.tolerant:
             return action()
         self.shrink()
         while True:
@@ -93,8 +116,9 @@ class FaultTolerance:
                 result = action()
             except Exception as failure:  # whatever it is: incomplete data may have been used
                 error = failure
-                for members in (self._members, *others):
-                    members.alive.Revoke()
+                for failures in (self, *(other.failures for other in others)):
+                    if isinstance(failures, FaultTolerance):
+                        failures._members.alive.Revoke()
             done = self._agree(error is None)
             if self._members.living == before:
                 break

@@ -30,12 +30,12 @@ def choose(comm, wanted: str) -> str:
     """
     if wanted not in (*WAYS, "auto"):
         raise UnknownNameError("across", wanted, (*WAYS, "auto"))
-    if comm.tolerant:
+    if comm.failures.tolerant:
         return "tcp"  # a connection breaks when its peer dies; MPI's one-sided calls may then wait for ever
     if wanted != "auto":
         return wanted
     hosts = len(set(comm.gather(platform.node())))
-    path = cache.cache_file("across", comm.library, len(set(comm.nodes)), hosts)
+    path = cache.cache_file("across", comm.trace.library, len(set(comm.memory.nodes)), hosts)
     kept = comm.gather(_read(path) if comm.rank == 0 else "")[0]
     if kept:
         return kept
@@ -68,10 +68,10 @@ def measure(comm) -> dict[str, float]:
     which keeps it. Rank 0 owns the memory, the first rank of another node reads and writes it, the others wait.
     """
     own = comm.split(0)
-    asker = next(rank for rank in range(comm.size) if comm.nodes[rank] != comm.nodes[0])
+    asker = next(rank for rank in range(comm.size) if comm.memory.nodes[rank] != comm.memory.nodes[0])
     taken_s = {}
     for way in WAYS:
-        window = own.transports.window(COUNT if own.rank == 0 else 0, way=way)
+        window = own.memory.window(COUNT if own.rank == 0 else 0, way=way)
         taken_s[way] = 0.0
         if own.rank == asker:
             window.get(torch.empty(1), 0)  # connects

@@ -31,7 +31,7 @@ class MpiNeighbourhood(Neighbourhood):
         check_graph(comm, sources, destinations)
         self.sources, self.destinations = tuple(sources), tuple(destinations)
         self._comm = comm
-        places = [[comm.living.index(rank) for rank in ranks] for ranks in (sources, destinations)]
+        places = [[comm.failures.living.index(rank) for rank in ranks] for ranks in (sources, destinations)]
         self._graph = comm.members.alive.Create_dist_graph_adjacent(*places, reorder=False)
 
     def _start(self, send: Tensor, received: Tensor) -> Request:
@@ -47,7 +47,9 @@ class MpiNeighbourhood(Neighbourhood):
         return _Exchange(comm.calls, request, sent, host, None if direct else received)
 
     def close(self) -> None:
-        if not self._comm.tolerant:  # freeing is collective, and any rank may be dead by now; the job's end does it
+        if (
+            not self._comm.failures.tolerant
+        ):  # freeing is collective, and any rank may be dead by now; the job's end does it
             self._graph.Free()
 
 

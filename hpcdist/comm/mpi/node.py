@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -23,15 +24,15 @@ def find_nodes(mpi: MPI.Intracomm) -> tuple[int, ...]:
     return tuple(index[leader] for leader in firsts.tolist())
 
 
-def try_attach(comm) -> bool:
+def try_attach(comm, nodes: Sequence[int]) -> bool:
     """Collective. Tell whether every rank could read a secret in the memory of every other rank of its node."""
     secret = np.frombuffer(secrets.token_bytes(16), np.uint8).copy()
-    secrets_of = comm.exchange(secret.ctypes.data.to_bytes(8, "little") + secret.tobytes())
+    secrets_of = comm.gather(secret.ctypes.data.to_bytes(8, "little") + secret.tobytes())
     works = True
     for peer, (pid, data) in enumerate(zip(comm.pids, secrets_of, strict=True)):
-        if comm.nodes[peer] == comm.nodes[comm.rank] and peer != comm.rank:
+        if nodes[peer] == nodes[comm.rank] and peer != comm.rank:
             works = works and _reads(pid, int.from_bytes(data[:8], "little"), data[8:])
-    return all(answer == b"y" for answer in comm.exchange(b"y" if works else b"n"))
+    return all(answer == b"y" for answer in comm.gather(b"y" if works else b"n"))
 
 
 def _reads(pid: int, address: int, secret: bytes) -> bool:

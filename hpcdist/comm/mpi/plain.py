@@ -7,10 +7,10 @@ from collections.abc import Callable
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator, mpi_of
 
 
 def plain_allreduce(comm: Communicator) -> Callable[[Tensor], None]:
     """Sum a tensor on the host over the ranks of `comm`, in place, by mpi4py alone. The call is Collective."""
-    call, in_place = comm.mpi.Allreduce, MPI.IN_PLACE
+    call, in_place = mpi_of(comm).Allreduce, MPI.IN_PLACE
     return lambda tensor: call(in_place, tensor.numpy())

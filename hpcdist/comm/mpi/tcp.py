@@ -104,7 +104,7 @@ class Server:
 
     def close(self) -> None:
         """Collective. End all threads and connections, once no rank needs them."""
-        self._comm.retry_on_failure(self._comm.barrier)
+        self._comm.failures.retry_on_failure(self._comm.barrier)
         self.stop()
 
     # --- asking ---------------------------------------------------------------------------------------------------
@@ -170,15 +170,15 @@ class Server:
         complete = False
         try:
             connection = peer.connection or self._connect(peer)
-            tcp.set_deadline(connection, comm.deadline_s)
+            tcp.set_deadline(connection, comm.failures.deadline_s)
             yield connection
             complete = True
         except (BlockingIOError, TimeoutError) as error:
             with comm.calls.blocked(f"window {what}", rank, math.inf):  # the deadline has been minded
-                places = comm.whereabouts()
+                places = comm.failures.whereabouts()
             raise DeadlineError(
                 f"rank {comm.rank}: the answer of rank {rank} to a window {what} on {comm.name} "
-                f"did not happen within {comm.deadline_s:g} s.{places}"
+                f"did not happen within {comm.failures.deadline_s:g} s.{places}"
             ) from error
         except OSError as error:
             if comm.members.has_died(rank):
@@ -199,7 +199,7 @@ class Server:
         """Connect to one of a rank's addresses; try again until the deadline if one is slow: its host may be busy."""
         own_host = peer.here and peer.here == interfaces.here()
         ips = [interfaces.LOOPBACK] * bool(own_host) + interfaces.in_order(peer.ips, self._own)
-        until = time.perf_counter() + self._comm.deadline_s
+        until = time.perf_counter() + self._comm.failures.deadline_s
         while True:
             problems: list[OSError] = []
             for ip in ips:
@@ -249,7 +249,7 @@ class Server:
             operation, number, offset, count, *values = HEADER.unpack(header)
             what, window = OPERATIONS[operation], self._windows[number]
             reply: bytes | memoryview = DONE
-            with self._comm.span("serve", "window", operation=what, elements=count):
+            with self._comm.trace.span("serve", "window", operation=what, elements=count):
                 if what == "get":
                     reply = _bytes(window.local[offset : offset + count])
                 elif what == "put":

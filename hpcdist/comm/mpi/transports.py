@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpcdist.comm.capabilities import RankMemory
 from hpcdist.comm.mpi import internode
+from hpcdist.comm.mpi.buffers import Staging
 from hpcdist.comm.mpi.calls import EVERYONE
 from hpcdist.comm.mpi.memory import SharedTensor
+from hpcdist.comm.mpi.node import try_attach
 from hpcdist.comm.mpi.tcp import Server
 from hpcdist.comm.mpi.window import AttachedMemory, MpiWindow
 from hpcdist.comm.transfer import check_flat
@@ -20,18 +23,22 @@ from hpcdist.comm.window import Memory, Put, Window
 from hpcdist.errors import CommunicationError, MismatchError
 
 
-class Transports:
+class Transports(RankMemory):
     """Make windows: over shared memory inside a node; across nodes by TCP or MPI's one-sided calls.
 
     Args:
         comm: the MpiCommunicator that has these.
+        nodes: node index of each rank.
+        staging: of device memory.
         wanted: how windows are read and written across nodes, see MpiCommunicator.
     """
 
-    def __init__(self, comm, wanted: str):
-        self._comm = comm
+    def __init__(self, comm, nodes: tuple[int, ...], staging: Staging, wanted: str):
+        self._comm, self._staging = comm, staging
+        self.nodes = nodes
         self.wanted = wanted  # counts for windows made from now on, by the interface of the first
-        self._across_nodes = len(set(comm.nodes)) > 1
+        self._across_nodes = len(set(nodes)) > 1
+        self.can_attach = try_attach(comm, nodes) and not self._across_nodes
         self._node_mpi: MPI.Intracomm | None = None
         self._server: Server | None = None
         self._shared: list[SharedTensor] = []
@@ -40,7 +47,7 @@ class Transports:
     def node_mpi(self) -> MPI.Intracomm:
         """Collective at the first call. Return MPI's communicator of the ranks on this rank's node."""
         if self._node_mpi is None:
-            self._node_mpi = self._comm.mpi.Split(self._comm.nodes[self._comm.rank], self._comm.rank)
+            self._node_mpi = self._comm.mpi.Split(self.nodes[self._comm.rank], self._comm.rank)
         return self._node_mpi
 
     def server(self) -> Server:
@@ -57,9 +64,24 @@ class Transports:
         return way
 
     @property
-    def internode(self) -> str | None:
+    def internode(self) -> str | None:  # type: ignore[override]
         """Return the transport in use: `tcp` or `rma`; `auto` before the first window; None where there is one node."""
         return self.wanted.partition(":")[0] if self._across_nodes else None
+
+    @internode.setter
+    def internode(self, wanted: str | None) -> None:
+        self.wanted = wanted or "auto"
+
+    @property
+    def device_aware(self) -> bool:  # type: ignore[override]
+        return self._staging.device_aware
+
+    @device_aware.setter
+    def device_aware(self, wanted: bool) -> None:
+        self._staging.device_aware = wanted
+
+    def host(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
+        return self._staging.host(tensor)
 
     # --- windows --------------------------------------------------------------------------------------------------
     def window(self, count: int, dtype: torch.dtype = torch.float32, way: str | None = None) -> Window:
@@ -71,7 +93,7 @@ class Transports:
         return MpiWindow(self._comm, count, dtype, way)
 
     def put_all(self, puts: Iterable[Put]) -> None:
-        """Start puts and wait for all; see Communicator.put_all. Puts that are no TCP requests complete one by one."""
+        """Start puts and wait for all; see RankMemory.put_all. Puts that are no TCP requests complete one by one."""
 
         def requests() -> Iterator[tuple[int, int, int, Tensor]]:
             for window, values, rank, offset in puts:
@@ -87,9 +109,9 @@ class Transports:
                 window.put(values, rank, offset)
 
     def attach(self, tensor: Tensor) -> Memory:
-        """Collective. Make memory that other ranks of the node may use; see Communicator.attach."""
+        """Collective. Make memory that other ranks of the node may use; see RankMemory.attach."""
         comm = self._comm
-        if not comm.can_attach:
+        if not self.can_attach:
             raise CommunicationError(
                 f"{comm.name} must lie within one node whose kernel allows cross-memory attach; "
                 "can_attach tells. Use a window, or another collective."
@@ -106,9 +128,9 @@ class Transports:
             )
         return AttachedMemory(comm, tensor, ranges[:, 0].tolist(), self._mapped(tensor))
 
-    def shared_zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Collective. Make memory that the others have mapped, where they can; see Communicator.shared_zeros."""
-        if self._comm.size > 1 and self._comm.can_attach and count > 0:
+    def shared_zeros(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Collective. Make memory that the others have mapped, where they can; see RankMemory.shared_zeros."""
+        if self._comm.size > 1 and self.can_attach and count > 0:
             with suppress(CommunicationError):  # on all ranks
                 self._shared.append(SharedTensor(self._comm, count, dtype))
                 return self._shared[-1].local
@@ -129,6 +151,6 @@ class Transports:
         if self._server is not None:
             self._server.close()
             self._server = None
-        if self._node_mpi is not None and not self._comm.tolerant:
+        if self._node_mpi is not None and not self._comm.failures.tolerant:
             self._node_mpi.Free()
             self._node_mpi = None

@@ -23,7 +23,7 @@ from hpcdist.comm.mpi.locked_memory import LockedMemory
 from hpcdist.comm.mpi.memory import NodeMemory
 from hpcdist.comm.mpi.rma import OneSided
 from hpcdist.comm.mpi.tcp import TcpTransfers
-from hpcdist.comm.transfer import check_flat
+from hpcdist.comm.transfer import check_flat, check_rank
 from hpcdist.comm.waiting import wait_until
 from hpcdist.comm.window import Memory, Window, out_of_range, refuse_attached
 from hpcdist.errors import CommunicationError
@@ -46,12 +46,12 @@ class MpiWindow(Window):
         self.comm, self.dtype = comm, dtype
         itemsize = torch.empty(0, dtype=dtype).itemsize
         self.counts = [n or 0 for n in comm.gather(int(count))]
-        if comm.tolerant:
+        if comm.failures.tolerant:
             self._shared = NodeMemory(comm, count * itemsize)
         else:
-            self._shared = LockedMemory(comm.transports.node_mpi(), count * itemsize, comm.deadline_s)
+            self._shared = LockedMemory(comm.memory.node_mpi(), count * itemsize, comm.failures.deadline_s)
         self._shared.Lock_all()
-        ranks = [r for r in range(comm.size) if comm.nodes[r] == comm.nodes[comm.rank]]
+        ranks = [r for r in range(comm.size) if comm.memory.nodes[r] == comm.memory.nodes[comm.rank]]
         self._node_rank = {rank: i for i, rank in enumerate(ranks)}
         self._memory = {rank: _mapped(self._shared, i, dtype) for rank, i in self._node_rank.items()}
         self.local = self._memory[comm.rank]
@@ -60,13 +60,13 @@ class MpiWindow(Window):
         self._staging = Staging()  # never device-aware: MPI may read what it adds with plain loads
         self._served: TcpTransfers | None = None  # does what only the owner's threads may do
         self._bulk: TcpTransfers | OneSided | None = None  # gets and puts across nodes
-        if len(ranks) < comm.size or comm.tolerant:
-            self._served = comm.transports.server().expose(self)
+        if len(ranks) < comm.size or comm.failures.tolerant:
+            self._served = comm.memory.server().expose(self)
         if len(ranks) < comm.size:
-            way = way or comm.transports.choose()
+            way = way or comm.memory.choose()
             self._bulk = OneSided(comm, self.local) if way == "rma" else self._served
         # A rank can be woken where it is told of all changes, which it is not of those that MPI makes one-sidedly.
-        self._wakes = not comm.tolerant and self._bulk is self._served
+        self._wakes = not comm.failures.tolerant and self._bulk is self._served
         comm.barrier()
 
     # --- transfers ------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class MpiWindow(Window):
         def locked() -> bool:
             return self._locks.atomic("compare_and_swap", rank, 0, 0, 1) == 0
 
-        wait_until(locked, self.comm.deadline_s, lambda: f"the lock of rank {rank}'s window")
+        wait_until(locked, self.comm.failures.deadline_s, lambda: f"the lock of rank {rank}'s window")
         self._shared.Sync()
         self._memory[rank][offset : offset + values.numel()].add_(values)
         self._shared.Sync()
@@ -151,7 +151,7 @@ class MpiWindow(Window):
         self.wake(rank)
 
     def change(self, function: Callable[..., object], rank: int, *beside: Tensor) -> bool:
-        self.comm.check_peer(rank, "rank of a window")
+        check_rank(rank, self.comm.size, "rank of a window")
         memory = self._at(rank, 0, None, self.counts[rank])
         apart = memory is None or self._left_to(rank) or self._locks is not None
         if apart or not all(tensor.is_cpu for tensor in beside):
@@ -207,7 +207,7 @@ class MpiWindow(Window):
 
     def _left_to(self, owner: int) -> bool:
         """Tell whether only the owner's threads may lock its memory, although that is mapped here."""
-        return self.comm.tolerant and owner != self.comm.rank
+        return self.comm.failures.tolerant and owner != self.comm.rank
 
     # --- waiting --------------------------------------------------------------------------------------------------
     def wait(
@@ -222,7 +222,7 @@ class MpiWindow(Window):
     ) -> None:
         rank = self.comm.rank if rank is None else rank
         if count is None:
-            self.comm.check_peer(rank, "rank of a window")
+            check_rank(rank, self.comm.size, "rank of a window")
             count = self.counts[rank] - offset
         here = self._at(rank, offset, None, count)
         seen = torch.empty(count, dtype=self.dtype) if here is None else here
@@ -243,14 +243,14 @@ class MpiWindow(Window):
             self._shared.wake(self._node_rank[rank])
 
     def close(self) -> None:
-        self.comm.retry_on_failure(self.comm.barrier)  # nobody may still be in a transfer
+        self.comm.failures.retry_on_failure(self.comm.barrier)  # nobody may still be in a transfer
         for remote in {self._served, self._bulk} - {None}:
             remote.close()
         if self._locks is not None:
             self._locks.close()
         self._memory.clear()
         del self.local
-        if self.comm.tolerant:
+        if self.comm.failures.tolerant:
             return  # freeing is collective, and any rank may be dead by now; the job's end does it
         self._shared.Unlock_all()
         self._shared.Free()
@@ -261,7 +261,7 @@ class MpiWindow(Window):
         if memory is None:  # a rank of another node, or no such one
             if not self._memory:
                 raise CommunicationError("a window must not be used once it is closed. Close it after its last use.")
-            self.comm.check_peer(rank, "rank of a window")
+            check_rank(rank, self.comm.size, "rank of a window")
         if tensor is not None:
             check_flat(tensor)
             count = tensor.numel()

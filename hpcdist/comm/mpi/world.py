@@ -31,7 +31,7 @@ def world(
         _process.world = MpiCommunicator(
             all_ranks, _process, deadline_s=deadline_s, nodes=nodes, internode=internode, name="world"
         )
-        segments.unlink(_process.world.transports.node_mpi())
+        segments.unlink(_process.world.memory.node_mpi())
         _process.close_at_exit(_process.world.calls)
     return _process.world
 

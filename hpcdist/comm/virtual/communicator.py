@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import overload
 
 import torch
 from torch import Tensor
 
+from hpcdist.comm.capabilities import Failures, Trace
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.messages import Messages, check_graph
 from hpcdist.comm.neighbourhood import Neighbourhood
 from hpcdist.comm.traffic import Traffic
-from hpcdist.comm.transfer import ANY, Envelope, Request, check_flat, check_tag
+from hpcdist.comm.transfer import ANY, Envelope, Request, check_flat, check_rank, check_tag
 from hpcdist.comm.virtual.arrivals import Message
 from hpcdist.comm.virtual.collectives import addable, children, sum_in_rank_order
 from hpcdist.comm.virtual.compute import at_least_0, require
 from hpcdist.comm.virtual.group import Group
 from hpcdist.comm.virtual.member import Member
 from hpcdist.comm.virtual.messages import ReceiveRequest, SendRequest
-from hpcdist.comm.virtual.window import Exposed, VirtualAttached, VirtualWindow
-from hpcdist.comm.window import Memory, Put, Window
+from hpcdist.comm.virtual.window import VirtualRankMemory
+from hpcdist.comm.window import Window
 from hpcdist.errors import CommunicationError
 
 
@@ -32,39 +33,19 @@ class VirtualCommunicator(Communicator):
     virtual seconds cost nothing.
     """
 
-    can_attach = True
-    library = "virtual ranks"
-
-    def __init__(self, group: Group, rank: int, deadline_s: float = math.inf):
+    def __init__(self, group: Group, rank: int, deadline_s: float = math.inf, traffic: Traffic | None = None):
         self.rank, self.size = rank, len(group.members)
-        self.living, self.world_ranks = tuple(range(self.size)), tuple(group.members)
         self._group, self._cluster = group, group.cluster
-        self._member = Member(group, rank, deadline_s)
-        self.clock, self.virtual = self._member.clock, self._cluster.description
-        nodes = [self._cluster.wiring.nodes[member] for member in group.members]
-        index = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
-        self.nodes = tuple(index[node] for node in nodes)
-
-    @property
-    def deadline_s(self) -> float:
-        return self._member.deadline_s
-
-    @deadline_s.setter
-    def deadline_s(self, seconds: float) -> None:
-        self._member.deadline_s = seconds
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._member.traffic
-
-    @traffic.setter
-    def traffic(self, traffic: Traffic) -> None:
-        self._member.traffic = traffic
+        self.trace = Trace("virtual ranks", tuple(group.members), self._cluster.description, traffic)
+        self.failures = Failures(self.size, deadline_s)
+        self._member = Member(group, rank, self.failures, self.trace.traffic)
+        self.memory = VirtualRankMemory(self._member)
+        self.clock, self._traffic = self._member.clock, self.trace.traffic
 
     # --- point to point -------------------------------------------------------------------------------------------
     def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:
         self._member.enter()
-        self.check_peer(source, "source")
+        check_rank(source, self.size, "source")
         sending = self.isend(send, dest, tag)
         self.irecv(recv, source, tag).wait()
         sending.wait()
@@ -72,14 +53,14 @@ class VirtualCommunicator(Communicator):
     def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:
         self._member.enter()
         check_flat(tensor)
-        self.check_peer(dest, "dest")
+        check_rank(dest, self.size, "dest")
         check_tag(tag)
         path = self._member.path_to(dest)
         duration_s = path.duration_s(tensor.nbytes)
         start_s, end_s = path.out.reserve(self.clock.now_s, duration_s)
         message = Message.copy_of(tensor, self.rank, tag)
         self.clock.spawn(self._group.arrivals[dest].carry(message, path, start_s, duration_s))
-        self.traffic.sent(tensor.nbytes)
+        self._traffic.sent(tensor.nbytes)
         return SendRequest(self._member, end_s)
 
     def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
@@ -92,7 +73,7 @@ class VirtualCommunicator(Communicator):
         arrivals, awaited = self._member.arrivals, self._member.describe(source, tag)
         with self._member.counted("waiting_s"):
             if block:
-                arrivals.await_message(source, tag, awaited, self.deadline_s)
+                arrivals.await_message(source, tag, awaited, self.failures.deadline_s)
             elif arrivals.find(source, tag) is None:
                 self.clock.poll((self, source, tag), awaited)
         message = arrivals.find(source, tag)
@@ -101,7 +82,7 @@ class VirtualCommunicator(Communicator):
     def _check_receive(self, source: int, tag: int, *, polling: bool = False) -> None:
         self._member.enter(polling=polling)
         if source != ANY:
-            self.check_peer(source, "source")
+            check_rank(source, self.size, "source")
         if tag != ANY:
             check_tag(tag)
 
@@ -120,12 +101,12 @@ class VirtualCommunicator(Communicator):
             return [sum_in_rank_order(tensors)] * self.size, seconds
 
         own.copy_(self._member.meet(f"allreduce of {_shape(tensor)}", own, conclude, "communicating_s"))
-        self.traffic.sent(hops * own.nbytes // self.size, hops)
+        self._traffic.sent(hops * own.nbytes // self.size, hops)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Collective. Copy root's `tensor` into everyone's, through a binomial tree."""
         check_flat(tensor)
-        self.check_peer(root, "root")
+        check_rank(root, self.size, "root")
         own = tensor.detach()
 
         def conclude(tensors: list[Tensor]) -> tuple[list, float]:
@@ -134,29 +115,31 @@ class VirtualCommunicator(Communicator):
         call = f"broadcast of {_shape(tensor)} from root {root}"
         own.copy_(self._member.meet(call, own, conclude, "communicating_s"))
         messages = children(self.rank, root, self.size)
-        self.traffic.sent(messages * own.nbytes, messages)
+        self._traffic.sent(messages * own.nbytes, messages)
 
-    def exchange(self, data: bytes) -> list[bytes]:
-        """Collective. Return every rank's `data` in rank order, passed on around a ring."""
+    def _gather(self, data: bytes) -> list[bytes]:
+        """Collective. Pass every rank's `data` on around a ring."""
 
         def conclude(everything: list[bytes]) -> tuple[list, float]:
             longest_s = max(map(len, everything)) / self._group.bandwidth_bytes_s
             return [everything] * self.size, (self.size - 1) * (self._group.latency_s + longest_s)
 
-        everything = self._member.meet("exchange", bytes(data), conclude, "communicating_s")
-        self.traffic.sent(len(data) * (self.size - 1), self.size - 1)
-        return list(everything)
+        everything = self._member.meet("gather", data, conclude, "communicating_s")
+        self._traffic.sent(len(data) * (self.size - 1), self.size - 1)
+        return everything
 
     def barrier(self) -> None:
         self._member.meet("barrier")
 
     @overload
-    def split(self, color: int, key: int = 0) -> VirtualCommunicator: ...
+    def split(self, color: int, key: int = 0, *, traffic: Traffic | None = None) -> VirtualCommunicator: ...
 
     @overload
-    def split(self, color: int | None, key: int = 0) -> VirtualCommunicator | None: ...
+    def split(
+        self, color: int | None, key: int = 0, *, traffic: Traffic | None = None
+    ) -> VirtualCommunicator | None: ...
 
-    def split(self, color: int | None, key: int = 0) -> VirtualCommunicator | None:
+    def split(self, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> VirtualCommunicator | None:
         if color is not None and color < 0:
             raise CommunicationError(f"color must be an integer of at least 0, or None; got {color}.")
 
@@ -172,43 +155,15 @@ class VirtualCommunicator(Communicator):
         taken = self._member.meet("split", (color, key), conclude)
         if taken is None:
             return None
-        return VirtualCommunicator(*taken, self.deadline_s)
+        return VirtualCommunicator(*taken, self.failures.deadline_s, traffic)
 
     def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
         check_graph(self, sources, destinations)
-        channel = self.split(0)  # where nobody else sends
-        channel.traffic = self.traffic
+        channel = self.split(0, traffic=self._traffic)  # where nobody else sends
         return Messages(channel, sources, destinations, owned=True)
 
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
-        if count < 0:
-            raise CommunicationError(f"count of a window must be at least 0; got {count}.")
-        with torch.inference_mode(False):  # others, in other modes, may write it
-            local = torch.zeros(count, dtype=dtype)
-        return VirtualWindow(self._member, local, self._expose(f"window of {dtype}", local))
-
-    def put_all(self, puts: Iterable[Put]) -> None:
-        self._member.enter()
-        effects = []
-        for window, values, rank, offset in puts:
-            effects.append(window.writing(values, rank, offset))
-            if rank != self.rank:
-                self.traffic.sent(values.nbytes)
-        with self._member.counted("communicating_s"):
-            self.clock.perform(f"{len(effects)} puts", *effects)
-
-    def attach(self, tensor: Tensor) -> Memory:
-        check_flat(tensor)
-        return VirtualAttached(self._member, tensor, self._expose(f"attach of {_shape(tensor)}", tensor))
-
-    def _expose(self, call: str, local: Tensor) -> list[Exposed]:
-        def conclude(memories: list[Exposed]) -> tuple[list, float]:
-            return [memories] * self.size, self._group.rounds_s()
-
-        return self._member.meet(call, Exposed(local, self._member.me), conclude)
-
-    def link(self) -> tuple[float, float]:
-        return self._group.latency_s, 1 / self._group.bandwidth_bytes_s
+        return self.memory.window(count, dtype)
 
     # --- time and end ---------------------------------------------------------------------------------------------
     def compute(self, share: float = 1.0) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hpcdist.comm.capabilities import Failures
 from hpcdist.comm.traffic import Traffic
 from hpcdist.comm.transfer import ANY
 from hpcdist.comm.virtual.collectives import rounds
@@ -18,12 +19,13 @@ class Member:
     """Begin, time and count the calls of one rank of a group.
 
     Args:
-        deadline_s: virtual seconds that a blocking call may take.
+        failures: with the virtual seconds that a blocking call may take.
+        traffic: the account of its calls.
     """
 
-    def __init__(self, group: Group, rank: int, deadline_s: float):
-        self.group, self.rank, self.size, self.deadline_s = group, rank, len(group.members), deadline_s
-        self.traffic, self.clock = Traffic(), group.cluster.clock
+    def __init__(self, group: Group, rank: int, failures: Failures, traffic: Traffic):
+        self.group, self.rank, self.size, self.failures = group, rank, len(group.members), failures
+        self.traffic, self.clock = traffic, group.cluster.clock
         self.me = self.clock.ranks[group.members[rank]]
         self.arrivals = group.arrivals[rank]
         self.closed = False
@@ -61,7 +63,7 @@ class Member:
         if conclude is None:
             conclude = self._barrier
         with self.counted(counted):
-            result = self.group.gathering.meet(self.rank, call, given, conclude, self.deadline_s)
+            result = self.group.gathering.meet(self.rank, call, given, conclude, self.failures.deadline_s)
         if counted == "waiting_s":
             self.traffic.sent(0, rounds(self.size))
         return result

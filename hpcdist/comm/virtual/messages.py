@@ -53,7 +53,7 @@ class ReceiveRequest(Request):
     def wait(self) -> None:
         self._member.enter()
         with self._member.counted("communicating_s"):
-            self._arrivals.await_receive(self._posted, self._awaits(), self._member.deadline_s)
+            self._arrivals.await_receive(self._posted, self._awaits(), self._member.failures.deadline_s)
         self._take()
 
     def _awaits(self) -> str:

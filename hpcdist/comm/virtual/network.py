@@ -15,6 +15,7 @@ own. A message of a rank to itself takes no time.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import NamedTuple
@@ -51,6 +52,15 @@ class Network:
         require(
             k is None or (isinstance(k, Integral) and k >= 1), "ranks_per_node", "an integer of at least 1, or None", k
         )
+
+    def slowest(self, nodes: Collection[int]) -> tuple[float, float]:
+        """Return latency and bandwidth of the slowest link among ranks on these nodes."""
+        latency_s, bandwidth_bytes_s = self.latency_s, self.bandwidth_bytes_s
+        if len(set(nodes)) == 1:
+            latency_s = latency_s if self.intra_latency_s is None else self.intra_latency_s
+            if self.intra_bandwidth_bytes_s is not None:
+                bandwidth_bytes_s = self.intra_bandwidth_bytes_s
+        return float(latency_s), float(bandwidth_bytes_s)
 
     def nodes(self, size: int) -> tuple[int, ...]:
         """Return the node index of each of `size` ranks."""
@@ -90,11 +100,8 @@ class Wiring:
     """The links between the ranks of one run, which are numbered as in the whole run."""
 
     def __init__(self, network: Network, size: int):
-        self._inter = (float(network.latency_s), float(network.bandwidth_bytes_s))
-        self._intra = tuple(
-            float(inter if intra is None else intra)
-            for intra, inter in zip((network.intra_latency_s, network.intra_bandwidth_bytes_s), self._inter)
-        )
+        self.network = network
+        self._inter, self._intra = network.slowest((0, 1)), network.slowest((0,))
         self.nodes = network.nodes(size)
         self._inter_links = [(OneWayLink(), OneWayLink()) for _ in range(max(self.nodes) + 1)]
         self._intra_links = [(OneWayLink(), OneWayLink()) for _ in range(size)]
@@ -110,4 +117,4 @@ class Wiring:
 
     def slowest(self, ranks: list[int]) -> tuple[float, float]:
         """Return latency and bandwidth that bound a collective of `ranks`: those inside a node if all are on one."""
-        return self._intra if len({self.nodes[r] for r in ranks}) == 1 else self._inter
+        return self.network.slowest([self.nodes[rank] for rank in ranks])

@@ -16,17 +16,18 @@ is put to the test, at times that the network model fixes. A transfer that takes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from hpcdist.comm.capabilities import RankMemory
 from hpcdist.comm.transfer import check_flat, check_rank
 from hpcdist.comm.virtual.clock import VirtualRank
 from hpcdist.comm.virtual.collectives import addable
 from hpcdist.comm.virtual.member import Member
 from hpcdist.comm.virtual.network import Path
-from hpcdist.comm.window import Memory, Window, out_of_range, refuse_attached
+from hpcdist.comm.window import Memory, Put, Window, out_of_range, refuse_attached
 from hpcdist.errors import CommunicationError
 
 
@@ -227,7 +228,7 @@ class VirtualWindow(VirtualMemory, Window):
 
         try:
             with self._member.counted("waiting_s"):
-                deadline_s = self._member.deadline_s if deadline_s is None else deadline_s
+                deadline_s = self._member.failures.deadline_s if deadline_s is None else deadline_s
                 self._clock.block(what, deadline_s, lambda: self._clock.spawn(request()))
         finally:
             waiter.wake = None
@@ -246,6 +247,50 @@ class VirtualAttached(VirtualMemory):
     def close(self) -> None:
         self._member.enter()
         self._release()
+
+
+class VirtualRankMemory(RankMemory):
+    """The memory of virtual ranks, and their windows."""
+
+    can_attach = True
+
+    def __init__(self, member: Member):
+        self._member = member
+        wiring, members = member.group.cluster.wiring, member.group.members
+        nodes = [wiring.nodes[rank] for rank in members]
+        index = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
+        self.nodes = tuple(index[node] for node in nodes)
+
+    def window(self, count: int, dtype: torch.dtype) -> Window:
+        if count < 0:
+            raise CommunicationError(f"count of a window must be at least 0; got {count}.")
+        with torch.inference_mode(False):  # others, in other modes, may write it
+            local = torch.zeros(count, dtype=dtype)
+        return VirtualWindow(self._member, local, self._expose(f"window of {dtype}", local))
+
+    def attach(self, tensor: Tensor) -> Memory:
+        check_flat(tensor)
+        exposed = self._expose(f"attach of {tensor.numel()} x {tensor.dtype}", tensor)
+        return VirtualAttached(self._member, tensor, exposed)
+
+    def _expose(self, call: str, local: Tensor) -> list[Exposed]:
+        group = self._member.group
+
+        def conclude(memories: list[Exposed]) -> tuple[list, float]:
+            return [memories] * len(group.members), group.rounds_s()
+
+        return self._member.meet(call, Exposed(local, self._member.me), conclude)
+
+    def put_all(self, puts: Iterable[Put]) -> None:
+        member = self._member
+        member.enter()
+        effects = []
+        for window, values, rank, offset in puts:
+            effects.append(window.writing(values, rank, offset))
+            if rank != member.rank:
+                member.traffic.sent(values.nbytes)
+        with member.counted("communicating_s"):
+            member.clock.perform(f"{len(effects)} puts", *effects)
 
 
 def _check_int64(value: int) -> None:

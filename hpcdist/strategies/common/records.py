@@ -49,7 +49,7 @@ class Recorder:
 
     def traffic(self) -> Traffic:
         """Return all that the strategy has sent and received so far, on this rank."""
-        first, *others = (channel.traffic for channel in self._channels)
+        first, *others = (channel.trace.traffic for channel in self._channels)
         return sum(others, first.copy())
 
     def start(self) -> None:

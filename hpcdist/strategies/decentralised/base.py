@@ -2,7 +2,8 @@
 
 That needs a launcher that lets them live, `mpirun --with-ft ulfm`. A rank finds a death out by itself, once a step or
 when a transfer fails, so different ranks may know of it from different steps on. Decisions of one rank go by the ranks
-it has `present`; draws and sums that must be alike go by `comm.living`, which changes where all shrink together.
+it has `present`; draws and sums that must be alike go by `comm.failures.living`, which changes where all shrink
+together.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Decentralised(Strategy):
 
     def __init__(self, config: Strategy.Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
-        self.present = comm.living  # ranks not known to have died
+        self.present = comm.failures.living  # ranks not known to have died
         self._named: set[int] = set()  # in a record
         self.records.remarks = self._name_lost
 
@@ -55,8 +56,10 @@ class Decentralised(Strategy):
 
     def look(self) -> None:
         """Update `present` by the ranks that are known to have died. Never waits."""
-        dead = self.comm.failed()
-        self.present = tuple(rank for rank in self.comm.living if rank not in dead) if dead else self.comm.living
+        dead = self.comm.failures.failed()
+        self.present = (
+            tuple(rank for rank in self.comm.failures.living if rank not in dead) if dead else self.comm.failures.living
+        )
 
     def _unnamed(self) -> list[int]:
         return [r for r in range(self.comm.size) if r not in self.present and r not in self._named]

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.communicator import Communicator, Request, overlapping
 from hpcdist.comm.messages import Messages
 from hpcdist.comm.neighbourhood import Neighbourhood
 from hpcdist.model.pieces import alongside
@@ -35,7 +35,7 @@ class Mixing:
         self._step: int | None = None  # whose exchange is under way
         self._context = ExitStack()
         if overlap and comm.size > 1:
-            self._context.enter_context(comm.overlapping())
+            self._context.enter_context(overlapping(comm))
 
     @property
     def under_way(self) -> bool:

@@ -227,7 +227,7 @@ class PortionWorker:
     def _compute(self, closure: Closure, portion: slice, index: int) -> float:
         for parameter in self._model.parameters():
             parameter.grad = None
-        with torch.enable_grad(), self._comm.span("portion", "compute", samples=portion.stop - portion.start):
+        with torch.enable_grad(), self._comm.trace.span("portion", "compute", samples=portion.stop - portion.start):
             with torch.random.fork_rng(self._devices):
                 torch.manual_seed(hash((self._seed, self.clock, index)) % 2**63)  # of whole numbers: alike everywhere
                 loss = torch.as_tensor(closure(portion), dtype=torch.float64).item()

@@ -206,7 +206,7 @@ class RequestChannel:
 
 def require_living(comm: Communicator, needed: Iterable[int]) -> None:
     """Check that no rank has died without which the others can't go on; raise RankFailedError otherwise."""
-    for rank in set(needed).intersection(comm.failed()):
+    for rank in set(needed).intersection(comm.failures.failed()):
         raise RankFailedError(
             f"server rank {rank} has died, and its part of the parameters and of the optimiser's state with it. "
             "Resume from the last checkpoint."
@@ -262,12 +262,12 @@ class Client:
             stamps = () if clocks is None else clocks[i]
             weight_bits = struct.unpack("q", struct.pack("d", weight))
             puts.append(channel.put(parent, at + KIND, kind, *weight_bits, *lengths, len(stamps), *stamps))
-        self._comm.put_all(puts)
+        self._comm.memory.put_all(puts)
         self.pushed += 1
         self._last_used = self._last_used if used is None else used.clone()
         self._last_values = values or self._last_values
         tickets = [(parent, at, channel.words.fetch_add(1, parent) + 1) for parent, _, at in self._places]
-        self._comm.put_all([channel.put(parent, at + TICKET, ticket) for parent, at, ticket in tickets])
+        self._comm.memory.put_all([channel.put(parent, at + TICKET, ticket) for parent, at, ticket in tickets])
 
     def replied(self) -> bool:
         """Return whether every parent has replied to this rank's last request."""
@@ -297,14 +297,14 @@ class Client:
 
     def _block(self) -> None:
         """Block until every parent has replied."""
-        if self._comm.tolerant:
+        if self._comm.failures.tolerant:
             self._look_for_deaths()
         if not self.replied():
             self._channel.words.wait(lambda _: self.replied(), offset=self._channel.replies_at, what=self._awaited)
 
     def _look_for_deaths(self) -> None:
         """Block until every parent has replied, or the deadline has passed; raise an error if a server has died."""
-        until = self._comm.now() + self._comm.deadline_s
+        until = self._comm.now() + self._comm.failures.deadline_s
         while not self._wait_for(min(CHECK_S, until - self._comm.now())):
             # Not parents alone: MPI tells of a rank that was killed, not of an aggregator that ended because of it.
             require_living(self._comm, self._channel.needed)
@@ -369,7 +369,7 @@ class Inbox:
 
     def _await_first(self, timeout_s: float | None) -> int | None:
         """Block until there is a request, and return its slot; None where none came in time."""
-        limit_s = self._comm.deadline_s if timeout_s is None else timeout_s
+        limit_s = self._comm.failures.deadline_s if timeout_s is None else timeout_s
         try:
             self._channel.words.wait(
                 lambda _: self._first() is not None, count=self._channel.replies_at, deadline_s=limit_s,
@@ -377,8 +377,8 @@ class Inbox:
             )  # fmt: skip
         except DeadlineError:
             self._waited_s += limit_s
-            asked_for = timeout_s is not None and timeout_s >= self._comm.deadline_s
-            if asked_for or self._waited_s < self._comm.deadline_s:
+            asked_for = timeout_s is not None and timeout_s >= self._comm.failures.deadline_s
+            if asked_for or self._waited_s < self._comm.failures.deadline_s:
                 return None
             raise self._late("a request from any worker", self._waited_s) from None
         return self._first()
@@ -396,7 +396,7 @@ class Inbox:
 
     def wait_event(self) -> None:
         """Block until there is a request to take or every parent has replied: for a rank that is child and parent."""
-        what, deadline_s = "a request or a reply from any rank", self._comm.deadline_s
+        what, deadline_s = "a request or a reply from any rank", self._comm.failures.deadline_s
         try:
             self._channel.words.wait(
                 lambda _: self._first() is not None or self._client.replied(), what=what, deadline_s=deadline_s
@@ -406,7 +406,7 @@ class Inbox:
 
     def reply(self, *replies: Reply) -> None:
         """Reply to requests. A reply is there before the word that announces it."""
-        self._comm.put_all(self._puts(replies))
+        self._comm.memory.put_all(self._puts(replies))
 
     def _puts(self, replies: Iterable[Reply]) -> Iterator[Put]:
         """Yield the puts that bring replies to their children."""
@@ -428,12 +428,12 @@ class Inbox:
         replies = f" Replies are missing of rank {missing}." if missing else ""
         return DeadlineError(
             f"rank {self._comm.rank}: {what} did not happen within {waited_s:g} s. Requests are missing of "
-            f"{silent or 'nobody'}.{replies}{self._comm.whereabouts()}"
+            f"{silent or 'nobody'}.{replies}{self._comm.failures.whereabouts()}"
         )
 
     def _owing(self) -> list[tuple[int, float]]:
         """Return the children that could push and have not, and since when: they have a reply, and have not paused."""
-        dead, children = self._comm.failed(), self._channel.children
+        dead, children = self._comm.failures.failed(), self._channel.children
         slots = [i for i, child in enumerate(children) if child not in dead]
         period = min((self._paused[i] for i in slots), default=0)
         owing = [i for i in slots if self._received[i] == self._replied[i] and self._paused[i] == period]

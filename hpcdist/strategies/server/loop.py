@@ -123,7 +123,7 @@ class ServerLoop:
     ):
         self._comm, self._place, self._inbox, self._model, self._report = comm, place, inbox, model, report
         self.liveness = Liveness(place.children, deadline_s)
-        self._watches = comm.tolerant or deadline_s is not None
+        self._watches = comm.failures.tolerant or deadline_s is not None
         self.clock, self.applied = 0, []
         self.update: Update = _none_yet
         self._stepping = list(place.children)  # those that have not paused in this period
@@ -147,11 +147,11 @@ class ServerLoop:
 
     def serve_next(self, timeout_s: float | None = None) -> bool:
         """Handle the next request, if one comes in time; return False once every worker has paused."""
-        dead = self._comm.failed()
+        dead = self._comm.failures.failed()
         if all(child in dead for child in self._stepping):
             return False
         if self._watches:
-            patience_s = self.liveness.patience_s(self.active(), self._comm.now(), self._comm.tolerant)
+            patience_s = self.liveness.patience_s(self.active(), self._comm.now(), self._comm.failures.tolerant)
             timeout_s = min((s for s in (timeout_s, patience_s) if s is not None), default=None)
         request = self._inbox.next(timeout_s)
         if request is not None:
@@ -205,19 +205,19 @@ class ServerLoop:
             self.reply(Reply(request, self.clock))
             self.handler.settle()
         else:
-            with self._comm.span(f"request of rank {child}", "server", clock=self.clock):
+            with self._comm.trace.span(f"request of rank {child}", "server", clock=self.clock):
                 self.handler.receive(request)
 
     # --- who takes part -------------------------------------------------------------------------------------------
     def active(self) -> list[int]:
         """Return the children that still take steps in this period: they have neither paused nor been evicted."""
-        gone = self.liveness.evicted.union(self._comm.failed())
+        gone = self.liveness.evicted.union(self._comm.failures.failed())
         return [child for child in self._stepping if child not in gone]
 
     def _evict(self) -> None:
         """Go on without workers that have died or been silent for too long."""
         stepping = [child for child in self._stepping if child not in self.liveness.evicted]
-        found = self.liveness.evict(stepping, self._comm.failed(), self._comm.now())
+        found = self.liveness.evict(stepping, self._comm.failures.failed(), self._comm.now())
         for child, reason in found.items():
             self._report(Outcome(self.clock, event=f"goes on without rank {child}: {reason}"))
         if found:

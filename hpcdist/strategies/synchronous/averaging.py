@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpcdist import collectives
 from hpcdist.collectives.tuning.background import Background
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator, concurrent
 from hpcdist.comm.external.base import Pending
 from hpcdist.model.flat import Bucket, FlatModel
 from hpcdist.strategies.synchronous.provider import ProviderConfig
@@ -45,9 +45,9 @@ class OwnAveraging(Averaging):
     """Average by one of hpcdist's all-reduce algorithms; beside the computation on a thread, which then owns `comm`."""
 
     def __init__(self, comm: Communicator, algorithm: str):
-        self.beside = comm.size > 1 and comm.concurrent
+        self.beside = comm.size > 1 and concurrent(comm)
         self._all_reduce = collectives.load(algorithm)(comm)
-        self._average = comm.noted("average a bucket", "collective", self._average, _described)
+        self._average = comm.trace.noted("average a bucket", "collective", self._average, _described)
         self._thread: Background | None = None
 
     def now(self, buckets: Iterable[Bucket], prepare: Prepare) -> None:
@@ -98,7 +98,7 @@ class OutsideAveraging(Averaging):
             self.begin(bucket, prepare)
         start = self._comm.now()
         self.wait()
-        self._comm.traffic.communicating_s += self._comm.now() - start
+        self._comm.trace.traffic.communicating_s += self._comm.now() - start
 
     def begin(self, bucket: Bucket, prepare: Prepare) -> None:
         prepare(bucket)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hpcdist import collectives
 from hpcdist.collectives.tuning.background import Background
+from hpcdist.comm.communicator import concurrent
 from hpcdist.compress import CompressionConfig, Reduction, spans
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
@@ -56,11 +57,11 @@ class Periodic(Strategy):
         self._compressed: Reduction | None = None
         if config.compression and not self.alone:
             self._compressed = Reduction(self._channel, config.compression, model.params, spans(model))
-        self._background = Background() if config.overlap and comm.concurrent and not self.alone else None
+        self._background = Background() if config.overlap and concurrent(comm) and not self.alone else None
         self.common = [] if self.alone else [params.clone() for params in model.params]  # x
         in_place = self._compressed is None and all(x.is_cpu for x in self.common)
         self._mean = [
-            self._channel.shared_zeros(len(x), x.dtype) if in_place else torch.empty_like(x) for x in self.common
+            self._channel.memory.shared_zeros(len(x), x.dtype) if in_place else torch.empty_like(x) for x in self.common
         ]
         self._gone: list[Tensor] = []  # δᵢ of the exchange under way; empty where there is none
 
@@ -120,7 +121,7 @@ class Periodic(Strategy):
         if self._background is not None:
             start = self.comm.now()
             self._background.wait()
-            self.comm.traffic.waiting_s += self.comm.now() - start
+            self.comm.trace.traffic.waiting_s += self.comm.now() - start
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:

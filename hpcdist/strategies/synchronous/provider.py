@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.comm.external.base import OutsideSum
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
@@ -62,7 +62,7 @@ class ProviderConfig(Named):
         Raises:
             ConfigError: the library is not there, or can't do it on these ranks or with these tensors.
         """
-        if comm.mpi is None:
+        if mpi_of(comm) is None:
             raise ConfigError(
                 f"strategy.provider must be hpcdist on virtual ranks, which no other library knows; got {self.name}. "
                 "Leave it out, or launch real ranks with mpirun."

@@ -66,9 +66,9 @@ def timed(comm: Communicator, call: Callable[[], object]) -> Callable[[int], flo
 
 def count_bytes(comm: Communicator, call: Callable[[], object]) -> int:
     """Collective. Call once, and return the bytes that the busiest rank sent."""
-    before = comm.traffic.bytes_sent
+    before = comm.trace.traffic.bytes_sent
     call()
-    return max(comm.gather(comm.traffic.bytes_sent - before))
+    return max(comm.gather(comm.trace.traffic.bytes_sent - before))
 
 
 def finish(like: Tensor) -> None:

@@ -52,25 +52,25 @@ def measure(comm: MpiCommunicator, sizes: Sequence[int] = SIZES, *, rounds: int 
     """
     check(comm, rounds, sizes_bytes=sizes, ranks=2)
     rows = []
-    near = next((r for r in range(1, comm.size) if comm.nodes[r] == comm.nodes[OWNER]), None)
+    near = next((r for r in range(1, comm.size) if comm.memory.nodes[r] == comm.memory.nodes[OWNER]), None)
     if near is not None:
         rows += _calls(comm, "node", near, sizes, rounds)
     with _apart(comm) as far:
-        rows += _calls(far, f"across/{far.transports.choose()}", _first_far(far), sizes, rounds)
+        rows += _calls(far, f"across/{far.memory.choose()}", _first_far(far), sizes, rounds)
     return table(rows + _owner_steps(comm, sizes, max(1, rounds // 3)), COLUMNS)
 
 
 @contextmanager
 def _apart(comm: MpiCommunicator) -> Iterator[MpiCommunicator]:
     """Collective. Give ranks of several nodes: those that there are, or the ranks of one node as if they were."""
-    copy = comm.split(0) if len(set(comm.nodes)) > 1 else comm.apart()
+    copy = comm.split(0) if len(set(comm.memory.nodes)) > 1 else comm.apart()
     yield copy
     copy.close()
 
 
 def _first_far(comm: Communicator) -> int | None:
     """Return the first rank on another node than the owner's."""
-    return next((r for r in range(1, comm.size) if comm.nodes[r] != comm.nodes[OWNER]), None)
+    return next((r for r in range(1, comm.size) if comm.memory.nodes[r] != comm.memory.nodes[OWNER]), None)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def _owner_step(comm: MpiCommunicator, name: str, products: int, window_bytes: i
             out = torch.zeros(read_bytes // 4)
             step_s = phase(far, steps, partial(window.get, out, OWNER) if read_bytes else None)
             window.close()
-            way = far.internode
+            way = far.memory.internode
         return step_s
 
     def columns() -> Row:

@@ -49,5 +49,5 @@ def train(
     )
     if summary is None:
         raise typer.Exit(LEFT)
-    if comm.rank == comm.living[0]:
+    if comm.rank == comm.failures.living[0]:
         console.result(folder, summary)

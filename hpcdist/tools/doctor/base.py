@@ -91,7 +91,7 @@ def gather(comm: Communicator, value: Any) -> list[Any]:
             try:
                 envelope = comm.probe(tag=ARRIVED)
             except DeadlineError as error:
-                raise Unanswered([r for r in range(comm.size) if r not in found], comm.deadline_s) from error
+                raise Unanswered([r for r in range(comm.size) if r not in found], comm.failures.deadline_s) from error
             found[envelope.source] = _receive(comm, envelope)
         values = [found[rank] for rank in range(comm.size)]
         for request in [_send(comm, values, rank, GO_ON) for rank in range(1, comm.size)]:
@@ -104,7 +104,7 @@ def gather(comm: Communicator, value: Any) -> list[Any]:
         try:
             envelope = comm.probe(0, GO_ON)  # rank 0 itself may wait that long for others
         except DeadlineError as error:
-            raise Unanswered([0], 2 * comm.deadline_s) from error
+            raise Unanswered([0], 2 * comm.failures.deadline_s) from error
     return _receive(comm, envelope)
 
 

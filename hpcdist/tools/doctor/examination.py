@@ -160,7 +160,7 @@ def _examine(comm: Communicator, required: Requirements, report: Report) -> int:
     """Collective. Run every check; return the exit status."""
     from hpcdist.session import world as session
 
-    comm.deadline_s = WAIT_S
+    comm.failures.deadline_s = WAIT_S
     report.nodes = nodes = find_nodes(comm, host_name(required.environ))
     exclusion.choose(nodes.names, [], report.options.spare or 0)  # is refused before anything is measured
     report.speaks = comm.rank == 0

@@ -20,7 +20,7 @@ SLURM_S = 5.0  # how long Slurm may take to expand a list of nodes
 
 def find_nodes(comm: Communicator, host: str) -> Nodes:
     """Collective. Name the nodes by their hosts; where several have the same name, add their number."""
-    return name_nodes(gather(comm, host), comm.nodes)
+    return name_nodes(gather(comm, host), comm.memory.nodes)
 
 
 def name_nodes(hosts: Sequence[str], places: Sequence[Hashable]) -> Nodes:

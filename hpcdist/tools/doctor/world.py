@@ -41,7 +41,7 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
 
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     own = {"cores": cores, "threads": torch.get_num_threads(), "task": task(required.environ)}
-    return {"ranks": gather(comm, own), "library": comm.library}
+    return {"ranks": gather(comm, own), "library": comm.trace.library}
 
 
 def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Finding]:

@@ -32,14 +32,14 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
         return {"asker": None}
     asker = nodes.leaders[1] if len(nodes.names) > 1 else 1
     own = comm.split(0)
-    own.transports.choose() if len(nodes.names) > 1 else None  # may measure both ways, and keep what it finds
+    own.memory.choose() if len(nodes.names) > 1 else None  # may measure both ways, and keep what it finds
     alone_s = worst_wait(own, 0, asker, COUNT, _compute, SPAN_S)
     gather(comm, None)
     window_s = _window_wait(own, asker)
     found = gather(comm, [alone_s, window_s])[asker]
-    across = own.internode
+    across = own.memory.internode
     own.close()
-    return {"asker": asker, "across": across, "mpi_s": found[0], "window_s": found[1], "library": comm.library}
+    return {"asker": asker, "across": across, "mpi_s": found[0], "window_s": found[1], "library": comm.trace.library}
 
 
 def _window_wait(comm: Communicator, asker: int) -> float:

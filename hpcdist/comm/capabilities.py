@@ -1,0 +1,157 @@
+"""What a communicator has beside its calls: the ranks' own memory, the record of what it does, and failures."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hpcdist.comm.traffic import Traffic
+from hpcdist.comm.window import Memory, Put
+from hpcdist.records.timeline import Timeline
+
+if TYPE_CHECKING:
+    from hpcdist.comm.communicator import Communicator
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+_NOTHING = nullcontext()
+
+
+class RankMemory(abc.ABC):
+    """The memory of a communicator's ranks beside windows: who shares it, and tensors that other ranks read in place.
+
+    Attributes:
+        nodes: nodes[r] is the index of the node (shared memory) that rank r lives on; equal means the same node.
+        can_attach: `attach` works; the same on all ranks.
+        internode: transport of windows to other nodes: `tcp` or `rma`; None where there are none.
+        device_aware: the library below is given device memory itself.
+    """
+
+    nodes: tuple[int, ...]
+    can_attach: bool
+    internode: str | None = None
+    device_aware: bool = False
+
+    @abc.abstractmethod
+    def attach(self, tensor: Tensor) -> Memory:
+        """Collective. Let other ranks get and put memory that the caller already has (same length on all).
+
+        Works between ranks of one node whose kernel lets them read each other's memory: see `can_attach`.
+        Closing it is not collective and does not synchronise: end with `barrier()` before the memory changes hands.
+        """
+
+    @abc.abstractmethod
+    def put_all(self, puts: Iterable[Put]) -> None:
+        """Start puts into windows of this communicator, one after the other, and then wait for all of them.
+
+        Puts to one rank change its memory in their order. When it returns, all are complete at both ends.
+        """
+
+    def shared_zeros(self, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Collective. Make a zeroed tensor, shape (count,), to be attached: as a whole, or a part, alike on all ranks.
+
+        Where memory can be attached the other ranks have it mapped, so that they read and write it in place, twice to
+        three times as fast; else it is a tensor like any other. It may outlive the communicator.
+        """
+        return torch.zeros(count, dtype=dtype)
+
+    def is_shared(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor lies in what `shared_zeros` has made, and the other ranks have mapped it."""
+        return False
+
+    def host(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
+        """Yield the tensor itself if the library can use its memory; else a host copy, written back at the end.
+
+        For algorithms that do arithmetic between many small transfers: device memory is then staged once.
+        """
+        return nullcontext(tensor)
+
+
+class Trace:
+    """What is recorded of a communicator: its account of traffic, its timeline, and what the records say of the ranks.
+
+    Attributes:
+        library: the library that moves the data: its name and version, one line.
+        world_ranks: the numbers that these ranks have in the job.
+        virtual: the cluster of virtual ranks (network, step times), as `run.json` shows it; None on real ranks.
+        traffic: bytes, messages and seconds of this rank's calls.
+        timeline: events of this rank, where a timeline is written.
+    """
+
+    def __init__(
+        self,
+        library: str,
+        world_ranks: tuple[int, ...],
+        virtual: Mapping[str, Any] | None = None,
+        traffic: Traffic | None = None,
+    ):
+        self.library, self.world_ranks, self.virtual = library, world_ranks, virtual
+        self.traffic = Traffic() if traffic is None else traffic
+        self.timeline: Timeline | None = None
+
+    def span(self, name: str, category: str, **details: Any) -> AbstractContextManager[Any]:
+        """Note in the timeline what is done inside the context, which yields the details; None without a timeline."""
+        return _NOTHING if self.timeline is None else self.timeline.span(name, category, details)
+
+    def noted(self, name: str, category: str, function: F, describe: Callable[..., dict[str, Any]] | None = None) -> F:
+        """Return a function whose calls the timeline notes; `function` itself without one.
+
+        Args:
+            describe: makes the details of a call from its arguments.
+        """
+        return function if self.timeline is None else self.timeline.noted(name, category, function, describe)
+
+
+class Failures:
+    """Ranks that do not come or have died. This class is for ranks of which a death ends the job.
+
+    Attributes:
+        deadline_s: a blocking call that takes longer ends the run with a message.
+        tolerant: the job goes on when a rank dies.
+        living: the ranks that take part in collectives: all, less those that `shrink` found dead.
+        lost: the dead, in the order in which they were found.
+    """
+
+    deadline_s: float
+    living: tuple[int, ...]
+    lost: tuple[int, ...] = ()
+    tolerant: bool = False
+
+    def __init__(self, size: int, deadline_s: float):
+        self.living, self.deadline_s = tuple(range(size)), deadline_s
+
+    def failed(self) -> tuple[int, ...]:
+        """Return the ranks that are known to have died. Never blocks; empty where a death would end the job anyway."""
+        return ()
+
+    def whereabouts(self) -> str:
+        """Describe the line of the user's code at which each rank is, for an error's message; empty where unknown.
+
+        On real ranks it takes seconds, for a rank that does not answer is waited for.
+        """
+        return ""
+
+    def shrink(self) -> None:
+        """Collective among the living. Agree on who has died; collectives are the others' from here on.
+
+        Ranks keep their numbers; `gather` gives None for the dead.
+        """
+
+    def retry_on_failure(self, action: Callable[[], T], *others: Communicator) -> T:
+        """Collective among the living. Return the result of `action`, which the others repeat where a rank dies in it.
+
+        They `shrink` to the living before. Where deaths would end the job anyway this is `action()`.
+
+        Args:
+            action: collective on this communicator and `others`; it bears being made in part before, with data that
+                are incomplete, and being made twice.
+
+        Raises:
+            CommunicationError: nobody has died, and it failed on another rank. An error of `action` here comes first.
+        """
+        return action()

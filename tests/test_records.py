@@ -266,7 +266,9 @@ def test_a_file_is_stamped_with_what_was_written(tmp_path, pieces):
     path = tmp_path / "file"
     written = write_durably(path, (piece for piece in pieces))
     assert path.read_bytes() == b"".join(bytes(piece) for piece in pieces)
-    assert written == stamp(path) and written.bytes == path.stat().st_size
+    with open(path, "rb") as file:
+        assert written == stamp(file)
+    assert written.bytes == path.stat().st_size
     with pytest.raises(FileExistsError):
         write_durably(path, [b"other"])
 

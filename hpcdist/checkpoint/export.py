@@ -33,7 +33,7 @@ def export(state: Mapping[str, Tensor], file: str | Path) -> None:
     try:
         if file.suffix == ".safetensors":
             _check_types(state)
-            write_tensors(temporary, state)
+            write_tensors(temporary, state, {"format": "pt"})  # as Hugging Face demands it
         else:
             torch.save(dict(state), temporary)
             sync(temporary)

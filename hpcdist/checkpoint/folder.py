@@ -17,6 +17,7 @@ import shutil
 import warnings
 from pathlib import Path
 
+from hpcdist.errors import CheckpointError
 from hpcdist.records import sync
 
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
@@ -38,9 +39,12 @@ def step_of(path: Path) -> int:
 
 def listing(folder: Path) -> list[Path]:
     """List the checkpoints in the folder, the newest first."""
-    if not folder.is_dir():
+    try:
+        paths = [path for path in folder.iterdir() if step_of(path) >= 0 and path.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    paths = [path for path in folder.iterdir() if step_of(path) >= 0 and path.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"{folder} must be a folder that can be listed; got {error.strerror}.") from None
     return sorted(paths, key=lambda path: (-step_of(path), path.name))
 
 

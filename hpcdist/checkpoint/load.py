@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hpcdist.checkpoint.folder import listing, step_of
-from hpcdist.checkpoint.manifest import Manifest, check_file, read_manifest, tensor_file, tree_file
-from hpcdist.checkpoint.tensors import read_tensors
-from hpcdist.checkpoint.tree import decode
+from hpcdist.checkpoint.manifest import FILE_NAME, Manifest, check_file, read_manifest, tensor_file, tree_file
+from hpcdist.checkpoint.tensors import TensorFile
+from hpcdist.checkpoint.tree import TreeDecoder, understood
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import CheckpointError
+from hpcdist.records import parse_json, read_bounded
 
 T = TypeVar("T")
 
@@ -40,8 +40,12 @@ def latest(folder: str | Path, *, fallback: bool = False) -> Path | None:
         for reason in reasons:
             warnings.warn(f"A damaged checkpoint is passed over in favour of {path.name}: {reason}", stacklevel=2)
         return path
-    raise CheckpointError(
-        f"{folder} must hold a checkpoint that is whole; got {len(paths)} damaged. {' '.join(reasons)}"
+    raise _all_damaged(folder, reasons)
+
+
+def _all_damaged(folder: str | Path, reasons: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} must hold a checkpoint that is whole; got {len(reasons)} damaged. {' '.join(reasons)}"
     )
 
 
@@ -67,11 +71,70 @@ def verify_together(comm: Communicator, path: str | Path) -> Manifest:
     return _or_advise(path, lambda: _verify_together(comm, path))
 
 
+def latest_together(comm: Communicator, folder: str | Path) -> tuple[Path, Manifest] | None:
+    """Collective. Find the newest checkpoint in the folder that all ranks can read; None where there is none.
+
+    Files are checked as by `verify_together`. Newer ones that are damaged, or that a rank can't read, are passed over
+    with a warning on rank 0.
+
+    Args:
+        folder: of checkpoints; or one of them, in whose place no other is taken.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    folder = Path(folder)
+    leads = comm.rank == comm.failures.living[0]  # other ranks may see a shared folder later
+    found = comm.together(lambda: [path.name for path in listing(folder)] if leads else None)
+    names = comm.gather(found)[comm.failures.living[0]]
+    if not names:
+        alone = comm.gather((folder / FILE_NAME).is_file() if leads else None)[comm.failures.living[0]]
+        return (folder, verify_together(comm, folder)) if alone else None
+    reasons: list[str] = []
+    for name in names:
+        try:
+            manifest = _verify_together(comm, folder / name)
+        except CheckpointError as error:
+            reasons.append(str(error))
+            continue
+        for reason in reasons if leads else ():
+            warnings.warn(f"A damaged checkpoint is passed over in favour of {name}: {reason}", stacklevel=2)
+        return folder / name, manifest
+    raise _all_damaged(folder, reasons)
+
+
+class SavedRank:
+    """The state that a rank has saved, in files that have been verified; any place in it can be decoded by itself."""
+
+    def __init__(self, path: str | Path, rank: int):
+        tree, tensors = Path(path) / tree_file(rank), Path(path) / tensor_file(rank)
+        with understood(tree):
+            self._tree = parse_json(read_bounded(tree, tree.stat().st_size), tree, CheckpointError)
+        with understood(tensors):
+            file = TensorFile(tensors)
+        self._decoder, self._where = TreeDecoder(file.read, file.places, tree), tree
+
+    def at(self, *keys: str, default: Any = None) -> Any:
+        """Return what is saved under these keys of nested dicts, tensors on the CPU; `default` where nothing is."""
+        node = self._tree
+        for key in keys:
+            if not isinstance(node, dict) or key not in node:
+                return default
+            node = node[key]
+        return self._decoder.decode(node)
+
+    def names(self, *keys: str) -> list[str]:
+        """Return the keys of a nested dict."""
+        with understood(self._where):
+            node = self._tree
+            for key in keys:
+                node = node[key]
+            return list(node)
+
+
 def read(path: str | Path, rank: int) -> Any:
     """Read the state that `rank` saved, tensors on the CPU, from files that have been verified."""
-    path = Path(path)
-    tree = json.loads((path / tree_file(rank)).read_bytes())
-    return decode(tree, read_tensors(path / tensor_file(rank)))
+    return SavedRank(path, rank).at()
 
 
 def load(path: str | Path, rank: int) -> tuple[Any, Manifest]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcdist.checkpoint.tree import decode, encode
+from torch import Tensor
+
+from hpcdist.checkpoint.tree import TreeDecoder, encode, understood
 from hpcdist.errors import CheckpointError
-from hpcdist.records import Stamp, stamp, write_durably
+from hpcdist.records import Stamp, open_regular, parse_json, read_bounded, stamp, write_durably
 from hpcdist.version import __version__
 
 FILE_NAME = "manifest.json"
 FORMAT = "hpcdist checkpoint"
-VERSION = 1
+VERSION = 2
+NO_TENSORS: dict[str, Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ def write_manifest(directory: Path, step: int, meta: Any, files: dict[str, Stamp
     Raises:
         CheckpointError: `meta` can't be stored; tensors are for the state.
     """
-    tree, tensors = encode(meta, "meta")
+    tree, tensors, _ = encode(meta, "meta")
     if tensors:
         raise CheckpointError(f"{next(iter(tensors))} must not be a tensor or array; got one. Put it in the state.")
     content = {
@@ -66,35 +70,60 @@ def read_manifest(path: str | Path) -> Manifest:
     path = Path(path)
     file = path / FILE_NAME
     try:
-        manifest = json.loads(file.read_bytes())
+        text = read_bounded(file)
     except (FileNotFoundError, NotADirectoryError):
         inside = "It holds checkpoints: give one of them, as latest(folder) does. " if any(path.glob("step-*/")) else ""
         raise CheckpointError(
             f"{path} must be a checkpoint, a folder with a {FILE_NAME}; got {_what(path)}. {inside}"
         ) from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} must be JSON; got damaged content ({error}).") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} must be readable; got {error.strerror}.") from None
+    manifest = parse_json(text, file, CheckpointError)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{file} must be the manifest of an {FORMAT}; got other JSON.")
-    if manifest.get("version") != VERSION:
-        raise CheckpointError(
-            f"{file} must be of version {VERSION}; got {manifest.get('version')!r}. "
-            f"Read it with the version of hpcdist that wrote it; this is {__version__}."
-        )
     content = manifest.get("content")
+    if manifest.get("version") != VERSION:
+        writer = content.get("hpcdist") if isinstance(content, dict) else None
+        raise CheckpointError(
+            f"{file} must be of version {VERSION}; got {manifest.get('version')!r:.60}. Read it with the version of "
+            f"hpcdist that wrote it, {writer!s:.60}; this is {__version__}."
+        )
     if manifest.get("sha256") != _checksum(content):
         raise CheckpointError(f"{file} must match its checksum; got damaged content.")
-    files = {name: Stamp(**file) for name, file in content["files"].items()}
-    return Manifest(content["step"], content["ranks"], decode(content["meta"], {}), content["hpcdist"], files)
+    with understood(file):
+        return _manifest(content, file)
+
+
+def _manifest(content: Any, file: Path) -> Manifest:
+    files = {name: Stamp(**stamp) for name, stamp in content["files"].items()}
+    step, ranks, writer = content["step"], content["ranks"], content["hpcdist"]
+    meta = TreeDecoder(NO_TENSORS.__getitem__, {}, file).decode(content["meta"])
+    numbers = (step, ranks, *(stamp.bytes for stamp in files.values()))
+    named = {name(rank) for rank in range(min(ranks, len(files))) for name in (tree_file, tensor_file)}
+    texts = (writer, *(stamp.sha256 for stamp in files.values()))
+    known = all(type(n) is int and n >= 0 for n in numbers) and all(isinstance(text, str) for text in texts)
+    stages = meta.get("stages", 1)
+    if (
+        not known
+        or ranks < 1
+        or len(files) != 2 * ranks
+        or named != set(files)
+        or type(stages) is not int
+        or stages < 1
+        or ranks % stages
+    ):
+        raise ValueError(f"its {len(files)} files of {ranks} ranks in {stages} stages")
+    return Manifest(step, ranks, meta, writer, files)
 
 
 def check_file(path: Path, expected: Stamp) -> None:
     """Check that a file has the length and the checksum that the manifest states; raise CheckpointError otherwise."""
     try:
-        n_bytes = path.stat().st_size
-        if n_bytes != expected.bytes:
-            raise CheckpointError(f"{path} must be {expected.bytes} bytes long; got {n_bytes}.")
-        sha256 = stamp(path).sha256
+        with open_regular(path) as file:
+            n_bytes = os.fstat(file.fileno()).st_size
+            if n_bytes != expected.bytes:
+                raise CheckpointError(f"{path} must be {expected.bytes} bytes long; got {n_bytes}.")
+            sha256 = stamp(file).sha256
     except OSError as error:
         raise CheckpointError(f"{path} must be readable; got {error.strerror}.") from None
     if sha256 != expected.sha256:

@@ -102,10 +102,11 @@ def _prepare(folder: Path, step: int, keep: int) -> str:
 
 
 def _write_rank(temporary: Path, rank: int, state: Any) -> dict[str, Stamp]:
-    tree, tensors = encode(state)
+    tree, tensors, places = encode(state)
     temporary.mkdir(exist_ok=True)
+    metadata = {name: json.dumps(place.describe()) for name, place in places.items()}
     files = {
-        tensor_file(rank): write_tensors(temporary / tensor_file(rank), tensors),
+        tensor_file(rank): write_tensors(temporary / tensor_file(rank), tensors, metadata),
         tree_file(rank): write_durably(temporary / tree_file(rank), [json.dumps(tree).encode()]),
     }
     sync(temporary)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from hpcdist.checkpoint.slices import SlicePlace
 from hpcdist.records import Stamp, tensor_bytes, write_durably
 
 STORED = {
@@ -36,15 +38,22 @@ STORED = {
 }
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Stamp:
-    """Write and fsync a new file. One tensor at a time is copied, where it is not contiguous and on the CPU."""
-    return write_durably(path, _pieces(tensors))
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Stamp:
+    """Write and fsync a new file. One tensor at a time is copied, where it is not contiguous and on the CPU.
+
+    Args:
+        metadata: the header's `__metadata__`.
+    """
+    return write_durably(path, _pieces(tensors, metadata or {}))
 
 
-def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | np.ndarray]:
+def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | np.ndarray]:
     # The widest elements first, so that each tensor begins at a multiple of its element's width.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    header, end = {}, 0
+    header: dict[str, Any] = {}
+    end = 0
+    if metadata:
+        header["__metadata__"] = dict(metadata)
     for name in names:
         tensor, start = tensors[name], end
         end += tensor.numel() * tensor.element_size()
@@ -56,11 +65,17 @@ def _pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | np.ndarray]:
         yield tensor_bytes(tensors[name])
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read every tensor of the file, by name, to the CPU.
+class TensorFile:
+    """Read tensors of a file one by one, by name, to the CPU.
 
     They are copies: the library's own tensors are mapped from the file, and reading one after the file was deleted
     by another host would end the process.
     """
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no dict)
+
+    def __init__(self, path: Path):
+        self._file = safe_open(path, framework="pt")
+        metadata = self._file.metadata() or {}
+        self.places = {name: SlicePlace.from_description(json.loads(text)) for name, text in metadata.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._file.get_tensor(name).clone()

@@ -9,7 +9,9 @@ from __future__ import annotations
 import base64
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from math import isfinite
 from typing import Any
 
@@ -17,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcdist.checkpoint.slices import Slice, SlicePlace
 from hpcdist.checkpoint.tensors import STORED
-from hpcdist.errors import CheckpointError
+from hpcdist.errors import CheckpointError, HpcdistError
 
 MAX_DEPTH = 100
 _JSON_INTEGER = 1 << 63  # Python reads longer ones from text slowly, and past 4300 digits not at all
@@ -28,23 +31,25 @@ _RULE = (
 )
 
 
-def encode(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
-    """Split a state into a tree for JSON, and tensors by their place, such as `state['model']['weight']`.
+def encode(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor], dict[str, SlicePlace]]:
+    """Split a state into a tree for JSON, and tensors by their place in it, such as `state['model']['weight']`.
 
-    Tensors are not copied. Tensors that are the same view of the same memory are stored once, and are one tensor
-    again when decoded; views that merely overlap become independent ones. An OrderedDict is stored as a dict, a
-    torch.Size as a tuple, a Parameter as a tensor, an array in the machine's byte order.
+    The last result has, of tensors that are slices, the places in their whole ones. Tensors are not copied. Tensors
+    that are the same view of the same memory are stored once, and are one tensor again when decoded; views that merely
+    overlap become independent ones. An OrderedDict is stored as a dict, a torch.Size as a tuple, a Parameter as a
+    tensor, an array in the machine's byte order.
 
     Raises:
         CheckpointError: a value of another type, or nesting deeper than 100 (such as a list that contains itself).
     """
     encoder = _Encoder()
-    return encoder.encode(state, name, 0), encoder.tensors
+    return encoder.encode(state, name, 0), encoder.tensors, encoder.places
 
 
 class _Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.places: dict[str, SlicePlace] = {}
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: str, depth: int) -> Any:
@@ -68,6 +73,8 @@ class _Encoder:
             return self._encode_dict(value, path, depth)
         if isinstance(value, Tensor):
             return self._encode_tensor(value, path)
+        if kind is Slice:
+            return {"$slice": self._encode_tensor(value.tensor, path, value.place)}
         if kind is np.ndarray or isinstance(value, np.generic):
             return self._encode_array(value, path)
         raise _refusal(path, value)
@@ -86,18 +93,20 @@ class _Encoder:
         pairs = [[self.encode(key, f"{path}.keys()", depth + 1), item] for key, item in values.items()]
         return {"$counter" if type(value) is Counter else "$dict": pairs}
 
-    def _encode_tensor(self, value: Tensor, path: str) -> dict[str, Any]:
+    def _encode_tensor(self, value: Tensor, path: str, place: SlicePlace | None = None) -> dict[str, Any]:
         dense = value.layout is torch.strided and not (value.is_nested or value.is_meta)
         if not dense or type(value.data) is not Tensor:  # a subclass may not hold its elements itself
             raise _refusal(path, value)
         stored = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
         if stored.dtype not in STORED:
             raise _refusal(path, value)
-        view = (stored.data_ptr(), stored.dtype, stored.shape, stored.stride(), stored.device, stored.is_neg())
+        view = (stored.data_ptr(), stored.dtype, stored.shape, stored.stride(), stored.device, stored.is_neg(), place)
         if path in self.tensors:  # of two keys that are both NaN, or in two keys
             path = f"{path} #{len(self.tensors)}"
         name = self._names.setdefault(view, path) if stored.numel() else path
         self.tensors[name] = stored
+        if place is not None:
+            self.places[name] = place
         return {"$complex" if value.is_complex() else "$tensor": name}
 
     def _encode_array(self, value: Any, path: str) -> dict[str, Any]:
@@ -113,34 +122,75 @@ class _Encoder:
         return {"$array" if type(value) is np.ndarray else "$scalar": self._encode_tensor(tensor, path)}
 
 
-def decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Join a tree and tensors of `encode` to the state. Tensors are on the CPU."""
-    if isinstance(node, list):
-        return [decode(item, tensors) for item in node]
-    if not isinstance(node, dict):
-        return node
-    tag = next(iter(node), "")
-    if not tag.startswith("$"):
-        return {key: decode(item, tensors) for key, item in node.items()}
-    content = node[tag]
-    if tag == "$tensor":
-        return tensors[content]
-    if tag == "$complex":
-        return torch.view_as_complex(tensors[content])
-    if tag == "$int":
-        return int(content, 16)
-    if tag == "$float":
-        return struct.unpack(">d", bytes.fromhex(content))[0]
-    if tag == "$bytes":
-        return base64.b64decode(content)
-    decoded = decode(content, tensors)
-    if tag == "$tuple":
-        return tuple(decoded)
-    if tag == "$array":
-        return decoded.numpy()
-    if tag == "$scalar":
-        return decoded.numpy()[()]
-    return (Counter if tag == "$counter" else dict)(dict(decoded))
+@contextmanager
+def understood(where: object, what: str = "what hpcdist has saved") -> Iterator[None]:
+    """Turn whatever goes wrong with content that hpcdist has not written into one sentence.
+
+    Raises:
+        CheckpointError: an error of another kind within the context.
+    """
+    try:
+        yield
+    except HpcdistError:
+        raise
+    except Exception as error:  # whatever the content of a file that somebody else has made leads to
+        raise CheckpointError(
+            f"{where} must hold {what}; got something else ({type(error).__name__}: {error!s:.200}). "
+            "Resume from another checkpoint."
+        ) from None
+
+
+class TreeDecoder:
+    """Join trees and tensors of `encode` to states. Tensors are on the CPU; those of slices are read when needed.
+
+    Args:
+        read: returns a tensor by its name.
+        places: of the tensors that are slices.
+        where: the file, for messages.
+    """
+
+    def __init__(self, read: Callable[[str], Tensor], places: Mapping[str, SlicePlace], where: object):
+        self._read, self._places, self._where = read, places, where
+
+    def decode(self, node: Any) -> Any:
+        """Return the state, or the part of one, that a node of the tree stands for.
+
+        Raises:
+            CheckpointError: `encode` has not made it.
+        """
+        with understood(self._where):
+            return self._decode(node, cache(self._read))  # equal views are one tensor again
+
+    def _decode(self, node: Any, read: Callable[[str], Tensor]) -> Any:
+        if isinstance(node, list):
+            return [self._decode(item, read) for item in node]
+        if not isinstance(node, dict):
+            return node
+        tag = next(iter(node), "")
+        if not tag.startswith("$"):
+            return {key: self._decode(item, read) for key, item in node.items()}
+        content = node[tag]
+        if tag == "$tensor":
+            return read(content)
+        if tag == "$complex":
+            return torch.view_as_complex(read(content))
+        if tag == "$slice":
+            (name,) = content.values()
+            return Slice(self._places[name], lambda: self.decode(content))
+        if tag == "$int":
+            return int(content, 16)
+        if tag == "$float":
+            return struct.unpack(">d", bytes.fromhex(content))[0]
+        if tag == "$bytes":
+            return base64.b64decode(content)
+        decoded = self._decode(content, read)
+        if tag == "$tuple":
+            return tuple(decoded)
+        if tag == "$array":
+            return decoded.numpy()
+        if tag == "$scalar":
+            return decoded.numpy()[()]
+        return (Counter if tag == "$counter" else dict)(dict(decoded))
 
 
 def _type_name(value: Any) -> str:

@@ -105,6 +105,8 @@ class Compressor(abc.ABC):
         """Decode a message into `out`: shape (count,), float32 or float64, on the CPU."""
         self.add(message, out.zero_())
 
+    along: ClassVar[tuple[str, ...]] = ()  # entries of the state that have an element for each of the tensor's, or None
+
     def state(self) -> dict:
         """Return what the compressor keeps between steps (tensors, numbers, None), for a checkpoint."""
         return {}

@@ -52,6 +52,7 @@ class Dgc(Largest):
         )
 
     config: Config
+    along = ("velocity",)
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)

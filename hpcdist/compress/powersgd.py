@@ -139,7 +139,8 @@ class PowerSgd(Linear):
         return {"start": self._start}
 
     def load_state(self, state: dict) -> None:
-        self._start.copy_(state["start"])
+        if state["start"].shape == self._start.shape:  # else it is of other matrices, and begins anew
+            self._start.copy_(state["start"])
 
 
 # All ranks must get the same bits from the same sums, whatever their processors: what follows multiplies and adds

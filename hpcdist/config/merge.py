@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import ConfigError
+from hpcdist.records import read_bounded
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -78,7 +79,7 @@ def _merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_bounded(path).decode())
     except FileNotFoundError:
         raise ConfigError(f"configuration file must exist; got {path}. Check the path.") from None
     except OSError as error:
@@ -89,6 +90,8 @@ def _read(path: Path) -> dict[str, Any]:
         line = re.search(r"line (\d+)", str(error))
         where = f"{path}:{line[1]}" if line else str(path)
         raise ConfigError(f"{where} must be TOML; got an error: {error}. Strings need quotes there.") from None
+    except (RecursionError, ValueError) as error:  # such as a number of too many digits
+        raise ConfigError(f"{path} must be TOML; got an error: {error}. Write simpler values.") from None
 
 
 def _set(table: dict[str, Any], override: str) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcdist.errors import DataError, UnknownNameError
+from hpcdist.records.bounded import open_regular
 from hpcdist.records.durable import stamp, writing
 
 TIMEOUT_S = 20.0  # in which a mirror must send something
@@ -198,7 +199,10 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 def _is_original(path: Path, sha: str) -> bool:
     """Tell whether a file is there, and whole."""
-    return path.is_file() and stamp(path).sha256 == sha
+    if not path.is_file():
+        return False
+    with open_regular(path) as file:
+        return stamp(file).sha256 == sha
 
 
 # --- Debian's package -------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import numpy as np
 
 from hpcdist.data.chunks import chunk_offsets, samples_per_chunk
 from hpcdist.errors import ConfigError, DataError
+from hpcdist.records import open_regular
 
 FORMAT = "hpcdist"
 VERSION = 1
@@ -98,8 +99,7 @@ def open_file(path: Path, *, locking: bool | str | None = "best-effort", mpi_com
     if locking not in LOCKING:
         raise ConfigError(f"locking must be one of {', '.join(map(repr, LOCKING))}; got {locking!r}.")
     try:
-        with open(path, "rb"):
-            pass
+        open_regular(path).close()
     except OSError as error:
         raise damage(path, f"can't be opened ({error.strerror})", "Name a file that `create` has made.") from error
     if not h5py.is_hdf5(path):

@@ -1,5 +1,6 @@
 """The files of a run: `run.json`, step records per rank, `evaluations.jsonl`, `summary.json`."""
 
+from hpcdist.records.bounded import open_regular, parse_json, read_bounded
 from hpcdist.records.digest import digest, tensor_bytes
 from hpcdist.records.durable import Stamp, replace_durably, stamp, sync, write_durably, writing
 from hpcdist.records.evaluations import Evaluation, append_evaluation, keep_evaluations, read_evaluations
@@ -34,6 +35,9 @@ __all__ = [
     "locked",
     "making",
     "now",
+    "open_regular",
+    "parse_json",
+    "read_bounded",
     "read_evaluations",
     "read_records",
     "record_files",

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -75,13 +75,12 @@ def write_durably(path: Path, pieces: Iterable[bytes | np.ndarray]) -> Stamp:
     return Stamp(total, sha.hexdigest())
 
 
-def stamp(path: Path) -> Stamp:
-    """Compute the length and the checksum of an existing file."""
+def stamp(file: BinaryIO) -> Stamp:
+    """Compute the length and the checksum of what is left of an open file."""
     sha, total = hashlib.sha256(), 0
-    with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            sha.update(chunk)
-            total += len(chunk)
+    while chunk := file.read(CHUNK_BYTES):
+        sha.update(chunk)
+        total += len(chunk)
     return Stamp(total, sha.hexdigest())
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from hpcdist.errors import DataError
+from hpcdist.records.bounded import read_bounded
 from hpcdist.records.durable import append, replace_durably, writing
 
 FILE_NAME = "evaluations.jsonl"
@@ -54,7 +55,13 @@ def read_evaluations(folder: str | Path) -> list[Evaluation]:
     """
     path = Path(folder) / FILE_NAME
     evaluations = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.exists() else (), start=1):
+    try:
+        text = read_bounded(path)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"{path} must be readable; got {error.strerror}. Move it away to go on.") from None
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
         if not line.endswith(b"\n"):
             break
         try:

@@ -86,7 +86,9 @@ def _merged(path: Path, rank: RankTimeline, zero_s: float, links: _Links) -> Ite
 def _events(path: Path, rank: RankTimeline, zero_s: float) -> Iterator[Event]:
     """Read a rank's events, with the moments of the common clock."""
     file = rank_path(path, rank.rank)
-    for line in file.read_text().splitlines() if file.exists() else ():  # of a rank that died there may be none
+    for line in (
+        file.read_text(errors="replace").splitlines() if file.is_file() else ()
+    ):  # of a rank that died there may be none
         if not line.startswith("{"):
             continue
         try:

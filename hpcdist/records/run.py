@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpcdist.errors import DataError
+from hpcdist.records.bounded import parse_json, read_bounded
 from hpcdist.records.durable import replace_durably, writing
 
 FILE_NAME = "run.json"
@@ -93,12 +93,13 @@ def load_run(folder: str | Path) -> RunRecord | None:
         DataError: the file is damaged.
     """
     path = Path(folder) / FILE_NAME
-    if not path.exists():
-        return None
     try:
-        return RunRecord.model_validate(json.loads(path.read_bytes()))
-    except (ValueError, ValidationError) as error:
-        raise DataError(f"{path} must be what a run was started with; got {error}. Move it away to go on.") from None
+        return RunRecord.model_validate(parse_json(read_bounded(path), path, DataError))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValidationError, DataError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"{path} must be what a run was started with; got {reason}. Move it away to go on.") from None
 
 
 def copy_job(folder: Path, path: Path, neighbours: Iterable[Path]) -> JobFile:
@@ -122,7 +123,7 @@ def copy_job(folder: Path, path: Path, neighbours: Iterable[Path]) -> JobFile:
 
 
 def _has(path: Path, content: bytes) -> bool:
-    return path.is_file() and path.read_bytes() == content
+    return path.is_file() and read_bounded(path, path.stat().st_size) == content
 
 
 def _write(path: Path, run: RunRecord) -> None:

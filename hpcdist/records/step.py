@@ -13,10 +13,11 @@ from pathlib import Path
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from hpcdist.errors import DataError
+from hpcdist.records.bounded import open_regular
 from hpcdist.records.durable import append, writing
 
 _FILE_NAME = re.compile(r"records-rank(\d{4,})\.jsonl")
-RESTART = re.compile(rb'\{"first_step":(\d+)\}\n')
+RESTART = re.compile(rb'\{"first_step":(\d{1,18})\}\n')
 _TAIL_BYTES = 1 << 16
 _MOST_BYTES = 1 << 23  # that one call of RecordTail reads; the next one goes on
 
@@ -147,17 +148,20 @@ class RecordTail:
         """Return the new records. A number among them is the first step that a restarted run takes again.
 
         Raises:
-            DataError: a line is no record, and the reader is strict.
+            DataError: the file can't be read; or a line is no record, and the reader is strict.
         """
-        if not self._path.exists():
-            return []
         items: list[StepRecord | int] = []
-        if self._path.stat().st_size < self._offset:  # another file of that name
-            self._offset = self.lines = 0
-            items.append(0)
-        with open(self._path, "rb") as file:
-            file.seek(self._offset)
-            data = file.read(_MOST_BYTES)
+        try:
+            with open_regular(self._path) as file:
+                if os.fstat(file.fileno()).st_size < self._offset:  # another file of that name
+                    self._offset = self.lines = 0
+                    items.append(0)
+                file.seek(self._offset)
+                data = file.read(_MOST_BYTES)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise DataError(f"{self._path} must be readable; got {error.strerror}. Move it away to go on.") from None
         for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):
             try:
                 restart = RESTART.fullmatch(line)

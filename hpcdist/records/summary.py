@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpcdist.errors import DataError
+from hpcdist.records.bounded import parse_json, read_bounded
 from hpcdist.records.durable import replace_durably
 from hpcdist.records.energy import Energy
 from hpcdist.records.staleness import StalenessLedger
@@ -170,12 +170,12 @@ def load_summary(path: str | Path) -> Summary:
     """
     file = Path(path) / FILE_NAME if Path(path).is_dir() else Path(path)
     try:
-        content = json.loads(file.read_bytes())
+        text = read_bounded(file)
     except FileNotFoundError:
         raise DataError(f"{file} must exist; got nothing there. Has the run ended?") from None
-    except ValueError as error:
-        raise DataError(f"{file} must be JSON; got {error}. Write it again from the records.") from None
-    return _checked(content, str(file))
+    except OSError as error:
+        raise DataError(f"{file} must be readable; got {error.strerror}. Has the run ended?") from None
+    return _checked(parse_json(text, file, DataError, "Write it again from the records."), str(file))
 
 
 def _checked(content: Any, where: str) -> Summary:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,8 @@ from hpcdist.errors import CheckpointError, ConfigError
 from hpcdist.session.alike import require_same_steps
 from hpcdist.session.optimizer import release
 from hpcdist.session.pipeline import share_tied
-from hpcdist.session.stages import SavedGrid
-from hpcdist.session.state import capture, require_saved, restore
-from hpcdist.session.values import broadcast_in
+from hpcdist.session.resharding import SavedWorld
+from hpcdist.session.state import capture, compare_settings, require_saved, restore, settings_of
 from hpcdist.session.world import current
 from hpcdist.strategies.common.consensus import frozen_consensus
 
@@ -153,6 +152,7 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
     steps = [taken for taken in comm.gather(_steps(trained)) if taken is not None]
     saved = {name: _saved(value) for name, value in state.items() if not _belongs(value, trained)}
     meta: dict[str, Any] = {"loop": {name: _identity(optimizer) for name, optimizer in trained.items()}}
+    meta["kinds"] = _kinds(state, trained)
     if current().stages > 1:
         meta["stages"] = current().stages
     saved = {"state": saved, "random": checkpoint.random_state()}
@@ -171,59 +171,60 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
     On as many ranks as have saved it the run goes on to the bit with synchronous strategies; on another number all
     start from the parameters that the saved ranks stood for together. A model in stages, or in shards, may be cut into
     others, or be whole: parameters, buffers, the optimiser's state and what compression has not sent yet are found by
-    their names. A run on one rank, or replica, sends nothing: what compression had not sent is dropped there.
+    their names. A run on one rank, or replica, sends nothing: what compression had not sent is dropped there. Another
+    strategy takes up parameters, buffers and the optimiser's state. Messages tell settings that differ.
 
     Args:
         path: a folder of checkpoints, or one of them.
         state: objects by the names that `save` was given; their states are replaced.
 
     Raises:
-        CheckpointError: it is damaged, of another model or strategy, or lacks one of the names.
+        CheckpointError: all are damaged; or the newest is of another model, or of another class of optimiser or
+            schedule, or lacks one of the names.
         ConfigError: ranks that serve can't take part, inside the loop.
     """
     _require_all_ranks("a checkpoint")
-    session, trained = current(), _trained(state)
-    newest = _find(Path(path))
-    if newest is None:
+    session = current()
+    found = checkpoint.latest_together(session.comm, path)
+    if found is None:
         return None
-    manifest = checkpoint.verify_together(session.comm, newest)
-    saved = SavedGrid(newest, manifest)
-    _require_same(newest, manifest.meta.get("loop", {}), trained, staged=max(saved.stages, session.stages) > 1)
-    replica, stage = session.outer.rank, session.comm.rank % session.stages
-    near = saved.read(min(replica, saved.replicas - 1), min(stage, saved.stages - 1))
-    same_cut = saved.has_cut(
-        session, {name: (optimizer, near["state"].get(name)) for name, optimizer in trained.items()}
-    )
-    same = same_cut and saved.replicas == session.outer.size
+    newest, manifest = found
+    saved = SavedWorld(newest, manifest)
+    with checkpoint.understood(newest, "the state of these objects"):
+        _require_same(newest, manifest.meta, state, staged=max(saved.stages, session.stages) > 1)
+        return _load(saved, state)
+
+
+def _load(saved: SavedWorld, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Collective. Load objects, and return the plain values."""
+    session, trained, newest = current(), _trained(state), saved.path
+    same = saved.is_same(session, {name: (optimizer, ("state", name)) for name, optimizer in trained.items()})
     if same:
-        checkpoint.set_random_state(near["random"])
-    plain = dict(
-        near["state"] if same else saved.read(_first_worker(trained, saved), min(stage, saved.stages - 1))["state"]
-    )
+        rank = session.comm.rank
+        checkpoint.set_random_state(saved.rank(rank).at("random"))
+    else:
+        first = next(iter(trained), None)
+        replica = 0 if first is None else saved.of("state", first).workers[0]
+        rank = replica * saved.stages + min(session.comm.rank % session.stages, saved.stages - 1)
+    plain = {name: None for name in saved.rank(rank).names("state")}
     for name, value in state.items():
         if _belongs(value, trained):
             continue
         if name not in plain:
             raise CheckpointError(f"{newest} must hold {name!r}; got {', '.join(sorted(plain))}. Load what was saved.")
-        mine = plain.pop(name)
+        del plain[name]
+        if name in trained and not same:
+            restore(value, saved.of("state", name).reshard(value))
+            continue
+        mine = saved.rank(rank).at("state", name)
         if name in trained:
-            restore(value, mine if same else saved.state_for(value, _named(name), stage if same_cut else None))
-        elif same_cut or not isinstance(value, nn.Module):
+            restore(value, mine)
+        elif same or not isinstance(value, nn.Module) or saved.stages == 1:
             value.load_state_dict(mine)
         else:
-            joined = saved.module_state(_first_worker(trained, saved), _named(name))
+            joined = saved.module_state(rank // saved.stages, "state", name)
             value.load_state_dict({key: joined[key] for key in value.state_dict() if key in joined})
-    return plain
-
-
-def _named(name: str) -> Callable[[dict[str, Any]], Any]:
-    return lambda state: state["state"][name]
-
-
-def _first_worker(trained: Mapping[str, Any], saved: SavedGrid) -> int:
-    """Return the first replica that took steps, among those that have saved."""
-    strategy = next((optimizer.strategy for optimizer in trained.values()), None)
-    return 0 if strategy is None else strategy.config.workers(saved.replicas)[0]
+    return {name: saved.rank(rank).at("state", name) for name in plain}
 
 
 def _trained(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,25 +247,32 @@ def _steps(trained: Mapping[str, Any]) -> int:
     return max((optimizer.strategy.steps for optimizer in trained.values()), default=0)
 
 
-def _find(path: Path) -> Path | None:
-    """Collective. Find the checkpoint on rank 0, for all: other ranks may see a shared folder later."""
-    comm = current().comm
-
-    def look() -> str:
-        newest = path if (path / checkpoint.MANIFEST).is_file() else checkpoint.latest(path, fallback=True)
-        return str(newest or "")
-
-    text = broadcast_in(comm, look() if comm.rank == comm.failures.living[0] else None, comm.failures.living[0])
-    return Path(text) if text else None
+def _identity(optimizer: Any) -> dict[str, Any]:
+    return {"model": optimizer.strategy.model.signature(), **settings_of(optimizer)}
 
 
-def _identity(optimizer: Any) -> dict[str, str]:
-    return {"strategy": type(optimizer.strategy).__name__, "model": optimizer.strategy.model.signature()}
+def _kinds(state: Mapping[str, Any], trained: Mapping[str, Any]) -> dict[str, str]:
+    """Return the classes of the objects whose states are saved, beside optimisers and their models."""
+    others = {name: value for name, value in state.items() if name not in trained and not _belongs(value, trained)}
+    return {name: type(value).__name__ for name, value in others.items() if hasattr(value, "state_dict")}
 
 
-def _require_same(path: Path, saved: Mapping[str, Any], trained: Mapping[str, Any], staged: bool) -> None:
-    """Check that a checkpoint is of the same strategies and models; those in stages are compared name by name later."""
+def _require_same(path: Path, meta: Mapping[str, Any], state: Mapping[str, Any], staged: bool) -> None:
+    """Check that a checkpoint is of such a loop, and log which settings differ.
+
+    Models in stages are compared name by name later.
+    """
+    trained, told = _trained(state), current().comm.rank == 0
+    kinds = meta.get("kinds", {})
+    for name, own in _kinds(state, trained).items():
+        if kinds.get(name, own) != own:
+            raise CheckpointError(
+                f"{name} must be of the class that {path} has, {kinds[name]}; got {own}. Load what was saved, or leave "
+                "it out."
+            )
     for name, optimizer in trained.items():
-        for what, own in _identity(optimizer).items():
-            if what != "model" or not staged:
-                require_saved(what, saved.get(name, {}).get(what), own, path)
+        saved, mine = meta.get("loop", {}).get(name, {}), _identity(optimizer)
+        if not staged:
+            require_saved("model", saved.get("model"), mine["model"], path)
+        settings = {key: mine[key] for key in ("strategy", "optimizer")}
+        compare_settings(saved, settings, path, told=told, name="" if name == "optimizer" else f"{name}: ")

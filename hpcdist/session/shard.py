@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -25,6 +26,8 @@ from hpcdist.session.values import broadcast_in
 from hpcdist.session.world import current
 from hpcdist.strategies import Strategy
 from hpcdist.strategies.base import name_of
+
+_log = logging.getLogger("hpcdist")
 
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
@@ -316,11 +319,18 @@ class ShardedLoader:
         An epoch that was left early, by `break`, goes on there once it is loaded; a further iteration without loading
         begins the next one.
         """
-        return {"epoch": self._epoch, "consumed": self._done}
+        return {"epoch": self._epoch, "consumed": self._done, "samples": self._samples()}
+
+    def _samples(self) -> int:
+        """Return the number of samples that are dealt out in an epoch; 0 where nobody knows it."""
+        return len(self._order) if self._split and not self._iterable else 0
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore a position, for the next iteration to go on from; from an epoch's end with the next epoch."""
-        whole = self._split and not self._iterable and state["consumed"] < len(self._order)
+        own = self._samples()
+        if state.get("samples", own) != own:
+            _log.warning("data has %d samples here, and %d in the checkpoint. Is that meant?", own, state["samples"])
+        whole = state["consumed"] < own
         self._epoch, self._start = (state["epoch"] - 1, state["consumed"]) if whole else (state["epoch"], 0)
 
 

@@ -1,73 +1,254 @@
-"""Capture and restore all that a DistributedOptimizer needs to go on as if it had not been interrupted."""
+"""Capture and restore all that a DistributedOptimizer needs to go on as if it had not been interrupted.
+
+A captured state has everything along the parameters by parameter name, as slices (`hpcdist.checkpoint.Slice`): of the
+parameters and buffers that a rank has, of the optimiser's state, and of what its strategy declares as `Along`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from hpcdist.checkpoint import Slice, SlicePlace
 from hpcdist.errors import CheckpointError
+from hpcdist.model.flat import FlatModel
 from hpcdist.parallel.part import PartOfModel
 from hpcdist.strategies import Strategy
 from hpcdist.strategies.base import name_of
-from hpcdist.strategies.common.state import mean
+from hpcdist.strategies.common.state import Along, Ranges
+
+_log = logging.getLogger("hpcdist")
+_NOTHING = object()
+KINDS = ("params", "frozen", "buffers")
+Named = dict[str, Slice]
 
 
+@dataclass(frozen=True)
+class _Stretch:
+    """Elements [start, stop) of flat tensor number `group`: a tensor of the model.
+
+    Attributes:
+        place: in the whole model, with complex numbers as pairs.
+        own: the same, with complex numbers as such.
+    """
+
+    group: int
+    start: int
+    stop: int
+    place: SlicePlace
+    own: SlicePlace
+
+
+class ParameterLayout:
+    """The places of a model's tensors: in this rank's flat memory, and in the whole model.
+
+    Attributes:
+        also: other names of tied tensors, each with the one that counts.
+        places: of this rank's tensors by name, see `_Stretch.own`.
+    """
+
+    def __init__(self, model: FlatModel):
+        described, module = model.layout(), model.module
+        parts = module.describe_parts() if isinstance(module, PartOfModel) else {}
+        rank = module.grid.stage if isinstance(module, PartOfModel) else 0
+        self._model, self._names = model, {name: part["of"] for name, part in parts.items()}
+        self.also: dict[str, str] = described["also"]
+        self._beside = [self._names.get(name, name) for name in described["beside"]]
+        self._stretches = {kind: [_stretch(slot, parts, rank) for slot in described[kind]] for kind in KINDS}
+        self.places = {each.own.name: each.own for kind in KINDS for each in self._stretches[kind]}
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """Return a parameter's name in the whole model."""
+        name = self._model.name_of(parameter)
+        return None if name is None else self._names.get(name, name)
+
+    def about(self) -> dict[str, Any]:
+        """Describe what names alone do not say."""
+        complex_ones = [each.own.name for kind in KINDS for each in self._stretches[kind] if each.own != each.place]
+        return {"also": self.also, "beside": self._beside, "complex": complex_ones}
+
+    def parts(self, kind: str, ranges: Ranges | None = None) -> Iterator[tuple[int, int, SlicePlace]]:
+        """Yield the group, the first element in the group's tensor, and the place of each slice in these ranges."""
+        for each in self._stretches[kind]:
+            if ranges is None:
+                yield each.group, each.start, each.place
+                continue
+            first, last = ranges[each.group]
+            begin, end = max(each.start, first), min(each.stop, last)
+            if (begin, end) == (each.start, each.stop):
+                yield each.group, begin - first, each.place
+            elif begin < end:
+                yield each.group, begin - first, replace(each.place, span=(begin - each.start, end - each.start))
+
+    def split(self, kind: str, flats: Sequence[Tensor], ranges: Ranges | None = None) -> Named:
+        """Return slices of flat tensors, views, by name."""
+        found = {}
+        for group, start, place in self.parts(kind, ranges):
+            values = flats[group][start : start + place.numel]
+            found[place.name] = Slice(place, values.view(place.part) if place.span is None else values)
+        return found
+
+    def join(self, named: Mapping[str, Slice], ranges: Ranges | None = None) -> list[Tensor]:
+        """Lay slices of the parameters out in flat tensors; an empty list where there are none."""
+        if not named:
+            return []
+        pieces: list[list[Tensor]] = [[] for _ in self._model.params]
+        for group, _, place in self.parts("params", ranges):
+            pieces[group].append(_same_place(named, place).reshape(-1))
+        return [torch.cat(own) if own else torch.zeros(0) for own in pieces]
+
+    def fill(self, kind: str, flats: Sequence[Tensor], named: Mapping[str, Slice]) -> None:
+        """Copy slices into flat tensors."""
+        for group, start, place in self.parts(kind):
+            flats[group][start : start + place.numel].copy_(_same_place(named, place).reshape(-1))
+
+
+def _same_place(named: Mapping[str, Slice], place: SlicePlace) -> Tensor:
+    found = named.get(place.name)
+    if found is None or found.place != place:
+        got = "nothing" if found is None else f"the part at {found.place.offset} of one of shape {found.place.shape}"
+        raise CheckpointError(
+            f"the checkpoint must hold this rank's part of {place.name!r}, at {place.offset} of one of shape "
+            f"{place.shape}; got {got}. Resume with the model and the strategy of that run."
+        )
+    return found.tensor
+
+
+def _stretch(slot: Sequence[Any], parts: Mapping[str, Mapping[str, Any]], rank: int) -> _Stretch:
+    """Return the places of a tensor, see `Slot.place`, which may be a part of one, see `describe_parts`."""
+    name, group, start, stop, dtype, shape = slot
+    own = SlicePlace.whole(name, tuple(shape))
+    if name in parts:
+        part = parts[name]
+        whole = tuple(part["shape"])
+        offset, size = (None, tuple(min(s, w) for s, w in zip(shape, whole))) if part["dims"] is None else (
+            _box(part, rank)
+        )  # fmt: skip
+        own = SlicePlace(part["of"], whole, offset, size, tuple(shape))
+    place = own
+    if "complex" in dtype:
+        offset = None if own.offset is None else (*own.offset, 0)
+        place = SlicePlace(own.name, (*own.shape, 2), offset, (*own.size, 2), (*own.part, 2))
+    return _Stretch(group, start, stop, place, own)
+
+
+def _box(part: Mapping[str, Any], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offset and size of a rank's part: along each dimension of the mesh that cuts one, a chunk."""
+    ranks = torch.tensor(part["ranks"])
+    spans = [(0, size) for size in part["shape"]]
+    own = (ranks == rank).nonzero()[0].tolist() if part["dims"] else []  # none are cut where all ranks have the same
+    for dim, index, count in zip(part["dims"], own, ranks.shape, strict=True):
+        if dim is not None:
+            start, stop = spans[dim]
+            chunk = -(-(stop - start) // count)  # as `torch.chunk` has it
+            spans[dim] = (min(start + index * chunk, stop), min(start + (index + 1) * chunk, stop))
+    return tuple(start for start, _ in spans), tuple(stop - start for start, stop in spans)
+
+
+# --- capture ----------------------------------------------------------------------------------------------------------
 def capture(optimizer: Any) -> dict[str, Any]:
     """Return this rank's state: parameters, buffers, the local optimiser, the strategy."""
-    model = optimizer.strategy.model
+    captured = capture_strategy(optimizer.strategy)
+    return captured | {"optimizer": _optimizer_state(optimizer, ParameterLayout(optimizer.strategy.model))}
+
+
+def capture_strategy(strategy: Strategy) -> dict[str, Any]:
+    """Return this rank's state but for the local optimiser's."""
+    model = strategy.model
     model.refresh()
+    layout, state, flats = ParameterLayout(model), strategy.state(), strategy.masters()
+    for entry in strategy.entries():
+        if isinstance(entry, Along) and entry.name in state:
+            value = state[entry.name]
+            state[entry.name] = layout.split("params", value, entry.ranges) if value else {}
     return {
-        "params": list(model.params),
-        "frozen": list(model.frozen),
-        "buffers": list(model.buffers),
-        "optimizer": optimizer.local_state_dict(),
-        "strategy": optimizer.strategy.state(),
-        "layout": layout_of(optimizer),
+        "params": layout.split("params", model.params),
+        "frozen": layout.split("frozen", model.frozen),
+        "buffers": layout.split("buffers", model.buffers),
+        "masters": {} if flats is None else layout.split("params", flats.tensors, flats.ranges),
+        "works": strategy.is_worker,
+        "strategy": state,
+        "about": {"strategy": name_of(strategy), **layout.about()},
     }
 
 
-def layout_of(optimizer: Any) -> dict[str, Any]:
-    """Describe where each parameter lies in a state, by name, and in which order the optimiser has them."""
-    model, strategy = optimizer.strategy.model, optimizer.strategy
-    order = [model.name_of(p) for group in optimizer.param_groups for p in group["params"]]
-    parts = model.module.describe_parts() if isinstance(model.module, PartOfModel) else {}
-    return model.layout() | {"order": order, "strategy": name_of(strategy)} | ({"parts": parts} if parts else {})
+def _optimizer_state(optimizer: Any, layout: ParameterLayout) -> dict[str, Any]:
+    """Return the local optimiser's state dict with names of parameters in place of numbers, and slices."""
+    raw, order = optimizer.local_state_dict(), order_of(optimizer, layout)
+
+    def sliced(name: str, value: Any) -> Any:
+        place = layout.places.get(name)
+        alongside = place is not None and isinstance(value, Tensor) and tuple(value.shape) == place.part
+        return Slice(place, value) if place is not None and alongside else value
+
+    state = {}
+    for index, values in raw["state"].items():
+        name = order[index] if isinstance(index, int) else index
+        state[name] = {k: sliced(name, v) for k, v in values.items()} if isinstance(values, dict) else values
+    groups = [{**group, "params": [order[index] for index in group["params"]]} for group in raw["param_groups"]]
+    return {**raw, "state": state, "param_groups": groups}
 
 
-def restore(optimizer: Any, state: dict[str, Any]) -> None:
-    """Collective. Restore the result of `capture` or `merge`."""
+def order_of(optimizer: Any, layout: ParameterLayout) -> list[str]:
+    """Return the names of the optimiser's parameters, in its order."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [layout.name_of(parameter) or f"optimizer parameter {i}" for i, parameter in enumerate(parameters)]
+
+
+def places_of(state: Callable[..., Any]) -> list[SlicePlace]:
+    """Return where all slices of a rank lie that its strategy trains by.
+
+    Args:
+        state: returns the part of a captured state under a key.
+    """
+    return [each.place for kind in (*KINDS, "masters") for each in (state(kind) or {}).values()]
+
+
+# --- restore ----------------------------------------------------------------------------------------------------------
+def restore(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Collective. Restore the result of `capture`, or of `SavedState.reshard`."""
     model = optimizer.strategy.model
-    for own, saved in ((model.params, "params"), (model.frozen, "frozen"), (model.buffers, "buffers")):
-        for tensor, value in zip(own, state[saved], strict=True):
-            tensor.copy_(value)
-    optimizer.load_state_dict(state["optimizer"])
-    optimizer.strategy.load_state(state["strategy"])
+    layout = ParameterLayout(model)
+    for kind, own in (("params", model.params), ("frozen", model.frozen), ("buffers", model.buffers)):
+        layout.fill(kind, own, state[kind])
+    optimizer.load_state_dict(_numbered(optimizer, layout, state["optimizer"]))
+    restore_strategy(optimizer.strategy, state["strategy"])
     model.mark()
 
 
-def merge(states: Sequence[dict[str, Any]], strategy: Strategy) -> dict[str, Any]:
-    """Make the state of every rank of a world of another size from those of all saved ranks.
-
-    Whatever else the states hold (schedules, positions) is a worker's.
-    """
-    workers = workers_of(states)
-    merged = dict(states[workers[0]])
-    saved = [state["strategy"] for state in states]
-    merged["params"] = strategy.reshard_params([state["params"] for state in states], saved)
-    merged["buffers"] = mean([states[rank]["buffers"] for rank in workers])
-    merged["optimizer"] = strategy.reshard_optimizer([state["optimizer"] for state in states])
-    # Schedules change the workers' rates, and servers may have been given them late.
-    merged["optimizer"] = {
-        **merged["optimizer"], "param_groups": states[workers[0]]["optimizer"]["param_groups"],
-    }  # fmt: skip
-    merged["strategy"] = strategy.reshard_state(saved)
-    return merged
+def restore_strategy(strategy: Strategy, saved: Mapping[str, Any]) -> None:
+    """Collective. Restore what a strategy declares, after the model's parameters."""
+    layout, values = ParameterLayout(strategy.model), dict(saved)
+    for entry in strategy.entries():
+        if isinstance(entry, Along) and entry.name in values:
+            values[entry.name] = layout.join(values[entry.name], entry.ranges)
+    strategy.load_state(values)
 
 
-def workers_of(states: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the ranks that took steps, of those that have saved these states."""
-    return [rank for rank, state in enumerate(states) if state["strategy"].get("works", True)]
+def _numbered(optimizer: Any, layout: ParameterLayout, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict for the local optimiser, which numbers parameters."""
+    order, own = order_of(optimizer, layout), optimizer.local_state_dict()
+    numbers = {name: index for index, name in enumerate(order)}
+    state = {}
+    for name, values in saved["state"].items():
+        if isinstance(values, dict):
+            values = {k: v.tensor if isinstance(v, Slice) else v for k, v in values.items()}
+        state[numbers.get(name, name)] = values
+    groups = []
+    for number, group in enumerate(own["param_groups"]):
+        names = {order[index] for index in group["params"]}
+        sharing = [each for each in saved["param_groups"] if not names.isdisjoint(each["params"])]
+        numbered = saved["param_groups"][number : number + 1]  # of a group that is empty here
+        settings = (sharing or numbered or [{}])[0]
+        groups.append(group | {k: v for k, v in settings.items() if k not in ("params", "param_names")})
+    return {**saved, "state": state, "param_groups": groups}
 
 
 def require_saved(what: str, saved: object, own: object, path: Path) -> None:
@@ -76,4 +257,43 @@ def require_saved(what: str, saved: object, own: object, path: Path) -> None:
         raise CheckpointError(
             f"{what} must be that of the checkpoint to resume from it; got another one than in {path}. "
             "Resume with the configuration of that run, or start anew in another output folder."
+        )
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+def settings_of(optimizer: Any) -> dict[str, Any]:
+    """Return what a DistributedOptimizer was made with, in types that JSON has."""
+    strategy = optimizer.strategy
+    return {
+        "strategy": {"name": name_of(strategy), **plain(strategy.config.model_dump())},
+        "optimizer": {"name": type(optimizer).__name__, **plain(optimizer.defaults)},
+    }
+
+
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings in types that JSON has; whatever else as text."""
+    return json.loads(json.dumps(settings, default=str))
+
+
+def compare_settings(saved: Any, own: Mapping[str, Any], path: Path, *, told: bool, name: str = "") -> None:
+    """Log how settings differ from those of a checkpoint; told on one rank alone.
+
+    Raises:
+        CheckpointError: the name of an optimiser or of a schedule differs, whose state fits no other.
+    """
+    for key, value in own.items():
+        there, setting = saved.get(key, _NOTHING) if isinstance(saved, Mapping) else _NOTHING, f"{name}{key}"
+        if isinstance(value, Mapping) and isinstance(there, Mapping):
+            _require_kind(setting, there, value, path)
+            compare_settings(there, value, path, told=told, name=f"{setting}.")
+        elif there is not _NOTHING and there != value and told:
+            _log.warning("%s is %r here, and %r in %s. Is that meant?", setting, value, there, path)
+
+
+def _require_kind(setting: str, saved: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> None:
+    kind = setting.rpartition(".")[2]
+    if kind in ("optimizer", "schedule") and "name" in own and saved.get("name") != own["name"]:
+        raise CheckpointError(
+            f"{setting} must be that of the checkpoint to resume from it, {saved.get('name')!r:.80}; got "
+            f"{own['name']}. Resume with the one of {path}; or begin with the model alone, by hpcdist.unsplit."
         )

@@ -20,7 +20,7 @@ from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.model.pieces import alongside
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.consensus import mean_over, with_buffers
-from hpcdist.strategies.common.state import Entry, dropped, mean
+from hpcdist.strategies.common.state import Along, Entry, Flats, dropped
 from hpcdist.strategies.decentralised.gossip import Gossip
 from hpcdist.topology import make_topology
 from hpcdist.topology.graphs.structure import two_sides
@@ -143,21 +143,20 @@ class ADPSGD(Gossip):
         return with_buffers(self, mean_over(self.comm, self._values(), self.comm.failures.living))
 
     def entries(self) -> list[Entry]:
-        return [*super().entries(), Entry("shared", self._save_shared, self._load_shared, dropped())]
+        return [*super().entries(), Along("shared", self._save_shared, self._load_shared, dropped([]))]
 
-    @classmethod
-    def reshard_params(cls, params: list[list[Tensor]], states: list[dict]) -> list[Tensor]:
-        return mean([state["shared"] or own for own, state in zip(params, states, strict=True)])
+    def masters(self) -> Flats:
+        return Flats(self._save_shared() or self.model.params)
 
-    def _save_shared(self) -> list[Tensor] | None:
-        return self._values() if self._passive else None
+    def _save_shared(self) -> list[Tensor]:
+        return self._values() if self._passive else []
 
-    def _load_shared(self, saved: Sequence[Tensor] | None) -> None:
+    def _load_shared(self, saved: Sequence[Tensor]) -> None:
         self.comm.barrier()  # nobody still averages with what was before
         self._share(saved or self.model.params)
 
     def take_up(self) -> None:
-        self._load_shared(None)
+        self._load_shared(())
 
     def close(self) -> None:
         for window in (*self._shared, self._holder):

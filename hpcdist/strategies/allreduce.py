@@ -19,7 +19,7 @@ from hpcdist.model.hyperparameters import difference, digests, sums_are_of_equal
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, attribute, part
+from hpcdist.strategies.common.state import Entry, attribute, reduction
 from hpcdist.strategies.synchronous.averaging import Averaging, OutsideAveraging, OwnAveraging
 from hpcdist.strategies.synchronous.buffers import ChangingBuffers
 from hpcdist.strategies.synchronous.provider import ProviderConfig
@@ -351,8 +351,7 @@ class AllReduce(Strategy):
         return self._used[1], {rank: names for rank, names in enumerate(self.comm.gather(list(bad))) if names}
 
     def entries(self) -> list[Entry]:
-        compressed = part("compressed", self._compressed, Reduction.reshard, unsent=True)
-        return [*super().entries(), attribute(self, "updates"), *compressed]
+        return [*super().entries(), attribute(self, "updates"), *reduction("compressed", self._compressed)]
 
     def close(self) -> None:
         if self._compressed is not None:

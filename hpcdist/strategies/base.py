@@ -25,11 +25,9 @@ from hpcdist.strategies.common.records import Outcome, Recorder
 from hpcdist.strategies.common.start import spread_model
 from hpcdist.strategies.common.state import (
     Entry,
+    Flats,
     attribute,
-    first,
     load_entries,
-    mean,
-    reshard_entries,
     save_entries,
 )
 
@@ -187,25 +185,15 @@ class Strategy(abc.ABC):
         return save_entries(self.entries())
 
     def load_state(self, saved: dict[str, Any]) -> None:
-        """Collective. Restore the result of `state` or `reshard_state`, after the model's parameters."""
+        """Collective. Restore the result of `state`, after the model's parameters."""
         load_entries(self.entries(), saved)
 
-    def reshard_state(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Make the state of every rank of a world of another size from the states of all saved ranks."""
-        return reshard_entries(self.entries(), states)
+    def masters(self) -> Flats | None:
+        """Return what this rank has of the parameters that the ranks stand for together, for a checkpoint.
 
-    def reshard_unsent(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Make the entries that have what compression has not sent yet, as `reshard_state` does with all of them."""
-        return reshard_entries([entry for entry in self.entries() if entry.unsent], states)
-
-    @classmethod
-    def reshard_params(cls, params: list[list[Tensor]], states: list[dict[str, Any]]) -> list[Tensor]:
-        """Make the first parameters of all ranks of a world of another size from those of all saved ranks."""
-        return mean(params)
-
-    def reshard_optimizer(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Make the optimiser's state of all ranks of a world of another size from those of all saved ranks."""
-        return first(states)
+        These are the mean of all that ranks return here; None on a rank whose parameters do not count.
+        """
+        return Flats(self.model.params)
 
     # --- what the loop calls --------------------------------------------------------------------------------------
     def step(self, update: Update, *, skips: bool = False, unscale: float | None = None) -> StepRecord:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import deepcopy
 from typing import final
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.strategies.common.state import Entry
+from hpcdist.strategies.common.state import Along, Entry
 from hpcdist.strategies.synchronous.periodic import Periodic
 
 
@@ -57,11 +56,13 @@ class DiLoCo(Periodic):
         self._outer.step()
 
     def entries(self) -> list[Entry]:
-        return [*super().entries(), Entry("outer", self._save_outer, self._load_outer)]
+        return [*super().entries(), Along("outer", self._save_outer, self._load_outer)]
 
-    def _save_outer(self) -> dict:
-        return {} if self.alone else self._outer.state_dict()["state"]
+    def _save_outer(self) -> list[Tensor]:
+        state = {} if self.alone else self._outer.state_dict()["state"]
+        return [state[group]["momentum_buffer"] for group in sorted(state) if "momentum_buffer" in state[group]]
 
-    def _load_outer(self, saved: dict) -> None:
+    def _load_outer(self, saved: Sequence[Tensor]) -> None:
         if not self.alone:  # with the rates of this run's settings
-            self._outer.load_state_dict({**self._outer.state_dict(), "state": deepcopy(saved)})
+            state = {group: {"momentum_buffer": tensor.clone()} for group, tensor in enumerate(saved)}
+            self._outer.load_state_dict({**self._outer.state_dict(), "state": state})

@@ -14,7 +14,7 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, dropped, tensors, zeros
+from hpcdist.strategies.common.state import Entry, dropped, first, held_tensors, zeros
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, PUSH, Reply, ServerRequest
 from hpcdist.strategies.server.gradient_server import Aggregate
 from hpcdist.strategies.server.loop import Handler
@@ -66,11 +66,8 @@ class ShardAdagrad:
     def entries(self) -> list[Entry]:
         """Declare the parameters and Σg²."""
         squares = [self._adagrad.state[parameter]["sum"] for parameter in self._parameters]
-        return [tensors("params", self.params, self._cut_anew), tensors("squares", squares, self._cut_anew)]
-
-    def _cut_anew(self, saved: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Join the shards of all servers that saved, which are in order, and cut out this server's."""
-        return self._shard.of([torch.cat(list(parts)) for parts in zip(*saved, strict=True)])
+        ranges = self._shard.ranges
+        return [held_tensors("params", self.params, first, ranges), held_tensors("squares", squares, first, ranges)]
 
 
 def _reference_rate(optimizer: torch.optim.Optimizer | None) -> float:
@@ -137,7 +134,7 @@ class Downpour(ServerStrategy):
         def narrow(self, contract: Contract, size: int) -> Contract:
             return replace(super().narrow(contract, size), parameters="kept" if size == 1 else "replaced")
 
-    steps_on_workers, masters_in = True, ("params",)  # with Adagrad on the servers
+    steps_on_workers = True  # with Adagrad on the servers
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
@@ -219,7 +216,7 @@ class _Worker(Worker):
     def entries(self) -> list[Entry]:
         none_used = [False] * len(self._used)
         return [
-            tensors("sum", self._sum, zeros(self._sum)),
+            held_tensors("sum", self._sum, zeros(self._sum)),
             Entry("used", self._used.tolist, self._load_used, dropped(none_used), optional=True),
         ]
 

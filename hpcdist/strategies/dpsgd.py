@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 from pydantic import Field, model_validator
 
@@ -13,7 +14,7 @@ from hpcdist.config import Named
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, dropped
+from hpcdist.strategies.common.state import Along, Entry, dropped
 from hpcdist.strategies.decentralised.choco import CompressedMixing
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.topology import make_topology
@@ -111,20 +112,24 @@ class DPSGD(Strategy):
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:
-        optional = not self._compressed
-        return [*super().entries(), Entry("mixing", self._save_mixing, self._load_mixing, dropped(), optional)]
+        if not self._compressed:
+            return super().entries()
+        loaded: dict[str, Any] = {}
+
+        def load(coders: Sequence[Any] | None) -> None:  # in another world ranks send each other their values
+            self._mixing.load_state(None if coders is None else {**loaded, "coders": coders}, self.model.params)
+
+        return [
+            *super().entries(),
+            Along("copies", lambda: self._mixing.state()["copies"], lambda v: loaded.update(copies=v), dropped([])),
+            Along("mixed", lambda: self._mixing.state()["mixed"], lambda v: loaded.update(mixed=v), dropped([])),
+            Entry("coders", lambda: self._mixing.state()["coders"], load, dropped()),
+        ]
 
     def load_state(self, saved: dict) -> None:
         super().load_state(saved)
         if not self._compressed:
             self._mixing.drop()  # what was sent is not what was loaded
-
-    def _save_mixing(self) -> dict | None:
-        return self._mixing.state() if self._compressed else None
-
-    def _load_mixing(self, saved: dict | None) -> None:
-        if self._compressed:
-            self._mixing.load_state(saved, self.model.params)
 
     def close(self) -> None:
         self._mixing.close()

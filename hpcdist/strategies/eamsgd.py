@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Update
-from hpcdist.strategies.common.state import Entry, tensors, zeros
+from hpcdist.strategies.common.state import Entry, held_tensors, zeros
 from hpcdist.strategies.server.elastic import ElasticConfig, Motion, tie_to_centre
 from hpcdist.strategies.server.strategy import ServerStrategy
 
@@ -40,7 +40,9 @@ class Nesterov(Motion):
                 torch.add(start, velocity, alpha=1 + self._momentum, out=params)
 
     def entries(self) -> list[Entry]:
-        return [tensors("velocity", self._velocity, zeros(self._velocity))]  # others begin at the centre, and at rest
+        return [
+            held_tensors("velocity", self._velocity, zeros(self._velocity))
+        ]  # others begin at the centre, and at rest
 
 
 @final
@@ -62,7 +64,7 @@ class EAMSGD(ServerStrategy):
 
         momentum: float = Field(0.9, ge=0, lt=1, description="δ of each worker's Nesterov momentum; 0.99 in the paper")
 
-    up, down, masters_in = "values", "moves", ("centre",)
+    up, down = "values", "moves"
     contract = replace(ServerStrategy.contract, averages="parameters", updates="here", parameters="kept")
     steps_on_workers = True
 

@@ -47,7 +47,7 @@ class EASGD(ServerStrategy):
     class Config(ElasticConfig):
         """Options of easgd."""
 
-    up, down, masters_in = "values", "moves", ("centre",)
+    up, down = "values", "moves"
     contract = replace(ServerStrategy.contract, averages="parameters", updates="here", parameters="kept")
     steps_on_workers = True
 

@@ -10,12 +10,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hpcdist.errors import CheckpointError, ConfigError
+from hpcdist.errors import ConfigError
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.consensus import with_buffers
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, dropped
+from hpcdist.strategies.common.state import Entry, Flats
 from hpcdist.strategies.lbfgs.algorithm import Lbfgs, LbfgsSettings
 from hpcdist.strategies.lbfgs.coordinator import COORDINATOR, Coordinator, PortionWorker, assign_lbfgs
 from hpcdist.strategies.lbfgs.portions import JointBatch
@@ -29,7 +29,7 @@ from hpcdist.strategies.server.channel import (
     ServerRequest,
     require_living,
 )
-from hpcdist.strategies.server.placement import Roles, Shard, broadcast_shards, put_together
+from hpcdist.strategies.server.placement import Roles, Shard, broadcast_shards
 
 OPERATIONS, ASK = 6, 7  # kinds of requests, beside those of servers: to a shard, and to the coordinator
 NUMBERS = 8  # in a worker's request to the coordinator
@@ -346,15 +346,15 @@ class Sandblaster(Strategy):
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:
-        ranges = [[list(found) for found in shard.ranges] for shard in self.point.shards.values()]
         return [
             *super().entries(),
-            Entry("works", lambda: self.is_worker, lambda _: None, dropped(self.is_worker)),
-            Entry("ranges", lambda: ranges, self._require_same_ranges, dropped(ranges)),
             Entry("clock", self._clock, self._load_clock, max),
-            Entry("lbfgs", self._coordinator_state, self._load_coordinator),
-            Entry("vectors", self._vectors, self._load_vectors),
+            Entry("lbfgs", self._coordinator_state, self._load_coordinator, _only),
+            *([] if self.shard is None else self.shard.entries(self.config.history)),
         ]
+
+    def masters(self) -> Flats | None:
+        return None if self.shard is None else Flats(self.shard.of_model(), self.shard.ranges)
 
     def _clock(self) -> int:
         return self.coordinator.clock if self.coordinator is not None else self.worker.clock if self.worker else 0
@@ -370,33 +370,10 @@ class Sandblaster(Strategy):
         if self.coordinator is not None:
             self.coordinator.load_state(saved)
 
-    def _vectors(self) -> dict[str, Any]:
-        return {} if self.shard is None else self.shard.state()
 
-    def _load_vectors(self, saved: dict[str, Any]) -> None:
-        if self.shard is not None:
-            self.shard.load_state(saved)
-
-    def _require_same_ranges(self, saved: list) -> None:
-        own = len(self.point.shards)
-        if len(saved) != own:
-            raise CheckpointError(
-                f"strategy.servers must be that of the checkpoint on the same number of ranks; got {own} for a "
-                f"checkpoint of {len(saved)}. Resume with the configuration of that run, or on more or fewer ranks."
-            )
-
-    def reshard_state(self, states: list[dict]) -> dict:
-        """Carry the entries over; put the shards' vectors together, of which new shards take their ranges."""
-        holders = [state["vectors"] for state in states if state["vectors"]]
-        numbers = holders[0]["numbers"]
-        columns = zip(*(holder["vectors"] for holder in holders), strict=True)
-        whole = [put_together(parts, states[0]["ranges"], self.model.params) for parts in columns]
-        return {**super().reshard_state(states), "vectors": {"numbers": numbers, "vectors": whole}}
-
-    def reshard_params(self, params: list[list[Tensor]], states: list[dict]) -> list[Tensor]:
-        """Put the shards' parameters together."""
-        holders = [whole for whole, state in zip(params, states, strict=True) if state["vectors"]]
-        return put_together(holders, states[0]["ranges"], self.model.params)
+def _only(saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the one state that is not empty: the coordinator's."""
+    return next(filter(None, saved), {})
 
 
 def _reply(request: ServerRequest, numbers: Sequence[float]) -> Reply:

@@ -13,7 +13,7 @@ from hpcdist.config import Named
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.consensus import mean_over, with_buffers
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, dropped, mean
+from hpcdist.strategies.common.state import Along, Entry, Flats, dropped
 from hpcdist.strategies.decentralised.half_precision import Wire, WireConfig
 from hpcdist.strategies.decentralised.mixing import Mixing
 from hpcdist.topology import make_topology
@@ -112,22 +112,21 @@ class SGP(Strategy):
     def entries(self) -> list[Entry]:
         return [
             *super().entries(),
-            Entry("x", self._save_x, self._load_x, dropped()),
+            Along("x", self._save_x, self._load_x, dropped([])),
             Entry("weight", self._weight.item, self._load_weight, dropped(1.0)),
         ]
 
-    @classmethod
-    def reshard_params(cls, params: list[list[Tensor]], states: list[dict]) -> list[Tensor]:
-        return mean([own if state["x"] is None else state["x"] for own, state in zip(params, states, strict=True)])
+    def masters(self) -> Flats:
+        return Flats(self._x if self._biased else self.model.params)
 
     def load_state(self, saved: dict) -> None:
         super().load_state(saved)
         self._mixing.drop()  # what was sent is not what was loaded
 
-    def _save_x(self) -> list[Tensor] | None:
-        return [x.clone() for x in self._x] if self._biased else None
+    def _save_x(self) -> list[Tensor]:
+        return [x.clone() for x in self._x] if self._biased else []
 
-    def _load_x(self, saved: Sequence[Tensor] | None) -> None:
+    def _load_x(self, saved: Sequence[Tensor]) -> None:
         for x, value in zip(self._x, (saved or self.model.params) if self._biased else (), strict=True):
             x.copy_(value)
 

@@ -16,7 +16,7 @@ from hpcdist.config import Named
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.pieces import alongside
 from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.state import Entry
+from hpcdist.strategies.common.state import Entry, dropped, feedbacks, spread
 from hpcdist.strategies.decentralised.base import Decentralised
 from hpcdist.topology import load, make_topology
 from hpcdist.topology.graphs.structure import spanning_tree
@@ -198,7 +198,10 @@ class Strom(Decentralised):
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:
-        links = Entry("links", self._save_links, self._load_links, self._reshard_links, unsent=True)
+        if self._floods:  # in another world all ranks together have the residuals that the saved ones had
+            own = self._links[0].feedbacks if self._links else []
+            return [*super().entries(), *feedbacks("link", own, spread)]
+        links = Entry("links", self._save_links, self._load_links, dropped([]))  # of a tree: others are between others
         return [*super().entries(), links]
 
     def _save_links(self) -> list[list[dict]]:
@@ -208,16 +211,6 @@ class Strom(Decentralised):
         for link, states in zip(self._links, saved):
             for feedback, state in zip(link.feedbacks, states, strict=True):
                 feedback.load_state(state)
-
-    def _reshard_links(self, saved: Sequence[Sequence[Sequence[dict]]]) -> list[list[dict]]:
-        """Spread the residuals of all saved ranks evenly; those of a tree are dropped, as links have changed."""
-        if not (self._floods and self._links and saved[0]):
-            return []
-        link = []
-        for states in zip(*(links[0] for links in saved), strict=True):
-            total = sum(state["residual"] for state in states)
-            link.append({**states[0], "residual": total / self.comm.size})
-        return [link]
 
 
 class _Link:

@@ -8,6 +8,7 @@ from typing import final
 import networkx as nx
 
 from hpcdist.errors import ConfigError
+from hpcdist.records import read_bounded
 from hpcdist.topology.base import Topology
 
 
@@ -55,7 +56,7 @@ def read_edges(path: str | Path, size: int, directed: bool) -> set[tuple[int, in
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_bounded(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"path must be a text file with an edge per line; got {path}: {error}.") from error
     edges = set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
@@ -33,14 +32,14 @@ class IterateAverage:
                 f"average_iterates must be false on more than one rank; got true on {comm.size}. It is a control that "
                 "tells what averaging brings by itself: leave it out."
             )
-        self._model, self._steps = model, 0
+        self._model, self.steps = model, 0
         self.params = [tensor.detach().clone() for tensor in model.params]
         self.buffers = [tensor.detach().clone() for tensor in model.buffers]
 
     def add(self) -> None:
         """Add the model as it is after a step."""
-        self._steps += 1
-        part = (ETA + 1) / (self._steps + ETA)
+        self.steps += 1
+        part = (ETA + 1) / (self.steps + ETA)
         pairs = zip((*self.params, *self.buffers), (*self._model.params, *self._model.buffers), strict=True)
         for average, now in pairs:
             if average.is_floating_point():
@@ -51,13 +50,3 @@ class IterateAverage:
     def swapped_in(self) -> AbstractContextManager[None]:
         """Return the context in which the model has the average's values."""
         return self._model.swapped(self.params, self.buffers)
-
-    def state(self) -> dict[str, Any]:
-        """Return the average and its number of steps, to be saved."""
-        return {"steps": self._steps, "tensors": [*self.params, *self.buffers]}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take up a saved average."""
-        self._steps = state["steps"]
-        for own, saved in zip((*self.params, *self.buffers), state["tensors"], strict=True):
-            own.copy_(saved)

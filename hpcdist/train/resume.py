@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from hpcdist import checkpoint
 from hpcdist.config.optimizer import rescale
 from hpcdist.session import state as states
-from hpcdist.session.stages import SavedGrid
+from hpcdist.session.resharding import SavedState, SavedWorld
 from hpcdist.session.world import current
 
 
@@ -46,7 +46,7 @@ def capture(trainer: ResumableRun) -> dict[str, Any]:
         "schedule": None if trainer.schedule is None else trainer.schedule.state_dict(),
         "rate_factor": trainer.rate_factor,
         "precision": trainer.precision.state(),
-        "average": None if trainer.average is None else trainer.average.state(),
+        "average": _average(trainer),
         "position": vars(trainer.position),
         "random": checkpoint.random_state(),
         "train_s": trainer.log.train_s,
@@ -56,15 +56,22 @@ def capture(trainer: ResumableRun) -> dict[str, Any]:
 
 def save(trainer: ResumableRun, folder: Path, keep: int) -> Path:
     """Collective. Save the run after its current step."""
-    meta = {
-        "strategy": trainer.config.strategy.name,
+    meta: dict[str, Any] = {
         "model": trainer.model.signature(),
         "batch_size": trainer.config.batch_size,
+        "settings": _settings(trainer),
     }
     if not trainer.config.parallel.whole:
         meta["stages"] = trainer.config.parallel.stages
         meta["cut"] = list(trainer.replica.cut)
     return checkpoint.save(trainer.comm, folder, trainer.position.step, capture(trainer), meta=meta, keep=keep)
+
+
+def _settings(trainer: ResumableRun) -> dict[str, Any]:
+    """Return the settings that a checkpoint's state depends on."""
+    config = trainer.config
+    tables = {name: states.plain(getattr(config, name).model_dump()) for name in ("optimizer", "schedule", "data")}
+    return {"strategy": states.settings_of(trainer.optimizer)["strategy"], **tables}
 
 
 def saved_cut(folder: Path) -> list[int] | None:
@@ -82,38 +89,46 @@ def load(trainer: ResumableRun, path: Path) -> None:
     A model in stages may be cut into others, or be whole, with the same optimiser's state; replicas count as ranks do.
 
     Raises:
-        CheckpointError: it is damaged, or of another model or strategy.
+        CheckpointError: it is damaged, or of another model, or of another class of optimiser or schedule.
     """
     manifest = checkpoint.verify_together(trainer.comm, path)
-    states.require_saved("strategy", manifest.meta.get("strategy"), trainer.config.strategy.name, path)
-    session, saved = current(), SavedGrid(path, manifest)
+    with checkpoint.understood(path, "the state of such a run"):
+        _load(trainer, path, manifest)
+
+
+def _load(trainer: ResumableRun, path: Path, manifest: checkpoint.Manifest) -> None:
+    session, saved, comm = current(), SavedWorld(path, manifest), trainer.comm
+    told = comm.rank == comm.failures.living[0]
+    states.compare_settings(manifest.meta.get("settings", {}), _settings(trainer), path, told=told)
     if max(saved.stages, session.stages) == 1:  # models in stages are compared by names
         states.require_saved("model", manifest.meta.get("model"), trainer.model.signature(), path)
-    stage = trainer.comm.rank % session.stages
-    near = saved.read(min(session.outer.rank, saved.replicas - 1), min(stage, saved.stages - 1))
-    same_cut = saved.has_cut(session, {"": (trainer.optimizer, near)})
-    if same_cut and saved.replicas == session.outer.size:
-        checkpoint.set_random_state(near["random"])
-        _apply(trainer, near)
+    if saved.is_same(session, {"": (trainer.optimizer, ())}):
+        state = saved.rank(comm.rank).at()
+        checkpoint.set_random_state(state["random"])
     else:
-        _apply(trainer, _carried_over(trainer, saved, stage if same_cut else None))
+        state = _resharded(trainer, saved.of(), saved)
+    _apply(trainer, state)
 
 
-def _carried_over(trainer: ResumableRun, saved: SavedGrid, stage: int | None) -> dict[str, Any]:
-    """Make this rank's state from those of another grid; `stage` is None where the model is cut anew."""
-    of_replicas = (saved.read(replica, stage or 0) for replica in range(saved.replicas))
-    worker = next(state for state in of_replicas if state["strategy"].get("works", True))
-    state = worker | saved.state_for(trainer.optimizer, lambda state: state, stage)
-    if stage is None and trainer.average is not None and worker["average"] is not None:
-        averaged = saved.state_for(trainer.optimizer, _averaged, stage)
-        state["average"] = {**worker["average"], "tensors": [*averaged["params"], *averaged["buffers"]]}
+def _resharded(trainer: ResumableRun, values: SavedState, saved: SavedWorld) -> dict[str, Any]:
+    """Make this rank's state from those of another world; what belongs to the run alone is the first worker's."""
+    worker = saved.rank(values.workers[0] * saved.stages)
+    own = ("schedule", "rate_factor", "precision", "average", "position", "train_s", "energy")
+    state = {name: worker.at(name) for name in own} | values.reshard(trainer.optimizer)
+    if trainer.average is not None and state["average"] is not None:
+        layout = states.ParameterLayout(trainer.model)
+        named = {kind: values.named(layout, kind, ["average", kind]) for kind in ("params", "buffers")}
+        state["average"] = {"steps": state["average"]["steps"], **named}
     return state
 
 
-def _averaged(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a rank's state with the average of its iterates for parameters and buffers."""
-    tensors, params = state["average"]["tensors"], len(state["params"])
-    return {**state, "params": tensors[:params], "buffers": tensors[params:]}
+def _average(trainer: ResumableRun) -> dict[str, Any] | None:
+    """Return the average of the iterates, as slices."""
+    if trainer.average is None:
+        return None
+    layout, average = states.ParameterLayout(trainer.model), trainer.average
+    named = {kind: layout.split(kind, getattr(average, kind)) for kind in ("params", "buffers")}
+    return {"steps": average.steps, **named}
 
 
 def _apply(trainer: ResumableRun, state: dict[str, Any]) -> None:
@@ -121,7 +136,9 @@ def _apply(trainer: ResumableRun, state: dict[str, Any]) -> None:
         trainer.schedule.load_state_dict(state["schedule"])
     trainer.precision.load_state(state["precision"])
     if trainer.average is not None and state.get("average") is not None:
-        trainer.average.load_state(state["average"])
+        trainer.average.steps = state["average"]["steps"]
+        for kind in ("params", "buffers"):
+            states.ParameterLayout(trainer.model).fill(kind, getattr(trainer.average, kind), state["average"][kind])
     vars(trainer.position).update(state["position"])
     trainer.log.train_s = state["train_s"]
     trainer.log.energy.load_state(state.get("energy"))

@@ -74,7 +74,7 @@ def train(
         if resume and config.parallel.measures:
             config = _with_saved_cut(comm, config, Path(config.checkpoint.folder or folder / "checkpoints"))
         trainer = make(job, config, comm, folder, report, ends_at=ends_at, listens=comm.trace.virtual is None)
-        newest = _decided(comm, lambda: _newest(trainer.checkpoints)) if resume else None
+        newest = _newest(comm, trainer.checkpoints) if resume else None
         write_down(trainer, job_path, command, newest)
         try:
             summary = trainer.run(newest)
@@ -192,7 +192,10 @@ def _with_saved_cut(comm: Communicator, config: JobConfig, checkpoints: Path) ->
     return config.with_cut(tuple(sizes)) if sizes and len(sizes) == stages else config
 
 
-def _newest(checkpoints: Path) -> Path | None:
-    newest = checkpoint.latest(checkpoints, fallback=True)
-    _logger.info(f"going on from {newest}" if newest else f"no checkpoint in {checkpoints} yet: starting anew")
+def _newest(comm: Communicator, checkpoints: Path) -> Path | None:
+    """Collective. Find the newest checkpoint that all ranks can read."""
+    found = checkpoint.latest_together(comm, checkpoints)
+    newest = None if found is None else found[0]
+    if comm.rank == 0:
+        _logger.info(f"going on from {newest}" if newest else f"no checkpoint in {checkpoints} yet: starting anew")
     return newest

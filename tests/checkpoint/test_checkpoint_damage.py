@@ -99,8 +99,11 @@ def test_a_damaged_file_is_named_with_what_is_wrong_and_an_older_checkpoint(fold
         (b"[" * 100_000, "must be JSON; got damaged content"),
         (b"[]", "must be the manifest of an hpcdist checkpoint; got other JSON"),
         (b'{"format": "other"}', "must be the manifest of an hpcdist checkpoint; got other JSON"),
-        (b'{"format": "hpcdist checkpoint", "version": 2}', "must be of version 1; got 2. Read it with the version"),
-        (b'{"format": "hpcdist checkpoint", "version": 1}', "must match its checksum; got damaged content"),
+        (
+            b'{"format": "hpcdist checkpoint", "version": 1, "content": {"hpcdist": "0.1.0"}}',
+            "must be of version 2; got 1. Read it with the version of hpcdist that wrote it, 0.1.0;",
+        ),
+        (b'{"format": "hpcdist checkpoint", "version": 2}', "must match its checksum; got damaged content"),
     ],
 )
 def test_a_manifest_of_something_else_is_refused(folder, content, message):

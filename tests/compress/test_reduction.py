@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from hpcdist.compress import Feedback, JointCompression, Linear, Recoded, Reduction, Span, available, load
+from hpcdist.strategies.common.state import Along, load_entries, save_entries
+from hpcdist.strategies.common.state import reduction as declared
 
 pytestmark = pytest.mark.computes
 
@@ -50,7 +54,7 @@ def _run(comm, name: str, dtype: torch.dtype = torch.float64, steps: int = STEPS
         tensors = inputs(comm.rank, step, dtype)
         ranks.append(reduction(tensors))
         sums.append([tensor.clone() for tensor in tensors])
-    left = [feedback["residual"].clone() for feedback in reduction.state()["feedbacks"]]
+    left = [feedback.residual.clone() for feedback in reduction.feedbacks]
     reduction.close()
     return sums, left, ranks
 
@@ -167,7 +171,7 @@ def test_a_saved_state_goes_on_with_the_same_bits(ranks, name):
         one, other = make(comm, name, warmup_steps=1), make(comm, name, warmup_steps=1)
         for step in range(3):
             one(inputs(comm.rank, step))
-        other.load_state(one.state())
+        load_entries(declared("sum", other), save_entries(declared("sum", one)))
         found = [inputs(comm.rank, 3), inputs(comm.rank, 3)]
         assert one(found[0]) == other(found[1]) and one.calls == other.calls == 4
         one.close()
@@ -183,31 +187,35 @@ def test_a_world_of_another_size_sends_the_mean_of_what_was_left(ranks, name):
     def body(comm):
         before = make(comm, name)
         before(inputs(comm.rank, 0))
-        state = before.state()
+        state = copy.deepcopy(save_entries(declared("sum", before)))
         before.close()
         return state
 
     states = ranks(body)
-    resharded = Reduction.reshard(states)
-    for place, feedback in enumerate(resharded["feedbacks"]):
-        mean = torch.stack([state["feedbacks"][place]["residual"] for state in states]).mean(dim=0)
-        torch.testing.assert_close(feedback["residual"], mean, rtol=0, atol=0)
-        if name == "dgc":  # every rank has a velocity of its own, too
-            own = [state["feedbacks"][place]["compressor"]["velocity"] for state in states]
-            assert not torch.equal(own[0], own[1])
-            mean = torch.stack(own).mean(dim=0)
-            torch.testing.assert_close(feedback["compressor"]["velocity"], mean, rtol=0, atol=0)
 
     def go_on(comm):
         after = make(comm, name)
-        after.load_state(resharded)
+        entries = declared("sum", after)
+        combined = {}
+        for entry in entries:
+            values = [state[entry.name] for state in states]
+            along = isinstance(entry, Along)
+            combined[entry.name] = [entry.combine(c, 1, 1) for c in zip(*values)] if along else entry.combine(values)
+        load_entries(entries, combined)
+        own = save_entries(entries)
+        own = {entry.name: [t.clone() for t in own[entry.name]] for entry in entries if isinstance(entry, Along)}
         after(found := inputs(comm.rank, 1))
         after.close()
-        return after.calls, found
+        return after.calls, found, own
 
     results = ranks(go_on)
-    assert all(calls == 2 for calls, _ in results)
-    assert all(torch.equal(a, b) for _, found in results for a, b in zip(found, results[0][1], strict=True))
+    for key, tensors in results[0][2].items():
+        for place, tensor in enumerate(tensors):
+            each = [state[key][place] for state in states]
+            assert key.endswith("velocity") <= (not torch.equal(each[0], each[1])), "every rank has one of its own"
+            torch.testing.assert_close(tensor, torch.stack(each).mean(dim=0), rtol=1e-15, atol=0)
+    assert all(calls == 2 for calls, *_ in results)
+    assert all(torch.equal(a, b) for _, found, _ in results for a, b in zip(found, results[0][1], strict=True))
 
 
 # --- sums that are coded again ----------------------------------------------------------------------------------------
@@ -225,7 +233,7 @@ def test_rounded_sums_lose_nothing_over_many_steps(ranks, name):
         for step in range(30):
             reduction(tensors := given(comm.rank, step))
             out.append(tensors)
-        left = [feedback["residual"].clone() for feedback in reduction.state()["feedbacks"]]
+        left = [feedback.residual.clone() for feedback in reduction.feedbacks]
         reduction.close()
         return total(out), left
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hpcdist as hd
-from harness.launch import launch
-from hpcdist.comm.alone import Alone
-from hpcdist.comm.external.rendezvous import default_group
-from hpcdist.comm.virtual import run_virtual
-from hpcdist.errors import CheckpointError, ConfigError, NonFiniteError
-from hpcdist.session.parts import cut_out, put_together
-from hpcdist.session.world import current, init
+from hpcdist.checkpoint.slices import SlicePlace, cut, join
+from hpcdist.errors import CheckpointError, NonFiniteError
+from hpcdist.session.world import init
 
 EXAMPLES = Path(__file__).parents[2] / "jobs" / "examples"
 FEATURES, HIDDEN, CLASSES, BATCH, STEPS = 6, 10, 5, 8, 5
@@ -468,83 +463,8 @@ def test_what_cannot_be_cut_is_refused(ranks, shared_tmp_path):
 
 
 def test_parts_of_an_unknown_placement_are_refused():
-    part = {"of": "weight", "shape": [4], "ranks": [0, 1], "dims": None}
+    place = SlicePlace("weight", (4,), None, (2,), (2,))
     with pytest.raises(CheckpointError, match="parts of parameters must lie one behind the other .*; got 'weight'"):
-        put_together({0: torch.zeros(2), 1: torch.zeros(2)}, part, "folder")
+        join({place: torch.zeros(2)}, "folder")
     with pytest.raises(CheckpointError, match="parameters must be cut one part behind the other .*; got 'weight'"):
-        cut_out(torch.zeros(4), part, 0, [2], "folder")
-
-
-# --- examples ---------------------------------------------------------------------------------------------------------
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.sizes(4, exact=True)
-@pytest.mark.parametrize("name", ["fsdp", "tensor_parallel"])
-def test_an_example_learns_as_one_process_does(ranks, name, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(hd, "init", lambda: None, raising=False)  # there is a session
-    example = __import__(name)
-
-    def body(comm):
-        with session(comm):
-            losses = example.main(["--epochs", "2"])
-            hd.finish(current().optimizers[0].strategy.model.module)
-        with session(Alone()):
-            assert losses == pytest.approx(example.main(["--epochs", "2", "--batch-size", "64"]), abs=1e-5)
-
-    ranks(body)
-    sys.modules.pop(name)
-
-
-def test_an_example_with_gossip_learns():
-    done = launch(4, [EXAMPLES / "fsdp.py", "--strategy", "gossip_pull", "--epochs", "2"], compiler=True)
-    assert done.returncode == 0, done.stderr
-    *_, accuracy = done.stdout.split()
-    assert float(accuracy) > 0.85
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
-def test_virtual_ranks_have_no_mesh():
-    def body(comm):
-        init(comm=comm)
-        hd.device_mesh(2)
-
-    with pytest.raises(ConfigError, match="a device mesh must be of real ranks"):
-        run_virtual(body, 2)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.sizes(2, 4, exact=True)
-def test_what_does_not_fit_is_refused(ranks):
-    def body(comm):
-        with session(comm):
-            with pytest.raises(
-                ConfigError, match="hpcdist.device_mesh must be called before local_shards; got no mesh"
-            ):
-                hd.local_shards(make())
-            for sizes in ((), (0,), (2.0,)):
-                with pytest.raises(ConfigError, match="sizes of a device mesh must be integers of at least 1"):
-                    hd.device_mesh(*sizes)
-            with pytest.raises(ConfigError, match="device_type must be one of cpu, cuda; got 'tpu'"):
-                hd.device_mesh(2, device_type="tpu")
-            mesh = hd.device_mesh(1, 2, names=("replicate", "shard"))
-            with pytest.raises(ConfigError, match="model must have parameters that ranks hold together, DTensors; got"):
-                hd.local_shards(make())
-            with pytest.raises(ConfigError, match="fully_shard must have all parameters .* got '2.weight' left out"):
-                model = make()
-                fully_shard(model[0], mesh=mesh)
-                hd.local_shards(model)
-            model = make()
-            fully_shard(model[0], mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            hd.local_shards(model)
-            model[0].weight = nn.Parameter(torch.zeros(HIDDEN, FEATURES, dtype=torch.float64))
-            with pytest.raises(ConfigError, match="'0.weight' must stay the parameter that it was when Shards"):
-                model(batch(0)[0])
-        with session(comm):
-            init(comm=comm.split(0))
-            with default_group(comm):
-                with pytest.raises(ConfigError, match="torch.distributed must be started by hpcdist.device_mesh"):
-                    hd.device_mesh(2)
-
-    ranks(body)
+        cut(torch.zeros(4), place, "folder")

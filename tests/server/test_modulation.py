@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from harness.worlds import saved, take_up
 from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import UnknownNameError
@@ -172,7 +173,7 @@ def test_each_server_divides_by_what_it_has_found_itself_and_saves_it():
         policy.updated([100])
         strategy.load_state(state)
         again = policy.factor(0)
-        strategy.load_state(strategy.reshard_state([strategy.state()] * 4))  # of a world of another size
+        take_up(strategy, [saved(strategy)] * 4)  # of a world of another size
         anew = policy.factor(0)
         strategy.close()
         return found, again, anew

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from staged import batches, difference, make, mse, pipeline, values, whole
 from torch import nn
@@ -169,6 +170,9 @@ def test_a_checkpoint_is_exported_to_the_bit(tmp_path, strategy, stages, suffix)
     state = load_file(file) if suffix == ".safetensors" else torch.load(file, weights_only=True)
     assert difference(state, stood) == 0.0
     make().load_state_dict(state)
+    if suffix == ".safetensors":
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}, "Hugging Face's libraries demand it"
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [file.name]
 
 
@@ -201,7 +205,7 @@ def test_buffers_are_in_the_unsplit_state_where_they_are_in_a_model_s(tmp_path):
     assert difference(state, found) == 0.0
 
 
-def test_another_model_or_an_old_checkpoint_is_refused(tmp_path, monkeypatch):
+def test_another_model_is_refused(tmp_path):
     def load(comm, model=make):
         model = pipeline(comm, 1, model)
         optimizer = hd.DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
@@ -222,12 +226,6 @@ def test_another_model_or_an_old_checkpoint_is_refused(tmp_path, monkeypatch):
             CheckpointError, match=f"model must be that of the checkpoint to resume from it; .*{message}"
         ):
             run_virtual(lambda comm, model=model: load(comm, model), 2)
-    with monkeypatch.context() as patch:
-        patch.setattr("hpcdist.session.state.layout_of", lambda optimizer: {})
-        saved(tmp_path / "old", 1, 1)
-    tmp_path = tmp_path / "old"
-    with pytest.raises(CheckpointError, match="must say where each parameter lies in it, to be cut into other stages"):
-        hd.unsplit(tmp_path)
 
 
 # --- compression ------------------------------------------------------------------------------------------------------
@@ -237,12 +235,7 @@ COMPRESSION = {"name": "topk", "ratio": 0.1}
 def unsent(optimizer):
     """What this rank's compression has not sent yet, by name; nothing on ranks that do not compress."""
     state = optimizer.strategy.state()
-    if "links" in state:
-        flats = [feedback["residual"] for feedback in state["links"][0]]
-    elif "mailbox" in state:
-        flats = state["mailbox"]["letters"]["whole"]
-    else:
-        flats = [feedback["residual"] for feedback in state["compressed"]["feedbacks"]]
+    flats = next(state[key] for key in ("link.residual", "requests.whole", "compressed.residual") if key in state)
     places = optimizer.strategy.model.layout()["params"]
     return {name: flats[group][start:stop].clone() for name, group, start, stop, *_ in places if flats}
 
@@ -289,7 +282,7 @@ def test_what_compression_has_not_sent_is_cut_anew(tmp_path, strategy, compressi
         torch.testing.assert_close(sums_after[name], total * share, rtol=0, atol=1e-12)
     if compression == "dgc":
         (_, saved_state), (_, state) = before[0], after[0]
-        coders = [each["compressed"]["feedbacks"][0]["compressor"] for each in (saved_state, state)]
-        assert coders[0]["steps"] == coders[1]["steps"] > 0
-        assert coders[1]["velocity"].abs().max() > 0
-        assert saved_state["compressed"]["calls"] == state["compressed"]["calls"] == 4
+        steps = [each["compressed.coders"][0]["steps"] for each in (saved_state, state)]
+        assert steps[0] == steps[1] > 0
+        assert state["compressed.velocity"][0].abs().max() > 0
+        assert saved_state["compressed.calls"] == state["compressed.calls"] == 4

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from harness.worlds import HeldRank
 from hpcdist import strategies
-from hpcdist.checkpoint.tree import decode, encode
 from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.comm.virtual import Network
 from hpcdist.model.flat import FlatModel
@@ -76,8 +76,8 @@ def same_when_taken_up(comm: Communicator, name: str, options: dict, optimizer: 
     """Collective. Whether a strategy made anew, with the state after step `at`, takes the same steps to the bit."""
     strategy, local = make(comm, name, options, optimizer)
     go(strategy, local, range(at))
-    tree, tensors = encode([strategy.model.copy_params(), local.state_dict(), strategy.state()])
-    params, of_local, of_strategy = decode(tree, {key: tensor.clone() for key, tensor in tensors.items()})
+    saved = HeldRank([strategy.model.copy_params(), local.state_dict(), strategy.state()])
+    params, of_local, of_strategy = saved.at()
     expected, _ = go(strategy, local, range(at, steps))
     end(strategy)
     again, local = make(comm, name, options, optimizer)

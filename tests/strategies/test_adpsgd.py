@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.worlds import params as params_in
+from harness.worlds import resharded, saved
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Exponential, Jitter, Network, Straggler, run_virtual
 from hpcdist.errors import ConfigError
@@ -226,13 +228,14 @@ def test_on_another_number_of_ranks_it_goes_on_from_the_mean_of_x():
         strategy = _make(comm)
         strategy.step(lambda: None)
         comm.barrier()
-        return strategy, strategy.model.params[0].clone(), strategy.state(), strategy.consensus()[0][0]
+        return strategy, strategy.model.params[0].clone(), saved(strategy), strategy.consensus()[0][0]
 
     found = run_virtual(body, 4, compute=Constant(0.1))
     strategy, states = found[0][0], [state for _, _, state, _ in found]
-    (resharded,) = strategy.reshard_params([[params] for _, params, _, _ in found], states)
-    assert torch.allclose(resharded, found[0][3], rtol=0, atol=1e-15)
-    assert strategy.reshard_state(states) == {"steps": 1, "peers": None, "shared": None}
+    state = resharded(strategy, states)
+    mean = torch.cat([tensor.view(-1) for tensor in params_in(state).values()])
+    assert torch.allclose(mean, found[0][3], rtol=0, atol=1e-15)
+    assert state["strategy"] == {"steps": 1}
 
 
 def test_the_living_go_on_and_a_passive_rank_frees_itself_from_a_dead_one():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.worlds import HeldRank
 from hpcdist import compress
-from hpcdist.checkpoint.tree import decode, encode
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError
 from hpcdist.strategies import load
@@ -29,7 +29,7 @@ def _mix(comm, options: dict, steps: int):
     """Only averages; each rank's parameters at the start and at the end."""
     strategy = mixed.linear(comm, "dpsgd", **options)
     strategy.model.params[0].copy_(mixed.drawn(comm.rank))
-    strategy.load_state({"steps": 0, "mixing": None})  # neighbours are told
+    strategy.load_state({"steps": 0})  # neighbours are told
     start = strategy.model.params[0].clone()
     for _ in range(steps):
         mixed.step_without_samples(strategy)
@@ -97,8 +97,7 @@ def test_a_saved_state_goes_on_to_the_same_bits(ranks, compressor, overlap):
 
         strategy, local = make()
         go(strategy, local, range(5))
-        tree, tensors = encode([strategy.model.copy_params(), strategy.state()])
-        params, state = decode(tree, {key: tensor.clone() for key, tensor in tensors.items()})
+        params, state = HeldRank([strategy.model.copy_params(), strategy.state()]).at()
         expected = go(strategy, local, range(5, 9))
         strategy.close()
         again, local = make()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
+from harness import worlds
 from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.model.flat import FlatModel
@@ -151,16 +150,14 @@ def test_another_number_of_ranks_goes_on_with_the_outer_momentum_and_what_was_do
     def save(comm):
         strategy, local = make(comm)
         replicas.go(strategy, local, range(at))
-        saved = [p.clone() for p in strategy.model.params], copy.deepcopy(strategy.state())
+        saved = worlds.saved(strategy)
         return saved, strategy.consensus()[0][0], stay(strategy)
 
-    saved, means, expected = zip(*run_virtual(save, 3), strict=True)
-    params, states = zip(*saved, strict=True)
+    states, means, expected = zip(*run_virtual(save, 3), strict=True)
 
     def load(comm):
         strategy, _ = make(comm)
-        strategy.model.load_params(strategy.reshard_params(params, states))
-        strategy.load_state(strategy.reshard_state(states))
+        worlds.take_up(strategy, states)
         return stay(strategy)
 
     assert (means[0] - expected[0]).abs().max() > 1e-3

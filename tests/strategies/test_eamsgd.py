@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from harness.worlds import HeldRank, resharded
 from hpcdist import strategies
 from hpcdist.comm.virtual import Exponential, run_virtual
 from hpcdist.errors import ConfigError
+from hpcdist.session.state import capture_strategy, restore_strategy
 from strategies import elastic, problem
 
 NAME = "eamsgd"
@@ -108,10 +110,10 @@ def test_a_state_is_taken_up_with_its_velocity_and_without_one_workers_are_at_re
     def body(comm):
         run = problem.make(comm, NAME, problem.model())
         if run.is_worker:
-            saved = run.state()
+            saved, kept = run.state(), HeldRank(capture_strategy(run))
             run.load_state({**saved, "velocity": [torch.ones_like(v) for v in saved["velocity"]]})
             taken = [v.clone() for v in run.state()["velocity"]]
-            run.load_state(run.reshard_state([saved] * 3))
+            restore_strategy(run, resharded(run, [kept] * 3)["strategy"])
             found = taken[0].min().item(), run.state()["velocity"][0].abs().max().item()
             run.pause()
         else:

@@ -230,7 +230,7 @@ def test_the_state_includes_what_has_arrived(ranks):
         comm.barrier()
         state, params = strategy.state(), strategy.model.params[0].clone()
         following = [strategy._peers.get_state()]
-        other = strategy.reshard_state([state])
+        other = {"steps": strategy.steps}  # of another world: generators stay, slots are empty
         strategy.close()
 
         strategy, found = _make(comm, seed=7), []

@@ -18,7 +18,7 @@ import hpcdist as hd
 from faults.deaths import events, job, survivable
 from hpcdist import checkpoint, strategies
 from hpcdist.comm.virtual import ComputeModel, Constant, Straggler, run_virtual
-from hpcdist.errors import CheckpointError, ConfigError, NonFiniteError, RankFailedError
+from hpcdist.errors import ConfigError, NonFiniteError, RankFailedError
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import load_summary
 from hpcdist.strategies.lbfgs.algorithm import Lbfgs
@@ -529,16 +529,6 @@ def test_on_another_number_of_ranks_it_goes_on_with_its_history(tmp_path, before
     assert its == state and len(state["pairs"]) >= 2
     for number, (mine, theirs) in enumerate(zip(loaded, saved, strict=True)):
         assert torch.equal(mine, theirs) or number in (3, 4, 5, 6), "directions and sums are of one step"
-
-
-def test_other_servers_on_the_same_ranks_are_refused(tmp_path):
-    options = ("epochs=1", "checkpoint.every_steps=1", "batch_size=2000")
-    run_virtual(lambda comm: _run(comm, tmp_path, *options), 4)
-    path = checkpoint.latest(tmp_path / "run" / "checkpoints")
-    with pytest.raises(
-        CheckpointError, match="strategy.servers must be that of the checkpoint .*; got 2 for a .* of 1"
-    ):
-        run_virtual(lambda comm: _run(comm, tmp_path, *options, "strategy.servers=2", resume=path), 4)
 
 
 @pytest.mark.sizes(1, 2, 3, 4)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.worlds import saved, take_up
 from hpcdist import strategies
-from hpcdist.checkpoint.tree import decode, encode
 from hpcdist.comm.virtual import Exponential, run_virtual
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
@@ -208,9 +208,13 @@ def _after_five_steps(comm, options):
         strategy.pause()
     else:
         strategy.serve(local.step)
-    tree, tensors = encode(strategy.state())
+    found = saved(strategy)
     strategy.close()
-    return decode(tree, {key: tensor.clone() for key, tensor in tensors.items()}), strategy.roles
+    return found, strategy.roles
+
+
+def _flat(named):
+    return torch.cat([piece.tensor.reshape(-1) for piece in named.values()])
 
 
 def test_in_a_world_of_another_size_no_gradient_that_was_not_sent_is_lost():
@@ -219,14 +223,14 @@ def test_in_a_world_of_another_size_no_gradient_that_was_not_sent_is_lost():
     found = run_virtual(lambda comm: _after_five_steps(comm, options), 6)
     states, roles = [state for state, _ in found], found[0][1]
     assert len(roles.workers) >= 2 and roles.aggregators
-    left = sum(state["mailbox"]["letters"]["whole"][0] for state in states[1:])
+    left = sum(_flat(state.at("strategy", "requests.whole")) for state in states[1:])
     assert left.abs().max() > 0
 
     def smaller(comm):
         cls = strategies.load("hardsync")
         strategy = cls(cls.Config(**options, fan_in=2), comm, FlatModel(problem.model()))
-        strategy.load_state(strategy.reshard_state(states))
-        residual = [part.clone() for part in strategy.state()["mailbox"]["letters"]["whole"]]
+        take_up(strategy, states)
+        residual = [part.clone() for part in strategy.state()["requests.whole"]]
         strategy.close()
         return residual
 

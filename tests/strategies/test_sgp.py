@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.worlds import params, resharded, saved
 from hpcdist import topology
 from hpcdist.comm.virtual import Network, run_virtual
 from hpcdist.topology.graphs.description import spectral_gap
@@ -27,7 +28,7 @@ def _push(comm, steps, **options):
         strategy.step(lambda: None)
         state = strategy.state()
         z = strategy.model.params[0].clone()
-        found.append((z, z if state["x"] is None else state["x"][0], state["weight"]))
+        found.append((z, state["x"][0] if state["x"] else z, state["weight"]))
     consensus = strategy.consensus()[0][0]
     assert torch.equal(strategy.model.params[0], found[-1][0]), "evaluating changed the parameters"
     strategy.close()
@@ -185,12 +186,12 @@ def test_on_another_number_of_ranks_it_goes_on_from_the_mean_of_x(tmp_path):
         strategy.model.params[0].copy_(mixed.drawn(comm.rank))
         strategy.load_state({"steps": 0, "x": None, "weight": 1.0})
         strategy.step(lambda: None)
-        return strategy, strategy.model.params[0].clone(), strategy.state(), strategy.consensus()[0][0]
+        return strategy, strategy.model.params[0].clone(), saved(strategy), strategy.consensus()[0][0]
 
     found = run_virtual(body, 4)
     strategy, states = found[0][0], [state for _, _, state, _ in found]
-    params = [[z] for _, z, _, _ in found]
-    (resharded,) = strategy.reshard_params(params, states)
-    assert torch.allclose(resharded, found[0][3], rtol=0, atol=1e-15)
-    assert (resharded - sum(z for (z,) in params) / 4).abs().max() > 1e-3, "the mean of z is another one"
-    assert strategy.reshard_state(states) == {"steps": 1, "x": None, "weight": 1.0}
+    state = resharded(strategy, states)
+    mean = torch.cat([tensor.view(-1) for tensor in params(state).values()])
+    assert torch.allclose(mean, found[0][3], rtol=0, atol=1e-15)
+    assert (mean - sum(z for _, z, *_ in found) / 4).abs().max() > 1e-3, "the mean of z is another one"
+    assert state["strategy"] == {"steps": 1}

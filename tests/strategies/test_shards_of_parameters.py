@@ -10,11 +10,12 @@ import torch
 from hpcdist import checkpoint, strategies
 from hpcdist.comm.virtual import Exponential, run_virtual
 from hpcdist.config import JobConfig, load
-from hpcdist.errors import CheckpointError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies.base import mean
+from hpcdist.session import unsplit
+from hpcdist.strategies.common.state import mean_of_ranks
 from hpcdist.strategies.server.strategy import ServerStrategy
 from hpcdist.train import Trainer
+from hpcdist.train import resume as resuming
 from strategies import problem
 from train import tiny
 
@@ -186,7 +187,7 @@ def test_buffers_are_those_of_the_workers_also_where_there_were_more_servers(tmp
         return found
 
     _, _, *workers = run_virtual(begin, 4)
-    expected = mean(workers)
+    expected = [mean_of_ranks(column) for column in zip(*workers, strict=True)]
     assert not all(torch.equal(a, b) for a, b in zip(workers[0], expected, strict=True))
     for found in run_virtual(resume, 3):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -194,13 +195,20 @@ def test_buffers_are_those_of_the_workers_also_where_there_were_more_servers(tmp
 
 @pytest.mark.parametrize("name", ["hardsync", "downpour", "easgd"])
 @pytest.mark.parametrize("change", ["strategy.servers=2", "strategy.split_parameters=true"])
-def test_other_shards_on_the_same_number_of_ranks_are_refused(tmp_path, name, change):
-    common = (f"strategy={name}", "strategy.servers=3", "checkpoint.every_steps=1", "epochs=1")
-    path, *_ = _resumed(tmp_path, 5, common)
+def test_other_shards_on_the_same_number_of_ranks_go_on_from_the_servers_parameters(tmp_path, name, change):
+    common = (f"strategy={name}", "strategy.servers=3", "checkpoint.every_steps=1")
+    path, *_ = _resumed(tmp_path, 5, (*common, "epochs=1"))
 
-    message = "strategy.servers and strategy.split_parameters must be those of the checkpoint on the same number"
-    with pytest.raises(CheckpointError, match=message):
-        run_virtual(lambda comm: _trainer(comm, tmp_path, *common, change).run(path), 5)
+    def body(comm):
+        trainer = _trainer(comm, tmp_path, *common, change, "epochs=2")
+        resuming.load(trainer, path)
+        found = [flat.clone() for flat in trainer.strategy.consensus()[0]]
+        trainer.close()
+        return found
+
+    saved = torch.cat([tensor.reshape(-1) for tensor in unsplit(path).values()])
+    for (found,) in run_virtual(body, 5):
+        assert torch.equal(found, saved)
 
 
 @pytest.mark.parametrize("name", ["downpour", "eamsgd"])

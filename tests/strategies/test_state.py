@@ -1,21 +1,29 @@
-"""Entries of a strategy's state: what a checkpoint holds, and how each goes on with another number of ranks."""
+"""What a strategy declares of its state: it comes back, and is carried over to other worlds by parameter names."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from harness.worlds import HeldRank
+from hpcdist.errors import CheckpointError
+from hpcdist.model.flat import FlatModel
+from hpcdist.session.resharding import SavedState
+from hpcdist.session.state import ParameterLayout
 from hpcdist.strategies.common.state import (
+    Along,
     Entry,
     attribute,
     dropped,
     first,
+    held_tensors,
     load_entries,
-    mean,
+    mean_of_ranks,
+    mean_of_workers,
     part,
-    reshard_entries,
     save_entries,
-    tensors,
+    spread,
     zeros,
 )
 
@@ -33,7 +41,7 @@ class Counter:
 
 def _declare(owner):
     fresh = Entry("fresh", lambda: owner.fresh, lambda value: setattr(owner, "fresh", value), dropped("new"))
-    return [attribute(owner, "steps"), fresh, *part("counter", owner.counter, sum)]
+    return [attribute(owner, "steps"), fresh, *part("counter", owner.counter, max)]
 
 
 def _owner(steps, counter):
@@ -48,32 +56,79 @@ def test_entries_come_back_as_they_were_saved():
     assert (other.steps, other.fresh, other.counter.calls) == (3, "3", 5)
 
 
-def test_each_entry_is_carried_over_in_its_own_way():
-    states = [{"steps": 3, "fresh": "a", "counter": 2}, {"steps": 4, "fresh": "b", "counter": 5}]
-    assert reshard_entries(_declare(_owner(0, Counter())), states) == {"steps": 3, "fresh": "new", "counter": 7}
-    assert reshard_entries(_declare(_owner(0, None)), states) == {"steps": 3, "fresh": "new"}
+def test_a_missing_entry_begins_anew_or_stays_or_is_refused():
+    owner = _owner(0, Counter())
+    load_entries(_declare(owner), {"steps": 3})
+    assert (owner.steps, owner.fresh, owner.counter.calls) == (3, "new", 0)
+    with pytest.raises(CheckpointError, match="the strategy's state must have 'steps'; got counter, fresh. Resume"):
+        load_entries(_declare(owner), {"fresh": "a", "counter": 1})
+    with pytest.raises(CheckpointError, match="the strategy's 'steps' must be of type int; got 'three'. Resume from"):
+        load_entries(_declare(owner), {"steps": "three"})
 
 
-def test_only_an_optional_entry_may_be_missing():
-    owner, lacking = _owner(0, Counter()), {"steps": 3, "fresh": "a"}
-    load_entries(_declare(owner), lacking)
-    assert owner.steps == 3 and owner.counter.calls == 0
-    assert reshard_entries(_declare(owner), [lacking]) == {"steps": 3, "fresh": "new"}
-    with pytest.raises(KeyError, match="fresh"):
-        load_entries(_declare(owner), {"steps": 3})
+# --- along the parameters ---------------------------------------------------------------------------------------------
+class Held:
+    """A strategy of one rank, with a vector along the parameters."""
+
+    def __init__(self, vector, combine=mean_of_ranks, ranges=None, size=1, **of_rank):
+        self.model = FlatModel(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)))
+        self.vector, self.comm = vector, SimpleNamespace(size=size)
+        self._ranges, self._combine, self.of_rank = ranges, combine, of_rank
+
+    def entries(self):
+        owner = _owner(self.of_rank.get("steps", 0), None)
+        return [*_declare(owner), held_tensors("vector", self.vector, self._combine, self._ranges)]
+
+    def saved(self, works=True):
+        layout, ranges = ParameterLayout(self.model), self._ranges
+        values = save_entries(self.entries()) | {"vector": layout.split("params", self.vector, ranges)}
+        values = {"strategy": values, "works": works, "about": {"strategy": "held", **layout.about()}}
+        return HeldRank(values | {"masters": layout.split("params", self.model.params)})
+
+    def found(self, ranks):
+        state = SavedState(ranks, 1, "folder").reshard_strategy(self)["strategy"]
+        return state | {"vector": ParameterLayout(self.model).join(state["vector"], self._ranges)}
 
 
-def test_means_of_integers_are_rounded():
-    columns = [[torch.tensor([1.0, 2.0]), torch.tensor([1])], [torch.tensor([2.0, 4.0]), torch.tensor([2])]]
-    whole, integers = mean(columns)
-    assert whole.tolist() == [1.5, 3.0] and whole.dtype == torch.float32
-    assert integers.tolist() == [2] and integers.dtype == torch.int64
+@pytest.fixture(autouse=True)
+def _known(monkeypatch):
+    monkeypatch.setattr("hpcdist.session.resharding.name_of", lambda strategy: "held")
+
+
+def _line(*, times=1.0, of=slice(None)):
+    return [(torch.arange(13.0) * times)[of].clone()]
+
+
+@pytest.mark.parametrize(
+    ("combine", "factor"), [(mean_of_ranks, 2.0), (first, 1.0), (mean_of_workers, 3.0), (spread, 6 / 4)]
+)
+def test_tensors_of_several_ranks_are_combined(combine, factor):
+    ranks = [Held(_line(times=t), steps=t).saved(works=t > 1) for t in (1, 2, 3)]
+    now = Held(_line(), combine, size=4)
+    found = now.found(ranks)
+    torch.testing.assert_close(found["vector"][0], _line(times=factor)[0])
+    assert found["steps"] == 1 and "fresh" not in found
+
+
+@pytest.mark.parametrize("saved_at", [(0, 13), (0, 6, 13), (0, 4, 9, 13)], ids=str)
+@pytest.mark.parametrize("now_at", [(0, 13), (0, 5, 13), (0, 6, 6, 9, 13)], ids=str)
+def test_shards_are_cut_anew_also_inside_a_parameter(saved_at, now_at):
+    def held(borders):
+        return [Held(_line(of=slice(a, b)), first, [(a, b)]) for a, b in pairwise(borders)]
+
+    ranks = [each.saved() for each in held(saved_at)]
+    for each in held(now_at):
+        (found,) = each.found(ranks)["vector"] or [torch.zeros(0)]
+        assert torch.equal(found, each.vector[0])
+
+
+def test_means_of_integers_are_rounded_and_of_equal_tensors_exact():
+    assert mean_of_ranks([torch.tensor([1]), torch.tensor([2])]).tolist() == [2]
+    third = torch.full((5,), 1 / 3, dtype=torch.float64)
+    assert torch.equal(mean_of_ranks([third] * 7), third)
 
 
 def test_what_begins_anew_does_so_though_no_rank_saved_it():
     velocity = [torch.ones(2), torch.ones(3)]
-    entries = [tensors("velocity", velocity, zeros(velocity)), tensors("centre", [torch.ones(1)], first)]
-    resharded = reshard_entries(entries, [{}, {}])
-    assert resharded.keys() == {"velocity"}
-    load_entries(entries, resharded)
-    assert not any(tensor.any() for tensor in velocity) and save_entries(entries)["centre"] == [torch.ones(1)]
+    load_entries([held_tensors("velocity", velocity, zeros(velocity)), Along("centre", list, print)], {})
+    assert not any(tensor.any() for tensor in velocity)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.worlds import saved, take_up
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtual
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
+from hpcdist.session.state import restore_strategy
 from hpcdist.topology import load as topology
 from hpcdist.topology.graphs.structure import spanning_tree
 from strategies import problem
@@ -174,22 +176,20 @@ def test_a_saved_state_goes_on_to_the_same_parameters(graph):
     def whole(comm):
         trainer = Trainer(comm, **options)
         trainer.steps(6)
-        state = trainer.strategy.state()
-        links = [[{**f, "residual": f["residual"].clone()} for f in own] for own in state["links"]]
-        saved = trainer.params.clone(), links
+        kept = trainer.params.clone(), saved(trainer.strategy)
         momentum = trainer.local.state_dict()["state"]
         momentum = {key: {"momentum_buffer": value["momentum_buffer"].clone()} for key, value in momentum.items()}
         trainer.steps(6, first=6)
-        return saved, momentum, trainer.params.clone()
+        return kept, momentum, trainer.params.clone()
 
     first = run_virtual(whole, 3, **cluster)
 
     def rest(comm):
-        (params, links), momentum, _ = first[comm.rank]
+        (params, kept), momentum, _ = first[comm.rank]
         trainer = Trainer(comm, **options)
         trainer.params.copy_(params)
         trainer.local.load_state_dict({**trainer.local.state_dict(), "state": momentum})
-        trainer.strategy.load_state({"steps": 6, "links": links})
+        restore_strategy(trainer.strategy, kept.at("strategy"))
         trainer.steps(6, first=6)
         return trainer.params.clone()
 
@@ -201,19 +201,20 @@ def test_another_number_of_ranks_takes_up_all_that_was_not_sent():
     def save(comm):
         trainer = Trainer(comm)
         trainer.steps(6)
-        return trainer.strategy.state()
+        return saved(trainer.strategy)
 
     states = run_virtual(save, 4)
 
     def load(comm):
         trainer = Trainer(comm)
-        trainer.strategy.load_state(trainer.strategy.reshard_state(states))
+        take_up(trainer.strategy, states)
         return next(iter(trainer.residuals.values()))
 
-    held = sum(state["links"][0][0]["residual"] for state in states)
+    residuals = [state.at("strategy", "link.residual").values() for state in states]
+    held = sum(torch.cat([piece.tensor.view(-1) for piece in own]) for own in residuals)
     for size in (2, 3, 5):
         torch.testing.assert_close(sum(run_virtual(load, size)), held, rtol=0, atol=1e-14)
-    assert run_virtual(lambda comm: Trainer(comm).strategy.reshard_state(states)["links"], 1) == [[]]
+    run_virtual(lambda comm: take_up(Trainer(comm).strategy, states), 1)  # which sends nothing
 
 
 def test_a_tree_without_error_feedback_is_refused():

@@ -30,11 +30,6 @@ def test_later_iterates_count_more_and_the_first_one_replaces_the_initial_values
     with average.swapped_in():
         assert model.params[0][0] == average.params[0][0]
     assert model.params[0][0] == 40
-    other = IterateAverage(model, One())
-    other.load_state(average.state())
-    model.params[0].fill_(1.0)
-    average.add(), other.add()
-    assert torch.equal(average.params[0], other.params[0])
 
 
 def test_evaluations_are_of_the_average_and_training_is_as_without(tmp_path):

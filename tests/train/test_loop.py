@@ -235,11 +235,17 @@ def test_ranks_with_different_settings_are_refused(ranks, shared_tmp_path):
     assert all(ranks(body))
 
 
-def test_a_checkpoint_of_another_strategy_or_model_is_refused(tmp_path):
+def test_a_checkpoint_of_another_strategy_goes_on_and_one_of_another_model_is_refused(tmp_path, caplog):
     run_virtual(lambda comm: _run(comm, tmp_path, "epochs=1", "checkpoint.every_steps=5"), 2)
     path = checkpoint.latest(tmp_path / "run" / "checkpoints")
-    with pytest.raises(CheckpointError, match="strategy must be that of the checkpoint"):
-        run_virtual(lambda comm: _run(comm, tmp_path, "strategy=gossip_pull", resume=path), 2)
+    run_virtual(lambda comm: _run(comm, tmp_path, "strategy=gossip_pull", resume=path), 2)
+    assert "strategy.name is 'gossip_pull' here, and 'allreduce' in" in caplog.text
+    for change, message in (
+        ("optimizer=Adagrad", "optimizer must be that of the checkpoint .*, '.*'; got Adagrad. Resume with the one of"),
+        ("schedule=ReduceLROnPlateau", "schedule must be that of the checkpoint .*; got ReduceLROnPlateau"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            run_virtual(lambda comm, change=change: _run(comm, tmp_path, change, resume=path), 2)
     with pytest.raises(CheckpointError, match="model must be that of the checkpoint"):
         run_virtual(lambda comm: _run(comm, tmp_path, "model.width=13", resume=path), 2)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -97,24 +94,11 @@ class Feedback:
     def state(self) -> dict:
         return {"residual": self.residual, "compressor": self.compressor.state()}
 
-    @staticmethod
-    def reshard(states: Sequence[dict]) -> dict:
-        """Make one state for every rank of a world of another size: mean tensors, everything else from rank 0."""
-        compressors = [state["compressor"] for state in states]
-        return {
-            "residual": _mean([state["residual"] for state in states]),
-            "compressor": {key: _mean([state[key] for state in compressors]) for key in compressors[0]},
-        }
+    def set_residual(self, residual: Tensor) -> None:
+        """Begin with a saved residual."""
+        self.residual.copy_(residual)
+        self._all_sent = not self.residual.any()
 
     def load_state(self, state: dict) -> None:
-        self.residual.copy_(state["residual"])
-        self._all_sent = not self.residual.any()
+        self.set_residual(state["residual"])
         self.compressor.load_state(state["compressor"])
-
-
-def _mean(values: list[Any]) -> Any:
-    """Average tensors, None counting as zeros (ranks silent in the warm-up have it); else return the first value."""
-    like = next((value for value in values if isinstance(value, Tensor)), None)
-    if like is None:
-        return values[0]
-    return torch.stack([torch.zeros_like(like) if value is None else value for value in values]).mean(dim=0)

@@ -33,17 +33,21 @@ class Reduction:
         comm: used only during a call, with one tag.
         like: flat tensors of the same lengths and dtypes, on any device. They are encoded on the host.
         spans: the parameters in each of them.
+
+    Attributes:
+        feedbacks: of each tensor, with what this rank has not sent.
+        calls: how many sums so far.
     """
 
     def __init__(
         self, comm: Communicator, config: CompressionConfig, like: Sequence[Tensor], spans: Sequence[Sequence[Span]]
     ):
         self._comm, self._config = comm, config
-        self._feedbacks = [
+        self.feedbacks = [
             Feedback(config.make(flat.numel(), own, place * comm.size + comm.rank), flat, config.error_feedback)
             for place, (flat, own) in enumerate(zip(like, spans, strict=True))
         ]
-        self._sums = [torch.empty_like(feedback.residual) for feedback in self._feedbacks]
+        self._sums = [torch.empty_like(feedback.residual) for feedback in self.feedbacks]
         self._allreduce = collectives.load("auto")(comm)
         self.calls = 0
 
@@ -52,13 +56,13 @@ class Reduction:
         config, self.calls = self._config, self.calls + 1
         senders = self._comm.size
         if self.calls <= config.warmup_steps and config.warmup_ranks is None:
-            for tensor, feedback in zip(tensors, self._feedbacks, strict=True):
+            for tensor, feedback in zip(tensors, self.feedbacks, strict=True):
                 feedback.add_residual_(tensor)
                 self._allreduce(tensor)
             return senders
         if self.calls <= config.warmup_steps and config.warmup_ranks is not None:
             senders = min(config.warmup_ranks, senders)
-        if isinstance(self._feedbacks[0].compressor, (Linear, Recoded)):
+        if isinstance(self.feedbacks[0].compressor, (Linear, Recoded)):
             self._reduce(tensors, senders)
         else:
             self._gather(tensors, senders)
@@ -66,7 +70,7 @@ class Reduction:
 
     def _reduce(self, tensors: Sequence[Tensor], senders: int) -> None:
         silent = self._comm.rank >= senders
-        for tensor, feedback, out in zip(tensors, self._feedbacks, self._sums, strict=True):
+        for tensor, feedback, out in zip(tensors, self.feedbacks, self._sums, strict=True):
             compressor, residual = feedback.compressor, feedback.to_send(tensor.zero_() if silent else tensor)
             into = tensor if tensor.dtype == out.dtype and tensor.is_cpu else out
             if isinstance(compressor, Linear):
@@ -78,30 +82,14 @@ class Reduction:
 
     def _gather(self, tensors: Sequence[Tensor], senders: int) -> None:
         silent = self._comm.rank >= senders
-        messages = [] if silent else [f.encode(tensor) for f, tensor in zip(self._feedbacks, tensors, strict=True)]
+        messages = [] if silent else [f.encode(tensor) for f, tensor in zip(self.feedbacks, tensors, strict=True)]
         for out in self._sums:
             out.zero_()
         for messages_of_rank in gather(self._comm, messages, len(tensors), range(senders)):
-            for feedback, message, out in zip(self._feedbacks, messages_of_rank, self._sums, strict=True):
+            for feedback, message, out in zip(self.feedbacks, messages_of_rank, self._sums, strict=True):
                 feedback.compressor.add(message, out)
         for tensor, out in zip(tensors, self._sums, strict=True):
             tensor.copy_(out)
-
-    def state(self) -> dict:
-        """Return this rank's residuals and the state of its compressors."""
-        return {"calls": self.calls, "feedbacks": [feedback.state() for feedback in self._feedbacks]}
-
-    def load_state(self, state: dict) -> None:
-        """Restore what `state()` or `reshard()` returned."""
-        self.calls = state["calls"]
-        for feedback, saved in zip(self._feedbacks, state["feedbacks"], strict=True):
-            feedback.load_state(saved)
-
-    @staticmethod
-    def reshard(states: Sequence[dict]) -> dict:
-        """Make one state for every rank of a world of another size, with mean residuals."""
-        feedbacks = [Feedback.reshard(saved) for saved in zip(*(state["feedbacks"] for state in states), strict=True)]
-        return {"calls": states[0]["calls"], "feedbacks": feedbacks}
 
     def close(self) -> None:
         """Collective. Release the all-reduce."""

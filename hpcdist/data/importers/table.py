@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import BadZipFile
@@ -12,6 +13,7 @@ import numpy as np
 from hpcdist.data.importers._common import split_indices
 from hpcdist.data.writer import Split, create
 from hpcdist.errors import ConfigError, DataError
+from hpcdist.records import open_regular
 
 STANDARDISE = ("none", "features", "all")
 DTYPES = ("float32", "float64")
@@ -104,7 +106,7 @@ def _read(path: Path, target: str, delimiter: str) -> Table:
 
 def _read_csv(path: Path, delimiter: str) -> tuple[list[str], np.ndarray]:
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with io.TextIOWrapper(open_regular(path), "utf-8-sig", newline="") as file:
             names = [name.strip() for name in next(csv.reader(file, delimiter=delimiter), [])]
             lines = file.readlines()
         values = np.loadtxt(lines or ["0"], delimiter=delimiter, quotechar='"', comments=None, ndmin=2)
@@ -120,7 +122,7 @@ def _read_csv(path: Path, delimiter: str) -> tuple[list[str], np.ndarray]:
 
 def _read_numpy(path: Path) -> dict[str, np.ndarray]:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             loaded = np.load(file, allow_pickle=False)
             arrays = {"table": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
     except (ValueError, OSError, EOFError, BadZipFile) as error:

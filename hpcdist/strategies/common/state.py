@@ -1,15 +1,23 @@
-"""Declare a strategy's state: a checkpoint's entries, and how each is carried over to another number of ranks."""
+"""Declare a strategy's state: named values, and for each how those of all saved ranks make that of another world.
+
+An `Entry` is a number or whatever else belongs to a rank. An `Along` lies along the parameters: checkpoints store it by
+parameter names and slices, so that any world reads its own part, whatever ranks, stages, shards or servers there were.
+The same world takes up its own values; `combine` is for all others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-Reshard = Callable[[Sequence[Any]], Any]  # from the values of all saved ranks, the one that each new rank takes up
+from hpcdist.compress import Feedback, Reduction
+from hpcdist.errors import CheckpointError
+
+Ranges = Sequence[tuple[int, int]]  # elements [start, stop) of each flat tensor
 
 
 class Stateful(Protocol):
@@ -20,79 +28,121 @@ class Stateful(Protocol):
     def load_state(self, state: Any) -> None: ...
 
 
-def first(saved: Sequence[Any]) -> Any:
-    """Return the first rank's value."""
-    return saved[0]
+class Flats(NamedTuple):
+    """Flat tensors along the parameters, as `model.params`; or their elements in some ranges, one for each tensor."""
+
+    tensors: Sequence[Tensor]
+    ranges: Ranges | None = None
 
 
 @dataclass(frozen=True)
 class Anew:
-    """A reshard that drops the saved values: every rank of another number begins with a new one, made by `make`."""
+    """The rule that drops what was saved: in another world every rank begins with a new value, made by `make`."""
 
     make: Callable[[], Any]
 
-    def __call__(self, saved: Sequence[Any]) -> Any:
+    def __call__(self, *saved: Any) -> Any:
         return self.make()
 
 
 def dropped(instead: Any = None) -> Anew:
-    """Drop the saved values: every rank of another number begins with the value `instead`."""
+    """Drop the saved values: in another world every rank begins with the value `instead`."""
     return Anew(lambda: instead)
 
 
 def zeros(like: Sequence[Tensor]) -> Anew:
-    """Drop the saved values: every rank of another number begins with zeros."""
+    """Drop the saved values: in another world every rank begins with zeros."""
     return Anew(lambda: [torch.zeros_like(tensor) for tensor in like])
 
 
-def mean(columns: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Average several ranks' lists of tensors in float64; means of integers are rounded."""
-    means = []
-    for tensors in zip(*columns, strict=True):
-        wide = torch.stack([t.to(torch.float64) for t in tensors]).mean(dim=0)
-        means.append((wide if tensors[0].is_floating_point() else wide.round()).to(tensors[0].dtype))
-    return means
+def first(saved: Sequence[Any], *_: int) -> Any:
+    """Take the first rank's value."""
+    return saved[0]
 
 
+# --- rules for tensors: (those of the ranks that have the parameter, saved workers, ranks now) -> one tensor ----------
+def mean_of_ranks(saved: Sequence[Tensor], *_: int) -> Tensor:
+    """Average in float64; means of integers are rounded."""
+    like = saved[0]
+    if all(torch.equal(like, other) for other in saved[1:]):
+        return like
+    wide = torch.stack([tensor.to(torch.float64) for tensor in saved]).mean(dim=0)
+    return (wide if like.is_floating_point() else wide.round()).to(like.dtype)
+
+
+def mean_of_workers(saved: Sequence[Tensor], workers: int, ranks: int) -> Tensor:
+    """Divide the sum of all ranks' values by the number of saved workers; missing parameters have zeros."""
+    return torch.stack(list(saved)).sum(dim=0) / workers
+
+
+def spread(saved: Sequence[Tensor], workers: int, ranks: int) -> Tensor:
+    """Divide the sum of all ranks' values among the ranks that there are now; missing parameters have zeros."""
+    return torch.stack(list(saved)).sum(dim=0) / ranks
+
+
+# --- declarations -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Entry:
-    """One entry of a strategy's state.
+    """One value of a strategy's state.
 
     Args:
         name: its key in the checkpoint.
         save: returns this rank's value.
         load: restores a value; collective where it communicates.
-        reshard: chooses the value for another number of ranks, see `first`, `dropped` and `zeros`.
+        combine: makes one value for another world of those that ranks have saved: `first`, `max`, or one that is new,
+            see `dropped` and `zeros`.
         optional: a checkpoint may lack it; this rank's value then stays.
-        unsent: it has what compression has not sent yet.
     """
 
     name: str
     save: Callable[[], Any]
     load: Callable[[Any], None]
-    reshard: Reshard = first
+    combine: Callable[..., Any] = first
     optional: bool = False
-    unsent: bool = False
+
+
+@dataclass(frozen=True)
+class Along(Entry):
+    """Flat tensors along the parameters; `save` may return an empty list, and `load` is then given one.
+
+    Args:
+        combine: makes one tensor for another world: `first`, `mean_of_ranks`, `mean_of_workers` or `spread`; or begins
+            anew.
+        ranges: the elements of `model.params` that this rank has, such as a server's shard; None: all.
+    """
+
+    optional: bool = True
+    ranges: Ranges | None = None
 
 
 def attribute(owner: object, name: str) -> Entry:
-    """Declare an attribute of `owner`, under its own name; another number of ranks takes the first one's."""
-    return Entry(name, lambda: getattr(owner, name), lambda value: setattr(owner, name, value))
+    """Declare an attribute of `owner`, under its own name; another world takes the first rank's."""
+
+    def load(value: Any) -> None:
+        own = getattr(owner, name)
+        if type(value) is not type(own):
+            raise CheckpointError(
+                f"the strategy's {name!r} must be of type {type(own).__name__}; got {value!r:.60}. Resume from another "
+                "checkpoint."
+            )
+        setattr(owner, name, value)
+
+    return Entry(name, lambda: getattr(owner, name), load)
 
 
-def tensors(name: str, own: Sequence[Tensor], reshard: Reshard) -> Entry:
-    """Declare tensors that are taken up in their place."""
+def held_tensors(name: str, own: Sequence[Tensor], combine: Callable[..., Any], ranges: Ranges | None = None) -> Along:
+    """Declare tensors along the parameters that are taken up in their place."""
 
     def load(saved: Sequence[Tensor]) -> None:
         for tensor, value in zip(own, saved):
             tensor.copy_(value)
 
-    return Entry(name, lambda: own, load, reshard, optional=True)
+    return Along(name, lambda: own, load, combine, ranges=ranges)
 
 
-def part(name: str, owned: Stateful | None, reshard: Reshard, unsent: bool = False) -> Iterable[Entry]:
+def part(name: str, owned: Stateful | None, combine: Callable[..., Any]) -> Iterable[Entry]:
     """Declare the state of an object that the strategy owns; None has no entry."""
-    return [] if owned is None else [Entry(name, owned.state, owned.load_state, reshard, True, unsent)]
+    return [] if owned is None else [Entry(name, owned.state, owned.load_state, combine, True)]
 
 
 def save_entries(entries: Iterable[Entry]) -> dict[str, Any]:
@@ -103,11 +153,58 @@ def save_entries(entries: Iterable[Entry]) -> dict[str, Any]:
 def load_entries(entries: Iterable[Entry], state: dict[str, Any]) -> None:
     """Collective. Restore a state, entry by entry in the order in which they are declared."""
     for entry in entries:
-        if entry.name in state or not entry.optional:
+        if entry.name in state:
             entry.load(state[entry.name])
+        elif isinstance(entry.combine, Anew):
+            entry.load(entry.combine.make())
+        elif not entry.optional:
+            raise CheckpointError(
+                f"the strategy's state must have {entry.name!r}; got {', '.join(sorted(state))}. Resume with the "
+                "strategy and options of that run."
+            )
 
 
-def reshard_entries(entries: Iterable[Entry], states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Make the state of every rank of another number from the states of all saved ranks."""
-    values = [(entry, [state[entry.name] for state in states if entry.name in state]) for entry in entries]
-    return {entry.name: entry.reshard(saved) for entry, saved in values if saved or isinstance(entry.reshard, Anew)}
+# --- compression ------------------------------------------------------------------------------------------------------
+def feedbacks(name: str, owned: Sequence[Feedback], combine: Callable[..., Any]) -> list[Entry]:
+    """Declare what compression has not sent yet, and what the compressors remember: one feedback per flat tensor."""
+    if not owned:
+        return []
+
+    def load_residuals(saved: Sequence[Tensor]) -> None:
+        for feedback, residual in zip(owned, saved):
+            feedback.set_residual(residual)
+
+    def coder(feedback: Feedback) -> dict[str, Any]:
+        return {k: v for k, v in feedback.compressor.state().items() if k not in feedback.compressor.along}
+
+    def load_coders(saved: Sequence[dict[str, Any]]) -> None:
+        for feedback, state in zip(owned, saved):
+            feedback.compressor.load_state(feedback.compressor.state() | state)
+
+    entries = [
+        Along(f"{name}.residual", lambda: [feedback.residual for feedback in owned], load_residuals, combine),
+        Entry(f"{name}.coders", lambda: [coder(feedback) for feedback in owned], load_coders, optional=True),
+    ]
+    return [*entries, *(_remembered(f"{name}.{key}", key, owned, combine) for key in owned[0].compressor.along)]
+
+
+def _remembered(name: str, key: str, owned: Sequence[Feedback], combine: Callable[..., Any]) -> Along:
+    """Declare tensors along the parameters that compressors remember; None, before the first message, is zeros."""
+
+    def save() -> list[Tensor]:
+        found = [(feedback.compressor.state()[key], feedback.residual) for feedback in owned]
+        return [torch.zeros_like(residual) if tensor is None else tensor for tensor, residual in found]
+
+    def load(saved: Sequence[Tensor]) -> None:
+        for feedback, tensor in zip(owned, saved):
+            feedback.compressor.load_state(feedback.compressor.state() | {key: tensor})
+
+    return Along(name, save, load, combine)
+
+
+def reduction(name: str, owned: Reduction | None) -> list[Entry]:
+    """Declare the state of a compressed all-reduce: in another world each rank has the mean of what was not sent."""
+    if owned is None:
+        return []
+    calls = Entry(f"{name}.calls", lambda: owned.calls, lambda value: setattr(owned, "calls", value), optional=True)
+    return [calls, *feedbacks(name, owned.feedbacks, mean_of_ranks)]

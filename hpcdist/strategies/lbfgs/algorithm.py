@@ -80,7 +80,8 @@ class CurvaturePairs:
         return [[pair.place, pair.sy, pair.yy] for pair in self.kept]
 
     def load_state(self, state: list[list[float]]) -> None:
-        self.kept = [CurvaturePair(int(place), sy, yy) for place, sy, yy in state][-self._limit :]
+        kept = [CurvaturePair(int(place), sy, yy) for place, sy, yy in state if place <= self._limit]
+        self.kept = kept[-self._limit :]
         self._choose_spare()
 
     def _choose_spare(self) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
+from hpcdist.strategies.common.state import Along, Entry, Ranges
 from hpcdist.strategies.server.placement import Shard, cut
 
 # The numbers of the vectors. Pairs (s, y) of the history follow, see `CurvaturePairs`.
@@ -248,15 +249,25 @@ class HistoryShard:
             mine.copy_(part)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    def state(self) -> dict[str, Any]:
-        numbers = [number for number in self.vectors.numbers if number not in PASSING]
-        return {"numbers": numbers, "vectors": [self.vectors[number] for number in numbers]}
+    @property
+    def ranges(self) -> Ranges:
+        return self._shard.ranges
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state()` gave, or the same vectors whole, of which this shard has its range."""
-        for number, parts in zip(state.get("numbers", ()), state.get("vectors", ())):
-            own = [
-                part if part.numel() == stop - start else part[start:stop]
-                for part, (start, stop) in zip(parts, self._shard.ranges, strict=True)
-            ]
-            self.vectors.fill(number, own)
+    def of_model(self) -> list[Tensor]:
+        """Return the shard's part of the model's parameters."""
+        return self._shard.of(self._model.params)
+
+    def entries(self, history: int) -> list[Entry]:
+        """Declare the vectors that later steps need, of so many pairs and one that is being made."""
+        numbers = [number for number in range(PAIRS + 2 * (history + 1)) if number not in PASSING]
+        return [self._entry(number) for number in numbers]
+
+    def _entry(self, number: int) -> Along:
+        def load(saved: Sequence[Tensor]) -> None:
+            if saved:
+                self.vectors.fill(number, saved)
+
+        def save() -> list[Tensor]:
+            return self.vectors[number] if number in self.vectors.numbers else []
+
+        return Along(f"vector {number}", save, load, ranges=self.ranges)

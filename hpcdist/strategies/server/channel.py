@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator, Put
 from hpcdist.errors import DeadlineError, RankFailedError
+from hpcdist.strategies.common.state import Entry
 from hpcdist.strategies.server.codec import Codec, Coding
 from hpcdist.strategies.server.placement import Roles, Shard
 from hpcdist.strategies.server.slots import Ends, TensorSlots
@@ -179,22 +180,22 @@ class RequestChannel:
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def _codings(self) -> dict[str, Coding]:
         """Return what compresses, by the name that checkpoints have for it."""
-        by_name = {"letters": self.up.coding, "answers": self.down.coding}
+        by_name = {"requests": self.up.coding, "replies": self.down.coding}
         return {name: coding for name, coding in by_name.items() if coding is not None}
 
-    def state(self) -> dict:
-        """Return what compression remembers; empty where nothing is compressed."""
-        return {name: coding.state() for name, coding in self._codings().items()}
+    def entries(self) -> list[Entry]:
+        """Declare what compression remembers; nothing where nothing is compressed."""
+        return [entry for name, coding in self._codings().items() for entry in coding.entries(name)]
 
-    def load_state(self, state: dict, values: Sequence[Tensor]) -> None:
-        """Collective. Take up what `state()` or `reshard()` gave; a channel that it lacks begins with `values`."""
-        for name, coding in self._codings().items():
-            coding.load_state(state.get(name, {}), values)
+    def begin(self, values: Sequence[Tensor]) -> None:
+        """Let compression begin as if nothing had been sent, or with these values at both ends."""
+        for coding in self._codings().values():
+            coding.begin(values)
 
-    def reshard(self, states: Sequence[dict], workers: int) -> dict:
-        """Return a state for another number of ranks than that of `states`, of which so many were workers."""
-        codings = self._codings().items()
-        return {name: coding.reshard([s[name] for s in states if name in s], workers) for name, coding in codings}
+    def agree(self) -> None:
+        """Collective. Give parents what compression has of their children, which may have loaded it."""
+        for coding in self._codings().values():
+            coding.agree()
 
     def close(self) -> None:
         """Collective. Release the windows."""

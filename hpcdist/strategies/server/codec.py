@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, Compressor, Feedback, Span, load
 from hpcdist.errors import ConfigError
+from hpcdist.strategies.common.state import Entry, dropped, held_tensors, mean_of_workers
 from hpcdist.strategies.server.placement import Shard
 
 WHOLE, NOTHING = -1, -2  # in the place of a message's length: uncompressed; none
@@ -241,34 +242,34 @@ class Coding:
                 for own, values in zip(self._common[child], shard.of(like), strict=True):
                     own.copy_(values)
 
-    def state(self) -> dict:
-        """Return what compressors remember, and what a child has in common with its parents."""
-        senders = [[dest, encoder.state()] for dest, encoder in self._encoders.items()]
-        sent = max((encoder.sent for encoder in self._encoders.values()), default=0)
-        return {"whole": self.whole, "senders": senders, "sent": sent}
+    def entries(self, name: str) -> list[Entry]:
+        """Declare what compressors remember, and what a child has in common with its parents.
 
-    def reshard(self, states: Sequence[dict], workers: int) -> dict:
-        """Return a state for another number of ranks: each worker has the mean of the gradients that were not sent."""
-        if not states:
-            return {}
-        resharded: dict = {"sent": max(state["sent"] for state in states)}
-        if self._codec.content == "gradients":
-            sums = zip(*(state["whole"] for state in states if state["whole"]), strict=True)
-            resharded["whole"] = [sum(tensors) / workers for tensors in sums]
-        return resharded
-
-    def load_state(self, state: dict, like: Sequence[Tensor]) -> None:
-        """Collective. Take up what `state()` gave; what is not in there begins with `like`.
-
-        Parents get their values from their children: n bytes of messages per child.
+        In another world each worker has the mean over the saved ones of the gradients that were not sent.
         """
-        self.begin(like)
-        for whole, saved in zip(self.whole, state.get("whole", [])):
-            whole.copy_(saved)
+        carried = mean_of_workers if self._codec.content == "gradients" else dropped([])
+        return [
+            held_tensors(f"{name}.whole", self.whole, carried),
+            Entry(f"{name}.sent", self._sent, self._load_sent, max, optional=True),
+            Entry(f"{name}.senders", self._senders, self._load_senders, dropped([]), optional=True),
+        ]
+
+    def _sent(self) -> int:
+        return max((encoder.sent for encoder in self._encoders.values()), default=0)
+
+    def _load_sent(self, saved: int) -> None:
         for encoder in self._encoders.values():
-            encoder.sent = state.get("sent", 0)
-        for dest, saved in state.get("senders", []):
-            self._encoders[dest].load_state(saved)
+            encoder.sent = saved
+
+    def _senders(self) -> list[list[Any]]:
+        return [[dest, encoder.state()] for dest, encoder in self._encoders.items()]
+
+    def _load_senders(self, saved: Sequence[Sequence[Any]]) -> None:
+        for dest, state in saved:
+            self._encoders[dest].load_state(state)
+
+    def agree(self) -> None:
+        """Collective. Give parents the values that their children have: n bytes of messages per child."""
         if self._codec.content != "values":
             return
         above = [(parent, t) for parent, tensors in self._common_above.items() for t in tensors if t.numel()]

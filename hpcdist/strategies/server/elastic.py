@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.common.state import Entry, dropped, tensors
+from hpcdist.strategies.common.state import Entry, dropped, held_tensors
 from hpcdist.strategies.server.channel import FETCH, NOBODY, Reply, ServerRequest, waited_for
 from hpcdist.strategies.server.loop import Handler
 from hpcdist.strategies.server.strategy import ServerStrategy
@@ -102,6 +102,7 @@ class Centre(Handler):
             strategy.config, strategy.loop, strategy.comm.now, strategy.channel.down
         )  # fmt: skip
         self._strength = strategy.config.beta / len(strategy.roles.workers)  # a
+        self._shard = strategy.shard
         self._centre = [part.clone() for part in strategy.shard.of(strategy.model.params)]
         self._held: list[tuple[ServerRequest, float]] = []  # requests to be replied to together, and when they came
 
@@ -144,7 +145,8 @@ class Centre(Handler):
         return sent
 
     def entries(self) -> list[Entry]:
-        return [tensors("centre", self._centre, dropped([]))]  # on another number of ranks it is the parameters
+        # In another world it begins as the parameters.
+        return [held_tensors("centre", self._centre, dropped([]), self._shard.ranges)]
 
 
 def tie_to_centre(strategy: ServerStrategy, motion: Callable[[], Motion]) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Annotated, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -220,22 +219,6 @@ def _within(n_bytes: int, tensor: Tensor) -> int:
     return min(max(n_bytes, 0), tensor.nbytes) // tensor.itemsize
 
 
-def put_together(
-    parts: Sequence[Sequence[Tensor]], shards: Sequence[Sequence[Sequence[int]]], like: Sequence[Tensor]
-) -> list[Tensor]:
-    """Put parts together to whole flat tensors, new ones, of the lengths of `like` and the type of the parts.
-
-    Args:
-        parts: of each server, in order, its shard of each tensor, or whole tensors in which this lies.
-        shards: the ranges of each server's shard.
-    """
-    whole = [torch.empty_like(flat, dtype=part.dtype) for flat, part in zip(like, parts[0], strict=True)]
-    for own, ranges in zip(parts, shards):
-        for flat, part, (start, stop) in zip(whole, own, ranges, strict=True):
-            flat[start:stop] = part if part.numel() == stop - start else part[start:stop]
-    return whole
-
-
 class Placement:
     """Place one rank: the shard that it serves, and the ranks with which it exchanges requests.
 
@@ -262,8 +245,3 @@ class Placement:
         self.colocated = rank in roles.workers and bool(self.children)
         self.aggregates = rank in roles.aggregators
         self.alone = not roles.servers
-
-    def ranges(self) -> list[list[list[int]]]:
-        """Return each server's ranges, for a checkpoint; on one rank they are all its own."""
-        shards = [self.everything] if self.alone else [self.shards[server] for server in self.roles.servers]
-        return [[list(found) for found in shard.ranges] for shard in shards]

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import CompressionConfig, spans
-from hpcdist.errors import CheckpointError, ConfigError
+from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.consensus import with_buffers
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, dropped
+from hpcdist.strategies.common.state import Entry, Flats, dropped
 from hpcdist.strategies.server.channel import PAUSE, RequestChannel
 from hpcdist.strategies.server.codec import Codec
 from hpcdist.strategies.server.loop import Handler, ServerLoop
-from hpcdist.strategies.server.placement import Placement, Roles, Servers, assign, broadcast_shards, put_together
+from hpcdist.strategies.server.placement import Placement, Roles, Servers, assign, broadcast_shards
 from hpcdist.strategies.server.worker import LoneWorker, Replica, Worker
 
 
@@ -110,7 +110,6 @@ class ServerStrategy(Strategy):
     )  # fmt: skip
     up, down = "gradients", "values"  # what requests and replies carry, see `Codec`
     steps_on_workers = False  # workers run their local optimiser
-    masters_in: tuple[str, ...] = ()  # the parts of a state that may have a server's parameters; else the model has
 
     def __init__(self, config: Config, comm, model, **given):
         roles = config.roles(comm.size)
@@ -294,18 +293,19 @@ class ServerStrategy(Strategy):
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:
-        ranges = self.place.ranges
         entries = [
             *super().entries(),
             Entry("clock", lambda: self.clock, self._load_clock, max),
             Entry("clocks", lambda: self.replica.clocks, self._load_clocks, dropped([])),
-            Entry("works", lambda: self.is_worker, lambda _: None, dropped(self.is_worker)),  # for `reshard_state`
-            Entry("shards", ranges, self._require_same_shards, dropped(ranges()), optional=True),
         ]
-        if self.channel is not None:  # carried over by `reshard_unsent`, which knows how many ranks worked
-            channel = Entry("mailbox", self.channel.state, self._load_channel, dropped({}), optional=True, unsent=True)
-            entries.append(channel)
-        return entries + [entry for each in (self.worker, self.handler) if each is not None for entry in each.entries()]
+        owners = [each for each in (self.channel, self.worker, self.handler) if each is not None]
+        return entries + [entry for each in owners for entry in each.entries()]
+
+    def masters(self) -> Flats | None:
+        if self.place.alone:
+            return Flats(self.model.params)
+        serves = self.comm.rank in self.roles.servers
+        return Flats(self.handler.master(), self.shard.ranges) if serves else None
 
     def _load_clock(self, saved: int) -> None:
         self.replica.clock = saved
@@ -316,23 +316,15 @@ class ServerStrategy(Strategy):
         """Take up the clock of each parent; on another number of ranks all have the largest one that was saved."""
         self.replica.clocks = list(saved) or [self.replica.clock] * len(self.place.parents)
 
-    def _require_same_shards(self, saved: list) -> None:
-        ranges = self.place.ranges()
-        if saved != ranges:
-            raise CheckpointError(
-                "strategy.servers and strategy.split_parameters must be those of the checkpoint on the same number of "
-                f"ranks; got shards for {len(ranges)} servers, other ones than the checkpoint's for {len(saved)}. "
-                "Resume with the configuration of that run, or on more or fewer ranks."
-            )
-
-    def _load_channel(self, saved: dict) -> None:
-        self.channel.load_state(saved, self.model.params)
-
     def load_state(self, saved: dict) -> None:
         self._forget_moments_of_others()
         if self.loop is not None:
             self.loop.take_up()  # which stays so where the checkpoint has no master copy for this rank
+        if self.channel is not None:
+            self.channel.begin(self.model.params)
         super().load_state(saved)
+        if self.channel is not None:
+            self.channel.agree()
 
     def _forget_moments_of_others(self) -> None:
         """Drop the optimiser's state of parameters that other ranks' optimisers step, which would only grow old."""
@@ -343,32 +335,6 @@ class ServerStrategy(Strategy):
         for parameter, (_, group, start, stop, _) in zip(parameters, self.model.named_slices()):
             if not (serves and self.shard.overlaps(group, start, stop)):
                 self.optimizer.state.pop(parameter, None)
-
-    def reshard_state(self, states: list[dict]) -> dict:
-        return super().reshard_state(states) | self.reshard_unsent(states)
-
-    def reshard_unsent(self, states: list[dict]) -> dict:
-        """Give each worker the mean over the saved ones of what was not sent."""
-        if self.channel is None:
-            return {}
-        workers = sum(state["works"] for state in states)
-        return {"mailbox": self.channel.reshard([state.get("mailbox", {}) for state in states], workers)}
-
-    @classmethod
-    def reshard_params(cls, params: list[list[Tensor]], states: list[dict]) -> list[Tensor]:
-        """Put the servers' shards together."""
-        masters = [
-            next((state[part] for part in cls.masters_in if state.get(part)), whole)
-            for whole, state in zip(params, states, strict=True)
-        ]
-        return put_together(masters, states[0]["shards"], params[0])
-
-    def reshard_optimizer(self, states: list[dict]) -> dict:
-        """Put the ranks' optimisers together; of a parameter that a shard's border cuts, take the first server's."""
-        together: dict = {}
-        for state in reversed(states):
-            together |= state["state"]
-        return {**states[0], "state": together}
 
 
 class UpdateClip:

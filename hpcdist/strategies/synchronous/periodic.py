@@ -15,7 +15,7 @@ from hpcdist.comm.communicator import concurrent
 from hpcdist.compress import CompressionConfig, Reduction, spans
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, part
+from hpcdist.strategies.common.state import Along, Entry, mean_of_ranks, reduction
 
 
 class Periodic(Strategy):
@@ -127,20 +127,16 @@ class Periodic(Strategy):
     def entries(self) -> list[Entry]:
         return [
             *super().entries(),
-            Entry("common", lambda: self.common, self._load_common),
-            Entry("gone", lambda: self._gone, self._load_gone),
-            Entry("mean", lambda: self._mean if self._gone else [], self._load_mean),
-            *part("compressed", self._compressed, Reduction.reshard, unsent=True),
+            Along("common", lambda: self.common, self._load_common),
+            # In another world all begin at the mean of the parameters, which is as far from x as ranks were on average.
+            Along("gone", lambda: self._gone, self._load_gone, mean_of_ranks),
+            Along("mean", lambda: self._mean if self._gone else [], self._load_mean),
+            *reduction("compressed", self._compressed),
         ]
 
     def state(self) -> dict:
         self._await()
         return super().state()
-
-    def reshard_state(self, states: list[dict]) -> dict:
-        # All begin at the mean of the saved parameters, which is as far from x as the ranks were on average.
-        resharded = super().reshard_state(states)
-        return {**resharded, "gone": resharded["mean"]}
 
     def _load_common(self, saved: Sequence[Tensor]) -> None:
         for x, value in zip(self.common, [] if self.alone else saved or self.model.params, strict=True):

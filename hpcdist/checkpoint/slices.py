@@ -1,0 +1,160 @@
+"""Slices of tensors along parameters: which part of which whole tensor a rank has, so that any world finds its own.
+
+A rank has a *part* of a parameter: all of it, or a box that a device mesh has cut out, perhaps padded at its ends. Of a
+part it may have a *span*, a run of its elements in row-major order, as a parameter server has. Complex numbers that lie
+in flat memory count as pairs: a last dimension of 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcdist.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class SlicePlace:
+    """The place of a slice in a whole tensor.
+
+    Attributes:
+        name: of the parameter.
+        shape: of the whole tensor.
+        offset: where the part begins; None where only a program on the same ranks knows how parts make the whole.
+        size: of the part, without padding.
+        part: its shape, with padding.
+        span: first element of the part that is there, and the one behind the last; None: the part is there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...] | None
+    size: tuple[int, ...]
+    part: tuple[int, ...]
+    span: tuple[int, int] | None = None
+
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...]) -> SlicePlace:
+        """Return the place of a tensor that a rank has whole."""
+        return cls(name, shape, (0,) * len(shape), shape, shape)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.offset is not None and self.span is None and self.shape == self.size == self.part
+
+    @property
+    def numel(self) -> int:
+        """The number of elements that are there."""
+        return math.prod(self.part) if self.span is None else self.span[1] - self.span[0]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the place in types that JSON has."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    @classmethod
+    def from_description(cls, given: Mapping[str, Any]) -> SlicePlace:
+        """Return the place that `describe` has described.
+
+        Raises:
+            ValueError, TypeError: the description contradicts itself.
+        """
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+        place = cls(**values)
+        if not place._is_possible():
+            raise ValueError(f"a slice must lie inside its whole tensor; got {given!r:.200}")
+        return place
+
+    def _is_possible(self) -> bool:
+        offset, span = self.offset or (0,) * len(self.shape), self.span or (0, 0)
+        numbers = (*self.shape, *offset, *self.size, *self.part, *span)
+        if not isinstance(self.name, str) or any(type(number) is not int or number < 0 for number in numbers):
+            return False
+        rows = list(zip(self.shape, offset, self.size, self.part, strict=True))
+        inside = self.offset is None or all(begin + size <= whole for whole, begin, size, _ in rows)
+        spans = len(span) == 2 and span[0] <= span[1] <= math.prod(self.part)
+        return inside and spans and all(size <= part for *_, size, part in rows)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A slice of a tensor: its place, and its elements, or a function that reads them."""
+
+    place: SlicePlace
+    values: Tensor | Callable[[], Tensor]
+
+    @property
+    def tensor(self) -> Tensor:
+        """The elements: in the part's shape, or flat where these are a span of it.
+
+        Raises:
+            ValueError: a file has another number of them.
+        """
+        tensor = self.values if isinstance(self.values, Tensor) else self.values()
+        expected = self.place.part if self.place.span is None else (self.place.numel,)
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"a slice of {self.place.name!r} must have shape {list(expected)}; got {tensor.shape}")
+        return tensor
+
+
+def join(slices: Mapping[SlicePlace, Tensor], path: Any) -> Tensor:
+    """Return the whole tensor of which these are slices; zeros where there are none.
+
+    Args:
+        path: the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: nobody knows where they lie in the whole.
+    """
+    (first, tensor), *_ = slices.items()
+    if first.is_whole:
+        return tensor
+    parts: dict[tuple[Any, ...], Tensor] = {}
+    for place, values in slices.items():
+        if place.offset is None:
+            raise CheckpointError(
+                f"parts of parameters must lie one behind the other to be put together; got {place.name!r} in {path}, "
+                "whose placement is another one. Gather it in a program on the same ranks: torch's "
+                "get_model_state_dict inside hpcdist.consensus."
+            )
+        box = place.offset, place.size, place.part
+        if place.span is None:
+            parts[box] = values
+        else:
+            part = parts.setdefault(box, values.new_zeros(place.part))
+            part.view(-1)[slice(*place.span)] = values
+    whole = tensor.new_zeros(first.shape)
+    for (offset, size, _), part in parts.items():
+        whole[_box(offset, size)] = part[_box((0,) * len(size), size)]
+    return whole
+
+
+def cut(whole: Tensor, place: SlicePlace, path: Any) -> Tensor:
+    """Return the slice of a whole tensor that lies at a place, padded with zeros.
+
+    Raises:
+        CheckpointError: nobody knows where it lies in the whole.
+    """
+    if place.is_whole:
+        return whole
+    if place.offset is None:
+        raise CheckpointError(
+            f"parameters must be cut one part behind the other to resume from another mesh; got {place.name!r}, whose "
+            f"placement is another one than in {path}. Resume on the mesh of the checkpoint."
+        )
+    part = whole.new_zeros(place.part)
+    part[_box((0,) * len(place.size), place.size)] = whole[_box(place.offset, place.size)]
+    return part if place.span is None else part.reshape(-1)[slice(*place.span)]
+
+
+def _box(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(begin, begin + length) for begin, length in zip(offset, size, strict=True))
+
+
+def real(tensor: Tensor) -> Tensor:
+    """Return a tensor whose complex numbers are pairs."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -20,10 +20,12 @@ import bench_tables
 import typer
 from bench_tables import Table, short
 
+from hpcdist.config.files import load_module
 from hpcdist.tools.report.analysis import SIGNIFICANT, CellEvidence, Contrast, Findings, analyse
 from hpcdist.tools.report.read import read
 from hpcdist.tools.statistics import Effect, Interval, interval
 
+STUDY = load_module(Path(__file__).parents[1] / "jobs" / "studies" / "devices.py")
 CONDITIONS = {"jitter": "even steps", "straggler": "a straggler", "exponential": "exponential steps"}
 
 
@@ -107,11 +109,13 @@ def devices(folder: Path) -> Table:
         on = [cells[name, ranks] for ranks in (1, 2)]
         head[0] = f"seeds {' and '.join(str(seed) for seed, _ in on[0].ended)}"
         seconds = [list(cell.measure(lambda s: s.wall_s * epoch / s.samples).values()) for cell in on]
-        percent = 100 * fmean(seconds[0]) / (2 * fmean(seconds[1]))
+        percent = STUDY.percent(fmean(seconds[0]), 2, fmean(seconds[1]))
         times = [", ".join(f"{value:.1f}" for value in values) for values in seconds]
         accuracies = [", ".join(f"{value:.3f}" for value in cell.final.values()) for cell in on]
         rows.append([shown(name), *times, f"{percent:.1f}", *accuracies])
-    return [head, *rows, ["reported, one and two GPUs", "109.47", "78.61", "69.63", "", ""]]
+    one_s, two_s = STUDY.REPORTED_S[1], STUDY.REPORTED_S[2]
+    reported = [f"{one_s:.2f}", f"{two_s:.2f}", f"{STUDY.percent(one_s, 2, two_s):.2f}"]
+    return [head, *rows, ["reported, one and two GPUs", *reported, "", ""]]
 
 
 def devices_epochs(folder: Path) -> Table:

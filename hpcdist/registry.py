@@ -261,6 +261,7 @@ CATALOGUES = {
         Catalogue("loggers", "hpcdist.train.loggers", "log", subclass_of("hpcdist.train.loggers.base:Logger")),
         Catalogue("schedules", "hpcdist.parallel.schedules", "schedule", function("table"), "table"),
         Catalogue("checks", "hpcdist.tools.doctor.checks", "check", functions("measure", "judge"), "name"),
+        Catalogue("commands", "hpcdist.tools.cli", "command", function("app"), "app"),
     )
 }
 

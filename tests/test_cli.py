@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -14,7 +15,6 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
 from hpcdist import __version__, checkpoint, compress, log, strategies
@@ -104,6 +104,25 @@ def test_the_version(hpcdist):
     assert hpcdist("--version") == (0, f"{__version__}\n", "")
 
 
+def test_installed_packages_add_commands(tmp_path):
+    """A function, an app without a name and one with it; one that can't be imported is left out, and named."""
+    package = "import typer\napp, named = typer.Typer(), typer.Typer(name='group')\n"
+    package += "def greet(name: str) -> None:\n    print('hello', name)\n"
+    package += "app.command('two')(greet)\nnamed.command('three')(greet)\nnamed.command('four')(greet)\n"
+    (tmp_path / "mine.py").write_text(package)
+    points = "one = mine:greet\ntwo = mine:app\nthree = mine:named\nbroken = nowhere:app\n"
+    (tmp_path / "mine-1.dist-info").mkdir()
+    (tmp_path / "mine-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (tmp_path / "mine-1.dist-info" / "entry_points.txt").write_text(f"[hpcdist.commands]\n{points}")
+    code = "import sys; from hpcdist.tools import cli; sys.argv[0] = 'hpcdist'; cli.main()"
+    paths = os.pathsep.join([str(ROOT), str(tmp_path)])
+    for words in (["one"], ["two"], ["group", "three"]):
+        command = [sys.executable, "-c", code, *words, "you"]
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (0, "hello you\n"), done.stderr
+        assert "command broken is left out: command must be in a file that can be imported" in done.stderr
+
+
 @pytest.mark.parametrize("argument", ["--version", "--help"])
 def test_it_starts_quickly(argument):
     """As a module, too, and without torch, which takes seconds to import."""
@@ -123,13 +142,13 @@ def test_an_interruption_has_status_130(hpcdist, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hpcdist.records.load_summary", interrupted)
+    monkeypatch.setattr("hpcdist.tools.runs.run.load_summary", interrupted)
     Path("summary.json").touch()
     assert hpcdist("report", ".") == (130, "", "hpcdist: interrupted\n")
 
 
 def test_an_exception_that_is_no_error_of_ours_keeps_its_traceback(hpcdist, monkeypatch):
-    monkeypatch.setattr("hpcdist.records.load_summary", lambda path: 1 / 0)
+    monkeypatch.setattr("hpcdist.tools.runs.run.load_summary", lambda path: 1 / 0)
     Path("summary.json").touch()
     with pytest.raises(ZeroDivisionError):
         hpcdist("report", ".")
@@ -405,10 +424,6 @@ def test_a_report_of_a_damaged_summary(hpcdist):
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
-def _make_digits(folder: Path) -> str:
-    return "sklearn"
-
-
 def _make_mnist(folder: Path) -> Path:
     for prefix in ("train", "t10k"):
         images = struct.pack(">HBBIII", 0, 8, 3, 6, 5, 4) + bytes(range(120))
@@ -418,37 +433,16 @@ def _make_mnist(folder: Path) -> Path:
     return folder
 
 
-def _make_cifar10(folder: Path) -> Path:
-    for name in ("data_batch_1.bin", "test_batch.bin"):
-        (folder / name).write_bytes(b"".join(bytes([label]) + bytes(3072) for label in range(4)))
-    return folder
-
-
-def _make_images(folder: Path) -> Path:
-    for name in ("cat", "dog"):
-        (folder / name).mkdir()
-        for number in range(5):
-            Image.new("RGB", (9, 7), (number, 0, 0)).save(folder / name / f"{number}.png")
-    return folder
-
-
 def _make_table(folder: Path) -> Path:
     lines = ["a;b;c", *(f"{i};{2 * i};{3 * i}" for i in range(10))]
     (folder / "it.csv").write_text("\n".join(lines))
     return folder / "it.csv"
 
 
-CASES = {  # importer: source, options, what they make of the training split's x, and its samples
-    "digits": (_make_digits, ["test_fraction=0.5", "seed=3"], (1, 8, 8), 898),
+CASES = {  # importer: source, options of each type, the shape of the training split's x, and its samples
     "mnist": (_make_mnist, ["classes=zero,one,two", "compression=gzip"], (1, 5, 4), 6),
-    "cifar10": (_make_cifar10, ["compression=lzf"], (3, 32, 32), 4),
-    "images": (_make_images, ["height=6", "width=8", "mode=L", "test_fraction=0.4"], (1, 6, 8), 6),
     "table": (_make_table, ["target=a", "delimiter=;", "dtype=float64", "test_fraction=0"], (2,), 10),
 }
-
-
-def test_the_importers_that_are_tested_are_there():
-    assert set(CASES) <= set(importers.available())
 
 
 @pytest.mark.parametrize("name", CASES)

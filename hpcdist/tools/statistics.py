@@ -11,6 +11,7 @@ from typing import TypeVar
 from scipy.special import stdtr, stdtrit  # Student's t and its quantile; scipy.stats takes a second to import
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)  # a seed
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Effect:
         return Effect(math.exp(self.mean), math.exp(self.low), math.exp(self.high), self.p, self.paired)
 
 
-def effect(values: Mapping[Hashable, float], others: Mapping[Hashable, float], confidence: float = 0.95) -> Effect:
+def effect(values: Mapping[K, float], others: Mapping[K, float], confidence: float = 0.95) -> Effect:
     """Estimate by how much values are above others: pair by pair where both have the same seeds, or else as two groups.
 
     Args:
@@ -120,10 +121,10 @@ def variance_of_mean(values: Sequence[float]) -> float:
     return variance(values) / len(values) if len(values) > 1 else math.nan
 
 
-def ratio_of(values: Mapping[Hashable, float], others: Mapping[Hashable, float]) -> Effect:
+def ratio_of(values: Mapping[K, float], others: Mapping[K, float]) -> Effect:
     """Estimate how many times others values are, as `effect` of their logarithms."""
-    logs = ({seed: math.log(value) for seed, value in group.items()} for group in (values, others))
-    return effect(*logs).exp()
+    ours, theirs = ({seed: math.log(value) for seed, value in group.items()} for group in (values, others))
+    return effect(ours, theirs).exp()
 
 
 def holm(ps: Sequence[float]) -> list[float]:

@@ -37,7 +37,7 @@ from matplotlib.figure import Figure
 from hpcdist.tools.compare.plan import ComparedCell
 from kit import plots
 from kit.cells import CellRuns, EndedRun, declare_cell
-from kit.hosted import HostedRuns
+from kit.hosted import HostedLauncher
 from kit.hosts import Cable, why_not
 from kit.output import Claim, Study, start, verdict, wrap
 
@@ -250,7 +250,7 @@ def main(
             sys.exit(f"error: this job must be able to make hosts on this machine; {reason}.")
     output = output.resolve()  # hosts share files, and the ranks' folder may be another
     wanted, seeds = scale.cells(size), [scale.seed]
-    with CellRuns(JOB, output, target=scale.target, maker=HostedRuns()) as cells:
+    with CellRuns(JOB, output, target=scale.target, launcher=HostedLauncher()) as cells:
         runs = {key: run for key, (run,) in cells.make(wanted, seeds).items()}
     with CellRuns(JOB, output / "virtual", workers) as cells:
         ahead = cells.make({key: scale.predicted(*key, run) for key, run in runs.items()}, seeds, "virtual ranks")

@@ -52,11 +52,11 @@ import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hpcdist.tools.compare.comparison import FIRST_SEED
 from hpcdist.tools.compare.plan import ComparedCell
 from hpcdist.tools.statistics import Interval, interval, ratio
-from hpcdist.tools.tuning import FIRST_SEED, search
 from kit import plots
-from kit.cells import CellRuns, EndedRun, at_rate, declare_cell
+from kit.cells import CellRuns, EndedRun, at_rate, declare_cell, search
 from kit.output import Claim, Study, paragraphs, start
 from scaling_job import model_bytes
 

@@ -37,9 +37,9 @@ from typing import Annotated, Any
 import typer
 from matplotlib.figure import Figure
 
+from hpcdist.tools.compare.comparison import FIRST_SEED
 from hpcdist.tools.compare.plan import ComparedCell
 from hpcdist.tools.statistics import Interval, difference, interval, ratio
-from hpcdist.tools.tuning import FIRST_SEED
 from kit import plots
 from kit.cells import TUNING, CellRuns, EndedRun, declare_cell
 from kit.output import Claim, Study, paragraphs, start

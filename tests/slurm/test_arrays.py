@@ -11,9 +11,9 @@ import typer
 
 from hpcdist.errors import ConfigError
 from hpcdist.tools import cli
-from hpcdist.tools.compare import conduct
-from hpcdist.tools.compare.course import FAILURE
+from hpcdist.tools.compare import run_all
 from hpcdist.tools.compare.plan import Declaration, PlannedRun
+from hpcdist.tools.runs import FAILURE
 from hpcdist.tools.slurm import arrays, history, limits, queue
 from hpcdist.tools.slurm.render import render
 from hpcdist.tools.slurm.site import Site
@@ -21,7 +21,9 @@ from hpcdist.tools.slurm.state import State
 from hpcdist.tools.slurm.watch import facts
 from study.pretended import PretendedRuns
 
-DECLARED = Declaration("jobs/digits.py", "0", ("allreduce",), (1, 4), 2, "accuracy", threads=3)
+DECLARED = Declaration(
+    job="jobs/digits.py", strategies=("allreduce",), ranks=(1, 4), seeds=2, metric="accuracy", threads=3
+)
 JOB = """
 import dataclasses
 from train import tiny
@@ -97,7 +99,7 @@ def hpcdist(*arguments: str) -> int:
 
 def test_runs_are_submitted_looked_at_and_submitted_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(conduct, "find_spec", lambda name: None)  # no report: it takes seconds
+    monkeypatch.setattr(run_all, "find_spec", lambda name: None)  # no report: it takes seconds
     Path("it.py").write_text(JOB)
     cluster, made = PretendedSlurm(monkeypatch), PretendedRuns()
     wanted = ["--strategies", "allreduce,gossip_pull", "--ranks", "1,2", "--seeds", "1", "--no-controls"]

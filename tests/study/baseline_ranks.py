@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from hpcdist import session
-from hpcdist.tools.baselines.common import command
+from hpcdist.tools.baselines import base
 from hpcdist.train import runs
 
 comm, folder, names = session.init(), Path(sys.argv[1]), sys.argv[2:]
@@ -18,9 +18,9 @@ runs.train(comm, job, None, settings, folder / "allreduce")
 libraries = {"ddp": "TorchDDP", "horovod": "HorovodOptimizer"}
 for name in names:
     library = getattr(importlib.import_module(f"hpcdist.tools.baselines.{name}"), libraries[name])
-    command.train(comm, library, job, None, settings, folder / name)
+    base.train(comm, library, job, None, settings, folder / name)
 try:
-    command.train(comm, library, job, None, [*settings, "on_nonfinite=skip"], folder / "refused")
+    base.train(comm, library, job, None, [*settings, "on_nonfinite=skip"], folder / "refused")
 except Exception as error:
     refused = str(error)
 if comm.rank == 0:

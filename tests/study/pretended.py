@@ -10,6 +10,7 @@ from hpcdist.config import load
 from hpcdist.errors import RunError
 from hpcdist.records import Evaluation, Summary, append_evaluation, write_summary
 from hpcdist.tools.compare.plan import PlannedRun
+from hpcdist.tools.compare.run_all import Runner
 from kit.cells import EndedRun
 
 
@@ -39,7 +40,12 @@ class PretendedRuns:
         write_summary(folder, {**shape, **cost, "metrics": metrics, "seconds": seconds, "staleness": staleness})
 
 
-def makers(one: PretendedRuns) -> dict:
+def runner(output: Path, one: PretendedRuns) -> Runner:
+    """What makes all runs of a plan by one launcher."""
+    return Runner(output, launchers(one))
+
+
+def launchers(one: PretendedRuns) -> dict:
     return {"strategy": one, "serial": one}
 
 

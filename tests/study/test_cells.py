@@ -10,8 +10,8 @@ import pytest
 
 from hpcdist.errors import ConfigError, HpcdistError, RunError
 from hpcdist.records import load_summary
-from hpcdist.tools.compare.course import FAILURE
-from kit.cells import TUNING, CellRuns, at_rate, declare_cell
+from hpcdist.tools.runs import FAILURE
+from kit.cells import TUNING, CellRuns, at_rate, declare_cell, search
 from kit.output import start
 from study.pretended import PretendedRuns
 
@@ -55,28 +55,28 @@ def cells(**settings: object) -> dict:
 
 
 def test_every_run_is_made_once_and_comes_by_cell(job, tmp_path, capsys):
-    maker = PretendedRuns()
-    study = CellRuns(job, tmp_path / "out", maker=maker)
+    launcher = PretendedRuns()
+    study = CellRuns(job, tmp_path / "out", launcher=launcher)
     two, one = cells().values()
     found = study.make({"a": two, "b": one, "as a": two}, [3, 1])
     assert [[run.summary.seed for run in runs] for runs in found.values()] == [[3, 1]] * 3
     assert found["a"] == found["as a"] and [run.summary.ranks for run in found["b"]] == [1, 1]
     assert found["a"][0].settings["batch"] == 2 and len(found["a"][0].curve) == 2
-    assert len(maker.made) == 4 and "4 of 4" in capsys.readouterr().err
+    assert len(launcher.made) == 4 and "4 of 4" in capsys.readouterr().err
 
-    again = CellRuns(job, tmp_path / "out", maker=maker).make({"a": two, "b": one}, [1, 2])
-    assert again["a"][0] == found["a"][1] and len(maker.made) == 6, "more seeds are added"
+    again = CellRuns(job, tmp_path / "out", launcher=launcher).make({"a": two, "b": one}, [1, 2])
+    assert again["a"][0] == found["a"][1] and len(launcher.made) == 6, "more seeds are added"
     listed = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert {run["name"] for run in listed["runs"]} == {"allreduce on 2", "allreduce on 1"}
     assert listed["metric"] == "accuracy" and len(listed["runs"]) == 4
 
 
 def test_a_run_is_another_one_with_other_settings_or_another_job(job, tmp_path):
-    maker = PretendedRuns()
+    launcher = PretendedRuns()
 
     def make(**settings: object) -> int:
-        CellRuns(job, tmp_path / "out", maker=maker).make(cells(**settings), [0])
-        return len(maker.made)
+        CellRuns(job, tmp_path / "out", launcher=launcher).make(cells(**settings), [0])
+        return len(launcher.made)
 
     assert [make(), make(x=1), make(x=1), make(x=2)] == [2, 4, 4, 6]
     job.write_text(JOB + "# changed\n")
@@ -85,18 +85,18 @@ def test_a_run_is_another_one_with_other_settings_or_another_job(job, tmp_path):
 
 def test_a_run_that_fails_does_not_keep_the_others_from_being_made(job, tmp_path):
     with pytest.raises(RunError, match=rf"1 runs have failed: see {FAILURE} in .*allreduce_on_2.*makes them again"):
-        CellRuns(job, tmp_path, maker=PretendedRuns("allreduce on 2")).make(cells(), [0])
-    maker = PretendedRuns()
-    study = CellRuns(job, tmp_path, maker=maker)
+        CellRuns(job, tmp_path, launcher=PretendedRuns("allreduce on 2")).make(cells(), [0])
+    launcher = PretendedRuns()
+    study = CellRuns(job, tmp_path, launcher=launcher)
     study.make(cells(), [0])
-    assert [Path(run).name[:14] for run in maker.made] == ["allreduce_on_2"]
+    assert [Path(run).name[:14] for run in launcher.made] == ["allreduce_on_2"]
     with pytest.raises(RunError, match=rf"allreduce_on_1.* has failed: see {FAILURE} there"):
-        failing = CellRuns(job, tmp_path, maker=PretendedRuns("allreduce on 1, optimizer.lr=0.5"))
+        failing = CellRuns(job, tmp_path, launcher=PretendedRuns("allreduce on 1, optimizer.lr=0.5"))
         failing.measure(at_rate(cells()[1], 0.5), [1000])
 
 
 def test_rates_are_chosen_on_runs_that_no_report_shows(job, tmp_path, capsys):
-    study = CellRuns(job, tmp_path, maker=PretendedRuns())
+    study = CellRuns(job, tmp_path, launcher=PretendedRuns())
     found = study.each(lambda rate: study.measure(at_rate(cells()[1], rate), [1000]), [0.008, 0.004], "rates")
     better, worse = (found[rate][0].summary.metrics["accuracy"] for rate in (0.008, 0.004))
     assert better > worse and "rates: 2 of 2" in capsys.readouterr().err
@@ -127,3 +127,17 @@ def test_what_can_not_be_is_refused(job, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="1"):
         start(main)
     assert "error: it must be so; got another" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("best", [-12, -3, 0, 1, 9])
+def test_the_best_is_found_and_nothing_is_measured_twice(best):
+    measured = []
+
+    def measure(number: int) -> int:
+        measured.append(number)
+        return abs(number - best)
+
+    assert search(measure, lambda found: found, 0, known := {}) == best
+    assert sorted(measured) == sorted(known) and {best - 1, best, best + 1} <= set(known)
+    measured.clear()
+    assert search(measure, lambda found: found, -100, known) == best and not measured, "from what is known"

@@ -1,4 +1,4 @@
-"""A comparison from its declaration to its table: with makers that pretend, and once with mpirun."""
+"""A comparison from its declaration to its table: with launchers that pretend, and once with mpirun."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from harness.launch import IMPORTS, SETTINGS, SITE, wait_until
 from hpcdist.config import load
 from hpcdist.config.merge import as_flags
 from hpcdist.errors import ConfigError, DataError, RunError, UnknownNameError
-from hpcdist.records import Evaluation, append_evaluation, load_summary
+from hpcdist.records import Evaluation, RecordWriter, StepRecord, append_evaluation, load_summary, record_path
 from hpcdist.tools import cli
-from hpcdist.tools.cli import compare as command
-from hpcdist.tools.compare import conduct, display, folder, making, results
-from hpcdist.tools.compare.comparison import Comparison
-from hpcdist.tools.compare.course import FAILURE, make_all, missing
-from hpcdist.tools.compare.making import LaunchedRuns, find_launcher, ranks_environment
-from hpcdist.tools.compare.plan import Declaration, PlannedRun
-from hpcdist.tools.compare.sweep import Sweep, SweepDeclaration
-from study.pretended import PretendedRuns, makers
+from hpcdist.tools.compare import display, folder, launchers, run_all
+from hpcdist.tools.compare.comparison import Comparison, search_within
+from hpcdist.tools.compare.launchers import MpiLauncher, find_launcher, ranks_environment
+from hpcdist.tools.compare.plan import Declaration, PlannedRun, SweepDeclaration
+from hpcdist.tools.compare.run_all import missing
+from hpcdist.tools.compare.sweep import Sweep
+from hpcdist.tools.runs import COMPARISON, FAILURE
+from study import pretended
+from study.pretended import PretendedRuns, runner
 
 ROOT = Path(__file__).parents[2]
 JOB = ROOT / "jobs" / "digits.py"
@@ -47,6 +48,13 @@ DECLARED = Declaration(
 SWEPT = SweepDeclaration(
     job=str(JOB), job_sha256="", strategy="allreduce", over=("batch_size=8,16",), points=0, ranks=1, metric="loss"
 )
+
+
+def written(output: Path, **change: object) -> Comparison:
+    """A comparison that is written down in its folder, and has no runs yet."""
+    comparison = Comparison(replace(DECLARED, **change), output)
+    comparison.write()
+    return comparison
 
 
 # --- all of it is checked before anything runs ------------------------------------------------------------------------
@@ -84,34 +92,33 @@ def test_the_same_strategy_twice_is_refused_and_with_other_options_it_is_another
     with pytest.raises(ConfigError, match=r"--strategies must differ from each other; got two for runs/allreduce-r1"):
         Comparison(replace(DECLARED, strategies=("allreduce", "gossip_pull", "allreduce")), tmp_path)
     two = Comparison(replace(DECLARED, strategies=("softsync:splits=1", "softsync:splits=1,modulation=none")), tmp_path)
-    assert len({run.folder for run in two.runs()}) == len(two.runs()) == 8
+    assert len({run.folder for run in two.runs}) == len(two.runs) == 8
 
 
-@pytest.mark.parametrize("make", [conduct.make, conduct.make_sweep], ids=["compare", "sweep"])
-def test_a_folder_that_cannot_be_made_is_refused(make, tmp_path):
+@pytest.mark.parametrize("plan", [Comparison, Sweep])
+def test_a_folder_that_cannot_be_made_is_refused(plan, tmp_path):
     (tmp_path / "taken").touch()
-    output = tmp_path / "taken" / "below"
-    made = Comparison(DECLARED, output) if make is conduct.make else Sweep(SWEPT, output)
+    made = plan(SWEPT if plan is Sweep else DECLARED, tmp_path / "taken" / "below")
     with pytest.raises(ConfigError, match="--output must be a folder that can be made; got .*taken/below .Not a dir"):
-        make(made, makers(PretendedRuns()))
+        run_all.make(made, pretended.launchers(PretendedRuns()))
 
 
 def test_another_comparison_in_the_same_folder_is_refused_by_its_differences(tmp_path):
-    Comparison(DECLARED, tmp_path).plan()
+    Comparison(DECLARED, tmp_path).write()
     Comparison(DECLARED, tmp_path)
     with pytest.raises(ConfigError, match=r"--output must be a new folder.*seeds: 2 against 3 now"):
         Comparison(replace(DECLARED, seeds=3), tmp_path)
     assert folder.declared_in(tmp_path, Declaration) == DECLARED
-    (tmp_path / folder.FILE_NAME).write_text('{"version": 9}')
-    with pytest.raises(DataError, match="must hold a comparison's declaration; got .*version 9"):
+    (tmp_path / COMPARISON).write_text('{"version": 9, "runs": []}')
+    with pytest.raises(DataError, match="must hold a declaration of version 1; got version 9"):
         Comparison(DECLARED, tmp_path)
     with pytest.raises(ConfigError, match="JOB must be given where there is no comparison to go on with"):
         folder.declared_in(tmp_path / "new", Declaration)
 
 
 def test_it_is_written_down(tmp_path):
-    planned = Comparison(DECLARED, tmp_path).plan()
-    found = json.loads((tmp_path / folder.FILE_NAME).read_text())
+    planned = written(tmp_path).runs
+    found = json.loads((tmp_path / COMPARISON).read_text())
     assert (found["metric"], found["target"], found["reference"]) == ("accuracy", 0.5, "allreduce")
     assert found["higher_is_better"] is True and found["virtual"] is None and found["tuning"] is None
     assert [run["folder"] for run in found["runs"]] == [run.folder for run in planned]
@@ -121,39 +128,37 @@ def test_it_is_written_down(tmp_path):
 @pytest.mark.parametrize("first", ["softsync:splits=1", "gossip_pull"])
 def test_the_reference_is_the_first_where_allreduce_is_none(tmp_path, first):
     other = "gossip_pull" if first.startswith("softsync") else "softsync:splits=1"
-    planned = Comparison(replace(DECLARED, strategies=(first, other)), tmp_path).plan()
-    found = json.loads((tmp_path / folder.FILE_NAME).read_text())
+    planned = written(tmp_path, strategies=(first, other)).runs
+    found = json.loads((tmp_path / COMPARISON).read_text())
     assert found["reference"] == first.replace(":splits=1", " (splits 1)") and len(planned) > 1
 
 
 # --- runs are made once, and a failure does not end the others --------------------------------------------------------
 def test_runs_that_are_there_are_not_made_again_and_failed_ones_are(tmp_path):
-    comparison = Comparison(DECLARED, tmp_path)
-    planned, first = comparison.plan(), PretendedRuns("gossip_pull")
-    failed = make_all(planned, tmp_path, makers(first))
+    planned, first = written(tmp_path).runs, PretendedRuns("gossip_pull")
+    failed = runner(tmp_path, first).run_all(planned)
     assert first.made == [run.folder for run in planned] and {run.name for run in failed} == {"gossip_pull"}
     assert "a rank has died" in (tmp_path / failed[0].folder / FAILURE).read_text()
     again = PretendedRuns()
-    assert missing(planned, tmp_path) == failed and make_all(planned, tmp_path, makers(again)) == []
+    assert missing(planned, tmp_path) == failed and runner(tmp_path, again).run_all(planned) == []
     assert again.made == [run.folder for run in failed] and not missing(planned, tmp_path)
     assert not (tmp_path / failed[0].folder / FAILURE).exists()
 
 
 def test_an_interrupted_run_is_made_anew_or_goes_on_from_its_checkpoints(tmp_path):
-    planned = Comparison(DECLARED, tmp_path).plan()
+    planned = written(tmp_path).runs
     for run, part in ((planned[0], "records-rank0000.jsonl"), (planned[1], "checkpoints/step-1")):
         (tmp_path / run.folder / part).parent.mkdir(parents=True)
         (tmp_path / run.folder / part).write_text("")
-    make_all(planned, tmp_path, makers(PretendedRuns()))
+    runner(tmp_path, PretendedRuns()).run_all(planned)
     assert not (tmp_path / planned[0].folder / "records-rank0000.jsonl").exists()
     assert (tmp_path / planned[1].folder / "checkpoints/step-1").exists()
 
 
 def test_the_table(tmp_path):
-    comparison = Comparison(DECLARED, tmp_path)
-    planned = comparison.plan()
-    make_all(planned, tmp_path, makers(PretendedRuns("gossip_pull")))
-    rows = results.table(comparison, planned)
+    comparison = written(tmp_path)
+    runner(tmp_path, PretendedRuns("gossip_pull")).run_all(comparison.runs)
+    rows = comparison.table()
     assert [(row["name"], row["ranks"]) for row in rows] == [
         *(("allreduce", 1), ("gossip_pull", 1)),
         *(("allreduce", 2), ("gossip_pull", 2)),
@@ -168,7 +173,7 @@ def test_the_table(tmp_path):
 def test_rates_are_searched_on_seeds_of_their_own(tmp_path):
     declared = replace(DECLARED, tune=4, ranks=(2,), controls=True, strategies=("allreduce",), settings=())
     comparison, made = Comparison(declared, tmp_path), PretendedRuns()
-    chosen = comparison.tune(makers(made), display.RunsDisplay("rates", 8))
+    chosen = comparison.tune(runner(tmp_path, made))
     assert [(one.name, one.ranks, one.rate, one.between) for one in chosen] == [
         ("allreduce", 2, 0.008, False),  # 0.002, 0.001, 0.004, 0.008: the next is not tried
         ("serial, batch 32", 1, 0.008, False),
@@ -180,10 +185,10 @@ def test_rates_are_searched_on_seeds_of_their_own(tmp_path):
     assert len(made.made) == 8 and all(path.startswith("tuning/") for path in made.made)
     assert {load_summary(tmp_path / path).seed for path in made.made} == {1000}
     again = PretendedRuns()
-    assert comparison.tune(makers(again), display.RunsDisplay("rates", 8)) == chosen and again.made == []
-    rates = {load({}, None, run.overrides)["optimizer"]["lr"] for run in comparison.plan(chosen)}
+    assert comparison.tune(runner(tmp_path, again)) == chosen and again.made == []
+    rates = {load({}, None, run.overrides)["optimizer"]["lr"] for run in comparison.runs}
     assert rates == {0.008}
-    assert json.loads((tmp_path / folder.FILE_NAME).read_text())["tuning"]["chosen"][0]["rate"] == 0.008
+    assert json.loads((tmp_path / COMPARISON).read_text())["tuning"]["chosen"][0]["rate"] == 0.008
 
 
 def test_a_rate_whose_runs_fail_is_not_chosen(tmp_path):
@@ -194,15 +199,35 @@ def test_a_rate_whose_runs_fail_is_not_chosen(tmp_path):
             super().make(run, folder)
 
     declared = replace(DECLARED, tune=3, ranks=(2,), strategies=("allreduce",))
-    (chosen,) = Comparison(declared, tmp_path).tune(makers(Diverging()), display.RunsDisplay("rates", 3))
+    (chosen,) = Comparison(declared, tmp_path).tune(runner(tmp_path, Diverging()))
     assert chosen.rate == 0.001 and chosen.tried[0.002] is None and chosen.between
+
+
+@pytest.mark.parametrize(("best", "runs"), [(0, 3), (2, 5), (-3, 6)])
+def test_a_search_within_so_many_runs(best, runs):
+    found, known = search_within(runs, lambda number, _: abs(number - best), lambda values: sum(values) / len(values))
+    assert found == best and sum(map(len, known.values())) == runs
+    assert {best - 1, best, best + 1} <= set(known)
+
+
+def test_runs_that_are_left_repeat_the_best_and_its_neighbours():
+    seen = []
+
+    def measure(number: int, repeated: int) -> int:
+        seen.append((number, repeated))
+        return abs(number)
+
+    assert search_within(8, measure, max)[0] == 0
+    assert seen[:3] == [(0, 0), (-1, 0), (1, 0)] and seen[3] == (0, 1) and sorted(seen[6:])[-1] == (0, 2)
+    assert search_within(1, measure, max) == (0, {0: [0]})
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------------
 def test_without_a_terminal_each_run_has_a_line(tmp_path, capsys):
-    planned = Comparison(DECLARED, tmp_path).plan()
-    with display.shown("runs", len(planned)) as shown:
-        make_all(planned, tmp_path, makers(PretendedRuns("gossip_pull")), shown)
+    planned = written(tmp_path).runs
+    making = runner(tmp_path, PretendedRuns("gossip_pull"))
+    with making.shown("runs", len(planned)):
+        making.run_all(planned)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 8 and all(f"{number} of 8  " in line for number, line in enumerate(lines, 1))
     assert any("allreduce, 2 ranks, seed 1: accuracy 0.9100, loss 0.0900" in line for line in lines)
@@ -218,8 +243,11 @@ def test_a_terminal_shows_the_current_runs_loss_and_metrics(tmp_path, monkeypatc
         shown.begin(run, tmp_path)
         assert shown._lines.plain == "allreduce, 2 ranks, rate 0.1, seed 0"
         append_evaluation(tmp_path, Evaluation(1, 0, 100, 2.0, {"accuracy": 0.5, "loss": 9.0}))
-        lines = ['{"loss": 3}', '{"step": 1, "loss": 0.75}', '{"step": 2, "loss": null}', '{"st']
-        (tmp_path / "records-rank0000.jsonl").write_text("\n".join(lines))
+        with RecordWriter(record_path(tmp_path, 0)) as records:
+            for step, loss in enumerate((3.0, 0.75, None), 1):
+                records.write(StepRecord(step, loss=loss))
+        with open(record_path(tmp_path, 0), "a") as file:
+            file.write('{"st')  # it is being written
         shown.look()
         assert shown._lines.plain == "allreduce, 2 ranks, rate 0.1, seed 0, 25%: accuracy 0.5000, loss 0.7500"
         (tmp_path / "evaluations.jsonl").write_text("half\n")
@@ -272,8 +300,8 @@ def test_a_run_that_fails_ends_in_its_last_lines_and_one_that_left_ends_the_comp
         "import sys\nprint(sys.argv[1:])\nprint('the reason')\nsys.exit(75 if 'left' in sys.argv[1] else 4)"
     )
 
-    def launched(word: str) -> LaunchedRuns:
-        return LaunchedRuns("job.py", [sys.executable, str(script), word], os.environ)
+    def launched(word: str) -> MpiLauncher:
+        return MpiLauncher("job.py", [sys.executable, str(script), word], os.environ)
 
     with pytest.raises(RunError, match="(?s)exit status 4 of .*; its last lines:.*--progress', 'off'.*the reason$"):
         launched("-n").make(run, tmp_path / "run")
@@ -293,6 +321,8 @@ def hpcdist(*arguments: object) -> int:
         ([], "JOB must be given to begin a comparison; got none"),
         (["--output", "new"], "JOB must be given where there is no comparison to go on with; got none"),
         ([JOB, "--ranks", "1,two"], "--ranks must be whole numbers above 0, with commas between them; got '1,two'"),
+        ([JOB, "--ranks", "0"], "--ranks must be whole numbers above 0, with commas between them; got '0'"),
+        ([JOB, "--ranks", ""], "--ranks must be whole numbers above 0, with commas between them; got ''"),
         ([JOB, "--target", "accuracy"], "--target must be METRIC=VALUE; got 'accuracy'. Write it as accuracy=0.97."),
         ([JOB, "--rate", "allreduce"], "--rate must be STRATEGY=RATE, such as allreduce=0.01; got 'allreduce'"),
         ([JOB, "--budget", "samples=0"], "--budget must be samples=N"),
@@ -324,8 +354,8 @@ def test_wrong_arguments_of_a_sweep(arguments, message, tmp_path, monkeypatch):
 
 def test_a_sweep_goes_on_by_its_folder_alone(tmp_path, monkeypatch):
     made = PretendedRuns()
-    monkeypatch.setattr(making, "launched", lambda *given, **more: makers(made))
-    monkeypatch.setattr(conduct, "find_spec", lambda name: None)  # no report: it takes seconds
+    monkeypatch.setattr(launchers, "mpi_launchers", lambda *given: pretended.launchers(made))
+    monkeypatch.setattr(run_all, "find_spec", lambda name: None)  # no report: it takes seconds
     out = ("--output", tmp_path / "out")
     assert hpcdist("sweep", JOB, "--over", "batch_size=8,16", "--grid", *out) == 0 and len(made.made) == 2
     (tmp_path / "out" / made.made[0] / "summary.json").unlink()
@@ -375,14 +405,8 @@ def test_a_comparison_by_mpirun_is_interrupted_and_goes_on(tmp_path):
     assert again.returncode == 0, again.stderr
     assert f"{len(done)} of 4 runs are there already" in again.stderr
     assert all(path.stat().st_mtime_ns == at for path, at in done.items())
-    planned = json.loads((out / folder.FILE_NAME).read_text())["runs"]
+    planned = json.loads((out / COMPARISON).read_text())["runs"]
     summaries = [load_summary(out / run["folder"]) for run in planned]
     assert [found.samples for found in summaries] == [640] * 4
     assert [found.ranks for found in summaries] == [run["ranks"] for run in planned]
     assert again.stdout.count("softsync (splits 1)") == 2
-
-
-@pytest.mark.parametrize("text", ["0", "1,x", ""])
-def test_numbers_of_ranks_are_whole(text):
-    with pytest.raises(ConfigError, match="--ranks must be whole numbers above 0, with commas between them; got"):
-        command._numbers(text)

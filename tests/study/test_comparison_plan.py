@@ -128,13 +128,6 @@ def test_chosen_rates_are_those_of_the_runs_and_controls_share_theirs():
     }
 
 
-def test_the_same_strategy_twice_is_refused():
-    with pytest.raises(
-        ConfigError, match="--strategies must differ from each other; got two for runs/allreduce-r[14]-s0"
-    ):
-        planned(replace(DECLARED, strategies=("allreduce", "allreduce")))
-
-
 def test_what_cannot_run_is_left_out_with_a_sentence():
     kept, told = possible(
         cells(DECLARED, 16), lambda cell: "too few." if "soft" in cell.name and cell.ranks == 1 else None

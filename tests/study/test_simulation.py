@@ -27,10 +27,9 @@ from hpcdist.records import (
 )
 from hpcdist.tools import cli
 from hpcdist.tools.compare.plan import PlannedRun
-from hpcdist.tools.simulate.cluster import ClusterConfig, read_cluster
-from hpcdist.tools.simulate.making import Simulation, VirtualRuns
+from hpcdist.tools.simulate.cluster import ClusterConfig, bytes_per_second, read_cluster, seconds
+from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
 from hpcdist.tools.simulate.step_time import measure_step
-from hpcdist.tools.simulate.units import bytes_per_second, seconds
 from hpcdist.train.runs import specify
 
 JOB = """
@@ -201,14 +200,11 @@ def test_runs_in_processes_are_those_made_here(here):
     job.data(Path(config.data.path))
     overrides = (f"data.path={here}/digits.h5", "epochs=1")
     run = PlannedRun("allreduce", "strategy", 2, 0, overrides, "run")
-    VirtualRuns(simulation).make(run, here / "by-one")
-    beside = VirtualRuns(simulation, workers=2)
-    try:
+    VirtualLauncher(simulation).make(run, here / "by-one")
+    with VirtualLauncher(simulation, workers=2) as beside:
         beside.make(run, here / "by-two")
         with pytest.raises(RunError, match="run bad on virtual ranks failed: .*strategy must be one of"):
             beside.make(PlannedRun("x", "strategy", 2, 0, (*overrides, "strategy=gosip"), "bad"), here / "bad")
-    finally:
-        beside.close()
     assert load_summary(here / "by-two") == load_summary(here / "by-one")
 
 

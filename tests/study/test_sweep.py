@@ -10,10 +10,11 @@ import pytest
 
 from hpcdist.config import load
 from hpcdist.errors import ConfigError
-from hpcdist.tools.compare import display, folder
-from hpcdist.tools.compare.plan import Declaration
-from hpcdist.tools.compare.sweep import Sweep, SweepDeclaration, points, read_axis
-from study.pretended import PretendedRuns, makers
+from hpcdist.tools.compare import folder
+from hpcdist.tools.compare.plan import Declaration, SweepDeclaration
+from hpcdist.tools.compare.sweep import Sweep, points, read_axis
+from hpcdist.tools.runs import COMPARISON
+from study.pretended import PretendedRuns, runner
 
 DECLARED = SweepDeclaration(
     job=str(Path(__file__).parents[2] / "jobs" / "digits.py"),
@@ -24,10 +25,6 @@ DECLARED = SweepDeclaration(
     ranks=2,
     metric="accuracy",
 )
-
-
-def shown() -> display.RunsDisplay:
-    return display.RunsDisplay("runs", 99)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +70,12 @@ def test_random_points_lie_in_their_ranges_are_different_and_always_the_same():
 def test_a_sweep_makes_each_run_once_and_shows_the_best_first(tmp_path):
     declared, first = replace(DECLARED, seeds=2), PretendedRuns()
     sweep = Sweep(declared, tmp_path)
-    assert sweep.count() == 16 and sweep.make(makers(first), shown()) == [] and len(first.made) == 16
+    assert sweep.count() == 16 and sweep.make(runner(tmp_path, first)) == [] and len(first.made) == 16
     table = sweep.table()
     assert table[0] == {"optimizer.lr": "0.008", "batch_size": "16", "samples": 200, "accuracy": pytest.approx(0.905)}
     again = PretendedRuns()
-    assert Sweep(declared, tmp_path).make(makers(again), shown()) == [] and again.made == []
-    found = json.loads((tmp_path / folder.FILE_NAME).read_text())
+    assert Sweep(declared, tmp_path).make(runner(tmp_path, again)) == [] and again.made == []
+    found = json.loads((tmp_path / COMPARISON).read_text())
     assert len(found["runs"]) == 16 and found["runs"][0]["name"].startswith("optimizer.lr=")
     with pytest.raises(ConfigError, match="seeds: 2 against 1 now"):
         Sweep(DECLARED, tmp_path)
@@ -90,7 +87,7 @@ def test_a_sweep_makes_each_run_once_and_shows_the_best_first(tmp_path):
 def test_a_point_that_fails_is_last(tmp_path):
     failing = "optimizer.lr=0.008, batch_size=16"
     sweep = Sweep(DECLARED, tmp_path)
-    (failed,) = sweep.make(makers(PretendedRuns(failing)), shown())
+    (failed,) = sweep.make(runner(tmp_path, PretendedRuns(failing)))
     assert failed.name == failing and sweep.table()[-1]["accuracy"] is None
 
 
@@ -102,13 +99,13 @@ def test_halving_gives_the_whole_budget_to_the_best(tmp_path):
     steps = {part: load({}, None, sweep.plan(sweep.cells[:1], part)[0].overrides) for part in sweep.rungs()}
     assert [steps[part]["budget"] for part in sweep.rungs()] == [{"steps": 10}, {"steps": 30}, {"steps": 90}]
     assert {found["checkpoint"]["every_steps"] for found in steps.values()} == {10}, "each rung ends with one"
-    sweep.make(makers(first), shown())
+    sweep.make(runner(tmp_path, first))
     assert len(first.made) == 13 and len(set(first.made)) == 9
     table = sweep.table()
     assert table[0]["optimizer.lr"] == "0.008" and [row["samples"] for row in table] == [9000, 3000, 3000, *[1000] * 6]
-    assert len(json.loads((tmp_path / folder.FILE_NAME).read_text())["runs"]) == 1, "the others have another budget"
+    assert len(json.loads((tmp_path / COMPARISON).read_text())["runs"]) == 1, "the others have another budget"
     again = PretendedRuns()
-    assert Sweep(declared, tmp_path).make(makers(again), shown()) == [] and again.made == []
+    assert Sweep(declared, tmp_path).make(runner(tmp_path, again)) == [] and again.made == []
 
 
 def test_halving_needs_a_budget_and_points_are_checked_before_anything_runs(tmp_path):

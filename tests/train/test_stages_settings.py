@@ -14,10 +14,11 @@ from hpcdist.config import JobConfig
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import load_summary
 from hpcdist.tools.compare.comparison import Comparison
-from hpcdist.tools.compare.plan import Declaration, cells, runs
-from hpcdist.tools.compare.sweep import Sweep, SweepDeclaration
+from hpcdist.tools.compare.plan import Declaration, SweepDeclaration, cells, runs
+from hpcdist.tools.compare.sweep import Sweep
 from hpcdist.tools.simulate.cluster import ClusterConfig
-from hpcdist.tools.simulate.making import Simulation, VirtualRuns, on_cluster
+from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
+from hpcdist.tools.simulate.step_time import on_cluster
 from hpcdist.train.rehearsal import rehearse
 from hpcdist.train.runs import specify
 from train import staged
@@ -96,7 +97,9 @@ def test_averaged_iterates_are_refused_with_several_replicas(tmp_path):
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------
-DECLARED = Declaration("job.py", "0", ("gossip_pull",), (4, 8), 1, "accuracy", settings=("parallel.stages=4",))
+DECLARED = Declaration(
+    job="job.py", strategies=("gossip_pull",), ranks=(4, 8), metric="accuracy", settings=("parallel.stages=4",)
+)
 
 
 def test_controls_have_the_batch_of_all_replicas_and_a_whole_model():
@@ -111,7 +114,13 @@ def test_controls_have_the_batch_of_all_replicas_and_a_whole_model():
 
 def test_a_sweep_over_stages_counts_the_samples_of_replicas(tmp_path):
     declared = SweepDeclaration(
-        "staged_job.py", "0", "allreduce", ("parallel.stages=1,2,4",), 0, 4, "accuracy", budget={"steps": 2}
+        job="staged_job.py",
+        strategy="allreduce",
+        over=("parallel.stages=1,2,4",),
+        points=0,
+        ranks=4,
+        metric="accuracy",
+        budget={"steps": 2},
     )
     assert [cell.samples for cell in Sweep(declared, tmp_path / "sweep").cells] == [64, 32, 16]
 
@@ -122,8 +131,8 @@ def test_a_simulation_has_stages(tmp_path):
         replace(DECLARED, job="staged_job.py", ranks=(8,), budget={"steps": 6}), ClusterConfig(**described), tmp_path
     )
     comparison = Comparison(declared, tmp_path / "it")
-    run = next(run for run in comparison.plan() if run.kind == "strategy")
-    VirtualRuns(Simulation.of(declared)).make(run, Path("made"))
+    run = next(run for run in comparison.runs if run.kind == "strategy")
+    VirtualLauncher(Simulation.of(declared)).make(run, Path("made"))
     summary = load_summary("made")
     assert (summary.stages, summary.workers, summary.samples) == (4, 2, 6 * 32)
     assert summary.bubbles == pytest.approx([3 / 7] * 4, rel=0.1)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from hpcdist.tools.baselines.common.library import Library
+from hpcdist.tools.baselines.base import Library
 
 
 def available() -> list[str]:
     """List the baselines' names."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
 
 
 def load(name: str) -> type[Library]:

@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.rendezvous import default_group
-from hpcdist.tools.baselines.common.command import main
-from hpcdist.tools.baselines.common.library import Library
+from hpcdist.tools.baselines.base import Library, main
 
 
 class TorchDDP(Library):

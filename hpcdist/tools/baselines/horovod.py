@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.tools.baselines.common.command import main
-from hpcdist.tools.baselines.common.library import Library
+from hpcdist.tools.baselines.base import Library, main
+
+if TYPE_CHECKING:
+    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 
 class HorovodOptimizer(Library):
@@ -37,7 +40,7 @@ class HorovodOptimizer(Library):
         from hpcdist.comm.external import horovod_process  # starts MPI: not at import
 
         self._leave = horovod_process.leave
-        running, _ = horovod_process.join(comm, horovod_process.Tuning.of(None, None))
+        running, _ = horovod_process.join(cast("MpiCommunicator", comm), horovod_process.Tuning.of(None, None))
         self._hvd = running.hvd
 
     def wrap(

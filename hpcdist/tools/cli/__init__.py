@@ -1,5 +1,8 @@
-"""The command line: `hpcdist train|data|bench|slurm|...`. One file per group of commands: each
-parses, builds a specification, calls one function, shows what that returns.
+"""The command line: `hpcdist train|data|bench|slurm|...`.
+
+One file per group of commands; each command parses, calls one function, and shows what that returns. A file is a
+plug-in: its `app`, a typer.Typer, has commands, which stand under its name if it has one. An entry point of the group
+`hpcdist.commands` names such an `app` or a function, of which typer makes a command.
 
 Modules that need torch are imported by the commands that need them: it takes seconds, and `--help` should take none.
 """
@@ -15,45 +18,17 @@ import typer
 
 from hpcdist import __version__, log
 from hpcdist.comm.launch import LAUNCHERS
-from hpcdist.errors import NO_SPACE, HpcdistError, OutputError
+from hpcdist.errors import NO_SPACE, ConfigError, HpcdistError, OutputError
 from hpcdist.faults.turns import SILENT_S, takes_turn
+from hpcdist.registry import catalogue
 from hpcdist.status import INTERRUPTED, LEFT
 from hpcdist.tools import console
-from hpcdist.tools.cli import (
-    bench,
-    checkpoint,
-    compare,
-    data,
-    doctor,
-    horovod,
-    listing,
-    plan,
-    report,
-    simulate,
-    slurm,
-    train,
-    watch,
-)
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Train PyTorch models over MPI with any distribution strategy, and measure what it costs.",
 )
-app.command()(doctor.doctor)
-app.command()(train.train)
-app.command()(compare.compare)
-app.command()(compare.sweep)
-app.command()(simulate.simulate)
-app.command()(plan.plan)
-app.command()(watch.watch)
-for listed in (listing.strategies, listing.compressors, listing.schedules, listing.topology, report.report):
-    app.command()(listed)
-for group, name in (
-    (data, "data"), (checkpoint, "checkpoint"), (bench, "bench"), (horovod, "horovod"), (slurm, "slurm"),
-):  # fmt: skip
-    app.add_typer(group.app, name=name)
-
 COLLECTIVE = {"train", "bench", "doctor"}  # commands that all ranks run; the first rank alone runs the others
 SETTLED_S = 2.0  # the time in which the other ranks' processes end
 RANK_VARIABLES = tuple(dict.fromkeys(variables.rank for variables in LAUNCHERS))
@@ -157,3 +132,22 @@ def _root(
     ] = False,
 ) -> None:
     log.set_up()
+
+
+def _add_commands() -> None:
+    """Add the commands of all plug-ins; one that can't be imported is left out with a note."""
+    plugins = catalogue("commands")
+    for name in plugins.available():
+        try:
+            found = plugins.load(name)
+        except ConfigError as error:
+            if launched_rank() == 0:
+                console.note(f"command {name} is left out: {error}")
+            continue
+        if isinstance(found, typer.Typer):
+            app.add_typer(found)
+        else:
+            app.command(name)(found)
+
+
+_add_commands()

@@ -12,7 +12,7 @@ import typer
 import hpcdist as hd  # its init imports torch when it is called, and not before
 from hpcdist.tools import console
 
-app = typer.Typer(no_args_is_help=True, help="Measure side by side in one run; launch with mpirun.")
+app = typer.Typer(name="bench", no_args_is_help=True, help="Measure side by side in one run; launch with mpirun.")
 Json = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as well.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often each side is timed; the median counts.")]
 

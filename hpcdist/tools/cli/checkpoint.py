@@ -9,7 +9,9 @@ import typer
 
 from hpcdist.tools import console
 
-app = typer.Typer(no_args_is_help=True, help="A run's checkpoints: their state, and the model in them.")
+app = typer.Typer(
+    name="checkpoint", no_args_is_help=True, help="A run's checkpoints: their state, and the model in them."
+)
 
 Run = Annotated[Path, typer.Argument(help="Folder of a run, folder of checkpoints, or one checkpoint.")]
 

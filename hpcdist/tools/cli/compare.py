@@ -1,20 +1,23 @@
-"""`hpcdist compare|sweep`: every run of a comparison of strategies or settings, its table, its report."""
+"""`hpcdist compare|simulate|sweep`: all runs of a comparison of strategies or settings, their table, their report."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from hpcdist.errors import ConfigError
-from hpcdist.tools.cli.options import Overrides, Target, read_target
+from hpcdist.tools import console
+from hpcdist.tools.cli.base import Overrides, Target, read_target
+from hpcdist.tools.compare.plan import Declaration, RunDeclaration, SweepDeclaration, read_budget, split_strategies
 
-if TYPE_CHECKING:  # they import torch, which takes seconds
-    from hpcdist.tools.compare.plan import Declaration
+D = TypeVar("D", bound=RunDeclaration)
+app = typer.Typer()
 
 JobToBegin = Annotated[
     Path | None, typer.Argument(help="Python file that defines `job`. Not needed to go on with --output.")
@@ -46,6 +49,7 @@ Launcher = Annotated[
 Threads = Annotated[int, typer.Option(min=1, help="Threads of each process.")]
 
 
+@app.command()
 def compare(
     job: JobToBegin = None,
     strategies: Strategies = None,
@@ -89,26 +93,22 @@ def compare(
     Example: hpcdist compare jobs/digits.py --strategies allreduce,softsync:splits=2,gossip_pull --ranks 1,2,4
     --budget samples=20000 --target accuracy=0.97
     """
-    from hpcdist.tools.compare import conduct, folder
+    from hpcdist.tools.compare import run_all
     from hpcdist.tools.compare.comparison import Comparison
-    from hpcdist.tools.compare.making import launched
-    from hpcdist.tools.compare.plan import Declaration
+    from hpcdist.tools.compare.launchers import mpi_launchers
     from hpcdist.tools.slurm import arrays
 
     if job is None:
-        if output is None or strategies:
-            raise ConfigError("JOB must be given to begin a comparison; got none. It is a file such as jobs/digits.py.")
-        declared = folder.declared_in(output, Declaration)
+        declared, output = _going_on("comparison", output, strategies, Declaration)
         if declared.virtual is not None:
             raise ConfigError(
                 f"--output must hold a comparison on real ranks; got {output}, on virtual ones. Go on with it by "
                 f"`hpcdist simulate --output {output}`."
             )
     else:
-        baselines_given = tuple(baselines.split(",")) if baselines else ()
-        declared = declare(
+        declared = _declare(
             job, strategies, ranks, budget, target, rate, config, overrides, seeds=seeds, evaluations=evaluations,
-            baselines=baselines_given, tune=tune, controls=controls, threads=threads,
+            baselines=tuple(baselines.split(",")) if baselines else (), tune=tune, controls=controls, threads=threads,
         )  # fmt: skip
         output = output or Path("runs") / f"compare-{job.stem}"
     if slurm is not None and launcher is not None:
@@ -120,12 +120,92 @@ def compare(
         raise typer.Exit(int(arrays.submit_missing(comparison, slurm, slurm_set or [])))
     if waiting := arrays.under_way(output):
         raise typer.Exit(int(arrays.show(comparison, waiting)))
-    makers = launched(
-        declared.job, max(declared.ranks), declared.threads, launcher, os.environ, baselines=declared.baselines
+    launchers = mpi_launchers(
+        declared.job, max(declared.ranks), declared.threads, launcher, os.environ, declared.baselines
     )
-    raise typer.Exit(int(conduct.make(comparison, makers)))
+    raise typer.Exit(int(run_all.make(comparison, launchers)))
 
 
+@app.command()
+def simulate(
+    job: JobToBegin = None,
+    strategies: Strategies = None,
+    ranks: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of virtual ranks.")] = "16",
+    seeds: Seeds = 1,
+    network: Annotated[
+        str | None,
+        typer.Option(metavar="LATENCY,BANDWIDTH", help="Speed of each link, as 50us,1Gbit/s. Default: 20us,10Gbit/s."),
+    ] = None,
+    compute: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Time of a step: SECONDS, jitter:SECONDS,CV, exponential:SECONDS, straggler:RANK,FACTOR,SECONDS, "
+            "slow:PART,FACTOR,SECONDS. Default: measured here.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(metavar="TOML", help="File with network, intra_network, ranks_per_node, compute."),
+    ] = None,
+    budget: Budget = None,
+    target: Target = None,
+    tune: Tune = 0,
+    rate: Rates = None,
+    controls: Annotated[
+        bool, typer.Option(help="Also train on one rank, and on one process with the batch of all ranks.")
+    ] = True,
+    evaluations: Evaluations = 20,
+    config: Config = None,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder for all files. Default: runs/simulate-JOB.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Runs at the same time. Default: one on each core.")
+    ] = None,
+) -> None:
+    """Compare strategies on virtual ranks, on this machine: the training is real, its network and its time are not.
+
+    All seconds are those that a cluster would need, with such a network and such times of a step.
+
+    After an interruption the same command goes on, and so does `hpcdist simulate --output FOLDER`: only the missing
+    runs are made.
+
+    Example: hpcdist simulate jobs/digits.py --ranks 64 --strategies allreduce,softsync:splits=4 --network 50us,10Gbit/s
+    --compute jitter:20ms,0.2 --target accuracy=0.97
+    """
+    from hpcdist.tools.compare import run_all
+    from hpcdist.tools.compare.comparison import Comparison
+    from hpcdist.tools.simulate.cluster import read_cluster
+    from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
+    from hpcdist.tools.simulate.step_time import on_cluster
+
+    if job is None:
+        declared, output = _going_on("simulation", output, strategies, Declaration)
+        if declared.virtual is None:
+            raise ConfigError(
+                f"--output must hold a comparison on virtual ranks; got {output}, on real ones. Go on with it by "
+                f"`hpcdist compare --output {output}`."
+            )
+    else:
+        described = read_cluster(cluster, network, compute)
+        declared = _declare(
+            job, strategies, ranks, budget, target, rate, config, overrides, seeds=seeds, evaluations=evaluations,
+            tune=tune, controls=controls,
+        )  # fmt: skip
+        output = output or Path("runs") / f"simulate-{job.stem}"
+        declared = on_cluster(declared, described, output)
+    comparison = Comparison(declared, output)
+    simulation = Simulation.of(declared, sys.argv)
+    console.note(str(simulation))
+    processes = min(workers or len(os.sched_getaffinity(0)), len(comparison.cells) * declared.seeds)
+    with VirtualLauncher(simulation, processes) as launcher:
+        failed = run_all.make(comparison, {"strategy": launcher, "serial": launcher}, processes)
+    raise typer.Exit(int(failed))
+
+
+@app.command()
 def sweep(
     job: Annotated[
         Path | None, typer.Argument(help="Python file that defines `job`; left out, --output's sweep goes on.")
@@ -164,32 +244,41 @@ def sweep(
     Example: hpcdist sweep jobs/digits.py --over optimizer.lr=0.0001..0.1:log --over batch_size=16,32 --runs 9 --halving
     --budget samples=20000
     """
-    from hpcdist.tools.compare import conduct, folder
-    from hpcdist.tools.compare.making import launched
-    from hpcdist.tools.compare.plan import read_budget
-    from hpcdist.tools.compare.sweep import Sweep, SweepDeclaration
+    from hpcdist.tools.compare import run_all
+    from hpcdist.tools.compare.launchers import mpi_launchers
+    from hpcdist.tools.compare.sweep import Sweep
 
     if job is None:
-        if output is None or over:
-            raise ConfigError("JOB must be given to begin a sweep; got none. It is a file such as jobs/digits.py.")
-        declared = folder.declared_in(output, SweepDeclaration)
+        declared, output = _going_on("sweep", output, over, SweepDeclaration)
     else:
         if not over:
             raise ConfigError("--over must be given to begin a sweep; got none. Such as --over batch_size=16,32.")
-        metric, value = _target(job, target)
         declared = SweepDeclaration(
-            job=str(job), job_sha256=_sha256(job), strategy=strategy, over=tuple(over), points=0 if grid else runs,
-            ranks=ranks, metric=metric, seeds=seeds, target=value, budget=read_budget(budget or []),
-            evaluations=evaluations, settings=_settings(config, overrides), halving=halving, threads=threads,
+            **_shared(job, budget, target, config, overrides), strategy=strategy, over=tuple(over),
+            points=0 if grid else runs, ranks=ranks, seeds=seeds, evaluations=evaluations, halving=halving,
+            threads=threads,
         )  # fmt: skip
         output = output or Path("runs") / f"sweep-{job.stem}"
     found = Sweep(declared, output)
-    makers = launched(declared.job, declared.ranks, declared.threads, launcher, os.environ)
-    raise typer.Exit(int(conduct.make_sweep(found, makers)))
+    launchers = mpi_launchers(declared.job, declared.ranks, declared.threads, launcher, os.environ)
+    raise typer.Exit(int(run_all.make(found, launchers)))
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
-def declare(
+def _going_on(noun: str, output: Path | None, beginning: object, kind: type[D]) -> tuple[D, Path]:
+    """Read the declaration in the folder `output`, with which a command without a job goes on.
+
+    Args:
+        beginning: an option that only a command has which begins.
+    """
+    from hpcdist.tools.compare import folder
+
+    if output is None or beginning:
+        raise ConfigError(f"JOB must be given to begin a {noun}; got none. It is a file such as jobs/digits.py.")
+    return folder.declared_in(output, kind), output
+
+
+def _declare(
     job: Path,
     strategies: Sequence[str] | None,
     ranks: str,
@@ -200,35 +289,39 @@ def declare(
     overrides: Sequence[str] | None,
     **given: Any,
 ) -> Declaration:
-    """Read the options of a command into a declaration; those that need no reading are `given`."""
-    from hpcdist.tools.compare.plan import Declaration, read_budget, split_strategies
-
-    metric, value = _target(job, target)
+    """Read the options of a comparison into a declaration; those that need no reading are `given`."""
     return Declaration(
-        job=str(job),
-        job_sha256=_sha256(job),
+        **_shared(job, budget, target, config, overrides),
         strategies=tuple(split_strategies(",".join(strategies or ["allreduce"]))),
         ranks=_numbers(ranks),
-        metric=metric,
-        target=value,
-        budget=read_budget(budget or []),
-        settings=_settings(config, overrides),
         rates=_rates(rate or []),
         **given,
     )
 
 
-def _target(job: Path, target: str | None) -> tuple[str, float | None]:
-    """Return the metric and its value to reach; without one the job's first metric."""
+def _shared(
+    job: Path,
+    budget: Sequence[str] | None,
+    target: str | None,
+    config: Path | None,
+    overrides: Sequence[str] | None,
+) -> dict[str, Any]:
+    """Read the options that comparisons and sweeps have; without a target the metric is the job's first."""
+    from hpcdist.config.merge import as_flags, load
     from hpcdist.train import load_job
 
     if target is None:
-        return next(iter(load_job(job).metrics), "loss"), None
-    return read_target(target)
-
-
-def _sha256(job: Path) -> str:
-    return hashlib.sha256(job.read_bytes()).hexdigest() if job.is_file() else ""
+        metric, value = next(iter(load_job(job).metrics), "loss"), None
+    else:
+        metric, value = read_target(target)
+    return {
+        "job": str(job),
+        "job_sha256": hashlib.sha256(job.read_bytes()).hexdigest() if job.is_file() else "",
+        "metric": metric,
+        "target": value,
+        "budget": read_budget(budget or []),
+        "settings": tuple(as_flags(load({}, config, overrides or []))),  # flags win over the file
+    }
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -247,10 +340,3 @@ def _rates(items: Sequence[str]) -> dict[str, float]:
         except ValueError:
             raise ConfigError(f"--rate must be STRATEGY=RATE, such as allreduce=0.01; got {item!r}.") from None
     return rates
-
-
-def _settings(config: Path | None, overrides: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the settings of a file and of flags, which win, as flags."""
-    from hpcdist.config.merge import as_flags, load
-
-    return tuple(as_flags(load({}, config, overrides or [])))

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from hpcdist.tools import console
-from hpcdist.tools.cli.options import Overrides
+from hpcdist.tools.cli.base import Overrides
 
-app = typer.Typer(no_args_is_help=True, help="Data sets in HDF5.")
+app = typer.Typer(name="data", no_args_is_help=True, help="Data sets in HDF5.")
 
 
 @app.command("import")

@@ -11,7 +11,10 @@ import typer
 from hpcdist.tools.doctor.base import Requirements
 from hpcdist.tools.doctor.report import ExaminationOptions
 
+app = typer.Typer()
 
+
+@app.command()
 def doctor(
     ranks: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Ranks that there must be; default the launcher's number.")

@@ -12,18 +12,13 @@ import typer
 from hpcdist.tools import console
 from hpcdist.tools.horovod.cache import default_folder
 
-app = typer.Typer(no_args_is_help=True, help="Horovod, for strategy.provider=horovod.")
+app = typer.Typer(name="horovod", no_args_is_help=True, help="Horovod, for strategy.provider=horovod.")
 
 
 class Gpu(str, enum.Enum):
     auto = "auto"
     nccl = "nccl"
     off = "off"
-
-
-@app.callback()
-def _root() -> None:
-    pass  # keeps `build` a subcommand while it is the only one
 
 
 @app.command()

@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 
 from hpcdist.tools import console
-from hpcdist.tools.cli.options import Overrides
+from hpcdist.tools.cli.base import Overrides
 
+app = typer.Typer()
 COLUMNS = 120  # of a drawing
 
 
+@app.command()
 def strategies() -> None:
     """List the strategies with their options and references."""
     from hpcdist import strategies as catalogue
@@ -20,6 +22,7 @@ def strategies() -> None:
     console.algorithms({name: catalogue.load(name) for name in catalogue.available()}, "strategy")
 
 
+@app.command()
 def compressors() -> None:
     """List the compressors with their options and references. Each is a strategy's `compression`."""
     from hpcdist import compress as catalogue
@@ -27,6 +30,7 @@ def compressors() -> None:
     console.algorithms({name: catalogue.load(name) for name in catalogue.available()}, "strategy.compression")
 
 
+@app.command()
 def schedules(
     ranks: Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks in the drawings.")] = 4,
     micro_batches: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches in the drawings.")] = 8,
@@ -48,6 +52,7 @@ def schedules(
         print(*gantt(table, timing, int(timing.makespan_s) * whole), "", sep="\n")
 
 
+@app.command()
 def topology(
     name: Annotated[str, typer.Argument(help="Topology, such as ring or torus; an unknown name lists all.")],
     ranks: Annotated[int, typer.Option(metavar="N", help="Number of ranks.")],

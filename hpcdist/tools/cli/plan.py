@@ -12,14 +12,18 @@ import typer
 
 from hpcdist.errors import ConfigError
 from hpcdist.tools import console
-from hpcdist.tools.cli.options import Overrides
+from hpcdist.tools.cli.base import Config, JobFile, Overrides
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from hpcdist.parallel.plan import Plan
 
 
+app = typer.Typer()
+
+
+@app.command()
 def plan(
-    job: Annotated[Path, typer.Argument(help="Python file that defines `job`, such as jobs/digits.py.")],
+    job: JobFile,
     stages: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Ranks that hold the model together: parallel.stages.")
     ] = None,
@@ -45,7 +49,7 @@ def plan(
         str | None,
         typer.Option(metavar="LATENCY,BANDWIDTH", help="Speed of each link, as 2us,100Gbit/s. Default: no time."),
     ] = None,
-    config: Annotated[Path | None, typer.Option(metavar="TOML", help="File of settings.")] = None,
+    config: Config = None,
     overrides: Overrides = None,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it there.")] = None,
 ) -> None:
@@ -65,7 +69,7 @@ def plan(
     from hpcdist.train.planning import copies, measure_layers
     from hpcdist.train.runs import specify
 
-    flags = {
+    given = {
         "stages": stages,
         "micro_batches": micro_batches,
         "schedule": schedule,
@@ -73,7 +77,7 @@ def plan(
         "cut": None if cut is None else _sizes(cut),
         "recompute": recompute or None,
     }
-    flags = as_flags({key: value for key, value in flags.items() if value is not None}, "parallel.")
+    flags = as_flags({key: value for key, value in given.items() if value is not None}, "parallel.")
     made, settings = specify(job, config, [*(overrides or []), *flags])
     chosen = settings.parallel
     shared: dict[str, Any] = {

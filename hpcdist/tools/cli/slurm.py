@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 
 from hpcdist.tools import console
-from hpcdist.tools.cli.options import Overrides
+from hpcdist.tools.cli.base import Overrides
 from hpcdist.tools.slurm.site import load_site
 from hpcdist.tools.slurm.spec import JobSpec, load_spec
 
-app = typer.Typer(no_args_is_help=True, help="Jobs under Slurm: from a specification to a script, a job, its log.")
+app = typer.Typer(
+    name="slurm", no_args_is_help=True, help="Jobs under Slurm: from a specification to a script, a job, its log."
+)
 
 Spec = Annotated[Path | None, typer.Argument(metavar="[TOML]", help="File of the job's settings.")]
 SiteName = Annotated[str | None, typer.Option("--site", metavar="NAME|TOML", help="Profile of the cluster.")]

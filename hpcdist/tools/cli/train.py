@@ -11,12 +11,15 @@ import typer
 
 from hpcdist.status import LEFT
 from hpcdist.tools import console
-from hpcdist.tools.cli.options import Overrides
+from hpcdist.tools.cli.base import Config, JobFile, Overrides
+
+app = typer.Typer()
 
 
+@app.command()
 def train(
-    job: Annotated[Path, typer.Argument(help="Python file that defines `job`, such as jobs/digits.py.")],
-    config: Annotated[Path | None, typer.Option(metavar="TOML", help="File of settings.")] = None,
+    job: JobFile,
+    config: Config = None,
     overrides: Overrides = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="This run's folder; by default a new one in runs/.")

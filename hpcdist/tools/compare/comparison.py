@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any, TypeVar
 
 from hpcdist.config import JobConfig, load, optimizers
 from hpcdist.config.files import neighbours
 from hpcdist.config.schedule import OWN_RATES
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import Summary, load_summary
-from hpcdist.tools import baselines
+from hpcdist.tools import baselines, console
 from hpcdist.tools.compare import folder
-from hpcdist.tools.compare.course import Watch, is_done, make_one
-from hpcdist.tools.compare.making import Maker
-from hpcdist.tools.compare.plan import ComparedCell, Declaration, PlannedRun, cells, possible, runs
-from hpcdist.tools.tuning import FIRST_SEED, search_within
-from hpcdist.train import Job
+from hpcdist.tools.compare.plan import (
+    ComparedCell,
+    Declaration,
+    PlannedRun,
+    cells,
+    counted_ranks,
+    higher_is_better,
+    possible,
+    runs,
+)
+from hpcdist.tools.compare.run_all import Runner, RunPlan, missing
+from hpcdist.tools.compare.table import rows
 from hpcdist.train.data import make_data
 from hpcdist.train.rehearsal import rehearse
 from hpcdist.train.runs import specify
+
+T = TypeVar("T")
+FIRST_SEED = 1000  # of those that rates are chosen on: no result may come from them
 
 
 @dataclass(frozen=True)
@@ -43,10 +54,10 @@ class ChosenRate:
 
     def __str__(self) -> str:
         edge = "" if self.between else ", though a neighbour was not tried: give --tune more runs"
-        return f"{self.name} on {self.ranks} rank{'s' * (self.ranks > 1)}: learning rate {self.rate:g}{edge}"
+        return f"{self.name} on {counted_ranks(self.ranks)}: learning rate {self.rate:g}{edge}"
 
 
-class Comparison:
+class Comparison(RunPlan):
     """Compare what a declaration names, in one folder. Making it checks all settings, and starts nothing.
 
     Args:
@@ -54,29 +65,36 @@ class Comparison:
 
     Attributes:
         left_out: sentences about what can't be run.
+        runs: all of them, at the rates that the user or a search has chosen.
 
     Raises:
         ConfigError: a setting is wrong, as `hpcdist train` would find, or the folder holds another comparison.
     """
 
+    declared: Declaration
+
     def __init__(self, declared: Declaration, output: Path):
         self.declared, self.output = declared, output
+        self.command = "compare" if declared.virtual is None else "simulate"
+        seconds = "" if declared.virtual is None else "virtual seconds, "
+        self.title = f"{declared.job}: {seconds}means and 95 % intervals over the seeds"
         self._job_path = Path(declared.job)
         _require_whole(declared)
         folder.require_same(output, declared)
         with neighbours(self._job_path):
             self._job, self._config = specify(self._job_path, None, declared.settings)
-            self.higher_is_better = higher_is_better(self._job, declared.metric)
+            self.higher_is_better = higher_is_better(self._job.metrics, declared.metric)
             config = self._config
             every = cells(declared, config.batch_size, config.accumulation, config.parallel.stages)
             self.cells, self.left_out = possible(every, self._refusal)
-        self._rate = _rate_of(self._config)
-        if declared.tune and self._rate is None:
+        self._first_rate = _first_rate(self._config)
+        if declared.tune and self._first_rate is None:
             raise ConfigError(
-                f"--tune must be left out with {self._config.schedule.name or self._config.optimizer.name}, whose "
-                "rates are not optimizer.lr; got it. Set its own options."
+                f"--tune must be left out with {config.schedule.name or config.optimizer.name}, whose rates are not "
+                "optimizer.lr; got it. Set its own options."
             )
-        runs(declared, self.cells)  # raises where two have one folder
+        self._chosen: list[ChosenRate] = []
+        self.runs = self._plan()
 
     def _refusal(self, cell: ComparedCell) -> str | None:
         """Check a cell's settings, which are wrong on any number of ranks; return why it can't run on its own."""
@@ -91,31 +109,73 @@ class Comparison:
             return str(error)
         return None
 
+    def _plan(self) -> list[PlannedRun]:
+        rates = {(key, ranks): rate for key, rate in self.declared.rates.items() for ranks in self.declared.ranks}
+        rates |= {(one.name, one.ranks): one.rate for one in self._chosen}
+        return runs(self.declared, self.cells, rates)
+
+    # --- what the runs are made by ------------------------------------------------------------------------------------
+    def make(self, runner: Runner) -> list[PlannedRun]:
+        """Search the rates that are to be searched, then make all runs that are missing; return those that failed."""
+        self.write()
+        if self.declared.tune:
+            self.tune(runner)
+        left = missing(self.runs, self.output)
+        if len(left) < len(self.runs):
+            console.note(f"{len(self.runs) - len(left)} of {len(self.runs)} runs are there already")
+        with runner.shown("runs", len(left)):
+            return runner.run_all(self.runs)
+
+    def write(self) -> None:
+        """Write `comparison.json`."""
+        chosen = [asdict(one) for one in self._chosen]
+        folder.write(
+            self.output,
+            self.declared,
+            higher_is_better=self.higher_is_better,
+            cells=self.cells,
+            runs=self.runs,
+            left_out=self.left_out,
+            tuning={"runs": tune, "first_seed": FIRST_SEED, "chosen": chosen} if (tune := self.declared.tune) else None,
+        )
+
+    def make_data(self) -> None:
+        """Make the job's data file if it isn't there, because runs side by side can't share that."""
+        with neighbours(self._job_path):
+            make_data(self._job, Path(self._config.data.path))
+
+    def table(self) -> list[dict[str, Any]]:
+        """Make a table of what the runs have measured, a row for each cell."""
+        return rows(self.declared, self.cells, self.runs, self.output, self.higher_is_better)
+
     # --- learning rates -----------------------------------------------------------------------------------------------
-    def tune(self, makers: Mapping[str, Maker], watch: Watch) -> list[ChosenRate]:
+    def tune(self, runner: Runner) -> list[ChosenRate]:
         """Search the learning rate of each cell on seeds of its own; those that share one search it once.
 
         A folder that holds the runs of a search, or some of them, goes on with it.
         """
-        if not self.declared.tune:
-            return []
         firsts = {(cell.rate_key, cell.ranks): cell for cell in reversed(self.cells)}
-        return [self._search(cell, makers, watch) for cell in reversed(firsts.values())]
+        with runner.shown("learning rates", len(firsts) * self.declared.tune):
+            self._chosen = [self._search(cell, runner) for cell in reversed(firsts.values())]
+        for one in self._chosen:
+            print(one)
+        self.runs = self._plan()
+        self.write()
+        return self._chosen
 
-    def _search(self, cell: ComparedCell, makers: Mapping[str, Maker], watch: Watch) -> ChosenRate:
+    def _search(self, cell: ComparedCell, runner: Runner) -> ChosenRate:
+        first = self._first_rate or 0.0
+
         def measure(power: int, repeated: int) -> Summary | None:
-            rate = self._rate * 2.0**power
+            rate = first * 2.0**power
             at_rate = replace(cell, stem=f"{cell.stem}-lr={rate:g}")
             run = at_rate.run(self.declared, FIRST_SEED + repeated, rate, "tuning")
-            where = self.output / run.folder
-            if not is_done(where) and make_one(run, self.output, makers, watch) is not None:
-                return None
-            return load_summary(where)
+            return None if runner.run_all([run]) else load_summary(self.output / run.folder)
 
         best, known = search_within(self.declared.tune, measure, self._merit)
-        means = {self._rate * 2.0**power: _mean(found, self.declared.metric) for power, found in known.items()}
+        means = {first * 2.0**power: _mean(found, self.declared.metric) for power, found in known.items()}
         between = best - 1 in known and best + 1 in known
-        return ChosenRate(cell.rate_key, cell.ranks, self._rate * 2.0**best, means, between)
+        return ChosenRate(cell.rate_key, cell.ranks, first * 2.0**best, means, between)
 
     def _merit(self, found: Sequence[Summary | None]) -> tuple[float, float]:
         """Judge a rate by the metric, and where that is equal by the loss: the less the better."""
@@ -124,34 +184,34 @@ class Comparison:
             return math.inf, math.inf
         return -metric if self.higher_is_better else metric, loss
 
-    # --- runs ---------------------------------------------------------------------------------------------------------
-    def runs(self, chosen: Sequence[ChosenRate] = ()) -> list[PlannedRun]:
-        """List the runs, with the user's rates and those that were chosen."""
-        rates = {(key, ranks): rate for key, rate in self.declared.rates.items() for ranks in self.declared.ranks}
-        rates |= {(one.name, one.ranks): one.rate for one in chosen}
-        return runs(self.declared, self.cells, rates)
 
-    def plan(self, chosen: Sequence[ChosenRate] = ()) -> list[PlannedRun]:
-        """List the runs, and write `comparison.json`."""
-        planned = self.runs(chosen)
-        tuning = {"runs": self.declared.tune, "first_seed": FIRST_SEED, "chosen": [asdict(one) for one in chosen]}
-        folder.write(
-            self.output,
-            self.declared,
-            higher_is_better=self.higher_is_better,
-            cells=self.cells,
-            runs=planned,
-            left_out=self.left_out,
-            tuning=tuning if self.declared.tune else None,
-        )
-        return planned
+def search_within(
+    runs: int, measure: Callable[[int, int], T], merit: Callable[[Sequence[T]], Any]
+) -> tuple[int, dict[int, list[T]]]:
+    """Search for the whole number with the least merit in so many runs; return it and what was measured.
 
-    def make_data(self) -> None:
-        """Make the job's data file if it isn't there, which runs side by side can't share."""
-        with neighbours(self._job_path):
-            make_data(self._job, Path(self._config.data.path))
+    It begins at 0 and goes to where neighbours are better, each measured once. The runs that are left repeat the
+    best one and its neighbours, so that luck counts for less.
+
+    Args:
+        measure: called with a number and how often that was measured before.
+        merit: of all that was measured of a number.
+    """
+    known: dict[int, list[T]] = {}
+
+    def best() -> int:
+        return min(known, key=lambda number: merit(known[number]))
+
+    for _ in range(runs):
+        around = best() if known else 0
+        near = (around, around - 1, around + 1)
+        unknown = [number for number in near if number not in known]
+        number = unknown[0] if unknown else min(near, key=lambda near: (len(known[near]), merit(known[near])))
+        known.setdefault(number, []).append(measure(number, len(known.get(number, ()))))
+    return best(), known
 
 
+# --- checks -----------------------------------------------------------------------------------------------------------
 def _require_whole(declared: Declaration) -> None:
     """Check that a declaration's parts fit together."""
     for key in ("strategy", "seed"):
@@ -171,16 +231,7 @@ def _require_whole(declared: Declaration) -> None:
         )
 
 
-def higher_is_better(job: Job, metric: str) -> bool:
-    """Tell whether more of a job's metric is better; raise UnknownNameError where it has none of that name."""
-    if metric == "loss":
-        return False
-    if metric not in job.metrics:
-        raise UnknownNameError("metric", metric, [*job.metrics, "loss"])
-    return job.metrics[metric].higher_is_better
-
-
-def _rate_of(config: JobConfig) -> float | None:
+def _first_rate(config: JobConfig) -> float | None:
     """Return the learning rate that a search begins at; None where `optimizer.lr` has no effect."""
     if config.schedule.name in OWN_RATES:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -11,14 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpcdist.errors import DataError
-from hpcdist.records import load_summary, read_evaluations
+from hpcdist.records import load_summary
 from hpcdist.tools import console
-from hpcdist.tools.compare.plan import PlannedRun
+from hpcdist.tools.compare.plan import PlannedRun, counted_ranks
+from hpcdist.tools.runs import Run
 
 LOOK_S = 1.0  # between two looks at a run's files
 MOST_LINES = 8  # of runs that are under way at the same time; the others are counted
-TAIL_BYTES = 4096  # of a file of records, in which its last loss is found
 
 
 class RunsDisplay:
@@ -33,7 +31,7 @@ class RunsDisplay:
     def __init__(self, title: str, total: int, bar: Any = None, current: Any = None):
         self._total, self._done, self._bar, self._lines = total, 0, bar, current
         self._started_s = time.monotonic()
-        self._running: dict[Path, PlannedRun] = {}
+        self._running: dict[Path, tuple[PlannedRun, Run]] = {}
         self._lock = threading.Lock()
         if bar is not None:
             self._task = bar.add_task(title, total=total, left="")
@@ -42,7 +40,7 @@ class RunsDisplay:
     def begin(self, run: PlannedRun, folder: Path) -> None:
         """Show a run as one under way."""
         with self._lock:
-            self._running[folder] = run
+            self._running[folder] = run, Run(folder, follow=True)
         self.look()
 
     def end(self, run: PlannedRun, folder: Path, failure: str | None) -> None:
@@ -72,23 +70,23 @@ class RunsDisplay:
         if self._bar is None:
             return
         with self._lock:
-            running = list(self._running.items())
-        lines = [_state(run, folder) for folder, run in running[:MOST_LINES]]
+            running = list(self._running.values())
+            for _, read in running[:MOST_LINES]:
+                read.update()
+            lines = [_state(run, read) for run, read in running[:MOST_LINES]]
         lines += [f"and {len(running) - MOST_LINES} more"] * (len(running) > MOST_LINES)
         self._lines.plain = "\n".join(lines)
 
 
-def _state(run: PlannedRun, folder: Path) -> str:
+def _state(run: PlannedRun, read: Run) -> str:
     """Describe a run under way: how much of it is done, its metrics, its loss."""
-    try:
-        evaluations = read_evaluations(folder)
-    except (DataError, OSError):  # it is being written
-        return describe(run)
-    metrics = dict(evaluations[-1].metrics) if evaluations else {}
-    metrics["loss"] = last_loss(folder)  # of training, instead of the test set's
+    metrics: dict[str, float | None] = {}
+    part, whole = "", _samples(run)
+    if read.evaluations:
+        last = read.evaluations[-1]
+        metrics, part = {**last.metrics}, f", {last.samples / whole:.0%}" if whole else ""
+    metrics["loss"] = read.loss  # of training, instead of the test set's
     shown = _figures({name: value for name, value in metrics.items() if value is not None})
-    whole = _samples(run)
-    part = f", {evaluations[-1].samples / whole:.0%}" if whole and evaluations else ""
     return f"{describe(run)}{part}{shown and f': {shown}'}"
 
 
@@ -127,25 +125,7 @@ def describe(run: PlannedRun) -> str:
     """Describe a run in a few words: `softsync (splits 4), 4 ranks, seed 0`."""
     rate = next((setting.partition("=")[2] for setting in run.overrides if setting.startswith("optimizer.lr=")), None)
     rate = None if rate is None or "optimizer.lr=" in run.name else rate
-    ranks = f"{run.ranks} rank{'s' * (run.ranks > 1)}"
-    return f"{run.name}, {ranks}, {f'rate {float(rate):g}, ' if rate else ''}seed {run.seed}"
-
-
-def last_loss(folder: Path) -> float | None:
-    """Find the last loss in the records of a run, which are being written; None where there is none yet."""
-    files = sorted(folder.glob("records-rank*.jsonl"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in files:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            lines = file.read().split(b"\n")[1:-1]  # the first and the last one may be cut
-        for line in reversed(lines):
-            try:
-                loss = json.loads(line).get("loss")
-            except ValueError:
-                continue
-            if loss is not None:
-                return loss
-    return None
+    return f"{run.name}, {counted_ranks(run.ranks)}, {f'rate {float(rate):g}, ' if rate else ''}seed {run.seed}"
 
 
 def _figures(metrics: dict[str, float]) -> str:

@@ -6,46 +6,31 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hpcdist.config import differences
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import replace_durably
-from hpcdist.tools.compare.plan import ComparedCell, PlannedRun
+from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, RunDeclaration
+from hpcdist.tools.runs import COMPARISON, read_comparison
 
-FILE_NAME = "comparison.json"
 VERSION = 1
-
-
-class Declared(Protocol):
-    """The declaration of a comparison or a sweep, a dataclass, as far as it is the same."""
-
-    job: str
-    metric: str
-    target: float | None
-    budget: Mapping[str, float]
-    virtual: Mapping[str, object] | None
-
-
-D = TypeVar("D", bound=Declared)
+D = TypeVar("D", bound=RunDeclaration)
 
 
 def read(output: Path) -> dict[str, Any] | None:
     """Read `comparison.json`; None where there is none.
 
     Raises:
-        DataError: it is damaged.
+        DataError: it is damaged, or of another version.
     """
-    path = output / FILE_NAME
-    if not path.exists():
-        return None
-    try:
-        found = json.loads(path.read_bytes())
-        if found["version"] != VERSION:
-            raise ValueError(f"version {found['version']}, not {VERSION}")
-        return found
-    except (ValueError, LookupError, TypeError) as error:
-        raise DataError(f"{path} must hold a comparison's declaration; got {error!r}. Give another folder.") from None
+    found = read_comparison(output)
+    if found is not None and (found.get("version") != VERSION or not isinstance(found.get("declared"), dict)):
+        raise DataError(
+            f"{output / COMPARISON} must hold a declaration of version {VERSION}; got version {found.get('version')}. "
+            "Give another folder."
+        )
+    return found
 
 
 def declared_in(output: Path, kind: type[D]) -> D:
@@ -60,13 +45,16 @@ def declared_in(output: Path, kind: type[D]) -> D:
         noun, other = ("sweep", "compare") if "over" in names else ("comparison", "sweep")
         there = f"another thing: `hpcdist {other} --output {output}` goes on with it" if given else "none"
         raise ConfigError(
-            f"JOB must be given where there is no {noun} to go on with; got none, and {output / FILE_NAME} holds "
+            f"JOB must be given where there is no {noun} to go on with; got none, and {output / COMPARISON} holds "
             f"{there}."
         )
-    return kind(**{name: tuple(given[name]) if isinstance(given[name], list) else given[name] for name in names})
+    values: dict[str, Any] = {
+        name: tuple(given[name]) if isinstance(given[name], list) else given[name] for name in names
+    }
+    return kind(**values)
 
 
-def require_same(output: Path, declared: Declared) -> None:
+def require_same(output: Path, declared: RunDeclaration) -> None:
     """Check that the folder holds this comparison or sweep, or none.
 
     Raises:
@@ -85,7 +73,7 @@ def require_same(output: Path, declared: Declared) -> None:
 
 def write(
     output: Path,
-    declared: Declared,
+    declared: RunDeclaration,
     *,
     higher_is_better: bool,
     cells: Sequence[ComparedCell],
@@ -126,4 +114,4 @@ def write(
         ],
     }
     output.mkdir(parents=True, exist_ok=True)
-    replace_durably(output / FILE_NAME, (json.dumps(found, indent=1, ensure_ascii=False) + "\n").encode())
+    replace_durably(output / COMPARISON, (json.dumps(found, indent=1, ensure_ascii=False) + "\n").encode())

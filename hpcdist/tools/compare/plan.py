@@ -1,4 +1,7 @@
-"""Plan a comparison: from its declaration to the list of its runs. Pure: nothing is started, read or written."""
+"""Plans of runs: what all runs of one folder share, its cells, and the list of its runs.
+
+Pure: nothing is started, read or written.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.registry import label
 
 WHOLE = ("parallel.stages=1", "parallel.chunks=1", "parallel.cut=none")  # a model that is in no stages
@@ -17,17 +20,21 @@ COMMAS = re.compile(r",(?![^\[{]*[\]}])")  # that are in no brackets
 _OPTION = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*=")
 
 
+# --- runs and their declaration ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a comparison.
+    """One run of a plan.
 
     Attributes:
         name: of its cell, as users read it: runs of one cell differ in their seeds only.
         kind: strategy, serial or baseline.
         overrides: as `--set` takes them: strategy, budget, seed and all that differs from the job's defaults.
-        folder: below the comparison's.
-        cluster: of virtual ranks, as KEY=VALUE, where it is another than the comparison's.
-        loop: function that trains, as path/to/file.py:name, where that is not the job's own training; see `loop`.
+        folder: below the plan's.
+        cluster: of virtual ranks, as KEY=VALUE, where it is another than the plan's.
+        loop: function that trains instead of the job's own training, as path/to/file.py:name. It is called with the
+            run's settings, as one table, and its folder; it returns a function of a rank's communicator, collective,
+            which leaves in the folder what `hpcdist train` would.
+        steps: after which it has ended; a run that ended earlier goes on. 0: it ends once.
     """
 
     name: str
@@ -38,55 +45,76 @@ class PlannedRun:
     folder: str
     cluster: tuple[str, ...] = ()
     loop: str = ""
+    steps: int = 0
 
 
-@dataclass(frozen=True)
-class Declaration:
-    """A comparison as the user asks for it. Another one is refused in the same folder.
+@dataclass(frozen=True, kw_only=True)
+class RunDeclaration:
+    """The declaration of a comparison, a sweep or a study, as far as all of its runs share it.
 
     Attributes:
         job: the job's file.
         job_sha256: of its content.
-        strategies: each `NAME` or `NAME:KEY=VALUE,KEY=VALUE`.
-        ranks: numbers of them.
-        seeds: runs of each cell: with the seeds 0, 1...
-        metric: of the job, by which it is judged.
+        metric: of the job, by which runs are judged.
         target: the metric's value to reach; None for none.
         budget: `samples`, `steps` or `seconds` of each run; empty for the job's epochs.
         evaluations: of each run within its budget of samples or steps; 0 for those at the ends of epochs alone.
-        baselines: other libraries' training, see `study/baselines`.
         settings: of every run, as `--set` takes them.
-        rates: learning rates that the user has chosen, by strategy as it stands in `strategies`.
-        tune: runs in which each cell searches its learning rate; 0 takes the job's, or the user's.
-        controls: add serial runs.
+        seeds: runs of each cell: with the seeds 0, 1...
         threads: of each rank.
         virtual: cluster of virtual ranks; None for real ones.
     """
 
     job: str
-    job_sha256: str
-    strategies: tuple[str, ...]
-    ranks: tuple[int, ...]
-    seeds: int
+    job_sha256: str = ""
     metric: str
     target: float | None = None
     budget: Mapping[str, float] = field(default_factory=dict)
     evaluations: int = 0
-    baselines: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    seeds: int = 1
+    threads: int = 1
+    virtual: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declaration(RunDeclaration):
+    """A comparison as the user asks for it. Another one is refused in the same folder.
+
+    Attributes:
+        strategies: each `NAME` or `NAME:KEY=VALUE,KEY=VALUE`.
+        ranks: numbers of them.
+        baselines: other libraries' training, see `hpcdist/tools/baselines`.
+        rates: learning rates that the user has chosen, by strategy as it stands in `strategies`.
+        tune: runs in which each cell searches its learning rate; 0 takes the job's, or the user's.
+        controls: add serial runs.
+    """
+
+    strategies: tuple[str, ...]
+    ranks: tuple[int, ...]
+    baselines: tuple[str, ...] = ()
     rates: Mapping[str, float] = field(default_factory=dict)
     tune: int = 0
     controls: bool = True
-    threads: int = 1
-    virtual: Mapping[str, object] | None = None
 
 
-class Budgeted(Protocol):
-    """The declaration of a comparison, a sweep or a grid, as far as each of its runs follows from it."""
+@dataclass(frozen=True, kw_only=True)
+class SweepDeclaration(RunDeclaration):
+    """A sweep as the user asks for it.
 
-    budget: Mapping[str, float]
-    evaluations: int
-    settings: tuple[str, ...]
+    Attributes:
+        strategy: of all runs, `NAME` or `NAME:KEY=VALUE,KEY=VALUE`.
+        over: settings and their values, each `KEY=A,B,C` or `KEY=LOW..HIGH`, with `:log` and `:POINTS` behind it.
+        points: number of random points; 0 for the whole grid.
+        ranks: of each run.
+        halving: give most points a part of the budget only.
+    """
+
+    strategy: str
+    over: tuple[str, ...]
+    points: int
+    ranks: int
+    halving: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,19 +135,19 @@ class ComparedCell:
     samples: int
     settings: tuple[str, ...]
     stem: str
-    rate_key: str
+    rate_key: str = ""
     cluster: tuple[str, ...] = ()
     loop: str = ""
 
-    def run(self, declared: Budgeted, seed: int, rate: float | None = None, parent: str = "runs") -> PlannedRun:
+    def run(self, declared: RunDeclaration, seed: int, rate: float | None = None, parent: str = "runs") -> PlannedRun:
         """Plan its run with a seed, and with a learning rate if that is not the job's own."""
         lr = () if rate is None else (f"optimizer.lr={rate!r}",)
         overrides = (*self._budget(declared), *declared.settings, *self.settings, *lr, f"seed={seed}")
         folder = f"{parent}/{self.stem}-r{self.ranks}-s{seed}"
         return PlannedRun(self.name, self.kind, self.ranks, seed, overrides, folder, self.cluster, self.loop)
 
-    def _budget(self, declared: Budgeted) -> Iterator[str]:
-        """Yield the settings that end a run, which the job's number of epochs then does not, and those of its curve."""
+    def _budget(self, declared: RunDeclaration) -> Iterator[str]:
+        """Yield the settings that end a run, in place of the job's number of epochs, and those of its curve."""
         budget = declared.budget
         if budget:
             yield "epochs=none"
@@ -168,7 +196,7 @@ def title(strategy: str) -> str:
     return f"{label(name)} ({told})" if told else label(name)
 
 
-# --- the list of runs -------------------------------------------------------------------------------------------------
+# --- the cells and the runs of a comparison ---------------------------------------------------------------------------
 def cells(declared: Declaration, batch_size: int, accumulation: int = 1, stages: int = 1) -> list[ComparedCell]:
     """List all cells: each strategy and baseline on each number of ranks, and serial controls for each above 1.
 
@@ -180,31 +208,30 @@ def cells(declared: Declaration, batch_size: int, accumulation: int = 1, stages:
         accumulation: batches of a step of each replica.
         stages: ranks of a replica.
     """
-    return list(_cells(declared, batch_size, accumulation, stages))
-
-
-def _cells(declared: Declaration, batch_size: int, accumulation: int, stages: int) -> Iterator[ComparedCell]:
-    whole = WHOLE if stages > 1 else ()
+    found, whole = [], WHOLE if stages > 1 else ()
     for ranks in declared.ranks:
         samples = batch_size * accumulation * max(1, ranks // stages)
         for strategy in declared.strategies:
             name, options = read_strategy(strategy)
             settings = (f"strategy={name}", *(f"strategy.{option}" for option in options))
             stem = file_name("-".join([label(name), *options]))
-            yield ComparedCell(title(strategy), "strategy", ranks, samples, settings, stem, strategy)
+            found.append(ComparedCell(title(strategy), "strategy", ranks, samples, settings, stem, strategy))
         for baseline in declared.baselines:
-            yield ComparedCell(baseline, "baseline", ranks, samples, (), baseline, baseline)
+            found.append(ComparedCell(baseline, "baseline", ranks, samples, (), baseline, baseline))
     if declared.virtual is not None and declared.controls and 1 not in declared.ranks:  # what speed-ups are over
-        yield ComparedCell(
-            "one rank", "serial", 1, batch_size * accumulation, ("strategy=allreduce", *whole), "serial", "serial"
+        found.append(
+            ComparedCell(
+                "one rank", "serial", 1, batch_size * accumulation, ("strategy=allreduce", *whole), "serial", "serial"
+            )
         )
     for replicas in sorted({max(1, ranks // stages) for ranks in declared.ranks if ranks > 1 and declared.controls}):
         batch, samples = batch_size * replicas, batch_size * accumulation * replicas
         settings, stem = ("strategy=allreduce", f"batch_size={batch}", *whole), f"serial-batch={batch}"
         key = f"serial, batch {batch}"
-        yield ComparedCell(key, "serial", 1, samples, settings, stem, key)
+        found.append(ComparedCell(key, "serial", 1, samples, settings, stem, key))
         averaged = (*settings, "average_iterates=true")
-        yield ComparedCell(f"{key}, averaged iterates", "serial", 1, samples, averaged, f"{stem}-averaged", key)
+        found.append(ComparedCell(f"{key}, averaged iterates", "serial", 1, samples, averaged, f"{stem}-averaged", key))
+    return found
 
 
 def possible(
@@ -223,7 +250,7 @@ def possible(
     for cell, reason in reasons:
         if cell.kind == "strategy" and cell.name not in {other.name for other in kept}:
             raise ConfigError(f"{cell.name} must be able to run on one of the numbers of ranks; got: {reason}")
-    told = [f"{cell.name} is left out on {_ranks(cell.ranks)}: {reason}" for cell, reason in reasons if reason]
+    told = [f"{cell.name} is left out on {counted_ranks(cell.ranks)}: {reason}" for cell, reason in reasons if reason]
     return kept, told
 
 
@@ -269,7 +296,17 @@ def read_budget(items: Sequence[str]) -> dict[str, float]:
     return budget
 
 
-def _ranks(count: int) -> str:
+def higher_is_better(metrics: Mapping[str, Any], metric: str) -> bool:
+    """Tell whether more of a job's metric is better; raise UnknownNameError where it has none of that name."""
+    if metric == "loss":
+        return False
+    if metric not in metrics:
+        raise UnknownNameError("metric", metric, [*metrics, "loss"])
+    return metrics[metric].higher_is_better
+
+
+def counted_ranks(count: int) -> str:
+    """Write `1 rank` or `4 ranks`."""
     return f"{count} rank{'s' * (count != 1)}"
 
 

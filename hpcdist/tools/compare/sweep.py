@@ -6,56 +6,33 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from hpcdist import strategies
 from hpcdist.config.files import neighbours
-from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError
-from hpcdist.records import load_summary, read_evaluations
+from hpcdist.records import Summary
 from hpcdist.tools.compare import folder
-from hpcdist.tools.compare.comparison import higher_is_better
-from hpcdist.tools.compare.course import Watch, is_done, make_one
-from hpcdist.tools.compare.making import Maker
-from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, read_strategy
+from hpcdist.tools.compare.plan import (
+    ComparedCell,
+    PlannedRun,
+    SweepDeclaration,
+    file_name,
+    higher_is_better,
+    read_strategy,
+)
+from hpcdist.tools.compare.run_all import Runner, RunPlan
+from hpcdist.tools.runs import Run, is_done
 from hpcdist.train.rehearsal import rehearse
 from hpcdist.train.runs import specify
 
 ETA = 3  # halving goes on with one in so many, and gives it as many times the budget
 RUNGS = 3  # at most: the first has 1/9 of the budget
 _RANGE = re.compile(r"(?P<low>[^.:,]+(?:\.\d+)?(?:e-?\d+)?)\.\.(?P<high>[^:,]+)(?P<log>:log)?(?::(?P<points>\d+))?")
-
-
-@dataclass(frozen=True)
-class SweepDeclaration:
-    """A sweep as the user asks for it.
-
-    Attributes:
-        over: settings and their values, each `KEY=A,B,C` or `KEY=LOW..HIGH`, with `:log` and `:POINTS` behind it.
-        points: number of random points; 0 for the whole grid.
-        halving: give most points a part of the budget only.
-        others: as in a comparison's declaration.
-    """
-
-    job: str
-    job_sha256: str
-    strategy: str
-    over: tuple[str, ...]
-    points: int
-    ranks: int
-    metric: str
-    seeds: int = 1
-    target: float | None = None
-    budget: Mapping[str, float] = field(default_factory=dict)
-    evaluations: int = 0
-    settings: tuple[str, ...] = ()
-    halving: bool = False
-    threads: int = 1
-    virtual: Mapping[str, object] | None = None
 
 
 # --- points -----------------------------------------------------------------------------------------------------------
@@ -110,10 +87,10 @@ def read_axis(text: str) -> Axis:
         return Axis(key, tuple(value.strip() for value in values.split(",")))
     match = _RANGE.fullmatch(values)
     try:
-        low, high = float(match["low"]), float(match["high"])
-    except (TypeError, ValueError):
+        low, high = (float(match["low"]), float(match["high"])) if match else (1.0, 0.0)
+    except ValueError:
         low, high = 1.0, 0.0
-    if not low < high or (match["log"] and low <= 0):
+    if match is None or not low < high or (match["log"] and low <= 0):
         raise ConfigError(
             f"--over {key} must be LOW..HIGH with two numbers, of which the first is the smaller one, and above 0 with "
             f":log; got {values!r}."
@@ -127,7 +104,8 @@ def points(declared: SweepDeclaration) -> list[tuple[str, ...]]:
     axes = [read_axis(text) for text in declared.over]
     if not declared.points:
         return [_settings(axes, values) for values in itertools.product(*(axis.grid() for axis in axes))]
-    chance, found = random.Random(0), {}
+    chance = random.Random(0)
+    found: dict[tuple[str, ...], None] = {}
     for _ in range(100 * declared.points):  # there may be fewer different ones
         if len(found) == declared.points:
             break
@@ -140,7 +118,7 @@ def _settings(axes: Sequence[Axis], values: Sequence[str]) -> tuple[str, ...]:
 
 
 # --- the sweep --------------------------------------------------------------------------------------------------------
-class Sweep:
+class Sweep(RunPlan):
     """Make the runs of a sweep in one folder. Making it checks all points, and starts nothing.
 
     Attributes:
@@ -150,8 +128,13 @@ class Sweep:
         ConfigError: a setting is wrong, or the folder holds another sweep.
     """
 
+    declared: SweepDeclaration
+    command = "sweep"
+    left_out = ()
+
     def __init__(self, declared: SweepDeclaration, output: Path):
         self.declared, self.output = declared, output
+        self.title = f"{declared.job}: the best settings first"
         folder.require_same(output, declared)
         if declared.halving and not declared.budget.keys() & {"samples", "steps"}:
             raise ConfigError("--halving must have a --budget of samples or steps; got none. Add --budget samples=N.")
@@ -159,7 +142,8 @@ class Sweep:
         strategy = (f"strategy={name}", *(f"strategy.{option}" for option in options))
         job = Path(declared.job)
         with neighbours(job):
-            self.higher_is_better = higher_is_better(specify(job, None, declared.settings)[0], declared.metric)
+            metrics = specify(job, None, declared.settings)[0].metrics
+            self.higher_is_better = higher_is_better(metrics, declared.metric)
             self.cells = [self._cell(job, strategy, point) for point in points(declared)]
 
     def _cell(self, job: Path, strategy: tuple[str, ...], point: tuple[str, ...]) -> ComparedCell:
@@ -171,9 +155,11 @@ class Sweep:
         replicas = declared.ranks // config.parallel.stages
         workers = cls.Config.from_mapping(config.strategy.options, "strategy").workers(replicas)
         samples = len(workers) * config.batch_size * config.accumulation
-        stem = re.sub(r"[^\w.=+-]+", "_", "-".join(point))[:100]
-        return ComparedCell(", ".join(point), "strategy", declared.ranks, samples, (*strategy, *point), stem, "")
+        return ComparedCell(
+            ", ".join(point), "strategy", declared.ranks, samples, (*strategy, *point), file_name("-".join(point))
+        )
 
+    # --- runs ---------------------------------------------------------------------------------------------------------
     def rungs(self) -> list[int]:
         """List by how much less than the budget the runs of each rung have; the last one has all of it."""
         if not self.declared.halving:
@@ -194,61 +180,54 @@ class Sweep:
         last = ETA ** (len(self.rungs()) - 1)
         steps = declared.budget.get("steps", declared.budget.get("samples", 0) / cell.samples)
         first = max(1, round(steps / last))  # of the first rung; so that each ends with a checkpoint
-        whole = replace(declared, budget={**declared.budget, "steps": first * last // part})
-        run = cell.run(whole, seed)
+        whole = first * last // part
+        run = cell.run(replace(declared, budget={**declared.budget, "steps": whole}), seed)
         saves = (f"checkpoint.every_steps={first}", "checkpoint.keep=1")
         overrides = [setting for setting in run.overrides if not setting.startswith("budget.samples")]
-        return replace(run, overrides=(*overrides, *saves))
+        return replace(run, overrides=(*overrides, *saves), steps=whole)
 
-    def make(self, makers: Mapping[str, Maker], watch: Watch) -> list[PlannedRun]:
+    def make(self, runner: Runner) -> list[PlannedRun]:
         """Make all runs, rung by rung; return those that failed."""
-        left, failed = list(self.cells), []
-        for part in self.rungs():
-            planned = self.plan(left, part)
-            self._write(planned)
-            missing = [run for run in planned if not self._reached(run)]
-            failed += [run for run in missing if make_one(run, self.output, makers, watch) is not None]
-            if part > 1:
-                left = sorted(left, key=self._merit)[: max(1, len(left) // ETA)]
+        left = list(self.cells)
+        failed: list[PlannedRun] = []
+        with runner.shown("runs", self.count()):
+            for part in self.rungs():
+                planned = self.plan(left, part)
+                # Of halving, `comparison.json` has the runs that are still in it, because their budgets are equal.
+                better = self.higher_is_better
+                folder.write(self.output, self.declared, higher_is_better=better, cells=self.cells, runs=planned)
+                failed += runner.run_all(planned)
+                if part > 1:
+                    left = sorted(left, key=self._merit)[: max(1, len(left) // ETA)]
         return failed
 
     def count(self) -> int:
         """Count the runs of all rungs together."""
         return self.declared.seeds * sum(max(1, len(self.cells) // ETA**rung) for rung in range(len(self.rungs())))
 
-    def _reached(self, run: PlannedRun) -> bool:
-        """Tell whether a run has ended, and not at an earlier rung."""
-        where = self.output / run.folder
-        steps = load({}, None, run.overrides).get("budget", {}).get("steps") if self.declared.halving else None
-        return is_done(where) and (steps is None or read_evaluations(where)[-1].step >= steps)
+    # --- results ------------------------------------------------------------------------------------------------------
+    def _summaries(self, cell: ComparedCell) -> list[Summary | None]:
+        """Read the summaries of a cell's runs; None where a run has failed."""
+        folders = [self.output / self._run(cell, seed, 1).folder for seed in range(self.declared.seeds)]
+        return [Run(one).summary if is_done(one) else None for one in folders]
+
+    def value(self, cell: ComparedCell) -> float | None:
+        """Average the metric over the seeds; None where a run has failed."""
+        found = self._summaries(cell)
+        values = [math.nan if one is None else one.metrics[self.declared.metric] for one in found]
+        return fmean(values) if all(map(math.isfinite, values)) else None
 
     def _merit(self, cell: ComparedCell) -> float:
         value = self.value(cell)
         return math.inf if value is None else -value if self.higher_is_better else value
 
-    def value(self, cell: ComparedCell) -> float | None:
-        """Average the metric over the seeds; None where a run has failed."""
-        folders = [self.output / self._run(cell, seed, 1).folder for seed in range(self.declared.seeds)]
-        values = [load_summary(one).metrics[self.declared.metric] for one in folders if is_done(one)]
-        return fmean(values) if len(values) == len(folders) and all(map(math.isfinite, values)) else None
-
-    def _write(self, planned: Sequence[PlannedRun]) -> None:
-        """Write `comparison.json`: of halving, the runs that are still in it, which have the same budget."""
-        folder.write(self.output, self.declared, higher_is_better=self.higher_is_better, cells=self.cells, runs=planned)
-
     def table(self) -> list[dict[str, Any]]:
         """Make a table of all points, the best first; of halving, those that went on first."""
         rows = []
         for cell in self.cells:
-            where = self.output / self._run(cell, 0, 1).folder
-            value = self.value(cell)
             settings = dict(setting.split("=", 1) for setting in cell.settings[-len(self.declared.over) :])
-            samples = load_summary(where).samples if is_done(where) else 0
-            rows.append({**settings, "samples": samples, self.declared.metric: value})
-        sign, halving = -1 if self.higher_is_better else 1, self.declared.halving
-
-        def place(row: dict[str, Any]) -> tuple[float, float]:
-            value = row[self.declared.metric]
-            return -row["samples"] * halving, math.inf if value is None else sign * value
-
-        return sorted(rows, key=place)
+            first = self._summaries(cell)[0]
+            samples = 0 if first is None else first.samples
+            place = (-samples * self.declared.halving, self._merit(cell))
+            rows.append((place, {**settings, "samples": samples, self.declared.metric: self.value(cell)}))
+        return [row for _, row in sorted(rows, key=lambda pair: pair[0])]

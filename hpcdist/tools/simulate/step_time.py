@@ -1,18 +1,27 @@
-"""Measure how long a job's own step takes on this machine, with one thread."""
+"""The virtual cluster of a comparison, and how long a job's own step takes on this machine, with one thread."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
 from hpcdist.config import JobConfig
+from hpcdist.config.files import neighbours
 from hpcdist.data.hdf5 import HDF5Dataset
 from hpcdist.data.loader import Loader
+from hpcdist.tools.compare.folder import read
+from hpcdist.tools.compare.plan import Declaration
+from hpcdist.tools.simulate.cluster import ClusterConfig
 from hpcdist.train import Job
+from hpcdist.train.data import make_data
 from hpcdist.train.loop import own_device
+from hpcdist.train.runs import specify
 
 WARM_UP, STEPS = 2, 7
 
@@ -55,3 +64,32 @@ def _median_s(job: Job, config: JobConfig, samples: int) -> float:
         optimizer.step(evaluate).item()
         taken.append(time.perf_counter() - start)
     return median(taken[WARM_UP:]) * samples / len(x)
+
+
+def on_cluster(declared: Declaration, cluster: ClusterConfig, output: Path) -> Declaration:
+    """Describe the virtual cluster in a declaration, with times of steps that are measured once for each folder.
+
+    The job's data file is made if it isn't there, for processes side by side can't share that.
+
+    Raises:
+        ConfigError: a setting breaks its rule.
+    """
+    job_path = Path(declared.job)
+    with neighbours(job_path):
+        job, config = specify(job_path, None, declared.settings)
+        make_data(job, Path(config.data.path))
+        own = config.batch_size * config.accumulation
+        cluster.steps(lambda given_s: given_s or 1.0).check(max(declared.ranks))
+        described = {**cluster.model_dump(), "samples": own}
+        step_s = _known(output, described) if cluster.measures else {}
+        if step_s is None:
+            stages = config.parallel.stages
+            sizes = {own, *(own * max(1, ranks // stages) for ranks in declared.ranks if declared.controls)}
+            step_s = {str(size): float(f"{measure_step(job, config, size):.3g}") for size in sorted(sizes)}
+    return replace(declared, virtual={**described, "step_s": step_s})
+
+
+def _known(output: Path, described: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the times that were measured for the comparison in a folder, if that is on the same cluster."""
+    found = (read(output) or {}).get("virtual") or {}
+    return found.get("step_s") if described.items() <= found.items() else None

@@ -9,11 +9,12 @@ from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError
 from hpcdist.records import claimed
 from hpcdist.tools import console
-from hpcdist.tools.compare import conduct, results
 from hpcdist.tools.compare.comparison import Comparison
-from hpcdist.tools.compare.course import FAILURE, is_done, missing, prepare
-from hpcdist.tools.compare.making import last_lines
+from hpcdist.tools.compare.launchers import last_lines
 from hpcdist.tools.compare.plan import Declaration, PlannedRun
+from hpcdist.tools.compare.run_all import missing, prepare
+from hpcdist.tools.compare.run_all import show as show_plan
+from hpcdist.tools.runs import FAILURE, is_done
 from hpcdist.tools.slurm import history, queue
 from hpcdist.tools.slurm.check import examine
 from hpcdist.tools.slurm.history import Submission
@@ -90,7 +91,7 @@ def submit_missing(comparison: Comparison, site: str, overrides: Sequence[str]) 
     """
     output, profile = comparison.output, load_site(site)
     waiting = under_way(output)
-    left = [run for run in missing(comparison.runs(), output) if output / run.folder not in waiting]
+    left = [run for run in missing(comparison.runs, output) if output / run.folder not in waiting]
     specs = specify(comparison.declared, left, output, site, overrides)
     findings = dict.fromkeys(finding for spec in specs for finding in examine(spec, profile))
     for sentence in (*comparison.left_out, *map(str, findings)):
@@ -98,7 +99,7 @@ def submit_missing(comparison: Comparison, site: str, overrides: Sequence[str]) 
     if any(finding.level == "error" for finding in findings):
         return True
     with claimed(output):
-        comparison.plan()
+        comparison.write()
         comparison.make_data()
         for run in left:
             prepare(run, output)
@@ -112,7 +113,7 @@ def submit_missing(comparison: Comparison, site: str, overrides: Sequence[str]) 
 
 def show(comparison: Comparison, waiting: Mapping[Path, State]) -> bool:
     """Show what runs have measured while others wait or run under Slurm; tell whether one failed."""
-    output, planned = comparison.output, comparison.runs()
+    output, planned = comparison.output, comparison.runs
     left = missing(planned, output)
     pending = sum(state.state == "PENDING" for state in waiting.values())
     console.note(
@@ -121,7 +122,7 @@ def show(comparison: Comparison, waiting: Mapping[Path, State]) -> bool:
     )
     failed = [run for run in left if (output / run.folder / FAILURE).exists()]
     if len(left) < len(planned):
-        conduct.show(comparison, planned, failed, results.table)
+        show_plan(comparison, failed)
     return bool(failed)
 
 

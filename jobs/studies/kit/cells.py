@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,33 +17,18 @@ from hpcdist.errors import ConfigError, RunError
 from hpcdist.records import Evaluation, Summary, claimed, load_summary, read_evaluations
 from hpcdist.tools import console
 from hpcdist.tools.compare import folder
-from hpcdist.tools.compare.comparison import higher_is_better
-from hpcdist.tools.compare.conduct import interruptible
-from hpcdist.tools.compare.course import FAILURE, make_all, missing
-from hpcdist.tools.compare.display import shown
-from hpcdist.tools.compare.making import Maker
-from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, file_name
+from hpcdist.tools.compare.launchers import Launcher
+from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, RunDeclaration, file_name, higher_is_better
+from hpcdist.tools.compare.run_all import Runner, interruptible, missing
+from hpcdist.tools.runs import FAILURE
 from hpcdist.tools.simulate.cluster import ClusterConfig
-from hpcdist.tools.simulate.making import Simulation, VirtualRuns
+from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
 from hpcdist.train.data import make_data
 from hpcdist.train.runs import specify
 
 Key = TypeVar("Key")
 Found = TypeVar("Found")
 RUNS, TUNING = "runs", "tuning"  # folders of the runs that a study shows, and of those that rates are chosen by
-
-
-@dataclass(frozen=True)
-class StudyDeclaration:
-    """The part of a declaration that all cells of a study share: see a comparison's."""
-
-    job: str
-    metric: str
-    settings: tuple[str, ...]
-    virtual: Mapping[str, object] | None
-    target: float | None = None
-    budget: Mapping[str, float] = field(default_factory=dict)
-    evaluations: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +84,7 @@ class CellRuns:
         target: of the metric, for a report.
         settings: of all runs, as a table.
         cluster: of virtual ranks, but for the parts that a cell has of its own; `compute` is 0 s by default.
-        maker: makes runs on real ranks, instead of virtual ones.
+        launcher: makes runs on real ranks, instead of virtual ones.
     """
 
     def __init__(
@@ -112,7 +97,7 @@ class CellRuns:
         target: float | None = None,
         settings: Mapping[str, Any] | None = None,
         cluster: Mapping[str, object] | None = None,
-        maker: Maker | None = None,
+        launcher: Launcher | None = None,
     ):
         if workers < 1:
             raise ConfigError(f"workers must be at least 1; got {workers}. Give as many as there are cores.")
@@ -120,21 +105,23 @@ class CellRuns:
         flags = tuple(as_flags(settings or {}))
         with neighbours(job):
             self._job, self._config = specify(job, None, flags)
-        virtual = None if maker is not None else {"compute": "0s", **(cluster or {})}
+        virtual = None if launcher is not None else {"compute": "0s", **(cluster or {})}
         metric = metric or next(iter(self._job.metrics))
-        self._declared = StudyDeclaration(str(job), metric, flags, virtual, target)
-        self._sha256 = hashlib.sha256(job.read_bytes()).hexdigest()
-        if maker is None:
+        sha256 = hashlib.sha256(job.read_bytes()).hexdigest()
+        self._declared = RunDeclaration(
+            job=str(job), job_sha256=sha256, metric=metric, settings=flags, virtual=virtual, target=target
+        )
+        if launcher is None:
             described = ClusterConfig.from_mapping(virtual, "cluster")
-            maker = VirtualRuns(Simulation(str(job), described, 1, {}), workers)
-        self._maker = maker
+            launcher = VirtualLauncher(Simulation(str(job), described, 1, {}), workers)
+        self._launcher = launcher
 
     def __enter__(self) -> CellRuns:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        if isinstance(self._maker, VirtualRuns):
-            self._maker.close()
+        if isinstance(self._launcher, VirtualLauncher):
+            self._launcher.__exit__(*failure)
 
     def make(
         self, cells: Mapping[Key, ComparedCell], seeds: Iterable[int], title: str = "runs", parent: str = RUNS
@@ -152,16 +139,17 @@ class CellRuns:
         planned = list(dict.fromkeys(run for runs in of_cell.values() for run in runs))
         if self._declared.virtual is None:  # changes on the machine in the course of time are to strike all cells alike
             random.Random(0).shuffle(planned)
+        runner = Runner(self._output, {"strategy": self._launcher}, self._workers)
         with (
             claimed(self._output),
             interruptible("the same command goes on with it"),
-            shown(title, len(missing(planned, self._output))) as display,
+            runner.shown(title, len(missing(planned, self._output))),
         ):
             if parent == RUNS:
                 every = list(dict.fromkeys(cells.values()))
-                better = higher_is_better(self._job, self._declared.metric)
+                better = higher_is_better(self._job.metrics, self._declared.metric)
                 folder.write(self._output, self._declared, higher_is_better=better, cells=every, runs=planned)
-            failed = make_all(planned, self._output, self._makers, display, self._workers)
+            failed = runner.run_all(planned)
         if failed:
             where = ", ".join(str(self._output / run.folder) for run in failed)
             raise RunError(
@@ -176,7 +164,7 @@ class CellRuns:
     def measure(self, cell: ComparedCell, seeds: Iterable[int]) -> list[EndedRun]:
         """Make the runs of a cell by which its rate is chosen. Threads may do so at the same time: see `each`."""
         planned = [self._plan(cell, seed, TUNING) for seed in seeds]
-        if failed := make_all(planned, self._output, self._makers):
+        if failed := Runner(self._output, {"strategy": self._launcher}).run_all(planned):
             raise RunError(f"{self._output / failed[0].folder} has failed: see {FAILURE} there.")
         return [EndedRun.read(run, self._output) for run in planned]
 
@@ -192,12 +180,28 @@ class CellRuns:
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
 
-    @property
-    def _makers(self) -> dict[str, Maker]:
-        return {"strategy": self._maker}
-
     def _plan(self, cell: ComparedCell, seed: int, parent: str) -> PlannedRun:
         words = (*self._declared.settings, *cell.settings, *cell.cluster, cell.loop.rpartition(":")[2])
         here = [word.replace(str(self._output), "") for word in words]  # the folder may be moved
-        mark = fingerprint({"job": self._sha256, "virtual": self._declared.virtual, "words": here})
+        mark = fingerprint({"job": self._declared.job_sha256, "virtual": self._declared.virtual, "words": here})
         return replace(cell, stem=f"{cell.stem[:80]}-{mark[:8]}").run(self._declared, seed, parent=parent)
+
+
+def search(measure: Callable[[int], Found], merit: Callable[[Found], Any], guess: int, known: dict[int, Found]) -> int:
+    """Find the whole number with the least merit, such as a rate's power of 2: measure neighbours until it has both.
+
+    Args:
+        merit: of what was measured: the less the better.
+        guess: where to begin, if nothing is known yet.
+        known: what was measured before; what is measured now is added.
+    """
+
+    def best() -> int:
+        return min(known, key=lambda number: merit(known[number]))
+
+    around = best() if known else guess
+    while unknown := [number for number in (around - 1, around, around + 1) if number not in known]:
+        for number in unknown:
+            known[number] = measure(number)
+        around = best()
+    return around

@@ -13,7 +13,7 @@ from hpcdist import session
 from hpcdist.config import load
 from hpcdist.config.files import load_function
 from hpcdist.errors import RunError
-from hpcdist.tools.compare.making import LOG, last_lines
+from hpcdist.tools.compare.launchers import LOG, last_lines
 from hpcdist.tools.compare.plan import PlannedRun
 from kit.hosts import Cable, hosts
 
@@ -21,7 +21,7 @@ DEADLINE_S = 120  # of the ranks
 TIME_LIMIT_S = 1800  # of a run
 
 
-class HostedRuns:
+class HostedLauncher:
     """Make runs of loops, whose cluster is a cable: `mbit_s`, `delay_ms`.
 
     Beside those of the run, a loop's settings have this `cable`, and `hosts`, the folder that describes them.

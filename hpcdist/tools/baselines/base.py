@@ -1,14 +1,18 @@
-"""Train a job as another library's users write it: the module and the optimiser in its wrappers, and a plain loop."""
+"""What all baselines share: how a library takes part, a plain training loop, and the command line."""
 
 from __future__ import annotations
 
+import abc
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
+import typer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -16,9 +20,11 @@ from hpcdist import session
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig, StrategyConfig, optimizers
 from hpcdist.data.loader import Batch, Loader
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, HpcdistError
+from hpcdist.faults.turns import takes_turn
 from hpcdist.records import StepRecord, Summary, digest
-from hpcdist.tools.baselines.common.library import Library
+from hpcdist.tools import console
+from hpcdist.train import runs
 from hpcdist.train.curves import Curves
 from hpcdist.train.data import open_data
 from hpcdist.train.evaluate import evaluate_replica
@@ -29,7 +35,56 @@ from hpcdist.train.milestones import Milestones
 from hpcdist.train.precision import Precision
 from hpcdist.train.resume import Position
 
+if TYPE_CHECKING:
+    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
+
+class Library(abc.ABC):
+    """Collective. Start a library on the ranks of `comm`.
+
+    Attributes:
+        name: in place of a strategy's.
+        remarks: sentences about what can't be measured from outside.
+    """
+
+    name: str
+    remarks: tuple[str, ...]
+
+    @staticmethod
+    def why_not() -> str | None:
+        """Return the reason why the library can't be used here; None if it can."""
+        return None
+
+    @abc.abstractmethod
+    def __init__(self, comm: Communicator, device: torch.device): ...
+
+    @abc.abstractmethod
+    def wrap(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, passes: int
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Collective. Return the module to call and the optimiser to step, as the library wants them.
+
+        Args:
+            passes: backward passes of a step.
+        """
+
+    def adding(self) -> AbstractContextManager[object]:
+        """Return the context of a backward pass that only adds to gradients."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Collective. Make gradients their means over the ranks, where the backward pass has not."""
+
+    def stepping(self) -> AbstractContextManager[object]:
+        """Return the context in which the optimiser steps."""
+        return nullcontext()
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Collective. End what was started."""
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
 class BaselineTrainer:
     """Collective. Train a job once by a library, on the batches and with the settings that a `Trainer` has.
 
@@ -204,3 +259,50 @@ def _require_plain(config: JobConfig, name: str) -> None:
     for rule, broken in wrong.items():
         if broken:
             raise ConfigError(f"{rule} with {name}, whose loop is as its users write it; got another. Leave it out.")
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+def train(
+    comm: Communicator,
+    library: type[Library],
+    job: Path,
+    config: Path | None = None,
+    overrides: Sequence[str] = (),
+    output: Path | None = None,
+    command: Sequence[str] = (),
+) -> Summary:
+    """Collective. Train a job by a library in a folder; return the summary, the same on all ranks.
+
+    Settings are those of `hpcdist train`, but for the strategy's, which are left out.
+
+    Raises:
+        ConfigError: a setting breaks its rule, is none of the library's, or the folder holds another run.
+    """
+    own = [setting for setting in overrides if not setting.startswith(("strategy=", "strategy."))]
+    make = partial(BaselineTrainer, library)
+    _, summary = runs.train(comm, job, config, own, output, command=command, make=make)
+    return cast(Summary, summary)  # None is that of a run that leaves early, which no baseline does
+
+
+def main(library: type[Library]) -> None:
+    """Run the command line of a baseline on this rank; end all ranks with status 1 where it fails."""
+
+    def baseline(
+        job: Annotated[Path, typer.Argument(help="Python file that defines `job`.")],
+        output: Annotated[Path, typer.Option(metavar="FOLDER", help="This run's folder.")],
+        config: Annotated[Path | None, typer.Option(metavar="TOML", help="File of settings.")] = None,
+        overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE")] = None,
+    ) -> None:
+        comm = session.init()
+        try:
+            summary = train(comm, library, job, config, overrides or [], output, sys.argv)
+        except HpcdistError as error:
+            if comm.size == 1 or takes_turn(comm.rank):
+                console.error(str(error))
+            if comm.size > 1:
+                cast("MpiCommunicator", comm).abort(1)
+            raise typer.Exit(1) from None
+        if comm.rank == 0:
+            console.result(output, summary)
+
+    typer.run(baseline)

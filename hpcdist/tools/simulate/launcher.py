@@ -1,54 +1,29 @@
-"""Make runs of a comparison on virtual ranks, several of them side by side in processes of their own."""
+"""The launcher of virtual ranks: runs in this process, or several side by side in processes of their own."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from hpcdist.comm.virtual import Straggler, run_virtual
 from hpcdist.config import load
-from hpcdist.config.files import load_function, neighbours
+from hpcdist.config.files import load_function
 from hpcdist.errors import HpcdistError, RunError
-from hpcdist.tools.compare.folder import read
 from hpcdist.tools.compare.plan import Declaration, PlannedRun
 from hpcdist.tools.simulate.cluster import ClusterConfig
-from hpcdist.tools.simulate.pool import Processes
-from hpcdist.tools.simulate.step_time import measure_step
 from hpcdist.train import runs
-from hpcdist.train.data import make_data
 
-
-def on_cluster(declared: Declaration, cluster: ClusterConfig, output: Path) -> Declaration:
-    """Describe the virtual cluster in a declaration, with times of steps that are measured once for each folder.
-
-    The job's data file is made if it isn't there, for processes side by side can't share that.
-
-    Raises:
-        ConfigError: a setting breaks its rule.
-    """
-    job_path = Path(declared.job)
-    with neighbours(job_path):
-        job, config = runs.specify(job_path, None, declared.settings)
-        make_data(job, Path(config.data.path))
-        own = config.batch_size * config.accumulation
-        cluster.steps(lambda given_s: given_s or 1.0).check(max(declared.ranks))
-        described = {**cluster.model_dump(), "samples": own}
-        step_s = _known(output, described) if cluster.measures else {}
-        if step_s is None:
-            stages = config.parallel.stages
-            sizes = {own, *(own * max(1, ranks // stages) for ranks in declared.ranks if declared.controls)}
-            step_s = {str(size): float(f"{measure_step(job, config, size):.3g}") for size in sorted(sizes)}
-    return replace(declared, virtual={**described, "step_s": step_s})
-
-
-def _known(output: Path, described: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the times that were measured for the comparison in a folder, if that is on the same cluster."""
-    found = (read(output) or {}).get("virtual") or {}
-    return found.get("step_s") if described.items() <= found.items() else None
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -118,15 +93,20 @@ class Simulation:
         return self.step_s[nearest] * samples / nearest
 
 
-class VirtualRuns:
-    """Make runs on virtual ranks: here with one worker, else in that many processes.
+class VirtualLauncher:
+    """Make runs on virtual ranks: here with one worker, else in that many processes, with one thread of torch each.
 
-    `make` may be called by as many threads at the same time.
+    `make` may be called by as many threads at the same time. Only this process handles signals that end a program, and
+    then ends the others: a terminal sends Ctrl-C to all of them, and each would print a traceback. The others also end
+    if this process is killed.
     """
 
     def __init__(self, simulation: Simulation, workers: int = 1):
         self._simulation, self._ended = simulation, False
-        self._processes = Processes(workers) if workers > 1 else None
+        self._pool: ProcessPoolExecutor | None = None
+        if workers > 1:
+            context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads and locks
+            self._pool = ProcessPoolExecutor(workers, context, initializer=_begin)
 
     def make(self, run: PlannedRun, folder: Path) -> None:
         """Make a run.
@@ -134,25 +114,40 @@ class VirtualRuns:
         Raises:
             RunError: it failed.
         """
-        try:
-            work = (_train, self._simulation, run, folder)
-            failure = self._processes.submit(*work).result() if self._processes else _train(*work[1:])
-        except BrokenProcessPool:
-            if self._ended:
-                raise KeyboardInterrupt from None
-            failure = "its process was killed: is there enough memory for so many virtual ranks? Give --workers 1"
+        if self._pool is None:
+            failure = _train(self._simulation, run, folder)
+        else:
+            try:
+                failure = self._submit(self._pool, run, folder).result()
+            except BrokenProcessPool:
+                if self._ended:
+                    raise KeyboardInterrupt from None
+                failure = "its process was killed: is there enough memory for so many virtual ranks? Give --workers 1"
         if failure is not None:
             raise RunError(f"run {run.folder} on virtual ranks failed: {failure}")
 
-    def close(self) -> None:
-        """End the processes, and with them the runs under way."""
+    def _submit(self, pool: ProcessPoolExecutor, run: PlannedRun, folder: Path) -> Future[str | None]:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # processes that begin here inherit it
+        try:
+            return pool.submit(_train, self._simulation, run, folder)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def __enter__(self) -> VirtualLauncher:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        """End the processes at once, and with them the runs under way."""
         self._ended = True
-        if self._processes is not None:
-            self._processes.close()
+        if self._pool is not None:
+            processes = list((self._pool._processes or {}).values())
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.kill()
 
 
 def _train(simulation: Simulation, run: PlannedRun, folder: Path) -> str | None:
-    """Make a run; return the reason where it failed, for errors don't all survive the way between processes."""
+    """Make a run; return the reason if it failed, because not every error can be passed between processes."""
     try:
         simulation.train(run, folder)
     except HpcdistError as error:
@@ -160,3 +155,13 @@ def _train(simulation: Simulation, run: PlannedRun, folder: Path) -> str | None:
     except Exception:  # of the user's job
         return traceback.format_exc()
     return None
+
+
+def _begin() -> None:
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()  # type: ignore[union-attr]
+    os._exit(1)

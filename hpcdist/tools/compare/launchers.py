@@ -1,4 +1,4 @@
-"""Make the runs of a comparison, each by the maker of its kind; here with `mpirun`, or another launcher."""
+"""Launchers: what makes a run. Here those that start real ranks by `mpirun`, or another program of MPI or Slurm."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ENDING_S = 20.0  # for which ranks may save and leave, once they are told to
 TRAIN = ("-m", "hpcdist", "train")
 
 
-class Maker(Protocol):
-    """Make runs of one kind."""
+class Launcher(Protocol):
+    """Make runs of one kind. A study may bring its own."""
 
     def make(self, run: PlannedRun, folder: Path) -> None:
         """Make a run in a folder, which has its `summary.json` then.
@@ -35,8 +35,8 @@ class Maker(Protocol):
         """
 
 
-class LaunchedRuns:
-    """Make runs by a launcher of MPI's: `mpirun -n RANKS python -m hpcdist train JOB ...`.
+class MpiLauncher:
+    """Make runs by a program that starts ranks: `mpirun -n RANKS python -m hpcdist train JOB ...`.
 
     Args:
         job: the job's file.
@@ -135,21 +135,25 @@ def ranks_environment(variables: Mapping[str, str], threads: int, most_ranks: in
     return given
 
 
-def launched(
+def mpi_launchers(
     job: str,
     most_ranks: int,
     threads: int,
     launcher: str | None,
     variables: Mapping[str, str],
     baselines: Sequence[str] = (),
-) -> dict[str, Maker]:
-    """Return what makes runs by a launcher, by their kinds and the baselines' names."""
+) -> dict[str, Launcher]:
+    """Return the launchers of real ranks, by the kinds of runs and the baselines' names.
+
+    Args:
+        launcher: chosen by the user, see `find_launcher`.
+    """
     words = find_launcher(launcher, variables.get("PATH", ""))
     cores = len(os.sched_getaffinity(0)) if launcher is None else most_ranks * threads  # the user's may have nodes
     if most_ranks * threads > cores:
         console.note(f"{most_ranks} ranks share {cores} cores: such times are not those of ranks with their own")
     environment = ranks_environment(variables, threads, most_ranks, cores)
-    train = LaunchedRuns(job, words, environment)
+    train = MpiLauncher(job, words, environment)
     modules = {name: ("-m", f"hpcdist.tools.baselines.{name}") for name in baselines}
-    others = {name: LaunchedRuns(job, words, environment, module) for name, module in modules.items()}
+    others = {name: MpiLauncher(job, words, environment, module) for name, module in modules.items()}
     return {"strategy": train, "serial": train, **others}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hpcdist.errors import ConfigError
 
+Config = Annotated[Path | None, typer.Option(metavar="TOML", help="File of settings.")]
+JobFile = Annotated[Path, typer.Argument(help="Python file that defines `job`, such as jobs/digits.py.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated.")
 ]

@@ -1,1 +1,0 @@
-"""The loop and the command that all baselines share."""

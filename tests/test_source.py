@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpcdist import registry
+from hpcdist.session import rules
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hpcdist"
@@ -132,6 +133,8 @@ def messages() -> Iterator[tuple[str, list[str]]]:
     for path, tree in MODULES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                if ast.unparse(node.exc.func) == "rules.error":  # whose messages follow below
+                    continue
                 first = node.exc.args[0]
                 parts = first.values if isinstance(first, ast.JoinedStr) else [first]
                 pieces = [p.value for p in parts if isinstance(p, ast.Constant) and isinstance(p.value, str)]
@@ -139,6 +142,9 @@ def messages() -> Iterator[tuple[str, list[str]]]:
                     pieces = [f"{piece} must be one of" for piece in pieces]
                 if pieces:
                     yield f"{path}:{node.lineno}", pieces
+
+    for habit, rule in rules.RULES.items():
+        yield f"session/rules.py, {habit}", [*re.split(r"{[^}]*}", rule.message), habit]
 
 
 def matched() -> set[str]:

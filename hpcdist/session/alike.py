@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import MismatchError
 from hpcdist.model.hyperparameters import unequal_steps
+from hpcdist.session import rules
 from hpcdist.strategies import Strategy
-from hpcdist.strategies.base import name_of
 
 _FIRST_ROWS = 8
 
@@ -34,11 +33,11 @@ def begin_epoch(optimizer: Any) -> None:
     if strategy.comm.size == 1:
         return
     strategy.model.refresh()
-    looks = first or takes_up or strategy.contract.replicates
+    looks = first or takes_up or rules.forbids("replicas differ", strategy)
     mine = [strategy.model.touched(), strategy.model.sketch()] if looks else [False, []]
     found = _gathered(strategy.comm, "at an epoch's start", mine)
     touched = any(touched for touched, _ in found.values())
-    if strategy.contract.replicates or (first and touched):
+    if rules.forbids("replicas differ", strategy) or (first and touched):
         _require_replicas(strategy, {rank: sketch for rank, (_, sketch) in found.items()})
     if takes_up and touched:
         strategy.take_up()
@@ -55,14 +54,14 @@ def require_same_steps(strategy: Strategy, place: str) -> None:
     """
     if strategy.comm.size == 1:
         return
-    sketch = strategy.model.sketch() if strategy.contract.replicates else []
+    sketch = strategy.model.sketch() if rules.forbids("replicas differ", strategy) else []
     found = _gathered(strategy.comm, place, [strategy.model.passes.batches_used, sketch])
     workers = [rank for rank in strategy.config.workers(strategy.comm.size) if rank in found]
     if strategy.contract.synchronous:
         error = unequal_steps({rank: found[rank][0] for rank in workers}, "batches that steps were taken for")
         if error is not None:
             raise error
-    if strategy.contract.replicates:
+    if rules.forbids("replicas differ", strategy):
         _require_replicas(strategy, {rank: sketch for rank, (_, sketch) in found.items()})
 
 
@@ -77,11 +76,8 @@ def _gathered(comm: Communicator, place: str, value: Any) -> dict[int, Any]:
     first = comm.failures.living[0]
     odd = next((rank for rank in places if places[rank] != places[first]), None)
     if odd is not None:
-        raise MismatchError(
-            f"ranks must go through the loop alike; rank {first} is {places[first]} and rank {odd} {places[odd]}. "
-            "Decide for all ranks together when to stop or to evaluate: by hpcdist.metric, or what hpcdist.broadcast "
-            "sends."
-        )
+        habit = "ranks are at different places in the loop"
+        raise rules.error(habit, first=first, place=places[first], rank=odd, other=places[odd])
     return {rank: found[rank][1] for rank in comm.failures.living}
 
 
@@ -92,11 +88,7 @@ def _require_replicas(strategy: Strategy, sketches: Mapping[int, Sequence[Sequen
         for flat, (total, norm), (own, own_norm) in zip(strategy.model.params, sketches[first], groups, strict=True):
             tolerance = math.sqrt(torch.finfo(flat.dtype).eps) * norm
             if not (_near(total, own, tolerance) and _near(norm, own_norm, tolerance)):
-                raise MismatchError(
-                    f"parameters must be the same on all ranks with {name_of(strategy)}; those of rank {rank} differ "
-                    f"from rank {first}'s. Load or change them on all ranks alike (hpcdist.broadcast(model) spreads "
-                    "rank 0's), and draw what is added to gradients from the same seed."
-                )
+                raise rules.error("replicas differ", strategy, rank=rank, first=first)
 
 
 def _near(one: float, other: float, tolerance: float) -> bool:
@@ -121,12 +113,9 @@ def require_same_loader(group: Communicator, settings: Mapping[str, Any], datase
     for rank in group.failures.living:
         for name, value in found[first].items():
             if not _alike(value, found[rank].get(name)):
-                raise MismatchError(
-                    f"loader must be the same on all workers, which share its samples; {name} is {value} on rank "
-                    f"{numbers[first]} and {found[rank].get(name)} on rank {numbers[rank]}. Build "
-                    "it alike everywhere, with one seed for random_split and permutations; or pass split=False, where "
-                    "each rank's loader reads samples of its own."
-                )
+                facts = {"name": name, "own": value, "theirs": found[rank].get(name)}
+                one, other = numbers[first], numbers[rank]
+                raise rules.error("workers read different data", first=one, rank=other, **facts)
 
 
 def _alike(one: Any, other: Any) -> bool:

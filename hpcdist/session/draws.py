@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual.random import callers_state_kept
-from hpcdist.errors import MismatchError
 from hpcdist.records.digest import tensor_bytes
+from hpcdist.session import rules
 
 
 def drawn_alike(loader: DataLoader[Any], inner: Communicator, place: tuple[int, int, int, int]) -> Iterator[Any]:
@@ -71,11 +71,7 @@ def _require_same(inner: Communicator, batch: Any) -> None:
     odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if odd is not None:
         ranks = [inner.trace.world_ranks[rank] for rank in (0, odd)]
-        raise MismatchError(
-            f"batches must be the same on all ranks of a replica; ranks {ranks[0]} and {ranks[1]} have read different "
-            "ones. A loader that reads its own part must ask for model.grid.replica, not for hpcdist.rank(), and a "
-            "generator of its own must have the same seed on all ranks."
-        )
+        raise rules.error("the ranks of a replica read different batches", first=ranks[0], rank=ranks[1])
 
 
 def _digest(batch: Any) -> str:

@@ -20,12 +20,12 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters
 from hpcdist.parallel.part import PartOfModel
 from hpcdist.records import StepRecord
+from hpcdist.session import rules
 from hpcdist.session.horovod import require_own_names
 from hpcdist.session.pipeline import agreement, check_optimizer, require_in_stages, share_tied
 from hpcdist.session.sync_batch_norm import synchronise_batch_norms
 from hpcdist.session.world import current, require_equal
 from hpcdist.strategies import Strategy
-from hpcdist.strategies.base import name_of
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 
@@ -95,31 +95,18 @@ class _Distributed:
         """
         strategy = self.strategy
         if not strategy.is_worker:
-            raise ConfigError(
-                f"optimizer.step() must be called on workers only; rank {strategy.comm.rank} serves them. Iterate "
-                "over hpcdist.shard(loader), which serves there and yields no batch."
-            )
+            raise rules.error("a rank that serves takes a step", rank=strategy.comm.rank)
         if strategy.model.is_swapped:
-            raise ConfigError(
-                "optimizer.step() must be outside of an evaluation; got one in hpcdist.consensus, or in a loop over "
-                "hpcdist.shard(..., training=False), after which the model has its own parameters again. Leave it."
-            )
+            raise rules.error("a step is taken in an evaluation")
         if self.counts != [len(group["params"]) for group in self.param_groups]:  # type: ignore[attr-defined]
-            raise ConfigError(
-                "param_groups must have the parameters that the DistributedOptimizer was made with; got more or fewer. "
-                "Add some by optimizer.add_param_group, which can tell whether they can be added."
-            )
+            raise rules.error("parameters are put into a group by hand")
         if self.seen is not None and strategy.model.changes() != self.seen:
             strategy.model.refresh()  # says so of one that can't be taken back
-            raise ConfigError(
-                f"parameters must be changed by the optimiser's step alone with {name_of(strategy)}, whose servers "
-                "replace them in their steps; got some that the loop has changed since the last one. Change them "
-                "between epochs on all ranks, or use allreduce."
-            )
+            raise rules.error("parameters are changed between steps", strategy)
 
     def look(self) -> None:
         """Remember how often the parameters have been changed, and some of them, where servers replace them."""
-        if self.strategy.contract.parameters == "replaced":
+        if rules.forbids("parameters are changed between steps", self.strategy):
             self.seen = self.strategy.model.changes()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -128,11 +115,9 @@ class _Distributed:
         Raises:
             ConfigError: it is inside of the loop there.
         """
-        if self.strategy.config.optimizer_ranks(self.strategy.comm.size) and current().group is not None:
-            raise ConfigError(
-                f"optimizer.load_state_dict() must be outside of the training loop with {name_of(self.strategy)}, for "
-                "its servers have the optimiser's state; got one inside. Do it between epochs, on all ranks."
-            )
+        habit = "the optimiser's state is loaded within an epoch"
+        if rules.forbids(habit, self.strategy) and current().group is not None:
+            raise rules.error(habit, self.strategy)
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def synchronize(self) -> None:
@@ -141,12 +126,8 @@ class _Distributed:
         Raises:
             ConfigError: the strategy's update is of several workers' gradients, and made elsewhere.
         """
-        if not self.strategy.contract.uses_changed_gradients:
-            raise ConfigError(
-                "synchronize() must be called with a strategy whose updates are made on this rank; got "
-                f"{type(self.strategy).__name__}, whose servers make them of several workers' gradients. To clip "
-                "them, pass clip_norm to DistributedOptimizer."
-            )
+        if rules.forbids("synchronize() is called", self.strategy):
+            raise rules.error("synchronize() is called", self.strategy)
         self.strategy.synchronize()
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
@@ -179,15 +160,8 @@ class _Distributed:
         """
         given = param_group["params"]
         given = [given] if isinstance(given, torch.Tensor) else list(given)
-        if (
-            self.strategy.contract.updates == "on servers"
-            and self.strategy.contract.batch == "own"
-            and self.strategy.comm.size > 1
-        ):
-            raise ConfigError(
-                f"param_groups must stay those that the DistributedOptimizer was made with, as its servers have them; "
-                f"got one more of {len(given)} parameters. Add it before."
-            )
+        if rules.forbids("a group of parameters is added", self.strategy):
+            raise rules.error("a group of parameters is added", count=len(given))
         self.strategy.model.admit(given)
         own: Any = self  # an optimiser, once it is one's class
         super().add_param_group({**param_group, "params": given})  # type: ignore[misc]
@@ -207,10 +181,7 @@ class _Evaluating(_Distributed):
         L-BFGS returns the loss at the step's start: the mean over the ranks.
         """
         if closure is None:
-            raise ConfigError(
-                f"closure must be given to each step of {type(self).__name__}, which evaluates the loss several times; "
-                "got none. Pass a function that zeroes the gradients, runs the backward pass and returns the loss."
-            )
+            raise rules.error("such an optimiser is given no closure", optimizer=type(self).__name__)
         self._require_own_step()
         self.record, loss = self.strategy.minimise(self.local_step, closure)
         return loss
@@ -298,20 +269,12 @@ def DistributedOptimizer(
 
 
 def _require_allowed(strategy: Strategy) -> None:
-    """Raise ConfigError where the loop has changed what the strategy's next step can't use."""
-    if strategy.model.unfrozen and strategy.contract.frozen == "before":
-        raise ConfigError(
-            f"requires_grad of {strategy.model.unfrozen!r} must stay False with {name_of(strategy)}; got True. "
-            "Unfreeze it first and make the DistributedOptimizer after; with plain allreduce it may be unfrozen at any "
-            "time."
-        )
-    uses = strategy.contract.uses_changed_gradients
-    if not uses and strategy.comm.size > 1 and strategy.model.changed_since_backward():
-        raise ConfigError(
-            f"gradients must stay as backward() leaves them with {name_of(strategy)}, whose update is of several "
-            "workers' gradients and is made on a server; got gradients that were changed before step(). To clip "
-            "them, pass clip_norm to DistributedOptimizer; to scale them, scale the loss; or use allreduce."
-        )
+    """Raise ConfigError where the loop has changed something that the strategy's next step can't use."""
+    if strategy.model.unfrozen and rules.forbids("a frozen layer is unfrozen", strategy):
+        raise rules.error("a frozen layer is unfrozen", strategy, name=strategy.model.unfrozen)
+    habit = "gradients are changed between backward() and step()"
+    if rules.forbids(habit, strategy) and strategy.model.changed_since_backward():
+        raise rules.error(habit, strategy)
 
 
 def _refreshing(step: Callable[..., Any], flat: FlatModel) -> Callable[..., Any]:
@@ -342,24 +305,15 @@ def release(optimizer: Any) -> None:
 def _checked_model(optimizer: object, model: nn.Module | None, clip_norm: float | None) -> nn.Module:
     """Check the optimiser, the model and the norm; return the model, or raise ConfigError."""
     if isinstance(optimizer, _Distributed):
-        raise ConfigError("optimizer must be a plain torch optimiser; got one that is distributed already.")
+        raise rules.error("an optimiser is distributed twice")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}.")
+        raise rules.error("the optimiser is none of torch's", kind=type(optimizer).__name__)
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ConfigError(
-            "optimizer must take dense gradients, which sparse ones become when ranks share them; got SparseAdam. Use "
-            "Adam or Adagrad."
-        )
+        raise rules.error("the optimiser takes sparse gradients")
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model must be the torch.nn.Module that optimizer trains; got {type(model).__name__}. Pass it second: "
-            "DistributedOptimizer(optimizer, model)."
-        )
+        raise rules.error("the model is missing", kind=type(model).__name__)
     if isinstance(model, DistributedDataParallel):
-        raise ConfigError(
-            "model must not be wrapped in DistributedDataParallel, which averages gradients too; got one that is. Pass "
-            "model.module."
-        )
+        raise rules.error("the model is wrapped in DistributedDataParallel")
     if clip_norm is not None and not clip_norm > 0:
         raise ConfigError(f"clip_norm must be greater than 0, or None; got {clip_norm}.")
     return model
@@ -370,11 +324,7 @@ def _check_model(model: nn.Module, ranks: int) -> None:
     tables = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     for name, table in tables if ranks > 1 else ():
         if table.max_norm is not None:
-            raise ConfigError(
-                f"max_norm of embeddings must be None where ranks train one model; got {table.max_norm} in {name!r}, "
-                "whose forward pass would change on each rank the rows of its own batch. Normalise what the layer "
-                "returns, or the whole table after each step."
-            )
+            raise rules.error("embeddings are normalised in the forward pass", max_norm=table.max_norm, name=name)
 
 
 def _workers(comm: Communicator, ranks: tuple[int, ...]) -> Communicator:
@@ -390,10 +340,7 @@ def _flat(optimizer: torch.optim.Optimizer, model: nn.Module, bucket_bytes: int,
         taken = set(map(id, other.strategy.model.parameters()))
         twice = next((names.get(id(p), "a parameter") for p in own if id(p) in taken), None)
         if twice is not None:
-            raise ConfigError(
-                f"each parameter must be in one DistributedOptimizer; got {twice!r} in two. Give each optimiser its "
-                "own; or call hpcdist.finish(model) when the first training has ended."
-            )
+            raise rules.error("two optimisers have one parameter", name=twice)
     extra = [(f"optimizer parameter {i}", p) for i, p in enumerate(own) if id(p) not in names]
     rest = all(other.strategy.model.module is not model for other in others)
     return FlatModel(model, bucket_bytes=bucket_bytes, extra=extra, only=own, rest=rest)
@@ -407,20 +354,10 @@ def _must_have_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 def _check_evaluating(name: str, strategy: str, cls: type[Strategy], config: Any, clip_norm: float | None) -> None:
     """Raise ConfigError where a setting does not suit an optimiser, of that name, that evaluates its closure."""
-    if cls.contract.closure != "often":
-        able = strategies.having(closure="often")
-        raise ConfigError(
-            f"strategy must be {able} with {name}, whose steps evaluate the loss several times, on all ranks' "
-            f"samples together; got {strategy}. Use {able}, or another optimiser."
-        )
+    if rules.RULES["the optimiser evaluates its closure several times"].refused(cls.contract):
+        raise rules.error("the optimiser evaluates its closure several times", cls, optimizer=name)
     config.require_plain(name)
     if clip_norm is not None:
-        raise ConfigError(
-            f"clip_norm must be None with {name}, whose line search and curvature need the loss's own gradient; "
-            f"got {clip_norm}. Leave it out."
-        )
+        raise rules.error("such an optimiser's gradients are clipped", optimizer=name, clip_norm=clip_norm)
     if config.on_nonfinite == "skip":
-        raise ConfigError(
-            f"strategy.on_nonfinite must be stop or ignore with {name}, whose step can't be left out half made; got "
-            "skip, which amp = 'fp16' sets too. Use stop; amp = 'bf16' does with that."
-        )
+        raise rules.error("such an optimiser's steps are left out", optimizer=name)

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from hpcdist.data.sharding import EpochPlan
-from hpcdist.errors import ConfigError
+from hpcdist.session import rules
 
 
 class Order:
@@ -128,7 +128,4 @@ def _is_permutation(sampler: Any) -> bool:
 
 def _require_all_samples(sampler: Any) -> None:
     if hasattr(sampler, "num_replicas"):
-        raise ConfigError(
-            f"loader's sampler must draw from all samples, which hpcdist.shard splits among the ranks; got "
-            f"{type(sampler).__name__}, which splits them already. Leave it out, or pass split=False."
-        )
+        raise rules.error("the sampler splits samples already", kind=type(sampler).__name__)

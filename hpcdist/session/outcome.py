@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist import checkpoint
-from hpcdist.errors import CheckpointError, ConfigError
+from hpcdist.errors import CheckpointError
+from hpcdist.session import rules
 from hpcdist.session.alike import require_same_steps
 from hpcdist.session.optimizer import release
 from hpcdist.session.pipeline import share_tied
@@ -110,19 +111,13 @@ def finish(model: nn.Module) -> nn.Module:
 def _holders(model: nn.Module) -> list[Any]:
     optimizers = [o for o in current().optimizers if o.strategy.model.module is model]
     if not optimizers:
-        raise ConfigError(
-            "model must be one that a DistributedOptimizer trains; got another one, or one that is finished. Pass the "
-            "module that DistributedOptimizer was given."
-        )
+        raise rules.error("the model is trained by no distributed optimiser")
     return optimizers
 
 
 def _require_all_ranks(what: str) -> None:
     if current().group is not None:
-        raise ConfigError(
-            f"{what} must be outside of the training loop where ranks serve, for they can't take part inside it; got "
-            "one inside. Do it between epochs: after the loop over hpcdist.shard(loader)."
-        )
+        raise rules.error("a call of all ranks stands inside the loop", call=what)
 
 
 @_normal_tensors()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from hpcdist.errors import ConfigError
+from hpcdist.session import rules
 from hpcdist.strategies.server.strategy import serve_together
 
 
@@ -31,11 +31,8 @@ def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when
         pauses_when_left: pause also where the loop is left by `break`, or fails: the others then don't wait.
     """
     strategies = [optimizer.strategy for optimizer in optimizers]
-    if len(strategies) > 1 and any(strategy.contract.batch == "portions" for strategy in strategies):
-        raise ConfigError(
-            f"a loop with a strategy that evaluates portions of its batches must have one optimizer; got "
-            f"{len(strategies)}. Give one optimizer all parameters, or use another strategy."
-        )
+    if len(strategies) > 1 and any(rules.forbids("several optimisers share a loop", each) for each in strategies):
+        raise rules.error("several optimisers share a loop", count=len(strategies))
     if not strategies[0].is_worker:
         serve_together([(optimizer.strategy, optimizer.local_step) for optimizer in optimizers])
         return

@@ -17,6 +17,7 @@ from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.part import PartOfModel
 from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.parallel.plan import measured_cut
+from hpcdist.session import rules
 from hpcdist.session.world import Session, current, require_equal
 from hpcdist.strategies import Strategy
 
@@ -148,24 +149,14 @@ def check_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, evaluating: bool, strategy: type[Strategy]
 ) -> None:
     """Check that an optimiser and a strategy can train one stage of several; raise ConfigError otherwise."""
-    if strategy.contract.batch == "portions":
-        raise ConfigError(
-            f"strategy must step along each stage by itself where a model is in stages; got {strategy.__name__}, whose "
-            "directions and line search are of all parameters. Take another one."
-        )
+    if rules.RULES["the model is in stages"].refused(strategy.contract):
+        raise rules.error("the model is in stages", strategy)
     if evaluating:
-        raise ConfigError(
-            f"optimizer must step along each stage by itself where a model is in stages; got "
-            f"{type(optimizer).__name__}, whose directions and line search are of all parameters. Use another one."
-        )
+        raise rules.error("the optimiser of a stage searches along lines", kind=type(optimizer).__name__)
     own = set(map(id, model.parameters()))
     others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if others:
-        raise ConfigError(
-            f"optimizer must have parameters of this rank's stages; got {len(others)} others. Make it of "
-            "model.parameters(), of what hpcdist.pipeline or local_shards has returned; a loss with parameters is a "
-            "last layer."
-        )
+        raise rules.error("the optimiser of a stage has other parameters", count=len(others))
 
 
 def agreement(model: nn.Module) -> Agreement | None:

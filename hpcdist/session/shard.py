@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.data.sharding import EpochPlan
-from hpcdist.errors import ConfigError
 from hpcdist.records.digest import tensor_bytes
+from hpcdist.session import rules
 from hpcdist.session.alike import begin_epoch, require_same_loader
 from hpcdist.session.draws import drawn_alike
 from hpcdist.session.joint import joint_batch
@@ -25,7 +25,6 @@ from hpcdist.session.period import Weighed, period
 from hpcdist.session.values import broadcast_in
 from hpcdist.session.world import current
 from hpcdist.strategies import Strategy
-from hpcdist.strategies.base import name_of
 
 _log = logging.getLogger("hpcdist")
 
@@ -77,12 +76,9 @@ def shard(
             have read different ones.
     """
     if isinstance(loader, ShardedLoader):
-        raise ConfigError("loader must be a plain DataLoader; got one that is sharded already. Shard it once.")
+        raise rules.error("a loader is sharded twice")
     if split and not isinstance(loader, DataLoader):
-        raise ConfigError(
-            f"loader must be a torch DataLoader, whose samples hpcdist.shard splits among the ranks; got "
-            f"{type(loader).__name__}. Make one of the data set; or pass split=False, where each rank reads its own."
-        )
+        raise rules.error("the loader is none of torch's", kind=type(loader).__name__)
     return ShardedLoader(loader, seed, training, split, optimizers)
 
 
@@ -150,19 +146,13 @@ class ShardedLoader:
         ranks = {strategy.config.workers(size) for strategy in strategies}
         if len(ranks) > 1:
             listed = " and ".join(map(str, sorted(ranks)))
-            raise ConfigError(
-                f"optimizers of one loop must have the same workers; got ranks {listed}. Use strategies with as many "
-                "servers, or none."
-            )
+            raise rules.error("optimisers of one loop have different workers", ranks=listed)
         return ranks.pop()
 
     def _optimizers(self) -> Sequence[Any]:
         optimizers = current().optimizers if self._given is None else self._given
         if not optimizers:
-            raise ConfigError(
-                "a sharded loader must be iterated after hpcdist.DistributedOptimizer, which says which ranks train; "
-                "got none. For an evaluation pass training=False."
-            )
+            raise rules.error("the loader is iterated before an optimiser is distributed")
         return optimizers
 
     # --- an epoch of training -------------------------------------------------------------------------------------
@@ -226,10 +216,7 @@ class ShardedLoader:
     def _joint(self, strategy: Any, worker: int, workers: int) -> Iterator[Weighed]:
         """Draw the joint batches of all workers, for a strategy that evaluates portions of them."""
         if not self._split or self._iterable or not self._order.deals_samples:
-            raise ConfigError(
-                "loader must deal out single samples of a map-style data set with a strategy that evaluates portions "
-                "of a joint batch; got one that draws batches, or reads its own samples. Pass a batch_size."
-            )
+            raise rules.error("the loader draws batches, or reads its own samples")
         order, plan = self._draw(worker, workers)
         steps = self._steps(plan)
         found = [joint_batch(plan, step, worker, strategy.config) for step in range(steps)]
@@ -340,20 +327,12 @@ def _require_steps(strategies: Sequence[Strategy], before: Sequence[int]) -> Non
     Where gradients are averaged as they arrive that is all the same.
     """
     for strategy, steps in zip(strategies, before, strict=True):
-        if (
-            strategy.comm.size == 1
-            or strategy.contract.replicates
-            or strategy.steps > steps
-            or not strategy.model.passes
-        ):
+        allowed = not rules.forbids("an epoch trains without step()", strategy)
+        if allowed or strategy.steps > steps or not strategy.model.passes:
             continue
         strategy.model.refresh()
         if strategy.model.touched():
-            raise ConfigError(
-                f"optimizer.step() must be called for each update with {name_of(strategy)}, which takes part in it; "
-                "got an epoch without, in which parameters have changed. An optimiser's other methods, and a step kept "
-                "from before it became a DistributedOptimizer, pass the strategy by; allreduce allows that."
-            )
+            raise rules.error("an epoch trains without step()", strategy)
 
 
 def _distributed() -> set[int]:
@@ -375,10 +354,7 @@ class _Others:
         own = _distributed() if self._sums else ()  # a layer may have been unfrozen meanwhile
         for name, parameter, before in self._sums:
             if id(parameter) not in own and parameter.grad is not None and parameter.detach().sum().item() != before:
-                raise ConfigError(
-                    f"each optimiser in the loop must be a DistributedOptimizer; got parameter {name!r} of the model, "
-                    "which another one has trained by this rank's gradients alone. Distribute that one, too."
-                )
+                raise rules.error("a plain optimiser trains the rest of the model", name=name)
 
 
 def _samples(batch: Any) -> int:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
-from hpcdist.strategies import Strategy, having
+from hpcdist.session import rules
+from hpcdist.strategies import Strategy
 
 
 class _Ranks:
@@ -138,11 +138,8 @@ def synchronise_batch_norms(flat: FlatModel, strategy: type[Strategy], workers: 
     layers = [(name, layer) for name, layer in flat.module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
     if not layers:
         return
-    if not strategy.contract.synchronous:
-        raise ConfigError(
-            f"SyncBatchNorm must go with a strategy whose ranks take their steps together; got {layers[0][0]!r} with "
-            f"{strategy.__name__}. Use BatchNorm, or {having(meets='every step')}."
-        )
+    if rules.RULES["the model has SyncBatchNorm"].refused(strategy.contract):
+        raise rules.error("the model has SyncBatchNorm", strategy, name=layers[0][0])
     flat.exempt_buffers(tensor for _, layer in layers for tensor in layer.buffers())
     for _, layer in layers:
         layer.__class__ = SyncBatchNorm

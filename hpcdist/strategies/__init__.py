@@ -34,11 +34,4 @@ def load(name: str) -> type[Strategy]:
     return cls
 
 
-def having(**words: str) -> str:
-    """Name the strategies whose contract has these words, for a message: "a, b or c"."""
-    found = (name for name in available() if vars(load(name).contract).items() >= words.items())
-    *others, last = found
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-__all__ = ["Contract", "Strategy", "available", "having", "load"]
+__all__ = ["Contract", "Strategy", "available", "load"]

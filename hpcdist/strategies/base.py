@@ -20,7 +20,7 @@ from hpcdist.parallel.agreement import Agreement
 from hpcdist.records import StepRecord
 from hpcdist.strategies.common.consensus import mean_over, with_buffers
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.gradients import Gradients
+from hpcdist.strategies.common.gradients import LocalGradients
 from hpcdist.strategies.common.records import Outcome, Recorder
 from hpcdist.strategies.common.start import spread_model
 from hpcdist.strategies.common.state import (
@@ -114,7 +114,7 @@ class Strategy(abc.ABC):
         self.contract = config.narrow(type(self).contract, comm.size)
         self.is_worker = comm.rank in config.workers(comm.size)
         self.hyperparameters = Hyperparameters(optimizer)
-        self.gradients = Gradients(comm, model, config.on_nonfinite, clip_norm, stages)
+        self.gradients = LocalGradients(comm, model, config.on_nonfinite, clip_norm, stages)
         self.records = Recorder(comm, on_record)
         self.before_step: Callable[[], None] = lambda: None
         self.steps = 0
@@ -230,9 +230,11 @@ class Strategy(abc.ABC):
     def _compares(self) -> bool:
         """Tell whether ranks compare hyper-parameters now: at their 1st, 2nd, 4th, 8th... and every 64th meeting.
 
-        Strategies that average gradients in every step send a checksum along with them instead.
+        Strategies that average gradients in every step send a checksum along with them instead, and servers compare
+        the numbers that come with gradients.
         """
-        compared = self.contract.synchronous and self.contract.averages != "gradients"
+        contract = self.contract
+        compared = contract.synchronous and contract.averages != "gradients" and contract.updates == "here"
         if not compared or self.comm.size == 1 or not len(self.hyperparameters):
             return False
         if self.comm.failures.tolerant or not self.config.meets(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -106,8 +107,12 @@ class Sandblaster(Strategy):
         def needed(self, size: int) -> tuple[int, ...]:
             return tuple(sorted({COORDINATOR, *assign_lbfgs(size, self.servers).shards}))
 
+        def narrow(self, contract: Contract, size: int) -> Contract:
+            return replace(contract, ranks="all work") if len(self.workers(size)) == size else contract
+
     contract = Contract(
-        averages="gradients", meets="never", updates="on servers", batch="portions", deaths="others go on"
+        averages="gradients", meets="never", updates="on servers", batch="portions", ranks="some serve",
+        deaths="others go on",
     )  # fmt: skip
 
     def __init__(self, config: Config, comm, model, **given):

@@ -73,12 +73,17 @@ def alone(name, joint):
     return copied(model), run.before, run.rates
 
 
+def contract(way, strategy, size):
+    """The contract of a strategy with the options of this way, on so many ranks."""
+    cls = strategies.load(strategy.split()[0])
+    return cls.Config.from_mapping(TABLE[way][strategy], "strategy").narrow(cls.contract, size)
+
+
 def examine(ranks, way, name, strategy):
     """One cell: returns exact, works or refused, or raises."""
     habit = HABITS[name]
     plain = strategy.split()[0]
-    keys = (f"{strategy} {way}", f"{plain} {way}", plain, "*")
-    message = next((habit.refused[key] for key in keys if key in habit.refused), None)
+    message = habit.refusal(plain, contract(way, strategy, ranks.size), ranks.size)
     if message is not None:
         with pytest.raises((ConfigError, MismatchError), match=message):
             trained(ranks, way, name, strategy)
@@ -176,8 +181,7 @@ def outcome(name: str, strategy: str) -> str:
     found = set()
     for way in habit.ways:
         if strategy in TABLE[way] and (not habit.where or strategy in habit.where):
-            keys = (f"{strategy} {way}", strategy, "*")
-            if next((habit.refused[key] for key in keys if key in habit.refused), None) is not None:
+            if habit.refusal(strategy, contract(way, strategy, SIZES[way]), SIZES[way]) is not None:
                 found.add("refused")
             else:
                 found.add("works" if not habit.exact or way == "many" or strategy in habit.inexact else "exact")

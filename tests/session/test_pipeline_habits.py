@@ -452,7 +452,7 @@ REFUSALS = {
     "optimizer must step along each stage by itself .*; got LBFGS": lambda comm: optimized(
         pipeline(comm, 2), torch.optim.LBFGS
     ),
-    "strategy must step along each stage by itself .*; got Sandblaster, whose directions": lambda comm: optimized(
+    "strategy must step along each stage by itself .*; got sandblaster, whose directions": lambda comm: optimized(
         pipeline(comm, 2), strategy="sandblaster"
     ),
     "stages must be the same for all models that are trained at a time, 2; got 4": lambda comm: (

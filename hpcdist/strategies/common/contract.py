@@ -27,6 +27,7 @@ class Contract:
             or replaced by values of servers, so that changes which the loop has made are lost.
         frozen: when a frozen parameter may be unfrozen: at any time, or only before the optimiser is distributed.
         sends: when parameters travel: within steps, or between them too, while the loop runs.
+        ranks: whether all ranks work, or some only serve the others, and run no step of the loop.
         memory: whether ranks of other nodes read this rank's memory while it computes, which a thread then answers.
         deaths: what follows when a rank dies, where the launcher lets the others live: they end, or go on without it.
     """
@@ -39,6 +40,7 @@ class Contract:
     parameters: Literal["kept", "replaced"] = "kept"
     frozen: Literal["at any time", "before"] = "before"
     sends: Literal["within steps", "between steps"] = "within steps"
+    ranks: Literal["all work", "some serve"] = "all work"
     memory: Literal["private", "read by others"] = "private"
     deaths: Literal["end all", "others go on"] = "end all"
 

@@ -13,7 +13,7 @@ from hpcdist.parallel.agreement import Agreement, clip_gradients
 from hpcdist.strategies.common.records import Outcome
 
 
-class Gradients:
+class LocalGradients:
     """The gradients of a rank's replica in the current step.
 
     Args:

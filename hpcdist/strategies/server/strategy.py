@@ -101,12 +101,13 @@ class ServerStrategy(Strategy):
         def narrow(self, contract: Contract, size: int) -> Contract:
             if contract.averages == "gradients" and not self.averages(len(self.workers(size))):
                 contract = replace(contract, averages="nothing")
-            if size == 1 or self.servers == "colocated":  # each rank has its own shard's newest values
-                contract = replace(contract, parameters="kept")
+            if len(self.workers(size)) == size:  # each rank has its own shard's newest values
+                contract = replace(contract, parameters="kept", ranks="all work")
             return contract
 
     contract = Contract(
-        averages="nothing", meets="never", updates="on servers", parameters="replaced", deaths="others go on"
+        averages="nothing", meets="never", updates="on servers", parameters="replaced", ranks="some serve",
+        deaths="others go on",
     )  # fmt: skip
     up, down = "gradients", "values"  # what requests and replies carry, see `Codec`
     steps_on_workers = False  # workers run their local optimiser

@@ -7,7 +7,6 @@ import copy
 import torch
 from torch import nn, optim
 
-from habits import groups
 from habits.run import EPOCHS, habit, mse, net, train
 
 
@@ -67,9 +66,7 @@ def muon_and_adamw(run):
 @habit(
     ways=("joint", "one", "same", "many"),
     tolerance=1e-6,
-    refused=dict.fromkeys(
-        groups.OTHERS, "strategy must be allreduce with LBFGS, whose steps evaluate the loss several times"
-    ),
+    breaks="the optimiser evaluates its closure several times",
 )
 def lbfgs(run):
     model = net()
@@ -95,7 +92,7 @@ class Sparse(nn.Module):
         return self.out(self.table((x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()))
 
 
-@habit(refused={"*": "optimizer must take dense gradients, .* got SparseAdam. Use Adam or Adagrad"})
+@habit(breaks="the optimiser takes sparse gradients")
 def sparse_adam(run):
     model = net(Sparse())
     optimizer = run.optimizer(optim.SparseAdam(model.parameters(), lr=0.1), model)
@@ -178,7 +175,7 @@ def deleted_and_made_anew(run):
     return run.finish(model)
 
 
-@habit(ways=("joint", "many"), refused={"*": r"each parameter must be in one DistributedOptimizer; got '0.weight' in"})
+@habit(ways=("joint", "many"), breaks="two optimisers have one parameter")
 def a_second_optimizer_while_the_first_is_there(run):
     model = net()
     optimizer = run.optimizer(optim.SGD(model.parameters(), lr=0.1), model)
@@ -209,10 +206,7 @@ def an_optimizer_that_sets_data(run):
     return run.finish(model)
 
 
-PASSED_BY = r"optimizer.step\(\) must be called for each update with \w+, which takes part in it"
-
-
-@habit(refused=dict.fromkeys(groups.OTHERS, PASSED_BY))
+@habit(breaks="an epoch trains without step()")
 def a_step_kept_from_before(run):
     """Gradients are averaged with allreduce before, so that there is nothing to miss."""
     model = net()
@@ -227,12 +221,9 @@ def a_step_kept_from_before(run):
     return run.finish(model)
 
 
-IN_THE_LOOP = r"optimizer.load_state_dict\(\) must be outside of the training loop with \w+, for its servers have"
-
-
 @habit(
     ways=("joint", "one"),
-    refused={"*": IN_THE_LOOP, "allreduce": None, "easgd": None, "hardsync colocated joint": None},
+    breaks="the optimiser's state is loaded within an epoch",
 )
 def state_loaded_within_an_epoch(run):
     model = net()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import hpcdist as hd
+from hpcdist.session import rules
+from hpcdist.strategies import Contract
 
 N, BATCH, EPOCHS = 52, 4, 2
 HABITS: dict[str, Habit] = {}
@@ -22,7 +25,8 @@ class Habit:
 
     Attributes:
         exact: with strategies that have an equal in one process it equals that; else it only works.
-        refused: what the message says, by the names of strategies; "*" for all of them.
+        breaks: rows of the table of rules: where one of them refuses a strategy's contract, the loop is refused so.
+        refused: the message of a refusal that is no row of that table, by the names of strategies; "*" for all.
         where: strategies that it is for; all, if empty.
         ways: ways in which its samples can be dealt out, see `test_habits`.
         inexact: strategies with which it works, and equals nothing in one process.
@@ -31,11 +35,30 @@ class Habit:
 
     loop: Callable[[Any], Any]
     exact: bool = True
+    breaks: str | Sequence[str] = ()
     refused: dict[str, str] = field(default_factory=dict)
     where: Sequence[str] = ()
     ways: Sequence[str] = ("joint", "one", "same", "many")
     inexact: Sequence[str] = ()
     tolerance: float = 1e-12
+
+    def refusal(self, name: str, contract: Contract, size: int) -> str | None:
+        """A pattern of the message with which a strategy refuses the loop; None where it does not."""
+        rows = [self.breaks] if isinstance(self.breaks, str) else self.breaks
+        patterns = [message(row) for row in rows if refuses(row, contract, size)]
+        patterns += [self.refused[key] for key in (name, "*") if key in self.refused][:1]
+        return "|".join(patterns) or None
+
+
+def refuses(row: str, contract: Contract, size: int) -> bool:
+    rule = rules.RULES[row]
+    return (size > 1 or rule.alone) and rule.refused(contract)
+
+
+def message(row: str, **facts: object) -> str:
+    """A pattern of a rule's message, whatever is filled in but for these facts."""
+    pieces = re.split(r"{(\w+)(?:!r)?}", rules.RULES[row].message)
+    return "".join(re.escape(str(facts.get(p, ""))) or ".*" if i % 2 else re.escape(p) for i, p in enumerate(pieces))
 
 
 def habit(**given):

@@ -326,9 +326,7 @@ def evaluation_in_inference_mode(run):
     return run.finish(model)
 
 
-@habit(
-    ways=("joint",), where=("allreduce",), exact=False, refused={"*": r"optimizer.step\(\) must be outside of an ev"}
-)
+@habit(ways=("joint",), where=("allreduce",), exact=False, breaks="a step is taken in an evaluation")
 def trained_in_an_evaluation(run):
     model = net()
     optimizer = _sgd(run, model)
@@ -336,7 +334,7 @@ def trained_in_an_evaluation(run):
     return run.finish(model)
 
 
-@habit(ways=("joint", "many"), exact=False, refused={"*": r"ranks must go through the loop alike; rank 0"})
+@habit(ways=("joint", "many"), exact=False, breaks="ranks are at different places in the loop")
 def training_ended_by_one_rank(run):
     model = net()
     optimizer = _sgd(run, model)
@@ -428,9 +426,7 @@ def figures_shared_in_the_loop(run):
     return run.finish(model)
 
 
-@habit(ways=("one", "many"), where=("parameter_server", "softsync"), refused={
-    "*": r"optimizer.step\(\) must be called on workers only; rank 0 serves them. Iterate over hpcdist.shard"
-})  # fmt: skip
+@habit(ways=("one", "many"), where=("parameter_server", "softsync"), breaks="a rank that serves takes a step")
 def a_plain_loader_on_a_rank_that_serves(run):
     model = net()
     optimizer = _sgd(run, model)
@@ -438,10 +434,7 @@ def a_plain_loader_on_a_rank_that_serves(run):
     return run.finish(model)
 
 
-@habit(exact=False, ways=RANKS, refused={"hardsync colocated joint": None} | dict.fromkeys(
-    ["hardsync joint", *(name for name in groups.SERVED if name != "hardsync")],
-    "an evaluation must be outside of the training loop where ranks serve",
-))  # fmt: skip
+@habit(exact=False, ways=RANKS, breaks="a call of all ranks stands inside the loop")
 def consensus_in_the_loop(run):
     model = net()
     optimizer = _sgd(run, model)

@@ -1,0 +1,299 @@
+"""The table of habits: what a training loop may do, by the contract of its strategy.
+
+A row names a habit, tells with which contracts it is refused, and has the message. All that refuse something in a
+user's loop take the error from here, tests of loops and the lists in the documentation too; so a strategy is guarded by
+its contract alone, whoever has written it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hpcdist import strategies
+from hpcdist.errors import ConfigError, HpcdistError, MismatchError
+from hpcdist.strategies import Contract, Strategy
+from hpcdist.strategies.base import name_of
+
+
+class Rule(NamedTuple):
+    """A habit, and the strategies that refuse it.
+
+    Attributes:
+        refused: tells whether strategies with this contract refuse the habit.
+        message: names the setting or call, the rule, what was found, and what to do. Filled in where the habit is
+            seen; `{strategy}` is the strategy's name, `{others}` names those that allow the habit.
+        error: the type of the error.
+        alone: refused on one rank, too.
+    """
+
+    refused: Callable[[Contract], bool]
+    message: str
+    error: type[HpcdistError] = ConfigError
+    alone: bool = False
+
+
+def forbids(habit: str, strategy: Strategy) -> bool:
+    """Tell whether a strategy, with its options and on its ranks, refuses a habit."""
+    rule = RULES[habit]
+    return (rule.alone or strategy.comm.size > 1) and rule.refused(strategy.contract)
+
+
+def error(habit: str, strategy: Strategy | type[Strategy] | None = None, **facts: Any) -> HpcdistError:
+    """Make the error of a habit.
+
+    Args:
+        facts: values of the names in the message.
+    """
+    rule = RULES[habit]
+    if strategy is not None:
+        facts["strategy"] = name_of(strategy)
+    if "{others}" in rule.message:
+        facts["others"] = _listed(allowing(habit))
+    return rule.error(rule.message.format(**facts))
+
+
+def allowing(habit: str) -> list[str]:
+    """List the strategies that allow a habit, with their options as they are by default."""
+    loaded = ((name, strategies.load(name)) for name in strategies.available())
+    return [name for name, cls in loaded if not RULES[habit].refused(cls.contract)]
+
+
+def _listed(names: list[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _always(contract: Contract) -> bool:
+    return True
+
+
+RULES = {
+    # --- gradients ----------------------------------------------------------------------------------------------------
+    "gradients are changed between backward() and step()": Rule(
+        lambda contract: not contract.uses_changed_gradients,
+        "gradients must stay as backward() leaves them with {strategy}, whose update is of several workers' gradients "
+        "and is made on a server; got gradients that were changed before step(). To clip them, pass clip_norm to "
+        "DistributedOptimizer; to scale them, scale the loss; or use allreduce.",
+    ),
+    "synchronize() is called": Rule(
+        lambda contract: not contract.uses_changed_gradients,
+        "synchronize() must be called with a strategy whose updates are made on this rank; got {strategy}, whose "
+        "servers make them of several workers' gradients. To clip them, pass clip_norm to DistributedOptimizer.",
+    ),
+    # --- steps --------------------------------------------------------------------------------------------------------
+    "a rank that serves takes a step": Rule(
+        lambda contract: contract.ranks == "some serve",
+        "optimizer.step() must be called on workers only; rank {rank} serves them. Iterate over hpcdist.shard(loader), "
+        "which serves there and yields no batch.",
+    ),
+    "a step is taken in an evaluation": Rule(
+        _always,
+        "optimizer.step() must be outside of an evaluation; got one in hpcdist.consensus, or in a loop over "
+        "hpcdist.shard(..., training=False), after which the model has its own parameters again. Leave it.",
+        alone=True,
+    ),
+    "an epoch trains without step()": Rule(
+        lambda contract: not contract.replicates,
+        "optimizer.step() must be called for each update with {strategy}, which takes part in it; got an epoch "
+        "without, in which parameters have changed. An optimiser's other methods, and a step kept from before it "
+        "became a DistributedOptimizer, pass the strategy by; allreduce allows that.",
+    ),
+    "the optimiser evaluates its closure several times": Rule(
+        lambda contract: contract.closure == "once",
+        "strategy must be {others} with {optimizer}, whose steps evaluate the loss several times, on all ranks' "
+        "samples together; got {strategy}. Use {others}, or another optimiser.",
+        alone=True,
+    ),
+    "such an optimiser is given no closure": Rule(
+        _always,
+        "closure must be given to each step of {optimizer}, which evaluates the loss several times; got none. Pass a "
+        "function that zeroes the gradients, runs the backward pass and returns the loss.",
+        alone=True,
+    ),
+    "such an optimiser's gradients are clipped": Rule(
+        _always,
+        "clip_norm must be None with {optimizer}, whose line search and curvature need the loss's own gradient; got "
+        "{clip_norm}. Leave it out.",
+        alone=True,
+    ),
+    "such an optimiser's steps are left out": Rule(
+        _always,
+        "strategy.on_nonfinite must be stop or ignore with {optimizer}, whose step can't be left out half made; got "
+        "skip, which amp = 'fp16' sets too. Use stop; amp = 'bf16' does with that.",
+        alone=True,
+    ),
+    # --- parameters ---------------------------------------------------------------------------------------------------
+    "parameters are changed between steps": Rule(
+        lambda contract: contract.parameters == "replaced",
+        "parameters must be changed by the optimiser's step alone with {strategy}, whose servers replace them in their "
+        "steps; got some that the loop has changed since the last one. Change them between epochs on all ranks, or use "
+        "allreduce.",
+    ),
+    "a frozen layer is unfrozen": Rule(
+        lambda contract: contract.frozen == "before" or contract.ranks == "some serve",  # these don't see it
+        "requires_grad of {name!r} must stay False with {strategy}; got True. Unfreeze it first and make the "
+        "DistributedOptimizer after; with plain allreduce it may be unfrozen at any time.",
+        alone=True,
+    ),
+    "replicas differ": Rule(
+        lambda contract: contract.replicates,
+        "parameters must be the same on all ranks with {strategy}; those of rank {rank} differ from rank {first}'s. "
+        "Load or change them on all ranks alike (hpcdist.broadcast(model) spreads rank 0's), and draw what is added to "
+        "gradients from the same seed.",
+        MismatchError,
+    ),
+    "embeddings are normalised in the forward pass": Rule(
+        _always,
+        "max_norm of embeddings must be None where ranks train one model; got {max_norm} in {name!r}, whose forward "
+        "pass would change on each rank the rows of its own batch. Normalise what the layer returns, or the whole "
+        "table after each step.",
+    ),
+    "the model has SyncBatchNorm": Rule(
+        lambda contract: not contract.synchronous,
+        "SyncBatchNorm must go with a strategy whose ranks take their steps together; got {name!r} with {strategy}. "
+        "Use BatchNorm, or {others}.",
+        alone=True,
+    ),
+    # --- optimisers ---------------------------------------------------------------------------------------------------
+    "a group of parameters is added": Rule(
+        lambda contract: contract.updates == "on servers",
+        "param_groups must stay those that the DistributedOptimizer was made with, as its servers have them; got one "
+        "more of {count} parameters. Add it before.",
+    ),
+    "parameters are put into a group by hand": Rule(
+        _always,
+        "param_groups must have the parameters that the DistributedOptimizer was made with; got more or fewer. Add "
+        "some by optimizer.add_param_group, which can tell whether they can be added.",
+        alone=True,
+    ),
+    "the optimiser's state is loaded within an epoch": Rule(
+        lambda contract: contract.updates == "on servers" and contract.ranks == "some serve",
+        "optimizer.load_state_dict() must be outside of the training loop with {strategy}, for its servers have the "
+        "optimiser's state; got one inside. Do it between epochs, on all ranks.",
+    ),
+    "an optimiser is distributed twice": Rule(
+        _always,
+        "optimizer must be a plain torch optimiser; got one that is distributed already.",
+        alone=True,
+    ),
+    "the optimiser is none of torch's": Rule(
+        _always, "optimizer must be a torch.optim.Optimizer; got {kind}.", alone=True
+    ),
+    "the optimiser takes sparse gradients": Rule(
+        _always,
+        "optimizer must take dense gradients, which sparse ones become when ranks share them; got SparseAdam. Use Adam "
+        "or Adagrad.",
+        alone=True,
+    ),
+    "the model is missing": Rule(
+        _always,
+        "model must be the torch.nn.Module that optimizer trains; got {kind}. Pass it second: "
+        "DistributedOptimizer(optimizer, model).",
+        alone=True,
+    ),
+    "the model is wrapped in DistributedDataParallel": Rule(
+        _always,
+        "model must not be wrapped in DistributedDataParallel, which averages gradients too; got one that is. Pass "
+        "model.module.",
+        alone=True,
+    ),
+    "two optimisers have one parameter": Rule(
+        _always,
+        "each parameter must be in one DistributedOptimizer; got {name!r} in two. Give each optimiser its own; or call "
+        "hpcdist.finish(model) when the first training has ended.",
+        alone=True,
+    ),
+    "a plain optimiser trains the rest of the model": Rule(
+        _always,
+        "each optimiser in the loop must be a DistributedOptimizer; got parameter {name!r} of the model, which another "
+        "one has trained by this rank's gradients alone. Distribute that one, too.",
+    ),
+    "optimisers of one loop have different workers": Rule(
+        _always,
+        "optimizers of one loop must have the same workers; got ranks {ranks}. Use strategies with as many servers, or "
+        "none.",
+    ),
+    "several optimisers share a loop": Rule(
+        lambda contract: contract.batch == "portions",
+        "a loop with a strategy that evaluates portions of its batches must have one optimizer; got {count}. Give one "
+        "optimizer all parameters, or use another strategy.",
+        alone=True,
+    ),
+    # --- models in stages ---------------------------------------------------------------------------------------------
+    "the model is in stages": Rule(
+        lambda contract: contract.batch == "portions",
+        "strategy must step along each stage by itself where a model is in stages; got {strategy}, whose directions "
+        "and line search are of all parameters. Take another one.",
+    ),
+    "the optimiser of a stage searches along lines": Rule(
+        _always,
+        "optimizer must step along each stage by itself where a model is in stages; got {kind}, whose directions and "
+        "line search are of all parameters. Use another one.",
+    ),
+    "the optimiser of a stage has other parameters": Rule(
+        _always,
+        "optimizer must have parameters of this rank's stages; got {count} others. Make it of model.parameters(), of "
+        "what hpcdist.pipeline or local_shards has returned; a loss with parameters is a last layer.",
+    ),
+    "the ranks of a replica read different batches": Rule(
+        _always,
+        "batches must be the same on all ranks of a replica; ranks {first} and {rank} have read different ones. A "
+        "loader that reads its own part must ask for model.grid.replica, not for hpcdist.rank(), and a generator of "
+        "its own must have the same seed on all ranks.",
+        MismatchError,
+    ),
+    # --- loaders ------------------------------------------------------------------------------------------------------
+    "a loader is sharded twice": Rule(
+        _always, "loader must be a plain DataLoader; got one that is sharded already. Shard it once.", alone=True
+    ),
+    "the loader is none of torch's": Rule(
+        _always,
+        "loader must be a torch DataLoader, whose samples hpcdist.shard splits among the ranks; got {kind}. Make one "
+        "of the data set; or pass split=False, where each rank reads its own.",
+        alone=True,
+    ),
+    "the sampler splits samples already": Rule(
+        _always,
+        "loader's sampler must draw from all samples, which hpcdist.shard splits among the ranks; got {kind}, which "
+        "splits them already. Leave it out, or pass split=False.",
+        alone=True,
+    ),
+    "the loader draws batches, or reads its own samples": Rule(
+        lambda contract: contract.batch == "portions",
+        "loader must deal out single samples of a map-style data set with a strategy that evaluates portions of a "
+        "joint batch; got one that draws batches, or reads its own samples. Pass a batch_size.",
+        alone=True,
+    ),
+    "the loader is iterated before an optimiser is distributed": Rule(
+        _always,
+        "a sharded loader must be iterated after hpcdist.DistributedOptimizer, which says which ranks train; got none. "
+        "For an evaluation pass training=False.",
+        alone=True,
+    ),
+    "workers read different data": Rule(
+        _always,
+        "loader must be the same on all workers, which share its samples; {name} is {own} on rank {first} and {theirs} "
+        "on rank {rank}. Build it alike everywhere, with one seed for random_split and permutations; or pass "
+        "split=False, where each rank's loader reads samples of its own.",
+        MismatchError,
+    ),
+    # --- places in the loop -------------------------------------------------------------------------------------------
+    "ranks are at different places in the loop": Rule(
+        _always,
+        "ranks must go through the loop alike; rank {first} is {place} and rank {rank} {other}. Decide for all ranks "
+        "together when to stop or to evaluate: by hpcdist.metric, or what hpcdist.broadcast sends.",
+        MismatchError,
+    ),
+    "a call of all ranks stands inside the loop": Rule(
+        lambda contract: contract.ranks == "some serve",
+        "{call} must be outside of the training loop where ranks serve, for they can't take part inside it; got one "
+        "inside. Do it between epochs: after the loop over hpcdist.shard(loader).",
+    ),
+    "the model is trained by no distributed optimiser": Rule(
+        _always,
+        "model must be one that a DistributedOptimizer trains; got another one, or one that is finished. Pass the "
+        "module that DistributedOptimizer was given.",
+        alone=True,
+    ),
+}

@@ -346,8 +346,9 @@ class Sandblaster(Strategy):
 
     def close(self) -> None:
         self.point.close()
-        for channel in {self.sums, self.work} - {None}:
-            channel.close()
+        for channel in dict.fromkeys((self.sums, self.work)):  # in the same order on all ranks
+            if channel is not None:
+                channel.close()
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:

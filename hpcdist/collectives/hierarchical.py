@@ -38,9 +38,9 @@ class Hierarchical(Algorithm):
         self._owners = min(Counter(comm.memory.nodes).values())
         account = comm.trace.traffic  # one for all that the all-reduce moves
         self._node = comm.split(comm.memory.nodes[comm.rank], traffic=account)
-        self._across = comm.split(self._node.rank if self._node.rank < self._owners else None, traffic=account)
-        if self._across is not None:
-            self._ring, self._doubling = Ring(self._across), RecursiveDoubling(self._across)
+        self._internode = comm.split(self._node.rank if self._node.rank < self._owners else None, traffic=account)
+        if self._internode is not None:
+            self._ring, self._doubling = Ring(self._internode), RecursiveDoubling(self._internode)
         self._window = self._node.window(SLOTS * SEGMENT_BYTES, torch.uint8)
         self._turn = 0  # slots go on in turn from call to call, as others may still collect from the last one
         self._inbox = Scratch()
@@ -54,7 +54,7 @@ class Hierarchical(Algorithm):
         self._publish(segments[0], self._turn)
         self._node.barrier()
         for i, segment in enumerate(segments):
-            if self._across is not None:
+            if self._internode is not None:
                 self._reduce(segment, self._turn)
             if i + 1 < len(segments):
                 self._publish(segments[i + 1], self._turn + 1)
@@ -86,7 +86,7 @@ class Hierarchical(Algorithm):
         if own.numel() == 0:
             return
         sum_in_rank_order(own, node.rank, node.size, read, lambda: self._inbox.like(own, own.numel()))
-        if self._across.size > 1:
+        if self._internode.size > 1:
             (self._doubling if own.nbytes <= SHORT_BYTES else self._ring)(own)
         self._window.local[start : start + own.nbytes].copy_(own.view(torch.uint8))
 
@@ -100,16 +100,16 @@ class Hierarchical(Algorithm):
 
     def close(self) -> None:
         self._window.close()
-        if self._across is not None:
-            self._across.close()
+        if self._internode is not None:
+            self._internode.close()
         self._node.close()
 
     @staticmethod
     def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:
         segments = segment_count(n_bytes, SEGMENT_BYTES)
         slice_bytes = n_bytes // segments // ranks_per_node
-        across = RecursiveDoubling if slice_bytes <= SHORT_BYTES else Ring
-        sent, messages = across.traffic(slice_bytes, size // ranks_per_node)
+        between = RecursiveDoubling if slice_bytes <= SHORT_BYTES else Ring
+        sent, messages = between.traffic(slice_bytes, size // ranks_per_node)
         return segments * sent, segments * messages
 
     @staticmethod
@@ -118,7 +118,7 @@ class Hierarchical(Algorithm):
     ) -> float:
         """Predict the seconds of a call, inside nodes too at the network's latency and bandwidth: an upper bound."""
         n_nodes, slice_bytes = size // ranks_per_node, n_bytes / ranks_per_node
-        across = RecursiveDoubling if slice_bytes <= SHORT_BYTES else Ring
+        between = RecursiveDoubling if slice_bytes <= SHORT_BYTES else Ring
         inside_s = (ranks_per_node - 1) * (2 * (2 * latency_s + slice_bytes * byte_s) + slice_bytes * reduce_s)
         # The slices of a node share its link to the others.
-        return inside_s + across.cost_s(slice_bytes, n_nodes, latency_s, ranks_per_node * byte_s, reduce_s)
+        return inside_s + between.cost_s(slice_bytes, n_nodes, latency_s, ranks_per_node * byte_s, reduce_s)

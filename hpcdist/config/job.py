@@ -104,7 +104,7 @@ class JobConfig(Settings):
     log: tuple[str, ...] = Field((), description="tools to write for: tensorboard, wandb, mlflow, file.py:Class")
     output: str = Field("runs", min_length=1, description="folder for records, summary and checkpoints")
     deadline_s: float = Field(300.0, gt=0, description="longest wait for another rank, in seconds")
-    across: str = Field("auto", description="transport of windows to other nodes: auto, tcp, rma, or tcp:INTERFACE")
+    internode: str = Field("auto", description="transport of windows to other nodes: auto, tcp, rma, or tcp:INTERFACE")
     gpu_aware_mpi: bool = Field(False, description="give MPI the memory of GPUs itself; false stages it on the host")
 
     @field_validator("log", mode="before")

@@ -87,7 +87,7 @@ def init(
     comm: Communicator | None = None,
     deadline_s: float | None = None,
     gpu_aware_mpi: bool | None = None,
-    across: str | None = None,
+    internode: str | None = None,
     timeline: str | os.PathLike[str] | None = None,
 ) -> Communicator:
     """Collective. Join the ranks that mpirun or srun started (one rank without them); safe to call again.
@@ -102,9 +102,9 @@ def init(
         deadline_s: seconds that a blocking call may take, and in which all ranks must come here; 600 by default.
         gpu_aware_mpi: whether MPI is given device memory itself; by default messages from and to a GPU go through
             pinned host memory, for sites warn that such an MPI beside NCCL can deadlock.
-        across: how windows reach other nodes: `tcp`, `rma` (MPI's one-sided calls), or by default `auto`, the one that
-            is measured to be faster. TCP uses the fastest network that hosts share; `tcp:ib0` and `auto:10.1.0.0/16`
-            name its interface or network instead.
+        internode: how windows reach other nodes: `tcp`, `rma` (MPI's one-sided calls), or by default `auto`, the
+            one that is measured to be faster. TCP uses the fastest network that hosts share; `tcp:ib0` and
+            `auto:10.1.0.0/16` name its interface or network instead.
         timeline: file, in a folder that all ranks see, to which the script's end writes who did what when, and waited
             for whom, as Horovod's HOROVOD_TIMELINE; https://ui.perfetto.dev shows it.
 
@@ -119,12 +119,12 @@ def init(
         if comm is not _thread.joined:
             _thread.begin(comm)
     elif _process.joined is None:
-        _process.joined = _join_world(deadline_s, gpu_aware_mpi, across)
+        _process.joined = _join_world(deadline_s, gpu_aware_mpi, internode)
     session = current()
     if deadline_s is not None:
         session.comm.failures.deadline_s = deadline_s
-    if across is not None:
-        session.comm.memory.internode = across
+    if internode is not None:
+        session.comm.memory.internode = internode
     if gpu_aware_mpi is not None:
         _give_device_memory(session.comm, gpu_aware_mpi)
     if timeline is not None and session.comm.trace.timeline is None:
@@ -134,7 +134,7 @@ def init(
     return session.comm
 
 
-def _join_world(deadline_s: float | None, gpu_aware_mpi: bool | None, across: str | None) -> Communicator:
+def _join_world(deadline_s: float | None, gpu_aware_mpi: bool | None, internode: str | None) -> Communicator:
     tolerant = tolerates_deaths(os.environ)  # reading the launcher's variables, no setting
     if tolerant:
         os.environ.update(FINALIZE_ALONE)  # before MPI starts, which reads it then
@@ -146,7 +146,7 @@ def _join_world(deadline_s: float | None, gpu_aware_mpi: bool | None, across: st
         from hpcdist.comm.mpi.world import world
 
         with all_needed(tolerant):
-            comm = world(tolerant=tolerant, **_given(deadline_s=deadline_s, internode=across))
+            comm = world(tolerant=tolerant, **_given(deadline_s=deadline_s, internode=internode))
             check_world(comm.size, comm.trace.library, os.environ)
             if comm.size > 1:
                 excepthook.install(comm.rank, comm.abort)

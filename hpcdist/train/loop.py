@@ -70,7 +70,7 @@ class Trainer:
             comm=comm,
             deadline_s=config.deadline_s,
             gpu_aware_mpi=config.gpu_aware_mpi,
-            across=config.across,
+            internode=config.internode,
         )
         require_equal(comm, config.model_dump(exclude={"output", "data"}), "configuration")
         self.checkpoints = Path(config.checkpoint.folder or output / "checkpoints")

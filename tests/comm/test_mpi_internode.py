@@ -1,4 +1,4 @@
-"""Windows across nodes while their owner computes: over TCP, between hosts; and the choice of the way."""
+"""Windows internode nodes while their owner computes: over TCP, between hosts; and the choice of the way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import json, time
 from pathlib import Path
 import torch
 import hpcdist as hd
-comm = hd.init(deadline_s=60, across="WAY")
+comm = hd.init(deadline_s=60, internode="WAY")
 place = comm.apart("WAY") if len(set(comm.memory.nodes)) == 1 else comm.split(0)
 window, words = place.window(100_000), place.window(1, torch.int64)
 folder, late = Path("FOLDER"), False
@@ -129,7 +129,7 @@ def test_the_way_is_measured_once_and_kept(tmp_path):
 
     kept.write_text('{"way": "carrier pigeon"}')
     job = run(tmp_path, CHOICE, 2, env=TCP)
-    assert re.search(r"does not say how windows are read across nodes \(unknown way 'carrier pigeon'\)", job.stderr)
+    assert re.search(r"does not say how windows are read internode nodes \(unknown way 'carrier pigeon'\)", job.stderr)
     assert json.loads(kept.read_text())["way"] in ("tcp", "rma")
 
 
@@ -137,7 +137,7 @@ def test_the_way_is_measured_once_and_kept(tmp_path):
 def test_an_unknown_way_is_refused(ranks):
     def body(comm):
         apart = comm.apart("pigeon")
-        with pytest.raises(UnknownNameError, match="across must be one of auto, rma, tcp; got 'pigeon'"):
+        with pytest.raises(UnknownNameError, match="internode must be one of auto, rma, tcp; got 'pigeon'"):
             apart.memory.choose()
         apart.close()
 
@@ -192,15 +192,15 @@ def test_the_benchmark_has_a_row_for_each_call_and_for_the_owners_step(ranks, tm
     assert results.count(results[0]) == len(results), "all ranks have the same rows"
     rows = {(row["name"], row["bytes"]): row for row in results[0]}
     assert len(rows) == len(results[0])
-    (way,) = {name.split("/")[1] for name, _ in rows if name.startswith("across/")}
-    for where in ("node", f"across/{way}"):
+    (way,) = {name.split("/")[1] for name, _ in rows if name.startswith("internode/")}
+    for where in ("node", f"internode/{way}"):
         for n_bytes in (4000, 400_000):
             for call, sent in (("copy", 0), ("get", 0), ("put", n_bytes), ("accumulate", n_bytes)):
                 assert rows[f"{where}/{call}", n_bytes]["bytes_sent"] == sent
         assert rows[f"{where}/snapshot read", 400_000]["bytes_sent"] == 0
         assert rows[f"{where}/pull + push", 400_000]["bytes_sent"] == 400_000
         assert rows[f"{where}/fetch_add", 8]["bytes_sent"] == rows[f"{where}/compare_and_swap", 8]["bytes_sent"] == 8
-        assert rows[f"across/{way}/get, owner computes", n_bytes]["ratio_to_copy"] is None
+        assert rows[f"internode/{way}/get, owner computes", n_bytes]["ratio_to_copy"] is None
     steps = [row for row in results[0] if row["name"].startswith("owner's step/window ")]
     assert [row["name"].split()[-1] for row in steps] == ["missing", "idle", "read", "read"]
     assert [row["bytes"] for row in steps] == [0, 400_000, 4000, 400_000] and steps[0]["slowdown_percent"] == 0

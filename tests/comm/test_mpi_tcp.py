@@ -1,4 +1,4 @@
-"""Windows across nodes over TCP, on real ranks: many askers, long transfers, strangers, ends."""
+"""Windows internode nodes over TCP, on real ranks: many askers, long transfers, strangers, ends."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is in
 def apart(ranks):
     """Runs a body on ranks that count as being on nodes of their own and reach each other over TCP."""
 
-    def run(body, across="tcp"):
+    def run(body, internode="tcp"):
         def there(comm):
-            place = comm.apart(across)
+            place = comm.apart(internode)
             result = body(place)
             place.close()
             return result
@@ -170,7 +170,9 @@ def test_where_nobody_listens_any_more_it_says_so(apart):
             comm.memory.server().refuse()
         comm.barrier()
         if comm.rank == 1:
-            with pytest.raises(CommunicationError, match=r"rank 1 can't reach rank 0 .*\(.*refused.*across='tcp:eth0'"):
+            with pytest.raises(
+                CommunicationError, match=r"rank 1 can't reach rank 0 .*\(.*refused.*internode='tcp:eth0'"
+            ):
                 window.get(torch.empty(1), 0)
         window.close()
 

@@ -36,11 +36,11 @@ def test_a_flag_is_seen_after_the_data_before_it(ranks):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("across", ["tcp", "rma"])
+@pytest.mark.parametrize("internode", ["tcp", "rma"])
 @pytest.mark.sizes(2, 3, 4)
-def test_across_nodes_too(ranks, across):
+def test_across_nodes_too(ranks, internode):
     def body(comm):
-        far = comm.apart(across)
+        far = comm.apart(internode)
         followed = _follow(far, 50)
         far.close()
         return followed

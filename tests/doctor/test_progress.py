@@ -21,7 +21,7 @@ def test_real_ranks_are_measured(ranks, way):
         return found
 
     found = ranks(body)[0]
-    assert found["across"] == way and found["asker"] == 1
+    assert found["internode"] == way and found["asker"] == 1
     assert 0 < found["mpi_s"] < 10 and 0 < found["window_s"] < 10
 
 
@@ -34,8 +34,8 @@ def test_one_rank_waits_for_nobody(ranks):
     assert all(finding.text == "one rank: nobody to wait for" for (finding,) in ranks(body))
 
 
-def say(mpi_s: float, window_s: float, across: str | None = "tcp"):
-    measured = {"asker": 1, "across": across, "mpi_s": mpi_s, "window_s": window_s, "library": "Open MPI v5"}
+def say(mpi_s: float, window_s: float, internode: str | None = "tcp"):
+    measured = {"asker": 1, "internode": internode, "mpi_s": mpi_s, "window_s": window_s, "library": "Open MPI v5"}
     (finding,) = progress.judge(measured, NODES, Requirements())
     return finding.status, finding.text
 

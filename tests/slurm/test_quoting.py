@@ -120,7 +120,7 @@ def test_the_ranks_are_given_what_was_asked(
     (arguments,) = bash.launched()
     assert payload(arguments) == [
         *container, "hpcdist", "train", path(job), "--output", "runs/4711", "--resume", "--config", path(config),
-        "--set", f"across=auto:{interface}", *told,
+        "--set", f"internode=auto:{interface}", *told,
     ]  # fmt: skip
     assert arguments[arguments.index("--unbuffered") + 1 :][: len(options)] == options
     calls = {name: (given, hostile) for name, given, hostile in bash.calls()}

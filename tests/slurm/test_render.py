@@ -117,9 +117,9 @@ def test_the_environment_of_ranks():
 def test_the_fast_network():
     text = script(Site(interface="ib0", hca="mlx5_0:1")).text
     assert "export OMPI_MCA_btl_tcp_if_include=ib0 NCCL_SOCKET_IFNAME==ib0" in lines(text)
-    assert "export GLOO_SOCKET_IFNAME=ib0" in lines(text) and "--set across=auto:ib0" in lines(text)
+    assert "export GLOO_SOCKET_IFNAME=ib0" in lines(text) and "--set internode=auto:ib0" in lines(text)
     assert "export UCX_NET_DEVICES=mlx5_0:1 NCCL_IB_HCA=mlx5_0:1" in lines(text)
-    assert "IFNAME" not in script().text and "across" not in script().text
+    assert "IFNAME" not in script().text and "internode" not in script().text
 
 
 def test_open_mpi_of_a_wheel_is_helped_when_srun_starts_it():

@@ -29,13 +29,13 @@ def choose(comm, wanted: str) -> str:
     Where a rank's death is survived it is `tcp`, whatever is wanted. Rank 0 alone reads and writes the cache.
     """
     if wanted not in (*WAYS, "auto"):
-        raise UnknownNameError("across", wanted, (*WAYS, "auto"))
+        raise UnknownNameError("internode", wanted, (*WAYS, "auto"))
     if comm.failures.tolerant:
         return "tcp"  # a connection breaks when its peer dies; MPI's one-sided calls may then wait for ever
     if wanted != "auto":
         return wanted
     hosts = len(set(comm.gather(platform.node())))
-    path = cache.cache_file("across", comm.trace.library, len(set(comm.memory.nodes)), hosts)
+    path = cache.cache_file("internode", comm.trace.library, len(set(comm.memory.nodes)), hosts)
     kept = comm.gather(_read(path) if comm.rank == 0 else "")[0]
     if kept:
         return kept

@@ -189,7 +189,7 @@ class Server:
             raise CommunicationError(
                 f"rank {comm.rank} can't reach rank {rank} in a window {what} on {comm.name} ({error}). Either "
                 f"rank {rank} has gone away: see what it said last; or hosts share another network: name its "
-                "interface, as in across='tcp:eth0'."
+                "interface, as in internode='tcp:eth0'."
             ) from error
         finally:
             if not complete:

@@ -38,7 +38,7 @@ COLUMNS = (
 def measure(comm: MpiCommunicator, sizes: Sequence[int] = SIZES, *, rounds: int = 15) -> list[Row]:
     """Collective. Time one-sided calls of one rank on the memory of rank 0, and rank 0's own steps meanwhile.
 
-    Rows `node/...` are between two ranks of one node, `across/...` between two nodes; where all ranks share a node
+    Rows `node/...` are between two ranks of one node, `internode/...` between two nodes; where all ranks share a node
     they are made to count as being on nodes of their own for these. Every round times every side.
 
     Args:
@@ -56,7 +56,7 @@ def measure(comm: MpiCommunicator, sizes: Sequence[int] = SIZES, *, rounds: int 
     if near is not None:
         rows += _calls(comm, "node", near, sizes, rounds)
     with _apart(comm) as far:
-        rows += _calls(far, f"across/{far.memory.choose()}", _first_far(far), sizes, rounds)
+        rows += _calls(far, f"internode/{far.memory.choose()}", _first_far(far), sizes, rounds)
     return table(rows + _owner_steps(comm, sizes, max(1, rounds // 3)), COLUMNS)
 
 
@@ -182,7 +182,7 @@ def _owner_step(comm: MpiCommunicator, name: str, products: int, window_bytes: i
         idle_s, lasted_s = (sum(spent) for spent in zip(*spent_s, strict=True))
         mine = [median(calls_s or [0.0]), idle_s / lasted_s if comm.rank == OWNER else -math.inf]
         call_s, spare = slowest(comm, mine)
-        called = {"call": f"across/{way}/get, owner computes", "call_s": call_s}
+        called = {"call": f"internode/{way}/get, owner computes", "call_s": call_s}
         return {
             **called,
             "bytes": read_bytes or window_bytes,

@@ -52,7 +52,7 @@ class HostedLauncher:
 def main(what: str) -> None:
     """Collective. Make a run on this host."""
     given = json.loads(what)
-    comm = session.init(deadline_s=DEADLINE_S, across="tcp:eth0")
+    comm = session.init(deadline_s=DEADLINE_S, internode="tcp:eth0")
     load_function(given["loop"], "loop")(given["settings"], Path(given["folder"]))(comm)
 
 

@@ -10,7 +10,7 @@ payload=({{ (site.container + ["hpcdist", "train"])|words }} {{ spec.job|file }}
 {% endif %}
 {% if site.interface %}
 #: One-sided strategies take the fast network, too.
-    --set {{ "across=auto:" ~ site.interface }}
+    --set {{ "internode=auto:" ~ site.interface }}
 {% endif %}
 {% for setting in spec.run_settings %}
 #: A setting of the run; of two of the same key the last one holds.

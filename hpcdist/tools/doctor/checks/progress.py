@@ -37,9 +37,15 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     gather(comm, None)
     window_s = _window_wait(own, asker)
     found = gather(comm, [alone_s, window_s])[asker]
-    across = own.memory.internode
+    internode = own.memory.internode
     own.close()
-    return {"asker": asker, "across": across, "mpi_s": found[0], "window_s": found[1], "library": comm.trace.library}
+    return {
+        "asker": asker,
+        "internode": internode,
+        "mpi_s": found[0],
+        "window_s": found[1],
+        "library": comm.trace.library,
+    }
 
 
 def _window_wait(comm: Communicator, asker: int) -> float:
@@ -80,12 +86,12 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
         yield Finding(OK, "one rank: nobody to wait for")
         return
     mpi_s, window_s = measured["mpi_s"], measured["window_s"]
-    where = "to another node" if measured["across"] else "within the node"
+    where = "to another node" if measured["internode"] else "within the node"
     alone = "wait for an owner that computes" if mpi_s > WAITED * SPAN_S else "progress while the owner computes"
     text = f"{measured['library']}: one-sided calls {where} {alone} (worst {_time(mpi_s)}); windows go by "
-    text += f"{measured['across'] or 'shared memory'}, worst {_time(window_s)}"
+    text += f"{measured['internode'] or 'shared memory'}, worst {_time(window_s)}"
     slow = window_s > WAITED * SPAN_S
-    advice = ". Leave a core free on each node, and try --set across=tcp and rma in turn" * slow
+    advice = ". Leave a core free on each node, and try --set internode=tcp and rma in turn" * slow
     yield Finding(WARNING if slow else OK, text + advice)
 
 

@@ -14,8 +14,7 @@ from hpcdist.collectives import load
 from hpcdist.collectives.base import SUMMED_AS, AllReduce
 from hpcdist.collectives.direct import Direct
 from hpcdist.collectives.native import SATURATED
-from hpcdist.collectives.tuning.table import predict_table
-from hpcdist.collectives.tuning.table_cache import DEFAULT_CACHE, cached_table
+from hpcdist.collectives.tuning.table import DEFAULT_CACHE, cached_table, predict_table
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual.network import Network
 

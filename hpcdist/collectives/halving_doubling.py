@@ -6,8 +6,7 @@ from typing import final
 
 from torch import Tensor
 
-from hpcdist.collectives.base import TAG, Algorithm, Scratch, bounds
-from hpcdist.collectives.parts.folding import Folding, core_steps
+from hpcdist.collectives.base import TAG, Algorithm, Folding, Scratch, bounds, core_steps
 from hpcdist.comm.communicator import Communicator
 
 

@@ -7,8 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hpcdist.collectives.base import TAG, Algorithm, Scratch
-from hpcdist.collectives.parts.folding import Folding, core_steps
+from hpcdist.collectives.base import TAG, Algorithm, Folding, Scratch, core_steps
 from hpcdist.comm.communicator import Communicator
 
 

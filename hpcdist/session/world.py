@@ -194,9 +194,7 @@ def _obstacle(comm: Communicator) -> str:
     """Say why this rank can't give device memory to MPI; empty where it can."""
     if mpi_of(comm) is None:
         return "there is no MPI: the ranks are virtual"
-    from hpcdist.comm.mpi import device
-
-    return device.obstacle()
+    return library.device_obstacle()
 
 
 def joined() -> Communicator | None:

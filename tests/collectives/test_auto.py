@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 from hpcdist.collectives import load
 from hpcdist.collectives.auto import Auto
-from hpcdist.collectives.tuning import table_cache
+from hpcdist.collectives.tuning import table as table_module
 from hpcdist.collectives.tuning.table import (
     SIZES,
     SLOW_S,
     SWITCHED,
     TimingTable,
+    cached_table,
     candidates,
     measure_table,
     predict_table,
 )
-from hpcdist.collectives.tuning.table_cache import cached_table
 from hpcdist.comm.virtual import Network, run_virtual
 
 NETWORK = Network(1e-3, 1e9, ranks_per_node=4)  # slow, so that few calls fill the time for measuring
@@ -212,7 +212,7 @@ def measurements(monkeypatch):
         done.append(comm.rank)
         return measure_table(comm, SMALL, algorithms, budget_s=1e-3)
 
-    monkeypatch.setattr(table_cache, "measure_table", quickly)
+    monkeypatch.setattr(table_module, "measure_table", quickly)
     return done
 
 

@@ -9,14 +9,14 @@ import sys
 import numpy as np
 import pytest
 
-from hpcdist.comm.mpi import cross_memory
-from hpcdist.comm.mpi.cross_memory import PeerMemory
+from hpcdist.comm.mpi import attached
+from hpcdist.comm.mpi.attached import PeerMemory
 from hpcdist.errors import CommunicationError
 
 CHILD = """
 import numpy, sys
-from hpcdist.comm.mpi import cross_memory
-cross_memory.allow_peers()
+from hpcdist.comm.mpi.attached import allow_peers
+allow_peers()
 data = numpy.arange(100_000, dtype=numpy.int64)
 print(data.ctypes.data, flush=True)
 sys.stdin.readline()
@@ -69,6 +69,6 @@ def test_a_process_that_is_gone_is_an_error():
 
 
 def test_a_system_without_the_call_is_an_error(monkeypatch):
-    monkeypatch.setattr(cross_memory, "_read", None)
+    monkeypatch.setattr(attached, "_read", None)
     with pytest.raises(CommunicationError, match="cross-memory attach must be offered by the C library"):
         PeerMemory(os.getpid()).read(0, 0, 1)

@@ -38,7 +38,7 @@ def test_an_owner_that_does_not_call_mpi_holds_nobody_up(ranks, keeps_lock):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_lock_that_does_not_come_free_is_told(ranks):
-    from hpcdist.comm.mpi.locked_memory import LockedMemory
+    from hpcdist.comm.mpi.node_memory import LockedMemory
 
     def body(comm):
         memory = LockedMemory(comm.memory.node_mpi(), 8, deadline_s=0.1)
@@ -67,7 +67,7 @@ def test_a_lock_that_does_not_come_free_is_told(ranks):
 
 @pytest.mark.mpi(min_size=2)
 def test_who_changes_a_rank_s_memory_wakes_it(ranks, monkeypatch):
-    from hpcdist.comm.mpi.locked_memory import LockedMemory
+    from hpcdist.comm.mpi.node_memory import LockedMemory
 
     slept, sleep = [], LockedMemory.sleep
 

@@ -21,8 +21,7 @@ needs_none = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machi
 
 
 def test_an_obstacle_is_said_in_words():
-    from hpcdist.comm.mpi.device import explain
-    from hpcdist.comm.mpi.library import version
+    from hpcdist.comm.mpi.library import explain, version
 
     for supported in (True, False, None):
         assert explain(0, supported) == "torch finds no CUDA device"
@@ -31,12 +30,11 @@ def test_an_obstacle_is_said_in_words():
 
 
 def test_mpi_tells_whether_it_reads_device_memory():
-    from hpcdist.comm.mpi.device import obstacle, supports_cuda
-    from hpcdist.comm.mpi.library import version
+    from hpcdist.comm.mpi.library import device_obstacle, supports_cuda, version
 
     if version().startswith(("Open MPI", "MPICH")):
         assert isinstance(supports_cuda(), bool)
-    assert (obstacle() == "") == (torch.cuda.is_available() and supports_cuda() is not False)
+    assert (device_obstacle() == "") == (torch.cuda.is_available() and supports_cuda() is not False)
 
 
 @needs_none
@@ -84,10 +82,10 @@ def test_what_is_split_from_a_communicator_does_as_it_does(ranks):
 @pytest.mark.gpu
 @pytest.mark.mpi()
 def test_sums_of_device_memory(ranks):
-    from hpcdist.comm.mpi.device import obstacle
+    from hpcdist.comm.mpi.library import device_obstacle
 
-    if obstacle():
-        pytest.skip(obstacle())
+    if device_obstacle():
+        pytest.skip(device_obstacle())
 
     def body(comm):
         hd.init(comm=comm, gpu_aware_mpi=True)

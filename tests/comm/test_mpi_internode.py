@@ -146,7 +146,7 @@ def test_an_unknown_way_is_refused(ranks):
 
 @pytest.mark.mpi(min_size=2)
 def test_the_self_test_takes_well_under_two_seconds_and_agrees(ranks):
-    from hpcdist.comm.mpi.internode import SPAN_S, measure
+    from hpcdist.comm.mpi.transports import SPAN_S, measure
 
     def body(comm):
         apart = comm.apart("tcp")

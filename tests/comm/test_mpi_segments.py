@@ -16,7 +16,7 @@ needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is in
 SCRIPT = """
 import os, signal, sys, time
 from mpi4py import MPI
-from hpcdist.comm.mpi.segments import mapped
+from hpcdist.comm.mpi.world import mapped
 
 print(*[f"segment={path}\\n" for path in mapped(open("/proc/self/maps").read())], sep="", flush=True)
 import torch
@@ -80,7 +80,7 @@ MAPS = """\
 
 
 def test_only_segments_that_have_a_name_are_named():
-    from hpcdist.comm.mpi.segments import mapped
+    from hpcdist.comm.mpi.world import mapped
 
     names = {"sm_segment.node1.1000.5590001.0", "vader_segment.node1.1000.5590001.1", "mpich_shm_b61bf5e2_0"}
     assert mapped(MAPS) == {f"/dev/shm/{name}" for name in names}

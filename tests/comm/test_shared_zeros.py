@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpcdist.comm.alone import Alone
-from hpcdist.comm.mpi import memory
+from hpcdist.comm.mpi import node_memory
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import CommunicationError
 
@@ -86,7 +86,7 @@ def test_only_what_lies_in_it_is_shared(ranks):
 @pytest.mark.mpi(min_size=2)
 def test_where_one_rank_can_not_map_it_all_have_memory_of_their_own(ranks, monkeypatch):
     def body(comm):
-        mapped = memory._mapped
+        mapped = node_memory._mapped
 
         def fails(comm, rank, *others):
             if comm.rank == 1:
@@ -95,16 +95,16 @@ def test_where_one_rank_can_not_map_it_all_have_memory_of_their_own(ranks, monke
 
         if not comm.memory.can_attach:
             return
-        monkeypatch.setattr(memory, "_mapped", fails)
+        monkeypatch.setattr(node_memory, "_mapped", fails)
         tensor = comm.memory.shared_zeros(4)
         assert tensor.tolist() == [0.0] * 4 and not comm.memory.is_shared(tensor)
         with pytest.raises(CommunicationError, match="not here"):
-            memory.SharedTensor(comm, 4, torch.float32)
+            node_memory.SharedTensor(comm, 4, torch.float32)
 
     ranks(body)
 
 
-@pytest.mark.skipif(not hasattr(memory.os, "memfd_create"), reason="the system has no files without a name")
+@pytest.mark.skipif(not hasattr(node_memory.os, "memfd_create"), reason="the system has no files without a name")
 def test_memory_that_there_is_not_is_refused_with_its_length():
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # as where there is no memory left
@@ -112,7 +112,7 @@ def test_memory_that_there_is_not_is_refused_with_its_length():
         with pytest.raises(
             CommunicationError, match="1048577 bytes of memory to share must be available; File too large"
         ):
-            memory._made((1 << 20) + 1)
+            node_memory._made((1 << 20) + 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

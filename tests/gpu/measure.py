@@ -154,10 +154,10 @@ def _speed(row: dict, what: str) -> float | None:
 # --- messages ---------------------------------------------------------------------------------------------------------
 def measure_messages(part: Part) -> None:
     """Collective. Time exchanges and sums of memory on the device: by pinned host memory, and by MPI itself."""
-    from hpcdist.comm.mpi.device import obstacle
+    from hpcdist.comm.mpi.library import device_obstacle
 
     ways = {"host": part.comm.split(0)}
-    reasons = part.comm.gather(obstacle())
+    reasons = part.comm.gather(device_obstacle())
     if any(reasons) or part.device.type == "cpu":
         part.note(f"GPU-aware MPI is left out: {next(filter(None, reasons), 'the tensors are on the CPU')}.")
     else:

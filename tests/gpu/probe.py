@@ -32,7 +32,7 @@ def mpi_facts() -> dict:
     mpi4py.rc.initialize = False  # whether it starts is another question
     from mpi4py import MPI
 
-    from hpcdist.comm.mpi.device import supports_cuda
+    from hpcdist.comm.mpi.library import supports_cuda
 
     version = " ".join(MPI.Get_library_version().split("\n")[0].split(",")[0].split()).strip("\0")
     return {"mpi4py": mpi4py.__version__, "mpi": version, "mpi_reads_gpu_memory": supports_cuda()}

@@ -7,7 +7,6 @@ for (`comm/mpi/calls.py`), which the watchdog (`comm/mpi/watchdog.py`) reads whe
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import overload
@@ -19,16 +18,12 @@ from torch import Tensor
 
 from hpcdist.comm.capabilities import Trace
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.mpi.buffers import NUMBERS, Staging, memory_at, message, numbers
-from hpcdist.comm.mpi.calls import ANYONE, EVERYONE, Call, Calls, world_ranks
-from hpcdist.comm.mpi.end import end
+from hpcdist.comm.mpi.attached import find_nodes
+from hpcdist.comm.mpi.calls import ANYONE, EVERYONE, Call, Calls, Members, clock, world_ranks
 from hpcdist.comm.mpi.fault_tolerance import FaultTolerance
-from hpcdist.comm.mpi.library import version
-from hpcdist.comm.mpi.members import Members
-from hpcdist.comm.mpi.neighbourhood import MpiNeighbourhood
-from hpcdist.comm.mpi.node import find_nodes
+from hpcdist.comm.mpi.library import end, version
+from hpcdist.comm.mpi.messages import NUMBERS, MpiNeighbourhood, MpiRequest, Staging, memory_at, message, numbers
 from hpcdist.comm.mpi.process import Process
-from hpcdist.comm.mpi.request import MpiRequest
 from hpcdist.comm.mpi.transports import Transports
 from hpcdist.comm.neighbourhood import Neighbourhood
 from hpcdist.comm.traffic import Traffic
@@ -37,7 +32,6 @@ from hpcdist.comm.window import Window
 from hpcdist.errors import CommunicationError
 
 DEADLINE_S = 600.0
-_clock = time.perf_counter
 _IN_PLACE = MPI.IN_PLACE
 
 
@@ -53,7 +47,7 @@ class MpiCommunicator(Communicator):
         nodes: node index of each rank; by default ranks that can share memory are on one node.
         device_aware: the MPI library reads and writes device memory itself; off unless the user asks.
         internode: how windows are read and written across nodes: `tcp`, `rma`, or `auto` for what a self-test finds
-            faster (`comm/mpi/internode.py`). `tcp:ib0`, `auto:10.1.0.0/16`: by this interface or network.
+            faster (`comm/mpi/transports.py`). `tcp:ib0`, `auto:10.1.0.0/16`: by this interface or network.
         name: how messages call this communicator.
         traffic: the account of its calls; by default a new one.
     """
@@ -108,11 +102,11 @@ class MpiCommunicator(Communicator):
         check_flat(tensor)
         check_rank(dest, self.size, "dest")
         check_tag(tag)
-        host, start = tensor, _clock()
+        host, start = tensor, clock()
         if not self.staging.direct(tensor):
             host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
         request = self.calls.attempt("isend", dest, self.mpi.Isend, message(host), dest, tag)
-        self.traffic.communicating_s += _clock() - start  # MPI copies or sends here what goes at once
+        self.traffic.communicating_s += clock() - start  # MPI copies or sends here what goes at once
         self.traffic.sent(tensor.nbytes)
         return MpiRequest(self.calls, request, "isend", dest, host, None)
 
@@ -161,7 +155,7 @@ class MpiCommunicator(Communicator):
         calls, call, n_bytes = self.calls, self._summing, tensor.nbytes
         outer = calls.current
         call.deadline_s = calls.deadline_s
-        call.since = start = _clock()
+        call.since = start = clock()
         calls.current = call
         calls.count += 1
         try:
@@ -171,7 +165,7 @@ class MpiCommunicator(Communicator):
         finally:
             calls.current = outer
             traffic = calls.traffic
-            traffic.communicating_s += _clock() - start
+            traffic.communicating_s += clock() - start
         hops = self._hops
         traffic.bytes_sent += hops * n_bytes // self.size
         traffic.messages_sent += hops
@@ -217,11 +211,11 @@ class MpiCommunicator(Communicator):
         return data_of
 
     def barrier(self) -> None:
-        start = _clock()
+        start = clock()
         self.calls.count += 1
         with self.calls.blocked("barrier", EVERYONE, self.calls.deadline_s):
             self.calls.attempt("barrier", EVERYONE, self.members.alive.Barrier)
-        self.traffic.waiting_s += _clock() - start
+        self.traffic.waiting_s += clock() - start
 
     @overload
     def split(
@@ -286,7 +280,7 @@ class MpiCommunicator(Communicator):
         return 0.0
 
     def now(self) -> float:
-        return _clock()
+        return clock()
 
     def watch(self) -> None:
         """Collective. End the job from now on where a call of this thread takes longer than its deadline."""

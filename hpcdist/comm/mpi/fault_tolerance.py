@@ -14,8 +14,7 @@ from mpi4py import MPI
 from hpcdist import log
 from hpcdist.comm.capabilities import Failures
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.mpi.calls import EVERYONE, Calls
-from hpcdist.comm.mpi.members import Members, meet
+from hpcdist.comm.mpi.calls import EVERYONE, Calls, Members, meet
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, DeadlineError, RankFailedError
 

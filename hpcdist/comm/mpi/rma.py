@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm.mpi.buffers import CARRIERS, message
+from hpcdist.comm.mpi.messages import CARRIERS, message
 
 
 class OneSided:

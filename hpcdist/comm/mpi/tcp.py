@@ -3,7 +3,7 @@
 All of them are blocked in the kernel until a request comes, so a window that nobody uses costs its owner nothing, and
 neither MPI's progress nor its polling decides how soon an answer comes. Accumulates and atomics always go this way,
 since only one rank's memory operations exclude each other on every network; `get` and `put` where it is the faster
-way (`comm/mpi/internode.py`). Where ranks may die, they go this way inside a node too (`comm/mpi/window.py`).
+way (`comm/mpi/transports.py`). Where ranks may die, they go this way inside a node too (`comm/mpi/window.py`).
 
 On the wire: a header of six int64, the values of a put or accumulate, and one reply: the values of a get, the old
 value of an atomic, or one byte for what is done.
@@ -25,7 +25,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm.mpi.buffers import memory_at
+from hpcdist.comm.mpi.messages import memory_at
 from hpcdist.comm.network import interfaces, tcp
 from hpcdist.errors import (
     CommunicationError,

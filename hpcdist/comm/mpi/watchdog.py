@@ -20,7 +20,7 @@ from mpi4py import MPI
 from hpcdist import log
 from hpcdist.comm.lines import line_of
 from hpcdist.comm.mpi.calls import Call, Calls, Place
-from hpcdist.comm.mpi.end import end
+from hpcdist.comm.mpi.library import end
 
 POLL_S = 0.5
 ANSWER_S = 5.0  # how long to wait for the other ranks' answers

@@ -1,14 +1,13 @@
-"""Windows of real ranks: shared memory inside a node; across nodes the faster transport by `comm/mpi/internode.py`.
+"""Windows of real ranks: shared memory inside a node; across nodes the faster transport by `comm/mpi/transports.py`.
 
 Inside a node every rank's memory is mapped by all: `get` and `put` are plain copies that need nobody's help. Atomic
-operations are carried out there under a lock that the ranks share (`comm/mpi/locked_memory.py`), and across nodes by
+operations are carried out there under a lock that the ranks share (`comm/mpi/node_memory.py`), and across nodes by
 the owner's threads. Threads do so inside a node too where a rank's death is survived: a rank that died with the lock of
-another's memory would keep it. There the memory is not MPI's either (`comm/mpi/memory.py`).
+another's memory would keep it. There the memory is not MPI's either (`comm/mpi/node_memory.py`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -17,10 +16,10 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm.mpi.buffers import NUMBERS, Staging, numbers
-from hpcdist.comm.mpi.cross_memory import PeerMemory
-from hpcdist.comm.mpi.locked_memory import LockedMemory
-from hpcdist.comm.mpi.memory import NodeMemory
+from hpcdist.comm.mpi.attached import PeerMemory
+from hpcdist.comm.mpi.calls import clock
+from hpcdist.comm.mpi.messages import NUMBERS, Staging, numbers
+from hpcdist.comm.mpi.node_memory import LockedMemory, NodeMemory
 from hpcdist.comm.mpi.rma import OneSided
 from hpcdist.comm.mpi.tcp import TcpTransfers
 from hpcdist.comm.transfer import check_flat, check_rank
@@ -28,7 +27,6 @@ from hpcdist.comm.waiting import wait_until
 from hpcdist.comm.window import Memory, Window, out_of_range, refuse_attached
 from hpcdist.errors import CommunicationError
 
-_clock = time.perf_counter  # the communicator's
 _PIECE = 1 << 18  # elements that are changed under one lock, of a few tensors that a core's caches hold
 
 
@@ -76,10 +74,10 @@ class MpiWindow(Window):
             with self._staging.host(out, read=False) as host:
                 self._bulk.get(host, rank, offset)
         else:
-            start = _clock()
+            start = clock()
             self._shared.Sync()
             out.copy_(memory)
-            self.comm.traffic.communicating_s += _clock() - start
+            self.comm.traffic.communicating_s += clock() - start
         if rank != self.comm.rank:
             self.comm.traffic.fetched(out.nbytes)
 
@@ -98,11 +96,11 @@ class MpiWindow(Window):
             with self._staging.host(values, write=False) as host:
                 self._bulk.put(host, rank, offset)
         else:
-            start = _clock()
+            start = clock()
             memory.copy_(values)
             self._shared.Sync()
             self.wake(rank)
-            traffic.communicating_s += _clock() - start
+            traffic.communicating_s += clock() - start
         if rank != self.comm.rank:
             traffic.sent(values.nbytes)
 
@@ -123,9 +121,9 @@ class MpiWindow(Window):
             if memory is None or self._left_to(rank):
                 self._served.accumulate(host, rank, offset)
             else:
-                start = _clock()
+                start = clock()
                 self.add(host, rank, offset)
-                self.comm.traffic.communicating_s += _clock() - start
+                self.comm.traffic.communicating_s += clock() - start
         if rank != self.comm.rank:
             self.comm.traffic.sent(values.nbytes)
 
@@ -156,7 +154,7 @@ class MpiWindow(Window):
         apart = memory is None or self._left_to(rank) or self._locks is not None
         if apart or not all(tensor.is_cpu for tensor in beside):
             return False
-        target, start = self._node_rank[rank], _clock()
+        target, start = self._node_rank[rank], clock()
         for parts in zip(*(tensor.split(_PIECE) for tensor in (memory, *beside)), strict=True):
             self._shared.lock(target)  # not for all of them, so that nobody waits for long
             try:
@@ -164,7 +162,7 @@ class MpiWindow(Window):
             finally:
                 self._shared.unlock(target)
         self.wake(rank)
-        self.comm.traffic.communicating_s += _clock() - start
+        self.comm.traffic.communicating_s += clock() - start
         if rank != self.comm.rank:
             self.comm.traffic.fetched(memory.nbytes)
             self.comm.traffic.sent(memory.nbytes)
@@ -186,9 +184,9 @@ class MpiWindow(Window):
         if self._at(rank, offset, None) is None or self._left_to(rank):
             before = self._served.atomic(what, rank, offset, *values)
         else:
-            start = _clock()
+            start = clock()
             before = self.atomic(what, rank, offset, *values)
-            self.comm.traffic.communicating_s += _clock() - start
+            self.comm.traffic.communicating_s += clock() - start
         if rank != self.comm.rank:
             self.comm.traffic.sent(8)
         return before
@@ -290,12 +288,12 @@ class AttachedMemory(Memory):
 
     def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
         self._check(rank, offset, out.numel())
-        start = _clock()
+        start = clock()
         if self._parts:
             out.copy_(self._parts[rank][offset : offset + out.numel()])
         else:
             self._peers[rank].read(out.data_ptr(), self._addresses[rank] + offset * out.itemsize, out.nbytes)
-        self.comm.traffic.communicating_s += _clock() - start
+        self.comm.traffic.communicating_s += clock() - start
         self.comm.traffic.fetched(out.nbytes)
 
     def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
@@ -308,12 +306,12 @@ class AttachedMemory(Memory):
 
     def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
         self._check(rank, offset, values.numel())
-        start = _clock()
+        start = clock()
         if self._parts:
             self._parts[rank][offset : offset + values.numel()].copy_(values)
         else:
             self._peers[rank].write(values.data_ptr(), self._addresses[rank] + offset * values.itemsize, values.nbytes)
-        self.comm.traffic.communicating_s += _clock() - start
+        self.comm.traffic.communicating_s += clock() - start
         self.comm.traffic.sent(values.nbytes)
 
     def _check(self, rank: int, offset: int, count: int) -> None:

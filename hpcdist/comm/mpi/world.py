@@ -1,12 +1,44 @@
-"""The communicator of all ranks of the job, and the end of MPI."""
+"""The communicator of all ranks of the job, the end of MPI, and the files that MPI leaves in shared memory.
+
+The ranks of a node exchange messages through files that MPI's library makes as it starts and unlinks as it ends; a job
+that is killed leaves them behind (16 MB per rank with Open MPI, even of one that ends well where there is no launcher).
+Once all ranks of a node have mapped a file nobody needs its name any more, and the kernel frees the memory when the
+last of them ends, however that happens: so the names are removed while the job runs.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+from contextlib import suppress
+
 from mpi4py import MPI
 
-from hpcdist.comm.mpi import cross_memory, segments
+from hpcdist.comm.mpi import library
+from hpcdist.comm.mpi.attached import allow_peers
 from hpcdist.comm.mpi.communicator import DEADLINE_S, MpiCommunicator
 from hpcdist.comm.mpi.process import Process
+
+_SEGMENT = re.compile(r"/\S*/(?:(?:sm|vader)_segment\.|mpich_shm_)\S+$")  # Open MPI's, MPICH's
+
+
+def mapped(maps: str) -> set[str]:
+    """Find the segments among the files that a process has mapped, without those that are unlinked already.
+
+    Args:
+        maps: the text of /proc/PID/maps.
+    """
+    lines = [line.split(maxsplit=5) for line in maps.splitlines()]
+    return {line[5] for line in lines if len(line) == 6 and _SEGMENT.match(line[5])}
+
+
+def unlink(node: MPI.Intracomm) -> None:
+    """Collective. Remove the names of the segments that all ranks of a node have mapped."""
+    own = mapped(library.MAPS.read_text()) if library.MAPS.exists() else set()
+    for path in set.intersection(*node.allgather(own)):
+        with suppress(OSError):  # another rank has been faster
+            os.unlink(path)
+
 
 _process: Process | None = None
 
@@ -26,12 +58,12 @@ def world(
     if _process is None:
         _process = Process(tolerant=tolerant)
     if _process.world is None:
-        cross_memory.allow_peers()
+        allow_peers()
         all_ranks = MPI.COMM_WORLD.Dup()
         _process.world = MpiCommunicator(
             all_ranks, _process, deadline_s=deadline_s, nodes=nodes, internode=internode, name="world"
         )
-        segments.unlink(_process.world.memory.node_mpi())
+        unlink(_process.world.memory.node_mpi())
         _process.close_at_exit(_process.world.calls)
     return _process.world
 

@@ -18,8 +18,7 @@ from hpcdist.comm.transfer import ANY, Envelope, Request, check_flat, check_rank
 from hpcdist.comm.virtual.arrivals import Message
 from hpcdist.comm.virtual.collectives import addable, children, sum_in_rank_order
 from hpcdist.comm.virtual.compute import at_least_0, require
-from hpcdist.comm.virtual.group import Group
-from hpcdist.comm.virtual.member import Member
+from hpcdist.comm.virtual.group import Group, Member
 from hpcdist.comm.virtual.messages import ReceiveRequest, SendRequest
 from hpcdist.comm.virtual.window import VirtualRankMemory
 from hpcdist.comm.window import Window

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hpcdist.comm.transfer import Request
 from hpcdist.comm.virtual.arrivals import Receive
-from hpcdist.comm.virtual.member import Member
+from hpcdist.comm.virtual.group import Member
 from hpcdist.errors import CommunicationError
 
 

@@ -25,7 +25,7 @@ from hpcdist.comm.capabilities import RankMemory
 from hpcdist.comm.transfer import check_flat, check_rank
 from hpcdist.comm.virtual.clock import VirtualRank
 from hpcdist.comm.virtual.collectives import addable
-from hpcdist.comm.virtual.member import Member
+from hpcdist.comm.virtual.group import Member
 from hpcdist.comm.virtual.network import Path
 from hpcdist.comm.window import Memory, Put, Window, out_of_range, refuse_attached
 from hpcdist.errors import CommunicationError

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hpcdist.collectives import load
 from hpcdist.collectives.auto import Auto
-from hpcdist.collectives.tuning.table import candidates
-from hpcdist.collectives.tuning.table_cache import DEFAULT_CACHE
+from hpcdist.collectives.tuning.table import DEFAULT_CACHE, candidates
 from hpcdist.collectives.tuning.timing import between, calls_within
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.rendezvous import default_group
@@ -39,7 +38,7 @@ def measure(
     Returns:
         Rows as `measure_beside`'s, by size, with speedup: how many times as fast as the best of the other libraries.
     """
-    from hpcdist.comm.mpi.plain import plain_allreduce  # starts MPI: not at import
+    from hpcdist.comm.mpi.reference import plain_allreduce  # starts MPI: not at import
 
     others = {"mpi": plain_allreduce(comm), "gloo": dist.all_reduce}
     with default_group(comm):

@@ -196,7 +196,7 @@ def _end(report: Report, required: Requirements, found: Sequence[Finding]) -> No
 def _leave(status: int) -> NoReturn:
     """End all ranks; before MPI has started this process alone."""
     if "hpcdist.comm.mpi.first_messages" in sys.modules:  # which has started MPI
-        from hpcdist.comm.mpi.end import end
+        from hpcdist.comm.mpi.library import end
 
         end(status)
     os._exit(status)

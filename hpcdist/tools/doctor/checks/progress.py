@@ -1,7 +1,7 @@
 """Windows while their owner computes: whether MPI's one-sided calls get on alone, and how long ours take at worst.
 
 Gossip that pulls, and parameter servers that train, read and write the memory of ranks that are busy. With some MPI
-libraries such calls wait until the owner calls MPI again. `comm/mpi/internode.py` has two ways around that.
+libraries such calls wait until the owner calls MPI again. `comm/mpi/transports.py` has two ways around that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
 
     Rank 0 owns the memory, the first rank of the second node asks, or rank 1 where there is one node.
     """
-    from hpcdist.comm.mpi.rma_latency import worst_wait
+    from hpcdist.comm.mpi.reference import worst_wait
 
     if comm.size == 1:
         return {"asker": None}

@@ -1,4 +1,4 @@
-"""Reading and writing another process's memory on the same node, in one copy and without its help.
+"""The ranks of each node, and reading and writing another one's memory there, in one copy and without its help.
 
 Linux's cross-memory attach (`process_vm_readv`, `process_vm_writev`), which MPI libraries use for their own large
 messages inside a node. It needs the right to trace the other process: same user, and either no Yama restriction or
@@ -9,6 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+from mpi4py import MPI
 
 from hpcdist.errors import CommunicationError
 
@@ -62,3 +67,35 @@ class PeerMemory:
     def write(self, from_address: int, address: int, n_bytes: int) -> None:
         """Copy `n_bytes` from `from_address` here to the peer's `address`; raise CommunicationError if refused."""
         self._transfer(_write, "writing", from_address, address, n_bytes)
+
+
+def find_nodes(mpi: MPI.Intracomm) -> tuple[int, ...]:
+    """Collective. Number the node of each rank: ranks that can share memory are on one; nodes in order of rank."""
+    node = mpi.Split_type(MPI.COMM_TYPE_SHARED)
+    first = np.array([mpi.Get_rank()], np.int64)
+    node.Allreduce(MPI.IN_PLACE, first, MPI.MIN)
+    node.Free()
+    firsts = np.empty(mpi.Get_size(), np.int64)
+    mpi.Allgather(first, firsts)
+    index = {leader: i for i, leader in enumerate(sorted(set(firsts.tolist())))}
+    return tuple(index[leader] for leader in firsts.tolist())
+
+
+def try_attach(comm, nodes: Sequence[int]) -> bool:
+    """Collective. Tell whether every rank could read a secret in the memory of every other rank of its node."""
+    secret = np.frombuffer(secrets.token_bytes(16), np.uint8).copy()
+    secrets_of = comm.gather(secret.ctypes.data.to_bytes(8, "little") + secret.tobytes())
+    works = True
+    for peer, (pid, data) in enumerate(zip(comm.pids, secrets_of, strict=True)):
+        if nodes[peer] == nodes[comm.rank] and peer != comm.rank:
+            works = works and _reads(pid, int.from_bytes(data[:8], "little"), data[8:])
+    return all(answer == b"y" for answer in comm.gather(b"y" if works else b"n"))
+
+
+def _reads(pid: int, address: int, secret: bytes) -> bool:
+    seen = np.zeros(len(secret), np.uint8)
+    try:
+        PeerMemory(pid).read(seen.ctypes.data, address, len(secret))
+    except CommunicationError:
+        return False
+    return seen.tobytes() == secret

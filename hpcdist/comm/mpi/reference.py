@@ -1,6 +1,7 @@
-"""Latency of MPI's one-sided calls (RMA) while the owner computes and does not call MPI.
+"""What MPI itself does, without hpcdist: the references of measurements.
 
-Passive-target operations progress "as if" the owner took no part (MPI 4.1, 12.7.3), but may wait until it calls MPI.
+Passive-target operations (RMA) progress "as if" the owner took no part (MPI 4.1, 12.7.3), but may wait until it calls
+MPI.
 """
 
 from __future__ import annotations
@@ -10,8 +11,16 @@ from collections.abc import Callable
 
 import torch
 from mpi4py import MPI
+from torch import Tensor
 
-from hpcdist.comm.mpi.buffers import message
+from hpcdist.comm.communicator import Communicator, mpi_of
+from hpcdist.comm.mpi.messages import message
+
+
+def plain_allreduce(comm: Communicator) -> Callable[[Tensor], None]:
+    """Sum a tensor on the host over the ranks of `comm`, in place, by mpi4py alone. The call is Collective."""
+    call, in_place = mpi_of(comm).Allreduce, MPI.IN_PLACE
+    return lambda tensor: call(in_place, tensor.numpy())
 
 
 def worst_wait(comm, owner: int, asker: int, count: int, compute: Callable[[], None], span_s: float) -> float:

@@ -1,0 +1,156 @@
+"""Messages of real ranks: torch tensors as MPI sees them, transfers under way, and exchanges with neighbours.
+
+On the host nothing is copied; device memory goes through pinned host memory, unless MPI reads it itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpcdist.comm.messages import check_graph
+from hpcdist.comm.mpi.calls import EVERYONE, Calls
+from hpcdist.comm.neighbourhood import Neighbourhood
+from hpcdist.comm.transfer import Request
+
+# Transfers move bits, so any MPI type of the right width carries them; counting elements rather than bytes keeps
+# messages of up to 8 GiB of float32 within MPI's 32-bit counts.
+CARRIERS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 16: MPI.C_DOUBLE_COMPLEX}
+
+# The types that MPI can add up. It has none for float16 and bfloat16: those are summed in float32.
+NUMBERS = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint16: MPI.UINT16_T,
+    torch.uint32: MPI.UINT32_T,
+    torch.uint64: MPI.UINT64_T,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+
+memory_at = MPI.memory.fromaddress
+
+
+def message(tensor: Tensor) -> list:
+    """Describe a flat tensor to MPI for a transfer: elements of its width, of any type."""
+    return [memory_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), CARRIERS[tensor.itemsize]]
+
+
+def numbers(tensor: Tensor) -> list:
+    """Describe a flat tensor to MPI for arithmetic; raise KeyError for dtypes that MPI can't add."""
+    return [memory_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), NUMBERS[tensor.dtype]]
+
+
+class Staging:
+    """Pinned host copies of device tensors, reused by size and dtype.
+
+    Args:
+        device_aware: True when MPI itself reads and writes device memory; then nothing is staged. Off unless the
+            user asks: sites warn that device-aware MPI beside NCCL can deadlock.
+    """
+
+    def __init__(self, device_aware: bool = False):
+        self.device_aware = device_aware
+        self._pinned: dict[tuple[int, torch.dtype, str], Tensor] = {}
+
+    def direct(self, tensor: Tensor) -> bool:
+        """Tell whether MPI may use the tensor's own memory; wait until the device has finished with it."""
+        if tensor.is_cpu:
+            return True
+        if self.device_aware:
+            torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows nothing of torch's streams
+        return self.device_aware
+
+    @contextmanager
+    def host(self, tensor: Tensor, *, read: bool = True, write: bool = True, slot: str = "") -> Iterator[Tensor]:
+        """Yield the tensor's contents on the host: copied there before (`read`) and back after (`write`)."""
+        if self.direct(tensor):
+            yield tensor
+            return
+        key = (tensor.numel(), tensor.dtype, slot)
+        if key not in self._pinned:
+            self._pinned[key] = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+        staged = self._pinned[key]
+        if read:
+            staged.copy_(tensor)  # synchronises with the device's current stream
+        yield staged
+        if write:
+            tensor.copy_(staged)
+
+
+class MpiRequest(Request):
+    """A transfer of MPI's, which keeps its buffer alive, and copies it back to the device where it was staged."""
+
+    def __init__(self, calls: Calls, request: MPI.Request, what: str, peer: int, host: Tensor, device: Tensor | None):
+        self._calls, self._request, self._what, self._peer = calls, request, what, peer
+        self._host, self._device = host, device
+
+    def done(self) -> bool:
+        if self._calls.attempt(self._what, self._peer, self._request.Test):
+            self._finish()
+            return True
+        return False
+
+    def wait(self) -> None:
+        self._calls.communicate(self._what, self._peer, self._request.Wait)
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._device is not None:
+            self._device.copy_(self._host)
+            self._device = None
+
+
+EXCHANGE = "neighbour exchange"
+
+
+class MpiNeighbourhood(Neighbourhood):
+    """Collective. Exchange tensors by MPI's neighbourhood collectives; see Communicator.neighbourhood.
+
+    MPI knows who talks to whom before the first message, and ranks keep their places (`reorder` is off).
+
+    Reference: Torsten Hoefler, Rolf Rabenseifner, Hubert Ritzdorf, Bronis R. de Supinski, Rajeev Thakur, Jesper Larsson
+    Träff, "The scalable process topology interface of MPI 2.2", 2011.
+    """
+
+    def __init__(self, comm, sources: Sequence[int], destinations: Sequence[int]):
+        check_graph(comm, sources, destinations)
+        self.sources, self.destinations = tuple(sources), tuple(destinations)
+        self._comm = comm
+        places = [[comm.failures.living.index(rank) for rank in ranks] for ranks in (sources, destinations)]
+        self._graph = comm.members.alive.Create_dist_graph_adjacent(*places, reorder=False)
+
+    def _start(self, send: Tensor, received: Tensor) -> Request:
+        comm = self._comm
+        sent = send if comm.staging.direct(send) else send.cpu()
+        direct = comm.staging.direct(received)
+        host = received if direct else torch.empty_like(received, device="cpu", pin_memory=True)
+        comm.calls.count += 1
+        memory, _, carrier = message(host)
+        into = [memory, send.numel() if self.sources else 0, carrier]  # MPI counts what comes from one source
+        request = comm.calls.attempt(EXCHANGE, EVERYONE, self._graph.Ineighbor_allgather, message(sent), into)
+        comm.traffic.sent(len(self.destinations) * send.nbytes, len(self.destinations))
+        return _Exchange(comm.calls, request, sent, host, None if direct else received)
+
+    def close(self) -> None:
+        if (
+            not self._comm.failures.tolerant
+        ):  # freeing is collective, and any rank may be dead by now; the job's end does it
+            self._graph.Free()
+
+
+class _Exchange(MpiRequest):
+    """A request that also keeps the tensor sent alive."""
+
+    def __init__(self, calls: Calls, request: MPI.Request, sent: Tensor, host: Tensor, device: Tensor | None):
+        super().__init__(calls, request, EXCHANGE, EVERYONE, host, device)
+        self._sent = sent

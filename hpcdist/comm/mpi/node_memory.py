@@ -1,0 +1,323 @@
+"""Memory that the ranks of a node share, with atomic operations that need no help of MPI or of the owner.
+
+`LockedMemory` is MPI's shared memory. MPI leaves open who carries out an atomic on a shared window. MPICH 4.0 sends it
+to the owner, which gets to it once it calls MPI: 2 ms where the owner waits, and longer where it computes. All ranks of
+the node have the memory mapped, so here each does it itself, while it holds a lock that lies in the owner's memory. A
+rank that waits for a change of its own memory sleeps on a semaphore there, and whoever makes the change wakes it.
+
+`NodeMemory` is memory without MPI: where ranks may die, and for tensors that they sum in place. Open MPI warns at every
+start that its own windows are not tested with deaths. Here the kernel keeps a file without a name for each rank, which
+the others map through its process; it is gone with the last of them, and no limit of /dev/shm holds for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpcdist.errors import CommunicationError, DeadlineError
+
+
+class NodeMemory:
+    """Collective among the living. A window inside a node with the methods of MPI.Win.
+
+    Any rank may read and write all memory, but only its owner adds to it or changes words of it atomically: there
+    threads exclude each other.
+
+    Args:
+        comm: the MpiCommunicator; what is mapped is the memory of the ranks of this rank's node.
+        n_bytes: of this rank.
+    """
+
+    def __init__(self, comm, n_bytes: int):
+        self._lock = threading.Lock()
+        self._parts = map_parts(comm, n_bytes)
+
+    def Shared_query(self, node_rank: int) -> tuple[mmap.mmap | memoryview, int]:
+        return self._parts[node_rank], 1
+
+    def Lock_all(self) -> None:
+        pass
+
+    def Sync(self) -> None:
+        with self._lock:  # what was written before is seen by whoever reads after
+            pass
+
+    def Flush(self, target: int) -> None:
+        pass
+
+    def lock(self, target: int) -> None:
+        """Keep other threads from changing this rank's memory atomically; they do so for the other ranks."""
+        self._lock.acquire()
+
+    def unlock(self, target: int) -> None:
+        self._lock.release()
+
+    def Accumulate(self, values: Sequence, target: int, place: Sequence) -> None:
+        memory, count, kind = values
+        with self._lock:
+            elements = self._elements(target, kind.typestr, place[0], count)
+            np.add(elements, np.frombuffer(memory, kind.typestr), out=elements)
+
+    def Fetch_and_op(self, value: np.ndarray, before: np.ndarray, target: int, offset: int, op: MPI.Op) -> None:
+        """Add to one element, for any `op`, and write its former value into `before`."""
+        with self._lock:
+            word = self._elements(target, value.dtype, offset, 1)
+            before[:] = word
+            np.add(word, value, out=word)
+
+    def Compare_and_swap(
+        self, value: np.ndarray, expected: np.ndarray, before: np.ndarray, target: int, offset: int
+    ) -> None:
+        with self._lock:
+            word = self._elements(target, value.dtype, offset, 1)
+            before[:] = word
+            if before[0] == expected[0]:
+                word[:] = value
+
+    def _elements(self, target: int, dtype: str | np.dtype, offset: int, count: int) -> np.ndarray:
+        dtype = np.dtype(dtype)
+        return np.frombuffer(self._parts[target], dtype, count, offset * dtype.itemsize)
+
+
+def map_parts(comm, n_bytes: int) -> list[mmap.mmap | memoryview]:
+    """Collective among the living. Make zeroed memory, and map that of all ranks of this rank's node, in their order.
+
+    Args:
+        comm: the MpiCommunicator.
+        n_bytes: of this rank.
+
+    Raises:
+        CommunicationError: a rank can't make its memory, or map another's.
+    """
+    own = comm.together(lambda: _made(n_bytes))
+    try:
+        files = comm.gather([own, n_bytes])
+        ranks = [rank for rank in range(comm.size) if comm.memory.nodes[rank] == comm.memory.nodes[comm.rank]]
+        return comm.together(lambda: [_mapped(comm, rank, files[rank] or [0, 0], own) for rank in ranks])
+    finally:
+        os.close(own)
+
+
+def _made(n_bytes: int) -> int:
+    """Make a file without a name, of so many zeros; return its number."""
+    file = os.memfd_create("hpcdist-window")
+    try:
+        if n_bytes:
+            os.posix_fallocate(file, 0, n_bytes)
+    except OSError as error:
+        os.close(file)
+        raise CommunicationError(f"{n_bytes} bytes of memory to share must be available; {error.strerror}.") from error
+    return file
+
+
+def _mapped(comm, rank: int, file_of: Sequence[int], own: int) -> mmap.mmap | memoryview:
+    """Map the memory of a rank of this node, a file of its process; nothing of a rank that has died."""
+    file, n_bytes = file_of
+    if not n_bytes:
+        return memoryview(b"")
+    if rank == comm.rank:
+        return mmap.mmap(own, n_bytes)
+    path = f"/proc/{comm.pids[rank]}/fd/{file}"
+    try:
+        theirs = os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise CommunicationError(
+            f"rank {comm.rank} can't map the memory of rank {rank}, which is on the same node ({error}). Start all "
+            "ranks of a node in one container, or without --with-ft ulfm."
+        ) from error
+    try:
+        return mmap.mmap(theirs, n_bytes)
+    finally:
+        os.close(theirs)
+
+
+class SharedTensor:
+    """Collective. Zeroed memory of this rank that the other ranks have mapped, all of them on one node.
+
+    Args:
+        comm: the MpiCommunicator.
+        count: of elements, the same on all ranks.
+        dtype: of an element.
+
+    Attributes:
+        local: this rank's memory, shape (count,).
+
+    Raises:
+        CommunicationError: on all ranks, where one can't make its memory, or map another's.
+    """
+
+    def __init__(self, comm, count: int, dtype: torch.dtype):
+        n_bytes = count * dtype.itemsize
+        self._parts = [torch.frombuffer(part, dtype=torch.uint8) for part in map_parts(comm, n_bytes)]
+        self._first, self._end = self._parts[comm.rank].data_ptr(), self._parts[comm.rank].data_ptr() + n_bytes
+        self.local = self._parts[comm.rank].view(dtype)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor lies within this rank's memory."""
+        return self._first <= tensor.data_ptr() < self._end
+
+    def beside(self, tensor: Tensor) -> list[Tensor]:
+        """View the part of each rank's memory that lies where a flat tensor lies in this rank's; by rank."""
+        start = tensor.data_ptr() - self._first
+        return [part[start : start + tensor.nbytes].view(tensor.dtype) for part in self._parts]
+
+
+LINE = 64  # bytes of a cache line; more than a lock, or a semaphore, takes on any platform
+_SHARED = 1  # PTHREAD_PROCESS_SHARED, and a semaphore's
+_HALF = 1 << 63
+_LONGEST_S = 1e9
+
+# The GIL is kept in calls that return at once: to take it again, a thread may have to wait for 5 ms.
+_libc = ctypes.CDLL(None)
+_try_lock, _unlock = (getattr(ctypes.PyDLL(None), f"pthread_mutex_{name}") for name in ("trylock", "unlock"))
+_post = ctypes.PyDLL(None).sem_post
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class LockedMemory:
+    """Collective. A window inside a node with the methods of MPI.Win, and atomics of its own.
+
+    Args:
+        node: MPI's communicator of the ranks of this node.
+        n_bytes: of this rank.
+        deadline_s: how long a rank may wait for a lock. It is held for as long as an addition takes.
+    """
+
+    def __init__(self, node: MPI.Intracomm, n_bytes: int, deadline_s: float):
+        self._deadline_s = deadline_s
+        self._mine = threading.Lock()  # threads of one process wait for each other here, without a core
+        self._win = MPI.Win.Allocate_shared(n_bytes + 4 * LINE, 1, comm=node)
+        self.Lock_all, self.Unlock_all, self.Sync = self._win.Lock_all, self._win.Unlock_all, self._win.Sync
+        self._parts, self._locks, self._semaphores, self._asleep = [], [], [], []
+        for rank, length in enumerate(node.allgather(n_bytes)):
+            memory, _ = self._win.Shared_query(rank)
+            first = -memory.address % LINE  # the same in all processes: what is mapped begins at a page
+            self._locks.append(ctypes.c_void_p(memory.address + first))
+            self._semaphores.append(ctypes.c_void_p(memory.address + first + LINE))
+            self._asleep.append(_words(memory[first + 2 * LINE : first + 3 * LINE]))
+            self._parts.append(memory[first + 3 * LINE : first + 3 * LINE + length])
+        self._words = [_words(part) for part in self._parts]
+        self._typed: list[np.ndarray | None] = [None] * len(self._parts)
+        self._rank = node.Get_rank()
+        _make_lock(self._locks[self._rank])
+        _libc.sem_init(self._semaphores[self._rank], _SHARED, 0)
+        self._asleep[self._rank][0] = 0
+        node.Barrier()
+
+    def Shared_query(self, node_rank: int) -> tuple[MPI.memory, int]:
+        return self._parts[node_rank], 1
+
+    def Flush(self, target: int) -> None:
+        pass
+
+    def Free(self) -> None:
+        """Collective. Free the memory."""
+        self._asleep.clear()
+        self._typed.clear()
+        self._words.clear()
+        self._parts.clear()
+        self._win.Free()
+
+    def Accumulate(self, values: Sequence, target: int, place: Sequence) -> None:
+        (memory, count, kind), first = values, place[0]
+        if self._typed[target] is None:  # a window has elements of one type
+            self._typed[target] = np.frombuffer(self._parts[target], kind.typestr)
+        elements = self._typed[target][first : first + count]
+        added = np.frombuffer(memory, elements.dtype)
+        self.lock(target)
+        try:
+            np.add(elements, added, out=elements)
+        finally:
+            self.unlock(target)
+
+    def Fetch_and_op(self, value: np.ndarray, before: np.ndarray, target: int, offset: int, op: MPI.Op) -> None:
+        """Add to one element, for any `op`, and write its former value into `before`."""
+        words, added = self._words[target], int(value[0])
+        self.lock(target)
+        try:
+            former = words[offset]
+            words[offset] = (former + added + _HALF) % (2 * _HALF) - _HALF  # it wraps around
+        finally:
+            self.unlock(target)
+        before[0] = former
+
+    def Compare_and_swap(
+        self, value: np.ndarray, expected: np.ndarray, before: np.ndarray, target: int, offset: int
+    ) -> None:
+        words, wanted, new = self._words[target], int(expected[0]), int(value[0])
+        self.lock(target)
+        try:
+            former = words[offset]
+            if former == wanted:
+                words[offset] = new
+        finally:
+            self.unlock(target)
+        before[0] = former
+
+    def sleep(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Sleep for so long unless `ready()`, or until `wake` is called for this rank; tell whether that was so."""
+        asleep = self._asleep[self._rank]
+        asleep[0] = 1  # before the last look: who changes what this looks at sees it
+        try:
+            return ready() or not _libc.sem_timedwait(self._semaphores[self._rank], _in(seconds))
+        finally:
+            asleep[0] = 0
+
+    def wake(self, target: int) -> None:
+        """Wake a rank that sleeps, after a change of its memory."""
+        asleep = self._asleep[target]
+        if asleep[0]:
+            asleep[0] = 0
+            _post(self._semaphores[target])
+
+    def lock(self, target: int) -> None:
+        """Keep other threads, and the node's other ranks, from changing the target's memory atomically."""
+        self._mine.acquire()
+        lock = self._locks[target]
+        if _try_lock(lock) and not self._comes_free(lock):
+            self._mine.release()
+            raise DeadlineError(
+                f"the lock of a window on rank {target} of this node did not come free within {self._deadline_s:g} s. "
+                "The rank that has it is stopped, or has died: see what it said last."
+            )
+
+    def unlock(self, target: int) -> None:
+        _unlock(self._locks[target])
+        self._mine.release()
+
+    def _comes_free(self, lock: ctypes.c_void_p) -> bool:
+        return not _libc.pthread_mutex_timedlock(lock, _in(min(self._deadline_s, _LONGEST_S)))
+
+
+def _in(seconds: float) -> Any:
+    """Return the time after so many seconds, as libc takes it."""
+    until = time.time() + seconds
+    return ctypes.byref(_Time(int(until), int(until % 1 * 1e9)))
+
+
+def _words(part: MPI.memory) -> memoryview:
+    """View the memory as int64."""
+    whole = len(part) // 8 * 8
+    return memoryview(part[:whole]).cast("B").cast("q") if whole else memoryview(b"")
+
+
+def _make_lock(place: ctypes.c_void_p) -> None:
+    """Make a lock that processes share, in place."""
+    kind = ctypes.create_string_buffer(LINE)
+    _libc.pthread_mutexattr_init(kind)
+    _libc.pthread_mutexattr_setpshared(kind, _SHARED)
+    _libc.pthread_mutex_init(place, kind)

@@ -1,16 +1,15 @@
 """Random state of the virtual cluster: every virtual rank has its own, as a process would.
 
 That is torch's default generator (CPU), numpy's legacy generator and Python's `random`. They are swapped whenever
-another rank goes on, where every microsecond counts: asking `random` for its state takes 8 us, and asking numpy takes
-35. So neither is asked before a look at the generator's memory has shown that the rank has used it. The memory is
-compared as it is, never interpreted and never written. (Where Python is not CPython, `random` is always asked.)
+another rank goes on. Asking `random` for its state takes 8 µs each time. Asking numpy would take 35, so each rank has a
+generator object of its own there, and numpy is asked for more only when the generator's memory, whose address it
+publishes, has changed. The memory is compared as it is, never interpreted and never written.
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,9 +17,6 @@ import numpy as np
 import torch
 
 _NUMPY_BYTES = 2500  # a Mersenne twister in memory: 624 words and a position
-_PYTHON = random._inst  # type: ignore[attr-defined]  # whose methods the functions of `random` are
-_HEAD = object.__basicsize__  # of every object, before its own memory; counts references
-_PYTHON_BYTES = random.Random.__basicsize__ - _HEAD if sys.implementation.name == "cpython" else 0
 
 
 class RandomState:
@@ -31,7 +27,6 @@ class RandomState:
         torch_seed, python_seed = (int(word) for word in sequence.generate_state(2, np.uint64))
         self._torch = torch.Generator().manual_seed(torch_seed).get_state()
         self._python = random.Random(python_seed).getstate()
-        self._python_seen: tuple[bytes, float | None] = b"", None  # its memory when it was asked for this
         self._own = self._numpy = np.random.MT19937(sequence)
         self._address = self._own.ctypes.state_address
         self._numpy_seen = b""  # numpy's memory when this was saved
@@ -48,24 +43,14 @@ class RandomState:
     def save(self) -> None:
         """Copy the state of the process to this one."""
         self._torch = torch.default_generator.get_state()
-        python_memory, numpy_memory = _python_memory(), self._numpy_memory()
-        if not _PYTHON_BYTES or python_memory != self._python_seen:
-            self._python, self._python_seen = random.getstate(), python_memory
-        self._numpy = np.random.get_bit_generator()
+        self._python = random.getstate()
+        self._numpy, numpy_memory = np.random.get_bit_generator(), ctypes.string_at(self._address, _NUMPY_BYTES)
         # numpy's generator has been taken along as it is, but numpy may keep a normal number beside it: one that it
         # had kept before, or of a draw since, or of a generator that the rank has put in the place of ours.
         if self._gauss is not None or self._numpy is not self._own or numpy_memory != self._numpy_seen:
             state = np.random.get_state(legacy=False)
             self._gauss = state if state["has_gauss"] else None
             self._numpy_seen = numpy_memory
-
-    def _numpy_memory(self) -> bytes:
-        return ctypes.string_at(self._address, _NUMPY_BYTES)
-
-
-def _python_memory() -> tuple[bytes, float | None]:
-    """Return the memory of Python's generator, and the normal number that it may keep beside it."""
-    return ctypes.string_at(id(_PYTHON) + _HEAD, _PYTHON_BYTES), _PYTHON.gauss_next
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from hpcdist.comm.neighbourhood import Neighbourhood
 from hpcdist.comm.traffic import Traffic
 from hpcdist.comm.transfer import ANY, Envelope, Request, check_flat, check_rank, check_tag
 from hpcdist.comm.waiting import wait_until
-from hpcdist.comm.window import Memory, Put, Window, out_of_range
+from hpcdist.comm.window import Memory, Put, Window, check_count
 from hpcdist.errors import CommunicationError
 
 DEADLINE_S = 600.0
@@ -113,8 +113,7 @@ class Alone(Communicator):
         return Messages(self.split(0), sources, destinations, owned=True)
 
     def window(self, count: int, dtype: torch.dtype = torch.float32) -> Window:
-        if count < 0:
-            raise CommunicationError(f"count of a window must be at least 0; got {count}.")
+        check_count(count)
         return OwnWindow(self, torch.zeros(count, dtype=dtype))
 
     # --- time -----------------------------------------------------------------------------------------------------
@@ -187,62 +186,44 @@ class _Receiving(Request):
 class OwnWindow(Window):
     """A window over this rank's own memory."""
 
+    _own_rank = 0
+
     def __init__(self, comm: Alone, local: Tensor):
-        self._comm, self.local = comm, local.detach()
+        super().__init__(local.detach(), [local.numel()])
+        self._comm = comm
 
-    def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
-        out.detach().copy_(self._part(rank, offset, out))
+    def _part(self, offset: int, tensor: Tensor) -> Tensor:
+        return self.local[offset : offset + tensor.numel()]
 
-    def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
-        self._part(rank, offset, values).copy_(values.detach())
+    def _get(self, out: Tensor, rank: int, offset: int) -> None:
+        out.detach().copy_(self._part(offset, out))
 
-    def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
-        self._part(rank, offset, values).add_(values.detach())
+    def _put(self, values: Tensor, rank: int, offset: int) -> None:
+        self._part(offset, values).copy_(values.detach())
 
-    def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
-        element = self._word(rank, offset)
+    def _accumulate(self, values: Tensor, rank: int, offset: int) -> None:
+        self._part(offset, values).add_(values.detach())
+
+    def _atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
+        element = self.local[offset]
         before = int(element)
-        element.add_(value)
+        if what == "fetch_add":
+            element.add_(values[0])
+        elif before == values[0]:
+            element.fill_(values[1])
         return before
 
-    def compare_and_swap(self, expected: int, desired: int, rank: int, offset: int = 0) -> int:
-        element = self._word(rank, offset)
-        before = int(element)
-        if before == expected:
-            element.fill_(desired)
-        return before
-
-    def wait(
+    def _wait(
         self,
         predicate: Callable[[Tensor], bool],
-        *,
-        rank: int | None = None,
-        offset: int = 0,
-        count: int | None = None,
-        what: str = "a change in a window",
-        deadline_s: float | None = None,
+        rank: int,
+        offset: int,
+        count: int,
+        what: str,
+        deadline_s: float | None,
     ) -> None:
-        elements = self._elements(rank or 0, offset, len(self.local) - offset if count is None else count)
+        elements = self.local[offset : offset + count]
         self._comm.wait_for(lambda: predicate(elements), what, deadline_s)
 
     def close(self) -> None:
-        del self.local
-
-    def _part(self, rank: int, offset: int, tensor: Tensor) -> Tensor:
-        check_flat(tensor)
-        if tensor.dtype != self.local.dtype:
-            raise CommunicationError(
-                f"dtype must be that of the window, {self.local.dtype}; got {tensor.dtype}. Convert the tensor."
-            )
-        return self._elements(rank, offset, tensor.numel())
-
-    def _word(self, rank: int, offset: int) -> Tensor:
-        if self.local.dtype != torch.int64:
-            raise CommunicationError(f"an atomic must be used on an int64 window; got a window of {self.local.dtype}.")
-        return self._elements(rank, offset, 1)[0]
-
-    def _elements(self, rank: int, offset: int, count: int) -> Tensor:
-        check_rank(rank, 1, "rank of a window")
-        if offset < 0 or count < 0 or offset + count > len(self.local):
-            raise out_of_range(rank, len(self.local), offset, count)
-        return self.local[offset : offset + count]
+        self._release()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from hpcdist.comm.transfer import check_flat, check_rank
 from hpcdist.errors import CommunicationError
 
 
@@ -18,13 +19,23 @@ class Memory(abc.ABC):
     Each call is an epoch of its own (passive target): when it returns, the transfer is complete at both ends.
     `offset` counts elements. Single elements are never torn; a longer `get` that overlaps another rank's `put` may
     mix old and new elements. For a consistent read use `hpcdist.comm.snapshot`.
+
+    The public calls check their arguments here; subclasses define what they do then.
+
+    Args:
+        local: this rank's exposed memory.
+        lengths: elements of each rank's memory.
     """
 
     local: Tensor  # this rank's exposed memory, flat; others may change it at any time
 
-    @abc.abstractmethod
+    def __init__(self, local: Tensor, lengths: Sequence[int]):
+        self.local, self.dtype, self._lengths, self._closed = local, local.dtype, lengths, False
+
     def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
         """Copy `len(out)` elements of `rank`'s memory, from `offset` on, into `out` (overwritten)."""
+        self._check(rank, offset, out)
+        self._get(out, rank, offset)
 
     def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
         """Return `count` elements of `rank`'s memory: a view if that memory is mapped here, else a copy.
@@ -34,25 +45,63 @@ class Memory(abc.ABC):
         Args:
             out: memory for the copy, shape (count,); new if None.
         """
-        out = torch.empty(count, dtype=self.local.dtype) if out is None else out
+        out = torch.empty(count, dtype=self.dtype) if out is None else out
         self.get(out, rank, offset)
         return out
 
-    @abc.abstractmethod
     def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
         """Copy `values` into `rank`'s memory from `offset` on."""
+        self._check(rank, offset, values)
+        self._put(values, rank, offset)
+
+    @abc.abstractmethod
+    def _get(self, out: Tensor, rank: int, offset: int) -> None:
+        """Do what `get` says."""
+
+    @abc.abstractmethod
+    def _put(self, values: Tensor, rank: int, offset: int) -> None:
+        """Do what `put` says."""
+
+    def _check(self, rank: int, offset: int, tensor: Tensor | None = None, count: int | None = None) -> int:
+        """Check a call's arguments; return its number of elements: of `tensor`, or `count`, or all from `offset` on."""
+        if self._closed:
+            raise CommunicationError("a window must not be used once it is closed. Close it after its last use.")
+        lengths = self._lengths
+        check_rank(rank, len(lengths), "rank of a window")
+        length = lengths[rank]
+        if tensor is not None:
+            check_flat(tensor)
+            count = tensor.numel()
+            if tensor.dtype != self.dtype:
+                raise CommunicationError(
+                    f"dtype must be that of the window, {self.dtype}; got {tensor.dtype}. Convert the tensor."
+                )
+        elif count is None:
+            count = length - offset
+        if offset < 0 or count < 0 or offset + count > length:
+            raise CommunicationError(
+                f"elements of a window call must lie within rank {rank}'s {length} elements; got "
+                f"[{offset}, {offset + count})."
+            )
+        return count
 
     @abc.abstractmethod
     def close(self) -> None:
         """Release the memory; `local` must not be used afterwards. Collective for a window."""
 
+    def _release(self) -> None:
+        """Forget the memory."""
+        self._closed = True
+        del self.local
+
 
 class Window(Memory):
     """Memory that ranks can also add to, change atomically and wait on."""
 
-    @abc.abstractmethod
     def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
         """Add `values` to `rank`'s memory from `offset` on. Atomic per element among accumulates."""
+        self._check(rank, offset, values)
+        self._accumulate(values, rank, offset)
 
     def change(self, function: Callable[..., object], rank: int, *beside: Tensor) -> bool:
         """Let `function(elements, *parts)` change `rank`'s memory in place. Atomic per element among accumulates.
@@ -65,15 +114,23 @@ class Window(Memory):
         """
         return False
 
-    @abc.abstractmethod
     def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
         """Add `value` to one element of an int64 window and return its former value. Atomic."""
+        return self._checked_atomic("fetch_add", rank, offset, value)
 
-    @abc.abstractmethod
     def compare_and_swap(self, expected: int, desired: int, rank: int, offset: int = 0) -> int:
         """Write `desired` if the int64 element equals `expected`; return its former value. Atomic."""
+        return self._checked_atomic("compare_and_swap", rank, offset, expected, desired)
 
-    @abc.abstractmethod
+    def _checked_atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
+        self._check(rank, offset, count=1)
+        if self.dtype != torch.int64:
+            raise CommunicationError(f"{what} must be used on an int64 window; got a window of {self.dtype}.")
+        for value in values:
+            if not -(2**63) <= value < 2**63:
+                raise CommunicationError(f"operand of an atomic must fit in 64 bits; got {value}.")
+        return self._atomic(what, rank, offset, *values)
+
     def wait(
         self,
         predicate: Callable[[Tensor], bool],
@@ -89,6 +146,30 @@ class Window(Memory):
         The predicate must not communicate and must not change the tensor. `what` says in words what is awaited and
         of whom, for error messages. Past `deadline_s` (default: the communicator's) DeadlineError is raised.
         """
+        rank = self._own_rank if rank is None else rank
+        self._wait(predicate, rank, offset, self._check(rank, offset, count=count), what, deadline_s)
+
+    _own_rank: int
+
+    @abc.abstractmethod
+    def _accumulate(self, values: Tensor, rank: int, offset: int) -> None:
+        """Do what `accumulate` says."""
+
+    @abc.abstractmethod
+    def _atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
+        """Do what `fetch_add` (of one value) or `compare_and_swap` (expected, desired) says."""
+
+    @abc.abstractmethod
+    def _wait(
+        self,
+        predicate: Callable[[Tensor], bool],
+        rank: int,
+        offset: int,
+        count: int,
+        what: str,
+        deadline_s: float | None,
+    ) -> None:
+        """Do what `wait` says."""
 
 
 class Put(NamedTuple):
@@ -105,8 +186,7 @@ def refuse_attached(*args: Any, **options: Any) -> NoReturn:
     raise CommunicationError("an attached window must be used for get and put only. Make one with comm.window.")
 
 
-def out_of_range(rank: int, length: int, offset: int, count: int) -> CommunicationError:
-    """Make the error for a call that addresses elements beyond a rank's memory."""
-    return CommunicationError(
-        f"elements of a window call must lie within rank {rank}'s {length} elements; got [{offset}, {offset + count})."
-    )
+def check_count(count: int) -> None:
+    """Check the number of elements of a new window; raise CommunicationError otherwise."""
+    if count < 0:
+        raise CommunicationError(f"count of a window must be at least 0; got {count}.")

@@ -163,7 +163,7 @@ def _receive(comm: Alone, into: torch.Tensor) -> None:
         (lambda c: c.window(-1), r"count of a window must be at least 0; got -1"),
         (lambda c: c.window(2).put(torch.ones(2), 0, 1), r"a window call must lie within rank 0's 2 elements; got .1,"),
         (lambda c: c.window(2).put(torch.ones(2).double(), 0), r"dtype must be that of the window, torch.float32"),
-        (lambda c: c.window(2).fetch_add(1, 0), r"an atomic must be used on an int64 window; got a window of torch.f"),
+        (lambda c: c.window(2).fetch_add(1, 0), r"fetch_add must be used on an int64 window; got a window of torch.f"),
         (lambda c: _receive(c, torch.empty(2)), r"a tensor to receive into must be as long as the message; got 2"),
         (lambda c: _receive(c, torch.empty(3).long()), r"elements of torch.int64 for 3 of torch.float32"),
     ],

@@ -22,10 +22,8 @@ from hpcdist.comm.mpi.messages import NUMBERS, Staging, numbers
 from hpcdist.comm.mpi.node_memory import LockedMemory, NodeMemory
 from hpcdist.comm.mpi.rma import OneSided
 from hpcdist.comm.mpi.tcp import TcpTransfers
-from hpcdist.comm.transfer import check_flat, check_rank
 from hpcdist.comm.waiting import wait_until
-from hpcdist.comm.window import Memory, Window, out_of_range, refuse_attached
-from hpcdist.errors import CommunicationError
+from hpcdist.comm.window import Memory, Window, check_count, refuse_attached
 
 _PIECE = 1 << 18  # elements that are changed under one lock, of a few tensors that a core's caches hold
 
@@ -39,37 +37,35 @@ class MpiWindow(Window):
     """
 
     def __init__(self, comm, count: int, dtype: torch.dtype, way: str | None = None):
-        if count < 0:
-            raise CommunicationError(f"count of a window must be at least 0; got {count}.")
-        self.comm, self.dtype = comm, dtype
-        itemsize = torch.empty(0, dtype=dtype).itemsize
-        self.counts = [n or 0 for n in comm.gather(int(count))]
-        if comm.failures.tolerant:
-            self._shared = NodeMemory(comm, count * itemsize)
+        check_count(count)
+        self.comm, self._own_rank, self._tolerant = comm, comm.rank, comm.failures.tolerant
+        lengths = [n or 0 for n in comm.gather(int(count))]
+        if self._tolerant:
+            self._shared = NodeMemory(comm, count * dtype.itemsize)
         else:
-            self._shared = LockedMemory(comm.memory.node_mpi(), count * itemsize, comm.failures.deadline_s)
+            self._shared = LockedMemory(comm.memory.node_mpi(), count * dtype.itemsize, comm.failures.deadline_s)
         self._shared.Lock_all()
         ranks = [r for r in range(comm.size) if comm.memory.nodes[r] == comm.memory.nodes[comm.rank]]
         self._node_rank = {rank: i for i, rank in enumerate(ranks)}
         self._memory = {rank: _mapped(self._shared, i, dtype) for rank, i in self._node_rank.items()}
-        self.local = self._memory[comm.rank]
+        super().__init__(self._memory[comm.rank], lengths)
         self.local.zero_()
         self._locks = None if dtype in NUMBERS else MpiWindow(comm, 1, torch.int64, "tcp")  # see _add_locked
         self._staging = Staging()  # never device-aware: MPI may read what it adds with plain loads
         self._served: TcpTransfers | None = None  # does what only the owner's threads may do
         self._bulk: TcpTransfers | OneSided | None = None  # gets and puts across nodes
-        if len(ranks) < comm.size or comm.failures.tolerant:
+        if len(ranks) < comm.size or self._tolerant:
             self._served = comm.memory.server().expose(self)
         if len(ranks) < comm.size:
             way = way or comm.memory.choose()
             self._bulk = OneSided(comm, self.local) if way == "rma" else self._served
         # A rank can be woken where it is told of all changes, which it is not of those that MPI makes one-sidedly.
-        self._wakes = not comm.failures.tolerant and self._bulk is self._served
+        self._wakes = not self._tolerant and self._bulk is self._served
         comm.barrier()
 
     # --- transfers ------------------------------------------------------------------------------------------------
-    def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
-        memory = self._at(rank, offset, out)
+    def _get(self, out: Tensor, rank: int, offset: int) -> None:
+        memory = self._at(rank, offset, out.numel())
         if memory is None:
             with self._staging.host(out, read=False) as host:
                 self._bulk.get(host, rank, offset)
@@ -82,7 +78,8 @@ class MpiWindow(Window):
             self.comm.traffic.fetched(out.nbytes)
 
     def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
-        memory = self._at(rank, offset, None, count)
+        self._check(rank, offset, count=count)
+        memory = self._at(rank, offset, count)
         if memory is None:
             return super().read(rank, offset, count, out)
         self._shared.Sync()
@@ -90,8 +87,8 @@ class MpiWindow(Window):
             self.comm.traffic.fetched(memory.nbytes)
         return memory
 
-    def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
-        memory, traffic = self._at(rank, offset, values), self.comm.traffic
+    def _put(self, values: Tensor, rank: int, offset: int) -> None:
+        memory, traffic = self._at(rank, offset, values.numel()), self.comm.traffic
         if memory is None:
             with self._staging.host(values, write=False) as host:
                 self._bulk.put(host, rank, offset)
@@ -106,7 +103,7 @@ class MpiWindow(Window):
 
     def requests(self, values: Tensor, rank: int, offset: int) -> Iterator[tuple[int, int, int, Tensor]]:
         """Yield a put as a request to the owner's threads; its copy on the host is freed afterwards."""
-        self._at(rank, offset, values)
+        self._check(rank, offset, values)
         self.comm.traffic.sent(values.nbytes)
         with self._staging.host(values, write=False) as host:
             yield rank, self._served.number, offset, host
@@ -115,10 +112,9 @@ class MpiWindow(Window):
         """Tell whether a put to that rank is a request over TCP."""
         return rank not in self._memory and self._bulk is self._served
 
-    def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
-        memory = self._at(rank, offset, values)
+    def _accumulate(self, values: Tensor, rank: int, offset: int) -> None:
         with self._staging.host(values, write=False) as host:
-            if memory is None or self._left_to(rank):
+            if self._left_to(rank):
                 self._served.accumulate(host, rank, offset)
             else:
                 start = clock()
@@ -149,8 +145,7 @@ class MpiWindow(Window):
         self.wake(rank)
 
     def change(self, function: Callable[..., object], rank: int, *beside: Tensor) -> bool:
-        check_rank(rank, self.comm.size, "rank of a window")
-        memory = self._at(rank, 0, None, self.counts[rank])
+        memory = self._at(rank, 0, self._check(rank, 0))
         apart = memory is None or self._left_to(rank) or self._locks is not None
         if apart or not all(tensor.is_cpu for tensor in beside):
             return False
@@ -169,19 +164,8 @@ class MpiWindow(Window):
         return True
 
     # --- atomics --------------------------------------------------------------------------------------------------
-    def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
-        return self._atomic("fetch_add", rank, offset, value)
-
-    def compare_and_swap(self, expected: int, desired: int, rank: int, offset: int = 0) -> int:
-        return self._atomic("compare_and_swap", rank, offset, expected, desired)
-
     def _atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
-        if self.dtype != torch.int64:
-            raise CommunicationError(f"{what} must be used on an int64 window; got a window of {self.dtype}.")
-        for value in values:
-            if not -(2**63) <= value < 2**63:
-                raise CommunicationError(f"operand of an atomic must fit in 64 bits; got {value}.")
-        if self._at(rank, offset, None) is None or self._left_to(rank):
+        if self._left_to(rank):
             before = self._served.atomic(what, rank, offset, *values)
         else:
             start = clock()
@@ -204,25 +188,20 @@ class MpiWindow(Window):
         return int(before[0])
 
     def _left_to(self, owner: int) -> bool:
-        """Tell whether only the owner's threads may lock its memory, although that is mapped here."""
-        return self.comm.failures.tolerant and owner != self.comm.rank
+        """Tell whether only the owner's threads may add to its memory: on another node, or where ranks may die."""
+        return owner not in self._memory or (self._tolerant and owner != self._own_rank)
 
     # --- waiting --------------------------------------------------------------------------------------------------
-    def wait(
+    def _wait(
         self,
         predicate: Callable[[Tensor], bool],
-        *,
-        rank: int | None = None,
-        offset: int = 0,
-        count: int | None = None,
-        what: str = "a change in a window",
-        deadline_s: float | None = None,
+        rank: int,
+        offset: int,
+        count: int,
+        what: str,
+        deadline_s: float | None,
     ) -> None:
-        rank = self.comm.rank if rank is None else rank
-        if count is None:
-            check_rank(rank, self.comm.size, "rank of a window")
-            count = self.counts[rank] - offset
-        here = self._at(rank, offset, None, count)
+        here = self._at(rank, offset, count)
         seen = torch.empty(count, dtype=self.dtype) if here is None else here
 
         def ready() -> bool:
@@ -247,28 +226,15 @@ class MpiWindow(Window):
         if self._locks is not None:
             self._locks.close()
         self._memory.clear()
-        del self.local
-        if self.comm.failures.tolerant:
+        self._release()
+        if self._tolerant:
             return  # freeing is collective, and any rank may be dead by now; the job's end does it
         self._shared.Unlock_all()
         self._shared.Free()
 
-    def _at(self, rank: int, offset: int, tensor: Tensor | None, count: int = 1) -> Tensor | None:
-        """Return the addressed part of `rank`'s memory; None if it lies on another node."""
+    def _at(self, rank: int, offset: int, count: int) -> Tensor | None:
+        """Return a part of `rank`'s memory; None if it lies on another node."""
         memory = self._memory.get(rank)
-        if memory is None:  # a rank of another node, or no such one
-            if not self._memory:
-                raise CommunicationError("a window must not be used once it is closed. Close it after its last use.")
-            check_rank(rank, self.comm.size, "rank of a window")
-        if tensor is not None:
-            check_flat(tensor)
-            count = tensor.numel()
-            if tensor.dtype != self.dtype:
-                raise CommunicationError(
-                    f"dtype must be that of the window, {self.dtype}; got {tensor.dtype}. Convert the tensor."
-                )
-        if offset < 0 or count < 0 or offset + count > self.counts[rank]:
-            raise out_of_range(rank, self.counts[rank], offset, count)
         return None if memory is None else memory[offset : offset + count]
 
 
@@ -283,11 +249,11 @@ class AttachedMemory(Memory):
     """
 
     def __init__(self, comm, tensor: Tensor, addresses: list[int], mapped: list[Tensor]):
-        self.comm, self.local, self._addresses, self._parts = comm, tensor, addresses, mapped
+        super().__init__(tensor, [tensor.numel()] * comm.size)
+        self.comm, self._addresses, self._parts = comm, addresses, mapped
         self._peers = [] if mapped else [PeerMemory(pid) for pid in comm.pids]
 
-    def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
-        self._check(rank, offset, out.numel())
+    def _get(self, out: Tensor, rank: int, offset: int) -> None:
         start = clock()
         if self._parts:
             out.copy_(self._parts[rank][offset : offset + out.numel()])
@@ -299,13 +265,12 @@ class AttachedMemory(Memory):
     def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
         if not self._parts:
             return super().read(rank, offset, count, out)
-        self._check(rank, offset, count)
+        self._check(rank, offset, count=count)
         part = self._parts[rank][offset : offset + count]
         self.comm.traffic.fetched(part.nbytes)
         return part
 
-    def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
-        self._check(rank, offset, values.numel())
+    def _put(self, values: Tensor, rank: int, offset: int) -> None:
         start = clock()
         if self._parts:
             self._parts[rank][offset : offset + values.numel()].copy_(values)
@@ -313,10 +278,6 @@ class AttachedMemory(Memory):
             self._peers[rank].write(values.data_ptr(), self._addresses[rank] + offset * values.itemsize, values.nbytes)
         self.comm.traffic.communicating_s += clock() - start
         self.comm.traffic.sent(values.nbytes)
-
-    def _check(self, rank: int, offset: int, count: int) -> None:
-        if offset < 0 or offset + count > self.local.numel():
-            raise out_of_range(rank, self.local.numel(), offset, count)
 
     accumulate = fetch_add = compare_and_swap = wait = refuse_attached
 

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.capabilities import RankMemory
-from hpcdist.comm.transfer import check_flat, check_rank
+from hpcdist.comm.transfer import check_flat
 from hpcdist.comm.virtual.clock import VirtualRank
 from hpcdist.comm.virtual.collectives import addable
 from hpcdist.comm.virtual.group import Member
 from hpcdist.comm.virtual.network import Path
-from hpcdist.comm.window import Memory, Put, Window, out_of_range, refuse_attached
-from hpcdist.errors import CommunicationError
+from hpcdist.comm.window import Memory, Put, Window, check_count, refuse_attached
 
 
 class Exposed:
@@ -88,12 +87,16 @@ class VirtualMemory(Memory):
     """One memory per rank of a group, to get and put."""
 
     def __init__(self, member: Member, local: Tensor, memories: list[Exposed]):
-        self.local, self._member, self._clock, self._memories = local, member, member.clock, memories
-        self._closed = False
+        super().__init__(local, [memory.tensor.numel() for memory in memories])
+        self._member, self._clock, self._memories, self._own_rank = member, member.clock, memories, member.rank
+
+    def _check(self, rank: int, offset: int, tensor: Tensor | None = None, count: int | None = None) -> int:
+        self._member.enter()
+        return super()._check(rank, offset, tensor, count)
 
     # --- transfers ------------------------------------------------------------------------------------------------
-    def get(self, out: Tensor, rank: int, offset: int = 0) -> None:
-        memory = self._enter(rank, offset, out)
+    def _get(self, out: Tensor, rank: int, offset: int) -> None:
+        memory = self._memories[rank]
         part = memory.tensor[offset : offset + out.numel()]
         with self._member.counted("communicating_s"):
             effect = self._read(out.detach(), part, self._member.path_from(rank))
@@ -112,16 +115,16 @@ class VirtualMemory(Memory):
         _copy(out[:half], part[:half])
         yield arrival_s
 
-    def put(self, values: Tensor, rank: int, offset: int = 0) -> None:
+    def _put(self, values: Tensor, rank: int, offset: int) -> None:
         self._change("put", values, rank, offset, _copy)
 
     def writing(self, values: Tensor, rank: int, offset: int) -> Iterator[float]:
         """Write values at their time of arrival, as an effect on the clock."""
-        memory = self._enter(rank, offset, values)
-        return self._write(values.detach(), memory, offset, self._member.path_to(rank), _copy)
+        self._check(rank, offset, values)
+        return self._write(values.detach(), self._memories[rank], offset, self._member.path_to(rank), _copy)
 
     def _change(self, what: str, values: Tensor, rank: int, offset: int, apply: Callable) -> None:
-        memory = self._enter(rank, offset, values)
+        memory = self._memories[rank]
         with self._member.counted("communicating_s"):
             effect = self._write(values.detach(), memory, offset, self._member.path_to(rank), apply)
             self._clock.perform(f"a {what} to rank {memory.owner.rank}", effect)
@@ -141,60 +144,27 @@ class VirtualMemory(Memory):
         yield arrival_s + path.latency_s
 
     def _release(self) -> None:
-        self._closed = True
+        super()._release()
         self._memories = []
-        del self.local
-
-    def _enter(self, rank: int, offset: int, tensor: Tensor | None = None, count: int = 0) -> Exposed:
-        """Begin a call: check its arguments, and return the memory of `rank`."""
-        self._member.enter()
-        if self._closed:
-            raise CommunicationError("a window must not be used once it is closed. Close it after its last use.")
-        check_rank(rank, self._member.size, "rank of a window")
-        memory = self._memories[rank]
-        if tensor is not None:
-            check_flat(tensor)
-            count = tensor.numel()
-            if tensor.dtype != memory.tensor.dtype:
-                raise CommunicationError(
-                    f"dtype must be that of the window, {memory.tensor.dtype}; got {tensor.dtype}. Convert the tensor."
-                )
-        length = memory.tensor.numel()
-        if offset < 0 or count < 0 or offset + count > length:
-            raise out_of_range(rank, length, offset, count)
-        return memory
 
 
 class VirtualWindow(VirtualMemory, Window):
     """A window over one memory per rank."""
 
-    def accumulate(self, values: Tensor, rank: int, offset: int = 0) -> None:
+    def _accumulate(self, values: Tensor, rank: int, offset: int) -> None:
         self._change("accumulate", values, rank, offset, _add)
 
-    # --- atomics --------------------------------------------------------------------------------------------------
-    def fetch_add(self, value: int, rank: int, offset: int = 0) -> int:
-        _check_int64(value)
-        return self._atomic("fetch_add", rank, offset, lambda element: element.add_(value))
-
-    def compare_and_swap(self, expected: int, desired: int, rank: int, offset: int = 0) -> int:
-        _check_int64(desired)
-
-        def swap(element: Tensor) -> None:
-            if int(element) == expected:
-                element.fill_(desired)
-
-        return self._atomic("compare_and_swap", rank, offset, swap)
-
-    def _atomic(self, what: str, rank: int, offset: int, apply: Callable[[Tensor], object]) -> int:
-        memory = self._enter(rank, offset, count=1)
-        if memory.tensor.dtype != torch.int64:
-            raise CommunicationError(f"{what} must be used on an int64 window; got a window of {memory.tensor.dtype}.")
-        latency_s, element, before = self._member.path_to(rank).latency_s, memory.tensor[offset], []
+    def _atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
+        memory, before = self._memories[rank], list[int]()
+        latency_s, element = self._member.path_to(rank).latency_s, memory.tensor[offset]
 
         def effect() -> Iterator[float]:
             yield self._clock.now_s + latency_s
             before.append(int(element))
-            apply(element)
+            if what == "fetch_add":
+                element.add_(values[0])
+            elif before[0] == values[0]:
+                element.fill_(values[1])
             memory.changed(offset, offset + 1)
             yield self._clock.now_s + latency_s
 
@@ -204,22 +174,18 @@ class VirtualWindow(VirtualMemory, Window):
             self._member.traffic.sent(element.nbytes)
         return before[0]
 
-    # --- waiting --------------------------------------------------------------------------------------------------
-    def wait(
+    def _wait(
         self,
         predicate: Callable[[Tensor], bool],
-        *,
-        rank: int | None = None,
-        offset: int = 0,
-        count: int | None = None,
-        what: str = "a change in a window",
-        deadline_s: float | None = None,
+        rank: int,
+        offset: int,
+        count: int,
+        what: str,
+        deadline_s: float | None,
     ) -> None:
-        rank = self._member.rank if rank is None else rank
-        memory = self._enter(rank, offset, count=count or 0)
-        stop = memory.tensor.numel() if count is None else offset + count
+        memory = self._memories[rank]
         me, latency_s = self._clock.current, self._member.path_to(rank).latency_s
-        waiter = Waiter(me, predicate, memory, offset, stop)
+        waiter = Waiter(me, predicate, memory, offset, offset + count)
         waiter.wake = lambda: self._clock.wake(me, self._clock.now_s + latency_s)
 
         def request() -> Iterator[float]:
@@ -262,8 +228,7 @@ class VirtualRankMemory(RankMemory):
         self.nodes = tuple(index[node] for node in nodes)
 
     def window(self, count: int, dtype: torch.dtype) -> Window:
-        if count < 0:
-            raise CommunicationError(f"count of a window must be at least 0; got {count}.")
+        check_count(count)
         with torch.inference_mode(False):  # others, in other modes, may write it
             local = torch.zeros(count, dtype=dtype)
         return VirtualWindow(self._member, local, self._expose(f"window of {dtype}", local))
@@ -291,11 +256,6 @@ class VirtualRankMemory(RankMemory):
                 member.traffic.sent(values.nbytes)
         with member.counted("communicating_s"):
             member.clock.perform(f"{len(effects)} puts", *effects)
-
-
-def _check_int64(value: int) -> None:
-    if not -(2**63) <= value < 2**63:
-        raise CommunicationError(f"operand of an atomic must fit in 64 bits; got {value}.")
 
 
 # An effect runs in whichever rank's thread is at hand, and only a thread in inference mode may write a tensor that was

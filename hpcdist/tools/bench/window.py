@@ -78,6 +78,11 @@ def _calls(comm: Communicator, where: str, caller: int | None, sizes: Sequence[i
     """Collective. Time calls of rank `caller` on the owner's memory."""
     tensor = torch.empty(max(sizes) // 4).zero_()  # written: its pages exist
     with _exposed(comm, tensor) as (window, words, published, slots):
+
+        def pull_and_push(t: Tensor) -> None:
+            published.read([t], OWNER)
+            slots.put(t, OWNER)
+
         of_windows: Calls = {
             "get": lambda t: window.get(t, OWNER),
             "put": lambda t: window.put(t, OWNER),
@@ -85,7 +90,7 @@ def _calls(comm: Communicator, where: str, caller: int | None, sizes: Sequence[i
         }
         of_servers: Calls = {
             "snapshot read": lambda t: published.read([t], OWNER),
-            "pull + push": lambda t: (published.read([t], OWNER), slots.put(t, OWNER)),
+            "pull + push": pull_and_push,
         }
         atomics: Calls = {
             "fetch_add": lambda t: words.fetch_add(1, OWNER),

@@ -121,7 +121,7 @@ class Algorithm(AllReduce):
     @staticmethod
     @abc.abstractmethod
     def cost_s(
-        n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
+        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
     ) -> float:
         """Predict the seconds of a call, where a message of b bytes takes latency_s + b * byte_s.
 

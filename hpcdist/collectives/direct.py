@@ -58,7 +58,7 @@ class Direct(Algorithm):
         others = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # not all to the same one at once
         window = comm.memory.attach(tensor)
         for segment in chunks(tensor[start:end], segment_count((end - start) * tensor.itemsize, SEGMENT_BYTES)):
-            offset, count = segment.storage_offset() - tensor.storage_offset(), segment.numel()
+            offset, count = int(segment.storage_offset() - tensor.storage_offset()), segment.numel()
             if count > 0:
                 memory = self._inbox.like(segment, 2 * count)
                 first, theirs = memory[:count], memory[count:]
@@ -81,7 +81,7 @@ class Direct(Algorithm):
 
     @staticmethod
     def cost_s(
-        n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
+        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
     ) -> float:
         """Predict the seconds of a call; a get is a request and a reply, and a put is acknowledged."""
         peers, slice_bytes = size - 1, n_bytes / size

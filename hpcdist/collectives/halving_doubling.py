@@ -72,7 +72,7 @@ class HalvingDoubling(Algorithm):
 
     @staticmethod
     def cost_s(
-        n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
+        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
     ) -> float:
         steps, folded = core_steps(size)
         share = (1 - 1 / (1 << steps)) * n_bytes

@@ -86,7 +86,7 @@ class Hierarchical(Algorithm):
         if own.numel() == 0:
             return
         sum_in_rank_order(own, node.rank, node.size, read, lambda: self._inbox.like(own, own.numel()))
-        if self._internode.size > 1:
+        if self._internode is not None and self._internode.size > 1:
             (self._doubling if own.nbytes <= SHORT_BYTES else self._ring)(own)
         self._window.local[start : start + own.nbytes].copy_(own.view(torch.uint8))
 
@@ -114,7 +114,7 @@ class Hierarchical(Algorithm):
 
     @staticmethod
     def cost_s(
-        n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
+        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
     ) -> float:
         """Predict the seconds of a call, inside nodes too at the network's latency and bandwidth: an upper bound."""
         n_nodes, slice_bytes = size // ranks_per_node, n_bytes / ranks_per_node

@@ -39,6 +39,6 @@ class Native(Algorithm):
 
     @staticmethod
     def cost_s(
-        n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
+        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
     ) -> float:
         return Ring.cost_s(n_bytes, size, latency_s, byte_s, reduce_s)

@@ -78,7 +78,7 @@ class Ring(Algorithm):
 
     @staticmethod
     def cost_s(
-        n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
+        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
     ) -> float:
         steps, chunk = size - 1, n_bytes / size
         return 2 * steps * (latency_s + chunk * byte_s) + steps * chunk * reduce_s

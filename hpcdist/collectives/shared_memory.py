@@ -65,7 +65,7 @@ class SharedMemory(Algorithm):
 
     @staticmethod
     def cost_s(
-        n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
+        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
     ) -> float:
         """Predict the seconds of a call as if copies were fetched, each by a request and a reply: an upper bound."""
         return (size - 1).bit_length() * latency_s + (size - 1) * (2 * latency_s + n_bytes * (byte_s + reduce_s))

@@ -47,7 +47,7 @@ class Tree(Algorithm):
 
     @staticmethod
     def cost_s(
-        n_bytes: int, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
+        n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
     ) -> float:
         steps = (size - 1).bit_length()
         return 2 * steps * (latency_s + n_bytes * byte_s) + steps * n_bytes * reduce_s

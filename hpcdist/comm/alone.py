@@ -13,11 +13,10 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from hpcdist.comm.capabilities import Failures, RankMemory, Trace
+from hpcdist.comm.capabilities import Failures, RankMemory, Trace, Traffic
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.messages import Messages, check_graph
 from hpcdist.comm.neighbourhood import Neighbourhood
-from hpcdist.comm.traffic import Traffic
 from hpcdist.comm.transfer import ANY, Envelope, Request, check_flat, check_rank, check_tag
 from hpcdist.comm.waiting import wait_until
 from hpcdist.comm.window import Memory, Put, Window, check_count

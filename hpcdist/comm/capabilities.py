@@ -5,17 +5,52 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from operator import add, sub
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from hpcdist.comm.traffic import Traffic
 from hpcdist.comm.window import Memory, Put
 from hpcdist.records.timeline import Timeline
 
-if TYPE_CHECKING:
-    from hpcdist.comm.communicator import Communicator
+
+@dataclass
+class Traffic:
+    """One rank's transfers, in bytes, messages and seconds, and its seconds of waiting, since the communicator exists.
+
+    `bytes_sent` and `messages_sent` count what this rank put on the network, one-sided puts and accumulates
+    included; `bytes_fetched` and `messages_fetched` count what it took by one-sided gets; calls on a rank's own window
+    move nothing and count nothing. `communicating_s` are the
+    seconds inside calls that move data, `waiting_s` those spent until another rank acts (barrier, `Window.wait`,
+    `probe`); the two don't overlap.
+    """
+
+    bytes_sent: int = 0
+    messages_sent: int = 0
+    bytes_fetched: int = 0
+    messages_fetched: int = 0
+    communicating_s: float = 0.0
+    waiting_s: float = 0.0
+
+    def sent(self, n_bytes: int, messages: int = 1) -> None:
+        self.bytes_sent += n_bytes
+        self.messages_sent += messages
+
+    def fetched(self, n_bytes: int, messages: int = 1) -> None:
+        self.bytes_fetched += n_bytes
+        self.messages_fetched += messages
+
+    def copy(self) -> Traffic:
+        return Traffic(**vars(self))
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*map(add, vars(self).values(), vars(other).values()))
+
+    def __sub__(self, earlier: Traffic) -> Traffic:
+        return Traffic(*map(sub, vars(self).values(), vars(earlier).values()))
+
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -142,14 +177,15 @@ class Failures:
         Ranks keep their numbers; `gather` gives None for the dead.
         """
 
-    def retry_on_failure(self, action: Callable[[], T], *others: Communicator) -> T:
+    def retry_on_failure(self, action: Callable[[], T], *others: Failures) -> T:
         """Collective among the living. Return the result of `action`, which the others repeat where a rank dies in it.
 
         They `shrink` to the living before. Where deaths would end the job anyway this is `action()`.
 
         Args:
-            action: collective on this communicator and `others`; it bears being made in part before, with data that
-                are incomplete, and being made twice.
+            action: collective on this communicator and on those of `others`; it bears being made in part before, with
+                data that are incomplete, and being made twice.
+            others: the failures of further communicators.
 
         Raises:
             CommunicationError: nobody has died, and it failed on another rank. An error of `action` here comes first.

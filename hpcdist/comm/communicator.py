@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from hpcdist import errors
-from hpcdist.comm.capabilities import Failures, RankMemory, Trace
+from hpcdist.comm.capabilities import Failures, RankMemory, Trace, Traffic
 from hpcdist.comm.neighbourhood import Neighbourhood
-from hpcdist.comm.traffic import Traffic
 from hpcdist.comm.transfer import (
     ANY,
     TAG_LIMIT,

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hpcdist.comm.capabilities import Traffic
 from hpcdist.comm.clocks import ahead_of_first
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.traffic import Traffic
 from hpcdist.comm.transfer import ANY, Envelope, Request
 from hpcdist.comm.window import Put
 from hpcdist.errors import ConfigError
@@ -294,7 +294,7 @@ class TracedMemory(Within):
                 details["bytes"] += put.values.nbytes
                 yield put._replace(window=put.window.plain if isinstance(put.window, TracedWindow) else put.window)
 
-        with self.trace.timeline.span("puts", WINDOW, details):
+        with self.comm._timeline.span("puts", WINDOW, details):
             self.plain.put_all(plain())
 
 
@@ -328,7 +328,7 @@ class TracedWindow(Within):
         return None if rank == self.comm.rank else {way: self.comm.number(rank), "bytes": n_bytes}
 
     def change(self, function: Callable[..., object], rank: int, *beside: Tensor) -> bool:
-        n_bytes, timeline = 0, self.trace.timeline
+        n_bytes, timeline = 0, self.comm._timeline
 
         def counted(elements: Tensor, *parts: Tensor) -> None:
             nonlocal n_bytes

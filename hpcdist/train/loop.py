@@ -274,7 +274,7 @@ class Trainer:
             self.replica.require_whole(self.comm.failures.lost)
             return action()
 
-        return self.comm.failures.retry_on_failure(shrunk, self.strategy.comm)
+        return self.comm.failures.retry_on_failure(shrunk, self.strategy.comm.failures)
 
     def _timed(self, work: Callable[[], None]) -> None:
         self.strategy.records.start()

@@ -77,11 +77,8 @@ def test_what_fails_though_nobody_dies_fails_everywhere(tmp_path):
 
 def test_where_nobody_dies_it_is_the_action_alone():
     def body(comm):
-        calls = []
-        return (
-            comm.failures.retry_on_failure(lambda: calls.append("once") or comm.rank, comm),
-            calls,
-            comm.failures.lost,
-        )
+        calls, failures = [], comm.failures
+        result = failures.retry_on_failure(lambda: calls.append("once") or comm.rank, failures)
+        return result, calls, failures.lost
 
     assert run_virtual(body, 2) == [(0, ["once"], ()), (1, ["once"], ())]

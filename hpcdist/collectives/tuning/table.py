@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt, ValidationError, model_validator
@@ -78,7 +79,7 @@ class TimingTable(BaseModel):
 
     def _excess(self, name: str, size: int) -> float:
         """Compute the logarithm of the factor by which an algorithm is slower than the best at a size, weighted."""
-        best = min(row[size] for row in self.seconds.values() if row[size] is not None)
+        best = min(each_s for row in self.seconds.values() if (each_s := row[size]) is not None)
         library = self.seconds["native"][size] if "native" in self.seconds else None
         own = self.seconds[name][size]
         if name != "native" and library is not None and (own is None or own > library):
@@ -100,7 +101,8 @@ class TimingTable(BaseModel):
 
 def candidates(comm: Communicator) -> list[str]:
     """List the algorithms to choose from on these ranks."""
-    return [name for name in available() if issubclass(load(name), Algorithm) and load(name).suits(comm)]
+    found = {name: load(name) for name in available()}
+    return [name for name, cls in found.items() if issubclass(cls, Algorithm) and cls.suits(comm)]
 
 
 def measure_table(
@@ -195,17 +197,22 @@ def _near(seconds: Mapping[str, float], factor: float) -> list[str]:
 def _plausible(names: list[str], size: int, comm: Communicator) -> list[str]:
     """List those that may be the fastest by their cost formulas, and in any case the library's own."""
     ranks_per_node = min(Counter(comm.memory.nodes).values())
-    cost_s = {n: load(n).cost_s(size, comm.size, LATENCY_S, BYTE_S, 0.0, ranks_per_node) for n in names}
+    cost_s = {n: _cost_s(n)(size, comm.size, LATENCY_S, BYTE_S, 0.0, ranks_per_node) for n in names}
     return _near(cost_s, PLAUSIBLE)
+
+
+def _cost_s(name: str) -> Callable[..., float]:
+    """Return the cost formula of an algorithm of this name."""
+    return cast(type[Algorithm], load(name)).cost_s
 
 
 def predict_table(comm: Communicator, latency_s: float, byte_s: float) -> TimingTable:
     """Make the table from the algorithms' cost formulas, for links of that latency and that time per byte."""
     sizes = tuple(1 << exponent for exponent in range(6, 31))
     ranks_per_node = min(Counter(comm.memory.nodes).values())
-    seconds = {}
+    seconds: dict[str, tuple[float | None, ...]] = {}
     for name in candidates(comm):
-        cost_s = load(name).cost_s
+        cost_s = _cost_s(name)
         seconds[name] = tuple(cost_s(size, comm.size, latency_s, byte_s, 0.0, ranks_per_node) for size in sizes)
     return TimingTable(sizes=sizes, seconds=seconds)
 

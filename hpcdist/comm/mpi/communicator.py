@@ -16,7 +16,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm.capabilities import Trace
+from hpcdist.comm.capabilities import Trace, Traffic
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.attached import find_nodes
 from hpcdist.comm.mpi.calls import ANYONE, EVERYONE, Call, Calls, Members, clock, world_ranks
@@ -26,7 +26,6 @@ from hpcdist.comm.mpi.messages import NUMBERS, MpiNeighbourhood, MpiRequest, Sta
 from hpcdist.comm.mpi.process import Process
 from hpcdist.comm.mpi.transports import Transports
 from hpcdist.comm.neighbourhood import Neighbourhood
-from hpcdist.comm.traffic import Traffic
 from hpcdist.comm.transfer import ANY, Envelope, Request, check_flat, check_rank, check_tag
 from hpcdist.comm.window import Window
 from hpcdist.errors import CommunicationError

@@ -13,7 +13,6 @@ from mpi4py import MPI
 
 from hpcdist import log
 from hpcdist.comm.capabilities import Failures
-from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.calls import EVERYONE, Calls, Members, meet
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, DeadlineError, RankFailedError
@@ -105,7 +104,7 @@ class FaultTolerance(Failures):
         if self.tolerant:
             self._agree(True)
 
-    def retry_on_failure(self, action: Callable[[], T], *others: Communicator) -> T:
+    def retry_on_failure(self, action: Callable[[], T], *others: Failures) -> T:
         if not self.tolerant:
             return action()
         self.shrink()
@@ -115,7 +114,7 @@ class FaultTolerance(Failures):
                 result = action()
             except Exception as failure:  # whatever it is: incomplete data may have been used
                 error = failure
-                for failures in (self, *(other.failures for other in others)):
+                for failures in (self, *others):
                     if isinstance(failures, FaultTolerance):
                         failures._members.alive.Revoke()
             done = self._agree(error is None)

@@ -9,11 +9,10 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from hpcdist.comm.capabilities import Failures, Trace
+from hpcdist.comm.capabilities import Failures, Trace, Traffic
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.messages import Messages, check_graph
 from hpcdist.comm.neighbourhood import Neighbourhood
-from hpcdist.comm.traffic import Traffic
 from hpcdist.comm.transfer import ANY, Envelope, Request, check_flat, check_rank, check_tag
 from hpcdist.comm.virtual.arrivals import Message
 from hpcdist.comm.virtual.collectives import addable, children, sum_in_rank_order
@@ -31,6 +30,8 @@ class VirtualCommunicator(Communicator):
     No deadline is needed against hanging, as a deadlock is seen at once; and no wait is too long in principle, as
     virtual seconds cost nothing.
     """
+
+    memory: VirtualRankMemory
 
     def __init__(self, group: Group, rank: int, deadline_s: float = math.inf, traffic: Traffic | None = None):
         self.rank, self.size = rank, len(group.members)
@@ -154,7 +155,8 @@ class VirtualCommunicator(Communicator):
         taken = self._member.meet("split", (color, key), conclude)
         if taken is None:
             return None
-        return VirtualCommunicator(*taken, self.failures.deadline_s, traffic)
+        group, rank = taken
+        return VirtualCommunicator(group, rank, self.failures.deadline_s, traffic)
 
     def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
         check_graph(self, sources, destinations)

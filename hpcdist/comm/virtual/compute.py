@@ -144,8 +144,8 @@ def require(holds: bool, setting: str, rule: str, value: object) -> None:
 
 
 def at_least_0(value: object) -> bool:
-    return isinstance(value, Real) and 0 <= value < math.inf
+    return isinstance(value, Real) and 0 <= float(value) < math.inf
 
 
 def positive(value: object) -> bool:
-    return isinstance(value, Real) and 0 < value < math.inf
+    return isinstance(value, Real) and 0 < float(value) < math.inf

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcdist.comm.capabilities import Failures
-from hpcdist.comm.traffic import Traffic
+from hpcdist.comm.capabilities import Failures, Traffic
 from hpcdist.comm.transfer import ANY
 from hpcdist.comm.virtual.arrivals import Arrivals
 from hpcdist.comm.virtual.clock import VirtualClock

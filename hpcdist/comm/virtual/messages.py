@@ -60,9 +60,9 @@ class ReceiveRequest(Request):
         return self._member.describe(self._posted.source, self._posted.tag)
 
     def _take(self) -> None:
-        if self._tensor is None:
-            return
         message, tensor, self._tensor = self._posted.message, self._tensor, None
+        if message is None or tensor is None:
+            return
         if message.data.nbytes > tensor.nbytes or message.itemsize != tensor.itemsize:
             raise CommunicationError(
                 f"a message must fit the tensor it is received into; got {message.data.nbytes} bytes in elements of "

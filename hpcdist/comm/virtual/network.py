@@ -46,7 +46,7 @@ class Network:
             require(_absent(name, value) or at_least_0(value), name, "a finite number of at least 0", value)
         for name in ("bandwidth_bytes_s", "intra_bandwidth_bytes_s"):
             value = getattr(self, name)
-            holds = _absent(name, value) or (isinstance(value, Real) and value > 0)
+            holds = _absent(name, value) or (isinstance(value, Real) and float(value) > 0)
             require(holds, name, "a number above 0 (math.inf for no limit)", value)
         k = self.ranks_per_node
         require(

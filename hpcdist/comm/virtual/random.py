@@ -12,10 +12,13 @@ import ctypes
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
+_get_bit_generator: Any = vars(np.random)["get_bit_generator"]  # numpy's types leave them out
+_set_bit_generator: Any = vars(np.random)["set_bit_generator"]
 _NUMPY_BYTES = 2500  # a Mersenne twister in memory: 624 words and a position
 
 
@@ -27,7 +30,8 @@ class RandomState:
         torch_seed, python_seed = (int(word) for word in sequence.generate_state(2, np.uint64))
         self._torch = torch.Generator().manual_seed(torch_seed).get_state()
         self._python = random.Random(python_seed).getstate()
-        self._own = self._numpy = np.random.MT19937(sequence)
+        self._own = np.random.MT19937(sequence)
+        self._numpy: np.random.BitGenerator = self._own
         self._address = self._own.ctypes.state_address
         self._numpy_seen = b""  # numpy's memory when this was saved
         self._gauss: dict | None = None  # numpy's whole state where it keeps a second normal number for later
@@ -36,7 +40,7 @@ class RandomState:
         """Make this the state of the process."""
         torch.default_generator.set_state(self._torch)
         random.setstate(self._python)
-        np.random.set_bit_generator(self._numpy)  # forgets a normal number kept for later
+        _set_bit_generator(self._numpy)  # forgets a normal number kept for later
         if self._gauss is not None:
             np.random.set_state(self._gauss)
 
@@ -44,7 +48,7 @@ class RandomState:
         """Copy the state of the process to this one."""
         self._torch = torch.default_generator.get_state()
         self._python = random.getstate()
-        self._numpy, numpy_memory = np.random.get_bit_generator(), ctypes.string_at(self._address, _NUMPY_BYTES)
+        self._numpy, numpy_memory = _get_bit_generator(), ctypes.string_at(self._address, _NUMPY_BYTES)
         # numpy's generator has been taken along as it is, but numpy may keep a normal number beside it: one that it
         # had kept before, or of a draw since, or of a generator that the rank has put in the place of ours.
         if self._gauss is not None or self._numpy is not self._own or numpy_memory != self._numpy_seen:
@@ -57,11 +61,11 @@ class RandomState:
 def callers_state_kept() -> Iterator[None]:
     """Restore the process's random state at the end of the context."""
     torch_state, python_state = torch.default_generator.get_state(), random.getstate()
-    bit_generator, numpy_state = np.random.get_bit_generator(), np.random.get_state(legacy=False)
+    bit_generator, numpy_state = _get_bit_generator(), np.random.get_state(legacy=False)
     try:
         yield
     finally:
         torch.default_generator.set_state(torch_state)
         random.setstate(python_state)
-        np.random.set_bit_generator(bit_generator)
+        _set_bit_generator(bit_generator)
         np.random.set_state(numpy_state)

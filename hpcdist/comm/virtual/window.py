@@ -17,6 +17,7 @@ is put to the test, at times that the network model fixes. A transfer that takes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -184,7 +185,7 @@ class VirtualWindow(VirtualMemory, Window):
         deadline_s: float | None,
     ) -> None:
         memory = self._memories[rank]
-        me, latency_s = self._clock.current, self._member.path_to(rank).latency_s
+        me, latency_s = self._member.me, self._member.path_to(rank).latency_s
         waiter = Waiter(me, predicate, memory, offset, offset + count)
         waiter.wake = lambda: self._clock.wake(me, self._clock.now_s + latency_s)
 
@@ -251,7 +252,7 @@ class VirtualRankMemory(RankMemory):
         member.enter()
         effects = []
         for window, values, rank, offset in puts:
-            effects.append(window.writing(values, rank, offset))
+            effects.append(cast(VirtualMemory, window).writing(values, rank, offset))
             if rank != member.rank:
                 member.traffic.sent(values.nbytes)
         with member.counted("communicating_s"):

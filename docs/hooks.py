@@ -15,6 +15,7 @@ from mkdocs.structure.files import File, Files
 
 from hpcdist import compress, strategies, topology
 from hpcdist.config import describe
+from hpcdist.session import rules
 
 ROOT = Path(__file__).parents[1]
 CATALOGUES = {"Strategies": strategies, "Compressors": compress, "Topologies": topology}
@@ -43,6 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page, config: MkDocsConfig, files: Files) -> str:
+    markdown = markdown.replace("<!-- the table of rules -->\n", table_of_rules())
     markdown = re.sub(r"^ *<!--.*?-->\n", "", markdown, flags=re.M | re.S)
     folder = Path(COPIED.get(page.file.src_path, f"docs/{page.file.src_path}")).parent
     markdown = re.sub(r"\[([^]\n]+)\]\(([^)#\s]+)\)", lambda found: link(found, folder, page, files), markdown)
@@ -87,7 +89,7 @@ def page_of(name: str, algorithm: type, title: str) -> str:
         if costs:
             parts += ["## Cost", *map(prose, costs)]
         if title == "Strategies":
-            parts += ["## When to use it", advice(name)]
+            parts += ["## When to use it", advice(name), "## In a loop of your own", loop(algorithm)]
         parts += ["## Options", options(algorithm, where)]
     if title == "Topologies":
         options_of = inspect.signature(algorithm.__init__).parameters.values()
@@ -105,6 +107,31 @@ def advice(strategy: str) -> str:
     row = next(row for row in re.findall(r"^\|.*", text, re.M) if f"`{strategy}`" in row.split("|")[1])
     _, _, when, careful, _ = (cell.strip() for cell in row.split("|"))
     return f"Use it when {when}." + (f" Be careful when {careful}." if careful else "")
+
+
+def loop(strategy: type[strategies.Strategy]) -> str:
+    """The habits that a strategy refuses, with several ranks, among those that others allow."""
+    refused = [habit for habit in by_contract() if rules.RULES[habit].refused(strategy.contract)]
+    if not refused:
+        return "Whatever a loop does works, or is refused with every strategy: [habits of loops](../own-loop.md)."
+    others = "All else works, or is refused with every strategy: [habits of loops](../own-loop.md)."
+    return "\n".join(["With several ranks it is refused that:", "", *(f"- {h};" for h in refused), "", others])
+
+
+def by_contract() -> list[str]:
+    """The habits that some strategies allow, and some refuse."""
+    contracts = [strategies.load(name).contract for name in strategies.available()]
+    return [h for h, rule in rules.RULES.items() if len({rule.refused(contract) for contract in contracts}) > 1]
+
+
+def table_of_rules() -> str:
+    """Each habit that is refused, and by which strategies."""
+    rows = ["| it is refused that | with |", "|---|---|"]
+    for habit in rules.RULES:
+        allowing = rules.allowing(habit)
+        refusing = [f"`{name}`" for name in strategies.available() if name not in allowing]
+        rows.append(f"| {habit} | {', '.join(refusing) if allowing else 'all'} |")
+    return "\n".join(rows) + "\n"
 
 
 def default(parameter: inspect.Parameter) -> str:

@@ -18,10 +18,11 @@ from torch import Tensor
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.model.pieces import alongside
-from hpcdist.strategies.base import Outcome, Update
+from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.consensus import mean_over, with_buffers
+from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Along, Entry, Flats, dropped
-from hpcdist.strategies.decentralised.gossip import Gossip
+from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, Peers
 from hpcdist.topology import make_topology
 from hpcdist.topology.graphs.structure import two_sides
 
@@ -29,7 +30,7 @@ _FREE = 0  # in place of who holds it
 
 
 @final
-class ADPSGD(Gossip):
+class ADPSGD(Strategy):
     """Train by asynchronous decentralised parallel SGD: average with a random neighbour, whatever it does meanwhile.
 
     Every step of an active rank i: draw one of the neighbours that nobody else averages with at the moment, set both
@@ -46,10 +47,12 @@ class ADPSGD(Gossip):
     descent", 2018, algorithm 1 and section 3.3.
     """
 
-    class Config(Gossip.Config):
+    class Config(DrawConfig):
         """Options of adpsgd."""
 
         topology: Named = Field(Named(name="bipartite"), description="whose parameters may be averaged with whose")
+
+    contract = Contract(averages="parameters", meets="never", memory="read by others", deaths="others go on")
 
     def __init__(self, config: Config, comm, model, **given):
         topology = make_topology(config.topology, comm)
@@ -60,6 +63,8 @@ class ADPSGD(Gossip):
             )
         _, passive = two_sides(topology)
         super().__init__(config, comm, model, **given)
+        self.peers = Peers(comm, self.records)
+        self.draw = Draw(comm, self.peers, config.seed)
         self._passive = comm.rank in passive
         self._neighbours = [rank for rank in topology.in_neighbours(comm.rank, 0) if rank != comm.rank]
         self._shared = [comm.window(p.numel() if self._passive else 0, p.dtype) for p in model.params]
@@ -77,8 +82,8 @@ class ADPSGD(Gossip):
     # --- an active rank -------------------------------------------------------------------------------------------
     def _average(self) -> None:
         """Average with the first neighbour, in random order, that is alive and free."""
-        for i in torch.randperm(len(self._neighbours), generator=self._peers).tolist():
-            if self._neighbours[i] in self.present and self._average_with(self._neighbours[i]):
+        for i in torch.randperm(len(self._neighbours), generator=self.draw.generator).tolist():
+            if self._neighbours[i] in self.peers.present and self._average_with(self._neighbours[i]):
                 return
 
     def _average_with(self, peer: int) -> bool:
@@ -98,7 +103,6 @@ class ADPSGD(Gossip):
                 own.sub_(change)
             self._holder.compare_and_swap(mine, _FREE, peer)
         except RankFailedError:
-            self.look()
             return False
         return True
 
@@ -116,9 +120,9 @@ class ADPSGD(Gossip):
         return outcome
 
     def _free_from_the_dead(self) -> None:
-        if len(self.present) < self.comm.size:
+        if len(self.peers.present) < self.comm.size:
             holder = int(self._holder.local[0])
-            if holder != _FREE and holder - 1 not in self.present:
+            if holder != _FREE and holder - 1 not in self.peers.present:
                 self._holder.compare_and_swap(holder, _FREE, self.comm.rank)
 
     def _share(self, params: Sequence[Tensor]) -> None:
@@ -143,7 +147,8 @@ class ADPSGD(Gossip):
         return with_buffers(self, mean_over(self.comm, self._values(), self.comm.failures.living))
 
     def entries(self) -> list[Entry]:
-        return [*super().entries(), Along("shared", self._save_shared, self._load_shared, dropped([]))]
+        shared = Along("shared", self._save_shared, self._load_shared, dropped([]))
+        return [*super().entries(), self.draw.entry(), shared]
 
     def masters(self) -> Flats:
         return Flats(self._save_shared() or self.model.params)

@@ -171,6 +171,7 @@ class Strategy(abc.ABC):
             raise RankFailedError(
                 f"rank {rank} has died, and the others can't go on without it. Resume from the last checkpoint."
             )
+        self.records.report_remarks(self.steps)
 
     def close(self) -> None:
         """Collective. Release windows and threads."""

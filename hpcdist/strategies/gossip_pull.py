@@ -9,13 +9,16 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.snapshot import Publication
-from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.decentralised.gossip import Gossip, MixingConfig
+from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.common.state import Entry
 from hpcdist.strategies.decentralised.half_precision import Wire
+from hpcdist.strategies.decentralised.mixing import average_in
+from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, MixingConfig, Peers, check_count
 
 
 @final
-class GossipPull(Gossip):
+class GossipPull(Strategy):
     """Train by asynchronous gossip SGD, pull variant.
 
     Every step: run the local optimiser, publish the own parameters θᵢ, draw j uniformly over all ranks (oneself
@@ -36,15 +39,19 @@ class GossipPull(Gossip):
     2016, algorithm 3.
     """
 
-    class Config(Gossip.Config, MixingConfig):
+    class Config(DrawConfig, MixingConfig):
         """Options of gossip_pull."""
 
         pulls: int = Field(1, ge=1, description="ranks whose parameters are fetched in a mixing")
         torn: bool = Field(False, description="read without checking that the fetched parameters are of one step")
 
+    contract = Contract(averages="parameters", meets="never", memory="read by others", deaths="others go on")
+
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
-        self.check_count("pulls", config.pulls, oneself=config.draw_self)
+        self.peers = Peers(comm, self.records)
+        self.draw = Draw(comm, self.peers, config.seed)
+        check_count(comm, "pulls", config.pulls, oneself=config.draw_self)
         self._wire = Wire(config.compression, model.params)
         self._fetched = self._wire.like
         self._published = Publication(comm, self._wire.like, publishes=comm.size > 1)
@@ -82,13 +89,13 @@ class GossipPull(Gossip):
         """
 
         def average(theirs: Sequence[Tensor]) -> None:
-            self.average_in(theirs, 1, weight)
+            average_in(self.model.params, theirs, 1, weight)
 
         if self.config.torn:
-            return self.survives(self._published.use_torn, average, self._fetched, peer)
+            return self.peers.survives(self._published.use_torn, average, self._fetched, peer)
         if published:  # reads memory once less than a copy does
-            return self.survives(self._published.use, average, self._fetched, peer, self._take_back)
-        if not self.survives(self._published.read, self._fetched, peer):
+            return self.peers.survives(self._published.use, average, self._fetched, peer, self._take_back)
+        if not self.peers.survives(self._published.read, self._fetched, peer):
             return False
         average(self._fetched)
         return True
@@ -97,6 +104,9 @@ class GossipPull(Gossip):
         """Set the own parameters to what was published last."""
         for own, published in zip(self.model.params, self._published.own(), strict=True):
             own.copy_(published)
+
+    def entries(self) -> list[Entry]:
+        return [*super().entries(), self.draw.entry()]
 
     def load_state(self, saved: dict) -> None:
         super().load_state(saved)

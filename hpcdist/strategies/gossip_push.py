@@ -16,16 +16,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist.strategies.base import Outcome, Update
+from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, dropped
-from hpcdist.strategies.decentralised.gossip import Gossip, MixingConfig
 from hpcdist.strategies.decentralised.half_precision import Wire
+from hpcdist.strategies.decentralised.mixing import average_in
+from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, MixingConfig, Peers, check_count
 
 _WRITING = -1  # in place of a count
 
 
 @final
-class GossipPush(Gossip):
+class GossipPush(Strategy):
     """Train by asynchronous gossip SGD, push variant.
 
     Every step: run the local optimiser, draw j uniformly over all ranks (oneself included), put the own parameters θᵢ
@@ -49,14 +51,18 @@ class GossipPush(Gossip):
     "Gossip training for deep learning", 2016, where a rank pushes with a probability, 1/interval on average.
     """
 
-    class Config(Gossip.Config, MixingConfig):
+    class Config(DrawConfig, MixingConfig):
         """Options of gossip_push."""
 
         pushes: int = Field(1, ge=1, description="ranks to which the parameters are sent in a mixing")
 
+    contract = Contract(averages="parameters", meets="never", memory="read by others", deaths="others go on")
+
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
-        self.check_count("pushes", config.pushes, oneself=config.draw_self)
+        self.peers = Peers(comm, self.records)
+        self.draw = Draw(comm, self.peers, config.seed)
+        check_count(comm, "pushes", config.pushes, oneself=config.draw_self)
         self._wire = Wire(config.compression, model.params)
         self._slots = [comm.window((comm.size - 1) * t.numel(), t.dtype) for t in self._wire.like]
         self._counts = comm.window(comm.size - 1, torch.int64)
@@ -78,7 +84,7 @@ class GossipPush(Gossip):
                 if peer == self.comm.rank:
                     weight = 2
                 else:
-                    self.survives(self._push, peer)
+                    self.peers.survives(self._push, peer)
         self._average(weight)
 
     # --- the sender -----------------------------------------------------------------------------------------------
@@ -96,7 +102,7 @@ class GossipPush(Gossip):
         """Average the own parameters, weighted `weight` times, with all messages that have arrived."""
         for slot, count in enumerate(self._arrived()):
             if count > 0 and self._take(slot, count):
-                self.average_in(self._taken, count, weight)
+                average_in(self.model.params, self._taken, count, weight)
                 weight += count  # a mean of that many from here on
 
     def _arrived(self) -> list[int]:
@@ -116,7 +122,7 @@ class GossipPush(Gossip):
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:  # slots are of the saved world's senders
-        return [*super().entries(), Entry("held", self._copy_slots, self._fill_slots, dropped([]))]
+        return [*super().entries(), self.draw.entry(), Entry("held", self._copy_slots, self._fill_slots, dropped([]))]
 
     def _copy_slots(self) -> list[tuple[int, int, list[Tensor]]]:
         """Copy the messages that have arrived: slot, their number, their sums."""

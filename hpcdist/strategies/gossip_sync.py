@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal, final
 
 import torch
 from pydantic import Field, model_validator
 
 from hpcdist.model.pieces import alongside
-from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.decentralised.base import Decentralised
-from hpcdist.strategies.decentralised.gossip import MixingConfig
+from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.decentralised.half_precision import Wire
+from hpcdist.strategies.decentralised.peers import MixingConfig, Peers
 
 
 @final
-class GossipSync(Decentralised):
+class GossipSync(Strategy):
     """Train by synchronous gossip SGD.
 
     Every step, on all ranks together: run the local optimiser, draw one permutation π of the ranks, the same
@@ -60,10 +59,11 @@ class GossipSync(Decentralised):
         def meets(self, step: int) -> bool:
             return self.mixes(step, self.order)
 
-    contract = replace(Decentralised.contract, meets="every step")
+    contract = Contract(averages="parameters", meets="every step", deaths="others go on")
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
+        self.peers = Peers(comm, self.records)
         self._wire = Wire(config.compression, model.params)
         self._received = [torch.empty_like(t) for t in self._wire.pack(model.params)]
 
@@ -86,7 +86,7 @@ class GossipSync(Decentralised):
         if dest == rank:
             return
         sent = self._wire.pack(self.model.params)
-        if not self.exchange(sent, dest, self._received, source):
+        if not self.peers.exchange(sent, dest, self._received, source):
             return
         with torch.no_grad():
             for own, rounded, other in zip(self.model.params, sent, self._received, strict=True):

@@ -16,8 +16,9 @@ from hpcdist.config import Named
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.pieces import alongside
 from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, dropped, feedbacks, spread
-from hpcdist.strategies.decentralised.base import Decentralised
+from hpcdist.strategies.decentralised.peers import Peers, PeersConfig
 from hpcdist.topology import load, make_topology
 from hpcdist.topology.graphs.structure import spanning_tree
 
@@ -31,7 +32,7 @@ class Updates(CompressionConfig):
 
 
 @final
-class Strom(Decentralised):
+class Strom(Strategy):
     """Add every rank's updates, compressed, to the parameters of all ranks, as they arrive.
 
     Every step: run the local optimiser, but take from its change of the parameters only what a message says, and leave
@@ -54,7 +55,7 @@ class Strom(Decentralised):
     Reference: Nikko Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015.
     """
 
-    class Config(Strategy.Config):
+    class Config(PeersConfig):
         """Options of strom."""
 
         compression: Updates = Field(Updates(), description="how updates are compressed")
@@ -70,8 +71,11 @@ class Strom(Decentralised):
                 )
             return self
 
+    contract = Contract(averages="parameters", meets="never", deaths="others go on")
+
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
+        self.peers = Peers(comm, self.records)
         # One message goes to all others, so that this rank's parameters change by it, too.
         self._floods = load(config.topology.name).complete
         self._links = self._make_links()
@@ -127,10 +131,10 @@ class Strom(Decentralised):
 
     # --- messages -------------------------------------------------------------------------------------------------
     def _send(self, message: Tensor, peers: Sequence[int], tag: int) -> None:
-        self._sending = [r for r in self._sending if self.survives(r.done) and not r.done()]
+        self._sending = [r for r in self._sending if self.peers.survives(r.done) and not r.done()]
         for peer in peers:
-            if peer in self.present:
-                self.survives(lambda to=peer: self._sending.append(self.comm.isend(message, to, tag)))
+            if peer in self.peers.present:
+                self.peers.survives(lambda to=peer: self._sending.append(self.comm.isend(message, to, tag)))
 
     def _add_arrived(self) -> None:
         """Add messages that have come in full; wait for none."""
@@ -138,7 +142,7 @@ class Strom(Decentralised):
             self._begin(envelope)
         arriving, self._arriving = self._arriving, []
         for request, *message in arriving:
-            if self.survives(request.done):  # else its sender died while sending it
+            if self.peers.survives(request.done):  # else its sender died while sending it
                 if request.done():
                     self._add(*message)
                 else:
@@ -146,7 +150,7 @@ class Strom(Decentralised):
 
     def _probe(self) -> Envelope | None:
         envelopes: list[Envelope | None] = []
-        self.survives(lambda: envelopes.append(self.comm.probe(block=False)))
+        self.peers.survives(lambda: envelopes.append(self.comm.probe(block=False)))
         return envelopes[0] if envelopes else None
 
     def _begin(self, envelope: Envelope) -> None:
@@ -173,13 +177,13 @@ class Strom(Decentralised):
         peers = [peer for link in self._links for peer in link.peers]
         self._send(torch.empty(0, dtype=torch.uint8), peers, _END)
         for peer in peers:
-            while peer in self.present and self._ended[peer] < self._period:
-                self.survives(lambda of=peer: self._begin(self.comm.probe(of)))
+            while peer in self.peers.present and self._ended[peer] < self._period:
+                self.peers.survives(lambda of=peer: self._begin(self.comm.probe(of)))
         for request, *message in self._arriving:
-            if self.survives(request.wait):
+            if self.peers.survives(request.wait):
                 self._add(*message)
         for request in self._sending:
-            self.survives(request.wait)
+            self.peers.survives(request.wait)
         self._sending, self._arriving = [], []
 
     def shrink(self) -> None:

@@ -209,7 +209,6 @@ def test_a_rank_that_has_died_is_not_drawn():
     def body(comm):
         strategy = _make(comm)
         strategy.comm.failures.living = (0, 2, 3)
-        strategy.look()
         drawn = {peer for _ in range(50) for peer in strategy.draw()}
         strategy.close()
         return drawn
@@ -229,7 +228,7 @@ def test_the_state_includes_what_has_arrived(ranks):
             _step(strategy, 1)
         comm.barrier()
         state, params = strategy.state(), strategy.model.params[0].clone()
-        following = [strategy._peers.get_state()]
+        following = [strategy.draw.generator.get_state()]
         other = {"steps": strategy.steps}  # of another world: generators stay, slots are empty
         strategy.close()
 
@@ -237,7 +236,7 @@ def test_the_state_includes_what_has_arrived(ranks):
         for loaded in (state, other):
             strategy.model.params[0].copy_(params)
             strategy.load_state(loaded)
-            following.append(strategy._peers.get_state())
+            following.append(strategy.draw.generator.get_state())
             if comm.rank == 1:
                 found.append(_step(strategy, 1)[0].item())
             comm.barrier()

@@ -74,6 +74,11 @@ class Recorder:
             **vars(spent),
         )
 
+    def report_remarks(self, step: int) -> None:
+        """Write a record of the remarks that no step has recorded, where there are any."""
+        if self.write is not None and (remarks := self.remarks()):
+            self.report(step, Outcome(clock=step, event="; ".join(remarks)))
+
     def report(self, step: int, outcome: Outcome) -> None:
         """Write a record that belongs to no call of `step`."""
         if self.write is not None:

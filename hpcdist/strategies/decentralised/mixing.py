@@ -15,6 +15,20 @@ from hpcdist.model.pieces import alongside
 from hpcdist.topology import Topology
 
 
+def average_in(own: Sequence[Tensor], total: Sequence[Tensor], count: int, weight: int) -> None:
+    """Average the own parameters, which count `weight` times, with those of `count` others, in place.
+
+    Args:
+        own, total: flat tensors of the same lengths; `total` is the others' sum, of any type and on any device.
+    """
+    with torch.no_grad():
+        for params, others in zip(own, total, strict=True):
+            for mine, theirs in alongside(params, others.to(params.device, non_blocking=True)):
+                if weight > 1:
+                    mine.mul_(weight)
+                mine.add_(theirs).div_(weight + count)
+
+
 class Mixing:
     """Collective. Mix tensors xᵢ over ranks i with a topology's weights: xᵢ ← Σⱼ Wᵢⱼ xⱼ.
 

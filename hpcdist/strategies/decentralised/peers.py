@@ -1,0 +1,140 @@
+"""Deal with the other ranks of a strategy without servers: who lives, transfers that outlive a rank, random draws.
+
+All ranks are alike, and the others go on without one that dies. That needs a launcher that lets them live, `mpirun
+--with-ft ulfm`. A rank finds out about a death by itself, so different ranks may know of it from different steps on.
+Decisions of one rank go by the ranks that are `present`; draws and sums that must be equal on all ranks go by
+`comm.failures.living`, which changes where all ranks shrink the group together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.errors import ConfigError, RankFailedError
+from hpcdist.strategies.base import Strategy
+from hpcdist.strategies.common.records import Recorder
+from hpcdist.strategies.common.state import Entry, dropped
+from hpcdist.strategies.decentralised.half_precision import WireConfig
+
+
+class PeersConfig(Strategy.Config):
+    """Options of strategies that go on without a rank that dies, whichever rank it is."""
+
+    def needed(self, size: int) -> tuple[int, ...]:
+        return ()
+
+
+class DrawConfig(PeersConfig):
+    """Options of random draws of ranks."""
+
+    seed: int = Field(0, ge=0, description="of the draw of peers; each rank draws from (seed, rank)")
+
+
+class MixingConfig(WireConfig, PeersConfig):
+    """Options of strategies that mix a rank's parameters with those of others drawn at random.
+
+    Steps count from 1. With `order = "before"` the gradient is still that at the parameters of before the mixing, as
+    in D-PSGD; the local optimiser then steps from the mixed ones.
+    """
+
+    interval: int = Field(1, ge=1, description="steps between mixings: step k mixes where interval divides k")
+    order: Literal["after", "before"] = Field("after", description="mix after the local optimiser's step, or before it")
+    draw_self: bool = Field(True, description="a rank may draw itself, as in the paper, and average with itself")
+
+    def mixes(self, step: int, order: str) -> bool:
+        """Tell whether to mix in that step, "before" or "after" the local optimiser's step."""
+        return order == self.order and step % self.interval == 0
+
+
+class Peers:
+    """Know which ranks live, and make transfers that outlive the rank at the other end.
+
+    Args:
+        records: of the strategy; one of them names each rank that has died.
+    """
+
+    def __init__(self, comm: Communicator, records: Recorder):
+        self._comm = comm
+        self._named: set[int] = set()  # in a record
+        records.remarks = self._name_lost
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """The ranks that are not known to have died. Never waits."""
+        dead, living = self._comm.failures.failed(), self._comm.failures.living
+        return tuple(rank for rank in living if rank not in dead) if dead else living
+
+    def _name_lost(self) -> list[str]:
+        lost = set(range(self._comm.size)).difference(self.present, self._named)
+        self._named |= lost
+        return [f"goes on without rank {rank}: it has died" for rank in sorted(lost)]
+
+    def survives(self, transfer: Callable[..., object], *args) -> bool:
+        """Make a transfer with another rank; return False if that one has died, and the transfer may be half done."""
+        try:
+            transfer(*args)
+        except RankFailedError:
+            return False
+        return True
+
+    def exchange(self, sent: Sequence[Tensor], dest: int, received: Sequence[Tensor], source: int) -> bool:
+        """Send tensors to `dest` while receiving others from `source`; return True if all of those have come.
+
+        If one of the two dies, the transfer with the other is still made. Tensors received in part must not be used.
+        """
+        arriving: list[Request] = []
+        leaving: list[Request] = []
+        begun = [self.survives(lambda t=t: arriving.append(self._comm.irecv(t, source))) for t in received]
+        for tensor in sent:
+            self.survives(lambda t=tensor: leaving.append(self._comm.isend(t, dest)))
+        come = [self.survives(request.wait) for request in arriving]
+        for request in leaving:
+            self.survives(request.wait)
+        return all(begun) and all(come)
+
+
+class Draw:
+    """Draw ranks at random, by a generator of each rank's own, which checkpoints hold."""
+
+    def __init__(self, comm: Communicator, peers: Peers, seed: int):
+        self._rank, self._peers = comm.rank, peers
+        self.generator = torch.Generator().manual_seed(seed * 1_000_003 + comm.rank)
+
+    def __call__(self, count: int = 1, *, oneself: bool = True) -> list[int]:
+        """Draw `count` different ranks of those present, uniformly; all of them where there are fewer.
+
+        Args:
+            oneself: draw from all ranks, this one included.
+        """
+        left = [rank for rank in self._peers.present if oneself or rank != self._rank]
+        return [
+            left.pop(int(torch.randint(len(left), (), generator=self.generator))) for _ in range(min(count, len(left)))
+        ]
+
+    def entry(self) -> Entry:
+        """Declare the generator's state; another number of ranks keeps the generators it has, which differ."""
+        return Entry("peers", self.generator.get_state, self._load, dropped())
+
+    def _load(self, saved: Tensor | None) -> None:
+        if saved is not None:
+            self.generator.set_state(saved)
+
+
+def check_count(comm: Communicator, name: str, count: int, *, oneself: bool) -> None:
+    """Check that there are `count` ranks to draw; on one rank, which mixes with nobody, any count will do.
+
+    Raises:
+        ConfigError: `count`, the option of that name, is greater.
+    """
+    most = comm.size - (not oneself)
+    if comm.size > 1 and count > most:
+        raise ConfigError(
+            f"strategy.{name} must be at most the number of ranks to draw from, {most}; got {count}. Draw fewer, "
+            "or start more ranks."
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import add, sub
@@ -94,6 +94,12 @@ class RankMemory(abc.ABC):
         three times as fast; else it is a tensor like any other. It may outlive the communicator.
         """
         return torch.zeros(count, dtype=dtype)
+
+    def shared_like(self, flats: Sequence[Tensor]) -> list[Tensor] | None:
+        """Collective. Make zeros like flat tensors, by `shared_zeros`; None where one of them lies on a device."""
+        if not all(flat.is_cpu for flat in flats):
+            return None
+        return [self.shared_zeros(len(flat), flat.dtype) for flat in flats]
 
     def is_shared(self, tensor: Tensor) -> bool:
         """Tell whether a tensor lies in what `shared_zeros` has made, and the other ranks have mapped it."""

@@ -98,7 +98,7 @@ class ADPSGD(Strategy):
                 window.get(fetched, peer)
                 change = fetched.to(own.device)
                 for theirs, ours in alongside(change, own):
-                    theirs.sub_(ours).mul_(-0.5)
+                    _half_way(theirs, ours, out=theirs)
                 window.accumulate(change, peer)
                 own.sub_(change)
             self._holder.compare_and_swap(mine, _FREE, peer)
@@ -168,9 +168,14 @@ class ADPSGD(Strategy):
             window.close()
 
 
+def _half_way(theirs: Tensor, ours: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return half the difference: what `theirs` gains in an averaging, and `ours` loses."""
+    return torch.sub(ours, theirs, out=out).mul_(0.5)
+
+
 def _average(theirs: Tensor, ours: Tensor) -> None:
-    """Set both to their mean, by a change that one gains and the other loses."""
-    change = ours.sub(theirs).mul_(0.5)
+    """Set both to their mean."""
+    change = _half_way(theirs, ours)
     theirs.add_(change)
     ours.sub_(change)
 

@@ -20,9 +20,8 @@ from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, attribute, reduction
-from hpcdist.strategies.synchronous.averaging import Averaging, OutsideAveraging, OwnAveraging
+from hpcdist.strategies.synchronous.averaging import Averaging, OutsideAveraging, OwnAveraging, ProviderConfig
 from hpcdist.strategies.synchronous.buffers import ChangingBuffers
-from hpcdist.strategies.synchronous.provider import ProviderConfig
 
 
 class AllReduce(Strategy):
@@ -124,8 +123,10 @@ class AllReduce(Strategy):
         self._alone = comm.size == 1 and not config.provider
         if self._alone:
             model.leave_gradients()
-        elif not (config.provider or config.compression) and all(flat.is_cpu for flat in model.params):
-            model.move_gradients([self._channel.memory.shared_zeros(len(flat), flat.dtype) for flat in model.params])
+        elif not (config.provider or config.compression):
+            shared = self._channel.memory.shared_like(model.params)
+            if shared is not None:
+                model.move_gradients(shared)
         self._compressed: Reduction | None = None
         if config.compression and comm.size > 1:
             self._compressed = Reduction(self._channel, config.compression, model.grads, spans(model))

@@ -59,10 +59,8 @@ class Periodic(Strategy):
             self._compressed = Reduction(self._channel, config.compression, model.params, spans(model))
         self._background = Background() if config.overlap and concurrent(comm) and not self.alone else None
         self.common = [] if self.alone else [params.clone() for params in model.params]  # x
-        in_place = self._compressed is None and all(x.is_cpu for x in self.common)
-        self._mean = [
-            self._channel.memory.shared_zeros(len(x), x.dtype) if in_place else torch.empty_like(x) for x in self.common
-        ]
+        shared = self._channel.memory.shared_like(self.common) if self._compressed is None else None
+        self._mean = [torch.empty_like(x) for x in self.common] if shared is None else shared
         self._gone: list[Tensor] = []  # δᵢ of the exchange under way; empty where there is none
 
     # --- what a subclass defines ----------------------------------------------------------------------------------

@@ -49,8 +49,8 @@ class AllReduce(Strategy):
     share for all (direct). A rank's resident set then counts what it reads of the others' memory, which is there once.
 
     Bytes per rank and step: 2n(p − 1)/p for n bytes of gradients (ring, direct), or those of `hpcdist compressors`;
-    32 that say whether all gradients were there and finite, as they are as a rule, and param_groups the same; and those
-    of buffers that have changed.
+    32 bytes that check that all gradients are present and finite and that param_groups are equal; and the buffers that
+    have changed (BatchNorm's averages, for example).
 
     Reference: Priya Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017; for the
     buckets, Shen Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020; for

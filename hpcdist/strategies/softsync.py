@@ -28,12 +28,13 @@ class SoftsyncPolicy(StalePolicy):
 
 @final
 class Softsync(ServerStrategy):
-    """Update with the mean of c = ⌊λ/n⌋ gradients of any workers, of which one may give two.
+    """Update after every c = ⌊λ/n⌋ gradients, for λ workers and `splits` = n, whichever workers sent them.
 
-    A worker pushes its gradient and goes on at once with the parameters as they are. n = 1 makes updates of λ
-    gradients, but is not hardsync, since nobody waits: staleness is 0, 1 or 2. n = λ is the asynchronous
-    `parameter_server`. The mean staleness is (λ − 1)/c when each worker pulls right after its gradient is taken, "about
-    n"; one below 2n holds for workers of about equal speed, not by protocol: `max_staleness` gives a hard bound.
+    A fast worker may contribute twice to an update. A worker pushes its gradient and goes on at once with the
+    parameters as they are. With n = 1 an update is of λ gradients, but this is not hardsync, since nobody waits: the
+    staleness is 0, 1 or 2. n = λ is the asynchronous `parameter_server`. The mean staleness is (λ − 1)/c where each
+    worker pulls right after its gradient is taken: about n. Nothing guarantees it, but while workers are about equally
+    fast no gradient is staler than 2n. `max_staleness` guarantees a bound.
     `modulation = "average"` divides the learning rate by n; `"measured"` by the mean staleness of the last
     `modulation_window` gradients that the server has applied, where that is above 1. Aggregators reply with what they
     were given last, which adds less than n updates of staleness per level of a tree; `overlap` adds n.

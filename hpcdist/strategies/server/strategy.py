@@ -62,7 +62,10 @@ class ServerStrategy(Strategy):
             1, description="how many ranks only serve, each a shard of the parameters; colocated: every worker serves"
         )
         learner_deadline_s: float | None = Field(
-            None, gt=0, description="a worker that pushes nothing for so long is evicted until it does; none: wait"
+            None,
+            gt=0,
+            description="seconds without a push after which servers stop waiting for a worker, which may come back; "
+            "none: wait for ever",
         )
         compression: CompressionConfig = Field(CompressionConfig(), description="how pushes to servers are compressed")
         compress_answers: bool = Field(True, description="compress what servers send in the same way")

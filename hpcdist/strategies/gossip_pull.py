@@ -74,7 +74,7 @@ class GossipPull(Strategy):
 
     def _mix(self) -> None:
         """Average with the ranks that are drawn, all with equal weights."""
-        peers = self.draw(self.config.pulls, oneself=self.config.draw_self)
+        peers = self.draw.ranks(self.config.pulls, oneself=self.config.draw_self)
         weight = 1 + (self.comm.rank in peers)  # of the own parameters: a mean of that many
         published = self.config.order == "after" and not self.config.compression  # they are what was published last
         for peer in peers:

@@ -80,7 +80,7 @@ class GossipPush(Strategy):
         """Push where this step does, and average all messages that have arrived."""
         weight = 1
         if (self.steps + 1) % self.config.interval == 0:
-            for peer in self.draw(self.config.pushes, oneself=self.config.draw_self):
+            for peer in self.draw.ranks(self.config.pushes, oneself=self.config.draw_self):
                 if peer == self.comm.rank:
                     weight = 2
                 else:

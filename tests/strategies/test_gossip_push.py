@@ -22,7 +22,7 @@ def _make(comm, features=3, **options):
 
 def _step(strategy, peer):
     """A step without learning in which this rank draws `peer`."""
-    strategy.draw = lambda *_, **__: [peer]
+    strategy.draw.ranks = lambda *_, **__: [peer]
     strategy.step(lambda: None)
     return strategy.model.params[0].clone()
 
@@ -137,7 +137,7 @@ def test_messages_are_whole_and_counted_once_on_a_network_slower_than_the_steps(
 def _push_ones(comm, module, steps):
     """How many messages this rank pushed, all of ones, and how many it received; every sum is of whole ones."""
     strategy = problem.make(comm, NAME, module, seed=4)
-    received, pushed, take, draw = 0, 0, strategy._take, strategy.draw
+    received, pushed, take, draw = 0, 0, strategy._take, strategy.draw.ranks
 
     def counting(slot, count):
         nonlocal received
@@ -195,7 +195,7 @@ def test_peers_are_drawn_uniformly_oneself_included():
 
     def body(comm):
         strategy = _make(comm, seed=3)
-        drawn = [peer for _ in range(steps) for peer in strategy.draw()]
+        drawn = [peer for _ in range(steps) for peer in strategy.draw.ranks()]
         strategy.close()
         return drawn
 
@@ -209,7 +209,7 @@ def test_a_rank_that_has_died_is_not_drawn():
     def body(comm):
         strategy = _make(comm)
         strategy.comm.failures.living = (0, 2, 3)
-        drawn = {peer for _ in range(50) for peer in strategy.draw()}
+        drawn = {peer for _ in range(50) for peer in strategy.draw.ranks()}
         strategy.close()
         return drawn
 

@@ -106,7 +106,7 @@ class Draw:
         self._rank, self._peers = comm.rank, peers
         self.generator = torch.Generator().manual_seed(seed * 1_000_003 + comm.rank)
 
-    def __call__(self, count: int = 1, *, oneself: bool = True) -> list[int]:
+    def ranks(self, count: int = 1, *, oneself: bool = True) -> list[int]:
         """Draw `count` different ranks of those present, uniformly; all of them where there are fewer.
 
         Args:

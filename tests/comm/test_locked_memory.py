@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import pytest
 import torch
 
@@ -41,25 +40,23 @@ def test_a_lock_that_does_not_come_free_is_told(ranks):
     from hpcdist.comm.mpi.node_memory import LockedMemory
 
     def body(comm):
-        memory = LockedMemory(comm.memory.node_mpi(), 8, deadline_s=0.1)
-        word, before = np.ones(1, np.int64), np.empty(1, np.int64)
+        memory = LockedMemory(comm.memory.node_mpi(), 8, torch.int64, deadline_s=0.1)
         if comm.rank == 0:
             memory.lock(1)
         comm.barrier()
         if comm.rank == 1:
             with pytest.raises(DeadlineError, match=r"lock of a window on rank 1 of this node .* within 0\.1 s\."):
-                memory.Fetch_and_op(word, before, 1, 0, None)
-            memory.Fetch_and_op(word, before, 0, 0, None)  # another's is free
+                memory.atomic("fetch_add", 1, 0, 1)
+            memory.atomic("fetch_add", 0, 0, 1)  # another's is free
         comm.barrier()
         if comm.rank == 0:
             memory.unlock(1)
         comm.barrier()
-        memory.Fetch_and_op(word, before, 1, 0, None)
+        memory.atomic("fetch_add", 1, 0, 1)
         comm.barrier()
-        found = np.frombuffer(memory.Shared_query(1)[0], np.int64)[0]
-        del word, before
+        found = int(memory.parts[1][0])
         comm.barrier()
-        memory.Free()
+        memory.close()
         return found
 
     assert ranks(body) == [ranks.size] * ranks.size

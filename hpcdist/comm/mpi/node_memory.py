@@ -5,13 +5,14 @@ to the owner, which gets to it once it calls MPI: 2 ms where the owner waits, an
 the node have the memory mapped, so here each does it itself, while it holds a lock that lies in the owner's memory. A
 rank that waits for a change of its own memory sleeps on a semaphore there, and whoever makes the change wakes it.
 
-`NodeMemory` is memory without MPI: where ranks may die, and for tensors that they sum in place. Open MPI warns at every
-start that its own windows are not tested with deaths. Here the kernel keeps a file without a name for each rank, which
-the others map through its process; it is gone with the last of them, and no limit of /dev/shm holds for it.
+`OwnedMemory` is memory without MPI: where ranks may die, and for tensors that they sum in place. Open MPI warns at
+every start that its own windows are not tested with deaths. Here the kernel keeps a file without a name for each rank,
+which the others map through its process; it is gone with the last of them, and no limit of /dev/shm holds for it.
 """
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import mmap
 import os
@@ -25,69 +26,95 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpcdist.comm.mpi.messages import NUMBERS
 from hpcdist.errors import CommunicationError, DeadlineError
 
 
-class NodeMemory:
-    """Collective among the living. A window inside a node with the methods of MPI.Win.
+class NodeMemory(abc.ABC):
+    """The memory of a node's ranks, mapped by all of them, and atomic operations under a lock for each rank's memory.
 
-    Any rank may read and write all memory, but only its owner adds to it or changes words of it atomically: there
-    threads exclude each other.
+    Ranks are named by their numbers in the node.
+
+    Args:
+        parts: the memory of each rank.
+        dtype: of its elements.
+    """
+
+    def __init__(self, parts: Sequence[Any], dtype: torch.dtype):
+        self.parts = [
+            torch.frombuffer(part, dtype=dtype) if len(part) else torch.empty(0, dtype=dtype) for part in parts
+        ]
+        # numpy adds a few elements in half of torch's time, but not 16-bit floats; Python's integers take a tenth.
+        self._arrays = [part.numpy() for part in self.parts] if dtype in NUMBERS else []
+        self._words = [_words(part) for part in parts] if dtype == torch.int64 else []
+
+    def add(self, values: Tensor, target: int, first: int) -> None:
+        """Add values on the host to a rank's elements, from `first` on."""
+        stop = first + len(values)
+        self.lock(target)
+        try:
+            if self._arrays:
+                elements = self._arrays[target][first:stop]
+                np.add(elements, values.detach().numpy(), out=elements)
+            else:
+                self.parts[target][first:stop].add_(values.detach())
+        finally:
+            self.unlock(target)
+
+    def atomic(self, what: str, target: int, offset: int, *values: int) -> int:
+        """Make a `fetch_add` or `compare_and_swap` (expected, desired) of one element; return its former value."""
+        words = self._words[target]
+        self.lock(target)
+        try:
+            before = words[offset]
+            if what == "fetch_add":
+                words[offset] = (before + values[0] + _HALF) % (2 * _HALF) - _HALF  # it wraps around
+            elif before == values[0]:
+                words[offset] = values[1]
+        finally:
+            self.unlock(target)
+        return before
+
+    @abc.abstractmethod
+    def sync(self) -> None:
+        """Make what was written before visible to whoever reads after."""
+
+    @abc.abstractmethod
+    def lock(self, target: int) -> None:
+        """Keep other threads, and where they change it too the node's other ranks, from changing a rank's memory."""
+
+    @abc.abstractmethod
+    def unlock(self, target: int) -> None:
+        """Let others change it again."""
+
+    def close(self) -> None:
+        """Forget the memory. Collective for `LockedMemory`."""
+        for views in (self.parts, self._arrays, self._words):
+            views.clear()
+
+
+class OwnedMemory(NodeMemory):
+    """Collective among the living. Memory without MPI, which only its owner's threads change atomically.
 
     Args:
         comm: the MpiCommunicator; what is mapped is the memory of the ranks of this rank's node.
         n_bytes: of this rank.
+        dtype: of an element.
     """
 
-    def __init__(self, comm, n_bytes: int):
+    def __init__(self, comm, n_bytes: int, dtype: torch.dtype):
         self._lock = threading.Lock()
-        self._parts = map_parts(comm, n_bytes)
+        super().__init__(map_parts(comm, n_bytes), dtype)
 
-    def Shared_query(self, node_rank: int) -> tuple[mmap.mmap | memoryview, int]:
-        return self._parts[node_rank], 1
-
-    def Lock_all(self) -> None:
-        pass
-
-    def Sync(self) -> None:
-        with self._lock:  # what was written before is seen by whoever reads after
+    def sync(self) -> None:
+        with self._lock:
             pass
 
-    def Flush(self, target: int) -> None:
-        pass
-
     def lock(self, target: int) -> None:
-        """Keep other threads from changing this rank's memory atomically; they do so for the other ranks."""
         self._lock.acquire()
 
     def unlock(self, target: int) -> None:
         self._lock.release()
-
-    def Accumulate(self, values: Sequence, target: int, place: Sequence) -> None:
-        memory, count, kind = values
-        with self._lock:
-            elements = self._elements(target, kind.typestr, place[0], count)
-            np.add(elements, np.frombuffer(memory, kind.typestr), out=elements)
-
-    def Fetch_and_op(self, value: np.ndarray, before: np.ndarray, target: int, offset: int, op: MPI.Op) -> None:
-        """Add to one element, for any `op`, and write its former value into `before`."""
-        with self._lock:
-            word = self._elements(target, value.dtype, offset, 1)
-            before[:] = word
-            np.add(word, value, out=word)
-
-    def Compare_and_swap(
-        self, value: np.ndarray, expected: np.ndarray, before: np.ndarray, target: int, offset: int
-    ) -> None:
-        with self._lock:
-            word = self._elements(target, value.dtype, offset, 1)
-            before[:] = word
-            if before[0] == expected[0]:
-                word[:] = value
-
-    def _elements(self, target: int, dtype: str | np.dtype, offset: int, count: int) -> np.ndarray:
-        dtype = np.dtype(dtype)
-        return np.frombuffer(self._parts[target], dtype, count, offset * dtype.itemsize)
 
 
 def map_parts(comm, n_bytes: int) -> list[mmap.mmap | memoryview]:
@@ -188,85 +215,44 @@ class _Time(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class LockedMemory:
-    """Collective. A window inside a node with the methods of MPI.Win, and atomics of its own.
+class LockedMemory(NodeMemory):
+    """Collective. MPI's shared memory, of which any rank of the node changes any part, under locks that they share.
 
     Args:
         node: MPI's communicator of the ranks of this node.
         n_bytes: of this rank.
+        dtype: of an element.
         deadline_s: how long a rank may wait for a lock. It is held for as long as an addition takes.
     """
 
-    def __init__(self, node: MPI.Intracomm, n_bytes: int, deadline_s: float):
+    def __init__(self, node: MPI.Intracomm, n_bytes: int, dtype: torch.dtype, deadline_s: float):
         self._deadline_s = deadline_s
         self._mine = threading.Lock()  # threads of one process wait for each other here, without a core
         self._win = MPI.Win.Allocate_shared(n_bytes + 4 * LINE, 1, comm=node)
-        self.Lock_all, self.Unlock_all, self.Sync = self._win.Lock_all, self._win.Unlock_all, self._win.Sync
-        self._parts, self._locks, self._semaphores, self._asleep = [], [], [], []
+        self._win.Lock_all()
+        parts, self._locks, self._semaphores, self._asleep = [], [], [], []
         for rank, length in enumerate(node.allgather(n_bytes)):
             memory, _ = self._win.Shared_query(rank)
             first = -memory.address % LINE  # the same in all processes: what is mapped begins at a page
             self._locks.append(ctypes.c_void_p(memory.address + first))
             self._semaphores.append(ctypes.c_void_p(memory.address + first + LINE))
             self._asleep.append(_words(memory[first + 2 * LINE : first + 3 * LINE]))
-            self._parts.append(memory[first + 3 * LINE : first + 3 * LINE + length])
-        self._words = [_words(part) for part in self._parts]
-        self._typed: list[np.ndarray | None] = [None] * len(self._parts)
+            parts.append(memory[first + 3 * LINE : first + 3 * LINE + length])
+        super().__init__(parts, dtype)
         self._rank = node.Get_rank()
         _make_lock(self._locks[self._rank])
         _libc.sem_init(self._semaphores[self._rank], _SHARED, 0)
         self._asleep[self._rank][0] = 0
         node.Barrier()
 
-    def Shared_query(self, node_rank: int) -> tuple[MPI.memory, int]:
-        return self._parts[node_rank], 1
+    def sync(self) -> None:
+        self._win.Sync()
 
-    def Flush(self, target: int) -> None:
-        pass
-
-    def Free(self) -> None:
-        """Collective. Free the memory."""
+    def close(self) -> None:
+        super().close()
         self._asleep.clear()
-        self._typed.clear()
-        self._words.clear()
-        self._parts.clear()
+        self._win.Unlock_all()
         self._win.Free()
-
-    def Accumulate(self, values: Sequence, target: int, place: Sequence) -> None:
-        (memory, count, kind), first = values, place[0]
-        if self._typed[target] is None:  # a window has elements of one type
-            self._typed[target] = np.frombuffer(self._parts[target], kind.typestr)
-        elements = self._typed[target][first : first + count]
-        added = np.frombuffer(memory, elements.dtype)
-        self.lock(target)
-        try:
-            np.add(elements, added, out=elements)
-        finally:
-            self.unlock(target)
-
-    def Fetch_and_op(self, value: np.ndarray, before: np.ndarray, target: int, offset: int, op: MPI.Op) -> None:
-        """Add to one element, for any `op`, and write its former value into `before`."""
-        words, added = self._words[target], int(value[0])
-        self.lock(target)
-        try:
-            former = words[offset]
-            words[offset] = (former + added + _HALF) % (2 * _HALF) - _HALF  # it wraps around
-        finally:
-            self.unlock(target)
-        before[0] = former
-
-    def Compare_and_swap(
-        self, value: np.ndarray, expected: np.ndarray, before: np.ndarray, target: int, offset: int
-    ) -> None:
-        words, wanted, new = self._words[target], int(expected[0]), int(value[0])
-        self.lock(target)
-        try:
-            former = words[offset]
-            if former == wanted:
-                words[offset] = new
-        finally:
-            self.unlock(target)
-        before[0] = former
 
     def sleep(self, ready: Callable[[], bool], seconds: float) -> bool:
         """Sleep for so long unless `ready()`, or until `wake` is called for this rank; tell whether that was so."""
@@ -285,7 +271,6 @@ class LockedMemory:
             _post(self._semaphores[target])
 
     def lock(self, target: int) -> None:
-        """Keep other threads, and the node's other ranks, from changing the target's memory atomically."""
         self._mine.acquire()
         lock = self._locks[target]
         if _try_lock(lock) and not self._comes_free(lock):
@@ -309,10 +294,9 @@ def _in(seconds: float) -> Any:
     return ctypes.byref(_Time(int(until), int(until % 1 * 1e9)))
 
 
-def _words(part: MPI.memory) -> memoryview:
-    """View the memory as int64."""
-    whole = len(part) // 8 * 8
-    return memoryview(part[:whole]).cast("B").cast("q") if whole else memoryview(b"")
+def _words(part: Any) -> memoryview:
+    """View memory as int64."""
+    return memoryview(part).cast("B").cast("q") if len(part) else memoryview(b"")
 
 
 def _make_lock(place: ctypes.c_void_p) -> None:

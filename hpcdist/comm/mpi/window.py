@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import cast
 
-import numpy as np
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from hpcdist.comm.mpi.attached import PeerMemory
 from hpcdist.comm.mpi.calls import clock
-from hpcdist.comm.mpi.messages import NUMBERS, Staging, numbers
-from hpcdist.comm.mpi.node_memory import LockedMemory, NodeMemory
+from hpcdist.comm.mpi.messages import Staging
+from hpcdist.comm.mpi.node_memory import LockedMemory, NodeMemory, OwnedMemory
 from hpcdist.comm.mpi.rma import OneSided
 from hpcdist.comm.mpi.tcp import TcpTransfers
-from hpcdist.comm.waiting import wait_until
 from hpcdist.comm.window import Memory, Window, check_count, refuse_attached
 
 _PIECE = 1 << 18  # elements that are changed under one lock, of a few tensors that a core's caches hold
@@ -41,16 +39,15 @@ class MpiWindow(Window):
         self.comm, self._own_rank, self._tolerant = comm, comm.rank, comm.failures.tolerant
         lengths = [n or 0 for n in comm.gather(int(count))]
         if self._tolerant:
-            self._shared = NodeMemory(comm, count * dtype.itemsize)
+            self._shared: NodeMemory = OwnedMemory(comm, count * dtype.itemsize, dtype)
         else:
-            self._shared = LockedMemory(comm.memory.node_mpi(), count * dtype.itemsize, comm.failures.deadline_s)
-        self._shared.Lock_all()
+            node, limit_s = comm.memory.node_mpi(), comm.failures.deadline_s
+            self._shared = LockedMemory(node, count * dtype.itemsize, dtype, limit_s)
         ranks = [r for r in range(comm.size) if comm.memory.nodes[r] == comm.memory.nodes[comm.rank]]
         self._node_rank = {rank: i for i, rank in enumerate(ranks)}
-        self._memory = {rank: _mapped(self._shared, i, dtype) for rank, i in self._node_rank.items()}
+        self._memory = {rank: self._shared.parts[i] for rank, i in self._node_rank.items()}
         super().__init__(self._memory[comm.rank], lengths)
         self.local.zero_()
-        self._locks = None if dtype in NUMBERS else MpiWindow(comm, 1, torch.int64, "tcp")  # see _add_locked
         self._staging = Staging()  # never device-aware: MPI may read what it adds with plain loads
         self._served: TcpTransfers | None = None  # does what only the owner's threads may do
         self._bulk: TcpTransfers | OneSided | None = None  # gets and puts across nodes
@@ -60,7 +57,8 @@ class MpiWindow(Window):
             way = way or comm.memory.choose()
             self._bulk = OneSided(comm, self.local) if way == "rma" else self._served
         # A rank can be woken where it is told of all changes, which it is not of those that MPI makes one-sidedly.
-        self._wakes = not self._tolerant and self._bulk is self._served
+        wakes = isinstance(self._shared, LockedMemory) and self._bulk is self._served
+        self._wakes = cast(LockedMemory, self._shared) if wakes else None
         comm.barrier()
 
     # --- transfers ------------------------------------------------------------------------------------------------
@@ -71,7 +69,7 @@ class MpiWindow(Window):
                 self._bulk.get(host, rank, offset)
         else:
             start = clock()
-            self._shared.Sync()
+            self._shared.sync()
             out.copy_(memory)
             self.comm.traffic.communicating_s += clock() - start
         if rank != self.comm.rank:
@@ -82,7 +80,7 @@ class MpiWindow(Window):
         memory = self._at(rank, offset, count)
         if memory is None:
             return super().read(rank, offset, count, out)
-        self._shared.Sync()
+        self._shared.sync()
         if rank != self.comm.rank:
             self.comm.traffic.fetched(memory.nbytes)
         return memory
@@ -95,7 +93,7 @@ class MpiWindow(Window):
         else:
             start = clock()
             memory.copy_(values)
-            self._shared.Sync()
+            self._shared.sync()
             self.wake(rank)
             traffic.communicating_s += clock() - start
         if rank != self.comm.rank:
@@ -125,29 +123,12 @@ class MpiWindow(Window):
 
     def add(self, values: Tensor, rank: int, offset: int) -> None:
         """Accumulate inside this node, from values on the host."""
-        if self._locks is not None:
-            return self._add_locked(values, rank, offset)
-        target = self._node_rank[rank]
-        self._shared.Accumulate(numbers(values), target, [offset, values.numel(), NUMBERS[values.dtype]])
-        self._shared.Flush(target)
-        self.wake(rank)
-
-    def _add_locked(self, values: Tensor, rank: int, offset: int) -> None:
-        # MPI can't add 16-bit floats, so these exclude each other by a word of the owner's.
-        def locked() -> bool:
-            return self._locks.atomic("compare_and_swap", rank, 0, 0, 1) == 0
-
-        wait_until(locked, self.comm.failures.deadline_s, lambda: f"the lock of rank {rank}'s window")
-        self._shared.Sync()
-        self._memory[rank][offset : offset + values.numel()].add_(values)
-        self._shared.Sync()
-        self._locks.atomic("compare_and_swap", rank, 0, 1, 0)
+        self._shared.add(values, self._node_rank[rank], offset)
         self.wake(rank)
 
     def change(self, function: Callable[..., object], rank: int, *beside: Tensor) -> bool:
         memory = self._at(rank, 0, self._check(rank, 0))
-        apart = memory is None or self._left_to(rank) or self._locks is not None
-        if apart or not all(tensor.is_cpu for tensor in beside):
+        if memory is None or self._left_to(rank) or not all(tensor.is_cpu for tensor in beside):
             return False
         target, start = self._node_rank[rank], clock()
         for parts in zip(*(tensor.split(_PIECE) for tensor in (memory, *beside)), strict=True):
@@ -177,15 +158,9 @@ class MpiWindow(Window):
 
     def atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
         """Make a `fetch_add` or `compare_and_swap` inside this node."""
-        target, before = self._node_rank[rank], np.empty(1, np.int64)
-        words = [np.array([v], np.int64) for v in values]
-        if what == "fetch_add":
-            self._shared.Fetch_and_op(words[0], before, target, offset, MPI.SUM)
-        else:
-            self._shared.Compare_and_swap(words[1], words[0], before, target, offset)
-        self._shared.Flush(target)
+        before = self._shared.atomic(what, self._node_rank[rank], offset, *values)
         self.wake(rank)
-        return int(before[0])
+        return before
 
     def _left_to(self, owner: int) -> bool:
         """Tell whether only the owner's threads may add to its memory: on another node, or where ranks may die."""
@@ -208,29 +183,24 @@ class MpiWindow(Window):
             if here is None:
                 self._bulk.get(seen, rank, offset)
             else:
-                self._shared.Sync()
+                self._shared.sync()
             return predicate(seen)
 
-        sleep = partial(self._shared.sleep, ready) if self._wakes and rank == self.comm.rank else None
+        sleep = partial(self._wakes.sleep, ready) if self._wakes is not None and rank == self.comm.rank else None
         self.comm.calls.await_until(ready, f"Window.wait for {what}", what, rank, deadline_s, sleep)
 
     def wake(self, rank: int) -> None:
         """Wake a rank of this node that sleeps until its memory changes, as it has just done."""
-        if self._wakes:
-            self._shared.wake(self._node_rank[rank])
+        if self._wakes is not None:
+            self._wakes.wake(self._node_rank[rank])
 
     def close(self) -> None:
         self.comm.failures.retry_on_failure(self.comm.barrier)  # nobody may still be in a transfer
         for remote in {self._served, self._bulk} - {None}:
             remote.close()
-        if self._locks is not None:
-            self._locks.close()
         self._memory.clear()
         self._release()
-        if self._tolerant:
-            return  # freeing is collective, and any rank may be dead by now; the job's end does it
-        self._shared.Unlock_all()
-        self._shared.Free()
+        self._shared.close()
 
     def _at(self, rank: int, offset: int, count: int) -> Tensor | None:
         """Return a part of `rank`'s memory; None if it lies on another node."""
@@ -284,10 +254,3 @@ class AttachedMemory(Memory):
     def close(self) -> None:
         self._peers.clear()
         self._parts = []
-
-
-def _mapped(win: MPI.Win | NodeMemory, node_rank: int, dtype: torch.dtype) -> Tensor:
-    memory, _ = win.Shared_query(node_rank)
-    if len(memory) == 0:
-        return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype)

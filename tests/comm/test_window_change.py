@@ -92,13 +92,10 @@ def test_a_rank_beyond_the_last_is_refused(ranks):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("way", ["another node", "16 bits"])
-def test_where_it_is_not_possible_nothing_happens(ranks, way):
-    """On another node; and with 16-bit floats, which exclude each other by another lock."""
-
+def test_on_another_node_nothing_happens(ranks):
     def body(comm):
-        place = comm.apart("tcp") if way == "another node" else comm
-        window = place.window(3, torch.bfloat16 if way == "16 bits" else torch.float32)
+        place = comm.apart("tcp")
+        window = place.window(3)
         changed = window.change(torch.Tensor.fill_, (comm.rank + 1) % comm.size)
         found = window.local.tolist()
         place.barrier()
@@ -106,6 +103,23 @@ def test_where_it_is_not_possible_nothing_happens(ranks, way):
         return changed, found
 
     assert ranks(body) == [(False, [0.0] * 3)] * ranks.size
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_changes_and_accumulates_of_16_bits_exclude_each_other(ranks, dtype):
+    def body(comm):
+        window, ones = comm.window(3, dtype), torch.ones(3, dtype=dtype)
+        comm.barrier()
+        for _ in range(20):
+            changed = window.change(lambda theirs: theirs.add_(1), 0)
+            window.accumulate(ones, 0)
+        comm.barrier()
+        found = window.local.tolist()
+        window.close()
+        return changed, found
+
+    assert ranks(body)[0] == (True, [40.0 * ranks.size] * 3)
 
 
 def test_simulated_ranks_have_to_do_it_by_messages():

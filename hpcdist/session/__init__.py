@@ -9,12 +9,12 @@ for x, y in loader:
     optimizer.step()
 """
 
+from hpcdist.session.consensus import consensus, finish, load, save
 from hpcdist.session.leaving import Leaving
+from hpcdist.session.loader.sharded import shard
 from hpcdist.session.optimizer import DistributedOptimizer
-from hpcdist.session.outcome import consensus, finish, load, save
 from hpcdist.session.pipeline import pipeline
 from hpcdist.session.resharding import unsplit
-from hpcdist.session.shard import shard
 from hpcdist.session.shards import device_mesh, local_shards
 from hpcdist.session.sync_batch_norm import SyncBatchNorm
 from hpcdist.session.values import allgather, allreduce, barrier, broadcast, metric

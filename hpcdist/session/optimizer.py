@@ -21,7 +21,6 @@ from hpcdist.model.hyperparameters import Hyperparameters
 from hpcdist.parallel.part import PartOfModel
 from hpcdist.records import StepRecord
 from hpcdist.session import rules
-from hpcdist.session.horovod import require_own_names
 from hpcdist.session.pipeline import agreement, check_optimizer, require_in_stages, share_tied
 from hpcdist.session.sync_batch_norm import synchronise_batch_norms
 from hpcdist.session.world import current, require_equal
@@ -222,7 +221,7 @@ def DistributedOptimizer(
         MismatchError: ranks differ in strategy, options, optimiser or model.
     """
     session = current()
-    require_own_names(options)
+    rules.require_own_names(options)
     model = _checked_model(optimizer, model, clip_norm)
     require_in_stages(session, model)
     outer, stages = session.outer, session.stages

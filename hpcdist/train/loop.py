@@ -18,9 +18,8 @@ from hpcdist.config import JobConfig
 from hpcdist.data.loader import Batch, Loader
 from hpcdist.errors import ConfigError
 from hpcdist.records import StepRecord, Summary
-from hpcdist.session.joint import joint_batch
 from hpcdist.session.leaving import Leaving
-from hpcdist.session.period import Weighed, period
+from hpcdist.session.loader.period import Weighed, joint_batch, period
 from hpcdist.session.world import current, require_equal
 from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.train import resume

@@ -75,7 +75,7 @@ def test_every_word_of_the_contract_is_explained():
 
 def test_every_rule_is_seen_somewhere_and_says_what_to_do():
     folder = Path(hpcdist.__file__).parent / "session"
-    sources = "\n".join(path.read_text() for path in folder.glob("*.py") if path.name != "rules.py")
+    sources = "\n".join(path.read_text() for path in folder.rglob("*.py") if path.name != "rules.py")
     for habit, rule in rules.RULES.items():
         assert f'"{habit}"' in sources, f"no code looks for: {habit}"
         assert (

@@ -14,7 +14,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.data import EpochPlan
 from hpcdist.model.flat import FlatModel
 from hpcdist.records import StepRecord
-from hpcdist.session.joint import joint_batch
+from hpcdist.session.loader.period import joint_batch
 
 SAMPLES, FEATURES = 240, 6
 _generator = torch.Generator().manual_seed(7)

@@ -21,7 +21,7 @@ from hpcdist.data.loader import Batch, Loader
 from hpcdist.data.sharding import EpochPlan
 from hpcdist.data.writer import Split, create
 from hpcdist.errors import UnknownNameError
-from hpcdist.session.shard import shard
+from hpcdist.session.loader.sharded import shard
 from hpcdist.tools.bench import runner
 from hpcdist.tools.bench.runner import Row, Run, Side, beside, check, table
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hpcdist import checkpoint
 from hpcdist.errors import CheckpointError
 from hpcdist.session import rules
-from hpcdist.session.alike import require_same_steps
+from hpcdist.session.consistency import require_same_steps
 from hpcdist.session.optimizer import release
 from hpcdist.session.pipeline import share_tied
 from hpcdist.session.resharding import SavedWorld

@@ -16,12 +16,11 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.data.sharding import EpochPlan
 from hpcdist.records.digest import tensor_bytes
 from hpcdist.session import rules
-from hpcdist.session.alike import begin_epoch, require_same_loader
-from hpcdist.session.draws import drawn_alike
-from hpcdist.session.joint import joint_batch
-from hpcdist.session.order import Order, order_of
-from hpcdist.session.outcome import consensus_of
-from hpcdist.session.period import Weighed, period
+from hpcdist.session.consensus import consensus_of
+from hpcdist.session.consistency import begin_epoch, require_same_loader
+from hpcdist.session.loader.period import Weighed, joint_batch, period
+from hpcdist.session.loader.sampling import Order, order_of
+from hpcdist.session.loader.seeding import drawn_alike
 from hpcdist.session.values import broadcast_in
 from hpcdist.session.world import current
 from hpcdist.strategies import Strategy

@@ -1,11 +1,15 @@
-"""Run one period of training: workers take steps until they pause, servers serve them meanwhile."""
+"""Run one period of training: workers take steps on their batches until they pause, servers serve them meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from hpcdist.data.sharding import EpochPlan
 from hpcdist.session import rules
+from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.strategies.server.strategy import serve_together
 
 
@@ -52,3 +56,14 @@ def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when
             strategy.model.end_batches()
         for strategy in strategies if pauses else ():
             strategy.pause()
+
+
+def joint_batch(plan: EpochPlan, step: int, worker: int, config: Any) -> tuple[np.ndarray, JointBatch]:
+    """Return the samples of all workers in a step, and their description for one of them.
+
+    Args:
+        config: of the strategy; its `overlap` is the share of a batch that the next one has too.
+    """
+    indices, head, tail = plan.joint(step, config.overlap)
+    share = plan.sizes(step)[worker]
+    return indices, JointBatch(len(indices), share, head, tail, whole=len(indices) == plan.n_samples)

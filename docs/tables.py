@@ -21,8 +21,8 @@ import typer
 from bench_tables import Table, short
 
 from hpcdist.config.files import load_module
-from hpcdist.tools.report.analysis import SIGNIFICANT, CellEvidence, Contrast, Findings, analyse
-from hpcdist.tools.report.read import read
+from hpcdist.tools.report.evidence import read
+from hpcdist.tools.report.findings import SIGNIFICANT, Cell, Contrast, Findings, analyse
 from hpcdist.tools.statistics import Effect, Interval, interval
 
 STUDY = load_module(Path(__file__).parents[1] / "jobs" / "studies" / "devices.py")
@@ -102,13 +102,13 @@ def sandblaster(folder: Path) -> Table:
 def devices(folder: Path) -> Table:
     """Set the seconds of an epoch on one and on two ranks beside the reported ones; of each seed, as they are few."""
     cells = _cells(analyse(read([folder / "study"])))
-    epoch = max(run.summary.samples for cell in cells.values() for run in cell.ended.values())
+    epoch = max(samples for cell in cells.values() for samples in cell["samples"].values())
     head = ["", "s per epoch, 1 rank", "s per epoch, 2 ranks", "% of scaling", "accuracy, 1 rank", "accuracy, 2 ranks"]
     rows = []
     for name in dict.fromkeys(name for name, _ in cells):
         on = [cells[name, ranks] for ranks in (1, 2)]
         head[0] = f"seeds {' and '.join(str(seed) for seed, _ in on[0].ended)}"
-        seconds = [list(cell.measure(lambda s: s.wall_s * epoch / s.samples).values()) for cell in on]
+        seconds = [[epoch * one for one in cell.seconds_per_sample.values()] for cell in on]
         percent = STUDY.percent(fmean(seconds[0]), 2, fmean(seconds[1]))
         times = [", ".join(f"{value:.1f}" for value in values) for values in seconds]
         accuracies = [", ".join(f"{value:.3f}" for value in cell.final.values()) for cell in on]
@@ -123,7 +123,7 @@ def devices_epochs(folder: Path) -> Table:
     told = {"adam": "Adam, 0.001 (the job's own)", "sgd": "SGD, 0.03, momentum 0.9"}
     points = {name: read([folder / name]).runs[0].evaluations for name in told}
     epochs = [f"{number} epoch{'s' * (number > 1)}" for number in range(1, 1 + max(map(len, points.values())))]
-    rows = [[told[name], *(f"{point.values['accuracy']:.4f}" for point in found)] for name, found in points.items()]
+    rows = [[told[name], *(f"{value:.4f}" for value in found["metric.accuracy"])] for name, found in points.items()]
     return [["1 rank, batch 64, seed 0", *epochs], *rows]
 
 
@@ -140,7 +140,7 @@ TABLES: dict[str, Callable[[Path], Table]] = {
 
 
 # --- cells and how they are written -----------------------------------------------------------------------------------
-def _in_order(findings: Findings) -> list[CellEvidence]:
+def _in_order(findings: Findings) -> list[Cell]:
     """List the cells that have a result by their names, the reference first, and `splits 4` before `splits 16`."""
     ended = [cell for cell in findings.cells if cell.ended]
     return sorted(ended, key=lambda cell: (cell.name != findings.evidence.reference, _digits(cell.name)))
@@ -150,7 +150,7 @@ def _digits(name: str) -> list[str]:
     return [part.zfill(4) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _cells(findings: Findings) -> dict[tuple[str, int], CellEvidence]:
+def _cells(findings: Findings) -> dict[tuple[str, int], Cell]:
     return {(cell.name, cell.ranks): cell for cell in _in_order(findings)}
 
 
@@ -163,24 +163,24 @@ def shown(name: str) -> str:
     return ", ".join([f"`{strategy}`", *options])
 
 
-def _bytes(cell: CellEvidence) -> float:
+def _bytes(cell: Cell) -> float:
     """Average the bytes that all ranks sent and fetched in a step."""
-    return fmean(cell.measure(lambda summary: summary.bytes_per_step).values())
+    return fmean(cell["bytes_per_step"].values())
 
 
 def _target(findings: Findings) -> str:
     return f"{100 * findings.evidence.target:.0f} %"
 
 
-def _accuracy(cell: CellEvidence) -> str:
+def _accuracy(cell: Cell) -> str:
     return f"{interval([100 * value for value in cell.final.values()]):.2f}"
 
 
-def _contrast(findings: Findings, cell: CellEvidence) -> Contrast | None:
+def _contrast(findings: Findings, cell: Cell) -> Contrast | None:
     return next((found for found in findings.contrasts if found.cell is cell), None)
 
 
-def _gap(findings: Findings, cell: CellEvidence) -> str:
+def _gap(findings: Findings, cell: Cell) -> str:
     """Write by how many points a cell's accuracy is above the reference's; nothing for that itself."""
     found = _contrast(findings, cell)
     if found is None or found.better is None:
@@ -192,7 +192,7 @@ def _half(effect: Effect, factor: float) -> Interval:
     return Interval(factor * effect.mean, factor * (effect.high - effect.low) / 2)
 
 
-def _seconds(cell: CellEvidence) -> str:
+def _seconds(cell: Cell) -> str:
     """Write the seconds to the target, and how many runs met it where that is not all."""
     seconds = list(cell.seconds_to_target.values())
     if not seconds:
@@ -200,13 +200,13 @@ def _seconds(cell: CellEvidence) -> str:
     return f"{interval(seconds):.2f}{'' if cell.all_reached else f' ({len(seconds)} of {cell.tried})'}"
 
 
-def _megabytes(cell: CellEvidence) -> str:
+def _megabytes(cell: Cell) -> str:
     """Write what all ranks sent and fetched until the target."""
     spent = _spent(cell)
     return short(fmean(spent)) if spent else "not reached"
 
 
-def _megabytes_of_each(cell: CellEvidence) -> str:
+def _megabytes_of_each(cell: Cell) -> str:
     """Write the same with its interval: seeds need different numbers of steps."""
     spent = _spent(cell)
     if len(spent) < 2:
@@ -215,12 +215,12 @@ def _megabytes_of_each(cell: CellEvidence) -> str:
     return f"{short(found.mean)} ± {short(found.half)}"
 
 
-def _spent(cell: CellEvidence) -> list[float]:
+def _spent(cell: Cell) -> list[float]:
     """Return the megabytes of each run that met the target."""
-    return [point.bytes / 1e6 for point in cell.reached.values() if point is not None and point.bytes is not None]
+    return [n_bytes / 1e6 for n_bytes in cell["bytes_to_target"].values()]
 
 
-def _sooner(findings: Findings, cell: CellEvidence) -> str:
+def _sooner(findings: Findings, cell: Cell) -> str:
     """Write how many times sooner than the reference a cell met the target."""
     found = _contrast(findings, cell)
     if found is None or found.sooner is None:
@@ -231,7 +231,7 @@ def _sooner(findings: Findings, cell: CellEvidence) -> str:
     return f"{sooner.mean:.2f} ({sooner.low:.2f} to {sooner.high:.2f}){_star(cell, found.p_sooner)}"
 
 
-def _star(cell: CellEvidence, p: float) -> str:
+def _star(cell: Cell, p: float) -> str:
     """Mark what is real; two seeds are too few to say, as they may differ by the same number by chance."""
     return "*" * (p < SIGNIFICANT and len(cell.ended) > 2)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
     from hpcdist.session.sync_batch_norm import SyncBatchNorm
     from hpcdist.session.values import allgather, allreduce, barrier, broadcast, metric
     from hpcdist.session.world import init, local_rank, local_size, rank, size
-    from hpcdist.tools.report.numbers import read_runs
+    from hpcdist.tools.report.page import read_runs
 
 __all__ = [
     "DistributedOptimizer",

@@ -262,6 +262,7 @@ CATALOGUES = {
         Catalogue("schedules", "hpcdist.parallel.schedules", "schedule", function("table"), "table"),
         Catalogue("checks", "hpcdist.tools.doctor.checks", "check", functions("measure", "judge"), "name"),
         Catalogue("commands", "hpcdist.tools.cli", "command", function("app"), "app"),
+        Catalogue("figures", "hpcdist.tools.report.figures", "figure", functions("draw"), "draw"),
     )
 }
 

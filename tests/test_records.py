@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from hpcdist.errors import DataError
 from hpcdist.records import (
     RecordWriter,
-    StalenessLedger,
     StepRecord,
     digest,
     load_summary,
@@ -171,21 +170,16 @@ def test_a_folder_without_records_is_refused(tmp_path):
 # --- staleness --------------------------------------------------------------------------------------------------------
 @settings(max_examples=50)
 @given(parts=st.lists(st.lists(st.integers(0, 40), max_size=20), max_size=4))
-def test_a_ledger_knows_mean_maximum_and_histogram(parts):
-    ledger = StalenessLedger()
-    for part in parts:
-        ledger.extend(part)
+def test_a_summary_knows_mean_maximum_and_histogram_of_staleness(parts):
+    records = {0: [StepRecord(step, staleness=tuple(part)) for step, part in enumerate(parts, 1)]}
+    found = summarise(records, workers=1, **GIVEN).staleness
     values = [value for part in parts for value in part]
-    assert ledger.gradients == len(values)
-    assert ledger.mean == pytest.approx(np.mean(values) if values else 0.0, abs=1e-12)
-    assert ledger.max == max(values, default=0)
-    found, numbers = np.unique(np.array(values, dtype=int), return_counts=True)
-    assert list(ledger.histogram.items()) == list(zip(found.tolist(), numbers.tolist(), strict=True))
-
-
-def test_a_gradient_of_the_future_is_refused():
+    assert found.mean == pytest.approx(np.mean(values) if values else 0.0, abs=1e-12)
+    assert found.max == max(values, default=0)
+    kinds, numbers = np.unique(np.array(values, dtype=int), return_counts=True)
+    assert list(found.histogram.items()) == list(zip(kinds.tolist(), numbers.tolist(), strict=True))
     with pytest.raises(DataError, match="staleness must be at least 0; got -1. The clock was read out of order"):
-        StalenessLedger().extend([0, -1])
+        summarise({0: [StepRecord(1, staleness=(0, -1))]}, workers=1, **GIVEN)
 
 
 # --- summaries --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ from hpcdist.records.durable import Stamp, replace_durably, stamp, sync, write_d
 from hpcdist.records.evaluations import Evaluation, append_evaluation, keep_evaluations, read_evaluations
 from hpcdist.records.lock import claimed, is_abandoned, locked, making
 from hpcdist.records.run import RunRecord, Start, begin_run, copy_job, end_run, load_run, now
-from hpcdist.records.staleness import StalenessLedger
 from hpcdist.records.step import RecordTail, RecordWriter, StepRecord, read_records, record_files, record_path
 from hpcdist.records.summary import Seconds, Staleness, Summary, load_summary, summarise, write_summary
 
@@ -17,7 +16,6 @@ __all__ = [
     "RunRecord",
     "Seconds",
     "Staleness",
-    "StalenessLedger",
     "Stamp",
     "Start",
     "StepRecord",

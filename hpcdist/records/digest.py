@@ -30,5 +30,5 @@ def digest(tensors: Iterable[Tensor]) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
-        sha.update(tensor_bytes(tensor))
+        sha.update(tensor_bytes(tensor).data)
     return sha.hexdigest()

@@ -13,10 +13,10 @@ from hpcdist.errors import DataError
 from hpcdist.records.bounded import parse_json, read_bounded
 from hpcdist.records.durable import replace_durably
 from hpcdist.records.energy import Energy
-from hpcdist.records.staleness import StalenessLedger
 from hpcdist.records.step import StepRecord
 
 FILE_NAME = "summary.json"
+NOT_MEASURED = "an older version of hpcdist made the run"
 
 
 class Staleness(BaseModel):
@@ -68,7 +68,9 @@ class Summary(BaseModel):
     bubbles: list[float] = Field(
         default_factory=list, description="by stage: part of a step in which its ranks wait for other stages"
     )
-    energy: Energy = Field(default_factory=lambda: Energy(not_measured="an older version of hpcdist made the run"))
+    energy: Energy = Field(
+        default_factory=lambda: Energy(joules=None, not_measured="an older version of hpcdist made the run")
+    )
     sha256: str = Field(pattern="^[0-9a-f]{64}$", description="of the final mean of the ranks' parameters")
 
     @property
@@ -95,10 +97,7 @@ def summarise(
     Raises:
         DataError: a field is missing or breaks its rule.
     """
-    ledger = StalenessLedger()
     everything = [record for of_rank in records.values() for record in of_rank]
-    for record in everything:
-        ledger.extend(record.staleness)
     work = [record for record in everything if record.samples]
     worked = {rank // stages for rank, of_rank in records.items() if any(record.samples for record in of_rank)}
     theirs = {rank: of_rank for rank, of_rank in records.items() if rank // stages in worked}
@@ -111,7 +110,7 @@ def summarise(
         "stages": stages,
         "workers": len(worked) or workers,
         "samples": sum(record.samples for record in work),
-        "staleness": {"mean": ledger.mean, "max": ledger.max, "histogram": ledger.histogram},
+        "staleness": _staleness(everything),
         "dropped": sum(record.dropped for record in everything),
         "skipped": sum(map(is_skipped, work)),
         "waited_for_s": {rank: held for rank, of_rank in records.items() if (held := _waited_for(of_rank))},
@@ -125,6 +124,19 @@ def summarise(
         "bubbles": _bubbles(theirs, stages) if stages > 1 else [],
     }
     return _checked(measured | given, "summary")
+
+
+def _staleness(records: Iterable[StepRecord]) -> dict[str, Any]:
+    """Count the applied gradients by staleness: the clock at their application, minus the clock of their weights.
+
+    Reference: S. Gupta, W. Zhang, F. Wang, "Model accuracy and runtime tradeoff in distributed deep learning: a
+    systematic study", 2016.
+    """
+    counts = Counter(value for record in records for value in record.staleness)
+    if min(counts, default=0) < 0:  # a gradient of weights from the future
+        raise DataError(f"staleness must be at least 0; got {min(counts)}. The clock was read out of order.")
+    mean = sum(value * count for value, count in counts.items()) / max(1, counts.total())
+    return {"mean": mean, "max": max(counts, default=0), "histogram": dict(sorted(counts.items()))}
 
 
 def _bubbles(records: Mapping[int, Sequence[StepRecord]], stages: int) -> list[float]:

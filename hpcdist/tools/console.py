@@ -209,8 +209,8 @@ def algorithms(found: Mapping[str, type[Strategy] | type[Compressor] | Callable[
 def _print_text(text: str, hanging: bool = False) -> None:
     columns = min(TEXT_COLUMNS, shutil.get_terminal_size((TEXT_COLUMNS, 24)).columns)
     after = " " * (8 if hanging else 4)
-    indents = {"initial_indent": " " * 4, "subsequent_indent": after}
-    print(textwrap.fill(" ".join(text.split()), columns, break_on_hyphens=False, **indents))
+    shown = textwrap.TextWrapper(columns, " " * 4, after, break_on_hyphens=False)
+    print(shown.fill(" ".join(text.split())))
 
 
 def topology(found: Topology) -> None:

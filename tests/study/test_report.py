@@ -15,11 +15,21 @@ import pytest
 
 import hpcdist
 from hpcdist.errors import ConfigError, DataError
-from hpcdist.tools.report import figures, tables, wording, write
-from hpcdist.tools.report.analysis import analyse
-from hpcdist.tools.report.figures import COLOURS, PARTS
-from hpcdist.tools.report.numbers import rows
-from hpcdist.tools.report.read import read
+from hpcdist.records import (
+    Evaluation,
+    RecordWriter,
+    StepRecord,
+    append_evaluation,
+    read_records,
+    record_path,
+    summarise,
+    write_summary,
+)
+from hpcdist.tools.report import figures, wording, write
+from hpcdist.tools.report.evidence import read
+from hpcdist.tools.report.figures.base import COLOURS, ReportTable, looks
+from hpcdist.tools.report.figures.time import STYLES
+from hpcdist.tools.report.findings import Findings, analyse
 from hpcdist.tools.report.verdict import judge
 from study import evidence
 
@@ -45,17 +55,40 @@ def versus(times: float, noise=(1.0, 1.01, 0.99, 1.02, 1.0), accuracy=(0.0,) * 5
     return runs
 
 
+def tables(section: str, findings: Findings) -> list[ReportTable]:
+    return [part for part in figures.load(section).draw(findings) if isinstance(part, ReportTable)]
+
+
 # --- reading ----------------------------------------------------------------------------------------------------------
 def test_a_run_is_read_with_what_it_had_spent(tmp_path):
     evidence.write_run(tmp_path / "a", ranks=2, seconds=12.0)
     (run,) = read([tmp_path]).runs
-    assert [point.samples for point in run.evaluations] == [60, 120, 180, 240]
-    assert [point.seconds for point in run.evaluations] == [3.0, 6.0, 9.0, 12.0]
-    assert [point.bytes for point in run.evaluations] == [6000, 12000, 18000, 24000], "1000 per step and rank"
-    assert [point.values["loss"] for point in run.losses] == pytest.approx([2.0 / step for step in range(1, 13)])
-    assert [point.seconds for point in run.losses] == pytest.approx(list(range(1, 13)))
-    assert run.losses[-1].samples == 240 and run.losses[5].bytes == 12000
-    assert vars(run.times[1]) == pytest.approx({"computing": 6.0, "communicating": 3.0, "waiting": 1.5})
+    assert run.evaluations["samples"].tolist() == [60, 120, 180, 240]
+    assert run.evaluations["seconds"].tolist() == [3.0, 6.0, 9.0, 12.0]
+    assert run.evaluations["bytes"].tolist() == [6000, 12000, 18000, 24000], "1000 per step and rank"
+    assert run.losses["loss"].tolist() == pytest.approx([2.0 / step for step in range(1, 13)])
+    assert run.losses["seconds"].tolist() == pytest.approx(list(range(1, 13)))
+    assert run.losses["samples"].iloc[-1] == 240 and run.losses["bytes"].iloc[5] == 12000
+    assert run.times.loc[1].to_dict() == pytest.approx({"computing": 6.0, "communicating": 3.0, "waiting": 1.5})
+
+
+def test_servers_and_ranks_that_diverge_have_their_place_in_curves(tmp_path):
+    with RecordWriter(record_path(tmp_path, 0)) as server:
+        for step in range(1, 241):
+            server.write(StepRecord(step, bytes_sent=10, waiting_s=0.01))
+    for rank in (1, 2):
+        with RecordWriter(record_path(tmp_path, rank)) as worker:
+            for step in range(1, 121):
+                loss = math.nan if rank == 2 and step > 60 else 1.0 * rank
+                worker.write(StepRecord(step, samples=10, loss=loss, bytes_fetched=5))
+    append_evaluation(tmp_path, Evaluation(60, 1, 1200, 6.0, {"accuracy": 0.5}))
+    append_evaluation(tmp_path, Evaluation(120, 2, 2400, 12.0, {"accuracy": 0.75}))
+    given = {"strategy": "softsync", "ranks": 3, "seed": 0, "wall_s": 12.0, "sha256": "0" * 64}
+    write_summary(tmp_path, summarise(read_records(tmp_path), metrics={"accuracy": 0.75}, **given))
+    (run,) = read([tmp_path]).runs
+    assert run.evaluations["bytes"].tolist() == [1200 + 600, 2400 + 1200], "a server is as far as its workers"
+    assert len(run.losses) == 60 and run.losses["loss"].tolist() == [1.5] * 30 + [1.0] * 30
+    assert run.times["waiting"].tolist() == pytest.approx([2.4, 0.0, 0.0]) and run.run.batch is None
 
 
 def test_runs_that_nobody_planned_are_grouped_by_what_differs(tmp_path):
@@ -76,7 +109,7 @@ def test_runs_that_nobody_planned_are_grouped_by_what_differs(tmp_path):
         "softsync (splits 4), 2 ranks": [0, 1],
     }
     assert findings.evidence.reference == "allreduce" and findings.evidence.metric == "accuracy"
-    assert [run.failure for run in findings.failures] == ["has begun and not ended"]
+    assert [one.run.failure for one in findings.failures] == ["has begun and not ended"]
     assert [contrast.cell.virtual for contrast in findings.contrasts] == [False, False], "never against real time"
 
 
@@ -86,14 +119,7 @@ def test_a_run_that_failed_is_shown_by_its_last_lines(tmp_path):
     (tmp_path / "runs/1").mkdir()
     (tmp_path / "runs/1/failure.txt").write_text("exit status 1 of `mpirun`\nfirst\nsecond\n\nthird\nRuntimeError: no")
     failed = analyse(read([tmp_path])).failures
-    assert [run.failure for run in failed] == ["failed:\nfirst\nsecond\nthird\nRuntimeError: no", "was not made"]
-
-
-def test_runs_of_one_seed_are_all_counted(tmp_path):
-    for name in "ab":
-        evidence.write_run(tmp_path / name)
-    (cell,) = analyse(read([tmp_path])).cells
-    assert list(cell.final) == [(0, 0), (0, 1)]
+    assert [one.run.failure for one in failed] == ["failed:\nfirst\nsecond\nthird\nRuntimeError: no", "was not made"]
 
 
 def test_a_folder_that_is_refused(tmp_path):
@@ -107,11 +133,12 @@ def test_a_folder_that_is_refused(tmp_path):
         read([tmp_path])
 
 
-def test_a_target_may_be_given_of_a_metric_of_which_less_is_better(tmp_path):
-    evidence.write_run(tmp_path / "a")
+def test_runs_of_one_seed_are_all_counted_and_a_target_may_be_lower_than_the_first_value(tmp_path):
+    for name in "ab":
+        evidence.write_run(tmp_path / name)
     findings = analyse(read([tmp_path], ("loss", 0.1)))
     assert not findings.evidence.higher_is_better
-    assert findings.cells[0].seconds_to_target == {(0, 0): 6.0}
+    assert findings.cells[0].seconds_to_target == {(0, 0): 6.0, (0, 1): 6.0}
 
 
 # --- what is computed and said ----------------------------------------------------------------------------------------
@@ -125,7 +152,10 @@ def test_a_winner_is_named_with_its_interval_and_accuracy(tmp_path):
         "`softsync` reached 97 % 1.49 times sooner than `allreduce` (95 % interval 1.47 to 1.52); the final accuracy "
         "is the same, 98 %, seed by seed."
     )
-    assert verdict.reasons == [verdict.headline]
+    assert verdict.reasons == [verdict.headline] and not any("alike" in caveat for caveat in verdict.caveats)
+    verdict = judge(found_in(tmp_path / "no-target", versus(1.5), target=None))
+    assert "trained on as many samples 1.49 times sooner than" in verdict.headline
+    assert any(caveat.startswith("No target was set") for caveat in verdict.caveats)
 
 
 def test_noise_is_called_noise(tmp_path):
@@ -134,17 +164,16 @@ def test_noise_is_called_noise(tmp_path):
     assert verdict.headline == "Nothing differs from `allreduce` beyond noise, in time or in accuracy."
     assert "reached 97 % neither sooner nor later than" in verdict.reasons[0]
     assert "the difference in final accuracy is within noise (98.02 % against 98 %; 95 % interval" in verdict.reasons[0]
+    (room,) = [caveat for caveat in verdict.caveats if "Within noise does not mean alike" in caveat]
+    assert room.endswith("leave room for a factor of 1.32 in time and 0.2 points of accuracy. More seeds narrow them.")
 
 
-def test_what_is_slower_has_lost(tmp_path):
+def test_what_is_slower_has_lost_and_a_baseline_that_wins_is_named_so(tmp_path):
     verdict = judge(found_in(tmp_path, versus(0.5)))
     assert verdict.headline.startswith("Nothing beats `allreduce`: all of what was held against it did worse")
     assert "2.01 times later than `allreduce`" in verdict.reasons[0]
     assert judge(found_in(tmp_path / "b", versus(0.5), reference="softsync")).headline.startswith("`allreduce` reached")
-
-
-def test_a_baseline_that_wins_is_named_so(tmp_path):
-    verdict = judge(found_in(tmp_path, versus(2.0, kind="baseline")))
+    verdict = judge(found_in(tmp_path / "c", versus(2.0, kind="baseline")))
     assert verdict.headline.startswith("A baseline wins: the baseline `softsync` reached 97 % 1.99 times sooner than")
 
 
@@ -170,12 +199,9 @@ def test_runs_that_never_reached_the_target_are_said_so(tmp_path):
         "`softsync`: 3 of 5 seeds reached 97 %; `allreduce`: 5 of 5 seeds reached 97 %. No ratio" in verdict.reasons[0]
     )
     assert "`softsync`: 3 of 5 seeds reached 97 %." in verdict.caveats
-    assert next(row["time_to_target_s"] for row in rows(findings) if row["name"] == "softsync") is None
-
-
-def test_where_nobody_reached_the_target_it_is_said_once(tmp_path):
+    assert next(row["time_to_target_s"] for row in findings.rows if row["name"] == "softsync") is None
     runs = [dict(run, accuracy=(0.5, 0.6 + 0.001 * run["seed"])) for run in versus(2.0)]
-    verdict = judge(found_in(tmp_path, runs))
+    verdict = judge(found_in(tmp_path / "none", runs))
     assert verdict.reasons[0].startswith("Neither `softsync` nor `allreduce` reached 97 %, in any seed; the final")
     assert "No run reached 97 % of `allreduce`, `softsync`." in verdict.caveats
 
@@ -202,16 +228,6 @@ def test_the_first_on_several_ranks_is_held_against_one_rank(tmp_path):
     assert judge(found_in(tmp_path / "c", runs)).reasons[0] == (
         "`softsync` on 2 ranks was the first of all to reach 97 %; on one rank, `allreduce`, 1 of 2 seeds did."
     )
-
-
-def test_noise_says_how_much_it_may_hide(tmp_path):
-    (seen,) = [
-        caveat
-        for caveat in judge(found_in(tmp_path, versus(1.05, NOISE, (0.001, -0.002, 0.0, 0.002, 0.0)))).caveats
-        if "Within noise does not mean alike" in caveat
-    ]
-    assert seen.endswith("leave room for a factor of 1.32 in time and 0.2 points of accuracy. More seeds narrow them.")
-    assert not any("alike" in caveat for caveat in judge(found_in(tmp_path / "b", versus(1.5))).caveats)
 
 
 def test_a_strategy_without_a_result_is_named(tmp_path):
@@ -241,14 +257,16 @@ def test_what_only_rounding_tells_apart_is_the_same(tmp_path):
     accuracy = [1e-9 * seed for seed in range(5)]
     findings = found_in(tmp_path, versus(2.0, accuracy=accuracy))
     assert findings.contrasts[0].same and "the final accuracy is the same, 98 %, seed" in judge(findings).headline
-    assert tables.of_section("answer", findings)[0][1].rows[0][4] == "0"
+    assert tables("answer", findings)[1].rows[0][4] == "0"
+    for number, text in ((3.7e-17, "+0"), (-3.7e-17, "+0"), (0.0123, "+1.2"), (-0.0123, "−1.2")):
+        assert wording.gap("accuracy", number) == text
 
 
 def test_strategies_have_colours_of_their_own_before_controls(tmp_path):
     names = ["allreduce", *"uvwxyz"]
     runs = [{"name": name} for name in names] + [{"name": f"serial {i}", "kind": "serial", "ranks": 1} for i in "12"]
-    looks = figures._looks(found_in(tmp_path, runs))
-    assert len({looks[name].colour for name in names}) == 7
+    found = looks(found_in(tmp_path, runs))
+    assert len({found[name].color for name in names}) == 7
 
 
 def test_one_seed_shows_nothing_about_noise(tmp_path):
@@ -291,17 +309,6 @@ def test_virtual_runs_are_named_virtual_everywhere(tmp_path):
     assert all(cell.label.endswith(", virtual") for cell in findings.cells)
 
 
-def test_runs_without_a_target_are_compared_by_the_time_of_a_sample(tmp_path):
-    verdict = judge(found_in(tmp_path, versus(1.5), target=None))
-    assert "trained on as many samples 1.49 times sooner than" in verdict.headline
-    assert any(caveat.startswith("No target was set") for caveat in verdict.caveats)
-
-
-@pytest.mark.parametrize(("number", "text"), [(3.7e-17, "+0"), (-3.7e-17, "+0"), (0.0123, "+1.2"), (-0.0123, "−1.2")])
-def test_what_rounding_leaves_is_no_difference(number, text):
-    assert wording.gap("accuracy", number) == text
-
-
 def test_one_strategy_alone(tmp_path):
     verdict = judge(found_in(tmp_path, versus(1.5)[::2]))
     assert verdict.headline.startswith("There is nothing to compare")
@@ -342,6 +349,8 @@ def test_the_files_of_a_report(report):
     wanted = {"time-to-target", "accuracy-at-the-end", "accuracy-against-bytes-4-ranks", "loss-against-seconds-2-ranks"}
     wanted |= {"staleness-2-ranks", "time-of-4-ranks", "strong-speed-up", "weak-efficiency", "bytes-per-step"}
     assert wanted <= drawn and "energy" not in drawn
+    for path in (report.parent / "figures").glob("*.svg"):
+        assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
     with open(report.parent / "runs.csv", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     assert len(lines) == 57 and lines[0]["metric.accuracy"] == "0.98" and lines[0]["version.hpcdist"] == "0.1.0"
@@ -369,21 +378,16 @@ def test_the_page_says_it_all_by_itself(report):
     assert text.count("<caption") == text.count("<table") and 'scope="col"' in text and 'scope="row"' in text
 
 
-def test_figures_are_svg_on_their_own(report):
-    for path in (report.parent / "figures").glob("*.svg"):
-        assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
-
-
-@pytest.mark.parametrize("colour", sorted({*COLOURS, *PARTS.values()}))
-def test_colours_are_seen_on_both_grounds(colour):
+def test_colours_are_seen_on_both_grounds():
     def luminance(text: str) -> float:
         shares = [int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [share / 12.92 if share <= 0.03928 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    for ground in (DARK, LIGHT):
-        low, high = sorted((luminance(colour), luminance(ground)))
-        assert (high + 0.05) / (low + 0.05) >= 3
+    for colour in {*COLOURS, *(colour for colour, _ in STYLES.values())}:
+        for ground in (DARK, LIGHT):
+            low, high = sorted((luminance(colour), luminance(ground)))
+            assert (high + 0.05) / (low + 0.05) >= 3, colour
 
 
 def test_energy_is_drawn_where_it_was_measured(tmp_path):
@@ -397,13 +401,12 @@ def test_energy_is_drawn_where_it_was_measured(tmp_path):
 def test_joules_and_bytes_to_the_target_have_intervals(tmp_path):
     runs = [{"name": "allreduce", "seed": seed, "joules": joules} for seed, joules in enumerate((80.0, 80.0, 104.0))]
     findings = found_in(tmp_path, runs)
-    assert [row["joules_to_target"] for row in rows(findings)] == [60.0, 60.0, 78.0], "at the third of four looks"
-    (energy,), remarks = tables.of_section("energy", findings)
-    assert energy.heads[3] == "to the target" and energy.rows[0][3] == "66 ± 26 J" and "evaluations" in remarks[-1]
-    (traffic,), _ = tables.of_section("traffic", findings)
-    assert traffic.rows[0][1:] == ["1 kB", "2", "18 kB"]
+    assert [row["joules_to_target"] for row in findings.rows] == [60.0, 60.0, 78.0], "at the third of four looks"
+    _, energy, remark = figures.load("energy").draw(findings)
+    assert energy.heads[3] == "to the target" and energy.rows[0][3] == "66 ± 26 J" and "evaluations" in remark
+    assert tables("traffic", findings)[0].rows[0][1:] == ["1 kB", "2", "18 kB"]
     short = found_in(tmp_path / "b", [*runs, {"name": "allreduce", "seed": 3, "accuracy": (0.5, 0.6)}])
-    assert tables.of_section("energy", short)[0][0].rows[0][3] == wording.NONE, "one run never met it"
+    assert tables("energy", short)[0].rows[0][3] == wording.NONE, "one run never met it"
 
 
 def test_runs_as_a_frame(tmp_path):
@@ -413,10 +416,33 @@ def test_runs_as_a_frame(tmp_path):
     assert frame["seed"].tolist() == [0, 1, 2, 3, 4] * 2 and not frame["virtual"].any()
 
 
-@pytest.mark.parametrize(("module", "action"), [("pandas", hpcdist.read_runs), ("matplotlib", write)])
-def test_what_is_missing_is_named(module, action, tmp_path, monkeypatch):
-    monkeypatch.delattr("hpcdist.tools.report.figures", raising=False)
-    monkeypatch.delitem(sys.modules, "hpcdist.tools.report.figures", raising=False)
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=f"{module} must be installed to"):
-        action(tmp_path)
+def test_a_package_adds_a_section(tmp_path, monkeypatch):
+    (tmp_path / "rates.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "extra-1.dist-info").mkdir()
+    (tmp_path / "extra-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: extra\nVersion: 1\n")
+    (tmp_path / "extra-1.dist-info" / "entry_points.txt").write_text("[hpcdist.figures]\nrates = rates\n")
+    evidence.write_run(tmp_path / "runs" / "a")
+    page = write(tmp_path / "runs")
+    assert (page.parent / "figures" / "rates.svg").exists()
+    assert '<h2 id="rates">Learning rates</h2>' in page.read_text() and "They are constant." in page.read_text()
+
+
+PLUGIN = """
+from hpcdist.tools.report.figures.base import ReportFigure, axes_of
+
+TITLE = "Learning rates"
+
+
+def draw(findings):
+    figure, axes = axes_of(2.0)
+    axes.plot([1, 2], [0.1, 0.1])
+    yield ReportFigure("rates", "Learning rates", ["allreduce: 0.1"], figure)
+    yield "They are constant."
+"""
+
+
+def test_matplotlib_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="matplotlib must be installed to"):
+        write(tmp_path)

@@ -2,64 +2,54 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from hpcdist import __version__
 from hpcdist.errors import ConfigError
 from hpcdist.records import now, writing
-from hpcdist.tools.report import numbers, tables
-from hpcdist.tools.report.analysis import Findings, analyse
-from hpcdist.tools.report.read import read
-from hpcdist.tools.report.verdict import judge
+from hpcdist.records.json_values import finite
+from hpcdist.tools.report import wording
+from hpcdist.tools.report.evidence import read
+from hpcdist.tools.report.findings import Cell, Findings, analyse
+from hpcdist.tools.report.verdict import Verdict, judge
+from hpcdist.tools.statistics import Interval, interval
 
 if TYPE_CHECKING:
-    from hpcdist.tools.report.figures import ReportFigure
+    from pandas import DataFrame
+
+    from hpcdist.tools.report.figures.base import Part, ReportFigure, ReportTable
 
 TEMPLATE = "template.html.j2"
+VERSION = 1  # of runs.json
 SHOWN_REASONS = 8  # the others are folded
-SECTIONS = {  # of figures and tables; those of curves are made as they come
-    "answer": "The answer in numbers",
-    "curves": "How they got there",
-    "staleness": "Staleness",
-    "time": "Where time went",
-    "scaling": "Scaling",
-    "traffic": "Bytes and messages",
-    "energy": "Energy",
-    "runs": "Runs and settings",
-}
+# Of a figure in a file of its own: light or dark as its reader's system is.
+STANDALONE = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3;background:#0f1419}}</style>"
 
 
-@dataclass(frozen=True)
-class Section:
-    """A part of the page.
+def read_runs(folder: str | Path) -> DataFrame:
+    """Read all runs of a folder into a pandas frame, a row each: those that failed, too.
 
-    Attributes:
-        folded: further figures, by the title of what the reader unfolds.
+    Columns are the run's cell (`name`, `kind`, `ranks`, `virtual`), `seed`, `folder` and `failure`; its cost
+    (`wall_s`, `samples`, `bytes_per_step`, ...); `metric.NAME` at the end; `time_to_target_s` and the like where a
+    comparison has a target; and `setting.KEY` for the settings in which runs differ.
+
+    Raises:
+        ConfigError: there is no run.
+        DataError: a file is damaged.
     """
+    from pandas import DataFrame
 
-    name: str
-    title: str
-    figures: Sequence[Picture]
-    folded: Sequence[tuple[str, Sequence[Picture]]]
-    tables: Sequence[tables.ReportTable]
-    remarks: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure, as an element of the page."""
-
-    name: str
-    title: str
-    description: str
-    svg: Markup
+    return DataFrame(analyse(read([Path(folder)])).rows)
 
 
 def write(
@@ -77,29 +67,90 @@ def write(
         OutputError: a file can't be written.
     """
     try:
-        from hpcdist.tools.report import figures, svg
+        import matplotlib
     except ImportError as error:
         raise ConfigError(
             "matplotlib must be installed to draw a report's figures; got none. Run: pip install 'hpcdist[plots]'"
         ) from error
+    from pandas import DataFrame
+
+    from hpcdist.tools.report.figures.base import STYLE
+
     folders = [folder] if isinstance(folder, Path) else list(folder)
     output = folders[0] / "report" if output is None else output
     findings = analyse(read(folders, target))
-    verdict, drawn = judge(findings), figures.draw(findings)
-    pictures = {figure.name: svg.inline(figure) for figure in drawn}
+    verdict = judge(findings)
+    with matplotlib.rc_context(STYLE):
+        sections = sections_of(findings)
+        pictures = [picture for section in sections for picture in section.pictures]
     page = output / "index.html"
     with writing(page):
         (output / "figures").mkdir(parents=True, exist_ok=True)
-        for figure in drawn:
-            (output / "figures" / f"{figure.name}.svg").write_text(svg.standalone(pictures[figure.name]), "utf-8")
-            figure.figure.savefig(output / "figures" / f"{figure.name}.png", dpi=150, facecolor="white")
-        numbers.write_csv(findings, output / "runs.csv")
-        numbers.write_json(findings, verdict, output / "runs.json")
-        page.write_text(_render(findings, verdict, _sections(findings, drawn, pictures)), "utf-8")
+        for picture in pictures:
+            head, title, rest = picture.svg.partition("<title")
+            file = output / "figures" / picture.drawn.name
+            file.with_suffix(".svg").write_text(head + STANDALONE + title + rest, "utf-8")
+            picture.drawn.figure.savefig(file.with_suffix(".png"), dpi=150, facecolor="white")
+        DataFrame(findings.rows, dtype=object).to_csv(output / "runs.csv", index=False)
+        text = json.dumps(finite(numbers(findings, verdict)), indent=1, ensure_ascii=False, allow_nan=False)
+        (output / "runs.json").write_text(text, "utf-8")
+        page.write_text(_render(findings, verdict, sections), "utf-8")
     return page
 
 
-def _render(findings: Findings, verdict: Any, sections: Sequence[Section]) -> str:
+# --- the page ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Picture:
+    """A figure, as an element of the page."""
+
+    drawn: ReportFigure
+    svg: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page."""
+
+    name: str
+    title: str
+    pictures: Sequence[Picture]
+    tables: Sequence[ReportTable]
+    remarks: Sequence[str]
+
+    @property
+    def figures(self) -> list[Picture]:
+        """Return the figures that are shown: all, or those of the first number of ranks."""
+        return [one for one in self.pictures if one.drawn.ranks == self.pictures[0].drawn.ranks]
+
+    @property
+    def folded(self) -> dict[str, list[Picture]]:
+        """Return the other figures, by the title of what the reader unfolds."""
+        found: dict[str, list[Picture]] = {}
+        for one in self.pictures:
+            if one.drawn.ranks != self.pictures[0].drawn.ranks:
+                ranks = wording.count(one.drawn.ranks or 0, "rank")
+                found.setdefault(f"The same on {ranks}", []).append(one)
+        return found
+
+
+def sections_of(findings: Findings) -> list[Section]:
+    """Draw all sections that have something to show, in their order; those of other packages last."""
+    from hpcdist.tools.report import figures
+    from hpcdist.tools.report.figures.base import ReportFigure, ReportTable
+
+    made = []
+    plugins = [(name, figures.load(name)) for name in figures.available()]
+    for name, plugin in sorted(plugins, key=lambda one: (getattr(one[1], "ORDER", len(plugins)), one[0])):
+        parts: list[Part] = list(plugin.draw(findings))
+        pictures = [Picture(part, _svg(part)) for part in parts if isinstance(part, ReportFigure)]
+        tables = [part for part in parts if isinstance(part, ReportTable)]
+        remarks = [part for part in parts if isinstance(part, str)]
+        if parts:
+            made.append(Section(name, getattr(plugin, "TITLE", name), pictures, tables, remarks))
+    return made
+
+
+def _render(findings: Findings, verdict: Verdict, sections: Sequence[Section]) -> str:
     evidence = findings.evidence
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -109,10 +160,10 @@ def _render(findings: Findings, verdict: Any, sections: Sequence[Section]) -> st
         lstrip_blocks=True,
     )
     environment.filters["code"] = _code
-    virtual = [bool(run.virtual) for run in evidence.runs]
+    virtual = [one.virtual for one in evidence.runs]
     return environment.get_template(TEMPLATE).render(
         title=Path(evidence.title).name if evidence.title.endswith(".py") else evidence.title,
-        facts=tables.facts(findings),
+        facts=_facts(findings),
         verdict=verdict,
         shown_reasons=SHOWN_REASONS,
         sections=sections,
@@ -124,21 +175,110 @@ def _render(findings: Findings, verdict: Any, sections: Sequence[Section]) -> st
 
 def _code(text: str) -> Markup:
     """Mark names in backquotes as code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
 
 
-def _sections(findings: Findings, drawn: Sequence[ReportFigure], pictures: dict[str, str]) -> list[Section]:
-    made = []
-    for name, title in SECTIONS.items():
-        groups: dict[str, list[Picture]] = {}
-        for figure in drawn:
-            section, _, part = figure.section.partition("-")
-            if section == name:
-                picture = Picture(figure.name, figure.title, figure.description, Markup(pictures[figure.name]))
-                groups.setdefault(part, []).append(picture)
-        first, *rest = groups.items() or [("", [])]
-        folded = [(f"The same on {part} rank{'s' * (part != '1')}", shown) for part, shown in rest]
-        found = Section(name, title, first[1], folded, *tables.of_section(name, findings))
-        if found.figures or found.tables or found.remarks:
-            made.append(found)
-    return made
+def _facts(findings: Findings) -> dict[str, str]:
+    """List what was asked, for the page's head."""
+    evidence, runs = findings.evidence, [one.run for one in findings.evidence.runs]
+    better = "higher" if evidence.higher_is_better else "lower"
+    target = wording.NONE if evidence.target is None else wording.value(evidence.metric, evidence.target)
+    found = {"metric": f"{evidence.metric} ({better} is better)", "target": target}
+    if evidence.budget:
+        found["budget"] = ", ".join(f"{wording.number(v)} {unit}" for unit, v in evidence.budget.items())
+    found["held against"] = f"`{evidence.reference}`"
+    found["runs"] = f"{sum(run.ended for run in runs)} of {len(runs)} ended"
+    if days := sorted({run.start.started[:10] for run in runs if run.start}):
+        found["made"] = " to ".join(dict.fromkeys((days[0], days[-1])))
+    return found
+
+
+def _svg(drawn: ReportFigure) -> str:
+    """Write a figure as an element that takes the page's colours and fonts, and says in words what it shows."""
+    import matplotlib
+
+    from hpcdist.tools.report.figures.base import INK
+
+    stream = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": drawn.name}):  # text stays text
+        drawn.figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    text = stream.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
+    text = re.sub(r"\s*<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", text, count=1, flags=re.S)
+    text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
+    text = re.sub(r"(\bid=\"|url\(#|href=\"#)", rf"\g<1>{drawn.name}-", text)  # names are one page's, not one figure's
+    text = text.replace(INK, "currentColor")
+    text = re.sub(r">\s+<", "><", text)
+    box = re.findall(r'viewBox="[^"]*"', text)[0]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box} role="img" '
+        f'aria-labelledby="{drawn.name}-title {drawn.name}-desc" stroke-linejoin="round" stroke-linecap="butt">'
+        f'<title id="{drawn.name}-title">{escape(drawn.title)}</title>'
+        f'<desc id="{drawn.name}-desc">{escape(drawn.description)}</desc>'
+    )
+    return head + text[text.index(">") + 1 :]
+
+
+# --- the numbers ------------------------------------------------------------------------------------------------------
+def numbers(findings: Findings, verdict: Verdict) -> dict[str, Any]:
+    """Collect all numbers for JSON: runs with their curves, cells, contrasts, scaling, and the verdict."""
+    evidence = findings.evidence
+    asked = ("title", "metric", "higher_is_better", "target", "budget", "reference")
+    return {
+        "version": VERSION,
+        **{key: getattr(evidence, key) for key in asked},
+        "verdict": asdict(verdict),
+        "cells": [_cell(cell) for cell in findings.cells],
+        "contrasts": [
+            {
+                "cell": contrast.cell.label,
+                "reference": contrast.reference.label,
+                "times_sooner": None if contrast.sooner is None else asdict(contrast.sooner),
+                "times_sooner_p_corrected": contrast.p_sooner,
+                "metric_difference": None if contrast.better is None else asdict(contrast.better),
+                "metric_difference_p_corrected": contrast.p_better,
+                "why_no_ratio": contrast.why,
+            }
+            for contrast in findings.contrasts
+        ],
+        "scaling": [
+            {
+                "kind": row.kind,
+                "cell": row.cell.label,
+                "base": row.base.label,
+                "speedup": asdict(row.speedup),
+                "efficiency": row.efficiency,
+            }
+            for row in findings.scaling
+        ],
+        "runs": findings.rows,
+        "curves": {
+            str(one.run.folder): {
+                "losses": _points(one.losses),
+                "evaluations": _points(one.evaluations.drop(columns=["step", "epoch", "joules"])),
+            }
+            for one in evidence.runs
+        },
+    }
+
+
+def _points(frame: DataFrame) -> list[dict[str, Any]]:
+    return frame.rename(columns=lambda name: name.removeprefix("metric.")).to_dict("records")
+
+
+def _cell(cell: Cell) -> dict[str, Any]:
+    seconds = list(cell.seconds_to_target.values())
+    return {
+        **{key: getattr(cell, key) for key in ("label", "name", "kind", "ranks", "virtual")},
+        "runs": len(cell.runs),
+        "ended": len(cell.ended),
+        "reached": len(seconds),
+        "final": _interval(cell.final_mean),
+        "seconds_to_target": _interval(interval(seconds) if seconds else None),
+        "staleness": cell.staleness,
+        "seconds_by_rank": cell.times.to_dict("index"),
+    }
+
+
+def _interval(found: Interval | None) -> dict[str, float] | None:
+    return None if found is None else {"mean": found.mean, "low": found.low, "high": found.high}

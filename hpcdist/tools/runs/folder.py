@@ -14,10 +14,13 @@ FILES = ("run.json", "summary.json")  # one of them makes a folder a run's
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """Find the folders of runs, at any depth, in order; without the runs by which a comparison has tuned its rates."""
-    tuning = {path.parent / "tuning" for folder in folders for path in folder.glob(f"**/{COMPARISON}")}
-    found = {path.parent for folder in folders for name in FILES for path in folder.glob(f"**/{name}")}
-    return sorted(path for path in found if not tuning & set(path.parents))
+    """Find the folders of runs, at any depth; without the runs by which a comparison has tuned its rates."""
+    found: dict[Path, None] = {}
+    for folder in folders:
+        tuning = {path.parent / "tuning" for path in folder.glob(f"**/{COMPARISON}")}
+        runs = {path.parent for name in FILES for path in folder.glob(f"**/{name}")}
+        found |= dict.fromkeys(sorted(path for path in runs if not tuning & set(path.parents)))
+    return list(found)
 
 
 def read_comparison(folder: Path) -> dict[str, Any] | None:

@@ -1,0 +1,171 @@
+"""Figures, tables and remarks of a section, and how figures are drawn."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from hpcdist.tools.report import wording
+from hpcdist.tools.report.findings import Cell, Findings
+from hpcdist.tools.statistics import interval
+
+INK = "#010203"  # of text and axes: replaced by the page's own colour
+# At least 3:1 on white and on the dark page; told apart by people who are colour-blind, with markers and dashes.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c9579b", "#8a6fe0", "#7d828a")
+MARKERS = "osD^vPX*"
+DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+LABEL_COLUMNS = 18
+WIDTH = 4.0  # inches: as wide as a phone, so that text stays readable there
+STYLE: Any = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.8,
+    "grid.linewidth": 0.5,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), INK),
+}
+
+
+@dataclass(frozen=True)
+class ReportFigure:
+    """A figure.
+
+    Attributes:
+        name: of its file.
+        said: what it shows, in numbers and words, for those who do not see it.
+        ranks: the number of ranks of all that it shows. Of several numbers, the page unfolds the first only.
+    """
+
+    name: str
+    title: str
+    said: Sequence[str]
+    figure: Figure
+    ranks: int | None = None
+
+    @property
+    def description(self) -> str:
+        return f"{self.title}. {'; '.join(self.said)}."
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """A table: a caption, the columns' heads, and rows whose first cell is their head."""
+
+    caption: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+Part = ReportFigure | ReportTable | str  # of a section; a text is a remark
+
+
+class Look(NamedTuple):
+    """How a strategy is drawn, the same in all figures."""
+
+    color: str
+    marker: str
+    linestyle: object
+
+
+def looks(findings: Findings) -> dict[str, Look]:
+    """Give each name a look; the reference has the colour of the text."""
+    kinds = {cell.name: cell.kind == "serial" for cell in findings.cells if cell.name != findings.evidence.reference}
+    names = sorted(kinds, key=lambda name: (kinds[name], name))  # strategies first, so that their colours differ
+    found = {findings.evidence.reference: Look(INK, "o", "-")}
+    for i, name in enumerate(names):
+        dashes = DASHES[(1 + i // len(COLOURS) + i) % len(DASHES)]
+        found[name] = Look(COLOURS[i % len(COLOURS)], MARKERS[(i + 1) % len(MARKERS)], dashes)
+    return found
+
+
+def axes_of(height: float) -> tuple[Figure, Axes]:
+    """Make a figure of this height in inches, with axes."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.subplots()
+    axes.grid(True)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def legend(figure: Figure, axes: Axes) -> None:
+    """Put the legend below, in as many columns as its texts leave room for."""
+    handles, labels = axes.get_legend_handles_labels()
+    longest = max(map(len, labels), default=0)
+    columns = 1 if longest > 22 else 2 if longest > 13 else 3
+    figure.set_figheight(figure.get_figheight() + 0.2 * -(-len(labels) // columns))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=9, handlelength=2.4)
+
+
+def by_ranks(findings: Findings) -> Iterator[tuple[int, list[Cell], str]]:
+    """Yield each number of ranks with its cells that have a result, and with its text for titles."""
+    for ranks, group in groupby((cell for cell in findings.cells if cell.ended), key=lambda cell: cell.ranks):
+        cells = list(group)
+        yield ranks, cells, wording.count(ranks, "rank") + " (virtual)" * any(cell.virtual for cell in cells)
+
+
+def dots(
+    findings: Findings,
+    name: str,
+    title: str,
+    unit: str,
+    found: Sequence[tuple[Cell, Collection[float], str]],
+    write: Callable[[float], str],
+    *,
+    geometric: bool = False,
+    most: float = math.inf,
+) -> list[ReportFigure]:
+    """Draw a line for each cell: the values of its runs, their mean and its interval. No figure without any value.
+
+    Args:
+        found: cell, values, and a remark that stands beside them.
+        geometric: take the mean of the logarithms.
+        most: the largest value that there can be, at which intervals are cut off.
+    """
+    if not any(values for _, values, _ in found):
+        return []
+    labels = ["\n".join(textwrap.wrap(cell.label, LABEL_COLUMNS, break_long_words=False, break_on_hyphens=False))
+              for cell, _, _ in found]  # fmt: skip
+    lines = max(label.count("\n") for label in labels) + 1
+    figure, axes = axes_of(0.9 + (0.26 + 0.14 * lines) * len(found))
+    said, look = [], looks(findings)
+    for row, (cell, values, remark) in enumerate(found):
+        color, marker, _ = look[cell.name]
+        text = remark
+        if values:
+            mean, low, high = _mean(values, geometric)
+            axes.plot(list(values), [row] * len(values), marker, color=color, alpha=0.35, markersize=4)
+            reach = [[mean - low], [high - mean]]
+            axes.errorbar(mean, row, xerr=reach, fmt=marker, color=color, capsize=3, linewidth=1.6)
+            within = f" ({write(low)} to {write(high)})" if low < high else ""
+            text = f"{write(mean)}{within}{remark and f', {remark}'}"
+        said.append(f"{cell.label}: {text}")
+        if remark:
+            axes.annotate(remark, (1, row), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=9)
+    axes.set_yticks(range(len(found)), labels, fontsize=9)
+    axes.set_ylim(len(found) - 0.4, -0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.set_xlabel(unit)
+    left, right = axes.get_xlim()
+    axes.set_xlim(left, min(right, most + 0.02 * (most - left)) if most < right else right)
+    return [ReportFigure(name, title, said, figure)]
+
+
+def _mean(values: Collection[float], geometric: bool) -> tuple[float, ...]:
+    """Return the mean and its interval's ends, which are the mean where one value leaves them unknown."""
+    found = interval([math.log(value) for value in values] if geometric else list(values))
+    half = 0.0 if math.isnan(found.half) else found.half
+    ends = found.mean, found.mean - half, found.mean + half
+    return tuple(map(math.exp, ends)) if geometric else ends

@@ -1,0 +1,97 @@
+"""Training loss and metric over seconds, samples and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from hpcdist.tools.report import wording
+from hpcdist.tools.report.figures.base import INK, Part, ReportFigure, axes_of, by_ranks, legend, looks
+from hpcdist.tools.report.findings import Cell, Findings
+
+TITLE, ORDER = "How they got there", 2
+AXES = {"seconds": "seconds of training", "samples": "samples", "bytes": "bytes sent and fetched by all ranks"}
+GRID = 80  # points of a mean curve
+
+
+def draw(findings: Findings) -> Iterator[Part]:
+    for ranks, cells, text in reversed(list(by_ranks(findings))):
+        for value in (findings.evidence.metric, None):
+            for axis in AXES:
+                yield from _curve(findings, ranks, cells, text, value, axis)
+    missing = [cell.label for cell in findings.cells if cell.ended and all(r.losses.empty for r in cell.ended.values())]
+    if missing:
+        yield f"Training loss: not measured for {'; '.join(missing)}, whose steps were not recorded."
+    if all(one.evaluations.empty for one in findings.evidence.runs):
+        yield "The metric over time: not measured, because no run wrote evaluations."
+
+
+def _curve(
+    findings: Findings, ranks: int, cells: Sequence[Cell], text: str, metric: str | None, axis: str
+) -> Iterator[ReportFigure]:
+    """Draw a metric, or the training loss, as the mean over seeds, and a band between the lowest and the highest."""
+    what = "training loss" if metric is None else f"test {metric}"
+    figure, axes = axes_of(2.7)
+    said = []
+    for cell in cells:
+        runs = [(one.losses, "loss") if metric is None else (one.evaluations, f"metric.{metric}")
+                for one in cell.ended.values()]  # fmt: skip
+        curves = [curve for frame, value in runs if (curve := _series(frame, axis, value))]
+        if not curves:
+            continue
+        x, low, mean, high = _band(curves)
+        look = looks(findings)[cell.name]
+        axes.plot(x, mean, **look._asdict(), label=cell.shown, markevery=(0.1, 0.25))
+        if len(curves) > 1:
+            axes.fill_between(x, low, high, color=look.color, alpha=0.18, linewidth=0)
+        ends = f"{wording.number(x[0])} to {wording.number(x[-1])} {axis}"
+        said.append(f"{cell.shown} goes from {mean[0]:.4g} to {mean[-1]:.4g} over {ends}")
+    if not said:
+        return
+    target = findings.evidence.target
+    if metric is None:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(lambda number, _: f"{number:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+    elif wording.is_share(metric):
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda number, _: f"{100 * number:g} %"))
+    if metric is not None and target is not None:
+        axes.axhline(target, color=INK, linewidth=0.8, linestyle=":")
+        side = "top" if findings.evidence.higher_is_better else "bottom"  # where curves that end beyond it are not
+        axes.annotate("target", (0.99, target), xycoords=("axes fraction", "data"), ha="right", va=side, fontsize=9)
+    axes.set(xlabel=AXES[axis], ylabel=what)
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.xaxis.set_major_formatter(lambda number, _: _short_bytes(number) if axis == "bytes" else _short(number))
+    legend(figure, axes)
+    seeds = ["The band spans the seeds"] if any(len(cell.ended) > 1 for cell in cells) else []
+    name = f"{metric or 'loss'}-against-{axis}-{ranks}-ranks"
+    yield ReportFigure(name, f"{wording.capital(what)} against {axis}, {text}", [*seeds, *said], figure, ranks)
+
+
+def _series(frame, axis: str, value: str) -> list[tuple[float, float]]:
+    if value not in frame:
+        return []
+    points = frame[[axis, value]].astype(float).to_numpy()
+    return [(x, y) for x, y in points.tolist() if math.isfinite(x) and math.isfinite(y)]
+
+
+def _band(curves: Sequence[Sequence[tuple[float, float]]]) -> tuple[np.ndarray, ...]:
+    """Interpolate curves where all are known: where, the lowest, the mean and the highest."""
+    first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
+    known = sorted({x for curve in curves for x, _ in curve if first <= x <= last})
+    x = np.array(known) if 1 < len(known) <= GRID else np.linspace(first, last, GRID)
+    y = np.array([np.interp(x, *np.transpose(curve)) for curve in curves])
+    return x, y.min(0), y.mean(0), y.max(0)
+
+
+def _short(number: float) -> str:
+    return f"{number / 1000:g}k" if number >= 10_000 else f"{number:g}"
+
+
+def _short_bytes(n_bytes: float) -> str:
+    scale, unit = wording.bytes_unit(n_bytes)
+    return f"{n_bytes / scale:g} {unit}"

@@ -1,0 +1,54 @@
+"""Settings that differ, hosts, versions, and the runs without a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from hpcdist.records import Start
+from hpcdist.tools.report.figures.base import Part, ReportTable
+from hpcdist.tools.report.findings import Cell, Findings
+from hpcdist.tools.report.wording import NONE
+
+TITLE, ORDER = "Runs and settings", 8
+
+
+def draw(findings: Findings) -> Iterator[Part]:
+    evidence = findings.evidence
+    if findings.failures:
+        heads = ["run", "ranks", "seed", "folder", "what became of it"]
+        rows = [[one.name, *map(str, (one.ranks, one.seed, one.run.folder)), one.run.failure or ""]
+                for one in findings.failures]  # fmt: skip
+        yield ReportTable("Runs without a result", heads, rows)
+    if evidence.settings:
+        rows = [
+            [cell.title, *(_listed(of.get(one.run.folder) for one in cell.runs) for of in evidence.settings.values())]
+            for cell in findings.cells
+        ]
+        yield ReportTable("Settings that differ", ["cell", *evidence.settings], rows)
+    heads = ["cell", "runs that ended", "seeds", "hosts", "commit", "versions", "started"]
+    yield ReportTable("How the runs were made", heads, [_provenance(cell) for cell in findings.cells])
+    if not any(one.run.start for one in evidence.runs):
+        yield "Settings, hosts, versions: not written down."
+
+
+def _listed(values: Iterator[str | None]) -> str:
+    return ", ".join(dict.fromkeys(value for value in values if value is not None)) or NONE
+
+
+def _provenance(cell: Cell) -> list[str]:
+    """Tell where and from what the runs of a cell were made; what they have in common once."""
+    starts = [one.run.start for one in cell.runs if one.run.start]
+    dates = sorted(start.started for start in starts)
+
+    def every(write: Callable[[Start], str]) -> str:
+        return "; ".join(sorted({write(start) for start in starts})) or NONE
+
+    return [
+        cell.title,
+        f"{len(cell.ended)} of {len(cell.runs)}",
+        ", ".join(str(one.seed) for one in cell.runs),
+        every(lambda start: ", ".join(dict.fromkeys(start.hosts))),
+        every(lambda start: (start.commit or "none")[:10] + (" with changes" if start.dirty else "")),
+        every(lambda start: ", ".join(f"{name} {version}" for name, version in start.versions.items() if version)),
+        " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else NONE,
+    ]

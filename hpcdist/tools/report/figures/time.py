@@ -1,0 +1,52 @@
+"""Where each rank's time went: computing, communicating, waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from pandas import DataFrame
+
+from hpcdist.tools.report import wording
+from hpcdist.tools.report.evidence import PARTS
+from hpcdist.tools.report.figures.base import Part, ReportFigure, ReportTable, axes_of, by_ranks, legend
+from hpcdist.tools.report.findings import Findings
+
+TITLE, ORDER = "Where time went", 4
+STYLES = {"computing": ("#0072b2", ""), "communicating": ("#d55e00", "////"), "waiting": ("#7d828a", "\\\\\\\\")}
+MANY_RANKS = 16  # beyond them, one bar shows the mean rank
+
+
+def draw(findings: Findings) -> Iterator[Part]:
+    for ranks, cells, text in by_ranks(findings):
+        heads: list[tuple[int, str]] = []  # a line of its own for each cell, then one for each rank
+        bars: list[tuple[int, str, np.ndarray]] = []
+        said = []
+        for cell in cells:
+            times = cell.times.rename(lambda rank: f"rank {rank}")
+            if len(times) > MANY_RANKS:
+                times = DataFrame({f"mean of {len(times)}": times.mean()}).T
+            heads += [(len(heads) + len(bars), cell.shown)] * (len(times) > 0)
+            for rank, of in times.iterrows():
+                bars.append((len(heads) + len(bars), str(rank), of[list(PARTS)].to_numpy()))
+                said.append(f"{cell.shown}, {rank}: " + ", ".join(f"{p} {wording.seconds(of[p])}" for p in PARTS))
+        if not bars:
+            continue
+        figure, axes = axes_of(1.0 + 0.27 * (len(heads) + len(bars)))
+        rows, seconds = [row for row, _, _ in bars], np.array([of for _, _, of in bars])
+        for part, length, left in zip(PARTS, seconds.T, (seconds.cumsum(1) - seconds).T):
+            color, hatch = STYLES[part]
+            axes.barh(rows, length, 0.75, left, label=part, color=color, hatch=hatch, edgecolor="white", linewidth=0)
+        for row, name in heads:
+            axes.annotate(name, (0.01, row), xycoords=("axes fraction", "data"), va="center", fontsize=9)
+        axes.set_yticks(rows, [rank for _, rank, _ in bars], fontsize=9)
+        axes.set_ylim(len(heads) + len(bars) - 0.4, -0.6)
+        axes.set_xlabel("seconds, mean over runs")
+        axes.grid(False, axis="y")
+        legend(figure, axes)
+        yield ReportFigure(f"time-of-{ranks}-ranks", f"Where each rank's time went, {text}", said, figure)
+    columns = (*(f"{part}_s" for part in PARTS), "wall_s")
+    rows_of = [[cell.title, *(wording.plain(cell.mean(c)) for c in columns)] for cell in findings.cells if cell.ended]
+    heads_of = ["cell", *PARTS, "seconds of the run"]
+    yield ReportTable("Seconds of an average worker, by what it did", heads_of, rows_of)
+    yield "The rest of a rank's time is what no step records, such as reading data."

@@ -1,0 +1,34 @@
+"""Bytes and messages that all ranks have sent and fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpcdist.tools.report import wording
+from hpcdist.tools.report.figures.base import Part, ReportTable, dots
+from hpcdist.tools.report.findings import Findings
+
+TITLE, ORDER = "Bytes and messages", 6
+
+
+def draw(findings: Findings) -> Iterator[Part]:
+    cells = [cell for cell in findings.cells if cell.ended and cell.ranks > 1]
+    if not cells:
+        yield "One rank sends nothing."
+        return
+    for what, write in (("bytes", wording.amount), ("messages", wording.number)):
+        found = [(cell, cell[f"{what}_per_step"].values(), "") for cell in cells]
+        yield from dots(findings, f"{what}-per-step", f"{what.capitalize()} per step of a worker", what, found, write)
+    yield ReportTable(
+        "Sent and fetched by all ranks, per step of a worker",
+        ["cell", "bytes per step", "messages per step", "bytes to the target"],
+        [
+            [
+                cell.title,
+                wording.mean_amount(cell.mean("bytes_per_step")),
+                wording.plain(cell.mean("messages_per_step")),
+                wording.mean_amount(cell.spent_to_target("bytes")),
+            ]
+            for cell in cells
+        ],
+    )

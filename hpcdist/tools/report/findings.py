@@ -212,7 +212,7 @@ class Findings:
     def failures(self) -> list[RunEvidence]:
         return [one for one in self.evidence.runs if one.run.failure]
 
-    @property
+    @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """Return the numbers of all runs, cell by cell, those that failed last; each has the same keys."""
         found = []

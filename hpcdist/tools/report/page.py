@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import re
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from markupsafe import Markup
 
-from hpcdist import __version__
 from hpcdist.errors import ConfigError
 from hpcdist.records import now, writing
 from hpcdist.records.json_values import finite
@@ -23,6 +23,7 @@ from hpcdist.tools.report.evidence import read
 from hpcdist.tools.report.findings import Cell, Findings, analyse
 from hpcdist.tools.report.verdict import Verdict, judge
 from hpcdist.tools.statistics import Interval, interval
+from hpcdist.version import __version__
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -72,8 +73,6 @@ def write(
         raise ConfigError(
             "matplotlib must be installed to draw a report's figures; got none. Run: pip install 'hpcdist[plots]'"
         ) from error
-    from pandas import DataFrame
-
     from hpcdist.tools.report.figures.base import STYLE
 
     folders = [folder] if isinstance(folder, Path) else list(folder)
@@ -91,7 +90,10 @@ def write(
             file = output / "figures" / picture.drawn.name
             file.with_suffix(".svg").write_text(head + STANDALONE + title + rest, "utf-8")
             picture.drawn.figure.savefig(file.with_suffix(".png"), dpi=150, facecolor="white")
-        DataFrame(findings.rows, dtype=object).to_csv(output / "runs.csv", index=False)
+        with open(output / "runs.csv", "w", newline="", encoding="utf-8") as lines:
+            writer = csv.DictWriter(lines, list(findings.rows[0]))
+            writer.writeheader()
+            writer.writerows(findings.rows)
         text = json.dumps(finite(numbers(findings, verdict)), indent=1, ensure_ascii=False, allow_nan=False)
         (output / "runs.json").write_text(text, "utf-8")
         page.write_text(_render(findings, verdict, sections), "utf-8")

@@ -171,15 +171,14 @@ def test_damaged_files_are_named_and_tried_again_while_the_run_is_followed(tmp_p
         assert message in run.damage and run.state != "ended"
         (tmp_path / name).unlink()
         os.mkfifo(tmp_path / name)
-        with pytest.raises(DataError, match=f"{name} must be a file; got another thing of that name"):
+        with pytest.raises(DataError, match=f"{name} must be .*; got .*a named pipe"):
             Run(tmp_path)
         (tmp_path / name).unlink()
         (tmp_path / name).write_bytes(whole[name])
         run.update()
         assert run.damage is None and run.state == "ended" and len(run.evaluations) == 4
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match="file/run.json must be a file that can be read; got Not a directory"):
-        Run(tmp_path / "file")
+    assert Run(tmp_path / "file").state == "waiting"
 
 
 def test_a_growing_run_is_read_on(tmp_path):

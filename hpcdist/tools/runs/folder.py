@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import DataError
+from hpcdist.records import parse_json, read_bounded
 
 COMPARISON = "comparison.json"  # in the folder of a comparison or a sweep: its declaration and its runs
 FILES = ("run.json", "summary.json")  # one of them makes a folder a run's
@@ -30,14 +30,14 @@ def read_comparison(folder: Path) -> dict[str, Any] | None:
         DataError: the file is damaged.
     """
     path = folder / COMPARISON
-    if not path.exists():
-        return None
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(read_bounded(path), path, DataError)
         if not all(isinstance(run["folder"], str) for run in found["runs"]):
             raise TypeError("a run's folder is no text")
         return found
-    except (ValueError, LookupError, TypeError, OSError) as error:
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (DataError, LookupError, TypeError, OSError) as error:
         raise DataError(
             f"{path} must be what `hpcdist compare` writes; got {type(error).__name__}: {error}. Make it again."
         ) from None

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hpcdist.errors import DataError
@@ -92,12 +91,8 @@ class Run:
         """Read a file if it has changed."""
         try:
             stat = (self.folder / name).stat()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return known
-        except OSError as error:
-            raise DataError(f"{self.folder / name} must be a file that can be read; got {error.strerror}.") from None
-        if not S_ISREG(stat.st_mode):
-            raise DataError(f"{self.folder / name} must be a file; got another thing of that name. Remove it.")
         seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
         if self._seen.get(name) == seen:
             return known

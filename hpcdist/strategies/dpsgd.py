@@ -73,6 +73,7 @@ class DPSGD(Strategy):
         def narrow(self, contract: Contract, size: int) -> Contract:
             return replace(contract, sends="between steps" if self.overlap else "within steps")
 
+    config: Config
     contract = Contract(averages="parameters", meets="every step")
 
     def __init__(self, config: Config, comm, model, **given):

@@ -45,6 +45,7 @@ class GossipPull(Strategy):
         pulls: int = Field(1, ge=1, description="ranks whose parameters are fetched in a mixing")
         torn: bool = Field(False, description="read without checking that the fetched parameters are of one step")
 
+    config: Config
     contract = Contract(averages="parameters", meets="never", memory="read by others", deaths="others go on")
 
     def __init__(self, config: Config, comm, model, **given):

@@ -56,6 +56,7 @@ class GossipPush(Strategy):
 
         pushes: int = Field(1, ge=1, description="ranks to which the parameters are sent in a mixing")
 
+    config: Config
     contract = Contract(averages="parameters", meets="never", memory="read by others", deaths="others go on")
 
     def __init__(self, config: Config, comm, model, **given):

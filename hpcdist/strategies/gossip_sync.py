@@ -59,6 +59,7 @@ class GossipSync(Strategy):
         def meets(self, step: int) -> bool:
             return self.mixes(step, self.order)
 
+    config: Config
     contract = Contract(averages="parameters", meets="every step", deaths="others go on")
 
     def __init__(self, config: Config, comm, model, **given):

@@ -72,6 +72,8 @@ class LocalSGD(Periodic):
             after = step - self.warmup_steps
             return after <= 0 or after % self.period == 0
 
+    config: Config
+
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self._node = self._reduce_inside = None

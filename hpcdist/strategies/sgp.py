@@ -47,6 +47,7 @@ class SGP(Strategy):
         )
         overlap: bool = Field(False, description="messages arrive while the next gradient is computed, a step later")
 
+    config: Config
     contract = Contract(averages="parameters", meets="every step")
 
     def __init__(self, config: Config, comm, model, **given):

@@ -71,6 +71,7 @@ class Strom(Strategy):
                 )
             return self
 
+    config: Config
     contract = Contract(averages="parameters", meets="never", deaths="others go on")
 
     def __init__(self, config: Config, comm, model, **given):

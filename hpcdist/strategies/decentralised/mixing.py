@@ -109,4 +109,5 @@ class Mixing:
         """Return the ranks received from at `step`, in the order of their weights, and those sent to."""
         rank, topology = self._comm.rank, self._topology
         sides = topology.in_neighbours(rank, step), topology.out_neighbours(rank, step)
-        return tuple([peer for peer in side if peer != rank] for side in sides)
+        received_from, sent_to = ([peer for peer in side if peer != rank] for side in sides)
+        return received_from, sent_to

@@ -64,7 +64,7 @@ def assign(size: int, servers: Servers = 1, fan_in: int | None = None) -> Roles:
         )
     if size == 1:
         return Roles((), (), (0,), {})
-    if servers == COLOCATED:
+    if isinstance(servers, str):  # colocated
         everyone = tuple(range(size))
         return Roles(everyone, (), everyone, dict.fromkeys(everyone, everyone))
     levels = _levels(size - servers, fan_in) if fan_in is not None else []
@@ -75,7 +75,8 @@ def assign(size: int, servers: Servers = 1, fan_in: int | None = None) -> Roles:
             "ranks, or use fewer servers."
         )
     workers = tuple(range(first, size))
-    upper, parents, next_rank = tuple(range(servers)), {}, servers
+    parents: dict[int, tuple[int, ...]] = {}
+    upper, next_rank = tuple(range(servers)), servers
     for count in levels:
         level = tuple(range(next_rank, next_rank + count))
         parents |= _deal(level, upper)
@@ -90,7 +91,8 @@ def assign(size: int, servers: Servers = 1, fan_in: int | None = None) -> Roles:
 def _levels(ranks: int, fan_in: int) -> list[int]:
     """Return the aggregators per level, from the server down, so that they and their workers are `ranks` together."""
     for workers in range(ranks, 0, -1):
-        levels, below = [], workers
+        levels: list[int] = []
+        below = workers
         while below > fan_in:
             below = -(-below // fan_in)
             levels.insert(0, below)

@@ -46,6 +46,7 @@ class Periodic(Strategy):
         def meets(self, step: int) -> bool:
             return step % self.period == 0
 
+    config: Config
     contract = Contract(averages="parameters", meets="every period")
 
     def __init__(self, config: Config, comm, model, **given):

@@ -67,7 +67,8 @@ class Memory(abc.ABC):
         if self._closed:
             raise CommunicationError("a window must not be used once it is closed. Close it after its last use.")
         lengths = self._lengths
-        check_rank(rank, len(lengths), "rank of a window")
+        if not 0 <= rank < len(lengths):
+            check_rank(rank, len(lengths), "rank of a window")
         length = lengths[rank]
         if tensor is not None:
             check_flat(tensor)

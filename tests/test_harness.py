@@ -355,6 +355,21 @@ def test_collection_that_differs_between_ranks(write, text, why):
     assert "no tests ran" in done.stdout
 
 
+def test_each_runs_all_values_in_one_test_and_names_the_one_that_fails(write):
+    write("""
+from harness.cases import each
+
+@each("a", [1, 2])
+@each("b", [3, 4])
+def test_it(tmp_path, a, b):
+    (tmp_path / f"{a}-{b}").touch()
+    assert len(list(tmp_path.iterdir())) == 2 * a + b - 4 < 4
+""")
+    done = run(0)
+    assert done.returncode == 1 and "1 failed" in done.stdout
+    assert sys.version_info < (3, 11) or ("with b = 4\n" in done.stdout and "with a = 2\n" in done.stdout)
+
+
 def test_a_path_that_does_not_exist_is_told_by_pytest(write):
     write("")
     done = run(0, "nowhere")

@@ -25,6 +25,12 @@ STALENESS = {"parameter_server": 2, "downpour": 2, "ssp": 2, "softsync": 2 / 3} 
 STALENESS |= {"hardsync": 0, "easgd": 0, "eamsgd": 0}  # as of all that have no servers
 PERIODS = {"diloco": ["strategy.period=40"]}  # its own is longer than these runs
 TRAIN_SAMPLES = {"digits": 1437, "regression": 1000}
+SHOWN = ("allreduce", "parameter_server", "gossip_pull", "local_sgd")  # of the kinds of strategies one each
+CASES = [
+    pytest.param(name, strategy, marks=() if name == "digits" or strategy in SHOWN else pytest.mark.extended)
+    for name in NAMES
+    for strategy in problem.stepping()
+]
 
 
 def run(name: str, folder: Path, size: int, *overrides: str) -> Summary:
@@ -48,8 +54,7 @@ def test_the_jobs_are_known():
     assert sorted(TRAIN_SAMPLES) == NAMES
 
 
-@pytest.mark.parametrize("strategy", problem.stepping())
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "strategy"), CASES)
 def test_a_job_learns_and_its_summary_is_whole(name, strategy, tmp_path, capsys):
     summary = run(name, tmp_path, 4, f"strategy={strategy}", *PERIODS.get(strategy, []), "seed=3")
     workers = len(strategies.load(strategy).Config().workers(4))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import each
 from hpcdist import topology
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.topology.graphs.description import adjacency, describe, draw, spectral_gap, steps
@@ -44,7 +45,7 @@ def with_options(name: str, size: int, folder: Path):
 
 # --- every topology ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", topology.available())
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 25])
+@each("size", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 25])
 def test_weights_are_what_the_topology_says_of_itself(name, size, tmp_path):
     found = with_options(name, size, tmp_path)
     for step in [*steps(found), 1000]:

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist.checkpoint import tree
 from hpcdist.compress import Feedback, Span, available, load
 from hpcdist.errors import ConfigError
@@ -17,7 +18,7 @@ from hpcdist.errors import ConfigError
 # Options where the defaults suit larger tensors.
 OPTIONS = {"dgc": {"ratio": 0.01}}
 every = pytest.mark.parametrize("name", available())
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+dtypes = each("dtype", [torch.float32, torch.float64])
 
 # A matrix, a vector, a convolution's weights, and another matrix.
 SHAPES = ((24, 16), (7,), (6, 4, 3, 3), (32, 9))
@@ -54,7 +55,7 @@ def error(dtype: torch.dtype, size: float = 8.0) -> dict:
 
 @every
 @dtypes
-@pytest.mark.parametrize("split", [True, False])
+@each("split", [True, False])
 def test_what_a_message_lacks_is_left(name, dtype, split):
     """before = message + after, at every step."""
     compressor = make(name, split=split)
@@ -70,7 +71,7 @@ def test_what_a_message_lacks_is_left(name, dtype, split):
 
 @every
 @dtypes
-@pytest.mark.parametrize("count", [0, 1, COUNT, (1 << 18) + 7])
+@each("count", [0, 1, COUNT, (1 << 18) + 7])
 def test_accumulating_piece_by_piece_changes_no_bit(name, dtype, count):
     once, apart = make(name, count), make(name, count)
     residual, other = torch.zeros(2, count, dtype=dtype)
@@ -84,7 +85,7 @@ def test_accumulating_piece_by_piece_changes_no_bit(name, dtype, count):
 
 @every
 @dtypes
-@pytest.mark.parametrize("whole", [False, True], ids=["coded", "whole"])
+@each("whole", [False, True])
 def test_a_change_taken_back_is_encoded_as_a_tensor_is(name, dtype, whole):
     once, apart = (Feedback(make(name), torch.zeros(COUNT, dtype=dtype)) for _ in range(2))
     for step in range(3):
@@ -118,7 +119,7 @@ def test_feedback_loses_nothing(name, dtype):
 
 @every
 @dtypes
-@pytest.mark.parametrize("weight", [1.0, -1.0, 0.5, 1 / 3])
+@each("weight", [1.0, -1.0, 0.5, 1 / 3])
 def test_messages_are_added_with_a_weight(name, dtype, weight):
     compressor = make(name)
     message = compressor.encode(gradient(0, dtype))
@@ -173,7 +174,7 @@ def test_zeros_stay_zeros(name, dtype):
 
 @every
 @dtypes
-@pytest.mark.parametrize("count", [0, 1, 2, 9])
+@each("count", [0, 1, 2, 9])
 def test_short_tensors(name, dtype, count):
     compressor = make(name, count)
     values = gradient(0, dtype, count)
@@ -185,7 +186,7 @@ def test_short_tensors(name, dtype, count):
 
 @every
 @dtypes
-@pytest.mark.parametrize("size", [1e-30, 1e-12, 1e12, 1e30])
+@each("size", [1e-30, 1e-12, 1e12, 1e30])
 def test_sizes_of_any_order_stay_finite(name, dtype, size):
     compressor, values = make(name), size * gradient(0, dtype)
     before = values.clone()
@@ -198,10 +199,8 @@ def test_sizes_of_any_order_stay_finite(name, dtype, size):
 
 @every
 @dtypes
-@pytest.mark.parametrize(
-    "kind", ["largest", "signs", "one", "negative", "mixed", "least", "beyond float32", "row", "half"]
-)
-@pytest.mark.parametrize("split", [True, False])
+@each("kind", ["largest", "signs", "one", "negative", "mixed", "least", "beyond float32", "row", "half"])
+@each("split", [True, False])
 def test_what_is_finite_stays_finite(name, dtype, kind, split):
     """Messages, what they stand for, and what they leave, up to the largest numbers; in float32 sums overflow there.
 

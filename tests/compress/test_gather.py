@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist.compress.coding.reduction import cut, gather, join
 
 LENGTHS = [[0], [5], [0, 0], [3, 0, 1], [1, 70_000, 2]]
@@ -14,7 +15,7 @@ def _messages(rank: int, lengths: list[int]) -> list[torch.Tensor]:
     return [torch.full((length * (rank + 1),), 10 * rank + k, dtype=torch.uint8) for k, length in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
+@each("lengths", LENGTHS)
 def test_what_was_joined_is_cut_again(lengths):
     messages = _messages(1, lengths)
     joined = join(messages)
@@ -23,8 +24,8 @@ def test_what_was_joined_is_cut_again(lengths):
 
 
 @pytest.mark.sizes(1, 2, 3, 4, 8)
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("senders", [1, None])
+@each("lengths", LENGTHS)
+@each("senders", [1, None])
 def test_every_rank_gets_the_messages_of_all_senders_in_order(ranks, lengths, senders):
     def body(comm):
         who = range(senders or comm.size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist.compress import CompressionConfig
 from hpcdist.compress.qsgd import _pack, _unpack
 from hpcdist.errors import ConfigError
@@ -14,7 +15,7 @@ def make(count: int, **options):
     return CompressionConfig.from_mapping({"name": "qsgd", "error_feedback": False, **options}).make(count)
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
+@each("bits", range(1, 9))
 def test_packing_is_undone_by_unpacking(bits):
     numbers = torch.randint(1 << bits, (136,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8).numpy()
     packed, out = _pack(numbers, bits), torch.zeros(136, dtype=torch.uint8).numpy()
@@ -41,7 +42,7 @@ def test_it_is_unbiased_and_its_variance_bounded(norm, levels, bucket):
     assert 0.7 * spread < (total / draws).norm() < 1.3 * spread
 
 
-@pytest.mark.parametrize("count", [1, 8, 100, 128, 129, 200_003])
+@each("count", [1, 8, 100, 128, 129, 200_003])
 @pytest.mark.parametrize(("levels", "bits"), [(1, 2), (3, 3), (7, 4), (10, 5), (40, 7), (127, 8)])
 def test_the_bytes_are_those_of_the_docstring(count, levels, bits):
     compressor = make(count, levels=levels)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist.compress import Feedback, JointCompression, Linear, Recoded, Reduction, Span, available, load
 from hpcdist.strategies.common.state import Along, load_entries, save_entries
 from hpcdist.strategies.common.state import reduction as declared
@@ -60,8 +61,8 @@ def _run(comm, name: str, dtype: torch.dtype = torch.float64, steps: int = STEPS
 
 
 @every
-@pytest.mark.sizes(1, 2, 3, 4, 8)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.sizes(1, 2, 3, 8)
+@each("dtype", [torch.float32, torch.float64])
 def test_sums_are_the_same_to_the_bit_on_all_ranks(ranks, name, dtype):
     found = ranks(lambda comm: _run(comm, name, dtype))
     for sums, _, _ in found:
@@ -70,7 +71,7 @@ def test_sums_are_the_same_to_the_bit_on_all_ranks(ranks, name, dtype):
 
 
 @conserving
-@pytest.mark.sizes(1, 2, 3, 4, 8)
+@pytest.mark.sizes(1, 2, 3, 8)
 def test_what_goes_in_comes_out_or_is_left(ranks, name):
     found = ranks(lambda comm: _run(comm, name))
     _nothing_is_lost(found, len(found), STEPS)
@@ -84,7 +85,7 @@ def _nothing_is_lost(found, senders: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in available() if not issubclass(load(name), (Linear, Recoded))])
-@pytest.mark.sizes(1, 2, 3, 4, 8)
+@pytest.mark.sizes(1, 2, 3, 8)
 def test_the_sum_is_that_of_what_messages_stand_for_and_the_bytes_are_theirs(ranks, name):
     size = len(ranks(lambda comm: comm.rank))
     feedbacks = [_feedbacks(name, rank, size) for rank in range(size)]
@@ -220,7 +221,7 @@ def test_a_world_of_another_size_sends_the_mean_of_what_was_left(ranks, name):
 
 # --- sums that are coded again ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
-@pytest.mark.sizes(1, 2, 3, 4, 8)
+@pytest.mark.sizes(1, 2, 3, 8)
 def test_rounded_sums_lose_nothing_over_many_steps(ranks, name):
     """Relatively to 1e-12, of gradients of any size; and each sum is the exact one, rounded once or twice."""
     sizes = torch.tensor([1e-6, 1e-3, 1.0, 1e3], dtype=torch.float64).repeat(62)[:247]
@@ -275,7 +276,7 @@ def test_some_ranks_may_have_no_piece(ranks, name, count):
         assert torch.equal(found, torch.ones(count) if name == "signsgd" else torch.arange(1.0, count + 1))
 
 
-@pytest.mark.sizes(1, 2, 3, 4, 8)
+@pytest.mark.sizes(1, 2, 3, 8)
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_half_precision_sends_half_of_what_an_all_reduce_of_float32_does(ranks, name):
     count = 24 * ranks.size

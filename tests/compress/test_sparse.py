@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist.compress.coding import sparse
 from hpcdist.compress.coding.sparse import Sample
 
@@ -15,8 +16,8 @@ def normal(count: int, seed: int = 0, dtype=np.float32) -> np.ndarray:
 
 
 # --- above ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("count", [0, 1, 7, (1 << 18) - 1, 1 << 18, (1 << 19) + 5])
+@each("dtype", [np.float32, np.float64])
+@each("count", [0, 1, 7, (1 << 18) - 1, 1 << 18, (1 << 19) + 5])
 def test_elements_above_a_bound_are_found_in_order_on_both_sides(count, dtype):
     values = normal(count, dtype=dtype)
     found = sparse.above(values, 2.0)
@@ -59,7 +60,7 @@ def test_a_message_without_elements_is_empty():
 
 
 # --- the sample -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("part", [0.001, 0.01, 0.1, 0.5])
+@each("part", [0.001, 0.01, 0.1, 0.5])
 def test_a_short_vector_is_looked_at_whole(part):
     values = normal(10_000)
     assert np.count_nonzero(np.abs(values) > Sample(10_000).bound(values, part)) == round(part * 10_000)
@@ -75,7 +76,7 @@ def test_about_the_wanted_part_lies_above_the_bound():
     assert np.std(parts) == pytest.approx(1 / np.sqrt((1 << 16) * 0.01), rel=0.5)
 
 
-@pytest.mark.parametrize("columns", [16, 64, 13, 1024])
+@each("columns", [16, 64, 13, 1024])
 def test_shapes_that_fit_a_stride_do_not_mislead_the_sample(columns):
     """Large elements in one column of a matrix, as the weights of one input: each 16th is met by no stride of 16."""
     count = columns * ((1 << 20) // columns)
@@ -96,9 +97,9 @@ def test_the_bound_is_zero_where_all_elements_are_wanted_or_few_are_not_zero():
     assert Sample(0).bound(values[:0], 0.1) == 0
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("count", [1, 2, 1000, 300_000, 1_000_003])
-@pytest.mark.parametrize("part", [1e-6, 0.001, 0.02, 0.5, 1.0])
+@each("dtype", [np.float32, np.float64])
+@each("count", [1, 2, 1000, 300_000, 1_000_003])
+@each("part", [1e-6, 0.001, 0.02, 0.5, 1.0])
 def test_the_largest_are_found_exactly(count, part, dtype):
     values, size = normal(count, seed=count, dtype=dtype), max(1, round(part * count))
     sample = Sample(count)

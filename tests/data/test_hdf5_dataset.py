@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from harness.cases import each
 from hpcdist.data import EpochPlan, HDF5Dataset, ShardedBatchSampler, Split, create
 from hpcdist.data.chunks import chunk_offsets
 from hpcdist.data.format import DTYPES
@@ -75,7 +76,7 @@ def test_a_layout_is_read_the_same_without_a_memory_map(files, how):
 
 
 @EVERY_LAYOUT
-@pytest.mark.parametrize("index", [N, -N - 1, 10**12])
+@each("index", [N, -N - 1, 10**12])
 def test_an_index_out_of_bounds_is_refused(files, how, index):
     with HDF5Dataset(files[how][0]) as dataset, pytest.raises(IndexError, match="out of bounds"):
         dataset.batch([0, index])
@@ -112,7 +113,7 @@ def test_every_kind_of_index_list(plain, indices):
         assert_equals(dataset.batch(indices), x[chosen] * np.float32(0.5), y[chosen])
 
 
-@pytest.mark.parametrize("indices", [[True, False], [0.5], [[1, 2]], 3, np.zeros((2, 2), int)])
+@each("indices", [[True, False], [0.5], [[1, 2]], 3, np.zeros((2, 2), int)])
 def test_other_indices_are_refused(plain, indices):
     with HDF5Dataset(plain[0]) as dataset, pytest.raises(IndexError, match="indices must be a list of integers; got"):
         dataset.batch(indices)

@@ -13,12 +13,12 @@ from strategies import problem
 pytestmark = pytest.mark.computes
 
 
-@pytest.mark.sizes(1, 2, 3, 4, 5, 8, 16)
+@pytest.mark.sizes(1, 2, 5, 16)
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_it_equals_one_process_with_the_global_batch(ranks, optimizer):
     # 240 samples in batches of 4: uneven last steps on most sizes, so samples are weighted too.
-    runs = ranks(lambda comm: problem.train(comm, "allreduce", optimizer=optimizer, epochs=4))
-    (expected,) = problem.serial(len(runs), optimizer=optimizer, epochs=4)
+    runs = ranks(lambda comm: problem.train(comm, "allreduce", optimizer=optimizer))
+    (expected,) = problem.serial(len(runs), optimizer=optimizer)
     for run in runs:
         assert torch.equal(run.params[0], runs[0].params[0]), "replicas drifted apart"
         torch.testing.assert_close(run.params[0], expected, rtol=0, atol=1e-12)
@@ -60,8 +60,8 @@ def test_it_equals_the_sum_in_rank_order_to_the_bit(size):
 def test_every_algorithm_gives_the_same_training(ranks, algorithm):
     if algorithm == "direct" and not all(ranks(lambda comm: comm.memory.can_attach)):
         pytest.skip("the ranks of this job can't read each other's memory")
-    runs = ranks(lambda comm: problem.train(comm, "allreduce", {"algorithm": algorithm}))
-    (expected,) = problem.serial(len(runs))
+    runs = ranks(lambda comm: problem.train(comm, "allreduce", {"algorithm": algorithm}, samples=50))
+    (expected,) = problem.serial(len(runs), samples=50)
     for run in runs:
         assert torch.equal(run.params[0], runs[0].params[0])
         torch.testing.assert_close(run.params[0], expected, rtol=0, atol=1e-12)

@@ -33,9 +33,9 @@ def options(name: str, **more) -> dict:
 
 
 @every
-@pytest.mark.sizes(1, 2, 3, 4, 8)
+@pytest.mark.sizes(2, 5)
 def test_it_learns_and_replicas_stay_equal(ranks, name):
-    runs = problem.learns(ranks, "allreduce", options(name, warmup_steps=2), epochs=8)
+    runs = problem.learns(ranks, "allreduce", options(name, warmup_steps=2))
     assert all(torch.equal(run.params[0], runs[0].params[0]) for run in runs)
 
 
@@ -43,8 +43,8 @@ def test_it_learns_and_replicas_stay_equal(ranks, name):
 @pytest.mark.parametrize("optimizer", problem.OPTIMIZERS)
 @pytest.mark.sizes(1, exact=True)
 def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit_and_sends_nothing(ranks, name, optimizer):
-    (run,) = ranks(lambda comm: problem.train(comm, "allreduce", options(name), optimizer=optimizer))
-    assert torch.equal(run.params[0], problem.serial(1, optimizer=optimizer)[0])
+    (run,) = ranks(lambda comm: problem.train(comm, "allreduce", options(name), optimizer=optimizer, samples=80))
+    assert torch.equal(run.params[0], problem.serial(1, optimizer=optimizer, samples=80)[0])
     assert sum(record.bytes_sent for record in run.records) == 0
 
 

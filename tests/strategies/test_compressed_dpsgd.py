@@ -39,7 +39,7 @@ def _mix(comm, options: dict, steps: int):
 
 
 @every
-@pytest.mark.sizes(2, 3, 4, 7)
+@pytest.mark.sizes(2, 7)
 def test_the_mean_stays_and_the_ranks_come_together(ranks, compressor):
     found = ranks(lambda comm: _mix(comm, _options(compressor), 60))
     start, end = (torch.stack(rows) for rows in zip(*found, strict=True))
@@ -60,7 +60,7 @@ def test_messages_that_say_all_make_it_the_uncompressed_strategy(ranks):
 @every
 @pytest.mark.sizes(4)
 def test_it_learns(ranks, compressor):
-    problem.learns(ranks, "dpsgd", _options(compressor), epochs=8)
+    problem.learns(ranks, "dpsgd", _options(compressor))
 
 
 @pytest.mark.sizes(3, 4)

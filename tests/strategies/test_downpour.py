@@ -278,7 +278,7 @@ def test_a_leader_that_ends_its_epoch_before_the_warm_start_is_over_holds_nobody
 
 
 # --- learning ---------------------------------------------------------------------------------------------------------
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize(
     "options",
     [{}, {"n_push": 2, "n_fetch": 3}, {"servers": 2}, {"servers": "colocated"}, {"server_rule": "optimizer"}],

@@ -37,7 +37,7 @@ def _mix(comm, steps, **options):
 
 @overlapping
 @pytest.mark.parametrize("name", SYMMETRIC)
-@pytest.mark.sizes(2, 3, 4, 7)
+@pytest.mark.sizes(2, 3, 4)
 def test_it_is_the_recursion(ranks, shared_tmp_path, name, overlap):
     """In one process: all gradients at the rows of x, x ← Wx, then each row's optimiser steps along its gradient.
 
@@ -89,7 +89,7 @@ def test_from_a_common_start_the_first_mean_is_that_of_all_reduce(ranks):
 
 @overlapping
 @pytest.mark.parametrize("name", SYMMETRIC)
-@pytest.mark.sizes(2, 3, 4, 7)
+@pytest.mark.sizes(2, 4, 7)
 def test_the_mean_is_conserved_to_rounding_and_the_distance_from_it_shrinks(ranks, shared_tmp_path, name, overlap):
     def body(comm):
         chosen = mixed.option(name, comm.size, shared_tmp_path)

@@ -56,7 +56,7 @@ def _some(servers, size):
 @BOTH
 @SERVERS
 @pytest.mark.parametrize("compression", ["none", {"name": "topk", "ratio": 0.4}, "onebit"], ids=str)
-@pytest.mark.sizes(2, 3, 4, 7)
+@pytest.mark.sizes(2, 3, 7)
 def test_without_learning_the_centre_plus_all_workers_is_conserved(ranks, name, servers, compression):
     """And evaluating, which takes the centre, changes nobody."""
     options = {"period": 1, "beta": 0.9, "servers": _some(servers, ranks.size), "compression": compression}
@@ -142,7 +142,7 @@ def test_all_at_once_it_is_the_papers_synchronous_form(name, paces, period):
 def test_all_at_once_the_order_of_arrival_changes_no_bit(name, servers, compression):
     options = {"synchronous": True, "period": 2, "servers": servers, "compression": compression}
     size = 4 if servers == "colocated" else 4 + servers
-    first, *others = (_train(options, size, name=name, compute=Exponential(0.1), seed=seed) for seed in range(3))
+    first, *others = (_train(options, size, name=name, compute=Exponential(0.1), seed=seed) for seed in range(2))
     for runs in others:
         for run, expected in zip(runs, first, strict=True):
             assert torch.equal(run.consensus[0], expected.consensus[0])
@@ -152,7 +152,7 @@ def test_all_at_once_the_order_of_arrival_changes_no_bit(name, servers, compress
 @BOTH
 @SERVERS
 @pytest.mark.parametrize("compression", ["none", {"name": "topk", "ratio": 0.4}], ids=str)
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.sizes(2, 4)
 def test_all_at_once_the_centre_plus_all_workers_is_conserved(ranks, name, servers, compression):
     options = {
         "period": 1, "servers": _some(servers, ranks.size), "compression": compression, "synchronous": True
@@ -192,7 +192,7 @@ def test_all_at_once_who_ends_early_holds_nobody_up_and_the_last_to_come_is_name
 
 
 @BOTH
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.sizes(3)
 def test_all_at_once_it_learns(ranks, name):
     problem.learns(ranks, name, {"synchronous": True, "period": 2}, epochs=8, compute=Jitter(0.1, 0.2))
 
@@ -239,7 +239,7 @@ def test_a_spring_that_throws_the_centre_away_is_refused(beta):
 
 @BOTH
 @SERVERS
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.sizes(2, 4)
 def test_it_learns_and_all_ranks_agree_on_the_centre(ranks, name, servers):
     options = {"servers": _some(servers, ranks.size), "period": 2}
 

@@ -42,20 +42,20 @@ def test_an_unknown_option_is_refused(name):
 @pytest.mark.parametrize("optimizer", problem.OPTIMIZERS)
 @pytest.mark.sizes(1, exact=True)
 def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit(ranks, name, optimizer):
-    (run,) = ranks(lambda comm: problem.train(comm, name, optimizer=optimizer))
-    expected = problem.serial(1, optimizer=optimizer)
+    (run,) = ranks(lambda comm: problem.train(comm, name, optimizer=optimizer, samples=80))
+    expected = problem.serial(1, optimizer=optimizer, samples=80)
     for params in (run.params, run.consensus):
         assert all(torch.equal(a, b) for a, b in zip(params, expected, strict=True))
 
 
 @every
-@pytest.mark.sizes(1, 2, 4, 16)
+@pytest.mark.sizes(2, 16)
 def test_it_learns_on_any_number_of_ranks(ranks, name):
     problem.learns(ranks, name, {}, epochs=8)
 
 
 @every
-@pytest.mark.sizes(1, 2, 3, 4, 7)
+@pytest.mark.sizes(1, 2, 7)
 def test_every_gradient_is_recorded_once_with_its_staleness(ranks, name):
     samples, batch, epochs = 50, 4, 2  # the last step is smaller, and on 7 ranks some have no sample in it
     runs = ranks(lambda comm: problem.train(comm, name, batch=batch, samples=samples, epochs=epochs))

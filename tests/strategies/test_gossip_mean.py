@@ -46,7 +46,7 @@ def test_the_mean_is_not_conserved_exactly(size, name):
 
 @both
 def test_the_mean_is_conserved_in_expectation(name):
-    size, seeds = 6, range(60)
+    size, seeds = 6, range(40)
     means = []
     for seed in seeds:
         found = run_virtual(lambda comm, s=seed: _mix(comm, name, 12, s), size, compute=Jitter(0.1, 0.2), seed=seed)

@@ -235,7 +235,7 @@ def test_on_one_rank_it_is_the_plain_optimiser_whatever_is_set(ranks, name, opti
 
 
 @pytest.mark.parametrize(("name", "options"), BY_NAME, ids=str)
-@pytest.mark.sizes(2, 4)
+@pytest.mark.sizes(4)
 def test_it_learns_with_each_setting(ranks, name, options):
     problem.learns(ranks, name, options, epochs=8)
 

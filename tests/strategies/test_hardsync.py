@@ -24,7 +24,7 @@ def _size(workers, servers):
 
 
 @OPTIMIZERS
-@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (3, 2), (4, 3), (8, 1), (5, "colocated")])
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (4, 3), (5, "colocated")])
 def test_it_equals_one_process_with_all_batches_together(optimizer, workers, servers):
     settings = {"optimizer": optimizer, "batch": 2, "samples": 101, "epochs": 50 // -(-101 // (2 * workers)) + 1}
     runs = _train({"servers": servers}, _size(workers, servers), compute=Exponential(0.1), **settings)
@@ -36,11 +36,10 @@ def test_it_equals_one_process_with_all_batches_together(optimizer, workers, ser
 
 
 @OPTIMIZERS
-@pytest.mark.parametrize("samples", [240, 50])  # of 50 some workers have fewer in the last step, or none
 @pytest.mark.parametrize("workers", [2, 3, 7])
-@pytest.mark.parametrize("servers", [1, 2, 3, "colocated"])
-def test_it_equals_allreduce_in_rank_order_to_the_bit(optimizer, samples, workers, servers):
-    settings = {"optimizer": optimizer, "samples": samples}
+@pytest.mark.parametrize("servers", [1, 3, "colocated"])
+def test_it_equals_allreduce_in_rank_order_to_the_bit(optimizer, workers, servers):
+    settings = {"optimizer": optimizer, "samples": 50}  # some workers have fewer in the last step, or none
     runs = _train({"servers": servers}, _size(workers, servers), compute=Exponential(0.1), **settings)
     reduced = run_virtual(lambda comm: problem.train(comm, "allreduce", {"algorithm": "native"}, **settings), workers)
     assert all(torch.equal(run.consensus[0], reduced[0].params[0]) for run in runs)
@@ -110,7 +109,7 @@ def test_everyone_waits_for_the_slowest():
     assert all(len(run.records) == steps for run in runs)
 
 
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("servers", [1, 2, "colocated"])
 def test_it_equals_one_process_on_these_ranks(ranks, servers):
     if servers == 2 and ranks.size == 2:

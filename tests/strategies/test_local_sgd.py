@@ -27,7 +27,7 @@ LINEAR = {
 
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("optimizer", LINEAR)
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.sizes(2, 3)
 def test_with_a_period_of_1_and_momentum_it_is_synchronous_sgd(ranks, optimizer, state):
     """Where batches are equal: every rank counts alike."""
     options = {"period": 1, "average_optimizer_state": state}

@@ -29,8 +29,8 @@ def _mean(values):
 
 
 # --- staleness --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8, 15])
-@pytest.mark.parametrize("compute", [Constant(0.1), Jitter(0.1, 0.2), Exponential(0.1)], ids=repr)
+@pytest.mark.parametrize("workers", [1, 2, 4, 15])
+@pytest.mark.parametrize("compute", [Constant(0.1), Exponential(0.1)], ids=repr)
 def test_the_mean_staleness_is_the_number_of_workers_minus_one(workers, compute):
     # Every update falls into every other worker's gradient under way; only the first and last gradients see fewer.
     samples = workers * 4 * 60
@@ -220,7 +220,7 @@ def test_one_worker_of_any_model_equals_one_process_to_the_bit(ranks, optimizer,
         assert all(torch.equal(a, b) for a, b in zip(params, expected.params, strict=True))
 
 
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("servers", [1, 2, "colocated"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_it_learns_and_all_ranks_agree_in_the_end(ranks, servers, overlap):

@@ -271,8 +271,8 @@ def test_a_quadratic_ends_in_d_and_one_steps_on_shards():
         torch.testing.assert_close(params, end, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("overlap", [0.0, 0.25, 0.5])
-@pytest.mark.sizes(1, 3, 4)
+@pytest.mark.parametrize("overlap", [0.0, 0.5])
+@pytest.mark.sizes(1, 4)
 def test_batches_that_change_are_learnt_from(ranks, overlap):
     problem.learns(ranks, "sandblaster", {"overlap": overlap}, epochs=3)
 
@@ -423,7 +423,7 @@ def test_a_worker_that_is_slow_does_not_delay_the_others(factor, workers):
     assert without.min() >= workers + 1 and (slowed <= without + SURELY).all()
 
 
-@pytest.mark.parametrize("first", range(1, 10))
+@pytest.mark.parametrize("first", [1, 2, 5, 8, 9])
 @pytest.mark.parametrize("factor", [1.5, 4.0])
 def test_a_worker_that_becomes_slow_delays_no_step_by_more_than_a_portion(factor, first):
     """From one of its portions on, or in this one alone: the first of an evaluation or the last one."""

@@ -37,7 +37,7 @@ def _train(options, size, name="hardsync", **settings):
 
 
 @whole
-@pytest.mark.parametrize("servers", [1, 2, 3, 4, 6, "colocated"])
+@pytest.mark.parametrize("servers", [1, 3, 6, "colocated"])
 def test_an_optimiser_of_whole_tensors_does_on_servers_what_it_does_in_allreduce(optimizer, servers):
     size = 3 if servers == "colocated" else 3 + servers
     runs = _train({"servers": servers}, size, optimizer=WHOLE[optimizer])
@@ -80,12 +80,10 @@ def test_on_these_ranks_too(ranks, optimizer):
 
 
 @served
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("options", [{"servers": 3}, {"servers": 7}, {"servers": "colocated"}], ids=str)
-def test_every_strategy_learns_with_fewer_parameters_than_servers(name, options, split):
-    options = options | {"split_parameters": split}
-    size = 6 if options["servers"] == "colocated" else options["servers"] + 3
-    runs = _train(options, size, name=name, optimizer="sgd", epochs=6)
+@pytest.mark.parametrize(("servers", "split"), [(7, False), (7, True), ("colocated", False)], ids=str)
+def test_every_strategy_learns_with_fewer_parameters_than_servers(name, servers, split):
+    options = {"servers": servers, "split_parameters": split}
+    runs = _train(options, 6 if servers == "colocated" else 10, name=name, optimizer="sgd", epochs=2)
     assert all(torch.equal(run.consensus[0], runs[0].consensus[0]) for run in runs)
     module = problem.model()
     start = problem.loss(module, range(problem.SAMPLES)).item()
@@ -152,7 +150,7 @@ def _resumed(folder, size, overrides, resume=None):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("worlds", [(1, 2, 3), (3, 1, 2), (2, 5, 1)], ids=str)
+@pytest.mark.parametrize("worlds", [(1, 2, 3), (2, 5, 1)], ids=str)
 def test_a_run_goes_on_to_the_bit_on_other_numbers_of_servers(tmp_path, optimizer, worlds):
     """An epoch on each number of servers, two workers always: as three epochs on one server."""
     common = ("strategy=hardsync", f"optimizer={OPTIMIZERS[optimizer]}", "checkpoint.every_steps=1")

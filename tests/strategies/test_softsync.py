@@ -152,7 +152,7 @@ def test_gradients_without_an_update_wait_for_the_next_epoch(servers):
 @pytest.mark.parametrize("modulation", ["none", "average", "measured", "per-gradient", "plus-one", "exponential"])
 def test_a_modulated_run_learns(modulation):
     start = problem.loss(problem.model(), range(problem.SAMPLES)).item()
-    runs = _train({"splits": 4, "modulation": modulation}, 9, optimizer="sgd", epochs=8, compute=Jitter(0.1, 0.2))
+    runs = _train({"splits": 4, "modulation": modulation}, 9, optimizer="sgd", epochs=5, compute=Jitter(0.1, 0.2))
     module = problem.model()
     problem.load(module, runs[0].consensus)
     assert problem.loss(module, range(problem.SAMPLES)).item() < 0.95 * start
@@ -248,7 +248,7 @@ def test_on_one_rank_any_number_of_splits_is_the_plain_optimiser():
 
 
 # --- real ranks -------------------------------------------------------------------------------------------------------
-@pytest.mark.sizes(2, 3, 4)
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("servers", [1, 2, "colocated"])
 def test_it_learns_and_all_ranks_agree_in_the_end(ranks, servers):
     if servers == 2 and ranks.size == 2:

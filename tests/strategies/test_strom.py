@@ -71,7 +71,7 @@ def _together(comm, options, steps=9):
     return found
 
 
-@pytest.mark.sizes(2, 3, 4, 7)
+@pytest.mark.sizes(2, 7)
 @pytest.mark.parametrize("compression", COMPRESSIONS, ids=str)
 @pytest.mark.parametrize("add_up", [False, True])
 def test_parameters_and_residuals_together_have_every_update(ranks, compression, add_up):

@@ -25,7 +25,7 @@ def _moved(comm, name, compression) -> int:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
-@pytest.mark.sizes(2, 4)
+@pytest.mark.sizes(4)
 def test_it_sends_half_and_learns(ranks, name, compression):
     problem.learns(ranks, name, {"compression": compression}, epochs=8)
 

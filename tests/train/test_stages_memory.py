@@ -18,7 +18,7 @@ from hpcdist.train.finite import require_finite
 from train import memory_of_stages
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.extended), 4])
 def test_memory_falls_as_the_number_of_stages_grows(tmp_path, monkeypatch, stages):
     monkeypatch.chdir(tmp_path)
     # In a job of its own: the heap of a process that has run other tests gives and takes tens of megabytes.

@@ -278,15 +278,8 @@ def test_a_leader_that_ends_its_epoch_before_the_warm_start_is_over_holds_nobody
 
 
 # --- learning ---------------------------------------------------------------------------------------------------------
-@pytest.mark.sizes(2, 4)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"n_push": 2, "n_fetch": 3}, {"servers": 2}, {"servers": "colocated"}, {"server_rule": "optimizer"}],
-    ids=str,
-)
+@pytest.mark.sizes(4)
+@pytest.mark.parametrize("options", [{"n_push": 2, "n_fetch": 3}, {"server_rule": "optimizer"}], ids=str)
 def test_it_learns_and_all_ranks_agree_in_the_end(ranks, options):
-    if options.get("servers") == 2 and ranks.size == 2:
-        options = {}
-
     options = {"rate": 0.05, **options}
     problem.learns(ranks, NAME, options, below=0.9, compute=Jitter(0.1, 0.2), network=Network(1e-4, 1e9))

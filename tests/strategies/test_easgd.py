@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hpcdist import strategies
-from hpcdist.comm.virtual import Exponential, Jitter, Network, run_virtual
+from hpcdist.comm.virtual import Exponential, Jitter, run_virtual
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from strategies import elastic, problem
@@ -235,12 +235,3 @@ def test_a_nan_gradient_is_left_out_and_the_worker_stays_on_its_spring(servers):
 def test_a_spring_that_throws_the_centre_away_is_refused(beta):
     with pytest.raises(ConfigError, match="beta must be"):
         strategies.load(NAME).Config(beta=beta)
-
-
-@BOTH
-@SERVERS
-@pytest.mark.sizes(2, 4)
-def test_it_learns_and_all_ranks_agree_on_the_centre(ranks, name, servers):
-    options = {"servers": _some(servers, ranks.size), "period": 2}
-
-    problem.learns(ranks, name, options, epochs=8, compute=Jitter(0.1, 0.2), network=Network(1e-4, 1e9))

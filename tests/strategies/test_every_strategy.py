@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from hpcdist import strategies
-from hpcdist.comm.virtual import run_virtual
+from hpcdist.comm.virtual import Jitter, Network, run_virtual
 from hpcdist.errors import ConfigError, MismatchError, NonFiniteError, UnknownNameError
 from hpcdist.model.flat import FlatModel
 from strategies import problem
 
 pytestmark = pytest.mark.computes
 every = pytest.mark.parametrize("name", strategies.available())
+SERVED = [name for name in problem.stepping() if "servers" in strategies.load(name).Config.model_fields]
 stepping = pytest.mark.parametrize("name", problem.stepping())
 
 
@@ -52,6 +53,14 @@ def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit(ranks, name, optimizer
 @pytest.mark.sizes(2, 16)
 def test_it_learns_on_any_number_of_ranks(ranks, name):
     problem.learns(ranks, name, {}, epochs=8)
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("servers", [2, "colocated"])
+@pytest.mark.sizes(5)
+def test_it_learns_with_several_servers(ranks, name, servers):
+    timing = {"compute": Jitter(0.1, 0.2), "network": Network(1e-4, 1e9)}
+    problem.learns(ranks, name, {"servers": servers}, below=0.9, **timing)
 
 
 @every

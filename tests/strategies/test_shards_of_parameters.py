@@ -80,10 +80,9 @@ def test_on_these_ranks_too(ranks, optimizer):
 
 
 @served
-@pytest.mark.parametrize(("servers", "split"), [(7, False), (7, True), ("colocated", False)], ids=str)
-def test_every_strategy_learns_with_fewer_parameters_than_servers(name, servers, split):
-    options = {"servers": servers, "split_parameters": split}
-    runs = _train(options, 6 if servers == "colocated" else 10, name=name, optimizer="sgd", epochs=2)
+@pytest.mark.parametrize("split", [False, True])
+def test_every_strategy_learns_with_fewer_parameters_than_servers(name, split):
+    runs = _train({"servers": 7, "split_parameters": split}, 10, name=name, optimizer="sgd", epochs=2)
     assert all(torch.equal(run.consensus[0], runs[0].consensus[0]) for run in runs)
     module = problem.model()
     start = problem.loss(module, range(problem.SAMPLES)).item()

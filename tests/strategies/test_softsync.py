@@ -245,13 +245,3 @@ def test_combinations_that_contradict_each_other_are_refused(options, size, mess
 def test_on_one_rank_any_number_of_splits_is_the_plain_optimiser():
     (run,) = _train({"splits": 30}, 1)
     assert torch.equal(run.params[0], problem.serial(1)[0])
-
-
-# --- real ranks -------------------------------------------------------------------------------------------------------
-@pytest.mark.sizes(2, 4)
-@pytest.mark.parametrize("servers", [1, 2, "colocated"])
-def test_it_learns_and_all_ranks_agree_in_the_end(ranks, servers):
-    if servers == 2 and ranks.size == 2:
-        servers = 1
-
-    problem.learns(ranks, NAME, {"servers": servers}, epochs=8, compute=Jitter(0.1, 0.2), network=Network(1e-4, 1e9))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpcdist import strategies
-from hpcdist.comm.virtual import Constant, Exponential, Jitter, Straggler, run_virtual
+from hpcdist.comm.virtual import Constant, Exponential, Straggler, run_virtual
 from strategies import problem
 
 pytestmark = pytest.mark.computes
@@ -141,12 +141,3 @@ def test_workers_without_samples_hold_nobody_up(samples):
     runs = _train({"bound": 1}, 5, compute=SLOW, samples=samples, epochs=3)
     full, rest = divmod(samples, 4 * 4)
     assert sum(len(run.staleness) for run in runs) == 3 * (4 * full + -(-rest // 4))
-
-
-@pytest.mark.sizes(2, 4)
-@pytest.mark.parametrize("servers", [1, 2, "colocated"])
-def test_it_learns_and_all_ranks_agree_in_the_end(ranks, servers):
-    if servers == 2 and ranks.size == 2:
-        servers = 1
-
-    problem.learns(ranks, NAME, {"servers": servers}, compute=Jitter(0.1, 0.2))

@@ -52,7 +52,7 @@ def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit(ranks, name, optimizer
 @every
 @pytest.mark.sizes(2, 16)
 def test_it_learns_on_any_number_of_ranks(ranks, name):
-    problem.learns(ranks, name, {}, epochs=8)
+    problem.learns(ranks, name, {}, epochs=3 if ranks.size == 2 else 8)
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -60,7 +60,7 @@ def test_it_learns_on_any_number_of_ranks(ranks, name):
 @pytest.mark.sizes(5)
 def test_it_learns_with_several_servers(ranks, name, servers):
     timing = {"compute": Jitter(0.1, 0.2), "network": Network(1e-4, 1e9)}
-    problem.learns(ranks, name, {"servers": servers}, below=0.9, **timing)
+    problem.learns(ranks, name, {"servers": servers}, epochs=4, below=0.9, **timing)
 
 
 @every

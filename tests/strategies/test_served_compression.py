@@ -45,7 +45,7 @@ def test_it_learns(ranks, name, compression):
 
 
 @EACH
-@pytest.mark.parametrize("servers", [2, "colocated"])
+@pytest.mark.parametrize("servers", [2, pytest.param("colocated", marks=pytest.mark.extended)])
 @pytest.mark.sizes(4)
 def test_it_learns_with_shards(ranks, name, servers):
     options = {**SERVED[name], "compression": DENSITY, "servers": servers}

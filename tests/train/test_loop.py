@@ -56,28 +56,30 @@ def _gradients(folder):
 
 
 @pytest.mark.sizes(1, 4)
-@pytest.mark.parametrize("at", [1, 6, 13])
-def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_path, at):
+def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_path):
     """Interrupted inside an epoch, at its end or in a later one; every bit of parameters and buffers agrees."""
-    whole, interrupted = shared_tmp_path / "whole", shared_tmp_path / "interrupted"
-    saving = (f"checkpoint.every_steps={at}", "checkpoint.keep=100", "strategy.algorithm=ring")
 
     def body(comm):
-        expected = _run(comm, whole, *saving)
-        trainer = tiny.trainer(comm, interrupted, *saving)
-        _interrupt_after(trainer, at)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.run()
-        trainer.close()
-        path = checkpoint.latest(interrupted / "run" / "checkpoints")
-        assert path.name == f"step-{at:08d}"
-        return expected, _run(comm, interrupted, *saving, resume=path)
+        ends = []
+        for at in (1, 6, 13):
+            saving = (f"checkpoint.every_steps={at}", "checkpoint.keep=100", "strategy.algorithm=ring")
+            folder = shared_tmp_path / f"interrupted-{at}"
+            trainer = tiny.trainer(comm, folder, *saving)
+            _interrupt_after(trainer, at)
+            with pytest.raises(KeyboardInterrupt):
+                trainer.run()
+            trainer.close()
+            path = checkpoint.latest(folder / "run" / "checkpoints")
+            assert path.name == f"step-{at:08d}"
+            ends.append(_run(comm, folder, *saving, resume=path))
+        return _run(comm, shared_tmp_path / "whole", "strategy.algorithm=ring"), ends
 
-    for (expected, tensors), (resumed, tensors_resumed) in ranks(body):
-        assert resumed.sha256 == expected.sha256
-        assert all(torch.equal(a, b) for a, b in zip(tensors, tensors_resumed, strict=True))
-        assert resumed.samples == expected.samples, "steps were recorded twice or not at all"
-        assert resumed.metrics == expected.metrics
+    for (expected, tensors), ends in ranks(body):
+        for resumed, tensors_resumed in ends:
+            assert resumed.sha256 == expected.sha256
+            assert all(torch.equal(a, b) for a, b in zip(tensors, tensors_resumed, strict=True))
+            assert resumed.samples == expected.samples, "steps were recorded twice or not at all"
+            assert resumed.metrics == expected.metrics
 
 
 class Paces(ComputeModel):

@@ -26,6 +26,7 @@ WHOLE = {  # torch's optimisers that look at whole tensors
     "muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.05),
 }
 N_PARAMETERS = 4  # of `problem.model()`
+EACH_EPOCH = "checkpoint.every_steps=12"  # of two workers
 whole = pytest.mark.parametrize("optimizer", WHOLE)
 served = pytest.mark.parametrize(
     "name", [name for name in strategies.available() if issubclass(strategies.load(name), ServerStrategy)]
@@ -152,7 +153,7 @@ def _resumed(folder, size, overrides, resume=None):
 @pytest.mark.parametrize("worlds", [(1, 2, 3), (2, 5, 1)], ids=str)
 def test_a_run_goes_on_to_the_bit_on_other_numbers_of_servers(tmp_path, optimizer, worlds):
     """An epoch on each number of servers, two workers always: as three epochs on one server."""
-    common = ("strategy=hardsync", f"optimizer={OPTIMIZERS[optimizer]}", "checkpoint.every_steps=1")
+    common = ("strategy=hardsync", f"optimizer={OPTIMIZERS[optimizer]}", EACH_EPOCH)
     (tmp_path / "whole").mkdir()
     _, expected, _ = _resumed(tmp_path / "whole", 3, (*common, "epochs=3"))
     path = None
@@ -167,7 +168,7 @@ def test_a_run_goes_on_to_the_bit_on_other_numbers_of_servers(tmp_path, optimize
 
 def test_buffers_are_those_of_the_workers_also_where_there_were_more_servers(tmp_path):
     """Nothing goes through a server's batch-norm layers."""
-    common = ("strategy=hardsync", "checkpoint.every_steps=1", "epochs=1")
+    common = ("strategy=hardsync", EACH_EPOCH, "epochs=1")
 
     def begin(comm):
         trainer = tiny.trainer(comm, tmp_path, *common, "strategy.servers=2")
@@ -193,7 +194,7 @@ def test_buffers_are_those_of_the_workers_also_where_there_were_more_servers(tmp
 @pytest.mark.parametrize("name", ["hardsync", "downpour", "easgd"])
 @pytest.mark.parametrize("change", ["strategy.servers=2", "strategy.split_parameters=true"])
 def test_other_shards_on_the_same_number_of_ranks_go_on_from_the_servers_parameters(tmp_path, name, change):
-    common = (f"strategy={name}", "strategy.servers=3", "checkpoint.every_steps=1")
+    common = (f"strategy={name}", "strategy.servers=3", EACH_EPOCH)
     path, *_ = _resumed(tmp_path, 5, (*common, "epochs=1"))
 
     def body(comm):
@@ -211,7 +212,7 @@ def test_other_shards_on_the_same_number_of_ranks_go_on_from_the_servers_paramet
 @pytest.mark.parametrize("name", ["downpour", "eamsgd"])
 def test_the_momentum_of_workers_is_taken_up_and_servers_hold_none(tmp_path, name):
     """On other ranks every worker begins with the first one's; resumed again it is not an older one of a server's."""
-    common = (f"strategy={name}", "optimizer={name='SGD', lr=0.01, momentum=0.5}", "checkpoint.every_steps=1")
+    common = (f"strategy={name}", "optimizer={name='SGD', lr=0.01, momentum=0.5}", EACH_EPOCH)
     path = None
     for epochs, servers in enumerate((2, 1, 3), 1):
         overrides = (*common, f"strategy.servers={servers}", f"epochs={epochs}")

@@ -163,8 +163,8 @@ def test_only_active_ranks_send_and_a_vector_each_way():
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"name": "ring"}, r"topology must have no odd cycle; got 2-1-0-4-3-2, of 5 ranks. Take one whose"),
-        ({"name": "complete"}, r"topology must have no odd cycle; got 1-0-2-1, of 3 ranks"),
+        ({"name": "ring"}, r"topology must have no odd cycle; got (\d)(-\d){4}-\1, of 5 ranks. Take one whose"),
+        ({"name": "complete"}, r"topology must have no odd cycle; got (\d)-\d-\d-\1, of 3 ranks"),
         ({"name": "exponential"}, "topology of adpsgd must be symmetric and the same at every step; got exponential"),
         ({"name": "hierarchical"}, "topology of adpsgd must be symmetric and the same at every step; got hierarchical"),
     ],

@@ -18,9 +18,9 @@ ROUNDING = 1e-13  # a library may add up in another order
 def train(comm, name: str) -> tuple[list[float], list[float], list[list[int]], int]:
     """Collective. This rank's parameters, the consensus, the staleness of each record, and gradients not applied."""
     cls = strategies.load(name)
-    workers = cls.worker_ranks(cls.Config(), comm.size)
+    workers = cls.Config().workers(comm.size)
     group = comm.split(0 if comm.rank in workers else 1)
-    turns = nullcontext if cls.synchronous else _turns(group)
+    turns = nullcontext if cls.contract.synchronous else _turns(group)
     samples = STEPS * BATCH * len(workers)
     run = problem.train(comm, name, batch=BATCH, samples=samples, epochs=1, turns=turns)
     group.close()

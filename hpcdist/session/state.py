@@ -287,7 +287,11 @@ def compare_settings(saved: Any, own: Mapping[str, Any], path: Path, *, told: bo
             _require_kind(setting, there, value, path)
             compare_settings(there, value, path, told=told, name=f"{setting}.")
         elif there is not _NOTHING and there != value and told:
-            _log.warning("%s is %r here, and %r in %s. Is that meant?", setting, value, there, path)
+            of_state = setting.rpartition(": ")[2].partition(".")[0] in ("optimizer", "schedule")
+            _log.warning(
+                "%s is %r here, and %r in %s: %s goes on.",
+                setting, value, there, path, "the checkpoint's" if of_state else "this run's",
+            )  # fmt: skip
 
 
 def _require_kind(setting: str, saved: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hpcdist.strategies.common.state import load_entries, reshard_entries, save_entries
+from hpcdist.strategies.common.state import load_entries, save_entries
 from hpcdist.strategies.downpour import WarmStart
 from hpcdist.strategies.hardsync import HardsyncPolicy
 from hpcdist.strategies.parameter_server import AsynchronousPolicy, ParameterServer
@@ -145,7 +145,7 @@ def test_the_staleness_that_updates_had_is_measured_and_saved():
     saved = save_entries(policy.entries())
     load_entries(again.entries(), saved)
     assert policy.factor(0) == again.factor(9) == 1 / 3
-    load_entries(again.entries(), reshard_entries(again.entries(), [saved]))
+    load_entries(again.entries(), {})  # of another world
     assert again.factor(9) == 1, "another number of ranks measures anew"
 
 

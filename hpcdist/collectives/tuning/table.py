@@ -19,6 +19,7 @@ from hpcdist.collectives.tuning.timing import between, calls_within, interleaved
 from hpcdist.comm.cache import FOLDER as DEFAULT_CACHE
 from hpcdist.comm.cache import cache_file, keep
 from hpcdist.comm.communicator import Communicator
+from hpcdist.records import read_bounded
 
 # Bytes: 4 KiB to 16 MiB, and one length that no cache holds, whose winner takes the rest.
 SIZES = (*(1 << exponent for exponent in range(12, 25)), 1 << 26)
@@ -243,7 +244,7 @@ def _read(path: Path, names: list[str]) -> str:
     if not path.exists():
         return ""
     try:
-        text = path.read_text()
+        text = read_bounded(path).decode()
         table = TimingTable.model_validate_json(text)
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error

@@ -30,7 +30,8 @@ from hpcdist.comm.mpi.tcp import Server
 from hpcdist.comm.mpi.window import AttachedMemory, MpiWindow
 from hpcdist.comm.transfer import check_flat
 from hpcdist.comm.window import Memory, Put, Window
-from hpcdist.errors import CommunicationError, MismatchError, UnknownNameError
+from hpcdist.errors import CommunicationError, DataError, MismatchError, UnknownNameError
+from hpcdist.records import parse_json, read_bounded
 
 WAYS = ("tcp", "rma")  # requests to the owner's threads; MPI's one-sided calls
 COUNT = 1 << 16  # elements of float32 in a large transfer of the self-test
@@ -64,13 +65,13 @@ def choose(comm, wanted: str) -> str:
 def _read(path) -> str:
     """Read the name of a transport from a file; empty if there is none."""
     try:
-        way = json.loads(path.read_bytes())["way"]
+        way = parse_json(read_bounded(path), path, DataError)["way"]
         if way in WAYS:
             return way
         reason = f"unknown way {way!r}"
     except FileNotFoundError:
         return ""
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, DataError) as error:
         reason = f"{type(error).__name__}: {error}"
     warnings.warn(f"{path} does not say how windows are read across nodes ({reason}); measuring anew.", stacklevel=4)
     return ""

@@ -315,7 +315,7 @@ class ShardedLoader:
         """Restore a position, for the next iteration to go on from; from an epoch's end with the next epoch."""
         own = self._samples()
         if state.get("samples", own) != own:
-            _log.warning("data has %d samples here, and %d in the checkpoint. Is that meant?", own, state["samples"])
+            _log.warning("data has %d samples here, and %d in the checkpoint: this run's go on.", own, state["samples"])
         whole = state["consumed"] < own
         self._epoch, self._start = (state["epoch"] - 1, state["consumed"]) if whole else (state["epoch"], 0)
 

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hpcdist.errors import DataError
+from hpcdist.records import read_bounded
 
 FOLDER = Path(".hpcdist")
 
@@ -50,7 +51,13 @@ def read(folder: Path = FOLDER) -> list[Submission]:
         DataError: a line is damaged.
     """
     path, entries = folder / "jobs.jsonl", []
-    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else (), start=1):
+    try:
+        lines = read_bounded(path).splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise DataError(f"{path} must be readable; got {error.strerror}. Move it away to go on.") from None
+    for number, line in enumerate(lines, start=1):
         try:
             entries.append(Submission.model_validate_json(line))
         except ValidationError as error:

@@ -17,6 +17,7 @@ from pathlib import Path
 import jinja2
 
 from hpcdist.errors import ConfigError
+from hpcdist.records import read_bounded
 from hpcdist.tools.slurm import quoting
 from hpcdist.tools.slurm.site import Site, folder
 from hpcdist.tools.slurm.spec import JobSpec
@@ -85,7 +86,7 @@ def render(spec: JobSpec, site: Site) -> Script:
 
 def _own(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_bounded(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"template must be a readable file in UTF-8; got {path} ({error}). Check the path.") from None
 

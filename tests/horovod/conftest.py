@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.tools.horovod.tools import Search
-
 BUILDING = Path(sys.prefix) / ".horovod"  # locked by tests/run.sh while it builds
 
 
@@ -35,25 +33,3 @@ def horovod(_built: None) -> None:
 
     if reason := hvd.obstacle():
         pytest.skip(reason)
-
-
-# --- without Horovod --------------------------------------------------------------------------------------------------
-@pytest.fixture
-def program(tmp_path):
-    """Makes a program in tmp_path/bin."""
-    (tmp_path / "bin").mkdir()
-
-    def make(name: str, text: str = "true", folder: str = "bin") -> Path:
-        path = tmp_path / folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
-        return path
-
-    return make
-
-
-@pytest.fixture
-def search(tmp_path) -> Search:
-    """Finds what lies in tmp_path/bin, and nothing else."""
-    return Search({"PATH": ""}, tmp_path)

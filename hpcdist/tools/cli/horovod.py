@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from hpcdist.tools import console
-from hpcdist.tools.horovod.cache import default_folder
 
 app = typer.Typer(name="horovod", no_args_is_help=True, help="Horovod, for strategy.provider=horovod.")
 
@@ -45,10 +44,20 @@ def build(
 
     A cache keeps the wheel: it is built again only for another torch, MPI, Python, CUDA or compiler.
     """
-    from hpcdist.tools.horovod.build import BuildOptions, run
-    from hpcdist.tools.horovod.tools import ChosenTools
+    from hpcdist.tools.horovod.build import default_folder, run
+    from hpcdist.tools.horovod.toolset import BuildOptions
 
-    folder = (cache or default_folder()).absolute()
-    options = BuildOptions(folder, install=install, rebuild=rebuild, source=source, launcher=launcher, jobs=jobs)
-    choice = ChosenTools(gpu=gpu.value, cxx=cxx, mpicxx=mpicxx, cuda_home=cuda_home, nccl_home=nccl_home)
-    console.facts(run(options, choice, os.environ))
+    options = BuildOptions(
+        (cache or default_folder()).absolute(),
+        install=install,
+        rebuild=rebuild,
+        source=source,
+        launcher=launcher,
+        jobs=jobs,
+        gpu=gpu.value,
+        cxx=cxx,
+        mpicxx=mpicxx,
+        cuda_home=cuda_home,
+        nccl_home=nccl_home,
+    )
+    console.facts(run(options, os.environ))

@@ -1,1 +1,1 @@
-"""Build Horovod, whose last release does not compile against today's torch without changes, and test that it works."""
+"""Real Horovod: `hpcdist horovod build` builds, tests and installs it."""

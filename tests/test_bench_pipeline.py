@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpcdist.tools.bench import pipeline
-from hpcdist.tools.bench.memory import peak_bytes
+from hpcdist.tools.bench.runner import peak_bytes
 
 pytestmark = pytest.mark.computes
 
@@ -18,7 +18,7 @@ def test_it_has_a_row_for_each_schedule_beside_torchs_and_one_rank(ranks):
     assert results.count(results[0]) == len(results), "all ranks have the same rows"
     rows, size = {row["name"]: row for row in results[0]}, len(results)
     numbers = [number for number in pipeline.STAGES if number <= size]
-    assert list(rows) == ["alone", *(f"{number}/{course.name}" for number in numbers for course in pipeline.COURSES)]
+    assert list(rows) == ["alone", *(f"{number}/{variant.name}" for number in numbers for variant in pipeline.VARIANTS)]
     alone = rows["alone"]
     assert (alone["stages"], alone["bubble"], alone["times_alone"], alone["speedup"]) == (1, 0, 1, None)
     for name, row in rows.items():

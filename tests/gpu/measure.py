@@ -21,9 +21,9 @@ import torch.distributed as dist
 import hpcdist as hd
 from hpcdist.comm.external.rendezvous import default_group
 from hpcdist.errors import ConfigError
-from hpcdist.tools.bench import compress, peers, steps
+from hpcdist.tools.bench import compress, train
 from hpcdist.tools.bench.runner import Side, beside, finish, measure, table, timed, warm_up
-from hpcdist.tools.bench.steps import ALLREDUCE, ALONE, DDP, DDP_NCCL, Way
+from hpcdist.tools.bench.train import ALLREDUCE, ALONE, DDP, DDP_NCCL, Way
 
 OURS = (ALLREDUCE, Way("parameter_server", "parameter_server"), Way("gossip_pull", "gossip_pull"))
 MESSAGES = tuple(4 << exponent for exponent in range(10, 27, 4))  # 4 KiB to 256 MiB
@@ -115,20 +115,23 @@ def measure_horovod(part: Part) -> None:
 
 def _sum_rows(part: Part, library: str) -> None:
     """Collective. Time sums by Horovod, beside the process group's."""
-    with peers.horovod(part.comm) as horovod:
-        for n_bytes in (4096, 65536) if part.quick else MESSAGES:
-            calls = {f"allreduce/{name}": call for name, call in {**horovod, library: dist.all_reduce}.items()}
-            _rates(part, torch.zeros(n_bytes // 4, device=part.device), calls, *RATES, "ranks")
+    from hpcdist.comm.external.horovod import Horovod
+
+    reduce = Horovod(part.comm)
+    for n_bytes in (4096, 65536) if part.quick else MESSAGES:
+        calls = {"allreduce/horovod": reduce, f"allreduce/{library}": dist.all_reduce}
+        _rates(part, torch.zeros(n_bytes // 4, device=part.device), calls, *RATES, "ranks")
+    reduce.close()
 
 
 def _step_rows(part: Part, base: str, ways: tuple[Way, ...]) -> None:
     """Collective. Time training steps of each model, beside the way `base`."""
-    models = ["small"] if part.quick else list(steps.MODELS)
+    models = ["small"] if part.quick else list(train.MODELS)
     rounds, each = (2, 2) if part.quick else (9, 5)
     if part.quick:
-        steps.MODELS["small"], steps.WARM_UP = (8, 16, 4), 2
+        train.MODELS["small"], train.WARM_UP = (8, 16, 4), 2
     for model in models:
-        rows = steps.measure(part.comm, model, ways, rounds, each, part.device)
+        rows = train.time_steps(part.comm, model, ways, rounds, each, part.device)
         part.add([{**row, "beside": base} for row in beside(rows, [f"{model}/{base}"], speedup="speedup")])
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from hpcdist.comm.mpi.world import world
 from hpcdist.data import importers
-from hpcdist.tools.bench.memory import peak_bytes
+from hpcdist.tools.bench.runner import peak_bytes
 from train import staged
 
 M_MMAP_THRESHOLD = -3  # mallopt(3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,18 @@ from torch import Tensor
 
 from hpcdist.collectives import load
 from hpcdist.collectives.auto import Auto
+from hpcdist.collectives.base import AllReduce
 from hpcdist.collectives.tuning.table import DEFAULT_CACHE, candidates
 from hpcdist.collectives.tuning.timing import between, calls_within
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.rendezvous import default_group
-from hpcdist.tools.bench import peers, runner
+from hpcdist.tools.bench import runner
 from hpcdist.tools.bench.runner import Row, Side, beside, check, count_bytes, table, timed, warm_up
 
+if TYPE_CHECKING:  # it starts MPI
+    from hpcdist.comm.mpi.communicator import MpiCommunicator
+
+Call = Callable[[Tensor], object]
 SIZES = tuple(4 << exponent for exponent in range(10, 27, 2))  # 4 KiB to 256 MiB
 CALLS_S = 1e-3  # one timing covers as many calls as take about this long together
 ROUNDS_S = 0.5  # there are more rounds than asked for, up to MORE times as many, while they take less than that
@@ -28,7 +34,7 @@ COLUMNS = ("name", "bytes", "ranks", "median_s", "bytes_sent", "copies")
 
 
 def measure(
-    comm: Communicator, sizes: Sequence[int] = SIZES, algorithms: Sequence[str] | None = None, rounds: int = 15
+    comm: MpiCommunicator, sizes: Sequence[int] = SIZES, algorithms: Sequence[str] | None = None, rounds: int = 15
 ) -> list[Row]:
     """Collective. Time our algorithms, MPI's own sum, gloo's, Horovod's where it is installed, and a plain copy.
 
@@ -40,13 +46,16 @@ def measure(
     """
     from hpcdist.comm.mpi.reference import plain_allreduce  # starts MPI: not at import
 
-    others = {"mpi": plain_allreduce(comm), "gloo": dist.all_reduce}
+    others: dict[str, Call] = {"mpi": plain_allreduce(comm), "gloo": dist.all_reduce}
     with default_group(comm):
         rows = measure_beside(comm, sizes, algorithms or ["auto", *candidates(comm)], rounds, others)
-    with peers.horovod(comm) as horovod:  # apart: its thread is at work all the time
-        more = measure_beside(comm, sizes, [], rounds, horovod) if horovod else []
-    rows += [row for row in more if row["name"] in horovod]
-    others |= horovod
+    if has_horovod():  # apart: its thread is at work all the time
+        from hpcdist.comm.external.horovod import Horovod
+
+        others["horovod"] = horovod = Horovod(comm)
+        more = measure_beside(comm, sizes, [], rounds, {"horovod": horovod})
+        rows += [row for row in more if row["name"] == "horovod"]
+        horovod.close()
     by_size = [[row for row in rows if row["bytes"] == size] for size in sorted(set(sizes))]
     return [row for of_size in by_size for row in beside(of_size, others, speedup="speedup")]
 
@@ -56,7 +65,7 @@ def measure_beside(
     sizes: Sequence[int],
     algorithms: Sequence[str],
     rounds: int,
-    others: Mapping[str, Callable[[Tensor], object]] | None = None,
+    others: Mapping[str, Call] | None = None,
     cache_dir: Path = DEFAULT_CACHE,
 ) -> list[Row]:
     """Collective. Time algorithms, others' in-place sums and a plain copy.
@@ -78,13 +87,16 @@ def measure_beside(
         ConfigError: a size or the number of rounds breaks its rule.
     """
     check(comm, rounds, sizes_bytes=sizes)
-    own = {n: Auto(comm, cache_dir, refresh=True) if n == "auto" else load(n)(comm) for n in algorithms}
+    own: dict[str, AllReduce] = {}
+    for name in algorithms:
+        own[name] = Auto(comm, cache_dir, refresh=True) if name == "auto" else load(name)(comm)
     count = max(sizes, default=0) // 4
     tensor, target = torch.empty(count).zero_(), torch.empty(count).zero_()  # written: their pages exist
     rows = []
     for n_bytes in sizes:
         part, copy = tensor[: n_bytes // 4], target[: n_bytes // 4].copy_
-        calls = {name: partial(call, part) for name, call in {**own, **(others or {}), COPY: copy}.items()}
+        tried: dict[str, Call] = {**own, **(others or {}), COPY: copy}
+        calls = {name: partial(call, part) for name, call in tried.items()}
         sent = {name: count_bytes(comm, calls[name]) for name in own} | {COPY: 0}
         sides = [
             Side(name, timed(comm, call), {"bytes": n_bytes, "bytes_sent": sent.get(name)})
@@ -98,3 +110,10 @@ def measure_beside(
     for algorithm in own.values():
         algorithm.close()
     return table(rows, COLUMNS)
+
+
+def has_horovod() -> bool:
+    """Tell whether Horovod can be used here."""
+    from hpcdist.comm.external import horovod  # starts MPI: not at import
+
+    return not horovod.obstacle()

@@ -16,7 +16,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import Feedback, JointCompression, Span, available, load
 from hpcdist.tools.bench import runner
 from hpcdist.tools.bench.runner import Row, Run, Side, check, finish, table
-from hpcdist.tools.bench.steps import MODELS, Way, compare
+from hpcdist.tools.bench.train import MODELS, Way, compare
 
 ELEMENTS = 10_000_000
 SETTLING = 3  # rounds until what is left over by a message is as large as it stays
@@ -41,7 +41,7 @@ WAYS = tuple(Way(name, "allreduce", {"compression": config}) for name, config in
 
 
 def measure_steps(comm: Communicator, models: Sequence[str] = (), rounds: int = 9, steps: int = 5) -> list[Row]:
-    """Collective. Time training steps with all-reduce dense and compressed. Rows as `steps.compare`'s."""
+    """Collective. Time training steps with all-reduce dense and compressed. Rows as `train.compare`'s."""
     check(comm, rounds)
     return compare(comm, models or list(MODELS), WAYS, rounds, steps)
 

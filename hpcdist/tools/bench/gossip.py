@@ -8,7 +8,7 @@ from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
 from hpcdist.tools.bench.compress import CONFIGS
 from hpcdist.tools.bench.runner import Row, check
-from hpcdist.tools.bench.steps import ALLREDUCE, MODELS, Way, compare
+from hpcdist.tools.bench.train import ALLREDUCE, MODELS, Way, compare
 
 PERIOD = 16  # of those that communicate once in a period
 
@@ -37,7 +37,7 @@ def measure(comm: Communicator, models: Sequence[str] = (), rounds: int = 9, ste
     """Collective. Time training steps of each strategy, in rounds of a whole period of the periodic one.
 
     Returns:
-        The same rows on all ranks, as `steps.compare`'s.
+        The same rows on all ranks, as `train.compare`'s.
     """
     check(comm, rounds)
     return compare(comm, models or list(MODELS), WAYS, rounds, steps)

@@ -32,7 +32,7 @@ COLUMNS = ("name", "bytes", "ranks", "median_s", "bytes_sent", "ratio")
 
 @dataclass(frozen=True)
 class Kind:
-    """Describe samples like those of a well-known data set. `scale` makes float32 of them, as its importer does."""
+    """Samples like those of a well-known data set; `scale` turns them into float32, as the data set's importer does."""
 
     samples: int
     shape: tuple[int, ...]
@@ -128,7 +128,7 @@ def _readers(kind: Kind, plan: EpochPlan, worker: int, scratch: Path) -> dict[st
 
     @lru_cache
     def order(epoch: int) -> np.ndarray:
-        """List the worker's samples, without a plan's work at each step."""
+        """List the worker's samples of an epoch once, so that no reader pays for the plan at each step."""
         epoch_plan = plan.at(epoch)
         return np.concatenate([epoch_plan.indices(step, worker) for step in range(plan.steps)])
 

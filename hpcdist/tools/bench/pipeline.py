@@ -18,8 +18,7 @@ from hpcdist.comm.external.rendezvous import default_group
 from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.tools.bench import runner
-from hpcdist.tools.bench.memory import peak_bytes
-from hpcdist.tools.bench.runner import Row, Side, check, meet_asleep, table
+from hpcdist.tools.bench.runner import Row, Side, check, meet_asleep, peak_bytes, table
 
 STAGES = (2, 4)
 BLOCKS, WIDTH, BATCH, MICRO_BATCHES = 8, 256, 512, 8
@@ -35,8 +34,8 @@ loss_of = nn.functional.mse_loss
 
 
 @dataclass(frozen=True)
-class Course:
-    """Name a way through a pipeline: by a schedule of ours, or by the class of torch's that is compared with it."""
+class Variant:
+    """One of our schedules, or (`peer`) the class of torch's schedule that is compared with it."""
 
     schedule: str
     peer: str | None = None
@@ -48,16 +47,16 @@ class Course:
         return "torch " * bool(self.peer) + self.schedule + " recompute" * self.recompute
 
 
-COURSES = (
-    Course("gpipe"),
-    Course("gpipe", "ScheduleGPipe"),
-    Course("one_f_one_b"),
-    Course("one_f_one_b", recompute=True),
-    Course("one_f_one_b", "Schedule1F1B"),
-    Course("interleaved", chunks=2),
-    Course("interleaved", "ScheduleInterleaved1F1B", chunks=2),
-    Course("zero_bubble"),
-    Course("zero_bubble", "ScheduleInterleavedZeroBubble"),
+VARIANTS = (
+    Variant("gpipe"),
+    Variant("gpipe", "ScheduleGPipe"),
+    Variant("one_f_one_b"),
+    Variant("one_f_one_b", recompute=True),
+    Variant("one_f_one_b", "Schedule1F1B"),
+    Variant("interleaved", chunks=2),
+    Variant("interleaved", "ScheduleInterleaved1F1B", chunks=2),
+    Variant("zero_bubble"),
+    Variant("zero_bubble", "ScheduleInterleavedZeroBubble"),
 )
 
 
@@ -119,24 +118,24 @@ def measure(
     ways: Ways = {ALONE: ({"stages": 1, "chunks": 1}, lambda: None if comm.rank else _alone(load))}
     with default_group(comm):
         for number in [number for number in stages if number <= comm.size]:
-            ways |= _courses(comm, number, load)
+            ways |= _variants(comm, number, load)
         rows = _timed(comm, ways, rounds)
         for row in rows:
             row["peak_bytes"] = _peak(comm, ways[row["name"]][1], load.device)
     return table(_compared(rows, load), COLUMNS)
 
 
-def _courses(comm: Communicator, number: int, load: Workload) -> Ways:
+def _variants(comm: Communicator, number: int, load: Workload) -> Ways:
     """Collective. Return the ways through a pipeline of so many stages, which the first ranks have."""
     inner, group = comm.split(0 if comm.rank < number else None), dist.new_group(list(range(number)))
     grid = None if inner is None else Grid(inner, number)
 
-    def make(course: Course) -> Step | None:
+    def make(variant: Variant) -> Step | None:
         if grid is None:
             return None
-        return _ours(grid, course, load) if course.peer is None else _torch(group, course, load)
+        return _ours(grid, variant, load) if variant.peer is None else _torch(group, variant, load)
 
-    return {f"{number}/{c.name}": ({"stages": number, "chunks": c.chunks}, partial(make, c)) for c in COURSES}
+    return {f"{number}/{c.name}": ({"stages": number, "chunks": c.chunks}, partial(make, c)) for c in VARIANTS}
 
 
 def _timed(comm: Communicator, ways: Ways, rounds: int) -> list[Row]:
@@ -168,7 +167,7 @@ def _peak(comm: Communicator, make: Callable[[], Step | None], device: torch.dev
 
 
 def _compared(rows: list[Row], load: Workload) -> list[Row]:
-    """Add to each row what it is beside the limit, beside one rank alone, and beside torch's of the same schedule."""
+    """Compare each row with the limit, with one rank alone, and with torch's pipeline of the same schedule."""
     by_name = {row["name"]: row for row in rows}
     alone_s = by_name[ALONE]["median_s"]
     for row in rows:
@@ -201,16 +200,16 @@ def _alone(load: Workload) -> Step:
     return step
 
 
-def _ours(grid: Grid, course: Course, load: Workload) -> Step:
+def _ours(grid: Grid, variant: Variant, load: Workload) -> Step:
     """Make the step of our pipeline."""
     pipeline = Pipeline(
         load.model,
         loss_of,
         grid,
         micro_batches=load.micro_batches,
-        schedule=course.schedule,
-        chunks=course.chunks,
-        recompute=course.recompute,
+        schedule=variant.schedule,
+        chunks=variant.chunks,
+        recompute=variant.recompute,
         device=load.device,
     )
     x, y = load.samples()
@@ -222,15 +221,15 @@ def _ours(grid: Grid, course: Course, load: Workload) -> Step:
     return step
 
 
-def _torch(group: dist.ProcessGroup, course: Course, load: Workload) -> Step:
+def _torch(group: dist.ProcessGroup, variant: Variant, load: Workload) -> Step:
     """Make the step of torch's pipeline, with the same stages."""
     ranks, here = group.size(), group.rank()
-    number = ranks * course.chunks
+    number = ranks * variant.chunks
     bounds = [load.blocks * stage // number for stage in range(number + 1)]
     model, (x, y) = load.model(), load.samples()
     parts = {stage: model[bounds[stage] : bounds[stage + 1]] for stage in range(here, number, ranks)}
     stages = [PipelineStage(part, stage, number, load.device, group=group) for stage, part in parts.items()]
-    cls = getattr(schedules, str(course.peer))
+    cls = getattr(schedules, str(variant.peer))
     several = issubclass(cls, schedules.PipelineScheduleMulti)
     schedule = cls(stages if several else stages[0], load.micro_batches, loss_fn=loss_of)
     inputs, target = (x,) if here == 0 else (), y if here == ranks - 1 else None

@@ -10,8 +10,12 @@ columns of its rows:
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,6 +29,7 @@ from hpcdist.errors import ConfigError
 Row = dict[str, Any]
 Run = Callable[[int], float | Mapping[str, float]]
 Meet = Callable[[Communicator], object]
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 TAG = 1  # of messages by which ranks meet
 
 RATIOS: dict[str, Callable[[float, float], float | None]] = {
@@ -71,6 +76,33 @@ def count_bytes(comm: Communicator, call: Callable[[], object]) -> int:
     return max(comm.gather(comm.trace.traffic.bytes_sent - before))
 
 
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """Call, and return by how many bytes this process's memory rose at most; None where the system does not tell.
+
+    On a GPU it is what torch has allocated there, else the resident set, whose peak Linux lets a process begin anew.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - before
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # else the call would be given memory that others freed, at no cost
+        CLEAR.write_text("5")  # the peak begins anew: proc(5)
+    except (AttributeError, OSError):
+        call()
+        return None
+    before = _resident("VmRSS")
+    call()
+    return max(0, _resident("VmHWM") - before)
+
+
+def _resident(field: str) -> int:
+    (kib,) = re.findall(rf"^{field}:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
+    return 1024 * int(kib)
+
+
 def finish(like: Tensor) -> None:
     """Wait until the device of this tensor has done what it was given."""
     if like.is_cuda:
@@ -107,7 +139,7 @@ def measure(
 def warm_up(
     comm: Communicator, sides: Sequence[Side], *steps: int, meet: Meet = Communicator.barrier
 ) -> dict[str, float]:
-    """Collective. Run each side before it counts, with so many steps, then so many; return the least seconds of one."""
+    """Collective. Run each side once for each number of steps, before it counts; return the least seconds of a step."""
     runs = [_run(comm, sides, 1, number, meet) for number in steps]
     return {s.name: _slowest(comm, [run[s.name][0] for run in runs], min)["median_s"] for s in sides}
 

@@ -100,7 +100,7 @@ def _updates(place: _Place, active: int, rounds: int) -> list[Row]:
 
 
 def _bytes_sent(place: _Place, active: int) -> int:
-    """Collective. Return the bytes that all ranks together send per update, without those that end a phase."""
+    """Collective. Return the bytes that all ranks together send per update, those that end a phase aside."""
     sent = []
     for steps in (1, 2):
         before = place.strategy.records.traffic().bytes_sent
@@ -111,7 +111,7 @@ def _bytes_sent(place: _Place, active: int) -> int:
 
 
 def _idle(place: _Place) -> list[Row]:
-    """Collective. Measure the cost of a server whose workers compute, and of a worker whose server does."""
+    """Collective. Measure the processor time of a server whose workers compute, and of workers whose server is late."""
     active = max(n for n in WORKERS if n <= len(place.workers))
     idle = [place.side(name, active, " idle", step_s=IDLE_STEP_S) for name in SIDES]
     waiting = [place.side(name, active, " waiting", late_s=LATE_S) for name in SIDES]
@@ -182,14 +182,14 @@ class _Place:
                 self.update()
                 dist.send(own, worker)
         elif rank in self.workers[:active]:
-            parts = [(r, *shard.of(grads), *shard.of(params)) for r, shard in enumerate(self.shards)]
+            parts = [(r, shard.of(grads)[0], shard.of(params)[0]) for r, shard in enumerate(self.shards)]
             for _ in range(steps):
                 _sleep(step_s)
                 # All at once: two servers that reply to different workers first would wait for each other.
-                requests = [dist.irecv(own, server) for server, _, own in parts]
-                requests += [dist.isend(grad, server) for server, grad, _ in parts]
-                for request in requests:
-                    request.wait()
+                works = [dist.irecv(own, server) for server, _, own in parts]
+                works += [dist.isend(grad, server) for server, grad, _ in parts]
+                for work in filter(None, works):
+                    work.wait()
 
     def close(self) -> None:
         """Collective. Release the strategy."""

@@ -1,16 +1,48 @@
-"""Steps of data-parallel training, beside torch's DistributedDataParallel on gloo and one rank alone."""
+"""Training steps by several ways of training, one beside the other on the same ranks.
+
+`measure` is `hpcdist bench train`: all-reduce beside torch's DistributedDataParallel and one rank alone. The benches of
+gossip and of compressors compare other ways by `compare`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.rendezvous import default_group
-from hpcdist.tools.bench import peers
-from hpcdist.tools.bench import steps as training
-from hpcdist.tools.bench.runner import Row, beside, check
-from hpcdist.tools.bench.steps import ALLREDUCE, ALONE, DDP, MODELS, Way
+from hpcdist.model.flat import FlatModel
+from hpcdist.tools.bench import runner
+from hpcdist.tools.bench.allreduce import has_horovod
+from hpcdist.tools.bench.runner import Row, Side, beside, check, finish, table, timed
 
+MODELS: dict[str, tuple[int, ...]] = {"mlp_100k": (128, 384, 128, 10), "mlp_10M": (1024, 2560, 2560, 384, 10)}
+BATCH = 32
+WARM_UP = 25  # steps: enough for what measures its own first steps to have made up its mind
+COLUMNS = ("name", "bytes", "ranks", "median_s", "bytes_sent", "bytes_fetched")
+
+
+@dataclass(frozen=True)
+class Way:
+    """Name a way of training: a strategy with options, or one of ALONE, COPY, DDP and DDP_NCCL."""
+
+    name: str
+    strategy: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+ALONE = Way("alone")  # the model without any communication: the limit
+COPY = Way("copy")  # no training: a copy of the parameters, which every rank makes at the same time
+DDP, DDP_NCCL = Way("ddp_gloo"), Way("ddp_nccl")  # torch's DistributedDataParallel, in its default process group
+ALLREDUCE = Way("allreduce", "allreduce")
 WAYS = (
     ALONE,
     DDP,
@@ -27,14 +59,115 @@ def measure(comm: Communicator, models: Sequence[str] = (), rounds: int = 9, ste
     Where Horovod is installed, the strategy by it comes after them.
 
     Returns:
-        The same rows on all ranks: those of `steps.measure`, with speedup (over ddp_gloo).
+        The same rows on all ranks: those of `time_steps`, with speedup (over ddp_gloo).
     """
     check(comm, rounds)
     rows = []
     with default_group(comm):
         for model in models or MODELS:
-            found = training.measure(comm, model, WAYS, rounds, steps)
-            if peers.has_horovod():
-                found += training.measure(comm, model, [HOROVOD], rounds, steps)
+            found = time_steps(comm, model, WAYS, rounds, steps)
+            if has_horovod():
+                found += time_steps(comm, model, [HOROVOD], rounds, steps)
             rows += beside(found, [f"{model}/{DDP.name}"], speedup="speedup")
     return rows
+
+
+def time_steps(
+    comm: Communicator,
+    model: str,
+    ways: Sequence[Way],
+    rounds: int,
+    steps: int = 5,
+    device: torch.device | str = "cpu",
+) -> list[Row]:
+    """Collective. Time `steps` training steps of each way in every round.
+
+    Every way has a replica of one of MODELS and a plain SGD optimiser of its own.
+
+    Args:
+        device: where this rank computes.
+
+    Returns:
+        The same rows on all ranks: name (`model/way`), bytes (of the gradients), ranks, median_s (of a step, of the
+        slowest worker), bytes_sent and bytes_fetched (per step, the mean of the ranks; None for DDP, which doesn't
+        tell).
+    """
+    torch.manual_seed(0)
+    widths = MODELS[model]
+    x, y = torch.randn(BATCH, widths[0]).to(device), torch.randint(widths[-1], (BATCH,)).to(device)
+    sides = [_side(comm, f"{model}/{way.name}", way, widths, x, y) for way in ways]
+    runner.warm_up(comm, sides, WARM_UP)
+    return table(runner.measure(comm, sides, rounds, steps), COLUMNS)
+
+
+def compare(comm: Communicator, models: Sequence[str], ways: Sequence[Way], rounds: int, steps: int) -> list[Row]:
+    """Collective. Time `ways`, the model alone and dense all-reduce side by side.
+
+    Returns:
+        Rows as `time_steps`'s, with overhead_s (over the model alone), overhead_copies (the same in copies of the
+        parameters, of which each reads and writes all of them) and speedup (over all-reduce).
+    """
+    rows = []
+    for model in models:
+        found = time_steps(comm, model, (ALONE, COPY, ALLREDUCE, *ways), rounds, steps)
+        found = beside(found, [f"{model}/{ALONE.name}"], overhead_s="overhead_s")
+        found = beside(found, [f"{model}/{ALLREDUCE.name}"], speedup="speedup")
+        (copy,) = (row for row in found if row["name"] == f"{model}/{COPY.name}")
+        for row in found:
+            row["overhead_copies"] = row["overhead_s"] / copy["median_s"]
+        copy |= dict.fromkeys(("overhead_s", "overhead_copies", "speedup"))  # it is no step
+        rows += found
+    return rows
+
+
+def _side(comm: Communicator, name: str, way: Way, widths: tuple[int, ...], x: torch.Tensor, y: torch.Tensor) -> Side:
+    """Collective. Make a replica that is trained in one way."""
+    layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())][:-1]
+    module: nn.Module = nn.Sequential(*layers).to(x.device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    n_bytes = sum(4 * (a + 1) * b for a, b in itertools.pairwise(widths))
+
+    def take(steps: int, finish_step: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(module(x), y).backward()
+            finish_step()
+        finish(x)
+        return (time.perf_counter() - start) / steps
+
+    if way == COPY:
+        source, target = (torch.zeros(n_bytes // 4, device=x.device) for _ in range(2))
+        copy = timed(comm, lambda: finish(target.copy_(source)))
+        return Side(name, copy, {"bytes": n_bytes, "bytes_sent": 0.0, "bytes_fetched": 0.0})
+    if way.strategy is None:
+        module = DistributedDataParallel(module) if way in (DDP, DDP_NCCL) else module
+        sent = {"bytes_sent": 0.0, "bytes_fetched": 0.0} if way == ALONE else {}
+        return Side(name, lambda steps: take(steps, optimizer.step), {"bytes": n_bytes, **sent})
+    cls = strategies.load(way.strategy)
+    strategy = cls(cls.Config(**way.options), comm.split(0), FlatModel(module), optimizer=optimizer)
+    strategy.records.start()
+    before, taken = strategy.records.traffic(), 0
+
+    def run(steps: int) -> float:
+        nonlocal taken
+        taken += steps
+        if not strategy.is_worker:  # it serves, and takes no time for that
+            strategy.serve(optimizer.step)
+            return 0.0
+        step_s = take(steps, lambda: strategy.step(optimizer.step))
+        strategy.pause()  # nothing is under way afterwards
+        return step_s
+
+    def columns() -> Row:
+        moved = strategy.records.traffic() - before
+        sums = torch.tensor([moved.bytes_sent, moved.bytes_fetched])
+        comm.allreduce(sums)
+        sent, fetched = (sums / (comm.size * taken)).tolist()
+        return {"bytes": n_bytes, "bytes_sent": sent, "bytes_fetched": fetched}
+
+    def close() -> None:
+        strategy.close()
+        strategy.comm.close()
+
+    return Side(name, run, columns, close)

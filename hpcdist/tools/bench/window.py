@@ -62,7 +62,7 @@ def measure(comm: MpiCommunicator, sizes: Sequence[int] = SIZES, *, rounds: int 
 
 @contextmanager
 def _apart(comm: MpiCommunicator) -> Iterator[MpiCommunicator]:
-    """Collective. Give ranks of several nodes: those that there are, or the ranks of one node as if they were."""
+    """Collective. Give a communicator over several nodes; the ranks of a single node count as if each had its own."""
     copy = comm.split(0) if len(set(comm.memory.nodes)) > 1 else comm.apart()
     yield copy
     copy.close()
@@ -123,14 +123,10 @@ def _beside_copy(
     target = torch.empty_like(tensor).zero_()
     sides = []
     for name, call in {COPY: target.copy_, **calls}.items():
-        mine = partial(call, tensor) if comm.rank == caller else _nothing
+        mine = partial(call, tensor) if comm.rank == caller else lambda: None
         sent = count_bytes(comm, mine)
         sides.append(Side(f"{where}/{name}", timed(comm, mine), {"bytes": tensor.nbytes, "bytes_sent": sent}))
     return beside(runner.measure(comm, sides, rounds), [f"{where}/{COPY}"], ratio_to_copy="multiple")
-
-
-def _nothing() -> None:
-    pass
 
 
 # --- the owner's step -------------------------------------------------------------------------------------------------
@@ -140,7 +136,8 @@ def _owner_steps(comm: MpiCommunicator, sizes: Sequence[int], rounds: int) -> li
 
     Idle cores are counted meanwhile, as a launcher may bind a rank to one core, and others may use the machine.
     """
-    products, largest, missing = _products_per_step(), max(sizes), f"{STEP} missing"
+    products = max(1, round(STEP_S * 10 / min(_step(10) for _ in range(5))))
+    largest, missing = max(sizes), f"{STEP} missing"
     reads = [_owner_step(comm, f"{STEP} read, {n_bytes} bytes", products, largest, n_bytes) for n_bytes in sizes]
     sides = [_owner_step(comm, missing, products), _owner_step(comm, f"{STEP} idle", products, largest), *reads]
     rows = beside(runner.measure(comm, sides, rounds, STEPS), [missing], slowdown_percent="slowdown_percent")
@@ -214,7 +211,3 @@ def _step(products: int) -> float:
     for _ in range(products):
         matrix @ matrix
     return time.perf_counter() - start
-
-
-def _products_per_step() -> int:
-    return max(1, round(STEP_S * 10 / min(_step(10) for _ in range(5))))

@@ -28,6 +28,7 @@ from filelock import FileLock, Timeout
 
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import BuildError, ConfigError
+from hpcdist.tools.horovod import check
 from hpcdist.tools.horovod.toolset import BuildOptions, Tools, find, programs, search_path
 
 VERSION = "0.28.1"  # Horovod's last release
@@ -298,7 +299,7 @@ def prove(launcher: Sequence[str], environ: Mapping[str, str], log: Path, unpack
     """
     environ = job_environment(environ, unpacked)
     importing = [sys.executable, "-c", "import torch, horovod.torch as hvd; hvd.init"]
-    command = [*launcher, str(RANKS), sys.executable, "-m", "hpcdist.tools.horovod.check"]
+    command = [*launcher, str(RANKS), sys.executable, "-m", check.__name__]
     status, lines = logged(importing, environ, log, CHECK_S)
     if status:
         raise BuildError(f"import: `import horovod.torch` must work; got: {_last(status, lines)} Log: {log}")

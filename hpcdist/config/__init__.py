@@ -4,9 +4,7 @@ import importlib
 
 from hpcdist.config.compare import differences, differing, fingerprint
 from hpcdist.config.merge import load
-from hpcdist.config.named import Named
-from hpcdist.config.options import checked_options
-from hpcdist.config.settings import Option, Settings, describe
+from hpcdist.config.settings import Named, Option, Settings, checked_options, describe
 
 __all__ = [
     "CheckpointConfig",

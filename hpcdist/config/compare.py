@@ -13,12 +13,12 @@ K = TypeVar("K")
 
 
 def fingerprint(config: BaseModel | Mapping[str, Any]) -> str:
-    """Return the sha256 (hexadecimal) of a configuration. The order of keys has no effect; 1 and 1.0 are different."""
+    """Return the sha256 of a configuration, in hexadecimal. The order of keys has no effect; 1 and 1.0 differ."""
     return hashlib.sha256(_canonical(_plain(config)).encode()).hexdigest()
 
 
 def differences(a: BaseModel | Mapping[str, Any], b: BaseModel | Mapping[str, Any]) -> list[str]:
-    """List the keys whose values differ, as lines `optimizer.lr: 0.1 against 0.2`; none if the fingerprints agree."""
+    """List the keys whose values differ, as lines `optimizer.lr: 0.1 against 0.2`."""
     left, right = _leaves(_plain(a)), _leaves(_plain(b))
     keys = [*left, *(key for key in right if key not in left)]
     return [
@@ -28,14 +28,14 @@ def differences(a: BaseModel | Mapping[str, Any], b: BaseModel | Mapping[str, An
     ]
 
 
-# Paths, a column of the report's own, and a setting without effect on training.
+# Paths, settings without effect on training, and the strategy, which has a column of its own.
 NOT_COMPARED = ("checkpoint.folder", "data.path", "log", "output", "strategy.name")
 
 
 def differing(settings: Mapping[K, Mapping[str, Any]]) -> dict[str, dict[K, str]]:
-    """Find the settings in which several runs differ: by dotted key, the values of the runs that have it, as text.
+    """Find the settings in which runs differ: for each dotted key the values, as text, of the runs that have it.
 
-    Options of an algorithm are compared among the runs with that algorithm only: another's mean something else.
+    Options of an algorithm are compared only among runs with the same algorithm.
     """
     leaves = {run: _leaves(of_run) for run, of_run in settings.items()}
     keys = dict.fromkeys(key for of_run in leaves.values() for key in of_run)
@@ -43,7 +43,7 @@ def differing(settings: Mapping[K, Mapping[str, Any]]) -> dict[str, dict[K, str]
     for key in keys:
         values: dict[str, set[str]] = {}  # by algorithm
         for run, of_run in leaves.items():
-            table = settings[run].get(key.partition(".")[0])
+            table: Any = settings[run].get(key.partition(".")[0])
             choice = key.endswith(".name")  # such as a compression's, which may be absent
             if choice or key in of_run:
                 whole = (choice and key.count(".") == 1) or not isinstance(table, Mapping)  # not an algorithm's option
@@ -63,7 +63,7 @@ def _canonical(value: Any) -> str:
 
 
 def _leaves(value: Any, key: str = "") -> dict[str, str]:
-    """Collect the values that are no tables, as JSON, by dotted key. An empty table is a value."""
+    """Return all values, as JSON, by dotted key. An empty table is a value."""
     if not isinstance(value, Mapping) or not value:
         return {key: _canonical(value)}
     leaves: dict[str, str] = {}

@@ -1,8 +1,9 @@
-"""Load the user's Python files as modules. They may import modules from their own folder, as with `python FILE`."""
+"""The user's Python files: as modules, which may import from their own folder, and their git commit."""
 
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,16 +13,16 @@ from typing import Any
 
 from hpcdist.errors import ConfigError, suggestion
 
-_neighbours: dict[str, tuple[ModuleType, Path]] = {}  # by its name: a neighbour that was imported, and its folder
-_loaded: dict[Path, tuple[tuple[int, int], ModuleType]] = {}  # by its file: the file's age and length, and the module
+_neighbours: dict[str, tuple[ModuleType, Path]] = {}  # imported neighbours by name, each with its folder
+_loaded: dict[Path, tuple[tuple[int, int], ModuleType]] = {}  # by file: its time of change and length, its module
 
 
 @contextmanager
 def neighbours(path: Path) -> Iterator[None]:
-    """Search the folder of the file `path` first for modules to import, within the context.
+    """Import modules from the folder of the file `path` first, within the context.
 
-    Modules that were imported from another file's folder are removed from sys.modules, so that two files' `import
-    helpers` each get their own. Where one context is inside another, they come back at the end of the inner one.
+    Modules from another file's folder leave sys.modules, so that `import helpers` finds each file's own. At the end of
+    an inner context the outer one's modules come back.
     """
     folder = path.resolve().parent
     hidden = {}  # modules of the outer context
@@ -48,7 +49,7 @@ def neighbours(path: Path) -> Iterator[None]:
 
 
 def imported_beside(path: Path) -> list[Path]:
-    """List the files in the folder of `path`, or in packages there, that have been imported so far; sorted."""
+    """List the files in the folder of `path`, or in packages there, that have been imported; sorted."""
     folder, files = path.resolve().parent, set()
     for name, module in list(sys.modules.items()):
         top, file = name.partition(".")[0], getattr(module, "__file__", None)
@@ -65,10 +66,12 @@ def _is_beside(module: Any, folder: Path) -> bool:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Run a file and return its module, which may import modules from its folder. Each call runs the file again."""
+    """Run a file, each time anew, and return its module."""
     spec = importlib.util.spec_from_file_location(f"hpcdist_job_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} must be a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # as an import would: dataclasses and pickle look for it there
+    sys.modules[spec.name] = module  # dataclasses and pickle look for it there
     with neighbours(path):
         spec.loader.exec_module(module)
     _loaded[path.resolve()] = _version(path), module
@@ -76,13 +79,13 @@ def load_file(path: Path) -> ModuleType:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Load the module of a file. A file that has been run already, and has not changed, is not run again."""
-    version, module = _loaded.get(path.resolve(), (None, None))
-    return module if version == _version(path) else load_file(path)
+    """Return the module of a file, which runs again only if it has changed."""
+    loaded = _loaded.get(path.resolve())
+    return loaded[1] if loaded is not None and loaded[0] == _version(path) else load_file(path)
 
 
 def load_function(reference: str, where: str) -> Callable[..., Any]:
-    """Load the function that `path/to/file.py:name` names; see `load_module`.
+    """Load the function `path/to/file.py:name`; see `load_module`.
 
     Args:
         where: the setting's dotted key, for messages.
@@ -107,3 +110,22 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
 def _version(path: Path) -> tuple[int, int]:
     stat = path.stat()
     return stat.st_mtime_ns, stat.st_size
+
+
+def git_commit(folder: Path | None = None) -> tuple[str | None, bool]:
+    """Return the commit of a folder, by default the current one, and whether tracked files differ from it.
+
+    (None, False) outside of git.
+    """
+    head = _git(folder, "rev-parse", "HEAD")
+    if head is None:
+        return None, False
+    return head.strip(), bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
+
+
+def _git(folder: Path | None, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, errors="replace")
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 else None

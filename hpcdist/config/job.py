@@ -8,11 +8,9 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hpcdist.config.named import Named
 from hpcdist.config.optimizer import OptimizerConfig, optimizers
-from hpcdist.config.parallel import ParallelConfig
 from hpcdist.config.schedule import OWN_RATES, ScheduleConfig, schedules
-from hpcdist.config.settings import Settings
+from hpcdist.config.settings import Named, Settings
 from hpcdist.errors import ConfigError
 
 __all__ = [
@@ -29,7 +27,7 @@ __all__ = [
 
 
 class StrategyConfig(Named):
-    """The distribution strategy's name and options; the strategy's own `Config` checks the options."""
+    """The distribution strategy by name, with options that its own `Config` checks."""
 
     name: str = Field(
         "allreduce", description="distribution strategy, see `hpcdist strategies`; or path/to/file.py:Class"
@@ -37,7 +35,7 @@ class StrategyConfig(Named):
 
 
 class CheckpointConfig(Settings):
-    """Checkpoints: their period, number and folder."""
+    """When checkpoints are saved, and where."""
 
     every_steps: int = Field(0, ge=0, description="steps between checkpoints; 0 saves none")
     keep: int = Field(3, ge=1, description="number of checkpoints that are kept")
@@ -45,7 +43,7 @@ class CheckpointConfig(Settings):
 
 
 class BudgetConfig(Settings):
-    """The cost of a run, which ends after the first whole step that reaches one of these."""
+    """Limits of a run, which ends after the first step that reaches one of them."""
 
     samples: int | None = Field(None, ge=1, description="samples, of all ranks together")
     steps: int | None = Field(None, ge=1, description="steps of a worker")
@@ -55,7 +53,6 @@ class BudgetConfig(Settings):
 
     @property
     def given(self) -> bool:
-        """Tell whether there is a budget."""
         return any(limit is not None for limit in (self.samples, self.steps, self.seconds))
 
 
@@ -73,6 +70,48 @@ class DataConfig(Settings):
     path: str | None = Field(None, description="HDF5 file of the data set; none is the job's own")
     parallel: bool = Field(True, description="read through parallel HDF5 (mpio) where h5py has it")
     prefetch: int = Field(0, ge=0, description="batches that a thread reads ahead; worth it on slow file systems")
+
+
+class ParallelConfig(Settings):
+    """A model in stages, as a pipeline. With one stage every rank holds the whole model."""
+
+    stages: int = Field(1, ge=1, description="ranks that hold one whole model together; 1 is no pipeline")
+    micro_batches: int = Field(4, ge=1, description="parts of a batch, which follow each other through the pipeline")
+    schedule: str = Field(
+        "one_f_one_b",
+        description="order of the ranks' work: one_f_one_b, gpipe, interleaved, zero_bubble, file.py:table",
+    )
+    chunks: int = Field(1, ge=1, description="stages of each rank, such as 2 with the schedule interleaved")
+    recompute: bool = Field(False, description="compute activations again in the backward pass instead of keeping them")
+    cut: Literal["measured"] | tuple[int, ...] | None = Field(
+        None, description="layers of each stage; measured balances their times, none their parameters"
+    )
+    spread: bool = Field(False, description="let a replica's ranks lie on several nodes")
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelConfig:
+        stages, sizes = self.stages * self.chunks, self.sizes
+        if sizes is not None and (len(sizes) != stages or min(sizes) < 1):
+            raise ValueError(
+                f"parallel.cut must be {stages} numbers of layers, at least 1 for each of {self.stages} stages"
+                f"{f' times {self.chunks} chunks' * (self.chunks > 1)}; got {', '.join(map(str, sizes)) or 'none'}. "
+                "Change them, or leave them out."
+            )
+        return self
+
+    @property
+    def whole(self) -> bool:
+        return self.stages == 1
+
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """The given numbers of layers; None if the cut is computed."""
+        return None if self.cut == "measured" else self.cut
+
+    @property
+    def measures(self) -> bool:
+        """Whether layers are measured, to balance their times."""
+        return self.cut == "measured" and not self.whole
 
 
 class JobConfig(Settings):
@@ -154,7 +193,7 @@ class JobConfig(Settings):
         return self
 
     def _require_end(self, total: int) -> None:
-        """Check that a run without a number of epochs ends before its schedule does, whose rates are `total`."""
+        """Check that a run without a number of epochs ends before its schedule, which has `total` rates."""
         limit = self.budget.steps if self.schedule.per == "step" else None
         if limit is None or limit > total:
             setting = "budget.steps" if self.schedule.per == "step" else "epochs"

@@ -27,12 +27,12 @@ def load(
 ) -> dict[str, Any]:
     """Override the defaults by a TOML file, and both by flags `key=value`, the last of which wins.
 
-    Tables are merged key by key. A table with a `name` (strategy, optimizer...) is replaced as a whole where its name
-    changes, because the options of one algorithm mean nothing to another; `strategy = "hardsync"` is short for
+    Tables are merged key by key. If the `name` in a table changes (strategy, optimizer...), the new table replaces the
+    old one, because the options of one algorithm mean nothing to another. `strategy = "hardsync"` is short for
     `strategy = {name = "hardsync"}`. The value of a flag is written as in TOML; a bare word is a string.
 
     Raises:
-        ConfigError: the file is missing or no TOML, or a flag is malformed; names the file's line or the flag.
+        ConfigError: the file is missing or not TOML, or a flag is malformed; the message names the line or the flag.
     """
     merged = copy.deepcopy(dict(defaults))
     if toml_path is not None:
@@ -44,7 +44,7 @@ def load(
 
 
 def as_flags(values: Mapping[str, Any], where: str = "") -> list[str]:
-    """Write a table as flags `key=value`, from which `load` makes the same table."""
+    """Write a table as flags `key=value`, which `load` reads."""
     flags = []
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -55,7 +55,6 @@ def as_flags(values: Mapping[str, Any], where: str = "") -> list[str]:
 
 
 def _toml(value: Any) -> str:
-    """Write a value as TOML."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key} = {_toml(item)}' for key, item in value.items())}}}"
     if isinstance(value, (list, tuple)):
@@ -66,7 +65,7 @@ def _toml(value: Any) -> str:
 def _merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(lower)
     for key, value in upper.items():
-        below = merged.get(key)
+        below: Any = merged.get(key)
         if isinstance(below, str) and isinstance(value, dict):
             below = {"name": below}
         elif isinstance(value, str) and isinstance(below, dict) and "name" in below:
@@ -118,6 +117,6 @@ def _parse(text: str, override: str) -> Any:
         if text.startswith(_OPENERS):
             raise ConfigError(f"--set {override}: the value must be TOML or a bare word; got {error}.") from None
         return text
-    # Text of several lines may parse as several keys, and a date as a date, which no setting is: both are strings.
+    # A text of several lines may parse as several keys, and a date as a date; both must be strings here.
     value = parsed["value"]
     return value if len(parsed) == 1 and isinstance(value, (bool, int, float, str, list, dict)) else text

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
 
-from hpcdist.config.named import Named
-from hpcdist.config.torch_classes import call, check_options, subclasses
-from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.config.settings import Named
+from hpcdist.errors import ConfigError, UnknownNameError, suggestion
 
 
 class OptimizerConfig(Named):
@@ -45,18 +44,14 @@ class OptimizerConfig(Named):
         return self
 
     def factor(self, batch: int) -> float:
-        """Return the factor of the learning rate for an update by `batch` samples, of all workers together."""
+        """Return the factor of the learning rate for updates by `batch` samples of all workers together."""
         if self.reference_batch is None:
             return 1.0
         ratio = batch / self.reference_batch
         return math.sqrt(ratio) if self.scale == "sqrt" else ratio
 
     def build(self, parameters: Iterable[Any], factor: float = 1.0) -> torch.optim.Optimizer:
-        """Build the optimizer of these parameters, with its learning rate multiplied by `factor`.
-
-        Raises:
-            ConfigError: torch refuses the options.
-        """
+        """Build the optimizer, with its learning rate multiplied by `factor`; raise ConfigError if torch refuses."""
         cls, options = optimizers()[self.name], self.options
         if self.lr is not None or factor != 1.0:
             rate = inspect.signature(cls).parameters["lr"].default if self.lr is None else self.lr
@@ -65,12 +60,11 @@ class OptimizerConfig(Named):
 
 
 def optimizers() -> dict[str, type[torch.optim.Optimizer]]:
-    """Return the optimizers of torch.optim by name."""
     return subclasses(torch.optim, torch.optim.Optimizer)
 
 
 def rescale(optimizer: torch.optim.Optimizer, schedule: Any, ratio: float) -> None:
-    """Multiply the rates of an optimizer and its schedule by `ratio`, for a run that goes on with another batch."""
+    """Multiply the rates of an optimizer and its schedule by `ratio`, as when a resumed run has another batch."""
     for group in optimizer.param_groups:
         for key in {"lr", "initial_lr"} & group.keys():
             group[key] *= ratio
@@ -79,3 +73,36 @@ def rescale(optimizer: torch.optim.Optimizer, schedule: Any, ratio: float) -> No
     for one in (schedule, *getattr(schedule, "_schedulers", ())):
         for name in {"base_lrs", "_last_lr"} & vars(one).keys():
             setattr(one, name, [rate * ratio for rate in getattr(one, name)])
+
+
+# --- torch's classes by name, for optimizers and schedules ------------------------------------------------------------
+def subclasses(module: Any, base: type) -> dict[str, type]:
+    """Return a module's public subclasses of `base`, by name."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base and not name.startswith("_")
+    }
+
+
+def check_options(where: str, algorithm: type, options: Iterable[str]) -> None:
+    """Raise ConfigError if an option is not a parameter of the class."""
+    reserved = ("params", "optimizer", "schedulers")  # parameters that the user does not give
+    known = [name for name in inspect.signature(algorithm).parameters if name not in reserved]
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"{where} option must be one of {', '.join(sorted(known))} for {algorithm.__name__}; got {option!r}."
+                f"{suggestion(option, known)}"
+            )
+
+
+def call(where: str, algorithm: Callable[..., Any], target: Any, options: dict[str, Any], shown: Any = None) -> Any:
+    """Call `algorithm(target, **options)`, and raise ConfigError with the options `shown` if torch refuses them."""
+    try:
+        return algorithm(target, **options)
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        given = options if shown is None else shown
+        raise ConfigError(
+            f"{where} options must suit torch's {algorithm.__name__}; got {given} ({error}). See torch's reference."
+        ) from None

@@ -1,4 +1,4 @@
-"""The schedule's table: a class of torch.optim.lr_scheduler, also one of several schedules or functions; a warm-up."""
+"""The schedule's table: a class of torch.optim.lr_scheduler with its options, and a warm-up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pydantic import Field, model_validator
 from torch.optim import lr_scheduler
 
 from hpcdist.config.files import load_function
-from hpcdist.config.named import Named
-from hpcdist.config.torch_classes import call, check_options, subclasses
+from hpcdist.config.optimizer import call, check_options, subclasses
+from hpcdist.config.settings import Named
 from hpcdist.errors import ConfigError, UnknownNameError
 
 MADE_OF_OTHERS = ("ChainedScheduler", "SequentialLR")
@@ -44,7 +44,9 @@ class ScheduleConfig(Named):
     Reference (warm-up): Priya Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017.
     """
 
-    name: str | None = Field(None, description="class of torch.optim.lr_scheduler; its options are keys beside it")
+    name: str | None = Field(  # type: ignore[assignment]  # a warm-up needs none
+        None, description="class of torch.optim.lr_scheduler; its options are keys beside it"
+    )
     per: Literal["epoch", "step"] = Field("epoch", description="unit in which the schedule advances")
     schedules: list[SchedulePart] = Field(
         default_factory=list, description="tables of the schedules that SequentialLR or ChainedScheduler consists of"
@@ -79,10 +81,10 @@ class ScheduleConfig(Named):
         return self
 
     def build(self, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> lr_scheduler.LRScheduler | None:
-        """Build the schedule of this optimizer; None without a name and a warm-up.
+        """Build the schedule of this optimizer; None if there is neither a name nor a warm-up.
 
         Args:
-            factor: the factor by which the optimizer's rate has been scaled; a warm-up begins with the unscaled rate.
+            factor: of the optimizer's scaled rate; a warm-up begins with the unscaled one.
 
         Raises:
             ConfigError: torch refuses the options, or a function does not exist.
@@ -98,12 +100,11 @@ class ScheduleConfig(Named):
 
 
 def schedules() -> dict[str, type[lr_scheduler.LRScheduler]]:
-    """Return the schedules of torch.optim.lr_scheduler by name."""
     return subclasses(lr_scheduler, lr_scheduler.LRScheduler)
 
 
 def with_functions_of(path: Path, table: Any) -> Any:
-    """Complete a schedule's table: a function that is given by name alone becomes `path:name`, of the job's file."""
+    """Write a function that a schedule's table names without a file as `path:name`, of the job's file."""
     if isinstance(table, list):
         return [with_functions_of(path, part) for part in table]
     if not isinstance(table, Mapping):

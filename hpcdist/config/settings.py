@@ -1,13 +1,22 @@
-"""The base of all configurations: frozen, strict, of TOML types, and with errors that name the remedy."""
+"""The base of all settings: frozen, strict, of TOML types, with errors that name the remedy."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -15,7 +24,7 @@ from hpcdist.errors import ConfigError, suggestion
 
 S = TypeVar("S", bound="Settings")
 
-# Rules in the words of TOML, which users write, instead of pydantic's, which name Python's types.
+# pydantic names Python's types; users write TOML.
 _PLAIN_RULES = {
     "bool_type": "must be true or false",
     "dict_type": "must be a table",
@@ -35,10 +44,10 @@ else:
 
 
 class _Refusing(_Meta):
-    """The metaclass that makes `Config(period=0)` raise ConfigError.
+    """Makes `Config(period=0)` raise ConfigError.
 
-    An `__init__` would not do: pydantic calls it for nested settings, too, whose errors must reach the outermost
-    settings, which know the whole dotted key.
+    This is a metaclass because pydantic would call an `__init__` for nested settings too. Their errors must reach the
+    outermost settings, which know the whole dotted key.
     """
 
     def __call__(cls: type[S], **values: Any) -> S:  # type: ignore[misc]
@@ -46,11 +55,11 @@ class _Refusing(_Meta):
 
 
 class Settings(BaseModel, metaclass=_Refusing):
-    """The base of configurations: `class Config(Settings): period: int = Field(1, ge=1, description="...")`.
+    """The base of all settings: `class Config(Settings): period: int = Field(1, ge=1, description="...")`.
 
-    Types are strict (no "4" for 4, no true for 1), with two exceptions that TOML needs: an array is accepted for a
-    tuple, and "none" for None where a field may be None. Defaults are not checked. Validators raise ValueError with a
-    text that begins with "must", which is put behind the field's key, or with a whole message.
+    Types are strict (no "4" for 4, no true for 1), with two exceptions that TOML needs: an array stands for a tuple,
+    and "none" for None. Defaults are not checked. A validator raises ValueError with a whole message, or with a rule
+    that begins with "must" and follows the field's key.
 
     Raises:
         ConfigError: on construction; one line for each setting that breaks its rule.
@@ -75,23 +84,59 @@ class Settings(BaseModel, metaclass=_Refusing):
         return _tuples(value) if isinstance(value, list) and _admits(annotation, tuple) else value
 
 
+class Named(Settings):
+    """An algorithm's name, or `path/to/file.py:Class`, with its own options beside it. A string alone is the name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+def checked_options(function: Callable[..., Any], given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Check options of a function, which are its keyword-only arguments, and return them with the defaults.
+
+    Args:
+        where: the dotted key of the options' table, for messages.
+
+    Raises:
+        ConfigError: an option is unknown, missing or of another type.
+    """
+    hints = inspect.get_annotations(function, eval_str=True)
+    fields: dict[str, Any] = {
+        p.name: (hints[p.name], ... if p.default is p.empty else p.default)
+        for p in inspect.signature(function).parameters.values()
+        if p.kind is p.KEYWORD_ONLY
+    }
+    return create_model("Options", __base__=Settings, **fields).from_mapping(given, where).model_dump()
+
+
+# --- descriptions -----------------------------------------------------------------------------------------------------
 class Option(NamedTuple):
     """A setting as users see it."""
 
     key: str
     type: str
-    default: str  # empty where it must be given
+    default: str  # empty if the setting must be given
     description: str
 
 
 def describe(model: type[Settings], where: str = "") -> list[Option]:
-    """List all settings of a model, with those of nested settings, in the order of definition."""
+    """List all settings of a model, nested ones too, in the order of definition."""
     options = []
     for name, field in model.model_fields.items():
         key, inner = _join(where, name), _settings_in(field.annotation)
         if inner is not None:
             first, *others = describe(inner, key)
-            if field.description and not first.description:  # a choice by name, which the table's field describes
+            if field.description and not first.description:  # an algorithm by name: the field of the table describes it
                 first = first._replace(default=_default_text(field), description=field.description)
             options += [first, *others]
         else:
@@ -99,12 +144,13 @@ def describe(model: type[Settings], where: str = "") -> list[Option]:
     return options
 
 
+# --- errors -----------------------------------------------------------------------------------------------------------
 def _refusal(model: type[Settings], error: ValidationError, where: str) -> ConfigError:
     details = error.errors(include_url=False)
     raised = details[0].get("ctx", {}).get("error")
     if len(details) == 1 and isinstance(raised, ConfigError):
         return raised
-    # One line a key: the branches of a union each complain.
+    # One line for each key, as each branch of a union has an error of its own.
     rules: dict[str, list[str]] = {}
     endings: dict[str, str] = {}
     for detail in details:
@@ -118,7 +164,7 @@ def _refusal(model: type[Settings], error: ValidationError, where: str) -> Confi
 
 
 def _explain(model: type[Settings], detail: ErrorDetails, where: str) -> tuple[str, str, str]:
-    """Return an error's key, its rule, and the ending of its message."""
+    """Return the key, the rule and the ending of an error's message."""
     loc, kind = detail["loc"], detail["type"]
     if kind == "extra_forbidden":
         parent, _, owner = _locate(model, loc[:-1], where)
@@ -141,7 +187,7 @@ def _explain(model: type[Settings], detail: ErrorDetails, where: str) -> tuple[s
 
 
 def _locate(model: type[Settings], loc: Iterable[int | str], where: str) -> tuple[str, FieldInfo | None, Any]:
-    """Follow pydantic's location of an error. Return the dotted key, its field, and the annotation of the value."""
+    """Find the dotted key, the field and the value's annotation for pydantic's location of an error."""
     annotation: Any = model
     key, field = where, None
     for part in loc:
@@ -153,7 +199,7 @@ def _locate(model: type[Settings], loc: Iterable[int | str], where: str) -> tupl
             key, annotation = _join(key, part), field.annotation
         elif _admits(annotation, dict):
             key, annotation = _join(key, part), Any
-        # else: pydantic's name of a branch of a union, which is no key
+        # else: pydantic's name for a branch of a union
     return key, field, annotation
 
 
@@ -170,7 +216,7 @@ def _default_text(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
     if default is None or isinstance(default, bool):
         return str(default).lower()
-    if isinstance(default, Settings):  # a table that a string may stand for
+    if isinstance(default, Settings):  # its name stands for it
         return repr(getattr(default, "name", default))
     return repr(default)
 
@@ -184,6 +230,7 @@ def _join(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
 
 
+# --- types ------------------------------------------------------------------------------------------------------------
 def _branches(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
 

@@ -15,8 +15,7 @@ import torch
 import hpcdist
 from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.config import optimizers, schedules
-from hpcdist.config.files import imported_beside
-from hpcdist.config.revision import commit
+from hpcdist.config.files import git_commit, imported_beside
 from hpcdist.records import Start, begin_run, copy_job, now
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ def write_down(trainer: Trainer, job_path: Path, command: Sequence[str], resumed
     hosts = comm.gather(platform.node())
     if comm.rank != comm.failures.living[0]:
         return
-    revision, dirty = commit(job_path.resolve().parent)
+    revision, dirty = git_commit(job_path.resolve().parent)
     start = Start(
         started=now(),
         command=list(command),

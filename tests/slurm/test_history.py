@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcdist.config import revision
+from hpcdist.config.files import git_commit
 from hpcdist.errors import ConfigError, DataError, QueueError
 from hpcdist.records import RecordWriter, StepRecord, record_path
 from hpcdist.tools.slurm import history, queue
@@ -63,17 +63,17 @@ def test_without_a_submitted_job_one_must_be_given():
 
 
 def test_the_commit_and_whether_files_differ_from_it():
-    assert revision.commit() == (None, False)
+    assert git_commit() == (None, False)
     Path("file").touch()
     for command in ("init -q", "add file", "-c user.name=a -c user.email=a@b commit -q -m first"):
         subprocess.run(["git", *command.split()], check=True)
-    commit, dirty = revision.commit()
+    commit, dirty = git_commit()
     assert len(commit) == 40 and not dirty
     Path("new").touch()
-    assert revision.commit() == (commit, False)
+    assert git_commit() == (commit, False)
     Path("file").write_text("changed")
-    assert revision.commit() == revision.commit(Path().resolve()) == (commit, True)
-    assert revision.commit(Path("none")) == (None, False)
+    assert git_commit() == git_commit(Path().resolve()) == (commit, True)
+    assert git_commit(Path("none")) == (None, False)
 
 
 # --- without a Slurm --------------------------------------------------------------------------------------------------

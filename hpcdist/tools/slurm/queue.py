@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpcdist.config import revision
+from hpcdist.config.files import git_commit
 from hpcdist.errors import ConfigError, QueueError
 from hpcdist.tools.slurm import history
 from hpcdist.tools.slurm.history import Submission
@@ -44,7 +44,7 @@ def submit(spec: JobSpec, text: str) -> Submission:
         script = unnamed.replace(history.FOLDER / f"{job}.sh")
     finally:
         unnamed.unlink(missing_ok=True)
-    commit, dirty = revision.commit()
+    commit, dirty = git_commit()
     log = spec.log.replace("%%", "\0").replace("%j", job).replace("%A", job).replace("%x", spec.name)
     entry = Submission(
         job=job,

@@ -10,7 +10,7 @@ import numpy as np
 from hpcdist.data.format import VERSION, damage, named_faults, open_file, split_names
 from hpcdist.data.hdf5 import HDF5Dataset
 
-SAMPLED = 1024  # samples, evenly spaced, that the statistics of x are taken over
+SAMPLED = 1024  # evenly spaced samples for the statistics of x
 
 
 def describe(path: str | Path) -> dict:
@@ -25,7 +25,7 @@ def describe(path: str | Path) -> dict:
     """
     path = Path(path)
     with open_file(path) as file, named_faults(path):
-        names = split_names(file) or ["train"]  # without a split, HDF5Dataset raises
+        names = split_names(file) or ["train"]  # HDF5Dataset raises if there is no split
         splits = {name: _describe_split(path, name, file) for name in names}
     with HDF5Dataset(path, names[0]) as dataset:
         return {

@@ -1,4 +1,4 @@
-"""Original data sets: IDX files, fetched from where they can be had, and accepted only if they are the originals."""
+"""Data sets as their authors released them: IDX files from several places, verified by checksums."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +23,10 @@ from hpcdist.errors import DataError, UnknownNameError
 from hpcdist.records.bounded import open_regular
 from hpcdist.records.durable import stamp, writing
 
-TIMEOUT_S = 20.0  # in which a mirror must send something
+TIMEOUT_S = 20.0  # longest silence of a mirror
 BLOCK_BYTES = 1 << 20
 _logger = logging.getLogger(__name__)
-Show = Callable[[str, int, "int | None"], None]  # a file's name, its bytes so far, and of the whole, if it is known
+Show = Callable[[str, int, "int | None"], None]  # (file's name, bytes so far, bytes in all or None)
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ class Release:
     """A data set as its authors released it.
 
     Args:
+        importer: writes the files as HDF5.
         sha256: of each file, uncompressed.
-        mirrors: addresses of folders with the files compressed by gzip, the first one preferred.
-        package: Debian's package with the same files in the folder `installed`.
-        importer: writes them as HDF5.
+        mirrors: addresses of folders with the gzipped files, in the order in which to try them.
+        package: Debian's package, which has the same files in the folder `installed`.
     """
 
     title: str
@@ -80,28 +81,26 @@ class Unavailable(Exception):
 
 
 class Supplier(NamedTuple):
-    """A place that may have a data set's files. `take` writes them to a folder."""
+    """A place that may have a data set's files; `copy_to` writes them to a folder."""
 
     name: str
-    take: Callable[[Path], None]
+    copy_to: Callable[[Path], None]
 
 
 def fetch(name: str, folder: Path, *, source: Path | None = None, show: Show = lambda file, n, total: None) -> str:
     """Put a data set's original files, uncompressed, into a folder; return where they came from.
 
-    Files that are there already are checked, and fetched again if they are not the originals. Without `source` they
-    are taken from Debian's package, installed or not, or from a mirror, in this order. A download that was interrupted
-    goes on where it ended.
+    Files in the folder are kept if their checksums are right. Without `source` the others come from Debian's package,
+    installed or not, or from a mirror, in this order. An interrupted download is resumed.
 
     Args:
         name: one of RELEASES.
-        folder: made if it is not there.
-        source: a folder that has the files, compressed by gzip or not; then no other place is tried.
-        show: called while a file is downloaded.
+        source: a folder that has the files, gzipped or not; then no other place is tried.
+        show: called during downloads.
 
     Raises:
-        UnknownNameError: there is no data set of that name.
-        DataError: no place has the originals. It says of each one why.
+        UnknownNameError: there is no data set of this name.
+        DataError: no place has the originals; the message gives the reason for each.
         OutputError: a file can't be written.
     """
     if name not in RELEASES:
@@ -114,7 +113,7 @@ def fetch(name: str, folder: Path, *, source: Path | None = None, show: Show = l
         reasons = []
         for supplier in _suppliers(release, source, show):
             try:
-                supplier.take(folder)
+                supplier.copy_to(folder)
                 return supplier.name
             except Unavailable as reason:
                 reasons.append(f"{supplier.name}: {reason}")
@@ -125,12 +124,12 @@ def fetch(name: str, folder: Path, *, source: Path | None = None, show: Show = l
 
 
 def fetch_first(names: Sequence[str], folder: Path) -> str:
-    """Put the first data set that can be had into its folder in `folder`, and return its name.
+    """Fetch the first of these data sets that is available into a folder of its name, and return its name.
 
-    A data set that is there already comes before the others; else the order is that of `names`.
+    A data set that is in `folder` already comes first.
 
     Raises:
-        DataError: none can be had. It says of each one why.
+        DataError: none is available; the message gives the reasons.
     """
     reasons = []
     for name in sorted(
@@ -145,7 +144,7 @@ def fetch_first(names: Sequence[str], folder: Path) -> str:
 
 
 def _suppliers(release: Release, source: Path | None, show: Show) -> Iterator[Supplier]:
-    """List the places to try, the nearest first."""
+    """Yield the places to try, the nearest first."""
     if source is not None:
         yield Supplier(str(source), lambda folder: _copy(release, source, folder))
         return
@@ -154,16 +153,15 @@ def _suppliers(release: Release, source: Path | None, show: Show) -> Iterator[Su
         yield Supplier(f"Debian's package {package}, installed", lambda folder: _copy(release, installed, folder))
         yield Supplier(f"Debian's package {package}", lambda folder: _unpack(release, package, installed, folder))
     for mirror in release.mirrors:
-        yield Supplier(mirror, lambda folder, mirror=mirror: _download(release, mirror, folder, show))
+        yield Supplier(mirror, partial(_download, release, mirror, show=show))
 
 
 # --- a folder ---------------------------------------------------------------------------------------------------------
 def _copy(release: Release, source: Path, folder: Path) -> None:
-    """Copy the files from a folder."""
     if not source.is_dir():
         raise Unavailable("there is no such folder")
     for file, sha in release.sha256.items():
-        # As torchvision and others name them, too: train-images.idx3-ubyte.
+        # torchvision and others also write train-images.idx3-ubyte.
         names = [f"{stem}{end}" for stem in (file, file.replace("-idx", ".idx")) for end in ("", ".gz")]
         path = next((source / one for one in names if (source / one).is_file()), None)
         if path is None:
@@ -172,7 +170,7 @@ def _copy(release: Release, source: Path, folder: Path) -> None:
 
 
 def _accept(path: Path, target: Path, sha: str) -> None:
-    """Write a file uncompressed to `target`, in whole or not at all, if it is the original."""
+    """Write a file uncompressed to `target`, whole or not at all, if its checksum is right."""
     partial = target.with_name(f"{target.name}.part")
     found = hashlib.sha256()
     try:
@@ -198,7 +196,6 @@ def _blocks(path: Path) -> Iterator[bytes]:
 
 
 def _is_original(path: Path, sha: str) -> bool:
-    """Tell whether a file is there, and whole."""
     if not path.is_file():
         return False
     with open_regular(path) as file:
@@ -207,7 +204,7 @@ def _is_original(path: Path, sha: str) -> bool:
 
 # --- Debian's package -------------------------------------------------------------------------------------------------
 def _unpack(release: Release, package: str, installed: Path, folder: Path) -> None:
-    """Take the files out of Debian's package, which is downloaded and not installed: that needs no root."""
+    """Download Debian's package and extract the files, without installing it, which would need root."""
     missing = [tool for tool in ("apt-get", "dpkg-deb") if shutil.which(tool) is None]
     if missing:
         raise Unavailable(f"there is no {missing[0]}")
@@ -219,7 +216,6 @@ def _unpack(release: Release, package: str, installed: Path, folder: Path) -> No
 
 
 def _command(command: list[str], folder: str) -> None:
-    """Run a command in a folder."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.startswith("E:")] or done.stderr.splitlines()
@@ -241,7 +237,7 @@ def _download(release: Release, mirror: str, folder: Path, show: Show) -> None:
 
 
 def _get(url: str, path: Path, show: Show) -> None:
-    """Download a file, from where a former attempt ended."""
+    """Download a file, and resume an earlier attempt."""
     partial = path.with_name(f"{path.name}.download")
     have = partial.stat().st_size if partial.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
@@ -259,7 +255,7 @@ def _get(url: str, path: Path, show: Show) -> None:
         if total is not None and have < total:
             raise Unavailable(f"the connection ended after {have} of {total} bytes of {path.name}")
     except urllib.error.HTTPError as error:
-        if error.code != 416:  # nothing is left to send: it ended just before the file got its name
+        if error.code != 416:  # 416: the earlier attempt has got all bytes, but has not renamed the file
             raise Unavailable(f"{error.code} {error.reason} for {path.name}") from None
     except (urllib.error.URLError, HTTPException, TimeoutError, ConnectionError) as error:
         raise Unavailable(f"{getattr(error, 'reason', error)}") from None

@@ -1,10 +1,10 @@
-"""hpcdist's layout of an HDF5 file, and functions that open such a file and name its faults.
+"""hpcdist's layout of HDF5 files, with functions that open them, find their faults and their chunks.
 
 ::
 
     /                     format = "hpcdist", format_version, task, source, classes (classification), further notes
     /train/x, /train/y    n samples in the first dimension of each; x may have `scale` and `offset`
-    /test/x, /test/y      the same; every other name for a split is as good
+    /test/x, /test/y      the same; splits may have any other names
 
 The model trains on x * scale + offset, so that images stay uint8 on disk. `scale` and `offset` are numbers, or arrays
 that broadcast against one sample.
@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 
-from hpcdist.data.chunks import chunk_offsets, samples_per_chunk
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import open_regular
 
@@ -30,18 +30,19 @@ VERSION = 1
 TASKS = ("classification", "regression")
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")  # torch has them, too
 LOCKING = (True, False, "best-effort", None)
-FAULTS = (OSError, RuntimeError, LookupError, ValueError, TypeError, OverflowError, MemoryError)  # of damaged metadata
-RESERVED = ("format", "format_version", "task", "source", "classes")  # attributes of the file with a fixed meaning
+FAULTS = (OSError, RuntimeError, LookupError, ValueError, TypeError, OverflowError, MemoryError)  # by damaged metadata
+RESERVED = ("format", "format_version", "task", "source", "classes")  # attributes with a fixed meaning
+TARGET_BYTES = 512 << 10  # a chunk has 50 to 100 % of that: parallel file systems prefer few, large reads
 
 
 def damage(path: str | Path, fault: str, advice: str = "Import it again.") -> DataError:
-    """Make the error for a file that can't be used: it names the file, the fault and the remedy."""
+    """Make the error for a file that can't be used."""
     return DataError(f"{path} {fault}. {advice}")
 
 
 @contextmanager
 def named_faults(path: str | Path) -> Iterator[None]:
-    """Turn any error that h5py raises on damaged data into DataError."""
+    """Turn errors that h5py raises on damaged data into DataError."""
     try:
         yield
     except DataError:
@@ -59,7 +60,7 @@ class Column:
     shape: tuple[int, ...]  # of one sample
     dtype: np.dtype  # as stored
     chunk_samples: int
-    chunk_offsets: np.ndarray | None  # bytes from the start of the file; None where only HDF5 can read the chunks
+    chunk_offsets: np.ndarray | None  # bytes from the start of the file; None if only HDF5 can read the chunks
 
     @property
     def sample_bytes(self) -> int:
@@ -67,7 +68,7 @@ class Column:
 
     @property
     def end_bytes(self) -> int:
-        """Return the least length of a file that holds all samples, in bytes; 0 where the chunks are not known."""
+        """The least length of a file that holds all samples, in bytes; 0 if the offsets are not known."""
         if self.chunk_offsets is None:
             return 0
         in_chunk = np.full(len(self.chunk_offsets), self.chunk_samples)
@@ -90,11 +91,11 @@ class Header:
 
 
 def open_file(path: Path, *, locking: bool | str | None = "best-effort", mpi_comm: object = None) -> h5py.File:
-    """Open a file for reading. Collective where `mpi_comm` is given (then by parallel HDF5).
+    """Open a file for reading. Collective with `mpi_comm`, by parallel HDF5.
 
     Raises:
-        DataError: the file is missing, unreadable, locked, truncated or no HDF5 file.
-        ConfigError: locking is none of its choices.
+        DataError: the file is missing, unreadable, locked, truncated or not HDF5.
+        ConfigError: `locking` has another value than those in LOCKING.
     """
     if locking not in LOCKING:
         raise ConfigError(f"locking must be one of {', '.join(map(repr, LOCKING))}; got {locking!r}.")
@@ -114,13 +115,13 @@ def open_file(path: Path, *, locking: bool | str | None = "best-effort", mpi_com
 
 
 def read_header(file: h5py.File, split: str) -> Header:
-    """Read and check the header of an open file. Raise DataError where it breaks a rule of the layout."""
+    """Read the header of an open file; raise DataError if it breaks a rule of the layout."""
     with named_faults(file.filename):
         return _read_header(file, file.filename, split)
 
 
 def split_names(file: h5py.File) -> list[str]:
-    """List the names of all splits, training first. Raise DataError where they can't be read."""
+    """List the names of all splits, training first; raise DataError if they can't be read."""
     with named_faults(file.filename):
         groups = [name for name in file if file.get(name, getclass=True) is h5py.Group]
     return sorted(groups, key=lambda name: (name != "train", name))
@@ -184,10 +185,50 @@ def _broadcasts(shape: tuple[int, ...], onto: tuple[int, ...]) -> bool:
         return False
 
 
-def _plain(value):
-    """Convert an attribute to plain Python or NumPy: a text to str, a list of texts to a list of str."""
+def _plain(value: Any) -> Any:
+    """Convert texts to str, lists of texts to lists of str, and NumPy's scalars to Python's."""
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, np.ndarray) and value.dtype.kind in "OS":
         return [_plain(item) for item in value.tolist()]
     return value.item() if isinstance(value, np.generic) else value
+
+
+# --- chunks -----------------------------------------------------------------------------------------------------------
+def preferred_chunk_samples(sample_bytes: int, samples: int) -> int:
+    """Choose the number of samples per chunk, so that a chunk has 256 to 512 KiB if the samples allow it."""
+    return max(1, min(samples, TARGET_BYTES // sample_bytes))
+
+
+def samples_per_chunk(dataset: h5py.Dataset) -> int:
+    """Return the samples of a chunk, or those of a contiguous dataset that are best read together."""
+    if dataset.chunks:
+        return dataset.chunks[0]
+    return preferred_chunk_samples(dataset.dtype.itemsize * int(np.prod(dataset.shape[1:])), len(dataset))
+
+
+def chunk_offsets(dataset: h5py.Dataset) -> np.ndarray | None:
+    """Return the offset in bytes of each chunk of `samples_per_chunk` samples in the file: int64, in order.
+
+    None if only HDF5 can read the values: they are compressed, split along another dimension, stored elsewhere or never
+    written, or HDF5 does not know the offsets.
+    """
+    if dataset.file.driver != "sec2" or dataset.file.userblock_size or dataset.is_virtual or dataset.external:
+        return None
+    chunk_samples = samples_per_chunk(dataset)
+    chunk_bytes = chunk_samples * dataset.dtype.itemsize * int(np.prod(dataset.shape[1:]))
+    chunks = -(-len(dataset) // chunk_samples)
+    if not dataset.chunks:
+        start = dataset.id.get_offset()
+        return None if start is None else start + chunk_bytes * np.arange(chunks)
+    plain = dataset.id.get_create_plist().get_nfilters() == 0 and dataset.chunks[1:] == dataset.shape[1:]
+    if not plain or not hasattr(dataset.id, "chunk_iter") or dataset.id.get_num_chunks() != chunks:
+        return None  # HDF5 before 1.12.3 can't iterate
+    offsets = np.full(chunks, -1, dtype=np.int64)
+
+    def note(chunk: Any) -> None:
+        if chunk.size == chunk_bytes:
+            offsets[chunk.chunk_offset[0] // chunk_samples] = chunk.byte_offset
+
+    dataset.id.chunk_iter(note)
+    return None if (offsets < 0).any() else offsets

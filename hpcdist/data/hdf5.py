@@ -1,4 +1,4 @@
-"""A data set in an HDF5 file of hpcdist's layout, as a map-style torch data set that also fetches whole batches."""
+"""A data set in an HDF5 file, as a map-style torch data set that also reads whole batches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import mmap
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import h5py
 import numpy as np
@@ -24,26 +25,26 @@ COLUMNS = ("x", "y")
 class HDF5Dataset(Dataset):
     """One split of a file that `create` wrote: (x, y) tensors by index, or many at once by `batch`.
 
-    The constructor reads and checks the header. Each process opens the data by itself, at its first access: from a
-    memory map where the chunks are stored without filters, through HDF5 where they are compressed or `mpi_comm` is in
-    use. So an instance may be pickled, and used in DataLoader's workers under fork and spawn. Where everything is
-    mapped the HDF5 file is closed after the header is read, and no lock remains.
+    The constructor reads and checks the header. Each process opens the data at its first access: by a memory map if the
+    chunks are stored without filters, through HDF5 if they are compressed or `mpi_comm` is in use. So an instance may
+    be pickled, and used in DataLoader's workers under fork and spawn. If everything is mapped, the HDF5 file is closed
+    after the header is read, and no lock remains.
 
     Args:
         path: The file.
         split: The split's name, such as "train".
-        memory_map: False reads through HDF5 always (better where memory maps of a parallel file system are slow).
-        locking: HDF5's file locks: True, False, "best-effort" (not where the file system has none), or None to obey
-            the environment variable HDF5_USE_FILE_LOCKING, which some builds of HDF5 obey in any case.
+        memory_map: False always reads through HDF5, for parallel file systems with slow memory maps.
+        locking: HDF5's file locks: True, False, "best-effort" (if the file system has locks), or None for the
+            environment variable HDF5_USE_FILE_LOCKING, which some builds of HDF5 obey in any case.
         cache_bytes: HDF5's cache of decompressed chunks, for x and y each; without effect on uncompressed data.
-        mpi_comm: An mpi4py communicator. Where h5py has parallel HDF5 the file is opened on it (driver "mpio"): the
-            constructor is then Collective, and reads are independent (from another thread only where MPI allows
-            it). Otherwise each rank opens the file by itself.
-        columns: The columns to read. In place of another one, batches have zeros of its shape, which take no memory.
+        mpi_comm: An mpi4py communicator. If h5py has parallel HDF5, the file is opened on it (driver "mpio"): the
+            constructor is then Collective, and reads are independent (from another thread only if MPI allows it).
+            Otherwise each rank opens the file by itself.
+        columns: The columns to read. Batches have zeros in place of the other one, which take no memory.
 
     Raises:
         DataError: the file is missing, truncated, corrupt or not of the layout.
-        ConfigError: an argument is none of its choices.
+        ConfigError: an argument has a wrong value.
     """
 
     def __init__(
@@ -63,10 +64,12 @@ class HDF5Dataset(Dataset):
         self._columns = frozenset(columns)
         self.path, self.split = Path(path).absolute(), split
         self._mpi_comm = mpi_comm if h5py.get_config().mpi else None
-        self._open_options = {"locking": locking, "mpi_comm": self._mpi_comm}
+        self._open_options: dict[str, Any] = {"locking": locking, "mpi_comm": self._mpi_comm}
         self._memory_map, self._cache_bytes = memory_map, cache_bytes
-        self._pid: int | None = None  # of the process that the file is open in
+        self._pid: int | None = None  # the process that has opened the file
         self._file: h5py.File | None = None
+        self._x: MappedRows | StoredRows | None = None
+        self._y: MappedRows | StoredRows | None = None
         self._identity = _identity(self.path)
         file = open_file(self.path, **self._open_options)
         try:
@@ -85,12 +88,12 @@ class HDF5Dataset(Dataset):
 
     @property
     def parallel(self) -> bool:
-        """Tell whether the file is read by parallel HDF5."""
+        """Whether parallel HDF5 reads the file."""
         return self._mpi_comm is not None
 
     @property
     def mapped(self) -> bool:
-        """Tell whether x and y are both read from a memory map."""
+        """Whether x and y are both read from a memory map."""
         return all(self._is_mapped(column) for column in (self._header.x, self._header.y))
 
     def __len__(self) -> int:
@@ -117,22 +120,22 @@ class HDF5Dataset(Dataset):
     def _read_x(self, indices: np.ndarray) -> Tensor:
         if "x" not in self._columns:
             return torch.zeros((), dtype=self.x_dtype).expand(len(indices), *self.x_shape)
-        return self._convert(self._x.take(indices))
+        return self._convert(cast(MappedRows, self._x).take(indices))
 
     def _read_y(self, indices: np.ndarray) -> Tensor:
         if "y" not in self._columns:
             return torch.zeros((), dtype=self.y_dtype).expand(len(indices), *self.y_shape)
-        return torch.from_numpy(self._y.take(indices))
+        return torch.from_numpy(cast(MappedRows, self._y).take(indices))
 
     def __getitem__(self, index: int | Sequence[int] | np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
         """Read one sample by an integer, or a batch by several."""
         if np.ndim(index):
-            return self.batch(index)
-        x, y = self.batch([index])
+            return self.batch(cast(Sequence[int], index))
+        x, y = self.batch([cast(int, index)])
         return x[0], y[0]
 
     def __getitems__(self, indices: Sequence[int]) -> Samples:
-        """Read samples together, for torch's DataLoader: a list of them, which its own collate_fn takes whole."""
+        """Read samples together, for torch's DataLoader."""
         return Samples.of(self.batch, indices)
 
     def close(self) -> None:
@@ -142,7 +145,8 @@ class HDF5Dataset(Dataset):
         """
         if self._file is not None and self._pid == os.getpid():
             self._file.close()
-        self._pid = self._file = self._x = self._y = None
+        self._pid = None
+        self._file = self._x = self._y = None
 
     def __enter__(self) -> HDF5Dataset:
         return self
@@ -184,7 +188,7 @@ class HDF5Dataset(Dataset):
 
 
 class Conversion:
-    """The conversion of stored x to a tensor: unchanged, or times scale plus offset (integers become float32)."""
+    """Converts stored x to a tensor: unchanged, or times scale plus offset (integers become float32)."""
 
     def __init__(self, header: Header):
         stored = _torch_dtype(header.x.dtype)
@@ -210,7 +214,7 @@ def _torch_dtype(dtype: np.dtype) -> torch.dtype:
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
-    """Return inode, size and modification time, which tell a file's versions apart; None if it can't be reached."""
+    """Return inode, size and modification time, by which versions of a file differ; None if there is no file."""
     try:
         status = os.stat(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Iterate one worker's batches of an epoch."""
+"""One worker's batches of an epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class BatchSource(Protocol):
-    """A data set that a Loader reads: `HDF5Dataset`, or any other with a length that fetches many samples at once."""
+    """A data set for Loader: `HDF5Dataset`, or any other with a length and a method `batch`."""
 
     def __len__(self) -> int: ...
 
@@ -29,9 +29,8 @@ class BatchSource(Protocol):
 class Loader:
     """The (x, y) batches of one worker, in the current epoch's order.
 
-    Empty batches are left out: where the last step leaves this worker without a sample it yields nothing for that step,
-    and `plan.sizes(step)` tells the others' batch sizes. With `fill` it yields a batch in every step: where the worker
-    has no sample, one that weighs 0 (`EpochPlan.batch`, `EpochPlan.weight`).
+    If the last step has no sample for this worker, it yields nothing for that step; `plan.sizes(step)` has the batch
+    sizes of all. With `fill` it yields a batch of weight 0 then (`EpochPlan.batch`, `EpochPlan.weight`).
 
     Args:
         dataset: The data set.
@@ -40,8 +39,8 @@ class Loader:
         seed, shuffle: As in EpochPlan.
         fill: Yield a batch in every step.
         transform: A function (x, y) -> (x, y), applied to each batch.
-        prefetch: Batches that a background thread prepares ahead; 0 reads in the caller's thread. The thread ends with
-            its iteration: at the end, at an error, at `break` or at the generator's `close`.
+        prefetch: Batches that a background thread reads ahead; 0 reads in the caller's thread. The thread ends with
+            its iteration.
     """
 
     def __init__(
@@ -66,11 +65,11 @@ class Loader:
 
     @property
     def plan(self) -> EpochPlan:
-        """Return the current epoch's plan."""
+        """The current epoch's plan."""
         return self._sampler.plan
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Go to `epoch`, of which `start` samples are consumed already (`plan.position` of the interrupted run)."""
+        """Go to `epoch`, after its first `start` samples (`plan.position` of the interrupted run)."""
         self._sampler.set_epoch(epoch, start)
 
     def __len__(self) -> int:
@@ -97,10 +96,7 @@ class Loader:
 
 
 class ShardedBatchSampler(Sampler):
-    """One worker's batches of sample indices, for torch's `DataLoader(dataset, batch_sampler=...)`.
-
-    Empty batches are left out, or filled.
-    """
+    """One worker's batches of sample indices, for torch's `DataLoader(dataset, batch_sampler=...)`; see Loader."""
 
     def __init__(self, plan: EpochPlan, worker: int = 0, *, fill: bool = False):
         if not 0 <= worker < plan.workers:
@@ -108,12 +104,12 @@ class ShardedBatchSampler(Sampler):
         self.plan, self.worker, self.fill = plan, worker, fill
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Go to `epoch`, of which `start` samples are consumed already."""
+        """Go to `epoch`, after its first `start` samples."""
         self.plan = self.plan.at(epoch, start)
 
     def batches(self) -> Iterator[np.ndarray]:
         """Iterate the batches as int64 arrays."""
-        plan = self.plan  # an iteration under way keeps its epoch
+        plan = self.plan  # set_epoch has no effect on an iteration that has begun
         return (plan.batch(step, self.worker) for step in range(len(self)))
 
     def __iter__(self) -> Iterator[list[int]]:

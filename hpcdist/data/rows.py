@@ -3,46 +3,51 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import h5py
 import numpy as np
 
 from hpcdist.data.format import Column, damage
 
-CACHE_SLOTS = 10_007  # of HDF5's hash table of cached chunks: a prime, far above their number
+CACHE_SLOTS = 10_007  # slots of HDF5's hash table of cached chunks: a prime, far above their number
 
 
 class MappedRows:
-    """The samples of a memory map, at the offsets that HDF5 has reported for the chunks.
+    """Samples in a memory map, at the offsets that HDF5 has reported for the chunks.
 
-    The map is valid as long as nobody truncates the file in place (the process would die of SIGBUS, as with every
-    memory map); replacing the file by rename, as `create` does, is harmless.
+    If somebody truncates the file in place, the process dies of SIGBUS, as with every memory map; `create` replaces
+    files by a rename, which is harmless.
     """
 
     def __init__(self, column: Column, memory: mmap.mmap):
         self._column = column
-        self._sample = np.dtype((np.void, column.sample_bytes))  # which may lie at any address
-        offsets, chunk_bytes = column.chunk_offsets, column.chunk_samples * column.sample_bytes
+        self._sample = np.dtype((np.void, column.sample_bytes))  # a sample may lie at any address
+        self._offsets = offsets = cast(np.ndarray, column.chunk_offsets)
+        chunk_bytes = column.chunk_samples * column.sample_bytes
+        self.take: Callable[[np.ndarray], np.ndarray]
         if (np.diff(offsets) == chunk_bytes).all():  # the usual case: the samples are one array
-            samples = np.frombuffer(memory, self._sample, column.samples, int(offsets[0]))
+            samples: np.ndarray = np.frombuffer(memory, self._sample, column.samples, int(offsets[0]))
             self.take = lambda indices: self._values(samples.take(indices))
         else:
             self.take = self._take_windows
             self._open_windows(memory)
 
     def _open_windows(self, memory: mmap.mmap) -> None:
-        """View the map as one array of overlapping elements, of which each sample is one.
+        """View the map as an array of overlapping windows, each as long as a sample.
 
-        An element is as long as a sample. Elements begin at the multiples of the greatest common divisor of all
-        distances between samples.
+        Windows begin at the multiples of the greatest common divisor of all distances between samples, so that every
+        sample is one of them.
         """
-        column, offsets = self._column, self._column.chunk_offsets
+        column, offsets = self._column, self._offsets
         base = int(offsets.min())
         grid = int(np.gcd.reduce(np.append(offsets - base, column.sample_bytes)))
-        self._chunk_windows, self._sample_windows = (offsets - base) // grid, column.sample_bytes // grid
+        self._chunk_windows: np.ndarray = (offsets - base) // grid
+        self._sample_windows = column.sample_bytes // grid
         count = (column.end_bytes - base - column.sample_bytes) // grid + 1
-        self._windows = np.ndarray((count,), self._sample, memory, offset=base, strides=(grid,))
+        self._windows: np.ndarray = np.ndarray((count,), self._sample, memory, offset=base, strides=(grid,))
 
     def _take_windows(self, indices: np.ndarray) -> np.ndarray:
         column = self._column
@@ -63,7 +68,7 @@ class StoredRows:
         self._path = Path(file.filename)
         compressed = file[column.name].id.get_create_plist().get_nfilters() > 0
         access = h5py.h5p.create(h5py.h5p.DATASET_ACCESS)
-        # with a cache, HDF5 would read a whole chunk of uncompressed data for each sample
+        # With a cache, HDF5 would read a whole chunk of uncompressed data for each sample.
         access.set_chunk_cache(CACHE_SLOTS, cache_bytes if compressed else 0, 1.0)
         self._dataset = h5py.Dataset(h5py.h5d.open(file.id, column.name.encode(), access))
 

@@ -1,4 +1,4 @@
-"""A batch that was read whole, as torch's DataLoader takes it: a list of samples, for a collate_fn to join again."""
+"""A batch that was read whole, as the list of samples that torch's DataLoader expects."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ Sample = tuple[Tensor, ...]
 
 
 class Samples(UserList[Sample]):
-    """Hold a batch whole, and be the list of its samples (x, y), views of it, once a collate_fn asks for several.
+    """A whole batch that acts as the list of its samples (x, y).
 
-    torch's `default_collate` looks at the first one only, and gets the batch as it was read: to make 128 small images
-    of it and join them again takes several times as long as to read it. Copies and pickles are plain lists.
+    torch's `default_collate` looks only at the first sample and gets the batch as it was read: to split it into 128
+    small images and join them again takes several times as long as to read it. Other collate functions get views of
+    the batch. Copies and pickles are plain lists.
     """
 
     _batch: Sample | None
@@ -25,18 +26,16 @@ class Samples(UserList[Sample]):
 
     @classmethod
     def of(cls, read: Callable[[Sequence[int]], Sample], indices: Sequence[int]) -> Samples:
-        """Read a batch, of which these are the samples."""
         samples = cls.__new__(cls)
         samples._batch, samples._source = read(indices), (read, indices)
         return samples
 
     @cached_property
     def data(self) -> list[Sample]:  # type: ignore[override]
-        """Take the batch apart."""
         return list(zip(*(tensor.unbind() for tensor in self._whole())))
 
     def hand_over(self) -> list[Tensor] | None:
-        """Return the batch, for a new owner to write to; None if samples may have been changed: it was taken apart."""
+        """Return the batch to a new owner, who may write to it; None if it was split, as samples may have changed."""
         if "data" in self.__dict__:
             return None
         batch, self._batch = self._whole(), None
@@ -57,7 +56,7 @@ class Samples(UserList[Sample]):
     def __iter__(self) -> Iterator[Sample]:
         return iter(self.data)
 
-    def __copy__(self) -> list[Sample]:
+    def __copy__(self) -> list[Sample]:  # type: ignore[override]
         return list(self.data)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,13 +64,13 @@ class Samples(UserList[Sample]):
 
 
 class First(Sample):
-    """The first sample of a whole batch: a tuple of a type by which torch's `default_collate` calls `join`."""
+    """The first sample of a whole batch; by this type torch's `default_collate` finds `join`."""
 
     __slots__ = ()
 
 
 def join(samples: Any, *, collate_fn_map: Any) -> Any:
-    """Return a whole batch as it was read, where torch would stack its samples; else join them as torch does."""
+    """Return a whole batch as it was read if torch would stack its samples; else do as torch."""
     stacks = collate_fn_map.get(Tensor) is collate_tensor_fn and tuple not in collate_fn_map
     batch = samples.hand_over() if stacks and isinstance(samples, Samples) else None
     return collate([tuple(s) for s in samples], collate_fn_map=collate_fn_map) if batch is None else batch

@@ -1,8 +1,8 @@
 """Divide the samples of an epoch among workers and steps. Pure functions of numbers: nothing is read or sent.
 
-The order of an epoch depends on (seed, epoch) alone, and one step takes the next workers * batch_size samples of it.
-So the union over the workers, in worker order, is the batch that one process with that global batch would read, and an
-epoch may be resumed at any position on any number of workers.
+The order of an epoch depends only on (seed, epoch), and a step takes the next workers * batch_size samples of it. So
+the workers' batches together, in worker order, are the batch that one process with that global batch would read, and
+an epoch can be resumed at any position on any number of workers.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from hpcdist.errors import ConfigError
 class EpochPlan:
     """The batches of one epoch, each sample in exactly one of them, uneven tails included.
 
-    In a full step every worker has `batch_size` samples. The last step divides the remaining samples into full batches:
-    the lower workers have full ones, one worker has the rest, and the others have none. An even division would leave
-    batches of one or two samples, which batch normalisation refuses and a server would apply as a whole step each.
+    In a full step every worker has `batch_size` samples. In the last step the first workers have full batches, one has
+    the rest, and the others have none. An even division could leave batches of one sample, which batch normalisation
+    refuses and which a server would apply as a whole step.
 
     Args:
         n_samples: Samples in the data set.
         workers: Ranks that train (servers don't count).
         batch_size: Samples per worker and step.
-        seed, epoch: Seeds of the order, for NumPy's default generator. The order is the same on every machine that has
-            the same version of NumPy.
+        seed, epoch: Seeds of the order, by NumPy's default generator: the same with the same version of NumPy.
         shuffle: False takes the samples in the order of the file.
-        start: Samples of this epoch that are consumed already, by any number of workers.
+        start: Samples of this epoch that any number of workers have consumed before.
 
     Raises:
         ConfigError: a number is out of range.
@@ -53,21 +52,21 @@ class EpochPlan:
 
     @cached_property
     def global_batch(self) -> int:
-        """Return the samples of one full step, over all workers."""
+        """Samples of a full step, of all workers together."""
         return self.workers * self.batch_size
 
     @cached_property
     def steps(self) -> int:
-        """Return the number of steps from `start` to the end of the epoch."""
+        """Steps from `start` to the end of the epoch."""
         return -(-(self.n_samples - self.start) // self.global_batch)
 
     def position(self, step: int) -> int:
-        """Return the samples of this epoch that are consumed after `step` steps: the `start` of a plan that resumes."""
+        """Return the samples of this epoch that are consumed after `step` steps: the `start` of a resumed plan."""
         _check_range("step", step, 0, self.steps)
         return min(self.start + step * self.global_batch, self.n_samples)
 
     def sizes(self, step: int) -> tuple[int, ...]:
-        """Return every worker's batch size in `step`."""
+        """Return all workers' batch sizes in `step`."""
         bounds = self._bounds(step)
         return tuple(high - low for low, high in itertools.pairwise(bounds))
 
@@ -78,13 +77,13 @@ class EpochPlan:
         return self._order[low:high].copy() if self.shuffle else np.arange(low, high)
 
     def joint(self, step: int, overlap: float = 0.0) -> tuple[np.ndarray, int, int]:
-        """Return the samples of all workers in `step`, after those of the step before that it has too.
+        """Return the samples of all workers in `step`, of which some are also in the steps before and after.
 
         Args:
-            overlap: share of a full step's samples that the next step of the epoch has too.
+            overlap: the part of a full step's samples that the next step also has.
 
         Returns:
-            The samples, int64, how many of the first ones the step before has too, and of the last ones the next.
+            The samples, int64; how many of the first ones the step before has; how many of the last ones the next has.
         """
         first, *_, last = self._bounds(step)
         shared = round(overlap * self.global_batch)
@@ -92,24 +91,21 @@ class EpochPlan:
         return (self._order if self.shuffle else np.arange(self.n_samples))[first - head : last], head, tail
 
     def weight(self, step: int, worker: int) -> float:
-        """Return the weight of `worker`'s batch in the mean over the workers: its size divided by the mean size."""
+        """Return the weight of a worker's batch in the mean over the workers: its size over the mean size."""
         sizes = self.sizes(step)
         return sizes[worker] * len(sizes) / sum(sizes)
 
     def batch(self, step: int, worker: int) -> np.ndarray:
-        """Return `indices`, or the epoch's first batch in a step in which the worker has no sample.
-
-        That batch weighs 0; with it all workers do the same in every step.
-        """
+        """Return `indices`; if the worker has no sample in this step, the epoch's first batch, which weighs 0."""
         indices = self.indices(step, worker)
         return indices if indices.size else replace(self, start=0).indices(0, 0)
 
     def at(self, epoch: int, start: int = 0) -> EpochPlan:
-        """Return the plan of another epoch, with all other settings unchanged."""
+        """Return the plan of another epoch with the same settings."""
         return replace(self, epoch=epoch, start=start)
 
     def _bounds(self, step: int) -> list[int]:
-        """Return the bounds of the workers' slices of the epoch's order in `step`: workers + 1 positions."""
+        """Return the workers + 1 bounds of their slices of the epoch's order in `step`."""
         _check_range("step", step, 0, self.steps - 1)
         first = self.start + step * self.global_batch
         return [min(first + worker * self.batch_size, self.n_samples) for worker in range(self.workers + 1)]
@@ -120,7 +116,7 @@ class EpochPlan:
         return generator.permutation(self.n_samples)
 
     def __getstate__(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name != "_order"}  # drawn anew where needed
+        return {name: value for name, value in vars(self).items() if name != "_order"}  # drawn again when needed
 
 
 def _check_range(name: str, value: int, minimum: int, maximum: int | None = None) -> None:

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 
-from hpcdist.data.chunks import preferred_chunk_samples
-from hpcdist.data.format import DTYPES, FORMAT, RESERVED, TASKS, VERSION
+from hpcdist.data.format import DTYPES, FORMAT, RESERVED, TASKS, VERSION, preferred_chunk_samples
 from hpcdist.errors import ConfigError, DataError, OutputError
 from hpcdist.records import sync, writing
 
@@ -50,28 +50,28 @@ def create(
     chunk_samples: int | None = None,
     compression: str | None = None,
 ) -> Path:
-    """Write `splits` to `path` and return the path. A file that was there is replaced, at once and only on success.
+    """Write `splits` to `path` and return the path; an older file stays until the new one is complete.
 
     Args:
         path: The file to write; missing folders are made.
-        splits: "train", "test" or others. Every dtype of `format.DTYPES`; the first block decides dtype and shape.
+        splits: "train", "test" or others, of the dtypes in `format.DTYPES`; the first block sets dtype and shape.
         task: "classification" (y: one integer per sample, an index into `classes`) or "regression".
         source: The source of the data, in words.
         classes: The classes' names, in the order of their labels.
-        scale, offset: x is stored as it is and read as x * scale + offset. Numbers, or arrays like one sample.
+        scale, offset: x is stored as it is and read as x * scale + offset; numbers, or arrays like one sample.
         notes: Further attributes: numbers, texts, arrays, lists of texts.
         chunk_samples: Samples of x per chunk; by default as many as make 256 to 512 KiB.
         compression: None, "gzip" or "lzf". Compressed data are smaller and far slower to read in random order.
 
     Raises:
-        ConfigError: an argument is none of its choices.
+        ConfigError: an argument has a wrong value.
         DataError: the blocks are not as described.
-        OutputError: the disk is full, or refuses otherwise; then `path` is as it was.
+        OutputError: the disk is full or refuses to write; the older file is unchanged.
     """
     path = Path(path)
-    for name, value, choices in (("task", task, TASKS), ("compression", compression, COMPRESSIONS)):
-        if value not in choices:
-            raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.")
+    for name, given, choices in (("task", task, TASKS), ("compression", compression, COMPRESSIONS)):
+        if given not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, choices))}; got {given!r}.")
     if chunk_samples is not None and chunk_samples < 1:
         raise ConfigError(f"chunk_samples must be at least 1; got {chunk_samples}.")
     if (task == "classification") != bool(classes):
@@ -85,17 +85,17 @@ def create(
             set_attribute(file, name, value)
         for name, split in splits.items():
             x = _write(file.create_group(name), split, len(classes), chunk_samples, compression, check)
-            for key, value in (("scale", scale), ("offset", offset)):
-                if value is not None:
-                    x.attrs[key] = value
+            for key, factor in (("scale", scale), ("offset", offset)):
+                if factor is not None:
+                    x.attrs[key] = factor
     return path
 
 
 def set_attribute(file: h5py.File, name: str, value: object) -> None:
     """Store an attribute: numbers, arrays, a text or a list of texts.
 
-    Texts get a fixed length: HDF5 stores texts of variable length in its global heap, which has no checksum, and in
-    which a single damaged byte can make HDF5 loop for ever.
+    Texts get a fixed length, because HDF5 keeps texts of variable length in its global heap. That has no checksum, and
+    one damaged byte in it can make HDF5 loop for ever.
     """
     texts = np.asarray(value)
     if texts.dtype.kind != "U":
@@ -106,16 +106,16 @@ def set_attribute(file: h5py.File, name: str, value: object) -> None:
 
 
 class _Disk(io.FileIO):
-    """A file that HDF5 writes to. It hides failed writes from HDF5, which can crash on them; `check` raises them."""
+    """A file for HDF5, which may crash on failed writes: they are hidden from it, and `check` raises them."""
 
     _failure: OSError | None = None
 
     def check(self, path: Path) -> None:
-        """Raise OutputError for `path` where a write has failed."""
+        """Raise OutputError for `path` if a write has failed."""
         if self._failure is not None:
             raise OutputError.of(path, self._failure)
 
-    def write(self, data) -> int:
+    def write(self, data: Any) -> int:
         rest = memoryview(data).cast("B")
         while rest and self._failure is None:
             try:
@@ -135,9 +135,9 @@ class _Disk(io.FileIO):
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[tuple[h5py.File, Callable[[], None]]]:
-    """Open a new HDF5 file that replaces `path` once it is complete and on disk.
+    """Open a new HDF5 file that replaces `path` when it is complete and on disk.
 
-    Yields the file, and a function that raises OutputError where a write has failed.
+    Yields the file, and a function that raises OutputError if a write has failed.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -164,7 +164,7 @@ def _write(
     compression: str | None,
     check: Callable[[], None],
 ) -> h5py.Dataset:
-    """Write the blocks of one split and return its x. `check` raises where a write has failed."""
+    """Write the blocks of one split and return its x; `check` raises if a write has failed."""
     blocks = iter(split.blocks)
     first = next(blocks, None)
     if first is None:
@@ -185,8 +185,10 @@ def _write(
     return stored_x
 
 
-def _check(name: str, x: np.ndarray, y: np.ndarray, stored_x: h5py.Dataset, stored_y: h5py.Dataset, n_classes: int):
-    """Check that a block has the shapes and dtypes of the blocks before it, and labels that are classes."""
+def _check(
+    name: str, x: np.ndarray, y: np.ndarray, stored_x: h5py.Dataset, stored_y: h5py.Dataset, n_classes: int
+) -> None:
+    """Check that a block has the shapes and dtypes of the first block, and labels that are classes."""
     for values, stored in ((x, stored_x), (y, stored_y)):
         if values.shape[1:] != stored.shape[1:] or values.dtype != stored.dtype:
             raise DataError(

@@ -1,25 +1,29 @@
-"""Decide alike in all stages of a replica: whether gradients are finite, and how large they are together."""
+"""What the ranks that hold one model together keep equal: decisions about gradients, and parameters that they share."""
 
 from __future__ import annotations
 
+import abc
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hpcdist import collectives
 from hpcdist.comm.communicator import Communicator, Traffic
 from hpcdist.model.pieces import pieces
+from hpcdist.parallel.grid import Grid
+from hpcdist.parallel.layers import Chain
 
 
 class Agreement:
-    """Exchange a few numbers among the ranks that hold one model's stages, in every step.
+    """Agrees on gradients with the other ranks that hold parts of the model, by a few numbers in every step.
 
     Args:
-        comm: the ranks of a replica; nobody else sends on it. This object closes it.
-        repeated: parameters of this rank that an earlier stage has too, and that count there: tied weights.
-        announces: gradients are announced as ready, in buckets, before the last of them is computed.
+        comm: the ranks of a replica, for this object alone, which closes it.
+        repeated: tied weights, which count in an earlier stage that has them too.
+        announces: gradients are announced in buckets before the last of them is computed.
     """
 
     def __init__(self, comm: Communicator, repeated: Iterable[nn.Parameter] = (), *, announces: bool = False):
@@ -27,13 +31,12 @@ class Agreement:
 
     @property
     def count(self) -> int:
-        """Return the number of ranks that have a stage each."""
         return self._comm.size
 
     def nonfinite(self, names_of: Mapping[int, list[str]]) -> dict[int, list[str]]:
         """Collective in the replica. Join the names of parameters whose gradient is not finite, over all stages.
 
-        Messages: one number; the names where there are some.
+        Messages: one number, and the names if there are any.
         """
         word = torch.tensor([len(names_of)], dtype=torch.int64)
         self._comm.allreduce(word)
@@ -47,9 +50,9 @@ class Agreement:
         return joined
 
     def spread_overflow(self, grads: Iterable[Tensor]) -> None:
-        """Collective in the replica. Make a gradient NaN here where some of another rank are not finite.
+        """Collective in the replica. Make a gradient NaN here if another rank has one that is not finite.
 
-        So each rank's GradScaler sees an overflow, and leaves the step out.
+        Then the GradScaler of each rank sees the overflow and skips the step.
         """
         grads = list(grads)
         here = any(not torch.isfinite(grad).all() for grad in grads)
@@ -59,29 +62,54 @@ class Agreement:
             grads[0].fill_(torch.nan)
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Collective in the replica. Compute the 2-norm of all stages' gradients together, the same on all ranks."""
+        """Collective in the replica. Compute the 2-norm of all stages' gradients together."""
         return global_norm(parameters, self._comm, self._repeated)
 
     @property
     def traffic(self) -> Traffic:
-        """Return the account of what has been exchanged so far."""
         return self._comm.trace.traffic
 
     def close(self) -> None:
-        """Collective in the replica. Close the communicator."""
         self._comm.close()
 
 
+class PartOfModel(nn.Module, abc.ABC):
+    """A rank's part of a model that the ranks of its replica hold together.
+
+    Attributes:
+        grid: the ranks of the replica, and those that hold the same part in other replicas.
+        agreement: with the other ranks of the replica, about gradients.
+        optimizers: the DistributedOptimizers that train these parameters.
+    """
+
+    grid: Grid
+    agreement: Agreement
+    optimizers: list[Any]
+
+    def describe_parts(self) -> dict[str, dict[str, Any]]:
+        """Describe the tensors that are parts of larger ones, by name, for a checkpoint; none if a rank has layers.
+
+        `of` is the name of the whole tensor and `shape` its shape. `ranks` lists the ranks of the replica that have
+        parts of it, nested; `dims` has for each depth the dimension that is cut there, as by `torch.chunk`, or None if
+        all ranks have the same. `dims` itself is None if the parts lie otherwise.
+        """
+        return {}
+
+    @abc.abstractmethod
+    def share_values(self) -> None:
+        """Collective in the replica. Copy parameters that several ranks have from the first of them."""
+
+
+# --- the norm of all parts' gradients ---------------------------------------------------------------------------------
 def global_norm(parameters: Iterable[nn.Parameter], comm: Communicator, repeated: Any = ()) -> Tensor:
     """Collective. Compute the 2-norm of the ranks' gradients together: a float64 scalar on the CPU, the same on all.
 
     Args:
-        parameters: of this rank.
-        repeated: ids of those that another rank counts.
+        repeated: ids of parameters that another rank counts.
     """
     grads = [p.grad for p in parameters if p.grad is not None and id(p) not in repeated]
     squares = [float(torch.linalg.vector_norm(piece, dtype=_wide(piece))) ** 2 for piece in pieces(grads)]
-    places = torch.zeros(comm.size, dtype=torch.float64)  # one each: a sum of zeros and one number is exact
+    places = torch.zeros(comm.size, dtype=torch.float64)  # one for each rank: sums of one number and zeros are exact
     places[comm.rank] = math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
     comm.allreduce(places)
     return torch.tensor(math.sqrt(sum(places.tolist())), dtype=torch.float64)
@@ -92,8 +120,87 @@ def _wide(grad: Tensor) -> torch.dtype:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Multiply gradients in place by max_norm / norm where the norm is larger, as torch's `clip_grad_norm_` does."""
+    """Multiply gradients by max_norm / norm if the norm is larger, as torch's `clip_grad_norm_` does."""
     factor = min(1.0, max_norm / (float(norm) + 1e-6)) if not torch.isnan(norm) else math.nan
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(factor)
+
+
+# --- parameters that several stages share -----------------------------------------------------------------------------
+class TiedParameters:
+    """Collective. Parameters of this rank's layers that layers of other ranks of the replica share (tied weights).
+
+    Args:
+        comm: the ranks of a replica.
+        outline: the whole model.
+        layers: numbers of the layers of each rank.
+        own: this rank's layers.
+    """
+
+    def __init__(self, comm: Communicator, outline: Chain, layers: Sequence[Sequence[int]], own: Chain):
+        names = [{id(p): name for name, p in outline.part(mine).named_parameters()} for mine in layers]
+        parameters = dict(own.named_parameters())
+        self._groups: list[tuple[Communicator, list[nn.Parameter]]] = []
+        for ranks, tied in _shared(outline, names).items():
+            group = comm.split(0 if comm.rank in ranks else None)
+            if group is not None:
+                self._groups.append((group, [parameters[names[comm.rank][number]] for number in tied]))
+        self._sums = [collectives.load("auto")(group) for group, _ in self._groups]
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    @property
+    def repeated(self) -> list[nn.Parameter]:
+        """The parameters that a rank before this one has too."""
+        return [parameter for group, parameters in self._groups if group.rank > 0 for parameter in parameters]
+
+    @property
+    def traffic(self) -> Traffic:
+        return sum((group.trace.traffic for group, _ in self._groups), Traffic())
+
+    def begin_gradients(self) -> None:
+        """Keep the sums of earlier batches on the first of the ranks only, before gradients are added to them."""
+        for parameter in self.repeated:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def sum_gradients(self) -> None:
+        """Collective. Sum each parameter's gradients over the ranks that share it; a frozen one has none afterwards."""
+        for total, (_, parameters) in zip(self._sums, self._groups, strict=True):
+            for parameter in parameters:
+                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                count = torch.tensor([parameter.grad is not None], dtype=own.dtype, device=own.device)
+                gradient = torch.cat([_flat(own), count])
+                total(gradient)
+                if gradient[-1] > 0:
+                    own.copy_(gradient[:-1].view(parameter.shape))
+                    parameter.grad = own
+
+    def share_values(self) -> None:
+        """Collective. Copy each parameter from the first of the ranks that share it."""
+        for group, parameters in self._groups:
+            for parameter in parameters:
+                value = _flat(parameter)
+                group.broadcast(value, 0)
+                parameter.detach().copy_(value.view(parameter.shape))
+
+    def close(self) -> None:
+        for total, (group, _) in zip(self._sums, self._groups, strict=True):
+            total.close()
+            group.close()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1)
+
+
+def _shared(outline: Chain, names: Sequence[dict[int, str]]) -> dict[tuple[int, ...], list[int]]:
+    """Return the ids of parameters that several ranks have, by these ranks, in the same order on all."""
+    shared: dict[tuple[int, ...], list[int]] = {}
+    for parameter in outline.parameters():
+        ranks = tuple(rank for rank, of_rank in enumerate(names) if id(parameter) in of_rank)
+        if len(ranks) > 1:
+            shared.setdefault(ranks, []).append(id(parameter))
+    return shared

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from hpcdist.errors import ConfigError
+from hpcdist.parallel.layers import Chain
 
 Weight = Callable[[int, int, int], Any]  # (stage, first layer, layer behind the last) -> what the stage costs
 
@@ -51,6 +52,29 @@ def by_hand(sizes: Sequence[int], n_layers: int) -> Cut:
             f"{', '.join(map(str, sizes)) or 'none'}. Change them, or leave the cut out to have it computed."
         )
     return Cut((0, *accumulate(sizes)))
+
+
+def cut_of(whole: Chain, parts: int, cut: Cut | Sequence[int] | None) -> Cut:
+    """Return the cut of a model into `parts` stages: as given, or by numbers of parameters.
+
+    Args:
+        cut: a Cut, or numbers of layers.
+
+    Raises:
+        ConfigError: it has another number of stages, or of layers.
+    """
+    if isinstance(cut, Cut):
+        if cut.stages != parts or cut.bounds[-1] != len(whole):
+            raise ConfigError(
+                f"cut must be of {len(whole)} layers into {parts} stages, one per rank and chunk; got one of "
+                f"{cut.bounds[-1]} layers into {cut.stages}."
+            )
+        return cut
+    if cut is not None:
+        return cut_of(whole, parts, by_hand(cut, len(whole)))
+    # Layers without parameters cost nothing, so that none of them is a stage of its own where there are enough others.
+    costs = [sum(p.numel() for p in whole.layer(number).parameters()) for number in range(len(whole))]
+    return balance(costs, parts)
 
 
 def balance(

@@ -1,25 +1,32 @@
-"""Call layers one after the other, so that a model can be cut between any two of them."""
+"""Models as chains of layers, which can be cut between any two of them, and of which a rank builds only some."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from hpcdist.comm.virtual.random import callers_state_kept
 from hpcdist.errors import ConfigError
+
+Make = Callable[[], Any]
+Register = Callable[[nn.Parameter], nn.Parameter | None]
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Chain(nn.Module):
-    """Call layers one after the other, as nn.Sequential does, whatever their signatures.
+    """Layers that are called one after the other, as in nn.Sequential, whatever their signatures.
 
-    A layer is called with as many of the values as its `forward` has required positional parameters (all, with *args,
-    at least one); a tuple or list that it returns is that many values. Values that it does not take are carried past
-    it, and follow those that it returns. So a skip connection is a layer that returns (x, skip), layers that take x,
-    and one that takes (x, skip)::
+    A layer gets as many values as its `forward` has required positional parameters, at least one, or all if it has
+    *args. A tuple or list that it returns is that many values. Values that it does not take are carried past it and
+    follow those that it returns. So a skip connection is a layer that returns (x, skip), layers that take x, and one
+    that takes (x, skip)::
 
         Chain([Split(), nn.Linear(8, 8), nn.ReLU(), Join()])   # Split returns (x, x), Join.forward(self, x, skip)
 
@@ -32,7 +39,7 @@ class Chain(nn.Module):
     def __init__(self, layers: Iterable[nn.Module] | Mapping[str, nn.Module]):
         super().__init__()
         named = layers.items() if isinstance(layers, Mapping) else ((str(i), layer) for i, layer in enumerate(layers))
-        self._one_value = False  # as nn.Sequential, which gives each layer what the one before has returned
+        self._one_value = False  # as in nn.Sequential, each layer gets exactly what the one before has returned
         self._counts: dict[str, int | None] = {}
         for name, layer in named:
             if not isinstance(layer, nn.Module):
@@ -42,10 +49,10 @@ class Chain(nn.Module):
 
     @staticmethod
     def of(model: Any) -> Chain:
-        """Make a chain of a model's layers; a Chain is returned as it is.
+        """Make a chain of a model's layers; return a Chain as it is.
 
         Raises:
-            ConfigError: it is no Chain, nn.Sequential or list of modules.
+            ConfigError: the model is not a Chain, an nn.Sequential or a list of modules.
         """
         if isinstance(model, Chain):
             return model
@@ -63,13 +70,16 @@ class Chain(nn.Module):
     def __len__(self) -> int:
         return len(self._modules)
 
+    @property
+    def _named(self) -> dict[str, nn.Module]:
+        return cast(dict[str, nn.Module], self._modules)  # none is None; the same module may be there twice
+
     def layer(self, number: int) -> nn.Module:
-        """Return the layer of that number."""
-        return list(self._modules.values())[number]
+        return list(self._named.values())[number]
 
     def part(self, numbers: Iterable[int]) -> Chain:
         """Return a chain of the layers of these numbers, which keep their names."""
-        items = list(self._modules.items())
+        items = list(self._named.items())
         part = Chain({items[number][0]: items[number][1] for number in numbers})
         part._one_value = self._one_value
         return part
@@ -80,12 +90,12 @@ class Chain(nn.Module):
 
     def run(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Call all layers; return all values."""
-        for name, layer in self._modules.items():
+        for name, layer in self._named.items():
             values = self._call(name, layer, values)
         return values
 
     def values(self, x: Any) -> tuple[Any, ...]:
-        """Return the values that a batch's inputs are: those of a tuple or list, else itself."""
+        """Return a batch's inputs as values: the items of a tuple or list, else the input itself."""
         return tuple(x) if isinstance(x, (tuple, list)) and not self._one_value else (x,)
 
     def _call(self, name: str, layer: nn.Module, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -98,12 +108,12 @@ class Chain(nn.Module):
 
 
 def unwrapped(values: tuple[Any, ...]) -> Any:
-    """Return the only value, or all of several."""
+    """Return a single value instead of a tuple of one."""
     return values[0] if len(values) == 1 else values
 
 
 def _parameters(layer: nn.Module) -> int | None:
-    """Count the values that a layer takes; None for all."""
+    """Count the values that a layer takes; None if it takes all."""
     try:
         parameters = inspect.signature(layer.forward).parameters.values()
     except (TypeError, ValueError):  # compiled
@@ -111,3 +121,91 @@ def _parameters(layer: nn.Module) -> int | None:
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
         return None
     return max(1, sum(p.kind in _POSITIONAL and p.default is inspect.Parameter.empty for p in parameters))
+
+
+# --- some layers of a model ------------------------------------------------------------------------------------------
+def outline(make: Make) -> Chain:
+    """Make the model on the meta device, with shapes but without memory. Random states stay as they are.
+
+    Raises:
+        ConfigError: the model can't be made there, or does not consist of layers.
+    """
+    return _outline(make, lambda parameter: None)
+
+
+def build(make: Make, mine: Collection[int], device: torch.device | str | None = None) -> Chain:
+    """Build the layers `mine` of the model that `make` makes, with their initial values in the whole model.
+
+    `make` runs twice. On the meta device it shows to which layer each parameter belongs. In the second run a parameter
+    of another layer is replaced, as soon as it is registered, by a view of one scratch tensor that all of them share.
+    So the same random numbers are drawn as for the whole model. Memory: that of these layers, and twice that of the
+    largest parameter.
+
+    Args:
+        make: returns the same model each time: a Chain, an nn.Sequential or a list of layers.
+        mine: numbers of layers.
+        device: where the layers are at the end.
+
+    Raises:
+        ConfigError: as for `outline`.
+    """
+    registered: list[nn.Parameter] = []
+    chain = _outline(make, registered.append)
+    kept = {id(parameter) for parameter in chain.part(mine).parameters()}
+    others = {id(parameter) for parameter in chain.parameters()} - kept
+    dropped = [id(parameter) in others for parameter in registered]
+    scratch = _Scratch(p for p, drop in zip(registered, dropped, strict=True) if drop)
+    drops = iter(dropped)
+
+    def replace(parameter: nn.Parameter) -> nn.Parameter | None:
+        return scratch.stand_in(parameter) if next(drops, False) else None
+
+    with _registering(replace):
+        part = Chain.of(make()).part(mine)
+    return part if device is None else part.to(device)
+
+
+def _outline(make: Make, register: Register) -> Chain:
+    with callers_state_kept(), torch.device("meta"), _registering(register):
+        try:
+            return Chain.of(make())
+        except (RuntimeError, NotImplementedError) as error:
+            raise ConfigError(
+                "model in stages must be one that can be made on torch's meta device, without values; got an error "
+                f"there: {error} Compute nothing with parameters' values while it is made."
+            ) from error
+
+
+@contextmanager
+def _registering(register: Register) -> Iterator[None]:
+    """Call `register` with each parameter that a module registers; it may return another one to replace it."""
+
+    def hook(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        return None if parameter is None else register(parameter)
+
+    handle = register_module_parameter_registration_hook(hook)  # type: ignore[arg-type]  # it may replace one
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class _Scratch:
+    """Shared memory of parameters that nobody needs: for each type one tensor, as long as the longest of them."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]):
+        self._lengths: dict[torch.dtype, int] = {}
+        for parameter in parameters:
+            self._lengths[parameter.dtype] = max(parameter.numel(), self._lengths.get(parameter.dtype, 0))
+        self._memory: dict[torch.dtype, Tensor] = {}
+
+    def stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a parameter of the same shape, dtype and device."""
+        dtype = parameter.dtype
+        if dtype not in self._memory:
+            self._memory[dtype] = parameter.new_zeros(self._lengths.get(dtype, 0)).detach()
+        flat = self._memory[dtype]
+        if flat.device != parameter.device or len(flat) < parameter.numel():
+            return parameter  # the second run differs from the first: keep it
+        view = flat[: parameter.numel()].view(parameter.shape)
+        return nn.Parameter(view, requires_grad=parameter.requires_grad)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from itertools import pairwise, zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,13 @@ from torch.utils import _pytree as pytree
 from hpcdist.comm.communicator import TAG_LIMIT, Traffic, overlapping
 from hpcdist.errors import ConfigError
 from hpcdist.parallel import schedules
-from hpcdist.parallel.agreement import Agreement, clip_gradients
+from hpcdist.parallel.agreement import Agreement, PartOfModel, TiedParameters, clip_gradients
 from hpcdist.parallel.boundary import Boundary, Values
-from hpcdist.parallel.build import build, outline
-from hpcdist.parallel.cut import Cut, balance, by_hand
+from hpcdist.parallel.cut import Cut, cut_of
 from hpcdist.parallel.grid import Grid
-from hpcdist.parallel.layers import Chain, unwrapped
-from hpcdist.parallel.part import PartOfModel
+from hpcdist.parallel.layers import Make, build, outline, unwrapped
 from hpcdist.parallel.schedules import Operation, Table
 from hpcdist.parallel.stage import Stage
-from hpcdist.parallel.tied import TiedParameters
 
 _LOSS = TAG_LIMIT - 1
 _THIRDS = {"F": 1, "B": 2, "I": 1, "W": 1}  # of a step: a backward pass takes twice as long as a forward pass
@@ -34,28 +31,24 @@ def _as_it_is(loss: Tensor) -> Tensor:
     return loss
 
 
-def _nothing(key: Hashable) -> None:
-    return None
-
-
 class Pipeline(PartOfModel):
-    """Collective. This rank's stages of a model, whose parameters have their names in the unsplit model.
+    """Collective. This rank's stages of a model, whose parameters keep their names.
 
-    A batch is divided into micro-batches along the first dimension, as evenly as possible. Its gradients are those of
-    the mean loss of the micro-batches, weighted by their samples: of the batch, for a loss that is a mean over samples.
-    Layers see micro-batches: dropout draws a mask for each, batch norm takes the statistics of each, as in gradient
-    accumulation.
+    A batch is divided into micro-batches along the first dimension, as evenly as possible. Gradients are those of the
+    micro-batches' mean loss, weighted by samples. For a loss that is a mean over samples that is the batch's loss.
+    Layers see micro-batches, as in gradient accumulation: dropout draws a mask for each, and batch norm takes the
+    statistics of each.
 
     Messages of a rank in a step: for each micro-batch and boundary the values there, and their gradients back.
 
     Args:
-        make: returns the model: a Chain, an nn.Sequential or a list of layers. Called on all ranks, each of which
-            builds its own layers only. Or the model itself, of which each rank keeps its layers.
+        make: returns the model: a Chain, an nn.Sequential or a list of layers. Each rank calls it and builds its own
+            layers only. Or the model itself, of which each rank keeps its layers.
         loss: (outputs, targets) -> the mean loss over a micro-batch, a scalar.
-        grid: whose ranks `inner` are the stages, in order.
+        grid: its ranks `inner` are the stages, in order.
         cut: layers of each stage, or their numbers; None balances the numbers of parameters.
-        micro_batches: number of them; fewer where a batch has fewer samples.
-        schedule: order of their passes, by name.
+        micro_batches: their number; fewer if a batch has fewer samples.
+        schedule: the order of passes, by name.
         chunks: stages of each rank; more than 1 with the schedule `interleaved`.
         recompute: keep only the inputs of a stage for its backward pass, and compute the rest again.
         device: where this rank computes.
@@ -64,8 +57,6 @@ class Pipeline(PartOfModel):
         cut: the layers of each stage.
         stages: the numbers of this rank's stages.
         is_first, is_last: this rank has the first stage, the last stage.
-        optimizers: distributed ones, which train these parameters.
-        agreement: with the other ranks of the replica, on gradients.
 
     Raises:
         ConfigError: the model can't be cut so.
@@ -97,10 +88,9 @@ class Pipeline(PartOfModel):
         self._tables: dict[int, Table] = {}
         schedules.make(schedule, grid.inner.size, micro_batches, chunks)  # refused before anything is built
         self._device = torch.device("cpu") if device is None else torch.device(device)
-        made = make if isinstance(make, (nn.Module, list, tuple)) else None
-        self._build((lambda: made) if made is not None else make, cut)
+        self._build((lambda: make) if isinstance(make, (nn.Module, list, tuple)) else cast(Make, make), cut)
 
-    def _build(self, make: Callable[[], Any], cut: Cut | Sequence[int] | None) -> None:
+    def _build(self, make: Make, cut: Cut | Sequence[int] | None) -> None:
         comm, ranks = self.grid.inner, self.grid.inner.size
         whole, parts = outline(make), ranks * self._chunks
         self.cut = cut_of(whole, parts, cut)
@@ -126,7 +116,7 @@ class Pipeline(PartOfModel):
 
     @property
     def n_stages(self) -> int:
-        """Return the number of stages of the model, on all ranks."""
+        """The number of stages on all ranks together."""
         return self.grid.inner.size * self._chunks
 
     # --- training -------------------------------------------------------------------------------------------------
@@ -134,9 +124,9 @@ class Pipeline(PartOfModel):
         """Collective. Take a step of all `optimizers` on a batch; return its mean loss, shape (), float64.
 
         Args:
-            x: inputs: a tensor, or a tuple, list or dict of tensors; on the ranks of a replica the same.
+            x: inputs: a tensor, or a tuple, list or dict of tensors; the same on all ranks of a replica.
             y: targets, likewise.
-            scaler: scales the loss, for float16; where gradients overflow in one stage, none of the replica steps.
+            scaler: scales the loss, for float16. If gradients overflow in one stage, the whole replica skips the step.
 
         Raises:
             ConfigError: no DistributedOptimizer trains the model.
@@ -156,7 +146,7 @@ class Pipeline(PartOfModel):
         return loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Collective in the replica. Scale gradients down where the 2-norm of all stages' is larger; return that norm.
+        """Collective in the replica. Scale gradients down to the 2-norm `max_norm`, over all stages; return the norm.
 
         A tied parameter counts once.
         """
@@ -172,8 +162,8 @@ class Pipeline(PartOfModel):
 
         Args:
             x, y: as for `step`.
-            scaled: multiplies the loss, before its backward pass, by the scale of a GradScaler.
-            micro_batches: another number than otherwise, as for the smaller last batch of an epoch.
+            scaled: multiplies the loss by the scale of a GradScaler before its backward pass.
+            micro_batches: their number in this batch, such as the smaller last one of an epoch.
 
         Returns:
             The loss, not scaled, on all ranks of the replica; shape (), float64.
@@ -181,7 +171,7 @@ class Pipeline(PartOfModel):
         batch = _Batch(x, y, micro_batches or self._micro_batches, self._device)
         operations = self._operations(batch.parts)
         total = torch.zeros(1, dtype=torch.float64)
-        scaled(torch.zeros((), device=self._device))  # a GradScaler begins with the first loss, which one rank has
+        scaled(torch.zeros((), device=self._device))  # a GradScaler starts with the first loss, which only one rank has
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.strategy.model.passes.joined())
@@ -204,23 +194,20 @@ class Pipeline(PartOfModel):
         return self._tables[parts][self.grid.inner.rank]
 
     def _receive(self, operation: Operation, batch: _Batch) -> Any:
-        """Receive what the operation needs: (tensors, layout) or gradients; None where that is nothing."""
-        _, receive = self._incoming(operation)
-        return receive(batch.keys[operation.micro_batch])
+        """Receive what the operation needs: (tensors, layout), gradients, or None."""
+        return self._incoming(operation)[1](batch.keys[operation.micro_batch])
 
     def _post(self, operation: Operation, batch: _Batch) -> None:
-        """Start receiving what an operation needs."""
-        post, _ = self._incoming(operation)
-        post(batch.keys[operation.micro_batch])
+        self._incoming(operation)[0](batch.keys[operation.micro_batch])
 
     def _incoming(self, operation: Operation) -> tuple[Callable[[Hashable], None], Callable[[Hashable], Any]]:
-        """Return what starts receiving for an operation, and what receives; both do nothing where it needs nothing."""
+        """Return two functions: one starts receiving what an operation needs, the other one receives it."""
         kind, stage, _ = operation
         if kind == "F" and stage > 0:
             return self._boundaries[stage - 1].post, self._boundaries[stage - 1].receive
         if kind in "BI" and stage < self.n_stages - 1:
             return self._boundaries[stage].post_gradients, self._boundaries[stage].receive_gradients
-        return _nothing, _nothing
+        return (lambda key: None), (lambda key: None)
 
     def _run(
         self, operation: Operation, received: Any, batch: _Batch, total: Tensor, scaled: Callable[[Tensor], Tensor]
@@ -228,7 +215,7 @@ class Pipeline(PartOfModel):
         kind, number, part = operation
         stage = self._stages[number]
         thirds = _THIRDS[kind] + (kind in "BI" and self._recompute)
-        last = kind in "BW" and part == batch.parts - 1  # gradients of the stage's weights are summed in this order
+        last = kind in "BW" and part == batch.parts - 1  # then the gradients of the stage's weights are complete
         for optimizer in self.optimizers:
             optimizer.strategy.model.passes.more_follow = not last or scaled is not _as_it_is
         self.grid.inner.compute(thirds / 3 / self.n_stages * batch.shares[part])
@@ -254,13 +241,13 @@ class Pipeline(PartOfModel):
         total: Tensor,
         scaled: Callable[[Tensor], Tensor],
     ) -> None:
-        """Compute a micro-batch's part of the loss, add it to `total`, and keep it for the backward pass."""
+        """Compute a micro-batch's part of the loss, add it to `total` and keep it for the backward pass."""
         loss = self._loss(unwrapped(values), batch.targets(part)) * batch.shares[part]
         total += loss.detach().to(total)
         stage.leave(part, [scaled(loss)])
 
     def _values(self, stage: Stage, received: Any, batch: _Batch, part: int, grads: bool) -> Values:
-        """Return the values that go into a stage: the batch's inputs, or what the stage before has sent."""
+        """Return a stage's input: that of the batch, or what the stage before has sent."""
         if stage.number == 0:
             return self._chain[0].values(batch.inputs(part))
         tensors, layout = received
@@ -268,7 +255,7 @@ class Pipeline(PartOfModel):
         return stage.enter(part, tensors, layout.tree, with_gradient)
 
     def _wait(self) -> None:
-        """Wait until all that has been sent has left."""
+        """Wait for all sends."""
         for boundary in self._boundaries.values():
             boundary.wait()
 
@@ -287,7 +274,7 @@ class Pipeline(PartOfModel):
         """Collective in the replica. Compute outputs, without gradients; None on ranks without the last stage.
 
         Raises:
-            ConfigError: the model is in training, and gradients are not switched off.
+            ConfigError: the model is in training mode and gradients are on.
         """
         if self.training and torch.is_grad_enabled():
             raise ConfigError(
@@ -312,11 +299,11 @@ class Pipeline(PartOfModel):
         return pytree.tree_map(lambda *parts: torch.cat(parts), *outputs) if outputs else None
 
     def traffic(self) -> Traffic:
-        """Return the account of all that this rank has exchanged with the other ranks of its replica so far."""
+        """Return all that this rank has exchanged with its replica so far."""
         return self.grid.inner.trace.traffic + self.agreement.traffic + self.tied.traffic
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        """Copy the layers, for a moving average of them; communicators are shared, and no optimiser trains the copy."""
+        """Copy the layers, for a moving average; communicators are shared, and no optimiser trains the copy."""
         shared = (self.grid, self.tied, self.agreement, self._loss, *self._boundaries.values())
         memo |= {id(one): one for one in shared} | {id(self.optimizers): []}
         made = memo[id(self)] = self.__class__.__new__(self.__class__)
@@ -327,7 +314,6 @@ class Pipeline(PartOfModel):
         self.tied.share_values()
 
     def close(self) -> None:
-        """Collective in the replica. Release communicators."""
         self.agreement.close()
         self.tied.close()
 
@@ -336,9 +322,9 @@ class _Batch:
     """A batch in micro-batches.
 
     Attributes:
-        parts: number of them.
-        shares: of each in the batch's samples.
-        keys: shapes and types of each one's inputs, from which those at the boundaries follow.
+        parts: their number.
+        shares: the part of the batch's samples in each.
+        keys: shapes and types of each one's inputs, which determine those at the boundaries.
     """
 
     def __init__(self, x: Any, y: Any, micro_batches: int, device: torch.device):
@@ -357,16 +343,14 @@ class _Batch:
         ]
 
     def inputs(self, part: int) -> Any:
-        return self._take(self._x, part)
+        return self._part_of(self._x, part)
 
     def targets(self, part: int) -> Any:
-        return self._take(self._y, part)
+        return self._part_of(self._y, part)
 
-    def _take(self, tensors: Any, part: int) -> Any:
-        def take(leaf: Any) -> Any:
-            return leaf[self._slices[part]].to(self._device) if isinstance(leaf, Tensor) else leaf
-
-        return pytree.tree_map(take, tensors)
+    def _part_of(self, tensors: Any, part: int) -> Any:
+        piece, device = self._slices[part], self._device
+        return pytree.tree_map(lambda leaf: leaf[piece].to(device) if isinstance(leaf, Tensor) else leaf, tensors)
 
 
 def _samples(x: Any) -> int:
@@ -377,26 +361,3 @@ def _samples(x: Any) -> int:
             f"all; got {sorted(lengths) or 'no tensor'} samples. Give inputs whose first dimension is the batch."
         )
     return lengths.pop()
-
-
-def cut_of(whole: Chain, parts: int, cut: Cut | Sequence[int] | None) -> Cut:
-    """Return the cut of a model into `parts` stages: as given, or by numbers of parameters.
-
-    Args:
-        cut: a Cut, or numbers of layers.
-
-    Raises:
-        ConfigError: it has another number of stages, or of layers.
-    """
-    if isinstance(cut, Cut):
-        if cut.stages != parts or cut.bounds[-1] != len(whole):
-            raise ConfigError(
-                f"cut must be of {len(whole)} layers into {parts} stages, one per rank and chunk; got one of "
-                f"{cut.bounds[-1]} layers into {cut.stages}."
-            )
-        return cut
-    if cut is not None:
-        return cut_of(whole, parts, by_hand(cut, len(whole)))
-    # Layers without parameters cost nothing, so that none of them is a stage of its own where there are enough others.
-    costs = [sum(p.numel() for p in whole.layer(number).parameters()) for number in range(len(whole))]
-    return balance(costs, parts)

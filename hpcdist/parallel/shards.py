@@ -1,4 +1,4 @@
-"""Train models of DTensors by strategies: this rank's parts of the parameters, as plain tensors in the same memory.
+"""Models of DTensors: this rank's parts of the parameters, as plain tensors in the same memory; device meshes.
 
 With torch's `fully_shard` (FSDP2) and `parallelize_module` (tensor parallelism) the ranks of a replica hold parameters
 together: DTensors. A strategy averages, sends and compresses plain tensors; it gets each rank's part, and exchanges it
@@ -7,6 +7,7 @@ with the ranks that hold the same part in other replicas.
 
 from __future__ import annotations
 
+import atexit
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,38 +15,43 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.external.process_group import LONGEST_S
+from hpcdist.comm.external.rendezvous import start_default_group
 from hpcdist.errors import ConfigError
-from hpcdist.parallel.agreement import Agreement
+from hpcdist.parallel.agreement import Agreement, PartOfModel
 from hpcdist.parallel.grid import Grid
-from hpcdist.parallel.part import PartOfModel
 
-_WHOLE = {"ranks": 0, "dims": []}  # of each rank the same: the first one's counts
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+_started: dict[Communicator, object] = {}  # torch's default process group, if we have started it
+_WHOLE = {"ranks": 0, "dims": []}  # all ranks have the same, and the first one's counts
 
 
 class Shards(PartOfModel):
-    """Collective. Hold this rank's parts of a model's parameters and its buffers, as "shard0of2.layer.weight".
+    """Collective. This rank's parts of a model's parameters and its buffers, named like "shard0of2.layer.weight".
 
     Give this to the optimiser and to `DistributedOptimizer`; run the model itself, forward and backward. A part lies in
     the same memory as the DTensor: whatever changes one changes the other. When the parts are moved (into flat memory,
     to the consensus of all replicas and back), the DTensors follow before the model's next forward pass.
 
-    A backward pass leaves its gradients here, as `.grad` of the parts, and none in the model: zero them by the
-    optimiser's `zero_grad`. Gradients that are not finite on one rank are so on all ranks of the replica. Parts that
-    fully_shard has padded, to be of one size on all ranks, are padded here.
+    A backward pass leaves its gradients here, as `.grad` of the parts, and none in the model; the optimiser's
+    `zero_grad` resets them. If a gradient is not finite on one rank, it is not finite on all ranks of the replica.
+    Parts that fully_shard pads to one size on all ranks are padded here too.
 
-    Parameters that all ranks of a replica hold whole, as norms and some biases under tensor parallelism, are made equal
-    to the first rank's after each step, for gossip may have mixed them with different replicas. Messages: one
-    broadcast in the replica for all of them.
+    Parameters that all ranks of a replica hold whole, such as norms under tensor parallelism, are copied from the first
+    rank after each step, because gossip may have mixed them with different replicas. Messages: one broadcast in the
+    replica for all of them.
 
     Args:
         model: on its device; fully_shard or parallelize_module has been called on it already.
-        grid: whose ranks `inner` hold the model together.
+        grid: its ranks `inner` hold the model together.
 
     Raises:
-        ConfigError: the model has no DTensor; or fully_shard has left out some parameter.
+        ConfigError: the model has no DTensor, or fully_shard has left out a parameter.
     """
 
     def __init__(self, model: nn.Module, grid: Grid):
@@ -74,19 +80,18 @@ class Shards(PartOfModel):
         model.register_state_dict_pre_hook(lambda *_: self._follow())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
         return self._models[0](*args, **kwargs)
 
     def _home(self, path: str) -> nn.Module:
-        """Return the module that stands here for the model's one of that name.
+        """Return the module here that stands for the model's module at `path`.
 
-        Names begin with the rank's place, so that no checkpoint takes one rank's part for another's, or for the whole.
+        Names begin with the rank's place, so that a checkpoint can't confuse the parts of ranks.
         """
         home: nn.Module = self
         for name in [f"shard{self.grid.stage}of{self.grid.stages}", *(path.split(".") if path else ())]:
             if name not in home._modules:
                 home.add_module(name, nn.Module())
-            home = home._modules[name]
+            home = home.get_submodule(name)
         return home
 
     def describe_parts(self) -> dict[str, dict[str, Any]]:
@@ -97,26 +102,25 @@ class Shards(PartOfModel):
 
     # --- values ---------------------------------------------------------------------------------------------------
     def _begin_forward(self) -> None:
-        """Bring the DTensors up to date."""
-        self._arrived.clear()  # of a backward pass that has failed
+        self._arrived.clear()  # left by a backward pass that has failed
         self._follow()
         for name, part in self._parts.items():
             part.check(name)
 
     def _reshard(self) -> None:
-        """Let go of whole parameters that a forward pass without a backward one has left: they may be old."""
+        """Free whole parameters that a forward pass without a backward pass has left, which may be old."""
         for module in self._sharded:
             module.reshard()
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """Move the DTensors to the memory of their parts, where these have been moved."""
+        """Move the DTensors to the memory of their parts, if these have been moved."""
         self._reshard()
         moved = [part for part in self._parts.values() if part.moved]
         for part in moved:
             part.follow()
         if moved and self._sharded:
-            self._models[0].load_state_dict({}, strict=False)  # after which FSDP takes its parameters' memory anew
+            self._models[0].load_state_dict({}, strict=False)  # FSDP then looks up its parameters' memory again
         for part in moved:
             part.trim()
 
@@ -131,11 +135,11 @@ class Shards(PartOfModel):
             joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
             dist.broadcast(joined, dist.get_global_rank(group, 0), group=group)
             for tensor, values in zip(tensors, joined.split([tensor.numel() for tensor in tensors]), strict=True):
-                if not torch.equal(tensor, values.view_as(tensor)):  # a strategy may be sending it
+                if not torch.equal(tensor, values.view_as(tensor)):  # a strategy may be sending this memory
                     tensor.copy_(values.view_as(tensor))
 
     def _holders(self, part: _OwnShard) -> list[Any]:
-        """List the groups of ranks that hold the part, too: one per dimension of the mesh along which all do."""
+        """List the groups of ranks that hold the same part: one for each dimension of the mesh along which all do."""
         if not isinstance(part.tensor, DTensor):
             return [mesh.get_group(i) for mesh in self._meshes[:1] for i in range(mesh.ndim) if mesh.size(i) > 1]
         mesh, placements = part.tensor.device_mesh, part.tensor.placements
@@ -143,20 +147,20 @@ class Shards(PartOfModel):
 
     # --- gradients ------------------------------------------------------------------------------------------------
     def _hook(self, part: _OwnShard) -> Any:
-        def take(tensor: Tensor) -> None:
+        def arrive(tensor: Tensor) -> None:
             if not self._arrived:
-                # Not `_deliver` at once: FSDP's callback may be behind this one, and brings the last gradients.
+                # Not `_deliver` yet: FSDP's own callback, with the last gradients, may follow this one.
                 torch.autograd.Variable._execution_engine.queue_callback(self._at_the_end)
             grad, earlier = part.take_gradient(), self._arrived.get(part)
             self._arrived[part] = grad if earlier is None else earlier + grad
 
-        return take
+        return arrive
 
     def _at_the_end(self) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self._deliver)
 
     def _deliver(self) -> None:
-        """Give the pass's gradients to the parts, as a backward pass of theirs: with its hooks and its end."""
+        """Give the gradients to the parts by a backward pass of their own, with its hooks."""
         arrived, self._arrived = self._arrived, {}
         self.agreement.spread_overflow(arrived.values())
         torch.autograd.backward([part.own for part in arrived], list(arrived.values()))
@@ -169,7 +173,7 @@ class _OwnShard:
         self._owner, self._key, self.tensor = owner, key, tensor
         local = self._local
         elements = local.untyped_storage().nbytes() // local.element_size()
-        self._rows = len(local) if by_fsdp and local.numel() != elements else None  # the rest of its storage is padding
+        self._rows = len(local) if by_fsdp and local.numel() != elements else None  # the rest is padding
         if self._rows is not None:
             row = local.shape[1:]
             local = torch.empty(0, dtype=local.dtype, device=local.device).set_(local.untyped_storage()).view(-1, *row)
@@ -178,15 +182,15 @@ class _OwnShard:
 
     @property
     def _local(self) -> Tensor:
-        # Not `to_local()`, which returns a view of it, whose memory can't be exchanged for other memory.
+        # `to_local()` would return a view, whose memory can't be exchanged.
         return self.tensor._local_tensor if isinstance(self.tensor, DTensor) else self.tensor
 
     def describe(self, name: str) -> dict[str, Any]:
-        """Describe what it is a part of, see `PartOfModel.describe_parts`."""
+        """See `PartOfModel.describe_parts`."""
         described: dict[str, Any] = {**_WHOLE, "of": name, "shape": list(self.tensor.shape)}
         if isinstance(self.tensor, DTensor):
             placements, mesh = self.tensor.placements, self.tensor.device_mesh.mesh
-            # fully_shard cuts what tensor parallelism has cut along the same dimension: later than its place says.
+            # fully_shard cuts after tensor parallelism, although its dimension of the mesh stands first.
             order = sorted(range(mesh.ndim), key=lambda i: getattr(placements[i], "split_factor", 1))
             described["ranks"] = mesh.permute(order).tolist()
             known = all(_is_known(placements[i], placements[i + 1 :], mesh.shape[i + 1 :]) for i in order)
@@ -194,7 +198,7 @@ class _OwnShard:
         return described
 
     def check(self, name: str) -> None:
-        """Raise ConfigError where the model has another parameter by now, whose gradients would go astray."""
+        """Raise ConfigError if the model has another parameter now, whose gradients would be lost."""
         if self._owner._parameters.get(self._key) is not self.tensor:
             raise ConfigError(
                 f"{name!r} must stay the parameter that it was when Shards were made; got another. Call fully_shard or "
@@ -217,9 +221,10 @@ class _OwnShard:
 
     def take_gradient(self) -> Tensor:
         """Take the gradient away from the model; return this rank's part of it."""
-        grad, self.tensor.grad = self.tensor.grad, None
+        grad: Any = self.tensor.grad
+        self.tensor.grad = None
         if isinstance(self.tensor, DTensor):
-            if grad.placements != self.tensor.placements:  # such as sums that lie in several ranks
+            if grad.placements != self.tensor.placements:  # such as partial sums
                 grad = grad.redistribute(placements=self.tensor.placements)
             grad = grad.to_local()
         if self._rows is None:
@@ -230,7 +235,7 @@ class _OwnShard:
 
 
 def _is_known(placement: Placement, later: Sequence[Placement], sizes: Sequence[int]) -> bool:
-    """Tell whether parts lie one behind the other, once a mesh's dimensions are in the order in which they cut."""
+    """Tell whether parts lie one behind the other, with the mesh's dimensions in the order of the cuts."""
     if type(placement) in (Shard, Replicate):
         return True
     dim, factor = getattr(placement, "dim", None), getattr(placement, "split_factor", None)
@@ -245,7 +250,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str, nn.Pa
 
 
 def _check(places: dict[str, tuple[nn.Module, str, nn.Parameter]], by_fsdp: bool) -> None:
-    """Raise ConfigError where parameters are not shared out among the ranks of a replica as they should be."""
+    """Raise ConfigError if the parameters are not DTensors, or not all in fully_shard."""
     plain = [name for name, (_, _, parameter) in places.items() if not isinstance(parameter, DTensor)]
     if len(plain) == len(places):
         raise ConfigError(
@@ -257,3 +262,54 @@ def _check(places: dict[str, tuple[nn.Module, str, nn.Parameter]], by_fsdp: bool
             f"fully_shard must have all parameters of a model, for it averages gradients over the replica's samples; "
             f"got {plain[0]!r} left out. Call fully_shard(model) on the whole model, last."
         )
+
+
+# --- torch's device mesh ----------------------------------------------------------------------------------------------
+def make_mesh(
+    comm: Communicator, sizes: Sequence[int], names: Sequence[str] | None = None, device_type: str = "cpu"
+) -> DeviceMesh:
+    """Collective. Make torch's device mesh of the ranks of `comm`.
+
+    For torch these are all ranks: its default process group consists of them, on Gloo, and on NCCL for GPUs. It lasts
+    until the process ends, or until `torch.distributed.destroy_process_group()`.
+
+    Args:
+        comm: real ranks, those of one replica.
+        sizes, names: of the dimensions; the product of sizes is the number of ranks.
+        device_type: "cpu", or "cuda" if each rank has chosen a GPU of its own.
+
+    Raises:
+        ConfigError: the ranks are virtual, or the program has started a default process group itself.
+    """
+    if comm.trace.virtual is not None:
+        raise ConfigError(
+            "a device mesh must be of real ranks, for torch has one default process group per process; got virtual "
+            "ones. Start the script with mpirun or srun."
+        )
+    if device_type not in _BACKENDS:
+        raise ConfigError(f"device_type must be one of {', '.join(_BACKENDS)}; got {device_type!r}.")
+    _start_group(comm, device_type)
+    return init_device_mesh(device_type, tuple(sizes), mesh_dim_names=None if names is None else tuple(names))
+
+
+def _start_group(comm: Communicator, device_type: str) -> None:
+    """Collective. Start torch's default process group of these ranks, unless it exists."""
+    if dist.is_initialized():
+        if dist.group.WORLD not in _started.values():
+            raise ConfigError(
+                "torch.distributed must be started by hpcdist.device_mesh, among the ranks of a replica; got a default "
+                "process group that this program has started. Leave out init_process_group, and torchrun."
+            )
+        if comm in _started:
+            return
+        dist.destroy_process_group()
+    start_default_group(comm, _BACKENDS[device_type], min(comm.failures.deadline_s, LONGEST_S))
+    if not _started:
+        atexit.register(_end_group)
+    _started.clear()
+    _started[comm] = dist.group.WORLD
+
+
+def _end_group() -> None:
+    if dist.is_initialized() and dist.group.WORLD in _started.values():
+        dist.destroy_process_group()

@@ -1,28 +1,30 @@
-"""Compute one stage: forward and backward passes of the micro-batches that are under way in it."""
+"""One stage of a model: forward and backward passes of the micro-batches in it, with recomputation if set."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from hpcdist.errors import ConfigError
 from hpcdist.parallel.boundary import Values
 from hpcdist.parallel.layers import Chain
-from hpcdist.parallel.recompute import Recomputation
 
 
 class _Alias(torch.autograd.Function):
-    """Hand on a tensor as another one with the same memory, which may be changed in place, and is no view to torch."""
+    """Returns a tensor with the same memory that is no view for torch, so that it may change in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.new_empty(0).set_(tensor)
+        return tensor.new_empty(0).set_(tensor)  # type: ignore[call-overload]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -36,16 +38,16 @@ class Stage:
         number: 0 for the first one.
         chain: its layers.
         layers: their numbers in the model, for messages.
-        recompute: keep the inputs of a forward pass only, and compute the rest again for the backward pass, with the
-            same random numbers.
+        recompute: keep only the inputs of a forward pass; compute the rest again for the backward pass, with the same
+            random numbers.
     """
 
     def __init__(self, number: int, chain: Chain, layers: range, recompute: bool):
         self.number, self._chain, self._layers, self._recompute = number, chain, layers, recompute
         self.parameters = list(chain.parameters())
-        self._entered: dict[int, list[Tensor]] = {}  # by micro-batch: the inputs that have a gradient
-        self._left: dict[int, list[Tensor]] = {}  # the outputs that get one, or the loss
-        self._later: dict[int, Callable[[], Any] | None] = {}  # the part of a backward pass that is left for later
+        self._entered: dict[int, list[Tensor]] = {}  # by micro-batch: inputs that get a gradient
+        self._left: dict[int, list[Tensor]] = {}  # by micro-batch: outputs that get one, or the loss
+        self._later: dict[int, Callable[[], Any] | None] = {}  # postponed parts of backward passes
         self._latest: Recomputation | None = None  # of the last forward pass
         self._again: dict[int, Recomputation | None] = {}
 
@@ -55,8 +57,10 @@ class Stage:
 
     # --- forward --------------------------------------------------------------------------------------------------
     def enter(self, micro_batch: int, tensors: list[Tensor | None], tree: pytree.TreeSpec, grads: list[bool]) -> Values:
-        """Return values for `forward` from received tensors, of which some are to have a gradient."""
-        self._entered[micro_batch] = [t.requires_grad_() for t, grad in zip(tensors, grads, strict=True) if grad]
+        """Make values for `forward` from received tensors; those with `grads` get a gradient."""
+        self._entered[micro_batch] = [
+            t.requires_grad_() for t, grad in zip(tensors, grads, strict=True) if grad and t is not None
+        ]
         entered = [_Alias.apply(t) if grad else t for t, grad in zip(tensors, grads, strict=True)]
         return pytree.tree_unflatten(entered, tree)
 
@@ -64,7 +68,7 @@ class Stage:
         """Compute the stage's outputs.
 
         Raises:
-            ConfigError: the first stage apart, it can't take the values.
+            ConfigError: the layers refuse the values. The first stage raises the error itself.
         """
         try:
             if not self._recompute or not torch.is_grad_enabled():
@@ -84,13 +88,13 @@ class Stage:
             ) from error
 
     def _run_on_copies(self, tree: pytree.TreeSpec, *leaves: Any) -> Values:
-        """Run on copies, for layers may change their inputs in place, which are needed once more."""
+        """Run on copies: layers may change inputs in place, which are needed again."""
         copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return self._chain.run(pytree.tree_unflatten(copies, tree))
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:
-        """Compute on copies of the buffers: running statistics, say, count a micro-batch once."""
+        """Compute on copies of the buffers, so that running statistics count a micro-batch once."""
         originals = [(module, dict(module._buffers)) for module in self._chain.modules() if module._buffers]
         for module, buffers in originals:
             module._buffers.update({name: None if b is None else b.clone() for name, b in buffers.items()})
@@ -101,7 +105,7 @@ class Stage:
                 module._buffers.update(buffers)
 
     def leave(self, micro_batch: int, tensors: list[Tensor]) -> None:
-        """Keep the outputs, or the loss, from which the backward pass starts."""
+        """Keep the outputs, or the loss, where the backward pass starts."""
         self._left[micro_batch] = tensors
         self._again[micro_batch], self._latest = self._latest, None
 
@@ -110,7 +114,7 @@ class Stage:
         """Add to the gradients of the weights; return those of the inputs that have one.
 
         Args:
-            gradients: of what `leave` has got; None for a loss.
+            gradients: those of the tensors that `leave` was given; None for a loss.
         """
         left, gradients = self._leave_again(micro_batch, gradients)
         if left:
@@ -118,10 +122,10 @@ class Stage:
         return self._gradients(micro_batch)
 
     def backward_inputs(self, micro_batch: int, gradients: list[Tensor] | None) -> list[Tensor]:
-        """Return the gradients of the inputs that have one, and leave those of the weights for later.
+        """Return the gradients of the inputs that have one, and postpone those of the weights.
 
-        torch's own pipelines divide a backward pass so, and we take their function, which knows autograd's graph from
-        inside; where an output does not depend on the inputs, the whole pass is made now.
+        torch's own pipelines divide backward passes in this way; their function, which walks autograd's graph, does it
+        here too. If an output does not depend on the inputs, the whole pass runs now.
 
         Reference: Penghui Qi, Xinyi Wan, Guangxing Huang, Min Lin, "Zero bubble pipeline parallelism", 2023.
         """
@@ -141,7 +145,7 @@ class Stage:
         return self._gradients(micro_batch)
 
     def backward_weights(self, micro_batch: int) -> None:
-        """Add to the gradients of the weights what `backward_inputs` has left for later."""
+        """Add the gradients of the weights that `backward_inputs` has postponed."""
         later = self._later.pop(micro_batch)
         if later is not None:
             later()
@@ -149,7 +153,7 @@ class Stage:
     def _leave_again(
         self, micro_batch: int, gradients: list[Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return the outputs that have gradients, and these, once what a backward pass needs is there."""
+        """Recompute if set, and return the outputs that have gradients, with these."""
         again = self._again.pop(micro_batch)
         if again is not None:
             again.compute()
@@ -161,7 +165,7 @@ class Stage:
 
 
 def _with_graph(tensors: list[Tensor], gradients: list[Tensor] | None) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Leave out tensors that nothing of the stage has led to, such as those of frozen layers."""
+    """Leave out tensors without a graph, such as those of frozen layers."""
     kept = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
     return [tensors[place] for place in kept], None if gradients is None else [gradients[place] for place in kept]
 
@@ -185,3 +189,91 @@ def _described(leaf: Any) -> str:
     if not isinstance(leaf, Tensor):
         return type(leaf).__name__
     return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+
+
+# --- recomputation ----------------------------------------------------------------------------------------------------
+class _Holder:
+    """Stands for a tensor in the graph of a forward pass, and is freed with that part of the graph."""
+
+
+class _AllComputed(Exception):
+    """Ends a recomputation once all tensors that the graph needs are there."""
+
+
+class Recomputation:
+    """A forward pass whose graph keeps no tensors: `compute` brings them back once, and they are freed with the graph.
+
+    torch's own `checkpoint` computes the pass again for each walk through the graph, and hands each tensor out once.
+    Gradients of inputs first and of weights later need several walks, which share tensors, such as a normalisation's
+    inputs.
+
+    Args:
+        run: the pass, which depends only on its inputs and on torch's random numbers.
+        context: surrounds it when it is run again.
+
+    Reference: Tianqi Chen, Bing Xu, Chiyuan Zhang, Carlos Guestrin, "Training deep nets with sublinear memory cost",
+    2016.
+    """
+
+    def __init__(self, run: Callable[..., Any], context: Callable[[], AbstractContextManager[None]] = nullcontext):
+        self._run, self._context = run, context
+        self._inputs: list[Any] = []
+        self._places: list[ref[_Holder]] = []
+        self._kinds: list[tuple[torch.dtype, torch.Size]] = []
+        self._tensors: WeakKeyDictionary[_Holder, Tensor] = WeakKeyDictionary()
+
+    def first(self, *inputs: Any) -> Any:
+        """Run the pass, and return its outputs.
+
+        Args:
+            inputs: kept until `compute`; tensors must not change in place until then.
+        """
+        self._inputs = [i.detach().requires_grad_(i.requires_grad) if isinstance(i, Tensor) else i for i in inputs]
+        self._random = torch.get_rng_state()
+        self._devices, self._random_there = get_device_states(*inputs)
+        with saved_tensors_hooks(self._drop, self._tensors.__getitem__):
+            return self._run(*inputs)
+
+    def compute(self) -> None:
+        """Run the pass once more, with the same random numbers; random states stay as they are.
+
+        Raises:
+            ConfigError: it computes something else than before.
+        """
+        if not self._places:
+            return
+        found: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            tensor = tensor.detach()
+            place = self._places[len(found)]()
+            if place is not None:
+                self._tensors[place] = tensor
+            found.append(tensor)
+            if len(found) == len(self._places):
+                raise _AllComputed
+            return tensor
+
+        hooks = saved_tensors_hooks(keep, lambda tensor: tensor)
+        with torch.random.fork_rng(self._devices), suppress(_AllComputed), self._context(), hooks:
+            torch.set_rng_state(self._random)
+            if self._devices:
+                set_device_states(self._devices, self._random_there)
+            self._run(*self._inputs)
+        self._inputs.clear()
+        if list(map(_kind, found)) != self._kinds:
+            raise ConfigError(
+                "layers must compute the same from the same inputs each time with recompute = True; got "
+                f"{len(self._kinds)} tensors kept for the backward pass, and {len(found)} or others when computed "
+                "again. Draw random numbers from torch's generators only; or set recompute = False."
+            )
+
+    def _drop(self, tensor: Tensor) -> _Holder:
+        place = _Holder()
+        self._places.append(ref(place))
+        self._kinds.append(_kind(tensor))
+        return place
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape

@@ -18,7 +18,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters
-from hpcdist.parallel.part import PartOfModel
+from hpcdist.parallel.agreement import PartOfModel
 from hpcdist.records import StepRecord
 from hpcdist.session import rules
 from hpcdist.session.pipeline import agreement, check_optimizer, require_in_stages, share_tied

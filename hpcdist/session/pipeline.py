@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hpcdist.errors import ConfigError
-from hpcdist.parallel.agreement import Agreement
+from hpcdist.parallel.agreement import Agreement, PartOfModel
 from hpcdist.parallel.cost import measure
 from hpcdist.parallel.cut import Cut
 from hpcdist.parallel.grid import Grid
-from hpcdist.parallel.part import PartOfModel
 from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.parallel.plan import measured_cut
 from hpcdist.session import rules

@@ -43,7 +43,7 @@ def device_mesh(
         ConfigError: the ranks can't be shared out so, or are virtual; or the program has started torch.distributed.
         MismatchError: ranks differ in what they ask for.
     """
-    from hpcdist.parallel.mesh import make_mesh
+    from hpcdist.parallel.shards import make_mesh
 
     session = current()
     if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes):

@@ -19,7 +19,7 @@ from torch import Tensor
 from hpcdist.checkpoint import Slice, SlicePlace
 from hpcdist.errors import CheckpointError
 from hpcdist.model.flat import FlatModel
-from hpcdist.parallel.part import PartOfModel
+from hpcdist.parallel.agreement import PartOfModel
 from hpcdist.strategies import Strategy
 from hpcdist.strategies.base import name_of
 from hpcdist.strategies.common.state import Along, Ranges

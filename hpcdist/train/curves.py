@@ -1,4 +1,4 @@
-"""Hand a run's figures to loggers, from a thread of its own, so that no step waits for them."""
+"""A run's figures for loggers, which write them on a thread of their own, so that no step waits."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from hpcdist.records import RecordTail, StepRecord, record_path
 from hpcdist.registry import label
 from hpcdist.train import loggers
 
-MOST_WAITING = 1000  # sets of figures; further ones are lost
-PATIENCE_S = 30.0  # with loggers: until they are made, and until they have written what is left at the end
+MOST_WAITING = 1000  # sets of figures in the queue; more are lost
+PATIENCE_S = 30.0  # longest wait for loggers: at the start, and for what they still write at the end
 _logger = logging.getLogger(__name__)
 
 
 class Curves:
-    """Collect a run's figures on the first living worker, and hand them to the loggers that the settings name.
+    """Hands a run's figures to the loggers in the settings, on the first living worker.
 
-    Between two reports it means this worker's records; staleness is that of its own and of the servers' records.
+    A report has the means of this worker's records since the last one; staleness is of the servers' records too.
 
     Args:
         workers: ranks that compute gradients.
-        options: of the strategy, with its defaults.
-        folder: of the run.
+        options: the strategy's, with its defaults.
+        folder: the run's.
         metrics: names of the job's metrics.
     """
 
@@ -53,10 +53,10 @@ class Curves:
         self._thread: _Loggers | None = None
 
     def open(self, first_step: int) -> None:
-        """Make the loggers, on the first living worker, for steps from `first_step` on."""
+        """Make the loggers for steps from `first_step` on."""
         self._first_step = first_step
         if self._writes and self._config.log:
-            self._start().ready.wait(PATIENCE_S)  # imports would slow the first steps
+            self._start().ready.wait(PATIENCE_S)  # else imports would slow the first steps down
 
     @property
     def _writes(self) -> bool:
@@ -79,18 +79,15 @@ class Curves:
 
     # --- figures --------------------------------------------------------------------------------------------------
     def add(self, record: StepRecord) -> None:
-        """Take a step's record into the next report."""
         if self._config.log and self._comm.rank in self._workers:
             self._records.append(record)
 
     def report(self) -> None:
-        """Hand over the means since the last report."""
         records, self._records = self._records, []
         if records:
             self._hand_over(records[-1].step, self._means(records), [s for r in records for s in r.staleness])
 
     def evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand over the results of an evaluation."""
         self._hand_over(step, {f"test/{name}": value for name, value in metrics.items()})
 
     def _means(self, records: list[StepRecord]) -> dict[str, float]:
@@ -111,16 +108,16 @@ class Curves:
 
     def _hand_over(self, step: int, values: dict[str, float], staleness: list[int] | None = None) -> None:
         if self._config.log and self._writes:
-            (self._thread or self._start()).put(step, values, staleness)  # started here: the former writer has died
+            (self._thread or self._start()).put(step, values, staleness)  # starts if the first worker has died
 
     def close(self) -> None:
-        """Let the loggers write what is left, and wait for them, but not for ever."""
+        """Wait until the loggers have written what is left, but at most PATIENCE_S."""
         if self._thread is not None:
             self._thread.close()
 
 
 class _Loggers:
-    """The thread that makes, calls and closes the loggers. One that fails is left out, with a message."""
+    """The thread that makes, calls and closes the loggers. A logger that fails is dropped, with a warning."""
 
     def __init__(self, names: tuple[str, ...], make: Callable[[str], loggers.Logger], tails: list[RecordTail]):
         self._names, self._make, self._tails = names, make, tails
@@ -142,7 +139,7 @@ class _Loggers:
             self._waiting.put(None, timeout=PATIENCE_S)
             self._thread.join(PATIENCE_S)
         except queue.Full:
-            pass  # its thread still lives, too
+            pass  # the thread is alive, see below
         if self._thread.is_alive():
             _logger.warning(f"log is not written {PATIENCE_S:.0f} s after the run: its last figures may be lost")
         elif self._lost:
@@ -178,7 +175,7 @@ class _Loggers:
 
 
 def _flat(settings: Any, key: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
-    """Yield the settings that are no tables, by dotted key; of other types than scalars as JSON."""
+    """Yield all settings by dotted key; values that are not scalars as JSON."""
     if isinstance(settings, Mapping):
         for name, value in settings.items():
             yield from _flat(value, f"{key}.{name}" if key else str(name))

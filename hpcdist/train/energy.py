@@ -1,4 +1,4 @@
-"""The energy of a run on all of its ranks, and of its starts before this one."""
+"""The energy of a run on all of its ranks, earlier starts included."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")  # one for all containers of a ho
 
 
 class RunEnergy:
-    """Measure what the hosts' processors and the ranks' GPUs use, each of them once.
+    """Measures what the hosts' processors and the ranks' GPUs use, each of them once.
 
     Args:
-        device: that this rank computes on.
-        root: of sysfs.
+        device: where this rank computes.
+        root: the folder of sysfs.
     """
 
     def __init__(self, comm: Communicator, device: torch.device | None, root: Path = SYSFS):
@@ -42,7 +42,7 @@ class RunEnergy:
         self._resumed = False
 
     def begin(self) -> None:
-        """Collective. Begin to measure."""
+        """Collective. Start the measurement."""
         if self._comm.trace.virtual is not None:
             return
         gpu = _uuid(self._device)
@@ -68,11 +68,10 @@ class RunEnergy:
     def result(self) -> Energy:
         """Collective. Return the energy of the run so far."""
         if self._comm.trace.virtual is not None:
-            return Energy(not_measured="the ranks are virtual")
+            return Energy(joules=None, not_measured="the ranks are virtual")
         return energy_of(*self._sums())
 
     def close(self) -> None:
-        """End the measurement."""
         if self._meter is not None:
             self._meter.close()
 
@@ -82,7 +81,7 @@ class RunEnergy:
         return [] if self._comm.trace.virtual is not None else list(self._sums())
 
     def load_state(self, saved: Sequence[Mapping[str, Any]] | None) -> None:
-        """Go on from the joules of all ranks at a checkpoint; None: it has none."""
+        """Go on from the joules of all ranks at a checkpoint; None if the checkpoint has none."""
         self._resumed = True
         self._before = (dict(saved[0]), dict(saved[1])) if saved else ({}, {})
 

@@ -1,6 +1,8 @@
-"""Evaluate the model that the ranks stand for together; their own parameters stay as they are."""
+"""Evaluate the consensus of the ranks, or the average of the iterates; the ranks' own parameters stay as they are."""
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -8,22 +10,25 @@ from torch import nn
 from hpcdist.comm.communicator import Communicator
 from hpcdist.data.hdf5 import HDF5Dataset
 from hpcdist.data.loader import Loader
+from hpcdist.errors import ConfigError
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies import Strategy
 from hpcdist.train.job import Job
 
 BATCH = 1024  # samples evaluated at a time
+ETA = 3  # of IterateAverage: with 3 the second half of the steps has 15/16 of the weight, with more even more
 
 
 def evaluate(
     job: Job, strategy: Strategy, comm: Communicator, dataset: HDF5Dataset, others: Communicator | None = None
 ) -> dict[str, float]:
-    """Collective. Compute loss and metrics over `dataset`, shared among the replicas, on the strategy's consensus.
+    """Collective. Compute loss and metrics of the strategy's consensus; the replicas share the data set.
 
-    The model is in evaluation mode meanwhile; afterwards parameters, buffers and mode are as they were.
+    Parameters, buffers and the training mode are the same afterwards.
 
     Args:
         comm: all ranks.
-        others: the ranks that have the same part of the model in all replicas; None: each rank has a whole one.
+        others: the ranks that hold the same part of the model in all replicas; None if each rank has a whole model.
     """
     with strategy.model.swapped(*strategy.consensus()):
         return evaluate_replica(job, strategy.model.module, comm, dataset, others)
@@ -32,9 +37,9 @@ def evaluate(
 def evaluate_replica(
     job: Job, module: nn.Module, comm: Communicator, dataset: HDF5Dataset, others: Communicator | None = None
 ) -> dict[str, float]:
-    """Collective. Do the same on a module that is equal in all replicas, as it is.
+    """Collective. Do the same for a module that is equal in all replicas.
 
-    Of a model in stages the ranks without the last one get None for outputs.
+    In a model in stages only the rank with the last stage has outputs; the others get None.
     """
     others = comm if others is None else others
     device = next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
@@ -58,3 +63,43 @@ def evaluate_replica(
     samples, loss, *sums = totals.tolist()
     metrics = {name: metric.finish(s / samples) for (name, metric), s in zip(job.metrics.items(), sums, strict=True)}
     return {**metrics, "loss": loss / samples}
+
+
+class IterateAverage:
+    """The average of a model's parameters and buffers over the steps of one rank; later steps count more.
+
+    It is a control for studies: it shows what averaging by itself brings. w̄ₜ = (1 − a) w̄ₜ₋₁ + a wₜ with
+    a = (η + 1)/(t + η), so that the number of steps need not be known.
+
+    Reference: Ohad Shamir, Tong Zhang, "Stochastic gradient descent for non-smooth optimization: convergence results
+    and optimal averaging schemes", 2013, section 4.
+
+    Args:
+        comm: the ranks that hold the same part of the model, one of each replica.
+
+    Raises:
+        ConfigError: there are several replicas.
+    """
+
+    def __init__(self, model: FlatModel, comm: Communicator):
+        if comm.size > 1:
+            raise ConfigError(
+                f"average_iterates must be false on more than one rank; got true on {comm.size}. It is a control that "
+                "tells what averaging brings by itself: leave it out."
+            )
+        self._model, self.steps = model, 0
+        self.params = [tensor.detach().clone() for tensor in model.params]
+        self.buffers = [tensor.detach().clone() for tensor in model.buffers]
+
+    def add(self) -> None:
+        self.steps += 1
+        part = (ETA + 1) / (self.steps + ETA)
+        pairs = zip((*self.params, *self.buffers), (*self._model.params, *self._model.buffers), strict=True)
+        for average, now in pairs:
+            if average.is_floating_point():
+                average.lerp_(now.detach(), part)
+            else:
+                average.copy_(now)  # a count, such as batch normalisation's
+
+    def swapped_in(self) -> AbstractContextManager[None]:
+        return self._model.swapped(self.params, self.buffers)

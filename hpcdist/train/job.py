@@ -1,16 +1,20 @@
-"""Define a job: the model, its data, its measure. The rest is configuration."""
+"""A job: the model, its data, its measure. Everything else is configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from hpcdist.comm.communicator import Communicator, mpi_of
+from hpcdist.config import JobConfig
 from hpcdist.config.files import load_file
-from hpcdist.errors import ConfigError
+from hpcdist.data.hdf5 import COLUMNS, HDF5Dataset
+from hpcdist.errors import NO_SPACE, ConfigError, OutputError
+from hpcdist.records import writing
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Metric:
 
     Args:
         per_sample: (outputs, targets) -> one value per sample, shape (batch,).
-        finish: applied to the mean over the data set, e.g. a square root.
+        finish: applied to the mean over the data set, such as a square root.
         higher_is_better: False for an error.
     """
 
@@ -33,10 +37,10 @@ class Job:
     """A training job; a file in `jobs/` has one under the name `job`.
 
     Args:
-        model: makes the model from the options under `model` in the configuration; seeded alike on every rank.
+        model: makes the model from the options under `model` in the configuration; every rank has the same seed.
         loss: (outputs, targets) -> the mean loss over a batch, a scalar to differentiate.
         metrics: by name; the first one is the job's own measure.
-        data: writes the HDF5 file with splits `train` and `test` if it isn't there yet; called on rank 0 only.
+        data: writes the HDF5 file with splits `train` and `test`; called on rank 0 only, if there is no file.
         defaults: configuration that the user's TOML file and `--set` override.
     """
 
@@ -48,7 +52,7 @@ class Job:
 
 
 def load_job(path: str | Path) -> Job:
-    """Load the job that a file defines; the file may import files beside it, while it is loaded.
+    """Load the job that a file defines; the file may import files beside it.
 
     Raises:
         ConfigError: there is no such file, or it defines no `job`.
@@ -70,3 +74,34 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """Compute the squared difference of each sample, averaged over its outputs; shape (batch,)."""
     return (outputs.reshape(targets.shape) - targets).double().square().reshape(len(targets), -1).mean(dim=1)
+
+
+def open_data(
+    job: Job, config: JobConfig, comm: Communicator, columns: Collection[str] = COLUMNS
+) -> tuple[HDF5Dataset, HDF5Dataset]:
+    """Collective. Open the splits `train` and `test` of a job's data file; rank 0 makes a missing file.
+
+    Args:
+        columns: x, y or both, as this rank reads them.
+    """
+    path = Path(str(config.data.path))
+    if comm.rank == 0:
+        make_data(job, path)
+    comm.barrier()
+    given: dict[str, Any] = {"mpi_comm": mpi_of(comm) if config.data.parallel else None, "columns": columns}
+    return HDF5Dataset(path, "train", **given), HDF5Dataset(path, "test", **given)
+
+
+def make_data(job: Job, path: Path) -> None:
+    """Make a missing data file; remove it again if it could not be written to its end."""
+    if path.exists():
+        return
+    try:
+        with writing(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        job.data(path)
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
+            raise OutputError.of(path, error) from error
+        raise

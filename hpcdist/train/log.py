@@ -1,4 +1,4 @@
-"""The log of a run: its records, evaluations and summary in files, and its progress for whoever watches."""
+"""The log of a run: records, evaluations and summary in files, and reports of its progress."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Progress:
     """The progress of a run, as the first living rank sees it."""
 
     epoch: int  # number of epochs that have ended
-    epochs: int | None  # None where a budget alone ends the run
+    epochs: int | None  # None if only a budget ends the run
     epoch_samples: int
     samples: int  # of all epochs, all ranks together
     total_samples: int  # an estimate with a budget of steps or seconds
@@ -46,24 +46,25 @@ class Progress:
 
 
 class RunLog:
-    """Write the records, evaluations and summary of a run, and report its progress.
+    """Writes the records, evaluations and summary of a run, and reports its progress.
 
-    Each rank has a file of records; the first one that lives writes all else, and reports.
+    Each rank has a file of records; the first living rank writes everything else, and reports.
 
     Args:
         folder: of the run.
-        position: the run's own, which moves on.
-        milestones: the run's own.
-        report: called now and then with the progress; None: nobody watches.
-        curves: the figures for other tools.
-        device: that this rank computes on.
+        position, milestones: the run's own.
+        report: called now and then with the progress; may be None.
+        curves: figures for other tools.
+        device: where this rank computes.
 
     Attributes:
         train_s: seconds of training so far, without evaluations and checkpoints.
         energy: of the run, measured while the log is open.
-        metrics: those of the last evaluation.
-        joules: used before the last evaluation; None where they were not measured.
+        metrics: of the last evaluation.
+        joules: used before the last evaluation; None if not measured.
     """
+
+    _writer: RecordWriter  # from `open` on
 
     def __init__(
         self,
@@ -76,18 +77,18 @@ class RunLog:
         curves: Curves,
         device: torch.device | None = None,
     ):
-        self.train_s, self.metrics, self.energy = 0.0, {}, RunEnergy(comm, device)
+        self.train_s, self.energy = 0.0, RunEnergy(comm, device)
+        self.metrics: dict[str, float] = {}
         self.joules: float | None = None
         self._folder, self._config, self._comm = folder, config, comm
         self._position, self._milestones, self._report = position, milestones, report
         self._curves = curves
-        self._writer: RecordWriter | None = None
-        self._evaluated: int | None = None  # the step of the last evaluation before this run went on
+        self._evaluated: int | None = None  # the step of the last evaluation before a resumed run
         self._losses: list[float] = []
-        self._gradients = 0  # that a server has applied in this epoch
+        self._gradients = 0  # applied by this rank, a server, in this epoch
 
     def open(self, first_step: int) -> None:
-        """Collective. Open this rank's file of records, for steps from `first_step` on; drop later ones in there."""
+        """Collective. Open this rank's file of records for steps from `first_step` on, and drop such steps in it."""
         self.energy.begin()
         self._writer = RecordWriter(record_path(self._folder, self._comm.rank), first_step=first_step)
         if self._leads:
@@ -99,7 +100,6 @@ class RunLog:
 
     @property
     def n_samples(self) -> int:
-        """Return the number of samples in an epoch."""
         return self._milestones.n_samples
 
     @property
@@ -108,30 +108,30 @@ class RunLog:
 
     # --- steps ----------------------------------------------------------------------------------------------------
     def write(self, record: StepRecord, loss: float | None = None) -> None:
-        """Write a record, and remember the loss of the batch, which another rank of the replica may record."""
+        """Write a record, and keep the batch's loss, which the record of another rank of the replica may hold."""
         self._writer.write(record)
         self._curves.add(record)
         if loss is not None:
             self._losses.append(loss)
 
     def flush(self) -> None:
-        """Write all records so far to the file, which has them then even if this process is killed."""
+        """Write all records so far to the file, which keeps them even if this process is killed."""
         self._writer.flush()
 
     def count_gradients(self, count: int) -> None:
         """Count gradients that this rank, a server, has applied; report the progress every `log_every` of them."""
         before, self._gradients = self._gradients, self._gradients + count
         if before // self._config.log_every < self._gradients // self._config.log_every:
-            done = self._gradients * self._config.batch_size  # an estimate, for not all batches are full
+            done = self._gradients * self._config.batch_size  # an estimate, as not all batches are full
             self.report(min(done, self._milestones.n_samples))
 
     def end_epoch(self) -> None:
-        """Report the end of an epoch, once the position is at the next one's start."""
+        """Report the end of an epoch, with the position at the start of the next one."""
         self._gradients = 0
         self.report(0)
 
     def end_stretch(self) -> None:
-        """Report the progress where the run has been evaluated inside an epoch."""
+        """Report the progress after an evaluation inside an epoch."""
         self.report(self._position.consumed)
 
     def report(self, done: int) -> None:
@@ -156,7 +156,7 @@ class RunLog:
 
     # --- evaluations and the summary ------------------------------------------------------------------------------
     def write_evaluation(self) -> None:
-        """Write the metrics of the last evaluation, at the run's position, unless the file has them from before."""
+        """Write the metrics of the last evaluation, unless a resumed run has them in the file already."""
         step, epoch, samples = self._position.step, self._position.epoch, self._milestones.samples
         if step != self._evaluated:
             self._curves.evaluate(step, self.metrics)
@@ -164,12 +164,12 @@ class RunLog:
             append_evaluation(self._folder, Evaluation(step, epoch, samples, self.train_s, self.metrics, self.joules))
 
     def summarise(self, sha256: str, pending: int, **further: Any) -> Summary:
-        """Collective. Write the summary of all ranks' records, which are in the files; return it on every rank.
+        """Collective. Write the summary of the records in all ranks' files, and return it on every rank.
 
         Args:
             sha256: of the final parameters.
             pending: gradients that no update has applied, on all ranks together.
-            further: keys of the summary.
+            further: more keys of the summary.
         """
         summary, energy = None, self.energy.result()
         if self._leads:

@@ -1,4 +1,4 @@
-"""Train: the only loop, for every job and every strategy, on real and on virtual ranks."""
+"""The training loop of all jobs and all strategies, on real and on virtual ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -23,33 +23,29 @@ from hpcdist.session.loader.period import Weighed, joint_batch, period
 from hpcdist.session.world import current, require_equal
 from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.train import resume
-from hpcdist.train.averaging import IterateAverage
 from hpcdist.train.curves import Curves
-from hpcdist.train.data import open_data
-from hpcdist.train.evaluate import evaluate
-from hpcdist.train.finite import SkippedSteps, require_finite
-from hpcdist.train.job import Job
+from hpcdist.train.evaluate import IterateAverage, evaluate
+from hpcdist.train.job import Job, open_data
 from hpcdist.train.log import Progress, RunLog
 from hpcdist.train.milestones import Milestones
+from hpcdist.train.numerics import Precision, SkippedSteps, require_finite
 from hpcdist.train.planning import with_measured_cut
-from hpcdist.train.precision import Precision
-from hpcdist.train.replica import make_replica
+from hpcdist.train.replica import WholeReplica, make_replica
 from hpcdist.train.resume import Position
 
 T = TypeVar("T")
-SAVED_BYTES_S = 100e6  # how fast a checkpoint is written until one has been: a slow shared file system
+SAVED_BYTES_S = 100e6  # assumed for the first checkpoint: a slow shared file system
 
 
 class Trainer:
-    """Collective. Run a job once.
+    """Collective. Runs a job once.
 
     Args:
-        config: as checked by `JobConfig`; the same on all ranks.
-        comm: the ranks that take part.
-        output: folder for records and `summary.json`; made by rank 0.
-        report: called now and then with the run's progress, on rank 0, or the first rank that lives.
-        ends_at: when the job is ended from outside, in seconds since 1970, so that the run leaves before; None for
-            never, or where another rank knows.
+        config: the same on all ranks.
+        output: folder for records and `summary.json`; rank 0 has made it.
+        report: called now and then with the progress, on the first living rank.
+        ends_at: when the job will be ended from outside, in seconds since 1970, so that the run leaves before; None if
+            never, or if only another rank knows.
         listens: leave on a signal, or before `ends_at`.
     """
 
@@ -85,8 +81,8 @@ class Trainer:
         self._skipped = SkippedSteps(config.max_skipped)
         self._save_s = 3 * self.model.n_bytes / SAVED_BYTES_S  # with two moments; a guess
         self._evaluate_s = 0.0
-        self._evaluate = comm.trace.noted("evaluation", "run", self._evaluate)
-        self._save = comm.trace.noted("checkpoint", "run", self._save)
+        self._evaluate_noted = comm.trace.noted("evaluation", "run", self._evaluate)
+        self._save_noted = comm.trace.noted("checkpoint", "run", self._save)
         self.leaving: Leaving | None = None
         if listens and config.leave.enabled:
             margin_s, every_s = config.leave.margin_s, config.leave.every_s
@@ -120,7 +116,7 @@ class Trainer:
         self.average = IterateAverage(self.model, self.replica.others) if config.average_iterates else None
 
     def _make_optimizer(self) -> None:
-        """Make the optimiser, whose rate follows the number of workers where it is set so."""
+        """Make the optimiser, with a rate that follows the number of workers if set so."""
         config, strategy = self.config, strategies.load(self.config.strategy.name)
         options = strategy.Config.from_mapping(config.strategy.options, "strategy")
         workers = len(options.workers(self.replica.others.size))
@@ -134,7 +130,7 @@ class Trainer:
         self._deal_samples(self.strategy.config.workers(self.replica.others.size))
 
     def _deal_samples(self, workers: tuple[int, ...]) -> None:
-        """Divide the samples of the epochs to come among these replicas."""
+        """Divide the samples of the next epochs among these replicas."""
         self.workers = workers
         self.loader = Loader(
             self._train,
@@ -149,14 +145,14 @@ class Trainer:
 
     @property
     def strategy_options(self) -> dict[str, Any]:
-        """Return the strategy's options, with its defaults."""
+        """The strategy's options, with its defaults."""
         return self.strategy.config.model_dump()
 
     # --- the run --------------------------------------------------------------------------------------------------
     def run(self, resume_from: Path | None = None) -> Summary | None:
-        """Collective. Train to the end, evaluate and write the summary; return it, the same on every rank.
+        """Collective. Train to the end, evaluate, write the summary and return it, the same on every rank.
 
-        None if the run has left early, after its newest checkpoint; `leaving.reason` says why.
+        None if the run has left early, after saving a checkpoint; `leaving.reason` says why.
         """
         if resume_from is not None:
             resume.load(self, resume_from)
@@ -176,7 +172,7 @@ class Trainer:
 
     @property
     def data_source(self) -> str:
-        """Return the source of the data, as their file tells it."""
+        """The source of the data, as their file tells it."""
         return self._train.source
 
     @property
@@ -184,7 +180,7 @@ class Trainer:
         return self.leaving is not None and self.leaving.reason is not None
 
     def _epoch(self) -> None:
-        """Train the rest of an epoch, or its steps until the run leaves or ends."""
+        """Train to the end of an epoch, or until the run leaves or ends."""
         position, every = self.position, self.config.checkpoint.every_steps
         self.loader.set_epoch(position.epoch, position.consumed)
         plan = self.loader.plan
@@ -203,12 +199,12 @@ class Trainer:
                 self.log.end_stretch()
             saves = every > 0 and position.step % every == 0
             if saves:
-                self._save()
+                self._save_noted()
             if self.leaving is not None and not self.milestones.ended:
                 left = plan.steps - done % plan.steps
                 near = min(left, self.milestones.steps_to_evaluation or left) <= self.leaving.steps
                 if self.leaving.meet(count, soon_s=self._evaluate_s if near else 0.0) and not saves:
-                    self._save()
+                    self._save_noted()
 
     def _count_steps(self, left: int) -> int:
         """Count the steps until all ranks meet again: at most the `left` ones of this epoch."""
@@ -221,18 +217,14 @@ class Trainer:
         return min(ahead)
 
     def _save(self) -> None:
-        self.log.flush()  # before the checkpoint: its steps must have been recorded
+        self.log.flush()  # the records of a checkpoint's steps must be in the files
         start = self.comm.now()
-        self._require_finite()  # before a good checkpoint makes room for this one
+        self._require_finite()  # else this checkpoint might replace the last good one
         self._surviving(lambda: resume.save(self, self.checkpoints, self.config.checkpoint.keep))
         self._save_s = self.comm.now() - start
 
     def _end_epoch(self, evaluates: bool) -> None:
-        """Go to the next epoch.
-
-        Args:
-            evaluates: whatever the number of epochs.
-        """
+        """Go to the next epoch; `evaluates` asks for an evaluation, whatever `eval_every` says."""
         self.position.epoch, self.position.consumed = self.position.epoch + 1, 0
         evaluates = evaluates or self.milestones.ended or self.position.epoch % self.config.eval_every == 0
         if evaluates:
@@ -249,7 +241,7 @@ class Trainer:
 
     def _write_evaluation(self) -> None:
         start = self.comm.now()
-        self._evaluate()
+        self._evaluate_noted()
         self.log.write_evaluation()
         self._evaluate_s = self.comm.now() - start
 
@@ -266,7 +258,7 @@ class Trainer:
         self._surviving(lambda: require_finite(self.strategy, self.comm, self.position.step))
 
     def _surviving(self, action: Callable[[], T]) -> T:
-        """Collective. Return the result of `action` on all ranks that live; see Failures.retry_on_failure."""
+        """Collective. Return the result of `action` on all living ranks; see Failures.retry_on_failure."""
 
         def shrunk() -> T:
             self.strategy.shrink()
@@ -283,7 +275,7 @@ class Trainer:
         self.log.train_s += self.comm.now() - start
 
     def _steps(self, batches: Iterator[Batch], first: int, count: int) -> None:
-        """Take `count` steps of this epoch from step `first` on; servers serve meanwhile."""
+        """Take `count` steps of this epoch from step `first` on. Servers serve meanwhile."""
         steps = range(first, first + count)
         portions = self.strategy.contract.batch == "portions"
         weighed = self._joint(steps) if portions else self._weighed(batches, steps)
@@ -300,7 +292,7 @@ class Trainer:
             yield Weighed(next(batches), plan.weight(step, worker), ends_epoch=step == plan.steps - 1)
 
     def _joint(self, steps: Iterable[int]) -> Iterator[Weighed]:
-        """Draw the joint batches of all workers, as indices: any worker may read any portion of them."""
+        """Draw the joint batches of all workers, as indices: each worker may read any portion."""
         plan, worker = self.loader.plan, self.workers.index(self.replica.number)
         for step in steps:
             indices, self.strategy.joint = joint_batch(plan, step, worker, self.strategy.config)
@@ -312,7 +304,7 @@ class Trainer:
         def evaluate(portion: slice) -> torch.Tensor:
             x, y = (tensor.to(self.device) for tensor in self._train.batch(indices[portion]))
             self.comm.compute(len(x) / share)
-            return self.replica.backward_part(x, y, len(x))
+            return cast(WholeReplica, self.replica).backward_part(x, y, len(x))
 
         self._end_step(joint.share, self.optimizer.step(evaluate).item())
 
@@ -326,7 +318,7 @@ class Trainer:
         self._end_step(len(x) if self.model.weight else 0, self.precision.step(self.optimizer, evaluate).item())
 
     def _end_step(self, samples: int, loss: float) -> None:
-        """Go on with schedule and average, and write the step's record, of so many samples that count."""
+        """Advance schedule and average, and write the step's record with its number of samples."""
         if self.schedule is not None and self._schedules_steps:
             self.schedule.step()
         if self.average is not None:

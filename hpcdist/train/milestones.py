@@ -1,4 +1,4 @@
-"""Find the steps after which a run is evaluated inside an epoch, and the one with which it ends."""
+"""The steps at which a run is evaluated inside an epoch, and at which it ends."""
 
 from __future__ import annotations
 
@@ -7,36 +7,35 @@ from hpcdist.config import JobConfig
 from hpcdist.errors import ConfigError
 from hpcdist.train.resume import Position
 
-GROWTH = 4  # ranks look at the clock again after at most so many times as many steps as before
-SPARE = 0.9  # of the seconds that are left: later steps may take less time than the last ones did
+GROWTH = 4  # the number of steps between two looks at the clock grows at most by this factor
+SPARE = 0.9  # the next look comes after this part of the seconds left, as later steps may be slower
 
 
 class Milestones:
-    """Tell how many steps a run goes on, until it is to be evaluated or has reached its epochs or a budget.
+    """Tells how many steps a run takes until its next evaluation or its end, by epochs or a budget.
 
     Args:
-        comm: the ranks that agree on the time.
-        position: the run's own, which moves on.
-        n_samples: number of samples in an epoch.
+        position: the run's own.
+        n_samples: samples in an epoch.
 
     Attributes:
-        global_batch: samples of a step, all ranks together.
+        global_batch: samples of a step, on all ranks together.
     """
 
     def __init__(self, config: JobConfig, comm: Communicator, position: Position, n_samples: int):
         self.n_samples, self.global_batch = n_samples, 1
         self._config, self._comm, self._position = config, comm, position
-        self._seconds = 0.0  # of training, as all ranks know them
+        self._seconds = 0.0  # of training, as all ranks know it
         self._unlooked = 1  # steps until they look at the clock again
 
     @property
     def samples(self) -> int:
-        """Count the samples trained on so far, all ranks together."""
+        """Samples so far, on all ranks together."""
         return self._position.epoch * self.n_samples + self._position.consumed
 
     @property
     def ended(self) -> bool:
-        """Tell whether the run has reached its last epoch, or a budget."""
+        """Whether the run has reached its last epoch, or a budget."""
         epochs, budget = self._config.epochs, self._config.budget
         limits = (
             (self._position.epoch, epochs),
@@ -48,7 +47,7 @@ class Milestones:
 
     @property
     def steps(self) -> int | None:
-        """Count the steps to the next milestone, or to the next look at the clock; None where there is none."""
+        """Steps to the next milestone, or look at the clock; None if there is none."""
         budget, ahead = self._config.budget, [self.steps_to_evaluation]
         ahead.append(None if budget.samples is None else self._steps_to(budget.samples))
         ahead.append(None if budget.steps is None else budget.steps - self._position.step)
@@ -57,12 +56,12 @@ class Milestones:
 
     @property
     def steps_to_evaluation(self) -> int | None:
-        """Count the steps until so many samples have been trained on that the run is to be evaluated."""
+        """Steps to the next evaluation by `eval_every_samples`; None without it."""
         every = self._config.eval_every_samples
         return None if every is None else self._steps_to((self.samples // every + 1) * every)
 
     def evaluates(self, before: int) -> bool:
-        """Tell whether the steps since there were `before` samples have reached an evaluation's number of samples."""
+        """Tell whether an evaluation is due, by the number of samples now and `before` the last steps."""
         every = self._config.eval_every_samples
         return every is not None and self.samples // every > before // every
 
@@ -73,8 +72,8 @@ class Milestones:
         """Collective with a budget of seconds. Agree on the seconds of training so far: the first living rank's.
 
         Args:
-            train_s: this rank's.
-            steps: made since the last look.
+            train_s: this rank's seconds of training.
+            steps: taken since the last look.
 
         Raises:
             ConfigError: steps take no time.
@@ -105,10 +104,6 @@ class Milestones:
 
 
 def planned_samples(config: JobConfig, n_samples: int) -> int | None:
-    """Return the samples that a run is to be trained on, as far as settings limit them; None without a limit.
-
-    Args:
-        n_samples: number of samples in an epoch.
-    """
+    """Return the samples of a whole run, as far as settings limit them; None without a limit."""
     limits = [None if config.epochs is None else config.epochs * n_samples, config.budget.samples]
     return min((limit for limit in limits if limit is not None), default=None)

@@ -1,39 +1,45 @@
-"""Measure the layers of a job's model on a batch of its data, to plan a pipeline or to cut it."""
+"""Before a run: measure the layers of its model, and set it up on virtual ranks to find errors."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from hpcdist import session, strategies
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.virtual import Network, run_virtual
 from hpcdist.config import JobConfig
 from hpcdist.data.hdf5 import HDF5Dataset
 from hpcdist.data.loader import Loader
 from hpcdist.parallel.cost import LayerCost, measure
+from hpcdist.parallel.grid import checked_stages
 from hpcdist.parallel.plan import measured_cut
-from hpcdist.train.data import make_data
-from hpcdist.train.job import Job
+from hpcdist.train.job import Job, make_data
 
-REPEATS = 15
+REPEATS = 15  # passes that measure a layer
+MOST = 256  # virtual ranks in a rehearsal: they are threads, and more take too long
+WIDTH = 128  # of the model in a rehearsal: each of that many ranks can hold a shard of it
 
 
 def measure_layers(job: Job, config: JobConfig, device: torch.device) -> list[LayerCost]:
     """Measure each layer of a job's model on its largest micro-batch, on a GPU or with one thread.
 
-    The data file is made if it isn't there.
+    Makes a missing data file.
 
     Raises:
-        ConfigError: the model has no layers in a row.
+        ConfigError: the model is not a chain of layers.
     """
     samples = -(-config.batch_size // config.parallel.micro_batches)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng():
-            make_data(job, Path(config.data.path))
-            with HDF5Dataset(Path(config.data.path), "train") as data:
+            path = Path(str(config.data.path))
+            make_data(job, path)
+            with HDF5Dataset(path, "train") as data:
                 x, y = next(iter(Loader(data, min(samples, len(data)))))
             torch.manual_seed(config.seed)
             return measure(lambda: job.model(**config.model), x, job.loss, y, repeats=REPEATS, device=device)
@@ -42,11 +48,7 @@ def measure_layers(job: Job, config: JobConfig, device: torch.device) -> list[La
 
 
 def with_measured_cut(comm: Communicator, job: Job, config: JobConfig, device: torch.device) -> JobConfig:
-    """Collective. Return the settings with numbers of layers in the place of `parallel.cut = "measured"`.
-
-    Args:
-        device: on which rank 0 measures.
-    """
+    """Collective. Replace `parallel.cut = "measured"` by numbers of layers; rank 0 measures on `device`."""
     chosen = config.parallel
     if not chosen.measures:
         return config
@@ -58,7 +60,7 @@ def with_measured_cut(comm: Communicator, job: Job, config: JobConfig, device: t
 
 
 def copies(config: JobConfig) -> float:
-    """Count the bytes of parameters, gradients and the optimiser's state, after a step, for each byte of parameters."""
+    """Return the bytes of parameters, gradients and optimiser's state for each byte of parameters."""
     parameter = nn.Parameter(torch.zeros(32, 32))
     parameter.grad = torch.ones_like(parameter)
     optimizer = config.optimizer.build([parameter])
@@ -68,3 +70,35 @@ def copies(config: JobConfig) -> float:
         return 2.0
     state = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
     return 2.0 + sum(value.numel() for value in state if value.dim()) / parameter.numel()
+
+
+def rehearse(config: JobConfig, ranks: int, ranks_per_node: int = 1) -> None:
+    """Make the strategy and the optimiser of a run on virtual ranks, and close them.
+
+    A replica of a model in stages counts as one rank. With more than 256 ranks, or sums by another library, only the
+    roles of the ranks are checked.
+
+    Raises:
+        ConfigError: the run would raise it, for too few workers, a topology that does not suit their number...
+    """
+    cls = strategies.load(config.strategy.name)
+    options = cls.Config.from_mapping(config.strategy.options, "strategy")
+    stages = config.parallel.stages
+    replicas = ranks // checked_stages(stages, ranks)
+    options.workers(replicas)
+    if replicas > MOST or getattr(options, "provider", None):
+        return
+    network = Network(0.0, math.inf, ranks_per_node=max(1, ranks_per_node // stages))
+    run_virtual(lambda comm: _set_up(config, comm), replicas, network=network)
+
+
+def _set_up(config: JobConfig, comm: Communicator) -> None:
+    session.init(comm=comm)
+    module = nn.Linear(WIDTH, WIDTH)
+    optimizer = config.optimizer.build(module.parameters())
+    options = {"on_nonfinite": "skip" if config.amp == "fp16" else config.on_nonfinite, **config.strategy.options}
+    session.DistributedOptimizer(optimizer, module, config.strategy.name, clip_norm=config.clip_norm, **options)
+    strategy = optimizer.strategy
+    strategy.close()
+    strategy.comm.close()
+    strategy.model.close()

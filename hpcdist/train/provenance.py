@@ -1,4 +1,4 @@
-"""Write down all that a run was started with: its files, its settings with their defaults, versions, hosts."""
+"""Provenance of a run: its files, its settings with defaults, versions, hosts."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def write_down(trainer: Trainer, job_path: Path, command: Sequence[str], resumed
     revision, dirty = git_commit(job_path.resolve().parent)
     start = Start(
         started=now(),
+        ended=None,
         command=list(command),
         job=copy_job(trainer.output, job_path, imported_beside(job_path)),
         commit=revision,
@@ -59,7 +60,7 @@ def versions(comm: Communicator) -> dict[str, str | None]:
 
 
 def settings(trainer: Trainer) -> dict[str, Any]:
-    """Return every setting of a run, with the defaults of torch, the strategy and the job's model, and its data set."""
+    """Return every setting of a run, with the defaults of torch, the strategy and the job's model."""
     config = trainer.config
     values = config.model_dump()
     values["data"]["source"] = trainer.data_source
@@ -72,7 +73,7 @@ def settings(trainer: Trainer) -> dict[str, Any]:
 
 
 def _resolved(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the given values over the function's own defaults; a None there stands for them, too."""
+    """Complete values by the function's own defaults; a None stands for the default too."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # written in C

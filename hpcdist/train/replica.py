@@ -1,4 +1,4 @@
-"""A replica of the model: the ranks that hold a whole one together, and how they compute a batch."""
+"""A replica of the model: the ranks that hold it together, and how they compute a batch."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.records import StepRecord, digest
 from hpcdist.records.digest import tensor_bytes
 from hpcdist.train.job import Job
-from hpcdist.train.precision import Precision
+from hpcdist.train.numerics import Precision
 
-PIECE = 1 << 20  # elements that go to another rank at a time
+PIECE = 1 << 20  # elements of a message
 
 
 class JobReplica(abc.ABC):
     """This rank's part in a replica of the model.
 
     Attributes:
-        module: the layers that this rank has.
-        others: the ranks that hold the same layers, one of each replica; a rank in it is a replica's number.
-        number: of this replica.
-        speaks: whether this rank records the replica's samples, losses and staleness; one of its ranks does.
-        grid: of stages and replicas; None where each rank has a whole model.
-        cut: numbers of layers of its stages; none where each rank has a whole model.
-        columns: of the data that this rank's layers need: the first stage x, the last one y.
+        module: this rank's layers.
+        others: the ranks with the same layers, one of each replica; a rank in it is a replica's number.
+        speaks: this rank records the replica's samples, losses and staleness.
+        grid: stages and replicas; None if each rank has a whole model.
+        cut: the numbers of layers of the stages; empty if each rank has a whole model.
+        columns: of the data that this rank reads: the first stage x, the last one y.
     """
 
     module: nn.Module
@@ -63,14 +62,14 @@ class JobReplica(abc.ABC):
 
     @abc.abstractmethod
     def account(self, record: StepRecord) -> StepRecord:
-        """Complete a record by what went on inside the replica since the last one."""
+        """Add the replica's own traffic and waiting since the last record."""
 
     @abc.abstractmethod
     def digest(self, model: FlatModel, params: Sequence[Tensor]) -> str:
-        """Collective in the replica. Compute the sha256 of the whole model's flat parameters."""
+        """Collective in the replica. Compute the sha256 of the whole model's parameters."""
 
     def require_whole(self, lost: Sequence[int]) -> None:
-        """Raise RankFailedError where a rank has died and the others of its replica can't go on without it."""
+        """Raise RankFailedError if a rank has died without which its replica can't go on."""
 
     def close(self) -> None:
         """Collective. Release communicators."""
@@ -99,7 +98,7 @@ class WholeReplica(JobReplica):
         return total + self.backward_part(*last, len(x))
 
     def backward_part(self, x: Tensor, y: Tensor, samples: int) -> Tensor:
-        """Add the gradients of a part of a batch of `samples` samples; return its part of the mean loss."""
+        """Add the gradients of a part of a batch of `samples` samples; return its share of the mean loss."""
         with self.others.trace.span("forward", "compute"), self._precision.autocast():
             loss = self._job.loss(self.module(x), y)
         if len(x) != samples:
@@ -118,8 +117,8 @@ class WholeReplica(JobReplica):
 class StagedReplica(JobReplica):
     """Collective. A replica whose layers lie on several ranks of a grid, as a pipeline.
 
-    With `accumulation` a batch has so many times as many micro-batches, each as large as without: the pipeline is
-    filled and emptied once a step.
+    With `accumulation` a batch has more micro-batches of the same size, so that the pipeline fills and empties only
+    once in a step.
     """
 
     module: Pipeline
@@ -150,7 +149,7 @@ class StagedReplica(JobReplica):
         return (number + 1) * self.grid.stages - 1
 
     def backward(self, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-        # Fewer micro-batches where a batch is smaller: batch norm refuses those of one sample.
+        # A smaller batch has fewer micro-batches: batch norm refuses those of one sample.
         how: dict[str, Any] = {"micro_batches": -(-len(x) * self._micro_batches // self._batch_size)}
         if self._precision.scales:
             how["scaled"] = self._precision.scaled
@@ -172,7 +171,7 @@ class StagedReplica(JobReplica):
         return record if self.speaks else replace(record, samples=0, loss=None, staleness=(), dropped=0)
 
     def digest(self, model: FlatModel, params: Sequence[Tensor]) -> str:
-        """Collective in the replica. Compute the same sha256 as of the whole model, a piece at a time."""
+        """Collective in the replica. Compute the sha256 that the whole model would have, piece by piece."""
         inner, sha, pipeline = self.grid.inner, hashlib.sha256(), self.module
         repeated = set(map(id, pipeline.tied.repeated))  # in the whole model they are the first stage's
         numbers = [number for stage in pipeline.stages for number in pipeline.cut.layers(stage)]
@@ -195,9 +194,9 @@ class StagedReplica(JobReplica):
         return inner.gather(sha.hexdigest())[0]
 
     def _brought(self, piece: Tensor | None, rank: int, length: int, dtype: str) -> Any:
-        """Bring a piece of a rank's parameters to the first rank of the replica; nothing on others."""
+        """Return a piece of a rank's parameters on the first rank of the replica, and nothing on others."""
         inner = self.grid.inner
-        if rank == inner.rank:
+        if piece is not None:  # of this rank
             if rank == 0:
                 return tensor_bytes(piece)
             inner.isend(piece, 0).wait()
@@ -221,7 +220,7 @@ class StagedReplica(JobReplica):
 
 
 def _require_parameters(comm: Communicator, pipeline: Pipeline) -> None:
-    """Collective. Check that each rank has something to train; raise ConfigError otherwise."""
+    """Collective. Raise ConfigError if a rank has no parameters to train."""
     trains = comm.gather(any(parameter.requires_grad for parameter in pipeline.parameters()))
     if not all(trains):
         raise ConfigError(

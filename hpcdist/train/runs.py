@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hpcdist import checkpoint, strategies
 from hpcdist.comm.communicator import Communicator
@@ -18,8 +17,8 @@ from hpcdist.config.files import neighbours
 from hpcdist.config.schedule import with_functions_of
 from hpcdist.errors import ConfigError, suggestion
 from hpcdist.parallel import schedules
-from hpcdist.parallel.build import outline
-from hpcdist.parallel.pipeline import cut_of
+from hpcdist.parallel.cut import cut_of
+from hpcdist.parallel.layers import outline
 from hpcdist.records import Summary, end_run, locked, making, merged_timeline
 from hpcdist.records.timeline import unused
 from hpcdist.registry import label
@@ -30,7 +29,7 @@ from hpcdist.train.loop import Trainer
 from hpcdist.train.provenance import write_down
 from hpcdist.train.resume import saved_cut
 
-ENDING_S = 5.0  # for which a run that is being killed may hold its folder, when the next one goes on
+ENDING_S = 5.0  # that a killed run may still hold its folder when the next one resumes
 _logger = logging.getLogger(__name__)
 
 
@@ -49,27 +48,28 @@ def train(
 ) -> tuple[Path, Summary | None]:
     """Collective. Run a job to its end; return its folder and its summary, the same on all ranks.
 
-    Without a summary the run has left early, on a signal or before `ends_at`, and a checkpoint has been saved.
+    The summary is None if the run has left early, on a signal or before `ends_at`, with a checkpoint.
 
     Args:
         toml_path, overrides: settings over the job's defaults.
-        output: the run's folder; None makes a new one under the configured one.
-        resume: go on from the newest whole checkpoint in `output`; start anew where there is none yet.
-        show: called with the strategy's name and the progress, on rank 0, or the first rank that lives.
-        ends_at: when the job is ended from outside, in seconds since 1970; None where it is not, or not known.
-        command: the words of the command line, to be written down in the run's folder.
-        make: makes what trains, from the same arguments as a Trainer.
-        timeline: write `timeline.json`, a run that goes on `timeline-2.json`...
+        output: the run's folder; None makes a new one in the configured folder.
+        resume: go on from the newest whole checkpoint in `output`, or start anew if there is none.
+        show: called with the strategy's name and the progress, on the first living rank.
+        ends_at: when the job will be ended from outside, in seconds since 1970; None if never or unknown.
+        command: the words of the command line, which the run's folder keeps.
+        make: makes the trainer, from the arguments of Trainer.
+        timeline: write `timeline.json`, or `timeline-2.json`... if the run is resumed.
 
     Raises:
-        ConfigError: a setting breaks its rule, or the folder holds another run, or one is at work in it.
+        ConfigError: a setting breaks its rule, the folder holds another run, or another process works in it.
     """
     with ExitStack() as until_the_end:
-        until_the_end.enter_context(neighbours(job_path))  # functions of the job may import them when they are called
+        until_the_end.enter_context(neighbours(job_path))  # the job's functions may import them later
         job, config = comm.together(lambda: specify(job_path, toml_path, overrides))
-        folder = _decided(comm, lambda: _choose(job_path, config, output, resume, until_the_end))
+        folder = cast(Path, _decided(comm, lambda: _choose(job_path, config, output, resume, until_the_end)))
         if timeline:
-            comm = begin_timeline(comm, _decided(comm, lambda: unused(folder / merged_timeline.FILE_NAME)))
+            path = _decided(comm, lambda: unused(folder / merged_timeline.FILE_NAME))
+            comm = begin_timeline(comm, cast(Path, path))
         report = None if show is None else lambda progress: show(config.strategy.name, progress)
         if resume and config.parallel.measures:
             config = _with_saved_cut(comm, config, Path(config.checkpoint.folder or folder / "checkpoints"))
@@ -100,7 +100,7 @@ def _end(comm: Communicator, folder: Path) -> None:
 
 
 def _decided(comm: Communicator, work: Callable[[], Path | None]) -> Path | None:
-    """Collective. Run `work()` on rank 0 and return its result on all: other nodes may see a shared folder later."""
+    """Collective. Run `work` on rank 0, as other nodes may see a shared folder later; return its result on all."""
     path = comm.together(lambda: work() if comm.rank == 0 else None)
     text = comm.gather(str(path or ""))[0]
     return Path(text) if text else None
@@ -115,7 +115,7 @@ def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) ->
     job = load_job(job_path)
     given = load({}, toml_path, overrides)
     defaults = {"data": {"path": f"data/{job_path.stem}.h5"}, **job.defaults}
-    if "epochs" not in given and _has_budget(given):  # it ends the run instead of the job's own number of epochs
+    if "epochs" not in given and _has_budget(given):  # it replaces the job's own number of epochs
         defaults.pop("epochs", None)
     values = load(defaults, toml_path, overrides)
     if "schedule" in values:
@@ -151,14 +151,14 @@ def _check_model(job: Job, config: JobConfig) -> None:
 
 
 def _check_stages(job: Job, config: JobConfig) -> None:
-    """Check that the model has so many layers, and the schedule suits so many stages; raise ConfigError otherwise."""
+    """Raise ConfigError if the model has too few layers, or the schedule refuses the number of stages."""
     settings = config.parallel
     schedules.make(settings.schedule, settings.stages, settings.micro_batches * config.accumulation, settings.chunks)
     cut_of(outline(lambda: job.model(**config.model)), settings.stages * settings.chunks, settings.sizes)
 
 
 def _choose(job_path: Path, config: JobConfig, output: Path | None, resume: bool, until_the_end: ExitStack) -> Path:
-    """Make the run's folder, or find it, locked until the end."""
+    """Make or find the run's folder, and lock it until the end."""
     if output is None and resume:
         raise ConfigError("--output must be given with --resume; got none. It names the run to go on with.")
     with making(output or Path(config.output)):
@@ -177,16 +177,17 @@ def _choose(job_path: Path, config: JobConfig, output: Path | None, resume: bool
 
 def _new_folder(parent: Path, name: str) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
+    number = 1
+    while True:
         try:
             (folder := parent / f"{name}-{number}").mkdir()
-        except FileExistsError:  # another job may be making its own at this moment
-            continue
-        return folder
+            return folder
+        except FileExistsError:  # perhaps of another job that starts at this moment
+            number += 1
 
 
 def _with_saved_cut(comm: Communicator, config: JobConfig, checkpoints: Path) -> JobConfig:
-    """Collective. Return the settings with the cut of the newest checkpoint, where it has as many stages."""
+    """Collective. Return the settings with the cut of the newest checkpoint, if that has as many stages."""
     sizes = comm.gather(comm.together(lambda: saved_cut(checkpoints) if comm.rank == 0 else None))[0]
     stages = config.parallel.stages * config.parallel.chunks
     return config.with_cut(tuple(sizes)) if sizes and len(sizes) == stages else config

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcdist.data import HDF5Dataset, Split, create
-from hpcdist.data.chunks import TARGET_BYTES, preferred_chunk_samples
+from hpcdist.data.format import TARGET_BYTES, preferred_chunk_samples
 from hpcdist.errors import ConfigError, DataError
 
 X = np.arange(40, dtype=np.float32).reshape(20, 2)

@@ -24,7 +24,7 @@ from hdf5_layouts import (
 )
 
 from hpcdist.data import HDF5Dataset, Split, create, describe
-from hpcdist.data.chunks import chunk_offsets
+from hpcdist.data.format import chunk_offsets
 from hpcdist.errors import DataError
 
 

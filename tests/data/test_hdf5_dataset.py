@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader
 
 from harness.cases import each
 from hpcdist.data import EpochPlan, HDF5Dataset, ShardedBatchSampler, Split, create
-from hpcdist.data.chunks import chunk_offsets
-from hpcdist.data.format import DTYPES
+from hpcdist.data.format import DTYPES, chunk_offsets
 from hpcdist.errors import ConfigError
 
 CLASSES = [str(i) for i in range(7)]

@@ -31,7 +31,7 @@ from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import load
 from hpcdist.tools import cli
 from hpcdist.tools.slurm.spec import JobSpec
-from hpcdist.train.rehearsal import rehearse
+from hpcdist.train.planning import rehearse
 from hpcdist.train.runs import specify
 
 if sys.version_info >= (3, 11):

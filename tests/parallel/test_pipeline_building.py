@@ -8,7 +8,7 @@ from torch import nn
 
 from harness.pipelines import SEED, assert_close, make_pipeline, merged, piped, whole
 from hpcdist.parallel import Chain
-from hpcdist.parallel.build import build
+from hpcdist.parallel.layers import build
 
 loss_of = nn.functional.mse_loss
 pytestmark = pytest.mark.computes

@@ -9,7 +9,7 @@ from torch import nn
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError
 from hpcdist.model import FlatModel
-from hpcdist.train.averaging import IterateAverage
+from hpcdist.train.evaluate import IterateAverage
 from train import tiny
 
 

@@ -14,7 +14,7 @@ from hpcdist.comm.virtual import run_virtual
 from hpcdist.model import FlatModel
 from hpcdist.parallel.agreement import Agreement
 from hpcdist.tools.bench.runner import peak_bytes
-from hpcdist.train.finite import require_finite
+from hpcdist.train.numerics import require_finite
 from train import memory_of_stages
 
 

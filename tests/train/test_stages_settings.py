@@ -19,7 +19,7 @@ from hpcdist.tools.compare.sweep import Sweep
 from hpcdist.tools.simulate.cluster import ClusterConfig
 from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
 from hpcdist.tools.simulate.step_time import on_cluster
-from hpcdist.train.rehearsal import rehearse
+from hpcdist.train.planning import rehearse
 from hpcdist.train.runs import specify
 from train import staged
 

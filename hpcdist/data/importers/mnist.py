@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 
@@ -83,7 +83,7 @@ class IdxFile:
         if not self.path.is_file():
             raise DataError(f"{folder} must have one of the files {', '.join(names)}; it has none. Download it again.")
         opened = gzip.open(self.path) if self.path.suffix == ".gz" else open(self.path, "rb")
-        self._file: BinaryIO = stack.enter_context(opened)
+        self._file = stack.enter_context(cast(BinaryIO, opened))
         magic = self._bytes(4)
         if magic != bytes((0, 0, UINT8, dimensions)):
             raise DataError(

@@ -1,4 +1,4 @@
-"""Tables of operations, the one form of all schedules: their check, and the time that they take."""
+"""Schedules as tables of operations: checks, the time that they take, and a drawing."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class Operation(NamedTuple):
 
 Table: TypeAlias = list[list[Operation]]  # a list for each rank, in the order of execution
 ORDERS = {"F": "forward", "BI": "gradients of inputs", "BW": "gradients of weights"}  # by the kinds that make them
+LETTERS = "abcdefghijklmnopqrstuvwxyz"  # of a rank's first stage, its second...
 
 
 @dataclass(frozen=True)
@@ -199,3 +200,35 @@ def one_by_one(forward: Sequence[Operation], backward: Sequence[Operation], ahea
     for index, operation in enumerate(backward):
         merged += [*forward[ahead + index : ahead + index + 1], operation]
     return merged
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+def gantt(table: Table, timing: Timing, columns: int = 120) -> list[str]:
+    """Draw the operations of each rank, as wide as their time, and their micro-batches.
+
+    `F2b--` is the forward pass of micro-batch 2 in the rank's second stage; ranks with one stage have no letters.
+    Where an operation is too narrow, the letter is left out, or the number too. There are fewer columns where these
+    are enough for all.
+    """
+    ranks, chunks = len(table), 1 + max((op.stage for ops in table for op in ops), default=0) // len(table)
+    lines = [
+        [(_label(op, ranks, chunks), *span) for op, span in zip(ops, spans)]
+        for ops, spans in zip(table, timing.spans_s)
+    ]
+    enough = [(len(label) + 1) / (end - start) for line in lines for label, start, end in line if end > start]
+    scale = min(columns / (timing.makespan_s or 1.0), max(enough, default=1.0))
+    return [f"rank {rank:<{len(str(ranks - 1))}}  {_drawn(line, scale)}" for rank, line in enumerate(lines)]
+
+
+def _label(operation: Operation, ranks: int, chunks: int) -> str:
+    letter = LETTERS[operation.stage // ranks % len(LETTERS)] if chunks > 1 else ""
+    return f"{operation.kind}{operation.micro_batch}{letter}"
+
+
+def _drawn(line: list[tuple[str, float, float]], scale: float) -> str:
+    drawn = ""
+    for label, start, end in line:
+        width = round(end * scale) - round(start * scale)
+        text = next(text for text in (label, label.rstrip(LETTERS), label[0], "") if len(text) <= width)
+        drawn = drawn.ljust(round(start * scale)) + text.ljust(width, "-")
+    return drawn

@@ -26,13 +26,12 @@ from hpcdist.records import StepRecord, Summary, digest
 from hpcdist.tools import console
 from hpcdist.train import runs
 from hpcdist.train.curves import Curves
-from hpcdist.train.data import open_data
 from hpcdist.train.evaluate import evaluate_replica
-from hpcdist.train.job import Job
+from hpcdist.train.job import Job, open_data
 from hpcdist.train.log import Progress, RunLog
 from hpcdist.train.loop import own_device
 from hpcdist.train.milestones import Milestones
-from hpcdist.train.precision import Precision
+from hpcdist.train.numerics import Precision
 from hpcdist.train.resume import Position
 
 if TYPE_CHECKING:

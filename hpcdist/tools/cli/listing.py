@@ -41,8 +41,8 @@ def schedules(
     and of weights. A rank with two stages has F2a and F2b.
     """
     from hpcdist.parallel import schedules as catalogue
-    from hpcdist.parallel.drawing import gantt
     from hpcdist.parallel.plan import EQUAL
+    from hpcdist.parallel.schedules.base import gantt
 
     for name in catalogue.available():
         console.algorithms({name: catalogue.load(name)}, "")

@@ -102,8 +102,8 @@ def plan(
 
 def _show(chosen: Plan, others: Sequence[Plan], alone_s: float) -> None:
     """Show a plan, a drawing of it, and other plans. `alone_s`: seconds of a step on one rank."""
-    from hpcdist.parallel.drawing import gantt
     from hpcdist.parallel.plan import plan_rows, rank_rows, stage_rows
+    from hpcdist.parallel.schedules.base import gantt
 
     step_s, ranks = chosen.timing.makespan_s, len(chosen.table)
     console.rows(f"Stages: {chosen.cut}; times of one micro-batch", stage_rows(chosen))

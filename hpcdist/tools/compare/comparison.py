@@ -29,8 +29,8 @@ from hpcdist.tools.compare.plan import (
 )
 from hpcdist.tools.compare.run_all import Runner, RunPlan, missing
 from hpcdist.tools.compare.table import rows
-from hpcdist.train.data import make_data
-from hpcdist.train.rehearsal import rehearse
+from hpcdist.train.job import make_data
+from hpcdist.train.planning import rehearse
 from hpcdist.train.runs import specify
 
 T = TypeVar("T")

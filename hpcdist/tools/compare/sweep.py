@@ -27,7 +27,7 @@ from hpcdist.tools.compare.plan import (
 )
 from hpcdist.tools.compare.run_all import Runner, RunPlan
 from hpcdist.tools.runs import Run, is_done
-from hpcdist.train.rehearsal import rehearse
+from hpcdist.train.planning import rehearse
 from hpcdist.train.runs import specify
 
 ETA = 3  # halving goes on with one in so many, and gives it as many times the budget

@@ -19,7 +19,7 @@ from hpcdist.tools.compare.folder import read
 from hpcdist.tools.compare.plan import Declaration
 from hpcdist.tools.simulate.cluster import ClusterConfig
 from hpcdist.train import Job
-from hpcdist.train.data import make_data
+from hpcdist.train.job import make_data
 from hpcdist.train.loop import own_device
 from hpcdist.train.runs import specify
 

@@ -230,7 +230,7 @@ def _settings(spec: JobSpec, site: Site) -> Problems:
 
 
 def _refusals(spec: JobSpec, case: list[str]) -> Problems:
-    from hpcdist.train.rehearsal import rehearse  # with torch, which takes seconds
+    from hpcdist.train.planning import rehearse  # with torch, which takes seconds
     from hpcdist.train.runs import specify
 
     try:

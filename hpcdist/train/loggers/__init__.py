@@ -16,11 +16,7 @@ load: Callable[[str], type[Logger]] = catalogue("loggers").load
 
 
 def require(names: Iterable[str]) -> None:
-    """Check that these loggers exist, and that the packages that they write with are installed.
-
-    Raises:
-        UnknownNameError, ConfigError: they don't, or aren't.
-    """
+    """Raise UnknownNameError for an unknown logger, and ConfigError if the package that it needs is missing."""
     for name in names:
         package = load(name).package
         if package and not _is_installed(package):
@@ -31,6 +27,6 @@ def require(names: Iterable[str]) -> None:
 
 
 def _is_installed(package: str) -> bool:
-    """Look for a package without importing it. A folder of that name, such as the tool's own output, is none."""
+    """Look for a package without importing it. A folder of that name, such as the tool's output, does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None

@@ -1,4 +1,4 @@
-"""The base of loggers, which write a run's figures for another tool."""
+"""The interface of loggers, which write a run's figures for another tool."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """The run that a logger writes of."""
+    """A run, as loggers see it."""
 
     name: str
-    folder: Path  # the logger's own, in the run's: there already where the run goes on after an interruption
-    first_step: int  # the first that will be written; the tool should forget what it has of this one and later ones
+    folder: Path  # the logger's own, in the run's folder; exists already if the run was resumed
+    first_step: int  # the tool should forget what it has of this step and later ones
     settings: Mapping[str, bool | int | float | str]  # by dotted key
-    metrics: tuple[str, ...]  # names of the values that are written at evaluations
+    metrics: tuple[str, ...]  # names of the values of evaluations
 
     def id(self, make: Callable[[], str]) -> str:
-        """Return the name that the tool gave this run; `make` is called for it when the run begins."""
+        """Return the tool's name of this run, which `make` makes when the run begins."""
         path = self.folder / "run-id"
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -29,20 +29,20 @@ class LoggedRun:
 
 
 class Logger(abc.ABC):
-    """Write a run's figures for another tool.
+    """Writes a run's figures for another tool.
 
-    One thread of one rank constructs it before the first step, calls it, and closes it. It may take its time, and may
-    raise: the run does not wait, and goes on without it.
+    One thread of one rank makes it before the first step, calls it and closes it. It may be slow and may raise: the run
+    does not wait for it, and goes on without it.
     """
 
-    package: ClassVar[str] = ""  # that must be installed, by the name by which it is imported
+    package: ClassVar[str] = ""  # that must be installed, as it is imported
 
     @abc.abstractmethod
     def __init__(self, run: LoggedRun): ...
 
     @abc.abstractmethod
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write figures of that step, by names such as `train/loss` and `test/accuracy`."""
+        """Write figures of a step, by names such as `train/loss` and `test/accuracy`."""
 
     def close(self) -> None:
         """Write what is left."""

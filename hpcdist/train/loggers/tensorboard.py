@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, cast
 
 from hpcdist.train.loggers.base import LoggedRun, Logger
 
@@ -17,15 +18,16 @@ class TensorBoard(Logger):
         from torch.utils.tensorboard.summary import hparams
 
         self._writer = SummaryWriter(str(run.folder), purge_step=run.first_step if run.first_step > 1 else None)
+        self._file = cast(Any, self._writer.file_writer)  # None before the first value
         # Not its add_hparams, which writes a run of its own.
         *begin, self._end = hparams(dict(run.settings), dict.fromkeys(run.metrics, 0.0))
         for summary in begin:
-            self._writer.file_writer.add_summary(summary)
+            self._file.add_summary(summary)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.file_writer.add_summary(self._end)
+        self._file.add_summary(self._end)
         self._writer.close()

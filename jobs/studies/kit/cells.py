@@ -23,7 +23,7 @@ from hpcdist.tools.compare.run_all import Runner, interruptible, missing
 from hpcdist.tools.runs import FAILURE
 from hpcdist.tools.simulate.cluster import ClusterConfig
 from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
-from hpcdist.train.data import make_data
+from hpcdist.train.job import make_data
 from hpcdist.train.runs import specify
 
 Key = TypeVar("Key")

@@ -1,0 +1,101 @@
+"""The numbers of a run: mixed precision, and errors where they become NaN or infinite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import NonFiniteError
+from hpcdist.records import StepRecord
+from hpcdist.records.summary import is_skipped
+from hpcdist.strategies import Strategy
+
+ADVICE = "Lower the learning rate or clip the gradients, and go on from the last checkpoint"
+
+
+class Precision:
+    """Autocasting, and for float16 a scale of the loss; the strategy skips steps whose gradients overflow.
+
+    Args:
+        amp: "off", "bf16" or "fp16".
+
+    Reference: Paulius Micikevicius et al., "Mixed precision training", 2018.
+    """
+
+    def __init__(self, amp: str, device: torch.device):
+        self._dtype = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[amp]
+        self._device = device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
+
+    def autocast(self) -> AbstractContextManager:
+        """Return the context of the forward pass and the loss."""
+        return nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
+
+    def step(self, optimizer: Any, evaluate: Callable[[], Tensor]) -> Tensor:
+        """Take a step of the optimiser; `evaluate` runs the backward pass of the scaled loss and returns the loss."""
+        if not self.scales:
+            return optimizer.step(evaluate)
+        loss = evaluate()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return loss
+
+    @property
+    def scales(self) -> bool:
+        return self.scaler.is_enabled()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return self.scaler.scale(loss)
+
+    def state(self) -> dict:
+        return self.scaler.state_dict()
+
+    def load_state(self, state: dict) -> None:
+        if state:
+            self.scaler.load_state_dict(state)
+
+
+class SkippedSteps:
+    """Ends a run after `most` steps in a row that this rank skipped for a NaN or infinite gradient."""
+
+    def __init__(self, most: int):
+        self._most, self._in_a_row = most, 0
+
+    def count(self, record: StepRecord) -> None:
+        """Count a worker's record; raise NonFiniteError if too many steps in a row were skipped."""
+        if not record.samples:
+            return
+        self._in_a_row = self._in_a_row + 1 if is_skipped(record) else 0
+        if self._in_a_row >= self._most:
+            raise NonFiniteError(
+                f"steps in a row whose gradient is NaN or infinite must be fewer than max_skipped, {self._most}; got "
+                f"as many up to step {record.step}. {ADVICE}, or raise max_skipped."
+            )
+
+
+def require_finite(strategy: Strategy, comm: Communicator, step: int) -> None:
+    """Collective among the living. Check that all parameters are finite.
+
+    An update may be infinite although the gradient is finite: 1e37 times a rate of 100.
+
+    Raises:
+        NonFiniteError: a parameter is NaN or infinite. All ranks raise it.
+    """
+    if strategy.config.on_nonfinite == "ignore":
+        return
+    bad = []
+    if not all(torch.isfinite(params.sum()) for params in strategy.model.params):  # may also have overflowed
+        bad = [name for name, p in strategy.model.module.named_parameters() if not torch.isfinite(p).all()]
+    bad_of = comm.gather(bad[:1] and [bad[0], len(bad)])
+    for rank in comm.failures.living:
+        if bad_of[rank]:
+            name, count = bad_of[rank]
+            raise NonFiniteError(
+                f"parameters must be finite; got NaN or infinity on rank {rank} after step {step}: {name}"
+                f"{f' and {count - 1} more' * (count > 1)}. {ADVICE}, which is from before."
+            )

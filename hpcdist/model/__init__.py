@@ -1,4 +1,4 @@
-"""Lay a model out in flat memory: parameters, gradients, buffers, buckets, and the optimiser's state along them."""
+"""A model in flat memory: parameters, gradients, buffers, buckets, and the optimiser's state."""
 
 from hpcdist.model.flat import FlatModel
 

@@ -1,4 +1,4 @@
-"""Cut flat gradients into buckets, announced during the backward pass as soon as they are complete."""
+"""Buckets of flat gradients, announced during the backward pass as soon as they are complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpcdist.model.slots import Slot
 
 @dataclass(eq=False)
 class Bucket:
-    """Describe one message: elements [start, stop) of the flat gradient of one group."""
+    """One message: elements [start, stop) of the flat gradient of a group."""
 
     index: int  # position in the order of announcement, the same on every rank
     group: int
@@ -25,7 +25,7 @@ class Bucket:
 
 
 def check_caps(bucket_bytes: int, first_bucket_bytes: int) -> None:
-    """Check that both caps are positive integers; raise ConfigError otherwise."""
+    """Raise ConfigError unless both caps are positive integers."""
     for setting, value in (("bucket_bytes", bucket_bytes), ("first_bucket_bytes", first_bucket_bytes)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{setting} must be an integer of at least 1; got {value!r}. 25 MiB is {25 << 20}.")
@@ -36,9 +36,9 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """Cut the groups' gradients into buckets, from the last parameter to the first.
 
-    A bucket never exceeds its cap, except that a tensor larger than the cap is a bucket by itself. The first bucket
-    of a group is capped by the smaller of the two caps, so that sending starts early in the backward pass. Buckets of
-    several groups are in the order in which a backward pass that runs from last to first parameter completes them.
+    A tensor larger than the cap is a bucket by itself; no other bucket exceeds its cap. The first bucket of a group has
+    the smaller of the two caps, so that sending starts early in the backward pass. Buckets of all groups are in the
+    order in which a backward pass from the last to the first parameter completes them.
     """
     runs: list[list[int]] = []  # positions of the parameters of each bucket, last first
     for group, flat in enumerate(grads):
@@ -72,27 +72,27 @@ def _cut(sizes: Iterable[tuple[int, int]], first_bytes: int, then_bytes: int) ->
 
 
 class Announcer:
-    """Call back once per bucket and step, in the buckets' order 0, 1, 2, ..., when the bucket is complete.
+    """Calls back once for each bucket in a step, in the order 0, 1, 2..., when the bucket is complete.
 
-    A bucket that is complete before an earlier one waits for it: the order of collectives must be the same on every
-    rank, and the order in which gradients arrive need not be. Gradients of several devices arrive on several threads,
-    hence the lock; the callback runs inside it, on the thread whose gradient completed the bucket.
+    A complete bucket waits for incomplete ones before it, because collectives need the same order on every rank, and
+    gradients may arrive in any order. Gradients of several devices arrive on several threads: a lock is held during
+    the callback, which runs on the thread whose gradient completed the bucket.
     """
 
     def __init__(self, buckets: Sequence[Bucket], names: Sequence[str]):
         bucket_of = {name: bucket.index for bucket in buckets for name in bucket.params}
         self.callback: Callable[[Bucket], None] | None = None
-        self._buckets = buckets
+        self.buckets = tuple(buckets)
         self._names = names
         self._bucket_of = [bucket_of[name] for name in names]
         self._lock = threading.Lock()
         self.begin(False)
 
     def begin(self, announce: bool, passes: int = 1) -> None:
-        """Start a step of `passes` backward passes: nothing has arrived, nothing is announced."""
+        """Start a step of `passes` backward passes."""
         self.armed, self._passes = announce, passes
         self.arrived = [0] * len(self._names)  # gradients of each parameter
-        self._missing = [len(bucket.params) for bucket in self._buckets]  # gradients that each bucket waits for
+        self._missing = [len(bucket.params) for bucket in self.buckets]  # gradients that each bucket waits for
         self._announced = 0  # buckets [0, announced) have been announced
 
     def announced(self, position: int) -> bool:
@@ -117,12 +117,12 @@ class Announcer:
         """Announce every bucket that has not been announced, complete or not."""
         with self._lock:
             self.armed = True  # from here to the next begin() a gradient comes too late
-            self._missing = [0] * len(self._buckets)
+            self._missing = [0] * len(self.buckets)
             self._advance()
 
     def _advance(self) -> None:
-        while self._announced < len(self._buckets) and not self._missing[self._announced]:
-            bucket = self._buckets[self._announced]
+        while self._announced < len(self.buckets) and not self._missing[self._announced]:
+            bucket = self.buckets[self._announced]
             self._announced += 1
             if self.callback is not None:
                 self.callback(bucket)

@@ -1,11 +1,11 @@
-"""Lay a model's parameters, gradients and buffers out as flat views of the module's own memory."""
+"""A model's parameters, gradients and buffers in flat memory."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,46 +31,43 @@ __all__ = ["Bucket", "FlatModel", "describe_difference"]
 
 
 class FlatModel:
-    """Lay a module's tensors out in flat memory: a change there changes the module, and the other way round.
+    """A module whose tensors lie in flat memory: a change there changes the module, and the other way round.
 
-    Tensors are grouped by (dtype, device), groups in order of first appearance. Within a group they lie in the order
-    of `module.parameters()` (or `.buffers()`), row-major and without padding; a tied parameter lies there once.
-    Parameter objects stay the same, so an optimiser made before or after wrapping works. Shapes and values stay.
-    Strides become contiguous (a channels_last or transposed parameter is row-major from here on) and a parameter may
-    start at any element. Training is to the bit that of the plain module wherever torch's kernels don't look at these
-    two; MKL's matrix-vector product does look at 16-byte alignment, which changes last bits for batches of one.
+    Tensors are grouped by (dtype, device), in order of first appearance. Within a group they lie in the order of
+    `module.parameters()` (or `.buffers()`), row-major and without padding; a tied parameter lies there once. Parameter
+    objects, shapes and values stay, so that an optimiser may be made before or after wrapping. Strides become
+    contiguous (a channels_last parameter is row-major afterwards), and a parameter may start at any element. Training
+    has the same bits as with the plain module, unless one of torch's kernels looks at strides or alignment: MKL's
+    matrix-vector product does, which changes the last bits for batches of one sample.
 
-    Gradients: `p.grad` is a view of `grads`. After `zero_grad(set_to_none=True)` autograd makes a fresh tensor, which
-    a hook copies into the flat gradient: a read and a write per element, against a write, two reads and a write for
-    zeroing and adding to the view, as `set_to_none=False` does. Both modes accumulate over several backward passes.
-    Sparse gradients (`nn.Embedding(sparse=True)`) are made dense, so use a dense optimiser. At a step: `refresh()`,
-    `collect()` or `flush()`, communicate `grads`, `release(used)`, let the optimiser step, `passes.done()`. Where
-    nobody but the optimiser reads gradients they need not be flat: `leave_gradients()` once, and at a step `settle()`
-    in place of `collect()`, `flush()` and `release()`.
+    Gradients: `p.grad` is a view of `grads`. After `zero_grad(set_to_none=True)` autograd makes a new tensor, which a
+    hook copies into the flat gradient: one read and one write for each element. `set_to_none=False` zeroes the view and
+    adds to it: two reads and two writes. Both accumulate over several backward passes. Sparse gradients
+    (`nn.Embedding(sparse=True)`) become dense, so use a dense optimiser. At a step call `refresh()`, `collect()` or
+    `flush()`, communicate `grads`, then `release(used)`, the optimiser's step and `passes.done()`. If only the
+    optimiser reads gradients, they need not be flat: call `leave_gradients()` once, and at a step `settle()` in place
+    of `collect()`, `flush()` and `release()`.
 
     Autograd does not notice writes to flat memory between a forward pass and its backward pass.
 
     Attributes:
         params: flat trainable parameters, one 1-D tensor per group; complex ones as (real, imaginary) pairs.
-        grads: their flat gradients, same shapes; zero at first. Empty after `leave_gradients`, and so are buckets.
         frozen: flat parameters with requires_grad=False, integer ones included.
-        buffers: flat buffers, non-persistent and integer ones (num_batches_tracked) included.
-        buckets: ranges of `grads` in the order in which the backward pass completes them.
         names: names of the trainable parameters, in the order of `module.parameters()`.
         n_params, n_bytes: elements and bytes of all trainable parameters.
         passes: the backward passes since the last step.
-        is_swapped: whether the module has other values meanwhile, see `swapped`.
-        moves: how many parameters have been taken back from other memory so far.
+        is_swapped: the module has other values for the moment, see `swapped`.
+        moves: the number of parameters that had to be moved back from other memory so far.
 
     Args:
         module: initialised, dense, on its device, in its dtype: move it first, wrap it after.
-        bucket_bytes: cap of a bucket. first_bucket_bytes: cap of each group's first one, if smaller.
+        bucket_bytes, first_bucket_bytes: the largest bucket, and the largest first bucket of each group.
         extra: parameters beside the module's, such as a loss function's, with names for messages.
-        only: those that are to be trained; all, if None. The module's other trainable ones stay where they are.
-        rest: False leaves frozen parameters and buffers to another FlatModel, that of other parameters.
+        only: the parameters to train; None for all. Other trainable parameters stay where they are.
+        rest: False leaves frozen parameters and buffers to another FlatModel of the same module.
 
     Raises:
-        ConfigError: a cap is no positive integer, or a tensor can't lie in flat memory.
+        ConfigError: a cap is not a positive integer, or a tensor can't lie in flat memory.
 
     Reference: for buckets, Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
     """
@@ -93,52 +90,41 @@ class FlatModel:
         self.passes = Passes()
         self.is_swapped = False
         self.moves = 0
-        self._buffers: FlatBuffers | None = None
-        self._gradients: Gradients | None = None
-        self._lay_out(callback=None)
+        check_flattenable(self._named(), module.named_buffers())
+        self._buffers = FlatBuffers(module if rest else nn.Module())
+        self._lay_out(flat=True)
 
-    def _lay_out(self, callback: Callable[[Bucket], None] | None) -> None:
-        """Move all tensors into flat memory, those that are trainable now apart from the frozen ones."""
+    def _lay_out(self, flat: bool) -> None:
+        """Move parameters into flat memory, the trainable and the frozen ones apart."""
         named = self._named()
-        check_flattenable(named, [] if self._buffers else self.module.named_buffers())
         self._slots, self.params = flatten((name, p) for name, p in named if p.requires_grad)
         self._frozen_slots, self.frozen = flatten((name, p) for name, p in named if not p.requires_grad)
-        self._buffers = self._buffers or FlatBuffers(self.module if self._rest else nn.Module())
         by_name = {slot.name: slot for slot in self._slots + self._frozen_slots}
         self._all_slots = [by_name[name] for name, _ in named]  # in the module's order
         self._structure = Structure(self.module)
         self.names = tuple(slot.name for slot in self._slots)
         self.n_params = sum(slot.tensor.numel() for slot in self._slots)
         self.n_bytes = sum(flat.numel() * flat.element_size() for flat in self.params)
-        self._watch_gradients(self._gradients is None or self._gradients.flat)
-        self._gradients.announcer.callback = callback
-
-    def _watch_gradients(self, flat: bool, flats: Sequence[Tensor] | None = None) -> None:
-        if self._gradients is not None:
-            self._gradients.remove_hooks()
-        self._gradients = Gradients(
-            self._slots, self.params, self.passes, self._caps, self.refresh, flat=flat, flats=flats
-        )
-        self.grads, self.buckets = self._gradients.flats, self._gradients.buckets
-        self.passes.watch(self.parameters(), self.grads)
+        self.passes.watch(self.parameters())
+        self._gradients = Gradients(self._slots, self.params, self.passes, self._caps, self.refresh, flat=flat)
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that this view is of, in the module's order."""
+        """Return this view's parameters, in the module's order."""
         named = [*self.module.named_parameters(), *self._extra]
         return [(name, p) for name, p in named if (self.trains(p) if p.requires_grad else self._rest)]
 
-    def trains(self, parameter: nn.Parameter) -> bool:
-        """Tell whether the parameter is one of those that are to be trained."""
+    def trains(self, parameter: Tensor) -> bool:
+        """Tell whether the parameter is to be trained."""
         return self._only is None or id(parameter) in self._only
 
     def others(self) -> list[Tensor]:
-        """Return the module's parameters that this view is not of."""
+        """Return the module's parameters that are not in this view."""
         own = {id(slot.tensor) for slot in self._all_slots}
         return [p.detach() for p in self.module.parameters() if id(p) not in own]
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """Return the flat buffers, as the module has them now.
+        """The flat buffers as the module has them now, non-persistent and integer ones (num_batches_tracked) included.
 
         Raises:
             ConfigError: a buffer is new, gone, of another shape, dtype or device, or no longer tied.
@@ -148,12 +134,12 @@ class FlatModel:
 
     # --- batches --------------------------------------------------------------------------------------------------
     def begin_batch(self, weight: float = 1.0, *, ends_epoch: bool = False) -> None:
-        """Begin a batch, before its forward pass. A loop that never says so has batches of weight 1.
+        """Begin a batch, before its forward pass. Loops that never call this have batches of weight 1.
 
         Args:
-            weight: this rank's number of samples in the step over the workers' mean number. A batch of weight 0 leaves
-                no trace in gradients or buffers.
-            ends_epoch: it is the last one of an epoch, after which gradients may be fewer than is said.
+            weight: this rank's samples in the step over the workers' mean. A batch of weight 0 leaves no trace in
+                gradients or buffers.
+            ends_epoch: it is the last batch of an epoch, so that an accumulation may be incomplete.
         """
         self._buffers.restore()
         if weight == 0.0:
@@ -161,32 +147,32 @@ class FlatModel:
         self.passes.begin_batch(weight, ends_epoch=ends_epoch)
 
     def end_batches(self) -> None:
-        """End the last batch of a loop: backward passes that follow weigh 1, and count as of no new batch."""
+        """End the last batch of a loop: later backward passes weigh 1 and belong to no new batch."""
         self._buffers.restore()
         self.passes.end_batches()
 
     @property
     def weight(self) -> float:
-        """Return the weight of the batch that began last."""
+        """The weight of the latest batch."""
         return self.passes.weight
 
     def restore_buffers(self) -> None:
-        """Undo the changes of a batch of weight 0 to the buffers."""
+        """Undo what a batch of weight 0 has changed in the buffers."""
         self._buffers.restore()
 
     def accept_buffers(self) -> None:
-        """Leave the buffers as they are now: they are of all ranks, and a batch of weight 0 has added nothing."""
+        """Keep the buffers as they are now: they come from all ranks, and a batch of weight 0 has added nothing."""
         self._buffers.forget()
 
     def exempt_buffers(self, tensors: Iterable[Tensor]) -> None:
-        """Let buffers change also in a batch of weight 0, as they change by all ranks' batches together."""
+        """Let these buffers change also in a batch of weight 0, because they come from all ranks' batches."""
         self._buffers.exempt(tensors)
 
     def admit(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Train these parameters, too, from here on, once they are not frozen.
+        """Train these parameters too, as soon as they are not frozen.
 
         Raises:
-            ConfigError: one is not the module's, or was trainable and left out when the model was wrapped.
+            ConfigError: one is not in this view.
         """
         parameters = list(parameters)
         own = {id(slot.tensor): slot.name for slot in self._all_slots}
@@ -198,76 +184,85 @@ class FlatModel:
         self._only = None if self._only is None else self._only | set(map(id, parameters))
 
     # --- gradients ------------------------------------------------------------------------------------------------
+    @property
+    def grads(self) -> tuple[Tensor, ...]:
+        """The flat gradients, like `params`; zero at first. Empty after `leave_gradients`."""
+        return self._gradients.flats
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Ranges of `grads`, in the order in which the backward pass completes them."""
+        return self._gradients.buckets
+
     def leave_gradients(self) -> None:
-        """Leave gradients where autograd makes them, from here on: nothing is copied, there are no `grads`."""
-        self._watch_gradients(flat=False)
+        """Leave gradients where autograd makes them: nothing is copied, and there are no `grads` or buckets."""
+        self._gradients.leave()
 
     def move_gradients(self, flats: Sequence[Tensor]) -> None:
-        """Keep gradients in other memory from here on: tensors of zeros, like `params`. Before the first batch."""
-        self._watch_gradients(flat=True, flats=flats)
+        """Keep gradients in `flats`, zeros like `params`. Call it before the first batch."""
+        self._gradients.move(flats)
 
     def settle(self) -> None:
-        """Leave to the optimiser the gradients that count, wherever they are: none from batches of weight 0."""
+        """Hide gradients of batches of weight 0 from the optimiser."""
         self._gradients.settle()
 
     def collect(self) -> Tensor:
-        """Make every element of `grads` valid: zero where a parameter has no gradient, else its gradient.
+        """Make every element of `grads` valid: zeros for a parameter without a gradient.
 
-        From batches of weight 0 no parameter has one.
+        Gradients of batches of weight 0 do not count.
 
         Returns:
-            bool tensor on the CPU, one per trainable parameter: True where it has a gradient.
+            bool tensor on the CPU, one for each trainable parameter: True if it has a gradient.
 
         Raises:
-            ConfigError: a gradient was replaced after its bucket was announced, so others got the old one.
+            ConfigError: a gradient was replaced after its bucket was announced, so that other ranks got the old one.
         """
         return self._gradients.collect()
 
     def release(self, used: Tensor | Sequence[bool]) -> None:
-        """Give the view to each parameter with a True in `used`, and no gradient (None) to the others.
+        """Give its view as gradient to each parameter with a True in `used`, and None to the others.
 
-        `used` is in the order of `names`: the result of `collect()`, or'ed over the ranks. An optimiser then skips
-        exactly the parameters that a plain run on the ranks' joint batch would skip.
+        `used`, in the order of `names`, is the result of `collect()` or'ed over the ranks. Then an optimiser skips the
+        same parameters as in a plain run on the ranks' joint batch.
         """
         self._gradients.release(used)
 
     def reveal(self) -> None:
-        """Give back gradients that a batch of weight 0 has hidden from the optimiser, as zeros to be read."""
+        """Set hidden gradients, those of batches of weight 0, to zeros that the loop can read."""
         self._gradients.reveal()
 
     def unscale(self, factor: float) -> None:
-        """Multiply the gradients, which counts as no change of them."""
+        """Multiply the gradients; this does not count as a change by the loop."""
         self._gradients.unscale(factor)
 
     def changed_since_backward(self) -> bool:
-        """Tell whether somebody has changed gradients since the last backward pass ended, such as by clipping them."""
+        """Tell whether the loop has changed gradients since the last backward pass, such as by clipping."""
         return self.passes.changed_since() or (bool(self.passes) and self._gradients.some_replaced())
 
     def nonfinite(self, bucket: Bucket | None = None) -> list[str]:
-        """Name the parameters whose gradient holds NaN or infinity; none as a rule.
+        """Name the parameters whose gradient holds NaN or infinity.
 
-        One read of the gradients (of `bucket`, or of all, collected or settled): a NaN or an infinity survives in the
-        sum. Only where the sum is not finite (it may also have overflowed) is each gradient looked at. Waits for the
-        device.
+        Reads the gradients once (those of `bucket`, or all), as NaN and infinity survive in a sum. Only if the sum is
+        not finite (it may also overflow) is each gradient looked at. Waits for the device.
         """
         return self._gradients.nonfinite(bucket)
 
     # --- buckets --------------------------------------------------------------------------------------------------
     def on_bucket_ready(self, callback: Callable[[Bucket], None] | None) -> None:
-        """Set a callback for each bucket, in order, once all of its parameters have their gradient.
+        """Call `callback` for each bucket, in order, as soon as all of its parameters have their gradient.
 
-        It runs during the backward pass, on autograd's thread and with the stream that the gradient was written on.
+        It runs during the backward pass, on autograd's thread, with the stream that the gradient was written on.
         """
-        self._gradients.announcer.callback = callback
+        self._gradients.on_bucket_ready(callback)
 
     def begin(self, announce: bool = True, passes: int = 1) -> None:
-        """Begin a step of `passes` backward passes, in the last of which buckets are announced; or not at all."""
+        """Begin a step of `passes` backward passes; the last one announces buckets if `announce`."""
         self._gradients.announcer.begin(announce, passes)
 
     def flush(self) -> Tensor:
-        """Collect, announce every bucket not yet announced, and return the flags of parameters with a gradient.
+        """Collect, announce all remaining buckets, and return the flags of parameters with a gradient.
 
-        Until the next `begin()` a further gradient is refused, whatever the last pass was armed for.
+        Further gradients are refused until the next `begin()`.
         """
         used = self.collect()
         self._gradients.announcer.flush()
@@ -275,11 +270,11 @@ class FlatModel:
 
     # --- values ---------------------------------------------------------------------------------------------------
     def copy_params(self) -> tuple[Tensor, ...]:
-        """Copy `params`, as new tensors."""
+        """Return copies of `params`."""
         return tuple(flat.clone() for flat in self.params)
 
     def load_params(self, tensors: Sequence[Tensor]) -> None:
-        """Copy `tensors` (as from `copy_params`, on any device) into `params`."""
+        """Copy `tensors`, like `params` and on any device, into `params`."""
         check_values("tensors", tensors, self.params)
         for flat, tensor in zip(self.params, tensors, strict=True):
             flat.copy_(tensor.detach())
@@ -288,11 +283,11 @@ class FlatModel:
     def swapped(
         self, params: Sequence[Tensor] | None = None, buffers: Sequence[Tensor] | None = None
     ) -> Iterator[None]:
-        """Give the module other values inside the context; afterwards its own again, to the bit.
+        """Give the module other values inside the context, and its own again afterwards, to the bit.
 
-        The tensors given (shapes and dtypes as `params` and `buffers`, same device) become the module's memory, so
-        that nothing is copied and the original memory, which other ranks may be reading, is never written. Changes
-        made inside the context land in the tensors given and end with it. None: keep one's own.
+        The given tensors (like `params` and `buffers`, on the same device) become the module's memory. Nothing is
+        copied, and the original memory, which other ranks may be reading, is never written. Changes inside the context
+        go to the given tensors. None keeps the module's own values.
         """
         own_params, own_buffers = self.params, self.buffers
         new_params = own_params if params is None else tuple(params)
@@ -316,30 +311,30 @@ class FlatModel:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the trainable parameters, in the order of `names`."""
-        return [slot.tensor for slot in self._slots]
+        return [cast(nn.Parameter, slot.tensor) for slot in self._slots]
 
     def views(self, flats: Sequence[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each trainable parameter, in the order of `names`, and its part of `flats`, tensors like `params`."""
+        """Yield each trainable parameter, in the order of `names`, with its part of `flats`, tensors like `params`."""
         for slot in self._slots:
-            yield slot.tensor, slot.view(flats[slot.group])
+            yield cast(nn.Parameter, slot.tensor), slot.view(flats[slot.group])
 
     def mark(self) -> None:
-        """Remember the parameters' values, for `touched` to compare with."""
+        """Remember the parameters' values for `touched`."""
         self._marked = sums(self.params)
 
     def touched(self) -> bool:
-        """Tell whether the parameters have other values than at the last `mark`."""
+        """Tell whether the parameters have changed since `mark`."""
         return self._marked != sums(self.params)
 
     def sketch(self) -> list[tuple[float, float]]:
-        """Return the sum and the 2-norm of each of `params`: equal replicas have the same, but for rounding."""
+        """Return the sum and the 2-norm of each of `params`; those of equal replicas differ only by rounding."""
         return [sum_and_norm(flat) for flat in self.params]
 
     def changes(self) -> list[int | bytes]:
-        """Count changes of each parameter by torch's functions, and tell its memory; with some of the values.
+        """Return values that differ after changes of parameters: torch's counts, memory addresses, some of the values.
 
-        Writes into `p.data` (`p.data.clamp_()`) are not counted by torch: they are seen where one of these values, up
-        to 256 of each of `params`, is another.
+        torch does not count writes into `p.data` (`p.data.clamp_()`), which are noticed if they change one of up to 256
+        values of each of `params`.
         """
         counts: list[int | bytes] = [self.moves]
         for slot in self._slots:
@@ -354,10 +349,10 @@ class FlatModel:
 
     # --- agreement ------------------------------------------------------------------------------------------------
     def refresh(self) -> None:
-        """Take in changes of the module since the last step. Costs less than a microsecond a parameter.
+        """Move parameters back that were given other memory, with their new values. Costs less than 1 µs a parameter.
 
-        Parameters that were given other memory (`p.data = ...`, `vector_to_parameters`, `.double().float()`) move back
-        with their new values. One that was frozen stays where it is, and has no gradient.
+        They move by `p.data = ...`, `vector_to_parameters` or `.double().float()`, for example. A parameter that was
+        frozen stays where it is, and has no gradient.
 
         Raises:
             ConfigError: a parameter was replaced, added, removed, or given another dtype or device.
@@ -366,7 +361,7 @@ class FlatModel:
             self._check_structure()
         for slot in self._all_slots:
             if slot.moved():
-                slot.take_back((self.params if slot.trainable else self.frozen)[slot.group])
+                slot.move_back((self.params if slot.trainable else self.frozen)[slot.group])
                 self.moves += 1
 
     def _check_structure(self) -> None:
@@ -377,23 +372,27 @@ class FlatModel:
 
     @property
     def unfrozen(self) -> str | None:
-        """Name a parameter to train that was frozen when the model was wrapped, and is not any more."""
+        """The name of a parameter that was frozen when the model was wrapped, and is to be trained now."""
         thawed = (slot for slot in self._frozen_slots if slot.tensor.requires_grad and self.trains(slot.tensor))
         return next((slot.name for slot in thawed), None)
 
     def buffer_tensors(self) -> list[Tensor]:
-        """Return the module's own buffers, each once, in the same order until one is new or gone."""
+        """Return the module's own buffers, each once, in a fixed order."""
         return self._buffers.tensors()
 
     def lay_out_again(self) -> None:
-        """Make parameters that have been unfrozen trainable: `params`, `grads`, `buckets` and `names` are new.
+        """Make unfrozen parameters trainable: `params`, `grads`, `buckets` and `names` become new objects.
 
-        Gradients stay, those of such a parameter weighed as the others' were. Whatever holds the old memory must let
-        go of it.
+        Gradients stay; those of an unfrozen parameter are weighed as the others were. Nobody may go on using the old
+        memory.
         """
         new = {id(slot.tensor) for slot in self._frozen_slots if slot.tensor.requires_grad}
         held = [(slot.tensor, slot.tensor.grad) for slot in self._all_slots]
-        self._lay_out(self._gradients.announcer.callback)
+        check_flattenable(self._named(), [])
+        before = self._gradients
+        before.remove_hooks()
+        self._lay_out(before.flat)
+        self._gradients.on_bucket_ready(before.callback)
         views = {id(parameter): view for parameter, view in self._gradients.views()}
         for tensor, grad in held:
             if grad is None:
@@ -404,10 +403,10 @@ class FlatModel:
                 tensor.grad = views[id(tensor)].copy_(grad)
 
     def layout(self) -> dict[str, Any]:
-        """Describe the places of the tensors in `params`, `frozen` and `buffers`, see `Slot.place`.
+        """Describe the places of tensors in `params`, `frozen` and `buffers`, see `Slot.place`.
 
-        `also` has the other names of tensors that the module has in several places, each with the one that counts;
-        `beside` names those that its state dict lacks, such as parameters of a loss.
+        `also` maps further names of tied tensors to the name used here; `beside` names tensors that the module's state
+        dict lacks, such as parameters of a loss.
         """
         names = {id(slot.tensor): slot.name for slot in (*self._all_slots, *self._buffers.slots)}
         module, known = self.module, self.module.state_dict(keep_vars=True)
@@ -420,15 +419,15 @@ class FlatModel:
         return {key: [slot.place() for slot in own] for key, own in slots.items()} | {"also": also, "beside": beside}
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """Return the name of a parameter that this view is of; None for another one."""
+        """Return the name of a parameter of this view; None for another one."""
         return next((slot.name for slot in self._all_slots if slot.tensor is parameter), None)
 
     def description(self) -> str:
-        """Describe each tensor in a line: name, role, dtype, shape, group; `describe_difference` compares two."""
+        """Describe each tensor in a line: name, role, dtype, shape, group."""
         return describe(self._all_slots, self._buffers.slots)
 
     def signature(self) -> str:
-        """Return the description's sha256, in hexadecimal; equal on ranks whose flat memory is laid out alike."""
+        """Return the description's sha256; it is equal on ranks with the same layout of flat memory."""
         return hashlib.sha256(self.description().encode()).hexdigest()
 
     def close(self) -> None:
@@ -436,4 +435,4 @@ class FlatModel:
         self._gradients.remove_hooks()
         self.passes.end_batches()
         self.passes.on_end(None)
-        self._gradients.announcer.callback = None
+        self._gradients.on_bucket_ready(None)

@@ -1,4 +1,4 @@
-"""Keep a module's buffers in flat memory, also where the module replaces them."""
+"""A module's buffers in flat memory, even if the module replaces them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hpcdist.model.slots import Slot, flatten, kind
 
 
 class FlatBuffers:
-    """Keep the buffers of a module in flat memory.
+    """The buffers of a module in flat memory.
 
     Attributes:
-        flats: one tensor per (dtype, device).
+        flats: one tensor for each (dtype, device).
     """
 
     def __init__(self, module: nn.Module):
         self._module = module
-        self._kept: list[Tensor] = []  # values from before a batch that is to leave no trace
+        self._kept: list[Tensor] = []  # values from before a batch of weight 0
         self._joint: list[Tensor] = []
         self.slots, self.flats = flatten(module.named_buffers())
         slots = {id(slot.tensor): slot for slot in self.slots}
@@ -27,9 +27,9 @@ class FlatBuffers:
         self._places = [(name, owner, key, slots[id(t)]) for name, owner, key, t in _buffer_places(module)]
 
     def tensors(self) -> list[Tensor]:
-        """Return the buffers as the module has them now, each once, whether `sync` has taken them in or not."""
+        """Return the buffers as the module has them now, each once, with or without `sync`."""
         now = {slot.name: owner._buffers.get(key) for _, owner, key, slot in self._places}
-        return [slot.tensor if now[slot.name] is None else now[slot.name] for slot in self.slots]
+        return [slot.tensor if (tensor := now[slot.name]) is None else tensor for slot in self.slots]
 
     def sync(self) -> None:
         """Copy buffers that the module has replaced (`self.mean = new`) into flat memory and bind them again.
@@ -55,10 +55,10 @@ class FlatBuffers:
                     "Change them in place (copy_), or untie them first and wrap after."
                 )
         for slot in self.slots:
-            self._take(slot, current[slot.name])
+            self._move_in(slot, current[slot.name])
         self._restore_places()
 
-    def _take(self, slot: Slot, tensor: Tensor) -> None:
+    def _move_in(self, slot: Slot, tensor: Tensor) -> None:
         if tensor is slot.tensor and not slot.moved():
             return
         flat = self.flats[slot.group]
@@ -77,9 +77,9 @@ class FlatBuffers:
             slot.bind(flats[slot.group])
         self._restore_places()
 
-    # --- a batch that leaves no trace -----------------------------------------------------------------------------
+    # --- batches of weight 0 --------------------------------------------------------------------------------------
     def exempt(self, tensors: Iterable[Tensor]) -> None:
-        """Let these buffers change in a batch of weight 0 too: they are of all ranks' batches together."""
+        """Let these buffers change in a batch of weight 0 too, because they come from all ranks' batches."""
         self._joint = list(tensors)
 
     def keep(self) -> None:
@@ -88,7 +88,7 @@ class FlatBuffers:
         self._kept = [flat.clone() for flat in self.flats]
 
     def restore(self) -> None:
-        """Restore the values that were kept, but for exempt buffers; once."""
+        """Restore the remembered values once, except those of exempt buffers."""
         kept, self._kept = self._kept, []
         if not kept:
             return
@@ -100,7 +100,7 @@ class FlatBuffers:
             tensor.copy_(values)
 
     def forget(self) -> None:
-        """Leave the values as they are: there is nothing to restore."""
+        """Drop the remembered values."""
         self._kept = []
 
     def _restore_places(self) -> None:
@@ -110,7 +110,7 @@ class FlatBuffers:
 
 
 def _buffer_places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield (full name, owner, attribute, tensor) of every buffer; a tensor that is registered twice comes twice."""
+    """Yield (full name, owner, attribute, tensor) of every buffer, and of a tensor registered twice both."""
     for prefix, owner in module.named_modules():
         for key, tensor in owner.named_buffers(prefix, recurse=False, remove_duplicate=False):
             yield key, owner, key.removeprefix(f"{prefix}."), tensor

@@ -1,9 +1,11 @@
-"""Watch the gradients of a model's parameters through backward passes and steps, and keep them in flat memory."""
+"""The gradients of a model's parameters in backward passes and steps, in flat memory or where autograd puts them."""
 
 from __future__ import annotations
 
 import cmath
+import threading
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,24 +17,18 @@ from hpcdist.model.slots import Slot
 
 
 class Gradients:
-    """Keep the gradients of the trainable parameters in flat memory; `FlatModel` says how to use them.
+    """The gradients of the trainable parameters; `FlatModel` explains how to use them.
 
-    A hook on each parameter copies a gradient that autograd has made elsewhere into its flat slice; or, where they are
-    not flat, leaves it there. Gradients that only batches of weight 0 have made count as none.
-
-    Attributes:
-        flats: one tensor per group of parameters, of the same shapes; zero at first. Empty where they are not flat.
-        buckets: ranges of them, in the order in which the backward pass completes them.
-        announcer: notes what has arrived, and announces buckets.
+    A hook on each parameter copies a gradient that autograd has made elsewhere into its flat slice. Flat memory is made
+    at the first use, unless `leave` or `move` has been called before. Gradients that only batches of weight 0 have made
+    count as none.
 
     Args:
         slots: of the trainable parameters.
         params: their flat memory.
-        passes: the backward passes whose gradients these are.
-        caps: bytes of a bucket, and of the first one of each group.
-        refresh: raises ConfigError where a parameter is of another dtype, shape or device than its slot.
-        flat: False leaves gradients where autograd makes them: there are no `flats`, no buckets, nothing to announce.
-        flats: memory for them, of zeros; new if None.
+        caps: bytes of a bucket, and of the first bucket of each group.
+        refresh: raises ConfigError if a parameter has another dtype, shape or device than its slot.
+        flat: False leaves gradients where autograd makes them: no flat memory, no buckets, no announcements.
     """
 
     def __init__(
@@ -44,14 +40,15 @@ class Gradients:
         refresh: Callable[[], None],
         *,
         flat: bool = True,
-        flats: Sequence[Tensor] | None = None,
     ):
-        self._slots, self._passes, self._refresh, self.flat = slots, passes, refresh, flat
-        self.flats = tuple(map(torch.zeros_like, params) if flats is None else flats) if flat else ()
-        self.buckets = make_buckets(slots, self.flats, *caps)
-        self.announcer = Announcer(self.buckets, tuple(slot.name for slot in slots if flat))
-        self._views = [slot.view(self.flats[slot.group]) for slot in slots if flat]
-        self._pointers = [view.data_ptr() for view in self._views]
+        self._slots, self._params, self._passes, self._caps, self._refresh = slots, params, passes, caps, refresh
+        self.flat = flat
+        self._flats: tuple[Tensor, ...] = ()
+        self._announcer: Announcer | None = None  # made with the flat memory
+        self.callback: Callable[[Bucket], None] | None = None
+        self._lock = threading.Lock()
+        self._views: list[Tensor] = []
+        self._pointers: list[int] = []
         self._blank = [False] * len(slots)  # gradients that only batches of weight 0 have made
         self._hidden: list[int] = []  # those of them that the optimiser must not see
         self._hooks = [
@@ -63,21 +60,70 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
 
+    # --- memory ---------------------------------------------------------------------------------------------------
+    @property
+    def flats(self) -> tuple[Tensor, ...]:
+        """One tensor for each group of parameters, of the same shape, zero at first; none if they are not flat."""
+        self._laid_out()
+        return self._flats
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Ranges of `flats`, in the order in which the backward pass completes them."""
+        return self._laid_out().buckets
+
+    @property
+    def announcer(self) -> Announcer:
+        """Counts arrivals and announces buckets."""
+        return self._laid_out()
+
+    def on_bucket_ready(self, callback: Callable[[Bucket], None] | None) -> None:
+        self.callback = callback
+        if self._announcer is not None:
+            self._announcer.callback = callback
+
+    def leave(self) -> None:
+        """Leave gradients where autograd makes them."""
+        self.flat = False
+        self._lay_out(())
+
+    def move(self, flats: Sequence[Tensor]) -> None:
+        """Keep gradients in `flats`, zeros like `params`."""
+        self.flat = True
+        self._lay_out(tuple(flats))
+
+    def _laid_out(self) -> Announcer:
+        if self._announcer is None:
+            with self._lock:  # gradients of several devices arrive on several threads
+                if self._announcer is None:
+                    self._lay_out(tuple(map(torch.zeros_like, self._params)) if self.flat else ())
+        return cast(Announcer, self._announcer)
+
+    def _lay_out(self, flats: tuple[Tensor, ...]) -> None:
+        self._flats = flats
+        self._views[:] = [slot.view(flats[slot.group]) for slot in self._slots if self.flat]
+        self._pointers[:] = [view.data_ptr() for view in self._views]
+        names = tuple(slot.name for slot in self._slots if self.flat)
+        announcer = Announcer(make_buckets(self._slots, flats, *self._caps), names)
+        announcer.callback = self.callback
+        self._passes.grads = flats
+        self._announcer = announcer
+
     # --- backward passes ------------------------------------------------------------------------------------------
     def _make_hook(self, position: int) -> Callable[[Tensor], None]:
-        views, pointers, announcer, passes = self._views, self._pointers, self.announcer, self._passes
-        blank, flat = self._blank, self.flat
+        views, pointers, blank, passes = self._views, self._pointers, self._blank, self._passes
 
         def hook(parameter: Tensor) -> None:
             task = torch._C._current_graph_task_id()
+            announcer = self._announcer or self._laid_out()
             if task != passes.current:
                 passes.begin(task)
             grad = parameter.grad
-            if not flat:
+            if not self.flat:
                 if grad is None or grad.requires_grad or grad.layout is not torch.strided:
                     parameter.grad = self._plain(position, grad)
             elif grad is not views[position] or grad.data_ptr() != pointers[position]:
-                self._take(position, grad)
+                self._move_in(position, grad)
             if passes.weight != 0.0:
                 blank[position] = False
             elif passes.is_first(parameter):
@@ -87,17 +133,17 @@ class Gradients:
 
         return hook
 
-    def _take(self, position: int, grad: Tensor | None) -> None:
-        """Copy a gradient that lies elsewhere into its flat slice, and make the slice the parameter's gradient."""
+    def _move_in(self, position: int, grad: Tensor | None) -> None:
+        """Copy a gradient from elsewhere into its flat slice, and make the slice the parameter's gradient."""
         slot, grad = self._slots[position], self._plain(position, grad)
         if grad.dtype != slot.dtype or grad.shape != slot.shape:
-            self._refresh()  # says so of the parameter
+            self._refresh()  # raises the error about the parameter
         view = self._view(position)
         view.copy_(grad)
         slot.tensor.grad = view
 
     def _plain(self, position: int, grad: Tensor | None) -> Tensor:
-        """Return a gradient as a dense tensor; raise ConfigError where there is none, or it has a graph."""
+        """Return a gradient as a dense tensor; raise ConfigError if there is none, or if it has a graph."""
         if grad is None or grad.requires_grad:
             flaw = "one with a graph; use torch.autograd.grad(..., create_graph=True) for inner gradients"
             taken = "none; let no other hook take it away (optimiser steps during the backward pass do)"
@@ -107,18 +153,19 @@ class Gradients:
         return grad if grad.layout is torch.strided else grad.to_dense()
 
     def _view(self, position: int) -> Tensor:
-        """Return the view of a flat gradient; a new one where `p.grad.data = ...` has moved it, as `.float()` does."""
+        """Return the view of a flat gradient, made anew if `p.grad.data = ...` has moved it, as `.float()` does."""
         if self._views[position].data_ptr() != self._pointers[position]:
             slot = self._slots[position]
             self._views[position] = slot.view(self.flats[slot.group])
         return self._views[position]
 
     def views(self) -> list[tuple[Tensor, Tensor]]:
-        """Return each trainable parameter, and the view that is its gradient; none where they are not flat."""
+        """Return each trainable parameter with the view that is its gradient; none if they are not flat."""
+        self._laid_out()
         return [(slot.tensor, view) for slot, view in zip(self._slots, self._views)]
 
     def some_replaced(self) -> bool:
-        """Tell whether a gradient lies elsewhere than in its slice, as after `p.grad = ...`."""
+        """Tell whether a gradient is not in its slice, as after `p.grad = ...`."""
         return any(map(self._replaced, range(len(self._views))))
 
     def _replaced(self, position: int) -> bool:
@@ -128,6 +175,7 @@ class Gradients:
     # --- a step ---------------------------------------------------------------------------------------------------
     def collect(self) -> Tensor:
         """Make every element of `flats` valid; see `FlatModel.collect`."""
+        announcer = self._laid_out()
         self._hide()
         used = [True] * len(self._slots)
         counts = self._passes.contributes
@@ -136,17 +184,17 @@ class Gradients:
             if grad is view and grad.data_ptr() == self._pointers[position]:
                 continue
             used[position] = grad is not None
-            if self.announcer.announced(position):
-                self._require_in_place(position, counts)
+            if announcer.announced(position):
+                self._require_in_place(announcer, position, counts)
             elif grad is None:
                 self._view(position).zero_()
             else:
-                self._take(position, grad)
+                self._move_in(position, grad)
         self._weigh_by_hand()
         return torch.tensor(used, dtype=torch.bool)
 
     def settle(self) -> None:
-        """Leave to the optimiser the gradients that count; see `FlatModel.settle`."""
+        """Hide gradients that do not count; see `FlatModel.settle`."""
         if self.flat:
             self.release(self.collect())
             return
@@ -155,8 +203,8 @@ class Gradients:
         self._blank[:] = [False] * len(self._blank)
 
     def _hide(self) -> None:
-        """Take gradients that count for nothing away from their parameters."""
-        # What earlier passes, or the last step, have left may be the mean of all.
+        """Remove gradients that do not count from their parameters."""
+        # Gradients of earlier passes, or of the last step, may be the mean of all ranks.
         passes = self._passes
         used_before = passes.used and not self.some_replaced()
         stays = passes.contributes or (passes.weighs and (bool(passes) or used_before))
@@ -168,13 +216,13 @@ class Gradients:
                 self._hidden.append(position)
 
     def _tensors(self) -> Sequence[Tensor]:
-        """Return the tensors that all gradients are in."""
+        """Return the tensors that hold all gradients."""
         return self.flats if self.flat else [s.tensor.grad for s in self._slots if s.tensor.grad is not None]
 
-    def _require_in_place(self, position: int, counts: bool) -> None:
-        """Raise ConfigError where a gradient was replaced, or taken away, after it has been announced."""
+    def _require_in_place(self, announcer: Announcer, position: int, counts: bool) -> None:
+        """Raise ConfigError if a gradient was replaced or removed after it had been announced."""
         slot = self._slots[position]
-        arrived = counts and not self._blank[position] and self.announcer.arrived[position]
+        arrived = counts and not self._blank[position] and announcer.arrived[position]
         if slot.tensor.grad is not None or arrived:
             raise ConfigError(
                 f"the gradient of {slot.name!r} must be changed in place once its bucket is announced; got "
@@ -183,7 +231,7 @@ class Gradients:
             )
 
     def _weigh_by_hand(self) -> None:
-        """Weigh gradients that the loop has put there itself, so that no tensor's hook has."""
+        """Weigh gradients that the loop has assigned itself, so that no hook has weighed them."""
         passes = self._passes
         if not passes.weighed and passes.weighs and passes.weight not in (0.0, 1.0):
             passes.weighed = True
@@ -191,7 +239,7 @@ class Gradients:
                 tensor.mul_(passes.weight)
 
     def release(self, used: Tensor | Sequence[bool]) -> None:
-        """Give the view to each parameter with a True in `used`, and no gradient (None) to the others."""
+        """See `FlatModel.release`."""
         flags = torch.as_tensor(used).tolist()
         if len(flags) != len(self._slots):
             raise ConfigError(f"used must be {len(self._slots)} flags, one per trainable parameter; got {len(flags)}.")
@@ -200,7 +248,7 @@ class Gradients:
         self._blank[:] = [False] * len(self._blank)
 
     def reveal(self) -> None:
-        """Give back gradients that a batch of weight 0 has hidden from the optimiser, as zeros to be read."""
+        """See `FlatModel.reveal`."""
         hidden, self._hidden = self._hidden, []
         for position in hidden:
             slot = self._slots[position]
@@ -208,16 +256,16 @@ class Gradients:
                 slot.tensor.grad = self._view(position).zero_() if self.flat else torch.zeros_like(slot.tensor)
 
     def unscale(self, factor: float) -> None:
-        """Multiply the gradients, which counts as no change of them."""
+        """See `FlatModel.unscale`."""
         for slot in self._slots:
             if slot.tensor.grad is not None:
                 slot.tensor.grad.mul_(factor)
         self._passes.note()
 
     def nonfinite(self, bucket: Bucket | None = None) -> list[str]:
-        """Name the parameters whose gradient holds NaN or infinity; see `FlatModel.nonfinite`."""
+        """See `FlatModel.nonfinite`."""
         if all(cmath.isfinite(t.sum().item()) for t in (self._tensors() if bucket is None else (bucket.grads,))):
             return []
         within = None if bucket is None else set(bucket.params)
-        suspects = (s for s in self._slots if (within is None or s.name in within) and s.tensor.grad is not None)
-        return [slot.name for slot in suspects if not torch.isfinite(slot.tensor.grad).all()]
+        suspects = [(s.name, s.tensor.grad) for s in self._slots if within is None or s.name in within]
+        return [name for name, grad in suspects if grad is not None and not torch.isfinite(grad).all()]

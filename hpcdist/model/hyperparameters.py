@@ -1,7 +1,7 @@
-"""Send, compare and set the numbers in an optimiser's param_groups: learning rate, momentum, decay...
+"""The numbers in an optimiser's param_groups: learning rate, momentum, decay...
 
-A schedule changes them on the rank where it runs. So they travel with the gradients to where these are applied, and
-ranks that must have the same ones compare them.
+A schedule changes them only on its own rank. So they are sent with the gradients to the ranks that apply these, and
+ranks that need equal ones compare them.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError, MismatchError
 
 _PRIME = (1 << 31) - 1
-_LEFT_OUT = {"params", "initial_lr"}  # the second is a schedule's own, and stays
+_LEFT_OUT = {"params", "initial_lr"}  # the second belongs to the schedule
 _LEAVE_OUT = "Run backward() and step() for every batch on every rank, or leave a batch out on all of them."
 _Place = tuple[int, str, int | None]  # group, setting, and index within a setting that is a tuple
 
 
 class Hyperparameters:
-    """Hold the numbers of all param_groups as one vector of float64, to be sent, compared and set.
+    """The numbers of all param_groups as one vector of float64, to be sent, compared and set.
 
     Booleans, integers and NumPy's numbers count as numbers, tuples (Adam's betas) as several, tensors of one element (a
-    learning rate for `capturable`) as one. The rest (None, names) does not change in training and is left out.
-
-    Args:
-        optimizer: None has no numbers.
+    learning rate for `capturable`) as one. Other values (None, names) do not change in training and are left out.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None):
         self._optimizer = optimizer
         self._places = list(self._find())
 
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self._optimizer is None else self._optimizer.param_groups
+
     def __len__(self) -> int:
         return len(self._places)
 
     def _find(self) -> Iterator[_Place]:
-        for number, group in enumerate(self._optimizer.param_groups if self._optimizer is not None else ()):
+        for number, group in enumerate(self._groups):
             for key, value in group.items():
                 if key in _LEFT_OUT:
                     continue
@@ -52,12 +53,12 @@ class Hyperparameters:
                     yield number, key, None
 
     def values(self) -> list[float]:
-        """Return the numbers, as they are now.
+        """Return the current numbers.
 
         Raises:
-            ConfigError: settings or groups have come or gone.
+            ConfigError: settings or groups were added or removed.
         """
-        groups = self._optimizer.param_groups if self._optimizer is not None else ()
+        groups = self._groups
         try:
             items = [groups[n][key] if index is None else groups[n][key][index] for n, key, index in self._places]
             return [float(value) for value in items]
@@ -75,9 +76,9 @@ class Hyperparameters:
         ]
 
     def set(self, values: Sequence[float]) -> None:
-        """Write the numbers into the param_groups, each in the type that is there if that can hold it."""
+        """Write the numbers into the param_groups, each in its old type if that can hold it."""
         for (number, key, index), value in zip(self._places, values, strict=True):
-            group = self._optimizer.param_groups[number]
+            group = self._groups[number]
             old = group[key] if index is None else group[key][index]
             if isinstance(old, Tensor):
                 old.fill_(value)
@@ -89,13 +90,13 @@ class Hyperparameters:
                 group[key] = type(group[key])(new if i == index else v for i, v in enumerate(group[key]))
 
     def digest(self, *others: float) -> int:
-        """Return a checksum of 31 bits, of `others` too."""
+        """Return a checksum of the numbers and of `others`, 31 bits."""
         values = [*self.values(), *others]
         return zlib.crc32(struct.pack(f"{len(values)}d", *values)) >> 1
 
 
 def _as_type(kind: Any, value: float) -> Any:
-    """Return the number in a type, or as it is where that can't hold it: the integer 0 may become 0.3."""
+    """Convert a number to a type if that can hold it: the integer 0 may become 0.3."""
     if issubclass(kind, bool):
         return kind(round(value))
     if issubclass(kind, Integral) and not value.is_integer():
@@ -104,11 +105,7 @@ def _as_type(kind: Any, value: float) -> Any:
 
 
 def require_equal_values(comm: Communicator, mine: Hyperparameters, step: int, batch: int = 0) -> None:
-    """Collective. Check that all ranks have the same numbers, and are at the same batch. Sends 16 bytes, as a rule.
-
-    Raises:
-        MismatchError: they differ.
-    """
+    """Collective. Raise MismatchError if ranks have different numbers or are at different batches. Sends 16 bytes."""
     word = torch.tensor(digests(mine.digest(batch)), dtype=torch.int64)
     comm.allreduce(word)
     if not sums_are_of_equals(word.tolist(), len(comm.failures.living)):
@@ -116,19 +113,19 @@ def require_equal_values(comm: Communicator, mine: Hyperparameters, step: int, b
 
 
 def digests(digest: int) -> list[int]:
-    """Return the two numbers, d and d² modulo a prime, whose sums over ranks `sums_are_of_equals` looks at."""
+    """Return d and d² modulo a prime, whose sums over the ranks `sums_are_of_equals` checks."""
     return [digest, digest * digest % _PRIME]
 
 
 def sums_are_of_equals(sums: Sequence[int], count: int) -> bool:
-    """Tell whether Σd and Σ(d² mod a prime) can be of `count` equal digests d: the same verdict on every rank."""
+    """Tell whether Σd and Σ(d² mod a prime) can come from `count` equal digests d."""
     total, squares = sums
     digest, rest = divmod(total, count)
     return rest == 0 and squares == count * (digest * digest % _PRIME)
 
 
 def difference(comm: Communicator, mine: Hyperparameters, step: int) -> MismatchError:
-    """Collective. Make the error that names the number and the rank that differ."""
+    """Collective. Make the error that names the differing number and rank."""
     values = {rank: numbers for rank, numbers in enumerate(comm.gather(mine.values())) if numbers is not None}
     error = unequal(mine, values, f"every rank at step {step}")
     if error is not None:
@@ -137,7 +134,7 @@ def difference(comm: Communicator, mine: Hyperparameters, step: int) -> Mismatch
 
 
 def unequal_steps(counts: Mapping[int, int], what: str) -> MismatchError | None:
-    """Make the error for ranks whose steps differ, by a count of `what` on each; None where all are equal."""
+    """Make the error for ranks whose numbers of `what` differ; None if they are equal."""
     if len(set(counts.values())) < 2:
         return None
     listed = ", ".join(f"{count} on rank {rank}" for rank, count in sorted(counts.items()))
@@ -145,10 +142,10 @@ def unequal_steps(counts: Mapping[int, int], what: str) -> MismatchError | None:
 
 
 def unequal(mine: Hyperparameters, values_of: Mapping[int, Sequence[float]], where: str) -> MismatchError | None:
-    """Make the error that names the first number in which a rank differs from the lowest one; None of equal ones."""
+    """Make the error that names the first number in which a rank differs from the lowest rank; None if none does."""
     first = min(values_of)
     for rank, values in sorted(values_of.items()):
-        for name, own, theirs in zip(mine.names(), values_of[first], values):  # more may have come along with them
+        for name, own, theirs in zip(mine.names(), values_of[first], values):  # more numbers may follow
             if own != theirs:
                 return MismatchError(
                     f"hyper-parameters must be the same on {where}; {name} is {own:.6g} on rank {first} and "

@@ -1,4 +1,4 @@
-"""Average the local optimiser's state that lies along the parameters: momentum, mean squares."""
+"""Averages of the local optimiser's tensors with the shape of a parameter: momentum, mean squares."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from torch import Tensor, nn
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
 
-_ALONG = "along"  # in the place of a value
+_ALONG = "along"  # stands for a tensor with the shape of the parameter
 Described = dict[str, Any]  # of one parameter's state, by name: _ALONG, a number, or [number] for a tensor of one
 
 
 class Moments:
-    """Average tensors of an optimiser's state with their parameter's shape, the same ones on all ranks.
+    """Averages the tensors of an optimiser's state that have the shape of their parameter.
 
-    Scalars, such as Adam's count of steps, stay as they are on each rank. Where a rank has no state for a parameter
-    and another one has (the parameter has had no gradient on the first one yet), it counts as zeros in the mean, and
-    is made, with the scalars of the lowest rank that has them. Left alone is the state of a parameter that also has
-    tensors of other shapes, such as Adafactor's.
+    Scalars, such as Adam's count of steps, are not averaged. If a rank has no state for a parameter, because the
+    parameter has had no gradient there yet, zeros count in the mean, and the state is made with the scalars of the
+    lowest rank that has it. State with tensors of other shapes, such as Adafactor's, is left alone.
 
-    Messages: until every parameter has a state everywhere, one exchange of a few bytes per parameter at each average.
+    Messages: until every parameter has a state on all ranks, one exchange of a few bytes per parameter at each average.
     """
 
     def __init__(self, comm: Communicator, model: FlatModel):
@@ -34,7 +33,7 @@ class Moments:
         """Collective. Replace each tensor of the state by its mean.
 
         Args:
-            mean: replaces flat tensors like `model.params` by their means over some or all ranks. Collective.
+            mean: Collective. Replaces flat tensors like `model.params` by their means over some or all ranks.
         """
         for name in self._names or self._agree(optimizer):
             flats = [torch.zeros_like(flat) for flat in self._model.params]
@@ -46,22 +45,22 @@ class Moments:
                 tensor.copy_(view)
 
     def reset(self) -> None:
-        """Collective. Forget what the ranks agreed on: the optimisers' states have been replaced."""
+        """Collective. Start again, because the optimisers' states have been replaced."""
         self._names = []
 
     def _along(self, optimizer: torch.optim.Optimizer, flats: list[Tensor]) -> Iterator[tuple[Tensor, dict]]:
-        """Yield each parameter's view of `flats`, and the tensors of its state that lie along it, by name."""
+        """Yield each parameter's view of `flats`, with the tensors of its state that have its shape, by name."""
         for parameter, view in self._model.views(flats):
             state = optimizer.state.get(parameter, {})
             yield view, {name: state[name] for name, what in _describe(parameter, state).items() if what == _ALONG}
 
     def _agree(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Collective. Make the state that this rank lacks; return the names of tensors along parameters on any rank."""
+        """Collective. Make missing state; return the names of tensors with their parameter's shape on any rank."""
         places = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
         parameters = [p for p, _ in self._model.views(self._model.params) if p in places]
         own = [_describe(parameter, optimizer.state.get(parameter, {})) for parameter in parameters]
         described = self._comm.gather(own)
-        agreed = [next(filter(None, of_ranks), {}) for of_ranks in zip(*described, strict=True)]
+        agreed: list[Described] = [next(filter(None, of_ranks), {}) for of_ranks in zip(*described, strict=True)]
         lacking = [(p, new) for p, old, new in zip(parameters, own, agreed, strict=True) if new and not old]
         if lacking:
             whole = optimizer.state_dict()  # so that torch puts each tensor on the device where it wants it
@@ -74,7 +73,7 @@ class Moments:
 
 
 def _describe(parameter: nn.Parameter, state: dict[str, Any]) -> Described:
-    """Describe a parameter's state; empty where it holds something that can't be written in JSON."""
+    """Describe a parameter's state; return nothing if JSON can't hold a part of it."""
     described: Described = {}
     for name, value in state.items():
         if not isinstance(value, Tensor) and (value is None or isinstance(value, int | float)):
@@ -89,7 +88,7 @@ def _describe(parameter: nn.Parameter, state: dict[str, Any]) -> Described:
 
 
 def _make_state(parameter: nn.Parameter, described: Described) -> dict[str, Any]:
-    """Make a state of zeros along the parameter, and of the numbers given."""
+    """Make a state of zeros in the parameter's shape, and of the given numbers."""
     state: dict[str, Any] = {}
     for name, what in described.items():
         if what == _ALONG:

@@ -1,4 +1,4 @@
-"""Lay a module's tensors out in flat memory: slots, checks, and the description that ranks compare."""
+"""Places of a module's tensors in flat memory: slots, checks, and the description that ranks compare."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from hpcdist.errors import ConfigError
 
 @dataclass(eq=False)
 class Slot:
-    """Place one tensor of a module at elements [start, stop) of flat tensor number `group`.
+    """The place of a module's tensor: elements [start, stop) of flat tensor number `group`, row-major.
 
-    A tensor of any shape lies there row-major (last dimension fastest). A complex one lies there as pairs (real part,
-    imaginary part), so that whoever sends, sums or compresses flat memory meets real numbers only.
+    A complex tensor lies there as pairs (real part, imaginary part), so that flat memory holds real numbers only.
     """
 
     name: str
-    tensor: Tensor  # the module's own Parameter or buffer object, whose memory the slot is
+    tensor: Tensor  # the module's own Parameter or buffer
     group: int
     start: int
     stop: int
     dtype: torch.dtype
     shape: torch.Size
     trainable: bool
-    pointer: int = 0  # address of the slot's memory, to see later whether the tensor still lies there
+    pointer: int = 0  # address of the slot's memory
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the slot's elements of `flat`, in the shape and dtype of the tensor."""
         return flat[self.start : self.stop].view(self.dtype).view(self.shape)
 
     def bind(self, flat: Tensor) -> None:
-        """Make `flat` the tensor's memory. The tensor object stays the same, so references to it stay valid."""
+        """Make `flat` the memory of the tensor, which stays the same object."""
         self.tensor.data = self.view(flat)
         self.pointer = self.tensor.data_ptr()
 
@@ -46,15 +45,11 @@ class Slot:
         return [self.name, self.group, self.start, self.stop, str(self.dtype), list(self.shape)]
 
     def moved(self) -> bool:
-        """Tell whether somebody gave the tensor other memory, or another dtype."""
+        """Tell whether the tensor was given other memory or another dtype."""
         return self.tensor.data_ptr() != self.pointer or self.tensor.dtype != self.dtype
 
-    def take_back(self, flat: Tensor) -> None:
-        """Move the tensor back from other memory, with its values there.
-
-        Raises:
-            ConfigError: it has another shape, dtype or device.
-        """
+    def move_back(self, flat: Tensor) -> None:
+        """Move the tensor back from other memory, with its values; raise ConfigError if its shape or dtype differ."""
         tensor = self.tensor
         if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != flat.device:
             raise ConfigError(
@@ -67,7 +62,7 @@ class Slot:
 
 
 def flatten(named: Iterable[tuple[str, Tensor]]) -> tuple[list[Slot], tuple[Tensor, ...]]:
-    """Move tensors into flat memory, one per (dtype, device), in the order given and without padding; values stay."""
+    """Move tensors into flat memory, one flat tensor for each (dtype, device), in order and without padding."""
     groups: dict[tuple[torch.dtype, torch.device], int] = {}
     lengths: list[int] = []
     slots: list[Slot] = []
@@ -90,7 +85,7 @@ def flatten(named: Iterable[tuple[str, Tensor]]) -> tuple[list[Slot], tuple[Tens
 
 
 def check_flattenable(parameters: Sequence[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that tensors have dense memory, which no parameter shares with another; raise ConfigError otherwise."""
+    """Raise ConfigError if a tensor is not dense, or shares its memory with a parameter."""
     owners: dict[int, str] = {}  # address of a parameter -> its name
     for name, tensor in [*parameters, *buffers]:
         flaw = _flaw(tensor)
@@ -108,7 +103,7 @@ def check_flattenable(parameters: Sequence[tuple[str, Tensor]], buffers: Iterabl
 
 
 def _flaw(tensor: Tensor) -> str | None:
-    """Name the reason that keeps a tensor out of flat memory, and its remedy; None where there is none."""
+    """Return why a tensor can't lie in flat memory, with a remedy; None if it can."""
     if is_lazy(tensor):
         return "an uninitialised one. Run one batch through the module"
     if tensor.is_meta:
@@ -121,7 +116,7 @@ def _flaw(tensor: Tensor) -> str | None:
 
 
 class Structure:
-    """The places where a module keeps its parameters, to see at little cost whether they have changed."""
+    """The places where a module keeps its parameters, to notice changes quickly."""
 
     def __init__(self, module: nn.Module):
         modules = list(module.modules())
@@ -141,7 +136,7 @@ class Structure:
 
 
 def check_parameters(now: Sequence[tuple[str, Tensor]], slots: Sequence[Slot]) -> None:
-    """Check that these parameters are those of `slots`, the same objects in order; raise ConfigError otherwise."""
+    """Raise ConfigError unless these parameters are those of `slots`, the same objects in order."""
     odd = next((name for (name, tensor), slot in zip(now, slots) if tensor is not slot.tensor), None)
     if odd is None and len(now) != len(slots):
         names = max([name for name, _ in now], [slot.name for slot in slots], key=len)
@@ -154,7 +149,7 @@ def check_parameters(now: Sequence[tuple[str, Tensor]], slots: Sequence[Slot]) -
 
 
 def check_values(setting: str, tensors: Sequence[Tensor], like: Sequence[Tensor]) -> None:
-    """Check that `tensors` match `like` in number, shape and dtype; raise ConfigError otherwise."""
+    """Raise ConfigError unless `tensors` match `like` in number, shape and dtype."""
     if len(tensors) != len(like):
         raise ConfigError(f"{setting} must be {len(like)} flat tensors, one per group; got {len(tensors)}.")
     for group, (tensor, own) in enumerate(zip(tensors, like, strict=True)):
@@ -163,7 +158,7 @@ def check_values(setting: str, tensors: Sequence[Tensor], like: Sequence[Tensor]
 
 
 def check_memory(setting: str, tensors: Sequence[Tensor], like: Sequence[Tensor], slots: Iterable[Slot]) -> None:
-    """Check that `tensors` can be the memory of `slots` in place of `like`; raise ConfigError otherwise."""
+    """Raise ConfigError unless `tensors` can be the memory of `slots` in place of `like`."""
     check_values(setting, tensors, like)
     complex_groups = {slot.group for slot in slots if slot.dtype.is_complex}
     for group, (tensor, own) in enumerate(zip(tensors, like, strict=True)):
@@ -182,7 +177,7 @@ def kind(tensor: Tensor) -> str:
 
 
 def describe(parameters: Iterable[Slot], buffers: Iterable[Slot]) -> str:
-    """Describe tensors, a line each: equal texts mean equal flat memory, element by element, on any device."""
+    """Describe tensors, one line each; equal texts mean the same layout, on any device."""
     roles = [("trainable" if slot.trainable else "frozen", slot) for slot in parameters]
     return "\n".join(
         f"{slot.name}: {role} {str(slot.dtype).removeprefix('torch.')} {list(slot.shape)} in group {slot.group}"
@@ -191,7 +186,7 @@ def describe(parameters: Iterable[Slot], buffers: Iterable[Slot]) -> str:
 
 
 def describe_difference(mine: str, theirs: str, here: str = "here", there: str = "there") -> str | None:
-    """Find the first line in which two descriptions (`FlatModel.description`) differ; None where they are equal."""
+    """Return the first difference of two descriptions (`FlatModel.description`); None if they are equal."""
     for one, other in zip_longest(mine.splitlines(), theirs.splitlines(), fillvalue="nothing"):
         if one != other:
             return f"{one!r} {here} against {other!r} {there}"

@@ -1,4 +1,4 @@
-"""Write files that are complete or absent after a crash, with a checksum of their content."""
+"""Files that are complete or absent after a crash, with a checksum of their content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 from hpcdist.errors import OutputError
 
 CHUNK_BYTES = 1 << 20
-ASIDE_BYTES = 1 << 16  # from here on another thread hashes in less time than it takes to ask it
+ASIDE_BYTES = 1 << 16  # smaller pieces are hashed faster here than by another thread
 
 
 @contextmanager
@@ -32,10 +32,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def append(file: io.FileIO, path: Path, data: bytes) -> None:
-    """Append `data` to a file that is open for appending, without a buffer: all of it or nothing.
+    """Append all of `data`, or nothing, to a file that is open for appending without a buffer.
 
     Raises:
-        OutputError: the system refuses; the file is closed.
+        OutputError: the system refuses to write; the file is closed.
     """
     end, rest = file.seek(0, os.SEEK_END), memoryview(data)
     try:
@@ -43,7 +43,7 @@ def append(file: io.FileIO, path: Path, data: bytes) -> None:
             while rest:
                 rest = rest[file.write(rest) :]
     except OutputError:
-        file.truncate(end)  # a line that is cut short would spoil the next one
+        file.truncate(end)  # an incomplete line would damage the next one
         file.close()
         raise
 
@@ -56,15 +56,18 @@ class Stamp(NamedTuple):
 
 
 def write_durably(path: Path, pieces: Iterable[bytes | np.ndarray]) -> Stamp:
-    """Write the pieces (bytes, or flat uint8 arrays) one after the other into a new file and fsync it.
+    """Write pieces (bytes, or flat uint8 arrays) into a new file and fsync it.
 
-    `pieces` may be a generator: each one is hashed and written before the next is asked for.
+    `pieces` may be a generator: each piece is written before the next one is made.
 
     Raises:
         OSError: the file exists, or can't be written.
     """
     sha, total = hashlib.sha256(), 0
-    with open(path, "xb") as file, ThreadPoolExecutor(1) as hasher:  # hashing takes as long as writing to a page cache
+    with (
+        open(path, "xb") as file,
+        ThreadPoolExecutor(1) as hasher,
+    ):  # hashing takes as long as writing
         for piece in pieces:
             hashing = hasher.submit(sha.update, piece) if len(piece) >= ASIDE_BYTES else None
             file.write(piece)
@@ -85,7 +88,7 @@ def stamp(file: BinaryIO) -> Stamp:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content durable, or a folder's entries (files created, renamed, removed)."""
+    """Make a file's content durable, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -94,10 +97,10 @@ def sync(path: Path) -> None:
 
 
 def replace_durably(path: Path, data: bytes) -> None:
-    """Write `data` to `path` so that a crash leaves either the former file or all of the new one.
+    """Write `data` to `path` so that a crash leaves either the old file or the whole new one.
 
     Raises:
-        OutputError: the system refuses; the former file is still there.
+        OutputError: the system refuses to write; the old file is unchanged.
     """
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     with writing(path):

@@ -1,4 +1,4 @@
-"""The energy of a run, by the counters of processors and GPUs; what no counter tells is not guessed.
+"""The energy of a run, by the counters of processors and GPUs. Nothing is estimated where there is no counter.
 
 References: Intel, "Software developer's manual", volume 3B, "Platform specific power management support" (RAPL), as
 Linux shows it in /sys/class/powercap; NVIDIA, "NVML reference", nvmlDeviceGetTotalEnergyConsumption.
@@ -14,32 +14,32 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 SYSFS = Path("/sys")
-EVERY_S = 20.0  # between looks at counters of processors, which may wrap around in a minute under load
+EVERY_S = 20.0  # seconds between reads of processors' counters, which may wrap around in a minute under load
 CPU, GPU = "cpu", "gpu"  # sources
-Joules = Callable[[], float]  # a counter: joules since some moment, which never grow fewer
+Joules = Callable[[], float]  # a counter: returns the joules since some moment; never decreases
 
 
 class Energy(BaseModel):
-    """The energy of a run, from its begin to its last evaluation."""
+    """The energy of a run, from its start to its last evaluation."""
 
     model_config = ConfigDict(extra="allow")
 
-    joules: float | None = Field(None, description="of all sources; none where no source was measured")
+    joules: float | None = Field(None, description="of all sources; none if no source was measured")
     sources: dict[str, float] = Field(
         default_factory=dict,
         description="joules of the processors' packages (cpu), of the GPUs that ranks compute on (gpu)",
     )
-    not_measured: str | None = Field(None, description="what the joules lack, and why")
+    not_measured: str | None = Field(None, description="sources that are missing in the joules, and why")
 
 
 class EnergyMeter:
-    """Measure the joules of this rank's share of the hardware, from its making on.
+    """Measures the joules of this rank's share of the hardware, from its construction on.
 
     Args:
-        counters: makers of counters, by source; none of a source that another rank measures.
+        counters: makers of counters by source, without sources that another rank measures.
 
     Attributes:
-        missing: why a source is not measured, which is so from its first failure on.
+        missing: the reason why a source is not measured; a source is missing from its first failure on.
     """
 
     def __init__(self, counters: Mapping[str, Callable[[], Sequence[Joules]]]):
@@ -57,11 +57,11 @@ class EnergyMeter:
             self._thread.start()
 
     def joules(self) -> dict[str, float]:
-        """Return the joules since the making, by source."""
+        """Return the joules since the construction, by source."""
         return {source: now - self._begin[source] for source, now in self.read().items()}
 
     def read(self) -> dict[str, float]:
-        """Return what the counters show, by source."""
+        """Read the counters, by source."""
         shown = {}
         for source, counters in self._counters.items():
             try:
@@ -71,7 +71,7 @@ class EnergyMeter:
         return {source: joules for source, joules in shown.items() if source not in self.missing}
 
     def _look(self) -> None:
-        """Look at the counters now and then, so that none wraps around unseen."""
+        """Read the counters now and then, so that none wraps around unnoticed."""
         while not self._ended.wait(EVERY_S):
             self.read()
 
@@ -85,7 +85,7 @@ Sums = tuple[dict[str, float], dict[str, str]]  # joules by source, and reasons 
 
 
 def add_up(parts: Iterable[tuple[Mapping[str, float], Mapping[str, str]]]) -> Sums:
-    """Add up joules by source, and put the reasons together of what is missing."""
+    """Add up joules by source, and collect the reasons for missing sources."""
     joules: dict[str, float] = {}
     missing: dict[str, str] = {}
     for part, reasons in parts:
@@ -96,7 +96,7 @@ def add_up(parts: Iterable[tuple[Mapping[str, float], Mapping[str, str]]]) -> Su
 
 
 def energy_of(joules: Mapping[str, float], missing: Mapping[str, str]) -> Energy:
-    """Make the energy of a run. A source that is missing anywhere is left out: a part of it is not the run's."""
+    """Make the energy of a run. A source that is missing on any rank is left out, as its sum would be incomplete."""
     sources = {source: value for source, value in joules.items() if source not in missing}
     reasons = "; ".join(f"{source}: {reason}" for source, reason in sorted(missing.items()))
     return Energy(joules=sum(sources.values()) if sources else None, sources=sources, not_measured=reasons or None)
@@ -104,11 +104,7 @@ def energy_of(joules: Mapping[str, float], missing: Mapping[str, str]) -> Energy
 
 # --- processors -------------------------------------------------------------------------------------------------------
 class Package:
-    """The counter of one processor, which wraps around. Threads may share it.
-
-    Raises:
-        OSError: it can't be read.
-    """
+    """The counter of one processor, which wraps around. Threads may share it. Raises OSError if it can't be read."""
 
     def __init__(self, folder: Path):
         self._file, self._lock = folder / "energy_uj", threading.Lock()
@@ -116,7 +112,7 @@ class Package:
         self._last, self._total = _number(self._file), 0
 
     def __call__(self) -> float:
-        """Return the joules since the making."""
+        """Return the joules since the construction."""
         with self._lock:
             now = _number(self._file)
             self._total += (now - self._last) % self._range
@@ -125,11 +121,7 @@ class Package:
 
 
 def packages(root: Path = SYSFS) -> list[Package]:
-    """Return the counters of this host's processors: whole packages, whose cores and caches count within them.
-
-    Raises:
-        OSError: there are none, or they can't be read.
-    """
+    """Return the counters of this host's processors (whole packages); raise OSError if there are none to be read."""
     folder = root / "class" / "powercap"
     zones = [zone for zone in sorted(folder.glob("intel-rapl:*")) if zone.name.count(":") == 1]
     names = {zone: (zone / "name").read_text().strip() for zone in zones if (zone / "name").exists()}
@@ -150,10 +142,10 @@ def _number(path: Path) -> int:
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
 class GpuCounter:
-    """The counter of one GPU, since its driver was loaded.
+    """The counter of one GPU since its driver was loaded.
 
     Raises:
-        OSError: there is no driver, no GPU of that UUID, or none that counts, such as a part of one (MIG).
+        OSError: there is no driver, no GPU of this UUID, or it has no counter, such as a part of a GPU (MIG).
     """
 
     def __init__(self, uuid: str):

@@ -1,4 +1,4 @@
-"""A lock on a run's folder: one process holds it, and it ends with that process, even if that is killed."""
+"""A lock on a run's folder: one process holds it, until that process ends or is killed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from hpcdist.errors import ConfigError
 FILE_NAME = ".lock"
 RETRY_S = 0.2
 RELEASED_S, KILLED_S, ELSEWHERE_S = 2.0, 30.0, 300.0  # see is_abandoned
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # a file system, or how it is mounted
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # the file system has no locks
 _HOLDER = re.compile(r"process (\d+) on host (\S+) since .+")
 
 
 @contextmanager
 def locked(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the folder's lock within the context. The file `.lock` names the holder; the kernel unlocks it at its end.
+    """Hold the folder's lock within the context. The file `.lock` names the holder; the kernel unlocks it at the end.
 
-    Other nodes see the lock where the shared file system has a common `flock` (NFS, GPFS, BeeGFS, Lustre mounted so).
-    Without `flock`, only a live holder on this host is seen.
+    Other nodes see the lock if the shared file system has a common `flock` (NFS, GPFS, BeeGFS, some mounts of Lustre).
+    Without `flock`, only a live holder on this host is noticed.
 
     Args:
         wait_s: seconds to wait for a holder that is ending.
@@ -65,11 +65,7 @@ def making(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Make a folder, and hold its lock within the context.
-
-    Raises:
-        ConfigError: it can't be made, or another process holds it.
-    """
+    """Make a folder and hold its lock; raise ConfigError if it can't be made, or another process holds the lock."""
     with ExitStack() as until_the_end:
         with making(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -78,18 +74,18 @@ def claimed(folder: Path) -> Iterator[None]:
 
 
 def is_abandoned(folder: Path, quiet_s: float) -> bool:
-    """Tell whether no process is at work in a folder where one was; reads only.
+    """Tell whether a process has worked in the folder and none does now. Reads only.
 
-    A holder that ends takes its name out of the file. One that was killed, or the rank that held the lock of a run
-    that goes on without it, does not: then the run's files must have been quiet for a while; longer where the
-    holder was on another host, whose lock may be invisible here.
+    A holder that ends removes its name from the file. A holder that was killed does not, nor does a dead rank whose run
+    goes on without it. Then the run's files must not have changed for a while; longer if the holder was on another
+    host, whose lock may be invisible here.
 
     Args:
-        quiet_s: seconds since something was written there.
+        quiet_s: seconds since the last write to the folder.
     """
     try:
         file = os.open(folder / FILE_NAME, os.O_RDONLY)
-    except OSError:  # none was ever at work there, or it is not to be seen
+    except OSError:  # nobody has ever worked there, or the file is invisible
         return False
     try:
         holder = _read(file)
@@ -99,7 +95,7 @@ def is_abandoned(folder: Path, quiet_s: float) -> bool:
         if quiet_s < patience_s:
             return False
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: closing the file releases it
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it
         except OSError as error:
             return error.errno in _NO_LOCKS and (match is None or (here and not _holder_lives(holder)))
         return True

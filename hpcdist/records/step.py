@@ -1,4 +1,4 @@
-"""One record per step, as JSON lines, one file per rank."""
+"""Step records: JSON lines, one file for each rank."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MOST_BYTES = 1 << 23  # that one call of RecordTail reads; the next one goes on
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The record of one rank's step. Traffic and seconds are those of this step alone, not totals since the start."""
+    """The record of one rank's step. Traffic and seconds are those of this step, not totals."""
 
     step: int  # of this rank, from 1
-    clock: int = 0  # number of updates so far: of the server where there is one, else of this rank
-    staleness: tuple[int, ...] = ()  # in updates, one value per gradient applied in this step
+    clock: int = 0  # number of updates so far, of the server if there is one, else of this rank
+    staleness: tuple[int, ...] = ()  # in updates, one value for each gradient applied in this step
     samples: int = 0  # whose gradients this rank computed; 0 on a server
     loss: float | None = None  # mean over those samples
     bytes_sent: int = 0
@@ -38,35 +38,34 @@ class StepRecord:
     computing_s: float = 0.0
     communicating_s: float = 0.0  # in calls that move data
     waiting_s: float = 0.0  # for another rank to act
-    dropped: int = 0  # gradients that were too stale to be applied
-    waited_for: dict[int, float] = field(default_factory=dict)  # seconds that a server held it up, by the rank to blame
+    dropped: int = 0  # gradients that were too stale
+    waited_for: dict[int, float] = field(default_factory=dict)  # seconds by the rank that a server waited for
     stage_bytes: int = 0  # of bytes_sent: to other stages of the model
-    stage_s: float = 0.0  # of communicating_s and waiting_s: for other stages of the model, in the pipeline's bubble
-    event: str | None = None  # another event of the step: a checkpoint, a skipped update...
+    stage_s: float = 0.0  # of communicating_s and waiting_s: the pipeline's bubble
+    event: str | None = None  # such as a checkpoint or a skipped update
 
     # A loss may be NaN or infinite, and must be read back as such.
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid", ser_json_inf_nan="constants")
 
 
 RECORD: TypeAdapter[StepRecord] = TypeAdapter(StepRecord)
-_OF_STAGES = {"stage_bytes", "stage_s"}  # left out where the model is in no stages
+_OF_STAGES = {"stage_bytes", "stage_s"}  # left out without stages
 
 
 def record_path(folder: str | Path, rank: int) -> Path:
-    """Return the path of the file with `rank`'s records."""
+    """Return the path of a rank's file of records."""
     return Path(folder) / f"records-rank{rank:04d}.jsonl"
 
 
 class RecordWriter:
-    """A writer of step records, which it appends to a file: buffered, in whole lines.
+    """Appends step records to a file, buffered, in whole lines.
 
-    In a file that has records already, those from `first_step` on become invalid: a new run leaves `first_step` at 0,
-    one that resumes after step 1000 passes 1001, so that the steps it repeats are not counted twice. Nothing is
-    deleted but a last line that a crash cut short.
+    In a file with records, those from `first_step` on become invalid. A run that resumes after step 1000 passes 1001,
+    so that repeated steps are not counted twice. Nothing is deleted except an incomplete last line after a crash.
 
     Args:
         path: the file, see `record_path`; its folder is made.
-        first_step: the first step that will be written.
+        first_step: the first step that will be written; 0 in a new run.
         flush_s, flush_records: the longest time, and the most records, between two writes to the file.
     """
 
@@ -84,24 +83,23 @@ class RecordWriter:
             self.flush()
 
     def write(self, record: StepRecord) -> None:
-        """Append one record."""
         staged = record.stage_bytes or record.stage_s
         self._lines.append(RECORD.dump_json(record, exclude=None if staged else _OF_STAGES) + b"\n")
         if len(self._lines) >= self._flush_records or time.monotonic() - self._flushed_at >= self._flush_s:
             self.flush()
 
     def flush(self) -> None:
-        """Hand the buffered records to the operating system, in one write.
+        """Write the buffered records to the file at once.
 
         Raises:
-            OutputError: it refuses; none of the buffered records is in the file, which is closed.
+            OutputError: the system refuses; none of the buffered records is in the file, which is closed.
         """
         lines, self._lines = self._lines, []
         append(self._file, self.path, b"".join(lines))
         self._flushed_at = time.monotonic()
 
     def close(self) -> None:
-        """Flush and close the file. May be called again."""
+        """Flush and close the file. May be called twice."""
         if not self._file.closed:
             self.flush()
             self._file.close()
@@ -197,12 +195,12 @@ def record_files(folder: str | Path) -> dict[int, Path]:
 
 
 def read_records(folder: str | Path) -> dict[int, list[StepRecord]]:
-    """Read every rank's valid records (see `RecordWriter`), in the order written.
+    """Read the valid records of all ranks (see `RecordWriter`), in the order of writing.
 
-    A last line without its end (the writer was killed, or still writes) is left out with a warning.
+    An incomplete last line (the writer was killed, or still writes) is left out with a warning.
 
     Raises:
-        DataError: the folder has no records, or a line is no step record.
+        DataError: the folder has no records, or a line is not a step record.
     """
     files = record_files(folder)
     if not files:

@@ -1,7 +1,7 @@
-"""A rank's timeline: what each of its threads did from when to when, as a file in Chrome's format for traces.
+"""A rank's timeline: the events of its threads with their times, as a file in Chrome's trace format.
 
-The file is an array of events, one a line, which viewers also open where its end is missing. The merge of all ranks'
-is in `merged_timeline`.
+The file is an array of events, one on each line; viewers open it even if its end is missing. `merged_timeline` merges
+the files of all ranks.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from hpcdist.records.durable import append, writing
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Details = dict[str, Any]
-MOST = 200_000  # events of a rank: the first half of them, and the last half
-MOST_OF_ALL = 1_000_000  # events of all ranks together, which viewers still open
+MOST = 200_000  # events of a rank
+MOST_OF_ALL = 1_000_000  # events of all ranks together; viewers can still open so many
 CHUNK = 512  # events written at once
 THREADS = {"hpcdist-allreduce": "all-reduce, in the background", "hpcdist-window": "serving of windows"}
 
 
 class Timeline:
-    """Note what happens on one rank, and write it to a file. Threads may share it.
+    """Records the events of one rank and writes them to a file. Threads may share it.
 
-    Beyond `most` events the file has the first half of them and the last half, and says how many are missing.
+    Of more than `most` events the file has the first and the last `most / 2`, and the number of missing ones.
 
     Args:
-        path: of the timeline of all ranks; this rank's file, which is made anew, lies beside it.
+        path: of the timeline of all ranks; this rank's file lies beside it and is overwritten.
         now: the rank's clock, in seconds.
         most: events in the file.
 
     Attributes:
-        role: of the rank, as its name says it.
-        left_out: events that are missing between the first and the last ones.
-        clock: moments, and how far this rank's clock was ahead of the first rank's then, both in seconds.
-        error_s: how wrong the latter may be.
+        role: of the rank, which its name shows.
+        left_out: the number of missing events.
+        clock: moments, and this rank's clock minus the first rank's at each, in seconds.
+        error_s: the largest error of these differences.
     """
 
     def __init__(self, path: Path, rank: int, now: Callable[[], float], most: int = MOST):
         self.path, self.rank, self.role, self.now = path, rank, "", now
         self._recent: list[tuple[int, float, float, str, str, Details]] = []  # not yet written
-        self._room = most - most // 2  # how many of the first events may still be written
+        self._room = most - most // 2  # number of first events that may still be written
         self._last: deque[tuple[int, float, float, str, str, Details]] = deque(maxlen=most // 2)
         self.left_out, self.error_s = 0, 0.0
         self.clock: list[tuple[float, float]] = []
-        self._rows: dict[int, int] = {}  # numbers of threads in the file, by Python's
+        self._rows: dict[int, int] = {}  # numbers of threads in the file, by Python's thread ids
         self._writing = threading.Lock()
         self._own_path = rank_path(path, rank)
         with writing(self._own_path):
@@ -60,13 +60,13 @@ class Timeline:
 
     # --- noting ---------------------------------------------------------------------------------------------------
     def span(self, name: str, category: str, details: Details | None = None) -> EventSpan:
-        """Return a context that is an event, from its begin to its end; it yields the details, to be completed."""
+        """Return a context that becomes an event; it yields the details, which may be completed inside."""
         return EventSpan(self, name, category, {} if details is None else details)
 
     def noted(
         self, name: str, category: str, function: Function, describe: Callable[..., Details] | None = None
     ) -> Function:
-        """Return a function whose calls are events, with the details that `describe` makes of their arguments."""
+        """Wrap a function so that its calls become events; `describe` makes their details from the arguments."""
 
         @wraps(function)
         def call(*args: Any, **options: Any) -> Any:
@@ -76,7 +76,7 @@ class Timeline:
         return call  # type: ignore[return-value]
 
     def add(self, name: str, category: str, start_s: float, details: Details) -> None:
-        """Add an event of this thread, which began at `start_s` and ends now."""
+        """Add an event of this thread that began at `start_s` and ends now."""
         row = self._rows.get(threading.get_ident())
         if row is None:
             name_of_thread = threading.current_thread().name
@@ -94,11 +94,11 @@ class Timeline:
 
     # --- writing --------------------------------------------------------------------------------------------------
     def _spill(self) -> None:
-        """Write the recent events, or keep them among the last ones."""
+        """Write the recent events, or keep them as candidates for the last ones."""
         with self._writing:
             count = len(self._recent)
             events = self._recent[:count]
-            del self._recent[:count]  # other threads append meanwhile
+            del self._recent[:count]  # other threads may append now
             first, later = events[: self._room], events[self._room :]
             self._room -= len(first)
             if first:
@@ -107,7 +107,7 @@ class Timeline:
             self._last.extend(later)
 
     def _line(self, row: int, start_s: float, end_s: float, name: str, category: str, details: Details) -> str:
-        # By hand, which takes a fifth of json's time.
+        # By hand, in a fifth of the time of json.dumps.
         times, args = span_us(start_s, end_s), _encode(details) if details else "{}"
         return (
             f',\n{{"name": {_quoted(name)}, "cat": {_quoted(category)}, "ph": "X", "ts": {times["ts"]}, '
@@ -119,7 +119,7 @@ class Timeline:
             append(self._file, self._own_path, text.encode())
 
     def close(self) -> None:
-        """Write what is left, and end the file. Nothing that is noted later gets into it."""
+        """Write the remaining events and end the file. Later events are ignored."""
         self._spill()
         with self._writing:
             if self.left_out:
@@ -133,7 +133,7 @@ class Timeline:
 
 
 class EventSpan(AbstractContextManager[Details]):
-    """An event from its begin to its end."""
+    """A context that becomes an event."""
 
     __slots__ = ("_category", "_details", "_name", "_start_s", "_timeline")
 
@@ -151,7 +151,7 @@ class EventSpan(AbstractContextManager[Details]):
 
 
 def unused(path: Path) -> Path:
-    """Return the path, or where an earlier start's timeline has it, the first free one of `timeline-2.json`..."""
+    """Return the path, or the first free one of `timeline-2.json`... if an earlier start has written a timeline."""
     tried, number = path, 1
     while tried.exists() or rank_path(tried, 0).exists():
         number += 1
@@ -165,7 +165,7 @@ def rank_path(path: Path, rank: int) -> Path:
 
 
 def span_us(start_s: float, end_s: float) -> dict[str, float]:
-    """Convert an event's begin and end to microseconds; what lies within another event does so afterwards too."""
+    """Convert an event's times to microseconds, rounded so that nested events stay nested."""
     start_us = round(1e6 * start_s, 3)
     return {"ts": start_us, "dur": round(round(1e6 * end_s, 3) - start_us, 3)}
 

@@ -21,15 +21,15 @@ _FIRST_RATIO = 0.25  # of the warm-up, as in the paper
 class Dgc(Largest):
     """Accumulate velocities and send the largest of their sums: u ← m·u + g, v ← v + u, top-k of v.
 
-    With `nesterov` v ← v + g + m·u. Where elements are sent both v, but for what rounding took, and u become 0
-    (momentum factor masking), so that late gradients don't push on; `masking = false` keeps u. The momentum is here:
-    use a local optimiser without any, such as plain SGD.
+    With `nesterov` v ← v + g + m·u. When an element is sent, its v becomes 0 (except the rounding error) and so does
+    its u (momentum factor masking), so that late gradients have no momentum; `masking = false` keeps u. Because the
+    momentum is here, use a local optimiser without momentum, such as plain SGD.
 
-    Where all is sent uncompressed, as in the first `warmup_steps`, no gradient is late and u stays: these are steps of
-    SGD with momentum, whose place compressed ones take (equation 1 of the paper).
+    Uncompressed steps, such as the first `warmup_steps`, keep u, because no gradient is late: they are steps of SGD
+    with momentum (equation 1 of the paper).
 
     Bytes: 4 + k(v + H/8), as in top-k; in the first `ramp_steps` compressed steps k falls exponentially from a quarter
-    of the elements. Memory: one tensor more than top-k. Error: that of top-k for v; Σ messages + v = Σ u.
+    of the elements. Memory: one more tensor than top-k. Error: that of top-k for v; Σ messages + v = Σ u.
 
     Reference: Yujun Lin, Song Han, Huizi Mao, Yu Wang, William Dally, "Deep gradient compression: reducing the
     communication bandwidth for distributed training", 2018, algorithm 4 and section 3; Nesterov's form is the authors'
@@ -40,9 +40,9 @@ class Dgc(Largest):
         """Options of dgc."""
 
         ratio: float = Field(0.001, gt=0, le=1, description="part of the elements to send")
-        momentum: float = Field(0.9, ge=0, lt=1, description="what velocities keep from step to step")
+        momentum: float = Field(0.9, ge=0, lt=1, description="factor of a velocity from step to step")
         nesterov: bool = Field(False, description="Nesterov's momentum: velocities are added one step ahead")
-        masking: bool = Field(True, description="stop velocities where elements are sent (momentum factor masking)")
+        masking: bool = Field(True, description="set velocities of sent elements to 0 (momentum factor masking)")
         ramp_steps: int = Field(0, ge=0, description="steps in which the ratio falls from 0.25, or stays if larger")
         clip_norm: float | None = Field(
             None,
@@ -56,7 +56,7 @@ class Dgc(Largest):
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
-        self._velocity: Tensor | None = None  # made with the first gradient, in its type
+        self._velocity: Tensor | None = None  # made by the first gradient, with its dtype
         self._steps = 0
 
     def accumulate(self, residual: Tensor, tensor: Tensor) -> None:
@@ -68,7 +68,7 @@ class Dgc(Largest):
             residual.add_(velocity)
 
     def _scale(self, gradient: Tensor) -> float:
-        """Return the factor by which a gradient is clipped."""
+        """Return the factor that clips a gradient."""
         if self.config.clip_norm is None:
             return 1.0
         size = mean(gradient, 2)  # the norm itself might not be finite

@@ -1,4 +1,4 @@
-"""EF-signSGD: the sign of every element, times the mean magnitude; errors are fed back."""
+"""EF-signSGD: the sign of every element times the mean magnitude, with error feedback."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ _MOST = float(np.finfo(np.float32).max)
 
 @final
 class EfSignSgd(Compressor):
-    """Send a bit per element, its sign, and a mean magnitude for each parameter of d elements: ±‖x‖₁/d.
+    """Send the sign of each element as a bit, and a mean magnitude for each parameter of d elements: ±‖x‖₁/d.
 
-    The paper feeds back steps, learning rate included; here gradients are fed back, the same while the rate stays.
+    The paper feeds back steps, which include the learning rate; here gradients are fed back, which is the same while
+    the rate is constant.
 
-    Bytes for n elements: n/8, and 4 for each parameter. Error: (1 − ‖x‖₁²/(d‖x‖²))‖x‖², so that error feedback
-    converges, which signs alone don't.
+    Bytes for n elements: n/8, and 4 for each parameter. Error: (1 − ‖x‖₁²/(d‖x‖²))‖x‖², so that training converges with
+    error feedback; with signs alone it need not.
 
     Reference: Sai Praneeth Karimireddy, Quentin Rebjock, Sebastian Stich, Martin Jaggi, "Error feedback fixes SignSGD
     and other gradient compression schemes", 2019, algorithm 1, by layers as in its section 6.
@@ -55,6 +56,6 @@ class EfSignSgd(Compressor):
             signs.add(bits[packed], out.numpy()[elements], weight * scale)
 
     def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of a message: the mean magnitudes, and the bits."""
+        """Return views of a message: the mean magnitudes and the bits."""
         head = 4 * len(self._parts)
         return message[:head].view(np.float32), message[head:]

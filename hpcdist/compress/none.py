@@ -1,4 +1,4 @@
-"""none: everything is sent as it is."""
+"""none: every element is sent unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpcdist.compress.base import Compressor
 
 @final
 class Uncompressed(Compressor):
-    """Send every element as it is. Bytes for n elements: 4n, or 8n in float64. Error: 0.
+    """Send every element unchanged. Bytes for n elements: 4n, or 8n in float64. Error: 0.
 
     Reference: IEEE, "Standard for floating-point arithmetic", 754-2019, for float32 and float64.
     """

@@ -1,4 +1,4 @@
-"""1-bit: the sign of every element, and the means of the positive and of the other ones."""
+"""1-bit: the sign of every element, with the mean of the positive and the mean of the other elements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST = float(np.finfo(np.float32).max)
 
 
 class _Part(NamedTuple):
-    """A parameter as a matrix: its elements, and the positions of its means and its bits in a message."""
+    """A parameter as a matrix: its elements, and the places of its means and its bits in a message."""
 
     elements: slice
     rows: int
@@ -27,7 +27,7 @@ class _Part(NamedTuple):
     bits: slice
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
-        """Cut the matrix into pieces that fill whole bytes; yield the rows and the elements of each."""
+        """Cut the matrix into pieces of whole bytes; yield the rows and the elements of each."""
         if self.rows == 1:
             return ((slice(0, 1), elements) for elements in slices(self.columns))
         pieces = slices(self.rows, max(8, PIECE // self.columns // 8 * 8))
@@ -36,11 +36,11 @@ class _Part(NamedTuple):
 
 @final
 class OneBit(Compressor):
-    """Send a bit per element, set where it is positive, and two means: of the positive elements, and of the others.
+    """Send for each element whether it is positive, and two means: of the positive elements, and of the others.
 
-    Bytes for n elements: n/8, and 8 for each parameter, or for each row of its matrix: of an output's weights, which
-    are a column in the paper. Error: ‖x‖² − (‖x₊‖₁²/n₊ + ‖x₋‖₁²/n₋) for n₊ positive and n₋ other elements, which is the
-    least that two values can leave; at most (1 − ‖x‖₁²/(n‖x‖²))‖x‖², so that error feedback converges.
+    Bytes for n elements: n/8, and 8 for each parameter, or for each row of its matrix, which holds an output's weights
+    (a column in the paper). Error: ‖x‖² − (‖x₊‖₁²/n₊ + ‖x₋‖₁²/n₋) for n₊ positive and n₋ other elements, the smallest
+    error of any two values; at most (1 − ‖x‖₁²/(n‖x‖²))‖x‖², so that training converges with error feedback.
 
     Reference: Frank Seide, Hao Fu, Jasha Droppo, Gang Li, Dong Yu, "1-bit stochastic gradient descent and its
     application to data-parallel distributed training of speech DNNs", 2014.
@@ -50,7 +50,7 @@ class OneBit(Compressor):
         """Options of onebit."""
 
         means: Literal["parameter", "row"] = Field(
-            "parameter", description="what has two means of its own: a parameter, or each row of its matrix"
+            "parameter", description="share two means by parameter, or by row of its matrix"
         )
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
@@ -79,7 +79,7 @@ class OneBit(Compressor):
             self._add(part, out.numpy()[part.elements], means[:, part.means], bits[part.bits], weight)
 
     def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of a message: the means, of shape (2, means), the positive elements' second; and the bits."""
+        """Return views of a message: means of shape (2, number), those of positive elements last; and the bits."""
         head = 8 * self._means
         return message[:head].view(np.float32).reshape(2, -1), message[head:]
 
@@ -120,8 +120,8 @@ def _sums(part: _Part, values: Tensor, bits: np.ndarray, scale: float) -> tuple[
     """Write the bits of one parameter; sum its elements by row, and count the positive ones.
 
     Returns:
-        The sums, shape (2, rows): first of the elements that are not positive, then of the positive ones, each
-        times `scale`; apart, so that the smaller is not lost beside the larger. And the counts, shape (rows,).
+        The sums times `scale`, shape (2, rows): first of the elements that are not positive, then of the positive ones,
+        so that a large sum can't swallow a small one. And the counts, shape (rows,).
     """
     sums, number = np.zeros((2, part.rows)), np.zeros(part.rows)
     most = max(elements.stop - elements.start for _, elements in part.blocks())

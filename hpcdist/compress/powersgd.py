@@ -1,4 +1,4 @@
-"""PowerSGD: each matrix as a product of two thin ones, found by one step of a power iteration."""
+"""PowerSGD: each matrix as a product of two thin matrices, by one step of a power iteration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcdist.compress.coding.pieces import PIECE, slices
 
 
 class _Matrix(NamedTuple):
-    """The position of a matrix in the tensor, and those of its factors P and Q in the first and the second message."""
+    """The place of a matrix in the tensor, and those of its factors P and Q in the first and the second message."""
 
     elements: slice
     rows: int
@@ -29,14 +29,14 @@ class _Matrix(NamedTuple):
 class PowerSgd(Linear):
     """Send two thin factors of each matrix M: P̂ = orthogonalised MQ, then MᵀP̂, the Q of the next step.
 
-    A parameter of several dimensions is a matrix of its first one against the rest. Vectors, and matrices for which it
-    takes no fewer elements, are sent whole. In an all-reduce P and Q are summed over the ranks, so that P̂ is that of
-    the summed matrix, and each rank keeps M − P̂P̂ᵀM of its own: two all-reduces, whatever the number of parameters.
+    A parameter of several dimensions is a matrix of its first dimension by the others. Vectors, and matrices whose
+    factors would not have fewer elements, are sent whole. An all-reduce sums P and Q over the ranks, so that P̂ is that
+    of the summed matrix, and each rank keeps its own error M − P̂P̂ᵀM: two all-reduces for all parameters.
 
-    Bytes in float32: 4r(rows + columns) for each matrix, 4n for n elements sent whole. Error: none where the summed
-    matrix has a rank of at most r; otherwise at least that of its best approximation of rank r, which it comes near
-    where matrices change slowly from step to step, and always less than M, being a projection. Elements whose products
-    might overflow, beyond 8.5e37/(ranks · max(rows, columns)) in float32, are cut there, and the rest waits.
+    Bytes in float32: 4r(rows + columns) for each matrix, 4n for n elements sent whole. Error: 0 if the rank of the
+    summed matrix is at most r. Otherwise it is at least the error of the best approximation of rank r, and close to it
+    if matrices change slowly from step to step; it is always less than M, because P̂P̂ᵀM is a projection. Elements
+    above 8.5e37/(ranks · max(rows, columns)) in float32 are cut there, so that products can't overflow; the rest waits.
 
     Reference: Thijs Vogels, Sai Praneeth Karimireddy, Martin Jaggi, "PowerSGD: practical low-rank gradient compression
     for distributed optimization", 2019; algorithm 1.
@@ -66,7 +66,7 @@ class PowerSgd(Linear):
                 self._whole.append((elements, slice(first, first + size)))
                 first += size
         self._first, self._second = first, second
-        # Any start will do that is the same on all ranks and on all machines, as uniform numbers are.
+        # Any start that is the same on all ranks and machines will do, such as uniform numbers.
         start = np.random.Generator(np.random.SFC64(0)).random(second)
         self._start = torch.from_numpy(start - 0.5)
 
@@ -106,12 +106,14 @@ class PowerSgd(Linear):
         for m in self._matrices:
             largest = second[m.right].abs().max()
             if largest > 0:  # a matrix of zeros has no directions
-                self._start[m.right] = second[m.right] / largest  # only its directions matter: sizes would run away
+                self._start[m.right] = (
+                    second[m.right] / largest
+                )  # only directions matter, and sizes might grow without bound
         return first, second
 
     @staticmethod
     def _cut_off(matrix: Tensor, ranks: int) -> Tensor | None:
-        """Cut a matrix's elements so that no product overflows; return the excess, None where there is none."""
+        """Cut a matrix's elements so that no product overflows; return the excess, or None."""
         most = torch.finfo(matrix.dtype).max / (4 * ranks * max(matrix.shape))
         if max(abs(value.item()) for value in torch.aminmax(matrix)) <= most:
             return None
@@ -128,7 +130,7 @@ class PowerSgd(Linear):
             add_product(self._matrix(out, m), weight * self._thin(first, m.left), self._thin(second, m.right))
 
     def _thin(self, flat: Tensor, place: slice) -> Tensor:
-        """View a factor, transposed: rank rows, which is faster than rank columns."""
+        """View a factor, transposed: r rows are faster than r columns."""
         return flat[place].view(self.config.rank, -1)
 
     @staticmethod
@@ -143,12 +145,12 @@ class PowerSgd(Linear):
             self._start.copy_(state["start"])
 
 
-# All ranks must get the same bits from the same sums, whatever their processors: what follows multiplies and adds
-# element by element, and sums in NumPy's own order, where that of a BLAS depends on the processor.
+# All ranks must get the same bits from the same sums, on any processor. So the functions below multiply and add element
+# by element and sum in NumPy's own order, because the order of a BLAS depends on the processor.
 def orthogonalised(rows: Tensor) -> Tensor:
-    """Compute an orthonormal basis, float64, of a matrix's rows; other directions fill it up if they are dependent.
+    """Compute an orthonormal basis of a matrix's rows, float64; other directions replace dependent rows.
 
-    Gram-Schmidt, done twice for each row: what is left are rounding errors.
+    By Gram-Schmidt, twice for each row, which leaves only rounding errors.
 
     Reference: Luc Giraud, Julien Langou, Miroslav Rozložník, Jasper van den Eshof, "Rounding error analysis of the
     classical Gram-Schmidt orthogonalization process", 2005.
@@ -159,7 +161,7 @@ def orthogonalised(rows: Tensor) -> Tensor:
         vector /= max(np.abs(vector).max(), np.finfo(np.float64).tiny)  # squares must not overflow
         before = _norm(vector)
         _reject(vector, basis[:place])
-        while not _norm(vector) > 1e-12 * before:  # nothing new but rounding errors: another direction, then
+        while not _norm(vector) > 1e-12 * before:  # only rounding errors are left: take another direction
             vector[:] = 0
             vector[unit], before = 1, 1
             unit += 1

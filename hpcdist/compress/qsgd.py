@@ -1,4 +1,4 @@
-"""QSGD: every element is rounded at random to one of a few levels of its bucket's norm."""
+"""QSGD: every element is rounded at random to a level, a fraction of its bucket's norm."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding.pieces import PIECE, slices
 
 _RANDOM_BITS = 16
-_SURE = 16  # levels: a rounded number exceeds the largest one by 2s·2⁻²⁴ at most, and has room for 2⁻¹⁷
-_LEAST = 1e-30  # norms below are sent as 0: one over them may not be finite
+_SURE = 16  # up to so many levels rounding stays in range: it exceeds the largest level by 2s·2⁻²⁴, less than 2⁻¹⁷
+_LEAST = 1e-30  # smaller norms are sent as 0, because their inverse may be infinite
 _MOST = float(np.finfo(np.float32).max)
 
 
@@ -25,11 +25,11 @@ class Qsgd(Compressor):
     """Round each element to one of 2s + 1 multiples of its bucket's norm over s, at random and without bias.
 
     Bytes for n elements: n·b/8 with b = ⌈log₂(2s + 1)⌉ bits, and 4 for each bucket; 7 levels fill 4 bits, 3 fill 3,
-    1 fills 2. Levels are packed and not entropy-coded: a coder takes some 30 ns for each, packing one.
+    1 fills 2. Levels are packed without entropy coding, which would take about 30 ns for each element instead of one.
 
-    Error: unbiased up to 2⁻¹⁵ of a level, as 16 random bits are drawn for each element. Its variance in a bucket v of d
-    elements is at most min(d/(4s²), √d/s)‖v‖², with either norm (the paper's bound has d/s²; rounding at random between
-    neighbours has a variance of at most a quarter of their distance squared). Error feedback needs this below ‖v‖².
+    Error: unbiased up to 2⁻¹⁵ of a level, as each element uses 16 random bits. Its variance in a bucket v of d elements
+    is at most min(d/(4s²), √d/s)‖v‖², with either norm. (The paper's bound has d/s²; but random rounding between
+    neighbours has at most a quarter of their squared distance.) Error feedback needs a variance below ‖v‖².
 
     Reference: Dan Alistarh, Demjan Grubic, Jerry Li, Ryota Tomioka, Milan Vojnovic, "QSGD: communication-efficient SGD
     via gradient quantization and encoding", 2017; lemma 3.1, and the largest magnitude as norm in its section 4.
@@ -41,11 +41,11 @@ class Qsgd(Compressor):
         levels: int = Field(7, ge=1, le=127, description="s, positive levels, and as many negative ones")
         bucket: int = Field(128, ge=8, multiple_of=8, description="d, consecutive elements with a norm of their own")
         norm: Literal["max", "2-norm"] = Field("max", description="a bucket's: its largest magnitude, or its 2-norm")
-        seed: int = Field(0, ge=0, description="of the rounding; ranks draw apart all the same")
+        seed: int = Field(0, ge=0, description="of the rounding; each rank draws its own numbers")
 
         @property
         def bound(self) -> float:
-            """Bound the variance of a bucket, over its squared 2-norm."""
+            """A bound of the variance in a bucket over its squared 2-norm."""
             return min(self.bucket / (4 * self.levels**2), math.sqrt(self.bucket) / self.levels)
 
         def check_feedback(self) -> None:
@@ -75,7 +75,7 @@ class Qsgd(Compressor):
         return self._encode_(residual, tensor)
 
     def _encode_(self, tensor: Tensor, addend: Tensor | None = None) -> Tensor:
-        """Encode `tensor` in place, with `addend` added to it before."""
+        """Add `addend` to `tensor` and encode it; leave the error in `tensor`."""
         source = np.random.SFC64((self.config.seed, self.stream, self._taken))
         self._taken += 1
         values = tensor.numpy()
@@ -102,11 +102,11 @@ class Qsgd(Compressor):
             self._add_levels(out[piece], weight, levels, norms[buckets], work)
 
     def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of a message: the norms, and the packed levels."""
+        """Return views of a message: the norms and the packed levels."""
         return message[: 4 * self._buckets].view(np.float32), message[4 * self._buckets :]
 
     def _places(self, piece: slice) -> tuple[slice, slice, int]:
-        """Find a piece's norms and packed levels in a message; count its levels, rounded up to a multiple of 8."""
+        """Return the places of a piece's norms and packed levels, and its number of levels, a multiple of 8."""
         size = -(-(piece.stop - piece.start) // 8) * 8
         first = piece.start // 8 * self._bits
         buckets = slice(piece.start // self._bucket, -(-piece.stop // self._bucket))
@@ -119,7 +119,7 @@ class Qsgd(Compressor):
             work: two rows of a chunk's length, overwritten.
         """
         size, most = -(-len(values) // self._bucket) * self._bucket, self.config.levels
-        if len(values) < size:  # the last bucket is filled up
+        if len(values) < size:  # fill up the last bucket
             work[0, : len(values)], work[0, len(values) : size] = values, 0
             values = work[0, :size]
         exact, scaled = (torch.from_numpy(part[:size]).view(-1, self._bucket) for part in (values, work[1]))
@@ -134,7 +134,7 @@ class Qsgd(Compressor):
         least = torch.tensor(most + 2.0 ** -(_RANDOM_BITS + 1), dtype=scaled.dtype)
         torch.add(least, scaled, alpha=2.0**-_RANDOM_BITS, out=scaled)
         scaled.addcmul_(exact, torch.from_numpy(up)[:, None])
-        if most > _SURE or values.itemsize > 4:  # the error of `up`, or a norm that float32 can't hold, may exceed it
+        if most > _SURE or values.itemsize > 4:  # rounding of `up`, or a norm beyond float32, may exceed the range
             scaled.clamp_(0, 2 * most + 0.5)
         return norms, scaled.numpy().astype(np.uint8)
 
@@ -163,19 +163,19 @@ class Qsgd(Compressor):
 
 
 def _fields(bits: int) -> Iterator[tuple[int, int]]:
-    """Split `bits` into widths that divide a byte; yield each one and the bits below it."""
+    """Split `bits` into widths that divide a byte; yield each width and the number of bits below it."""
     return ((width, bits & (width - 1)) for width in (8, 4, 2, 1) if bits & width)
 
 
 def _pack(numbers: np.ndarray, bits: int) -> np.ndarray:
-    """Pack numbers below 2^bits, uint8, into bytes: of each width the first, second... part of them side by side."""
+    """Pack numbers below 2^bits, uint8, into bytes: for each width, the parts of the array side by side."""
     packed = []
     for width, below in _fields(bits):
         shifted = numbers >> below if below else numbers
         parts = (shifted if below + width == bits else shifted & ((1 << width) - 1)).reshape(8 // width, -1)
         byte = parts[0].copy()
         for part in parts[1:]:
-            byte *= 1 << width  # as a shift, but NumPy's shift to the left takes ten times as long
+            byte *= 1 << width  # NumPy's shift to the left takes ten times as long
             byte |= part
         packed.append(byte)
     return np.concatenate(packed)

@@ -1,4 +1,4 @@
-"""signSGD with majority vote: every rank sends signs, and all step along the sign that most ranks have."""
+"""signSGD with majority vote: every rank sends signs, and all apply the sign of the majority."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 from hpcdist.compress.base import Recoded, Span
 from hpcdist.compress.coding import signs
 
-_HEAD = 4  # bytes: the value of a 1
+_HEAD = 4  # bytes: the value of a set bit
 
 
 @final
 class SignSgd(Recoded):
-    """Send a bit per element, its sign; all ranks apply the sign of the sum of all signs, ±1 for each element.
+    """Send the sign of each element as a bit; all ranks apply the sign of the sum of all signs, ±1 for each element.
 
-    So the learning rate is the size of every element's step: take a far smaller one than for SGD. Exact zeros, and ties
-    of an even number of ranks, count as + and − by turns; a rank whose elements are all zero does not vote. Goes with
-    all-reduce only, where all votes are there at once, and without error feedback, for signs say nothing of sizes.
+    The learning rate is the size of every element's step, so it must be far smaller than for SGD. Exact zeros, and ties
+    of an even number of ranks, count as + and − by turns; a rank whose elements are all zero does not vote. Works only
+    with all-reduce, which has all votes at once, and without error feedback, because signs have no magnitudes.
 
-    Bytes for n elements: n/8, and 4 for each of p pieces; so much is all-reduced: each rank counts the votes on one
-    piece and sends the outcome, n/(8p) bytes, to all. Error: all that magnitudes say; it converges where gradients'
-    noise is symmetric and unimodal.
+    Bytes for n elements: n/8, and 4 for each of p pieces, as for an all-reduce: each rank counts the votes on one piece
+    and sends the outcome, n/(8p) bytes, to all. Error: all magnitudes are lost; training converges if the noise of
+    gradients is symmetric and unimodal.
 
     Reference: Jeremy Bernstein, Yu-Xiang Wang, Kamyar Azizzadenesheli, Anima Anandkumar, "signSGD: compressed
     optimisation for non-convex problems", 2018, algorithm 1 with majority vote.
@@ -45,7 +45,7 @@ class SignSgd(Recoded):
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
-        self._turn = 0  # a tie counts as + in odd turns, as − in even ones
+        self._turn = 0  # ties count as + in odd turns, as − in even turns
 
     def accumulate(self, residual: Tensor, tensor: Tensor) -> None:
         self._turn ^= 1
@@ -58,7 +58,7 @@ class SignSgd(Recoded):
         return self._code(total, float(ranks))
 
     def _code(self, tensor: Tensor, size: float) -> Tensor:
-        """Encode the signs of a tensor, each of which stands for ±size; an empty message where all are zero."""
+        """Encode the signs of a tensor, each as ±size; an empty message if all elements are zero."""
         values = tensor.numpy()
         if not values.any():
             return torch.empty(0, dtype=torch.uint8)

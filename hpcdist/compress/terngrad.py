@@ -1,4 +1,4 @@
-"""TernGrad: every element becomes −s, 0 or s at random, s being its parameter's largest magnitude."""
+"""TernGrad: every element becomes −s, 0 or s at random, where s is its parameter's largest magnitude."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding.pieces import PIECE, mean, slices
 
 _RANDOM_BITS = 16
-_LEAST = 1e-30  # scales below are sent as 0: one over them may not be finite
+_LEAST = 1e-30  # smaller scales are sent as 0, because their inverse may be infinite
 _MOST = float(np.finfo(np.float32).max)
 _PER_BYTE = 5  # 3^5 = 243 fit one
 
@@ -23,13 +23,13 @@ _PER_BYTE = 5  # 3^5 = 243 fit one
 class TernGrad(Compressor):
     """Round each element x at random to sign(x)·s, with probability |x|/s, or to 0, so that the expectation is x.
 
-    s is the largest magnitude in its parameter. Before that elements are clipped to `clip` times their root mean
-    square. Without error feedback, which diverges with so much variance; what is clipped is lost.
+    s is the largest magnitude in the parameter, after elements are clipped to `clip` times their root mean square.
+    There is no error feedback, which would diverge with so much variance; the clipped parts are lost.
 
     Bytes for n elements: n/5, as 5 elements fill a byte (1.6 bits each; 2 in the paper), and 4 for each parameter.
 
-    Error: unbiased up to clipping and 2⁻¹⁷ of s, as 16 random bits are drawn for each element. Its variance in a
-    parameter v is s‖v‖₁ − ‖v‖², at most (√d − 1)/2 · ‖v‖² for d elements.
+    Error: unbiased up to clipping and 2⁻¹⁷ of s, as each element uses 16 random bits. Its variance in a parameter v is
+    s‖v‖₁ − ‖v‖², at most (√d − 1)/2 · ‖v‖² for d elements.
 
     Reference: Wei Wen, Cong Xu, Feng Yan, Chunpeng Wu, Yandan Wang, Yiran Chen, Hai Li, "TernGrad: ternary gradients to
     reduce communication in distributed deep learning", 2017; clipping in its section 3.3, s by layers.
@@ -41,7 +41,7 @@ class TernGrad(Compressor):
         clip: float | None = Field(
             2.5, gt=0, description="largest magnitude, in units of a parameter's root mean square; none: any"
         )
-        seed: int = Field(0, ge=0, description="of the rounding; ranks draw apart all the same")
+        seed: int = Field(0, ge=0, description="of the rounding; each rank draws its own numbers")
 
         def check_feedback(self) -> None:
             raise ValueError(
@@ -80,7 +80,7 @@ class TernGrad(Compressor):
 
     @staticmethod
     def _round(values: Tensor, scale: float, source: np.random.SFC64, signs: np.ndarray) -> None:
-        """Write the signs −1, 0 or 1 for −scale, 0 and scale; leave the errors in `values`."""
+        """Write the signs −1, 0 and 1 for −scale, 0 and scale; leave the errors in `values`."""
         if not scale:
             return
         one = 1 << _RANDOM_BITS
@@ -93,7 +93,7 @@ class TernGrad(Compressor):
             # Adding a uniform number and rounding down rounds up as often as the fraction says; zero stays zero.
             sums.add_(part, alpha=one / scale)
             np.subtract((raised >= one).view(np.int8), (raised < 0).view(np.int8), out=sign)
-            part.add_(sums.copy_(torch.from_numpy(sign)), alpha=-scale)  # sooner than to add the bytes
+            part.add_(sums.copy_(torch.from_numpy(sign)), alpha=-scale)  # faster than to add bytes
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         scales, packed = self._open(message.numpy())
@@ -104,7 +104,7 @@ class TernGrad(Compressor):
                 out[place].add_(signs[place], alpha=weight * scale)
 
     def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of a message: the scales, and the packed elements."""
+        """Return views of a message: the scales and the packed elements."""
         head = 4 * len(self._parts)
         return message[:head].view(np.float32), message[head:]
 
@@ -116,7 +116,7 @@ class TernGrad(Compressor):
 
 
 def _pack(signs: np.ndarray, out: np.ndarray) -> None:
-    """Pack signs, five to a byte: the first fifth of them, the second one... side by side, as digits of base 3."""
+    """Pack five signs into a byte, as digits of base 3: one of each fifth of the array."""
     parts = signs.view(np.uint8).reshape(_PER_BYTE, -1)
     np.add(parts[-1], 1, out=out)
     for part in parts[-2::-1]:
@@ -129,7 +129,7 @@ def _unpack(packed: np.ndarray) -> np.ndarray:
     signs = np.empty((_PER_BYTE, len(packed)), np.uint8)
     rest = packed
     for part in signs:
-        rest, digits = rest // 3, rest  # NumPy divides bytes by a number many at a time
+        rest, digits = rest // 3, rest  # NumPy divides many bytes by a number at a time
         np.subtract(digits, rest * 3, out=part)
         part -= 1  # -1 wraps around, as in the int8 that this is
     return signs.view(np.int8).reshape(-1)

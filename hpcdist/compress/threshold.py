@@ -1,4 +1,4 @@
-"""Threshold: elements above a threshold are sent as its sign, and the threshold is subtracted from them."""
+"""Threshold: elements above a threshold τ are sent as ±τ, which is subtracted from them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _PAYLOAD = ((np.float32, 1), (np.uint8, -8))  # the threshold, and a bit per ind
 
 
 def _short(tau: float) -> np.float32:
-    """Round a threshold to float32, as it is sent."""
+    """Round a threshold to float32, the type in which it is sent."""
     return np.float32(min(tau, float(np.finfo(np.float32).max)))
 
 
 @final
 class Threshold(Compressor):
-    """Send +τ or −τ for each element with |x| > τ, which keeps the rest; other elements wait.
+    """Send +τ or −τ for each element with |x| > τ; the rest, and other elements, wait.
 
-    τ is chosen at each step so that about `density` of the elements is sent: it is that quantile of |x| in a sample.
-    Or it is fixed, `tau`, in units of what is sent: of gradients, or of updates.
+    τ is chosen at each step so that about the part `density` of the elements is sent: a quantile of |x| in a sample. Or
+    it is fixed as `tau`, in the unit of gradients or updates, whichever are sent.
 
-    Bytes for k of n elements: 8 + k/8 + k·H/8, H being the entropy of a gap in bits, about log₂(n/k) + 1.44, and none
-    if k = 0. Error: where |x| ≤ τ the error is x itself; elsewhere it is |x| − τ. Fed back, the error of an input that
-    never exceeds τ never does either, but an input that stays above τ is sent too slowly, and its error grows.
+    Bytes for k of n elements: 8 + k/8 + k·H/8, where H is the entropy of a gap in bits, about log₂(n/k) + 1.44; none if
+    k = 0. Error: x if |x| ≤ τ, else |x| − τ. With error feedback, the error stays at most τ if the input does, but an
+    input above τ is sent too slowly, and its error grows.
 
     Reference: Nikko Strom, "Scalable distributed DNN training using commodity GPU cloud computing", 2015; for τ from a
     density, Nikoli Dryden, Tim Moon, Sam Ade Jacobs, Brian Van Essen, "Communication quantization for data-parallel
@@ -42,8 +42,10 @@ class Threshold(Compressor):
     class Config(Compressor.Config):
         """Options of threshold."""
 
-        density: float = Field(0.01, gt=0, le=1, description="part of the elements to send, about; tau follows")
-        tau: float | None = Field(None, gt=0, description="what is sent of each element above it; none: by density")
+        density: float = Field(0.01, gt=0, le=1, description="approximate part of the elements to send, which sets tau")
+        tau: float | None = Field(
+            None, gt=0, description="value that is sent for each larger element; none: by density"
+        )
 
         @model_validator(mode="after")
         def _one_of_them(self):
@@ -68,16 +70,16 @@ class Threshold(Compressor):
         return sparse.pack(indices, self.count, np.array([tau]), np.packbits(positive))
 
     def _split(self, values: np.ndarray) -> tuple[np.float32, np.ndarray]:
-        """Choose the threshold; return it, and the indices of the elements above it."""
+        """Return the threshold and the indices of larger elements."""
         if self.config.tau is not None:
             tau = _short(self.config.tau)
             return tau, sparse.above(values, tau)
         tau = _short(self._sample.bound(values, self.config.density))
-        if not tau:  # fewer elements than wanted are not zero
+        if not tau:  # there are fewer nonzero elements than wanted
             others = values[sparse.above(values, 0.0)]
             tau = _short(mean(torch.from_numpy(others)) / 2)
         indices = sparse.above(values, tau) if tau else np.empty(0, np.int64)
-        if not len(indices) and tau:  # many are equal, and would wait for ever
+        if not len(indices) and tau:  # many elements are equal to τ and would wait for ever
             tau = np.nextafter(tau, np.float32(0))
             indices = sparse.above(values, tau) if tau else indices
         return tau, indices

@@ -62,7 +62,7 @@ class Largest(Compressor):
 class Topk(Largest):
     """Send the k elements of largest magnitude of d, k = ratio · d rounded to nearest and at least 1.
 
-    Bytes: 4 + k(v + H/8), v being 2, 4 or 8 by `values`, and H the entropy of a gap in bits, about log₂(d/k) + 1.44;
+    Bytes: 4 + k(v + H/8), where v is 2, 4 or 8 by `values` and H the entropy of a gap in bits, about log₂(d/k) + 1.44;
     none if all elements are zero. Error: ‖x − message‖² ≤ (1 − k/d)‖x‖², a contraction, up to the rounding of values.
 
     Reference: Alham Fikri Aji, Kenneth Heafield, "Sparse communication for distributed gradient descent", 2017;

@@ -1,4 +1,4 @@
-"""Pass values from a stage to the next, and their gradients back."""
+"""Values that go from a stage to the next, and their gradients, which come back."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from torch.utils import _pytree as pytree
 from hpcdist.comm.communicator import Communicator, Request
 from hpcdist.errors import ConfigError
 
-Values = tuple[Any, ...]  # of a boundary: tensors, None, and tuples, lists or dicts of them
+Values = tuple[Any, ...]  # tensors, None, and tuples, lists or dicts of them
 
 
 class Described(NamedTuple):
     """A tensor of a boundary, for which the next stage makes memory.
 
-    `grad` says that a gradient comes back, of zeros where there is none: so freezing or unfreezing a layer changes
-    nothing for other ranks.
+    With `grad` a gradient comes back, zeros if there is none, so that other ranks need not know about frozen layers.
     """
 
     dtype: torch.dtype
@@ -36,7 +35,7 @@ class Described(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The values of a boundary without their contents: where the tensors are in it, and what they are like."""
+    """The structure of a boundary's values: the places of tensors, with their types and shapes."""
 
     tree: pytree.TreeSpec
     tensors: tuple[Described | None, ...]  # None for None
@@ -60,16 +59,16 @@ class Layout(NamedTuple):
 
 
 class Boundary:
-    """One rank's end of the boundary between two stages; both ends where one rank has both stages.
+    """One rank's end of the boundary between two stages; both ends if one rank has both stages.
 
-    Values and gradients of the micro-batches are passed in their order. The layout of values that come from inputs of
-    some shapes is sent ahead of the first ones, and must stay; later ones are the tensors alone, a message each.
+    Values and gradients of micro-batches are passed in order. The layout of values is sent once for inputs of the same
+    shapes, before the first values, and must not change; later only tensors are sent, one message each.
 
     Args:
         comm: the ranks of a replica.
-        stage: the one before the boundary.
+        stage: the stage before the boundary.
         other: the rank at the other end.
-        device: where what is received lies.
+        device: of received tensors.
     """
 
     def __init__(self, comm: Communicator, stage: int, other: int, device: torch.device):
@@ -87,13 +86,13 @@ class Boundary:
 
     # --- the stage before -----------------------------------------------------------------------------------------
     def send(self, key: Hashable, values: Values) -> list[Tensor]:
-        """Start sending values; return the tensors of which gradients will come, in order.
+        """Start sending values; return the tensors whose gradients will come back, in order.
 
         Args:
-            key: shapes and the like that the layout of the values follows from; known at both ends.
+            key: the shapes of the inputs, which determine the layout; known at both ends.
 
         Raises:
-            ConfigError: they hold something else than tensors; or their layout is not the one that `key` had before.
+            ConfigError: the values hold something else than tensors, or their layout has changed for this `key`.
         """
         leaves, tree = pytree.tree_flatten(values)
         layout = Layout(tree, tuple(self._describe(leaf) for leaf in leaves))
@@ -122,7 +121,7 @@ class Boundary:
         return Described(leaf.dtype, tuple(leaf.shape), differentiable and torch.is_grad_enabled())
 
     def post_gradients(self, key: Hashable) -> None:
-        """Start receiving the gradients of the next micro-batch, once its values have been sent."""
+        """Start receiving the gradients of the next micro-batch, after its values have been sent."""
         if key in self._layouts:
             self._post(self._tags[1], self._layouts[key].with_gradient)
 
@@ -132,12 +131,12 @@ class Boundary:
 
     # --- the stage behind -----------------------------------------------------------------------------------------
     def post(self, key: Hashable) -> None:
-        """Start receiving the values of the next micro-batch, where their layout is known."""
+        """Start receiving the values of the next micro-batch, if their layout is known."""
         if key in self._layouts:
             self._post(self._tags[0], [tensor for tensor in self._layouts[key].tensors if tensor is not None])
 
     def receive(self, key: Hashable) -> tuple[list[Tensor | None], Layout]:
-        """Receive the values of a micro-batch: the tensors, None in between where None was sent, and their layout."""
+        """Receive the values of a micro-batch: the tensors, with None where None was sent, and their layout."""
         if key not in self._layouts:
             length = torch.empty(1, dtype=torch.int64)
             self._comm.irecv(length, self._other, self._tags[0]).wait()
@@ -149,7 +148,7 @@ class Boundary:
         return [None if tensor is None else next(tensors) for tensor in layout.tensors], layout
 
     def send_gradients(self, gradients: list[Tensor]) -> None:
-        """Start sending the gradients of the values that have one, in their order."""
+        """Start sending the gradients of the values that have one, in order."""
         self._send(gradients, self._tags[1])
 
     # --- messages -------------------------------------------------------------------------------------------------
@@ -185,7 +184,7 @@ class Boundary:
         return tensors
 
     def wait(self) -> None:
-        """Wait until all that has been sent has left."""
+        """Wait for all sends."""
         for request, _ in self._sending:
             request.wait()
         self._sending.clear()

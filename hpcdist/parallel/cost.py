@@ -1,4 +1,4 @@
-"""Measure each layer of a model: its time, its parameters, the activations that it keeps, the values behind it."""
+"""The cost of each layer of a model, measured: time, parameters, activations, bytes of its outputs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class LayerCost:
 
     Args:
         name: its number and its class.
-        forward_s, backward_s: seconds of its passes; the last layer's are with those of the loss.
-        inputs_s: the part of `backward_s` that makes the gradients of its inputs; the rest makes those of its weights.
+        forward_s, backward_s: seconds of its passes; those of the loss are added to the last layer.
+        inputs_s: the part of `backward_s` for the gradients of its inputs; the rest is for those of its weights.
         parameter_bytes: of its parameters.
-        activation_bytes: of the tensors that are kept for the backward pass, without its inputs and parameters; its
-            outputs are among them where it or a layer behind it needs them.
-        boundary_bytes: of the values behind it, those that are carried past it too; 0 behind the last layer.
+        activation_bytes: of tensors that are kept for the backward pass, without its inputs and parameters; with its
+            outputs if it or a later layer needs them.
+        boundary_bytes: of all values after it, also those that are carried past it; 0 after the last layer.
     """
 
     name: str
@@ -56,19 +56,19 @@ def measure(
     device: torch.device | str = "cpu",
     held_bytes: int = HELD_BYTES,
 ) -> list[LayerCost]:
-    """Measure every layer with the values that the layers before it return. Model and random states stay as they are.
+    """Measure every layer on the values that the layers before it return. The model and random states do not change.
 
     Args:
-        model: a function that returns a Chain, an nn.Sequential or a list of layers. Layers are built some at a time,
-            with `held_bytes` of parameters at most, or one; fewer bytes take longer. Or the model itself.
+        model: a function that returns a Chain, an nn.Sequential or a list of layers. Several layers are built at a
+            time, with at most `held_bytes` of parameters, but at least one. Or the model itself.
         x: inputs of one micro-batch.
-        loss: (outputs, targets) -> a scalar. The last layer has its cost, too.
+        loss: (outputs, targets) -> a scalar. Its cost is added to the last layer.
         y: targets of one micro-batch.
-        repeats: passes, of whose seconds the median is taken.
-        device: on which layers are measured.
+        repeats: passes; the median of their seconds counts.
+        device: where layers are measured.
 
     Raises:
-        ConfigError: the model has no layers in a row, or can't be made on the meta device.
+        ConfigError: the model is not a chain of layers, or can't be made on the meta device.
     """
     device = torch.device(device)
     with callers_state_kept():
@@ -88,7 +88,7 @@ def measure(
 
 
 def _layers(model: Any, device: torch.device, held_bytes: int) -> tuple[Chain, Iterator[Chain]]:
-    """Return the whole model, perhaps on the meta device, and an iterator of its layers in memory, which may change."""
+    """Return the whole model, perhaps on the meta device, and an iterator over copies of its layers in memory."""
     if isinstance(model, (nn.Module, list, tuple)):
         chain = Chain.of(model)
         return chain, (copy.deepcopy(chain.part([number])).to(device) for number in range(len(chain)))
@@ -109,11 +109,11 @@ def _built(make: Callable[[], Any], whole: Chain, device: torch.device, held_byt
 
 
 class _Probe:
-    """Measure one layer after the other: it has the values between them, and who is charged for keeping each."""
+    """Measures one layer after the other; keeps the values between them, and the layer that pays for each."""
 
     def __init__(self, values: Values, repeats: int, device: torch.device):
         self._values, self._repeats, self._device = values, repeats, device
-        self._owners: list[int | None] = [None] * len(pytree.tree_leaves(values))  # None where no layer is charged
+        self._owners: list[int | None] = [None] * len(pytree.tree_leaves(values))  # None if no layer pays
         self.costs: list[LayerCost] = []
 
     def measure(self, name: str, run: Run, layer: nn.Module | None = None, known: Iterable[Tensor] = ()) -> None:
@@ -131,7 +131,7 @@ class _Probe:
         self.costs[-1] = replace(self.costs[-1], boundary_bytes=boundary)
 
     def _pass(self, run: Run, parameters: list[nn.Parameter]) -> tuple[float, float, float]:
-        """Return the seconds of a forward pass, of its backward pass, and of that for the inputs alone."""
+        """Return the seconds of a forward pass, of its backward pass, and of a backward pass for the inputs alone."""
         roots, values = self._entered()
         start = self._now()
         outputs = _with_gradient(run(values))
@@ -151,7 +151,7 @@ class _Probe:
         return forward_s, backward_s, self._now() - start
 
     def _advance(self, run: Run, known: list[Tensor]) -> None:
-        """Run the layer once more, charge who is to be charged for what autograd keeps, and go on to its outputs."""
+        """Run the layer once more, charge layers for the tensors that autograd keeps, and go on to the outputs."""
         number = len(self.costs) - 1
         _, values = self._entered()
         places = {_address(leaf): i for i, leaf in enumerate(pytree.tree_leaves(values)) if isinstance(leaf, Tensor)}
@@ -160,7 +160,7 @@ class _Probe:
 
         def keep(tensor: Tensor) -> Tensor:
             if tensor.layout is torch.strided and _address(tensor) not in here:
-                kept[_address(tensor)] = tensor.detach()  # alive, so that nobody else gets this address
+                kept[_address(tensor)] = tensor.detach()  # kept alive, so that no other tensor gets this address
             return tensor
 
         with saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -181,7 +181,7 @@ class _Probe:
         self._values = _detached(outputs)
 
     def _entered(self) -> tuple[list[Tensor], Values]:
-        """Return the values that have gradients, and copies of all, which a layer may change in place."""
+        """Return the values that have gradients, and copies of all values, which a layer may change in place."""
         roots = _detached(self._values)
         copies = pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, roots)
         return _with_gradient(roots), copies
@@ -197,7 +197,7 @@ def _with_gradient(values: Any) -> list[Tensor]:
 
 
 def _detached(values: Any) -> Any:
-    """Return values that share memory with these, and have gradients where these do."""
+    """Detach values, with the same memory; those with gradients get gradients again."""
     return pytree.tree_map(lambda v: v.detach().requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v, values)
 
 

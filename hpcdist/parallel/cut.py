@@ -1,4 +1,4 @@
-"""The cut of a model into stages, runs of consecutive layers: by their costs, or by hand."""
+"""Cuts of a model into stages, runs of consecutive layers: by their costs, or by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from hpcdist.errors import ConfigError
 from hpcdist.parallel.layers import Chain
 
-Weight = Callable[[int, int, int], Any]  # (stage, first layer, layer behind the last) -> what the stage costs
+Weight = Callable[[int, int, int], Any]  # (stage, first layer, last layer + 1) -> cost of the stage; None forbids it
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class Cut:
         return tuple(b - a for a, b in pairwise(self.bounds))
 
     def layers(self, stage: int) -> range:
-        """Return the layers of a stage."""
         return range(self.bounds[stage], self.bounds[stage + 1])
 
 
@@ -44,7 +43,7 @@ def by_hand(sizes: Sequence[int], n_layers: int) -> Cut:
     """Cut a model of `n_layers` layers into stages of these numbers of layers.
 
     Raises:
-        ConfigError: a number is less than 1, or their sum is another than the model's number of layers.
+        ConfigError: a number is less than 1, or their sum is not the model's number of layers.
     """
     if not sizes or min(sizes) < 1 or sum(sizes) != n_layers:
         raise ConfigError(
@@ -55,13 +54,10 @@ def by_hand(sizes: Sequence[int], n_layers: int) -> Cut:
 
 
 def cut_of(whole: Chain, parts: int, cut: Cut | Sequence[int] | None) -> Cut:
-    """Return the cut of a model into `parts` stages: as given, or by numbers of parameters.
-
-    Args:
-        cut: a Cut, or numbers of layers.
+    """Return the cut of a model into `parts` stages: as given (a Cut or numbers of layers), or by parameters.
 
     Raises:
-        ConfigError: it has another number of stages, or of layers.
+        ConfigError: the given cut has another number of stages, or of layers.
     """
     if isinstance(cut, Cut):
         if cut.stages != parts or cut.bounds[-1] != len(whole):
@@ -72,7 +68,7 @@ def cut_of(whole: Chain, parts: int, cut: Cut | Sequence[int] | None) -> Cut:
         return cut
     if cut is not None:
         return cut_of(whole, parts, by_hand(cut, len(whole)))
-    # Layers without parameters cost nothing, so that none of them is a stage of its own where there are enough others.
+    # Layers without parameters cost nothing, so that none is a stage by itself if there are enough others.
     costs = [sum(p.numel() for p in whole.layer(number).parameters()) for number in range(len(whole))]
     return balance(costs, parts)
 
@@ -85,21 +81,21 @@ def balance(
     boundaries: Sequence[int] | None = None,
     needed: Sequence[bool] | None = None,
 ) -> Cut:
-    """Cut a model so that the slowest stage is as fast as can be, by dynamic programming.
+    """Cut a model so that the slowest stage is as fast as possible, by dynamic programming.
 
-    Among such cuts the one is taken whose stages send the fewest bytes, and among these the most even one.
+    Among such cuts take the one that sends the fewest bytes, and among these the most even one.
 
     Args:
         costs: the time of each layer, in any unit.
         stages: the number of stages.
-        memory: the bytes of each layer; or a function of a stage and its layers that returns the bytes of all these,
-            where stages keep the activations of different numbers of micro-batches.
-        limit_bytes: the most bytes that a stage may have.
+        memory: the bytes of each layer; or a function (stage, layers) -> bytes, as stages keep the activations of
+            different numbers of micro-batches.
+        limit_bytes: the largest memory of a stage.
         boundaries: the bytes that go from each layer to the next.
-        needed: for each layer, whether it is one of those of which each stage needs one, such as those with parameters.
+        needed: True for layers of which each stage needs at least one, such as layers with parameters.
 
     Raises:
-        ConfigError: there are more stages than layers, or than needed ones; or no cut keeps the limit.
+        ConfigError: there are more stages than layers, or than needed layers; or no cut keeps the limit.
     """
     layers = len(costs)
     if not 1 <= stages <= layers:
@@ -133,7 +129,7 @@ def balance(
 
 
 def _sum(weights: Sequence[float]) -> Weight:
-    """Return the sum of a stage's layers."""
+    """Weigh a stage by the sum over its layers."""
     totals = [0, *accumulate(weights)]
     return lambda stage, first, end: totals[end] - totals[first]
 
@@ -143,9 +139,9 @@ def _of_range(memory: Callable[[int, range], int]) -> Weight:
 
 
 def _best(weight: Weight, combine: Callable[[Any, Any], Any], layers: int, stages: int) -> tuple[Any, tuple[int, ...]]:
-    """Find the cut of the least combined weight of its stages; weight None forbids a stage.
+    """Find the cut with the smallest combined weight of its stages, by Bellman's recursion over (stage, layers so far).
 
-    Bellman's recursion over (stage, layers so far), which is right where combine never falls in either argument.
+    `combine` must not decrease in either argument.
     """
     found: dict[int, tuple[Any, tuple[int, ...]]] = {
         end: (own, (0, end)) for end in range(1, layers - stages + 2) if (own := weight(0, 0, end)) is not None
@@ -164,7 +160,7 @@ def _best(weight: Weight, combine: Callable[[Any, Any], Any], layers: int, stage
 
 
 def _need_room(sizes: Weight, useful: Weight, layers: int, stages: int, limit_bytes: float) -> None:
-    """Refuse a limit that no cut keeps: name the layer, or the stage of the cut of least memory, that is above it."""
+    """Raise ConfigError if no cut keeps the limit, with the layer, or the stage of the best cut, that exceeds it."""
     for layer in range(layers):
         least = min(sizes(stage, layer, layer + 1) for stage in range(stages))
         if least > limit_bytes:

@@ -1,4 +1,4 @@
-"""The grid of ranks: consecutive ranks hold one model together, and each of them has its like in every other replica.
+"""The grid of ranks: consecutive ranks hold one model together, a replica; every replica has the same stages.
 
 With 2 stages and 3 replicas, ranks are numbered::
 
@@ -18,14 +18,14 @@ from hpcdist.errors import ConfigError
 
 
 class Grid:
-    """Collective. Arrange the ranks of `comm` as replicas of a model that is in `stages` parts, one per rank.
+    """Collective. The ranks of `comm` as replicas of a model in `stages` parts, one on each rank.
 
-    A replica's ranks exchange activations, or parts of parameters, many times in a step, so they must share a node.
-    Virtual ranks may be torn apart where each has a node of its own: that is a cluster without nodes.
+    The ranks of a replica communicate many times in a step, so they must share a node. Virtual ranks need not if each
+    of them has a node of its own: such a cluster has no nodes.
 
     Args:
         stages: ranks that hold one whole model together; 1 for plain data parallelism.
-        spread: let a replica lie on several nodes.
+        spread: allow a replica on several nodes.
 
     Attributes:
         inner: the ranks of this rank's replica; a rank in it is a stage.
@@ -34,7 +34,7 @@ class Grid:
         stages, replicas: the size of the grid.
 
     Raises:
-        ConfigError: `stages` does not divide the number of ranks; or a replica is not on one node.
+        ConfigError: `stages` does not divide the number of ranks, or a replica is not on one node.
     """
 
     inner: Communicator
@@ -49,13 +49,12 @@ class Grid:
         self.inner, self.outer = comm.split(self.replica), comm.split(self.stage)
 
     def close(self) -> None:
-        """Collective. Release both communicators."""
         self.inner.close()
         self.outer.close()
 
 
 def checked_stages(stages: int, size: int) -> int:
-    """Return the stages of a grid of `size` ranks; raise ConfigError where these make no whole replicas."""
+    """Return the number of stages; raise ConfigError if it does not divide the number of ranks."""
     if not isinstance(stages, Integral) or stages < 1:
         raise ConfigError(f"stages must be an integer of at least 1; got {stages!r}.")
     if size % stages:
@@ -69,7 +68,7 @@ def checked_stages(stages: int, size: int) -> int:
 
 
 def _check_placement(comm: Communicator, stages: int) -> None:
-    """Collective where a replica is torn apart. Check that each is on one node; raise ConfigError otherwise."""
+    """Raise ConfigError unless each replica is on one node; then it is Collective."""
     if comm.trace.virtual is not None and len(set(comm.memory.nodes)) == comm.size:
         return
     replicas = [range(first, first + stages) for first in range(0, comm.size, stages)]

@@ -1,4 +1,4 @@
-"""Predict a pipeline by the costs of its layers: its stages, the time of a step, the memory of each rank."""
+"""The prediction of a pipeline from the costs of its layers: stages, time of a step, memory of each rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcdist.parallel.cut import Cut, balance, by_hand
 from hpcdist.parallel.schedules import Operation, Table, Timing
 from hpcdist.parallel.schedules.base import peak, recomputed_peak
 
-EQUAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # seconds in stages that are equal
+EQUAL = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # seconds of operations in equal stages
 _SUMMED = ("forward_s", "backward_s", "inputs_s", "parameter_bytes", "activation_bytes")
 
 
@@ -28,7 +28,7 @@ class StageCost:
         stage, rank: its number, and the rank that has it.
         layers: the numbers of its layers.
         forward_s, backward_s, inputs_s, parameter_bytes, activation_bytes: sums of a LayerCost's.
-        received_bytes, sent_bytes: of the values at the boundaries before and behind it.
+        received_bytes, sent_bytes: of the values at the boundaries before and after it.
     """
 
     stage: int
@@ -45,17 +45,16 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Plan:
-    """A pipeline as it will run.
+    """A predicted pipeline.
 
     Args:
         schedule: its name.
         table: the operations of each rank.
         cut: the layers of each stage.
         stages: the cost of each.
-        timing: the course of the table at these costs.
-        equal_bubble: the idle share of time with stages that take equal time, backward passes twice that of forward.
-        memory_bytes: of each rank, for parameters, their gradients, the optimiser's state, and the activations that
-            are kept at the moment when they are most.
+        timing: of the table with these costs.
+        equal_bubble: the idle share with equal stages, whose backward passes take twice as long as forward passes.
+        memory_bytes: of each rank, for parameters, gradients, the optimiser's state, and activations at their peak.
     """
 
     schedule: str
@@ -67,7 +66,7 @@ class Plan:
     memory_bytes: tuple[int, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all of it but the table as values of JSON."""
+        """Return everything except the table, as values of JSON."""
         ranks = zip(self.timing.bubbles, self.timing.peaks, self.memory_bytes)
         return {
             "schedule": self.schedule,
@@ -93,15 +92,15 @@ def predict(
     copies: float = 2.0,
     transfer_s: Callable[[int], float] = lambda n_bytes: 0.0,
 ) -> Plan:
-    """Predict the pipeline that a Pipeline with these settings is, with the best cut unless one is given.
+    """Predict a Pipeline with these settings, with the best cut unless one is given.
 
     Args:
         costs: of each layer, for one micro-batch.
         ranks: the number of ranks that hold the model together.
-        cut: None for the best one, by which each rank has parameters, unless it has several stages.
-        limit_bytes: the most memory that a rank may need; it has an effect on the best cut alone.
+        cut: None for the best cut. With one stage on each rank every rank has parameters in it.
+        limit_bytes: the largest memory of a rank in the best cut.
         copies: the bytes of parameters, gradients and the optimiser's state for each byte of parameters.
-        transfer_s: a function that returns the seconds of a message of so many bytes.
+        transfer_s: returns the seconds of a message of so many bytes.
 
     Raises:
         ConfigError: the schedule refuses the numbers, or no cut keeps the limit.
@@ -142,25 +141,21 @@ def predict(
 
 
 def compare(costs: Sequence[LayerCost], ranks: int, **settings: Any) -> list[Plan]:
-    """Predict pipelines by all schedules that are there, with one stage and with two on each rank.
-
-    Args:
-        settings: others of `predict`, which `schedule`, `chunks` and `cut` are not among.
-    """
+    """Predict pipelines by all schedules, with one stage and with two on each rank; `settings` are for `predict`."""
     plans: list[Plan] = []
     for schedule in schedules.available():
         for chunks in (1, 2):
-            with suppress(ConfigError):  # it has one stage on each rank; there are too few layers...
+            with suppress(ConfigError):  # two stages on a rank are refused, there are too few layers...
                 plan = predict(costs, ranks, schedule=schedule, chunks=chunks, **settings)
                 plans = [*(other for other in plans if other.table != plan.table), plan]
     return plans
 
 
 def measured_cut(comm: Communicator, costs: Callable[[], Sequence[LayerCost]], ranks: int, **settings: Any) -> Cut:
-    """Collective. Return the best cut by the costs that rank 0 measures, the same on all ranks of `comm`.
+    """Collective. Return the best cut by costs that rank 0 measures, the same on all ranks.
 
     Args:
-        costs: a function that measures; called on rank 0.
+        costs: measures; called on rank 0 only.
         ranks, settings: as for `predict`.
     """
     sizes = comm.together(lambda: predict(costs(), ranks, **settings).cut.sizes if comm.rank == 0 else ())
@@ -177,7 +172,7 @@ def _stage(costs: Sequence[LayerCost], cut: Cut, number: int, ranks: int) -> Sta
 
 
 def _kept_bytes(operations: Sequence[Operation], stages: Sequence[StageCost], recompute: bool) -> int:
-    """Compute the most bytes of activations that a rank keeps; with recomputation inputs, and what is recomputed."""
+    """Compute the peak of a rank's activations, in bytes; with recomputation, of inputs and recomputed ones."""
     if not recompute:
         return peak(operations, lambda stage: stages[stage].received_bytes + stages[stage].activation_bytes)
     again = recomputed_peak(operations, lambda stage: stages[stage].activation_bytes)
@@ -185,7 +180,7 @@ def _kept_bytes(operations: Sequence[Operation], stages: Sequence[StageCost], re
 
 
 class _Memory:
-    """The bytes that a stage needs with some layers, by the number of micro-batches that its schedule keeps there."""
+    """The bytes of a stage with some layers, by the number of micro-batches that its schedule keeps."""
 
     def __init__(self, costs: Sequence[LayerCost], table: Table, chunks: int, copies: float, recompute: bool):
         self._received = [0, *(cost.boundary_bytes for cost in costs)]
@@ -197,7 +192,6 @@ class _Memory:
         self._whole = [recomputed_peak(operations) for operations in of_stages] if recompute else self._live
 
     def of_stage(self, stage: int, layers: range) -> int:
-        """Return the bytes of a stage with these layers."""
         first, end = layers.start, layers.stop
         activations = self._activations[end] - self._activations[first]
         kept = self._live[stage] * self._received[first] + self._whole[stage] * activations
@@ -206,7 +200,6 @@ class _Memory:
 
 # --- as tables --------------------------------------------------------------------------------------------------------
 def stage_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return a row for each stage."""
     return [
         {
             "stage": stage.stage,
@@ -223,7 +216,6 @@ def stage_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def rank_rows(plan: Plan) -> list[dict[str, Any]]:
-    """Return a row for each rank."""
     return [
         {"rank": rank, "idle": f"{idle:.1%}", "micro-batches\nkept": kept, "memory\nMB": n_bytes / 1e6}
         for rank, (idle, kept, n_bytes) in enumerate(zip(plan.timing.bubbles, plan.timing.peaks, plan.memory_bytes))
@@ -231,7 +223,6 @@ def rank_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def plan_rows(plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Return a row for each plan."""
     return [
         {
             "schedule": plan.schedule,

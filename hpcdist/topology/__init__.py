@@ -1,6 +1,6 @@
-"""Topologies, which say who averages with whom and with which weights: one file each, found by the file's name.
+"""Topologies: which ranks average with each other, and with which weights. One file each, found by the file's name.
 
-A topology is a pure function of (rank, size, step): it communicates nothing, and all ranks compute the same.
+A topology is a pure function of (rank, size, step): it does not communicate, and all ranks compute the same.
 """
 
 from __future__ import annotations

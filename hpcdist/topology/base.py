@@ -1,4 +1,4 @@
-"""The interface of all topologies: neighbours with their weights, and the mixing matrix that these make up."""
+"""The interface of all topologies: neighbours with their weights, which are the rows of the mixing matrix."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hpcdist.errors import ConfigError
 class Topology(abc.ABC):
     """The mixing matrix W of each step: xᵢ ← Σⱼ Wᵢⱼ xⱼ.
 
-    Subclasses are final, one per module; the module's name is the topology's. Options are keyword-only. A topology
-    communicates nothing: all ranks compute the same neighbours and weights.
+    Subclasses are final, one per module, and named after it. Options are keyword-only. A topology does not communicate:
+    all ranks compute the same neighbours and weights.
 
     Args:
         size: number of ranks p, at least 1.
 
     Attributes:
         size: number of ranks p.
-        period: steps after which the matrices repeat: 1 where they are all the same; None where they are drawn.
+        period: steps after which the matrices repeat; 1 if they are all the same, None if they are random.
         symmetric: W is symmetric at every step, as D-PSGD needs it.
-        doubly_stochastic: rows and columns of W sum to 1. Else columns alone do, and only push-sum finds the mean.
+        doubly_stochastic: rows and columns of W sum to 1. Otherwise only columns do, and only push-sum finds the mean.
         complete: each rank sends to every other one at every step.
 
     Raises:
-        ConfigError: `size` is no positive integer.
+        ConfigError: `size` is not a positive integer.
 
     Reference: Xiangru Lian, Ce Zhang, Huan Zhang, Cho-Jui Hsieh, Wei Zhang, Ji Liu, "Can decentralized algorithms
     outperform centralized algorithms? A case study for decentralized parallel stochastic gradient descent", 2017, for
@@ -48,30 +48,22 @@ class Topology(abc.ABC):
 
     @property
     def static(self) -> bool:
-        """Tell whether W is the same at every step."""
+        """Whether W is the same at every step."""
         return self.period == 1
 
     @abc.abstractmethod
     def in_neighbours(self, rank: int, step: int) -> dict[int, float]:
-        """Weigh the ranks that `rank` receives parameters from at a step: row `rank` of W, without its zeros.
-
-        Args:
-            rank: from 0 to size − 1.
-            step: counts from 0.
+        """Return the ranks from which `rank` receives at a step (from 0), with their weights.
 
         Returns:
-            {j: W[rank, j]} for these ranks j, itself included, ascending.
+            {j: W[rank, j]} without zeros, ascending, with `rank` itself.
         """
 
     def out_neighbours(self, rank: int, step: int) -> dict[int, float]:
-        """Weigh the ranks that `rank` sends its parameters to at a step: column `rank` of W, without its zeros.
-
-        Args:
-            rank: from 0 to size − 1.
-            step: counts from 0.
+        """Return the ranks to which `rank` sends at a step (from 0), with their weights.
 
         Returns:
-            {i: W[i, rank]} for these ranks i, itself included, ascending.
+            {i: W[i, rank]} without zeros, ascending, with `rank` itself.
         """
         if self.symmetric:
             return self.in_neighbours(rank, step)
@@ -88,17 +80,17 @@ class Topology(abc.ABC):
 
 
 def uniform(ranks: Iterable[int]) -> dict[int, float]:
-    """Give the distinct ones among `ranks` equal weights, ascending."""
+    """Return equal weights for the distinct ranks, ascending."""
     distinct = sorted(set(ranks))
     return dict.fromkeys(distinct, 1 / len(distinct))
 
 
 class Circulant(Topology):
-    """A circulant graph: rank i sends to i + d (mod p) for each distance d, with equal weights. Doubly stochastic."""
+    """The base of circulant graphs: rank i sends to i + d (mod p) for each distance d, with equal weights."""
 
     @abc.abstractmethod
     def distances(self, step: int) -> Sequence[int]:
-        """List the distances from a rank to those it sends to at a step, 0 (itself) included."""
+        """Return the distances to the ranks that a rank sends to at a step, 0 (itself) included."""
 
     def in_neighbours(self, rank: int, step: int) -> dict[int, float]:
         return uniform((rank - distance) % self.size for distance in self.distances(step))

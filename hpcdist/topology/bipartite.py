@@ -11,8 +11,8 @@ from hpcdist.topology.base import Topology
 class Bipartite(Topology):
     """The complete bipartite graph: edges between all even and all odd ranks, so no odd cycle for any p.
 
-    Weights 1/(1 + ⌈p/2⌉) along each edge, the rest for oneself; ⌊p/2⌋ or ⌈p/2⌉ messages. Spectral gap 4/(p + 2)
-    where p is even, and 6/(p + 3) where it is odd and at least 7.
+    Weights 1/(1 + ⌈p/2⌉) along each edge, the rest for the rank itself; ⌊p/2⌋ or ⌈p/2⌉ messages. Spectral gap 4/(p + 2)
+    if p is even, and 6/(p + 3) if p is odd and at least 7.
 
     Reference: Xiangru Lian, Wei Zhang, Ce Zhang, Ji Liu, "Asynchronous decentralized parallel stochastic gradient
     descent", 2018, section 3.3, for the graph; Lin Xiao, Stephen Boyd, "Fast linear iterations for distributed

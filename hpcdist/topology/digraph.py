@@ -13,14 +13,14 @@ from hpcdist.topology.graph import read_edges
 class Digraph(Topology):
     """A directed graph from a file. Each rank divides its values evenly among itself and those it sends to.
 
-    So columns sum to 1, and rows need not.
+    So columns sum to 1; rows need not.
 
     Args:
         size: number of ranks.
         path: file of edges; `a b` means that a sends to b. `#` begins a comment.
 
     Raises:
-        ConfigError: the file breaks a rule, or not every rank can be reached from every other.
+        ConfigError: the file breaks a rule, or a rank can't be reached from another one.
 
     Reference: Mahmoud Assran, Nicolas Loizou, Nicolas Ballas, Mike Rabbat, "Stochastic gradient push for distributed
     deep learning", 2019, section 2.

@@ -13,7 +13,7 @@ class ExponentialGraph(Circulant):
 
     Messages per rank: t = ⌈lg p⌉.
 
-    Spectral gap 2/(1 + t) where p is even, more where it is odd.
+    Spectral gap 2/(1 + t) if p is even, more if p is odd.
 
     Reference: Bicheng Ying, Kun Yuan, Yiming Chen, Hanbin Hu, Pan Pan, Wotao Yin, "Exponential graph is provably
     efficient for decentralized deep training", 2021, spectral gap of the static graph.

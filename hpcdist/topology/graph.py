@@ -1,4 +1,4 @@
-"""The user's own graph, with Metropolis-Hastings weights."""
+"""The user's own graph from a file of edges, with Metropolis-Hastings weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hpcdist.topology.base import Topology
 class Graph(Topology):
     """An undirected graph from a file, with weights Wᵢⱼ = 1/(1 + max(dᵢ, dⱼ)) for degrees d.
 
-    The rest of a row is the rank's own weight. Messages of rank i: dᵢ.
+    A rank's own weight is the rest of its row. Messages of rank i: dᵢ.
 
     Args:
         size: number of ranks.
-        path: file of edges, `a b` per line, either way round; `#` begins a comment.
+        path: file of edges, one `a b` on each line; `#` begins a comment.
 
     Raises:
         ConfigError: the file breaks a rule, or a rank can't be reached.
@@ -47,9 +47,9 @@ class Graph(Topology):
 
 
 def read_edges(path: str | Path, size: int, directed: bool) -> set[tuple[int, int]]:
-    """Read the edges (a, b) of a file; both directions of each one unless `directed`.
+    """Read the edges (a, b) of a file, in both directions unless `directed`.
 
-    A line is `a b`: two ranks; `#` begins a comment. An edge given twice counts once.
+    A line has two ranks, `a b`; `#` begins a comment. An edge may be given twice.
 
     Raises:
         ConfigError: the file can't be read, a line breaks these rules, or the edges do not connect all ranks.

@@ -12,16 +12,16 @@ from hpcdist.topology.base import Topology, uniform
 class HierarchicalGraph(Topology):
     """A complete graph inside each node at even steps; rings across the nodes at odd ones.
 
-    Even steps: the exact mean inside the node. Odd steps: rank k of each node averages with rank k of the node
-    before and of the node after, among those that have so many ranks; 2 messages per rank across nodes. On q nodes
-    of equal size two steps do what one step of a ring on q ranks does.
+    Even steps: the exact mean inside the node. Odd steps: rank k of each node averages with rank k of the nodes before
+    and after it, among nodes with so many ranks; 2 messages per rank across nodes. On q nodes of equal size two steps
+    do the same as one step of a ring of q ranks.
 
     Args:
         size: number of ranks.
         nodes: node of each rank, as `RankMemory.nodes`.
 
     Raises:
-        ConfigError: `nodes` has not one entry per rank.
+        ConfigError: `nodes` does not have one entry for each rank.
 
     Reference: Bicheng Ying, Kun Yuan, Hanbin Hu, Yiming Chen, Wotao Yin, "BlueFog: make decentralized algorithms
     practical for optimization and deep learning", 2021, hierarchical neighbour all-reduce.
@@ -38,14 +38,14 @@ class HierarchicalGraph(Topology):
         for rank, node in enumerate(nodes):
             members.setdefault(node, []).append(rank)
         self._inside = [members[node] for node in nodes]
-        self._across = []
+        self._internode = []
         for rank, own in enumerate(self._inside):
             k = own.index(rank)
-            self._across.append([ranks[k] for ranks in members.values() if len(ranks) > k])
+            self._internode.append([ranks[k] for ranks in members.values() if len(ranks) > k])
 
     def in_neighbours(self, rank: int, step: int) -> dict[int, float]:
         if step % 2 == 0:
             return uniform(self._inside[rank])
-        ring = self._across[rank]
+        ring = self._internode[rank]
         place = ring.index(rank)
         return uniform((rank, ring[place - 1], ring[(place + 1) % len(ring)]))

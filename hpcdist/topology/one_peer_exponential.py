@@ -1,4 +1,4 @@
-"""One-peer exponential graph: the exponential graph's neighbours one after the other, one per step."""
+"""One-peer exponential graph: the neighbours of the exponential graph, one in each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class OnePeerExponential(Circulant):
 
     One message per rank and step.
 
-    Where p is a power of two, any t steps in a row make the exact mean; elsewhere no number of steps does.
+    If p is a power of two, any t steps in a row give the exact mean; otherwise no number of steps does.
 
     Reference: Bicheng Ying, Kun Yuan, Yiming Chen, Hanbin Hu, Pan Pan, Wotao Yin, "Exponential graph is provably
     efficient for decentralized deep training", 2021, periodic exact averaging; Mahmoud Assran, Nicolas Loizou, Nicolas

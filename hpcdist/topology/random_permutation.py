@@ -1,4 +1,4 @@
-"""Random permutation: at every step each rank has one random rank to send to, and one to receive from."""
+"""Random permutation: at every step each rank sends to one random rank, and receives from one."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from hpcdist.topology.base import Topology, uniform
 
 @final
 class RandomPermutation(Topology):
-    """A circle of all ranks, in an order drawn from (seed, step): each sends to the next; weights 1/2, one message.
+    """All ranks in a circle, in an order drawn from (seed, step): each sends to the next; weights 1/2, one message.
 
-    All ranks draw the same. The expected squared distance from the mean is multiplied by (p − 2)/(2(p − 1)) at every
-    step: less than half however many ranks.
+    All ranks draw the same order. Each step multiplies the expected squared distance from the mean by
+    (p − 2)/(2(p − 1)), less than half for any p.
 
     Args:
         size: number of ranks.
-        seed: of the draws, at least 0.
+        seed: of the order, at least 0.
 
     Raises:
         ConfigError: `seed` is negative.
 
     Reference: Stephen Boyd, Arpita Ghosh, Balaji Prabhakar, Devavrat Shah, "Randomized gossip algorithms", 2006, for
-    convergence by E[WᵀW]; here nobody waits for a rank that two have drawn.
+    convergence by E[WᵀW]; here no rank is drawn twice, so that nobody waits.
     """
 
     symmetric = False
@@ -49,6 +49,6 @@ class RandomPermutation(Topology):
 
 @lru_cache(maxsize=4)
 def _draw(size: int, seed: int, step: int) -> tuple[list[int], list[int]]:
-    """Draw the order of the ranks; return it, and each rank's position in it."""
+    """Draw the order of the ranks; return it with each rank's position in it."""
     order = np.random.default_rng([seed, step]).permutation(size)
     return order.tolist(), np.argsort(order).tolist()

@@ -9,7 +9,7 @@ from hpcdist.topology.base import Circulant
 
 @final
 class RingGraph(Circulant):
-    """A ring with weights 1/3 for oneself and both neighbours; 2 messages per rank. On 2 ranks weights are 1/2.
+    """A ring with weights 1/3 for the rank itself and both neighbours; 2 messages per rank. On 2 ranks weights are 1/2.
 
     Spectral gap ⅔(1 − cos(2π/p)) for p ≥ 3, which falls as 1/p².
 

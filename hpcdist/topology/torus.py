@@ -11,17 +11,18 @@ from hpcdist.topology.base import Topology, uniform
 
 @final
 class Torus(Topology):
-    """A grid of ranks, row by row, whose edges are joined; weights 1/5 for oneself and each of four neighbours.
+    """A grid of ranks, row by row, whose edges are joined; weights 1/5 for the rank itself and its four neighbours.
 
-    Where neighbours are the same rank (2 rows or columns) or oneself (1), the distinct ones have equal weights; one
-    row is a ring. With at least 3 rows and 3 columns the spectral gap is ⅖(1 − cos(2π/n)), n the longer side's length.
+    With 2 rows or columns two neighbours are the same rank, and with 1 they are the rank itself; distinct ranks have
+    equal weights then, and one row is a ring. With at least 3 rows and 3 columns the spectral gap is ⅖(1 − cos(2π/n)),
+    n the longer side's length.
 
     Args:
         size: number of ranks.
-        rows: divides `size`; by default its largest divisor up to the root.
+        rows: a divisor of `size`; by default the largest one up to its root.
 
     Raises:
-        ConfigError: `rows` does not divide `size`.
+        ConfigError: `rows` is not a divisor of `size`.
 
     Reference: Bicheng Ying, Kun Yuan, Yiming Chen, Hanbin Hu, Pan Pan, Wotao Yin, "Exponential graph is provably
     efficient for decentralized deep training", 2021, which compares it with others.

@@ -1,7 +1,7 @@
 """Schedules of pipelines: one file each, found by the file's name.
 
-Each has one function `table(ranks, micro_batches, chunks=1)`, which returns the operations of every rank in their
-order. It is pure: it communicates nothing, and all ranks compute the same.
+Each has a function `table(ranks, micro_batches, chunks=1)`, which returns the operations of every rank in order. It is
+pure: it does not communicate, and all ranks compute the same.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ load: Callable[[str], Callable[..., Table]] = catalogue("schedules").load
 
 
 def make(name: str, ranks: int, micro_batches: int, chunks: int = 1) -> Table:
-    """Make the table of the schedule of that name, and check it.
+    """Make the table of a schedule and check it.
 
     Raises:
-        ConfigError: a number is less than 1; or the schedule refuses them, or its table can't be executed.
+        ConfigError: a number is less than 1, the schedule refuses the numbers, or its table can't be executed.
     """
     for setting, value in (("ranks", ranks), ("micro_batches", micro_batches), ("chunks", chunks)):
         if value < 1:

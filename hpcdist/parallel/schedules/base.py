@@ -12,10 +12,11 @@ Kind: TypeAlias = Literal["F", "B", "I", "W"]
 
 
 class Operation(NamedTuple):
-    """One part of the work of a stage on a micro-batch.
+    """An operation of a stage on a micro-batch.
 
-    Kinds are F, forward; B, the whole backward pass; and its halves I, gradient of the inputs, and W, gradient of the
-    weights, which nobody waits for. Stages count from 0 to ranks * chunks - 1; rank `stage % ranks` has a stage.
+    Kinds are F, the forward pass; B, the whole backward pass; and its halves I, gradients of the inputs, and W,
+    gradients of the weights, for which no other rank waits. Rank `stage % ranks` has a stage, of ranks * chunks stages
+    in all.
     """
 
     kind: Kind
@@ -26,7 +27,7 @@ class Operation(NamedTuple):
         return f"{self.kind}{self.micro_batch} of stage {self.stage}"
 
     def needs(self, stages: int) -> Iterator[tuple[Operation, ...]]:
-        """Yield the operations that come before this one, as groups of which one is enough."""
+        """Yield groups of earlier operations; this one needs one operation of each group."""
         _, stage, micro_batch = self
         if self.kind == "F":
             if stage > 0:
@@ -41,18 +42,18 @@ class Operation(NamedTuple):
 
 Table: TypeAlias = list[list[Operation]]  # a list for each rank, in the order of execution
 ORDERS = {"F": "forward", "BI": "gradients of inputs", "BW": "gradients of weights"}  # by the kinds that make them
-LETTERS = "abcdefghijklmnopqrstuvwxyz"  # of a rank's first stage, its second...
+LETTERS = "abcdefghijklmnopqrstuvwxyz"  # of a rank's stages in a drawing
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The course of a table.
+    """The times of a table.
 
     Args:
-        makespan_s: the time from the first operation's start to the last one's end.
-        bubbles: for each rank, the share of that time in which it has nothing to do.
-        peaks: for each rank, the most micro-batches whose activations it keeps at a time, counted for each stage.
-        spans_s: for each operation of each rank, the times at which it begins and ends.
+        makespan_s: from the start of the first operation to the end of the last one.
+        bubbles: for each rank, the idle share of that time.
+        peaks: for each rank, the largest number of micro-batches in its stages whose activations it keeps at a time.
+        spans_s: for each operation of each rank, its start and its end.
     """
 
     makespan_s: float
@@ -62,16 +63,12 @@ class Timing:
 
     @property
     def bubble(self) -> float:
-        """Average the ranks' shares."""
+        """The mean idle share."""
         return sum(self.bubbles) / len(self.bubbles)
 
 
 def one_chunk(schedule: str, chunks: int) -> None:
-    """Refuse more than one stage on a rank.
-
-    Raises:
-        ConfigError: there are several.
-    """
+    """Raise ConfigError if a rank has several stages."""
     if chunks != 1:
         raise ConfigError(
             f"chunks must be 1 with the schedule {schedule}; got {chunks}. Take the schedule interleaved, or gpipe."
@@ -79,13 +76,13 @@ def one_chunk(schedule: str, chunks: int) -> None:
 
 
 def check(table: Table, ranks: int, micro_batches: int, chunks: int = 1) -> None:
-    """Refuse a table that ranks can't execute, each in its order.
+    """Check that ranks can execute a table.
 
-    Every stage must work once on each micro-batch, in ascending order forward and backward, so that gradients are
-    summed in the same order by all schedules; and no rank may wait for an operation that comes behind the wait.
+    Every stage must process each micro-batch once, in ascending order forward and backward, so that all schedules sum
+    gradients in the same order. No rank may wait for ever.
 
     Raises:
-        ConfigError: an operation is missing, repeated, out of order or on another stage's rank; or ranks wait for ever.
+        ConfigError: an operation is missing, repeated, out of order or on the wrong rank; or ranks wait for ever.
     """
     if len(table) != ranks:
         raise ConfigError(f"table must have one list for each of {ranks} ranks; got {len(table)}. Mend the schedule.")
@@ -113,16 +110,15 @@ def simulate(
     seconds: Mapping[str, float] | Callable[[Operation], float],
     transfer_s: Callable[[Operation], float] = lambda operation: 0.0,
 ) -> Timing:
-    """Compute the time that a table takes where each rank executes its operations in order, as soon as they can begin.
+    """Compute the times of a table if each rank executes its operations in order, as soon as possible.
 
     Args:
         table: the operations of each rank.
-        seconds: the time of each kind of operation, or a function that returns that of an operation.
-        transfer_s: a function that returns the time in which an operation's result reaches the next rank, which
-            costs neither rank any time of its own.
+        seconds: of each kind of operation, or a function of the operation.
+        transfer_s: returns the time until an operation's result reaches the next rank; both ranks may work meanwhile.
 
     Raises:
-        ConfigError: ranks wait for one another for ever.
+        ConfigError: ranks wait for each other for ever.
     """
     cost = seconds if callable(seconds) else lambda operation: seconds[operation.kind]
     stages = 1 + max((op.stage for operations in table for op in operations), default=0)
@@ -160,7 +156,7 @@ def _arrival(
     ranks: int,
     transfer_s: Callable[[Operation], float],
 ) -> float | None:
-    """Return the time at which all that an operation needs is there; None where some of it is not yet computed."""
+    """Return the time at which an operation can start; None if something that it needs is not computed yet."""
     latest = 0.0
     for group in operation.needs(stages):
         made = [one for one in group if one in ends]
@@ -172,7 +168,7 @@ def _arrival(
 
 
 def peak(operations: Sequence[Operation], size: Callable[[int], int] = lambda stage: 1) -> int:
-    """Compute the most that a rank keeps for its backward passes at a time: the sum of `size(stage)` of micro-batches.
+    """Compute the peak of what a rank keeps for its backward passes: the sum of `size(stage)` over micro-batches.
 
     A micro-batch is kept from its forward pass to the end of B or W.
     """
@@ -184,7 +180,7 @@ def peak(operations: Sequence[Operation], size: Callable[[int], int] = lambda st
 
 
 def recomputed_peak(operations: Sequence[Operation], size: Callable[[int], int] = lambda stage: 1) -> int:
-    """Compute the most that a rank keeps at a time of what is computed again: in B, and from I to the end of W."""
+    """Compute the peak of recomputed activations on a rank, which are kept during B, or from I to the end of W."""
     kept = most = 0
     for operation in operations:
         kept += {"B": 1, "I": 1}.get(operation.kind, 0) * size(operation.stage)
@@ -194,7 +190,7 @@ def recomputed_peak(operations: Sequence[Operation], size: Callable[[int], int] 
 
 
 def one_by_one(forward: Sequence[Operation], backward: Sequence[Operation], ahead: int) -> list[Operation]:
-    """Merge a rank's operations: the first `ahead` forward, then forward and backward in turn, then the rest."""
+    """Merge a rank's operations: `ahead` forward ones, then forward and backward in turn, then the rest."""
     ahead = min(ahead, len(forward))
     merged = [*forward[:ahead]]
     for index, operation in enumerate(backward):
@@ -204,11 +200,10 @@ def one_by_one(forward: Sequence[Operation], backward: Sequence[Operation], ahea
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
 def gantt(table: Table, timing: Timing, columns: int = 120) -> list[str]:
-    """Draw the operations of each rank, as wide as their time, and their micro-batches.
+    """Draw the operations of each rank as a line of text, to scale.
 
-    `F2b--` is the forward pass of micro-batch 2 in the rank's second stage; ranks with one stage have no letters.
-    Where an operation is too narrow, the letter is left out, or the number too. There are fewer columns where these
-    are enough for all.
+    `F2b--` is the forward pass of micro-batch 2 in the rank's second stage; ranks with one stage have no letters. A
+    narrow operation has no letter, or no number either. A drawing is not wider than its labels need.
     """
     ranks, chunks = len(table), 1 + max((op.stage for ops in table for op in ops), default=0) // len(table)
     lines = [

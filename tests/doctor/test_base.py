@@ -1,7 +1,8 @@
-"""What the doctor's checks share: gathering through rank 0, calls that may hang, names and numbers in a line."""
+"""What the checks share: nodes and their names, gathering through rank 0, calls that may hang, lines of text."""
 
 from __future__ import annotations
 
+import platform
 import re
 import time
 
@@ -9,7 +10,20 @@ import pytest
 
 from hpcdist.errors import DeadlineError
 from hpcdist.tools.doctor import checks
-from hpcdist.tools.doctor.base import Nodes, counted, gather, listed, within
+from hpcdist.tools.doctor.base import (
+    Nodes,
+    allocated,
+    counted,
+    find_nodes,
+    gather,
+    host_name,
+    introduced_nodes,
+    introduction,
+    listed,
+    within,
+)
+
+SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 
 
 def test_every_rank_gets_every_ranks_value(ranks):
@@ -38,21 +52,47 @@ def test_what_does_not_hang_returns_or_raises():
         within(5, "a division", lambda: 1 / 0)
 
 
-@pytest.mark.parametrize(
-    ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 3, 7], "0-3, 7"), ([5, 1, 2, 5], "1-2, 5"), ([4, 6], "4, 6")]
-)
-def test_numbers_in_a_line(numbers, text):
-    assert counted(numbers) == text
-
-
-def test_many_names_in_a_line():
+def test_numbers_and_names_in_a_line():
+    rows = [([], ""), ([3], "3"), ([0, 1, 2, 3, 7], "0-3, 7"), ([5, 1, 2, 5], "1-2, 5"), ([4, 6], "4, 6")]
+    assert all(counted(numbers) == text for numbers, text in rows)
     assert listed(["a", "b"]) == "a, b"
     assert listed([f"n{i}" for i in range(20)], most=3) == "n0, n1, 18 more"
     assert listed([f"n{i}" for i in range(3)], most=3) == "n0, n1, n2"
 
 
 def test_checks_are_found_by_their_files_names():
-    assert {"clocks", "files", "gpus", "links", "progress", "versions"} <= set(checks.available())
+    assert {"clocks", "files", "gpus", "links", "progress", "versions", "world"} <= set(checks.available())
     for name in checks.available():
         check = checks.load(name)
         assert check.__doc__ and callable(check.measure) and callable(check.judge)
+
+
+# --- names of nodes ---------------------------------------------------------------------------------------------------
+def test_nodes_are_named_by_their_hosts(ranks):
+    def body(comm):
+        return str(find_nodes(comm, "twin" if comm.rank < 2 else f"n{comm.rank}").names)
+
+    names = "('twin',)" if ranks.real or ranks.size == 1 else str(("twin#0", "twin#1", "n2", "n3")[: ranks.size])
+    assert set(ranks(body)) == {names}
+
+
+def test_nodes_have_slurms_names_where_slurm_tells_every_rank():
+    step = {**SRUN, "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "slurms-own"}
+    assert host_name(step) == "slurms-own"
+    own = platform.node()
+    mpirun = {f"OMPI_COMM_WORLD_{what}": "1" for what in ("RANK", "SIZE", "LOCAL_RANK")}
+    mpirun = {**step, **mpirun, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    assert host_name(mpirun) == own.partition(".")[0] and host_name({}) == own
+
+
+def test_without_slurm_no_nodes_are_expected(monkeypatch, tmp_path):
+    assert allocated({}) == []
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert allocated({"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "n[1-4]"}) == [], "nobody answers"
+
+
+def test_ranks_that_introduce_themselves_are_sorted_by_node():
+    said = {0: "a\nx", 1: "b\ny", 2: "a\nx", 3: "a\nz"}
+    assert introduced_nodes(said) == Nodes(("a#0", "b", "a#2"), (0, 1, 0, 2))
+    name, place = introduction({}).split("\n")
+    assert name == platform.node() and place

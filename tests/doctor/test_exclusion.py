@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hpcdist.errors import ConfigError
 from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding
-from hpcdist.tools.doctor.exclusion import choose, describe
+from hpcdist.tools.doctor.report import choose_exclusion as choose
+from hpcdist.tools.doctor.report import describe_exclusion as describe
 
 NAMES = ("n1", "n2", "n3", "n4", "n5")
 

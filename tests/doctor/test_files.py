@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
+from readings import changed
 
-from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Nodes, Requirements
+from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Nodes, Requirements, find_nodes
 from hpcdist.tools.doctor.checks import files
-from hpcdist.tools.doctor.nodes import find_nodes
 
 NODES = Nodes(("n1", "n2", "n3"), (0, 1, 2))
 
@@ -62,72 +62,48 @@ def judge(measured: dict, **environ: str):
     return list(files.judge(measured, NODES, Requirements(environ=environ)))
 
 
-def test_a_good_file_system():
+BLIND = {"seen_s": None}
+LATE = {"seen_s": 0.1, "free_bytes": 10**12, "arrived": False}
+ALONE = "folder must be on a file system that all nodes share; got /w, where n2, n3 see nothing of what n1 wrote"
+REFUSES = {"error": os.strerror(errno.ENOSYS), "nodes": {}}
+UNLOCKED = "HDF5 must be able to lock files; got Function not implemented in /w. Set HDF5_USE_FILE_LOCKING=FALSE"
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "nodes", "text"),
+    [
+        ({"nodes.n2": BLIND, "nodes.n3": BLIND}, ERROR, (), ALONE),
+        ({"nodes.n2": BLIND}, ERROR, ("n2",), "n2 does not see within 4 s what n1 wrote to /w: is it mounted there?"),
+        ({"nodes.n2": {"error": "Read-only"}}, ERROR, ("n2",), "n2 can't use /w: Read-only"),
+        ({"nodes.n2": LATE}, ERROR, ("n2",), "n1 does not see within 4 s what n2 wrote to /w"),
+        ({"nodes.n3.free_bytes": 10**9}, WARNING, (), "/w has 1 GB"),
+        ({"nodes.n3.free_bytes": 10**7}, ERROR, (), "/w has 10 MB"),
+        ({"locks": REFUSES}, WARNING, (), UNLOCKED),
+        (
+            {"locks.nodes.n3.refused": False},
+            WARNING,
+            (),
+            "locks must hold between nodes; got one on n3, of a file in /w",
+        ),
+        ({"locks.nodes.n3.freed": False}, WARNING, ("n3",), "a lock of a file in /w that was given back stays refused"),
+        ({"locks.nodes.n3": {"error": "No locks"}}, WARNING, ("n3",), "n3 can't lock files in /w: No locks. Set HDF5_"),
+        (
+            {"write": {"error": "Disk quota exceeded"}},
+            ERROR,
+            (),
+            "/w must allow to write a file; got Disk quota",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_file_system(change, status, nodes, text):
+    found, *rest = judge(changed(fine(), change))
+    assert (found.status, found.nodes) == (status, nodes) and found.text.startswith(text)
+    assert [f.status for f in rest] == [OK] * (status == WARNING)
+
+
+def test_a_good_file_system_and_one_whose_locks_nobody_needs():
     (found,) = judge(fine())
     text = "/w: 500 GB free, seen by all nodes within 10 ms, locks hold, write 100 MB/s, read 100 MB/s"
     assert (found.status, found.text) == (OK, text)
-
-
-def test_one_that_only_one_node_has():
-    measured = fine()
-    for name in ("n2", "n3"):
-        measured["nodes"][name] = {"seen_s": None}
-    (found,) = judge(measured)
-    assert (found.status, found.nodes) == (ERROR, ())
-    text = "folder must be on a file system that all nodes share; got /w, where n2, n3 see nothing of what n1 wrote"
-    assert found.text.startswith(text)
-
-
-@pytest.mark.parametrize(
-    ("row", "text"),
-    [
-        ({"seen_s": None}, "n2 does not see within 4 s what n1 wrote to /w: is it mounted there?"),
-        ({"error": "Read-only file system"}, "n2 can't use /w: Read-only file system"),
-        ({"seen_s": 0.1, "free_bytes": 10**12, "arrived": False}, "n1 does not see within 4 s what n2 wrote to /w"),
-    ],
-)
-def test_a_node_that_can_not_use_it(row, text):
-    measured = fine()
-    measured["nodes"]["n2"] = row
-    (found,) = judge(measured)
-    assert (found.status, found.nodes, found.text) == (ERROR, ("n2",), text)
-
-
-@pytest.mark.parametrize(("n_bytes", "status"), [(10**9, WARNING), (10**7, ERROR)])
-def test_one_without_room(n_bytes, status):
-    measured = fine()
-    measured["nodes"]["n3"]["free_bytes"] = n_bytes
-    found = judge(measured)[0]
-    assert found.status == status and found.text.startswith(f"/w has {n_bytes // 10**6 if status == ERROR else 1} ")
-
-
-def test_one_that_refuses_locks():
-    measured = fine()
-    measured["locks"] = {"error": os.strerror(errno.ENOSYS), "nodes": {}}
-    found, rest = judge(measured)
-    assert (found.status, rest.status) == (WARNING, OK) and "locks" not in rest.text
-    text = "HDF5 must be able to lock files; got Function not implemented in /w. Set HDF5_USE_FILE_LOCKING=FALSE"
-    assert found.text.startswith(text)
-    (found,) = judge(measured, HDF5_USE_FILE_LOCKING="FALSE")
+    (found,) = judge(fine() | {"locks": REFUSES}, HDF5_USE_FILE_LOCKING="FALSE")
     assert found.status == OK and "locks" not in found.text
-
-
-@pytest.mark.parametrize(
-    ("row", "text", "whose"),
-    [
-        ({"refused": False, "freed": True}, "locks must hold between nodes; got one on n3, of a file in /w that", ()),
-        ({"refused": True, "freed": False}, "a lock of a file in /w that was given back stays refused on n3", ("n3",)),
-        ({"error": "No locks available"}, "n3 can't lock files in /w: No locks available. Set HDF5_USE", ("n3",)),
-    ],
-)
-def test_locks_that_do_not_hold_between_nodes(row, text, whose):
-    measured = fine()
-    measured["locks"]["nodes"]["n3"] = row
-    found = judge(measured)[0]
-    assert (found.status, found.nodes) == (WARNING, whose) and found.text.startswith(text)
-
-
-def test_one_that_fails_under_load():
-    measured = fine()
-    measured["write"] = {"error": "Disk quota exceeded"}
-    assert judge(measured)[0].text == "/w must allow to write a file; got Disk quota exceeded"

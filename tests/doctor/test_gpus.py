@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pynvml
 import pytest
+from readings import changed
 
-from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Nodes, Requirements
+from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Nodes, Requirements, find_nodes
 from hpcdist.tools.doctor.checks import gpus
-from hpcdist.tools.doctor.nodes import find_nodes
 
 NODES = Nodes(("n1", "n2"), (0, 0, 1, 1))
 
@@ -128,64 +128,33 @@ def test_the_real_driver_answers():
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------
-def test_healthy_gpus():
-    (found,) = judge(fine(), wanted=True)
-    assert (found.status, found.text) == (OK, "each rank sees 2 and has its own (NVIDIA H200), free and in good health")
-
-
-def test_none_is_well_unless_some_are_wanted():
-    none = {"ranks": [{"count": 0, "uuid": None}] * 4, "nodes": {"n1": None, "n2": None}}
-    (found,) = judge(none)
-    assert (found.status, found.text) == (OK, "none")
-    (found,) = judge(none, wanted=True)
-    assert found.status == ERROR and found.nodes == ()
-
-
-def test_gpus_that_torch_does_not_see():
-    measured = fine()
-    measured["ranks"] = [{"count": 0, "uuid": None}] * 4
-    assert judge(measured)[0].text == "none visible to torch, though the driver has some on n1, n2"
-
-
-def test_a_node_with_fewer_is_named():
-    measured = fine()
-    measured["ranks"][2:] = [{"count": 1, "uuid": "x"}, {"count": 1, "uuid": "y"}]
-    (found,) = judge(measured)
-    assert (found.status, found.nodes) == (ERROR, ("n2",))
-    assert found.text.startswith("all ranks must see the same number of GPUs; got 1 on ranks 2-3 (n2) and 2 elsewhere.")
-
-
-def test_ranks_that_share_one_are_named():
-    measured = fine()
-    measured["ranks"][1]["uuid"] = "n1-0"
-    (found,) = judge(measured)
-    assert found.status == WARNING and "each rank must have a GPU of its own; got ranks 0-1 on n1-0 (n1)" in found.text
+BLIND = [{"count": 0, "uuid": None}] * 4
+NODES_FAULT = {"error": "the GPU driver's answer did not end within 8 s."}
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "text"),
+    ("change", "status", "nodes", "text"),
     [
-        ({"ecc_errors": 3}, ERROR, "n2: NVIDIA H200 n2-1 has 3 uncorrected memory errors. Leave the node out"),
-        ({"reasons": 0x48}, WARNING, "n2: NVIDIA H200 n2-1 is slowed down by hardware, heat. Leave the node out"),
-        ({"free_mb": 500}, WARNING, "n2: NVIDIA H200 n2-1 is in use by somebody: 500 of 1000 MiB are free"),
+        ({}, OK, (), "each rank sees 2 and has its own (NVIDIA H200), free and in good health"),
+        ({"ranks": BLIND, "nodes": dict.fromkeys(NODES.names)}, OK, (), "none"),
+        ({"ranks": BLIND}, OK, (), "none visible to torch, though the driver has some on n1, n2"),
+        ({"ranks.2": {"count": 1, "uuid": "x"}, "ranks.3": {"count": 1, "uuid": "y"}}, ERROR, ("n2",),
+         "all ranks must see the same number of GPUs; got 1 on ranks 2-3 (n2) and 2 elsewhere."),
+        ({"ranks.1.uuid": "n1-0"}, WARNING, (), "each rank must have a GPU of its own; got ranks 0-1 on n1-0 (n1)"),
+        ({"nodes.n2.gpus.1.ecc_errors": 3}, ERROR, ("n2",), "n2: NVIDIA H200 n2-1 has 3 uncorrected memory errors."),
+        ({"nodes.n2.gpus.1.reasons": 0x48}, WARNING, ("n2",), "n2: NVIDIA H200 n2-1 is slowed down by hardware, heat."),
+        ({"nodes.n2.gpus.1.free_mb": 500}, WARNING, ("n2",),
+         "n2: NVIDIA H200 n2-1 is in use by somebody: 500 of 1000 MiB are free"),
+        ({"nodes.n1.processes": [["n1-0", "4711", "python"]]}, WARNING, ("n1",),
+         "n1: NVIDIA H200 n1-0 is in use by process 4711 (python): 990 of"),
+        ({"nodes.n2": NODES_FAULT}, ERROR, ("n2",), "n2: the GPU driver's answer did not end"),
     ],
-)
-def test_sick_or_busy_gpus_are_named(change, status, text):
-    measured = fine()
-    measured["nodes"]["n2"]["gpus"][1].update(change)
-    (found,) = judge(measured)
-    assert (found.status, found.nodes) == (status, ("n2",)) and found.text.startswith(text)
+)  # fmt: skip
+def test_what_is_said_of_gpus(change, status, nodes, text):
+    (found,) = judge(changed(fine(), change))
+    assert (found.status, found.nodes) == (status, nodes) and found.text.startswith(text)
 
 
-def test_somebody_elses_process_is_named():
-    measured = fine()
-    measured["nodes"]["n1"]["processes"] = [["n1-0", "4711", "python"]]
-    (found,) = judge(measured)
-    assert found.status == WARNING and "n1: NVIDIA H200 n1-0 is in use by process 4711 (python): 990 of" in found.text
-
-
-def test_a_driver_that_does_not_answer_is_the_nodes_fault():
-    measured = fine()
-    measured["nodes"]["n2"] = {"error": "the GPU driver's answer did not end within 8 s."}
-    (found,) = judge(measured)
-    assert (found.status, found.nodes) == (ERROR, ("n2",)) and "n2: the GPU driver's answer did not end" in found.text
+def test_none_is_an_error_where_some_are_wanted():
+    (found,) = judge({"ranks": BLIND, "nodes": dict.fromkeys(NODES.names)}, wanted=True)
+    assert found.status == ERROR and found.nodes == ()

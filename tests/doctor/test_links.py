@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcdist.comm.virtual import Network, run_virtual
-from hpcdist.tools.doctor.base import OK, WARNING, Nodes, Requirements
+from hpcdist.tools.doctor.base import OK, WARNING, Nodes, Requirements, find_nodes
 from hpcdist.tools.doctor.checks import links
 from hpcdist.tools.doctor.checks.links import Link, compare, judge, rounds
-from hpcdist.tools.doctor.nodes import find_nodes
 
 # What links of one healthy network differ by, and how much worse a bad one is.
 FINE_S, FINE_BYTES_S = st.floats(20e-6, 50e-6), st.floats(0.8e9, 1.2e9)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.tools.doctor.base import OK, WARNING, Nodes, Requirements
+from hpcdist.tools.doctor.base import OK, WARNING, Nodes, Requirements, find_nodes
 from hpcdist.tools.doctor.checks import progress
-from hpcdist.tools.doctor.nodes import find_nodes
 
 NODES = Nodes(("n1", "n2"), (0, 1))
 

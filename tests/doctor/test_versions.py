@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Nodes, Requirements
+from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Nodes, Requirements, find_nodes
 from hpcdist.tools.doctor.checks import versions
-from hpcdist.tools.doctor.nodes import find_nodes
 
 NODES = Nodes(("n1", "n2"), (0, 0, 1, 1))
 OWN = {"hpcdist": "1", "torch": "2.9", "mpi": "Open MPI", "python": "3.11", "numpy": "2.1"}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hpcdist.tools.doctor import world
-from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Nodes, Requirements
-from hpcdist.tools.doctor.nodes import find_nodes
+from hpcdist.comm.launch import Task
+from hpcdist.errors import WorldError
+from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Nodes, Requirements, find_nodes
+from hpcdist.tools.doctor.checks import world
 
 LIBRARY = "Open MPI v5.0.11"
 SRUN = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -87,6 +88,22 @@ def test_a_launcher_that_contradicts_mpi():
     found = judge(TWO, [[0], [1], [0], [1]], tasks=[(3 - r, 4, r % 2, "srun") for r in range(4)])
     assert found[0].status == ERROR
     assert "the ranks must be the launcher's (srun): rank 3 of 4; got MPI's rank 0" in found[0].text
+
+
+def test_tasks_must_be_mpis_ranks():
+    def tasks(*local_ranks):
+        return [Task(rank, len(local_ranks), local, "srun") for rank, local in enumerate(local_ranks)]
+
+    world.check_tasks(tasks(0, 1, 0, 1), [0, 0, 1, 1])
+    world.check_tasks(tasks(0, 2, 1), [0, 0, 0])  # another order than that of the ranks
+    world.check_tasks([None], [0])
+    for given, nodes, message in (
+        ([Task(0, 2, 0, "srun")], [0], r"must be the launcher's \(srun\): rank 0 of 2; got MPI's rank 0 of 1"),
+        ([Task(1, 2, 1, "srun"), Task(0, 2, 0, "srun")], [0, 0], "rank 1 of 2; got MPI's rank 0 of 2"),
+        (tasks(0, 0), [0, 0], r"must be 0 to 1; got \[0, 0\] for ranks that share a node's memory"),
+    ):
+        with pytest.raises(WorldError, match=message):
+            world.check_tasks(given, nodes)
 
 
 def test_ranks_measure_their_cores(ranks):

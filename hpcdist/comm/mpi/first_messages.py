@@ -1,4 +1,4 @@
-"""MPI's first messages, with limits: by them `doctor/startup/check.py` finds ranks that are absent or unreachable.
+"""MPI's first messages, with limits: by them `doctor/startup.py` finds ranks that are absent or unreachable.
 
 A collective call waits for ever for a rank that can't be reached, and the watchdog needs some to begin with. So none of
 this is collective for MPI, nor blocks in it. Nothing here needs torch.

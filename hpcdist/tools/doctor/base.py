@@ -1,21 +1,27 @@
-"""The parts that all checks share: findings, the nodes, and a gather that names the ranks that do not answer."""
+"""The parts that all checks share: findings, the nodes of the job, and a gather that names ranks that do not answer."""
 
 from __future__ import annotations
 
 import json
+import platform
+import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from hpcdist.comm.launch import task
+from hpcdist.comm.network import interfaces
 from hpcdist.errors import DeadlineError
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from hpcdist.comm.communicator import Communicator
+    from hpcdist.comm.communicator import Communicator, Envelope, Request
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 ARRIVED, GO_ON = 30_001, 30_002  # tags
+SLURM_S = 5.0  # how long Slurm may take to expand a list of nodes
 Result = TypeVar("Result")
 
 
@@ -68,6 +74,56 @@ class Nodes:
         return listed(self.names)
 
 
+# --- their names: from Slurm, and from what ranks say -----------------------------------------------------------------
+def find_nodes(comm: Communicator, host: str) -> Nodes:
+    """Collective. Name the nodes by their hosts; where several have the same name, add their number."""
+    return name_nodes(gather(comm, host), comm.memory.nodes)
+
+
+def name_nodes(hosts: Sequence[str], places: Sequence[Hashable]) -> Nodes:
+    """Name the nodes of ranks by their hosts; ranks of one node are at the same place."""
+    first = {place: rank for rank, place in reversed([*enumerate(places)])}
+    nodes = sorted(first, key=lambda place: first[place])
+    firsts = [hosts[first[place]] for place in nodes]
+    names = [name if firsts.count(name) == 1 else f"{name}#{i}" for i, name in enumerate(firsts)]
+    return Nodes(tuple(names), tuple(nodes.index(place) for place in places))
+
+
+def introduction(environ: Mapping[str, str]) -> str:
+    """Write down this rank's node: its name, and the network stack, which only ranks of that node share."""
+    return f"{host_name(environ)}\n{interfaces.here()}"
+
+
+def introduced_nodes(introductions: Mapping[int, str]) -> Nodes:
+    """Read the nodes from the introductions of all ranks."""
+    hosts, places = zip(*(introductions[rank].split("\n") for rank in range(len(introductions))))
+    return name_nodes(hosts, places)
+
+
+def host_name(environ: Mapping[str, str]) -> str:
+    """Return the name of this node: under srun Slurm's; elsewhere its own.
+
+    Slurm tells every task of srun, but not every rank of an mpirun, which may pass on the variables that it got itself.
+    """
+    own, host = task(environ), platform.node()
+    if own is not None and own.launcher.startswith("srun") and "SLURMD_NODENAME" in environ:
+        return environ["SLURMD_NODENAME"]
+    return host.partition(".")[0] if "SLURM_JOB_ID" in environ else host
+
+
+def allocated(environ: Mapping[str, str]) -> list[str]:
+    """List the nodes that Slurm has started ranks on; none without Slurm, or where it does not answer."""
+    names = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if not names:
+        return []
+    command = ["scontrol", "show", "hostnames", names]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=SLURM_S, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
+# --- gathering --------------------------------------------------------------------------------------------------------
 class Unanswered(DeadlineError):
     """Some ranks did not answer, for whom the others wait. `pairs`: those of them that wait for each other."""
 
@@ -89,23 +145,21 @@ def gather(comm: Communicator, value: Any) -> list[Any]:
         found = {0: value}
         while len(found) < comm.size:
             try:
-                envelope = comm.probe(tag=ARRIVED)
+                source, sent = _receive(comm, ARRIVED)
             except DeadlineError as error:
                 raise Unanswered([r for r in range(comm.size) if r not in found], comm.failures.deadline_s) from error
-            found[envelope.source] = _receive(comm, envelope)
+            found[source] = sent
         values = [found[rank] for rank in range(comm.size)]
         for request in [_send(comm, values, rank, GO_ON) for rank in range(1, comm.size)]:
             request.wait()
         return values
     _send(comm, value, 0, ARRIVED).wait()
+    with suppress(DeadlineError):  # rank 0 itself may wait that long for others
+        return _receive(comm, GO_ON)[1]
     try:
-        envelope = comm.probe(0, GO_ON)
-    except DeadlineError:
-        try:
-            envelope = comm.probe(0, GO_ON)  # rank 0 itself may wait that long for others
-        except DeadlineError as error:
-            raise Unanswered([0], 2 * comm.failures.deadline_s) from error
-    return _receive(comm, envelope)
+        return _receive(comm, GO_ON)[1]
+    except DeadlineError as error:
+        raise Unanswered([0], 2 * comm.failures.deadline_s) from error
 
 
 def gather_by_node(comm: Communicator, nodes: Nodes, call: Callable[[], Any]) -> dict[str, Any]:
@@ -114,22 +168,24 @@ def gather_by_node(comm: Communicator, nodes: Nodes, call: Callable[[], Any]) ->
     return {nodes.name(rank): values[rank] for rank in nodes.leaders}
 
 
-def _send(comm: Communicator, value: Any, rank: int, tag: int):
+def _send(comm: Communicator, value: Any, rank: int, tag: int) -> Request:
     import torch
 
     return comm.isend(torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8), rank, tag)
 
 
-def _receive(comm: Communicator, envelope) -> Any:
+def _receive(comm: Communicator, tag: int) -> tuple[int, Any]:
+    """Wait for a value that has this tag; return who sent it, and the value."""
     import torch
 
+    envelope = cast("Envelope", comm.probe(tag=tag))
     data = torch.empty(envelope.n_bytes, dtype=torch.uint8)
     comm.irecv(data, envelope.source, envelope.tag).wait()
-    return json.loads(data.numpy().tobytes())
+    return envelope.source, json.loads(data.numpy().tobytes())
 
 
 def within(seconds: float, what: str, function: Callable[[], Result]) -> Result:
-    """Call a function that may hang, as one of a dead file system does; past the limit go on without it.
+    """Call a function that may hang, for example on a dead file system; give up on it after `seconds`.
 
     Raises:
         DeadlineError: it took longer than `seconds`.

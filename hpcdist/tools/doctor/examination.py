@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import platform
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from hpcdist.comm.launch import task
 from hpcdist.comm.mpi import start
 from hpcdist.errors import MismatchError
-from hpcdist.tools.doctor import base, checks, exclusion, world
+from hpcdist.tools.doctor import base, checks, startup
 from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, Unanswered
-from hpcdist.tools.doctor.nodes import allocated, find_nodes, host_name, introduced_nodes, introduction
-from hpcdist.tools.doctor.report import ExaminationOptions, Report
-from hpcdist.tools.doctor.startup import findings, tcp
-from hpcdist.tools.doctor.startup.check import Pair, check, pairs_to_try
-from hpcdist.tools.doctor.time_limit import TimeLimit
+from hpcdist.tools.doctor.checks import world
+from hpcdist.tools.doctor.report import ExaminationOptions, Report, choose_exclusion
 
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 START_S = 10.0  # how long MPI may take to start where something is wrong with the nodes
 WAIT_S = 10.0  # how long ranks wait for one another at most
 AFTER_S, STEP_S = 2.0, 0.05  # how much later than the first rank the others speak, should it not
+BACKSTOP_S = 5.0  # so much after the limit the process ends even where a call lets no other thread run
 _ending = threading.Lock()
 
 
@@ -51,7 +51,7 @@ def examine(required: Requirements, options: ExaminationOptions) -> int:
         _check_ranks(messages, required, report)
         return _examine(_join(), required, report)
     except Unanswered as error:
-        _end(report, required, findings.unanswered(error, report.nodes, report.stage))
+        _end(report, required, startup.unanswered(error, report.nodes, report.stage))
     finally:
         limit.cancel()
 
@@ -87,14 +87,14 @@ def _start_mpi(required: Requirements, report: Report, limit: TimeLimit) -> Firs
 
 def _check_nodes(required: Requirements, report: Report) -> bool:
     """Report nodes that are absent or don't reach each other by TCP; return True if there are, on the first rank."""
-    names = tuple(allocated(required.environ)) if tcp.takes_part(required.environ) else ()
-    found = tcp.check_nodes(required.environ, names) if len(names) > 1 else tcp.NOTHING
+    names = tuple(base.allocated(required.environ)) if startup.takes_part(required.environ) else ()
+    found = startup.check_nodes(required.environ, names) if len(names) > 1 else startup.NOTHING
     if not found.absent and not found.unreachable:
         return False
     report.nodes, report.stage = Nodes(names, ()), "muster"  # as the output and the JSON file call it
-    why = f"no TCP connection came about within {tcp.REACH_S:g} s"
-    report.add(findings.absent_nodes([names[node] for node in found.absent], names[0], tcp.ANSWER_S))
-    unreachable = findings.unreachable_pairs(found.unreachable, report.nodes, why)
+    why = f"no TCP connection came about within {startup.REACH_S:g} s"
+    report.add(startup.absent_nodes([names[node] for node in found.absent], names[0], startup.ANSWER_S))
+    unreachable = startup.unreachable_pairs(found.unreachable, report.nodes, why)
     report.add(replace(finding, status=WARNING) for finding in unreachable)  # MPI may have another network
     text = f"MPI is started all the same, for it may have another network; if that takes longer than {START_S:g} s, "
     report.add([Finding(OK, f"{text}all ends here")])
@@ -123,24 +123,24 @@ def _is_right_world(size: int, required: Requirements, report: Report) -> bool:
 def _check_ranks(messages: FirstMessages, required: Requirements, report: Report) -> None:
     """Collective. Find the nodes by MPI's first messages; end all ranks where some are absent or unreachable."""
 
-    def pairs(introductions: Mapping[int, str]) -> list[Pair]:
+    def pairs(introductions: Mapping[int, str]) -> list[startup.Pair]:
         """List the pairs of the nodes' first ranks; none where a rank is absent, for then all ends."""
         if len(introductions) < messages.size:
             return []
-        first = introduced_nodes(introductions).leaders
-        return [(first[a], first[b]) for a, b in pairs_to_try(len(first))]
+        first = base.introduced_nodes(introductions).leaders
+        return [(first[a], first[b]) for a, b in startup.pairs_to_try(len(first))]
 
-    found = check(messages, introduction(required.environ), pairs)
+    found = startup.check(messages, base.introduction(required.environ), pairs)
     if found.absent:
-        expected = allocated(required.environ)
+        expected = base.allocated(required.environ)
         report.nodes = Nodes(tuple(expected), ())
         hosts = {rank: text.split("\n")[0] for rank, text in found.introductions.items()}
-        _end(report, required, findings.absent_ranks(hosts, found.absent, expected, messages.answer_s))
-    report.nodes = nodes = introduced_nodes(found.introductions)
+        _end(report, required, startup.absent_ranks(hosts, found.absent, expected, messages.answer_s))
+    report.nodes = nodes = base.introduced_nodes(found.introductions)
     if found.unreachable:  # the first call that is collective would wait for ever
         report.stage, why = "links", f"MPI's first message did not come within {messages.reach_s:g} s"
         unreachable = [(nodes.of[a], nodes.of[b]) for a, b in found.unreachable]
-        _end(report, required, findings.unreachable_pairs(unreachable, nodes, why))
+        _end(report, required, startup.unreachable_pairs(unreachable, nodes, why))
 
 
 def _join() -> Communicator:
@@ -161,13 +161,13 @@ def _examine(comm: Communicator, required: Requirements, report: Report) -> int:
     from hpcdist.session import world as session
 
     comm.failures.deadline_s = WAIT_S
-    report.nodes = nodes = find_nodes(comm, host_name(required.environ))
-    exclusion.choose(nodes.names, [], report.options.spare or 0)  # is refused before anything is measured
+    report.nodes = nodes = base.find_nodes(comm, base.host_name(required.environ))
+    choose_exclusion(nodes.names, [], report.options.spare or 0)  # is refused before anything is measured
     report.speaks = comm.rank == 0
     names = base.gather(comm, checks.available())  # a package may add some on a few nodes only
-    for name in ("world", *(name for name in names[0] if all(name in theirs for theirs in names))):
-        report.stage = name
-        check = world if name == "world" else checks.load(name)
+    common = [name for name in names[0] if all(name in theirs for theirs in names)]
+    for name in sorted(common, key=lambda name: name != "world"):  # that comes first
+        report.stage, check = name, checks.load(name)
         measured = check.measure(comm, nodes, required)
         if comm.rank == 0:
             report.add(check.judge(measured, nodes, required), measured)
@@ -200,3 +200,42 @@ def _leave(status: int) -> NoReturn:
 
         end(status)
     os._exit(status)
+
+
+# --- the time limit, wherever it hangs --------------------------------------------------------------------------------
+class TimeLimit:
+    """End the job from a thread of its own unless `cancel` is called within `seconds`.
+
+    Args:
+        expire: called by that thread; ends all ranks.
+    """
+
+    def __init__(self, seconds: float, expire: Callable[[], None]):
+        self._timer = threading.Timer(seconds, expire)
+        self._timer.name, self._timer.daemon = "hpcdist-doctor-limit", True
+        self._timer.start()
+        self._until = time.monotonic() + seconds
+        self._set_backstop(seconds)
+
+    @contextmanager
+    def sooner(self, seconds: float) -> Iterator[None]:
+        """End this process without a word after so long inside the context, where no other thread may run."""
+        with open(os.devnull, "w") as nowhere:
+            faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+            try:
+                yield
+            finally:
+                self._set_backstop(self.left_s())
+
+    def _set_backstop(self, seconds: float) -> None:
+        if sys.__stderr__ is not None:
+            faulthandler.dump_traceback_later(seconds + BACKSTOP_S, exit=True, file=sys.__stderr__)
+
+    def left_s(self) -> float:
+        """Return the seconds until then."""
+        return max(self._until - time.monotonic(), 0.0)
+
+    def cancel(self) -> None:
+        """Remove the limit."""
+        self._timer.cancel()
+        faulthandler.cancel_dump_traceback_later()

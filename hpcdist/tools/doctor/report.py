@@ -1,18 +1,17 @@
-"""The report of an examination: it shows findings as they come, writes the files, and decides the exit status."""
+"""The report of an examination: findings as they come, the nodes to leave out, the files, and the exit status."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpcdist.errors import ConfigError
 from hpcdist.tools import console
-from hpcdist.tools.doctor import exclusion
-from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes
+from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, listed
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Report:
         options, names, self.stage = self.options, self.nodes.names, "spare"
         choice = self._choose()
         if options.spare is not None and names:
-            self.add([exclusion.describe(choice, names)])
+            self.add([describe_exclusion(choice, names)])
         warned = any(f.status == WARNING and not set(f.nodes) & set(choice.out) for f in self.findings)
         status = int(cut_short or bool(choice.errors) or (options.strict and warned))
         self._write_files(choice, status)
@@ -72,11 +71,11 @@ class Report:
             console.finding(worst, "all", f"{text}, {time.monotonic() - self._start:.1f} s; exit status {status}")
         return status
 
-    def _choose(self) -> exclusion.Exclusion:
+    def _choose(self) -> Exclusion:
         names = self.nodes.names
-        return exclusion.choose(names, self.findings, min(self.options.spare or 0, max(len(names) - 1, 0)))
+        return choose_exclusion(names, self.findings, min(self.options.spare or 0, max(len(names) - 1, 0)))
 
-    def _write_files(self, choice: exclusion.Exclusion, status: int) -> None:
+    def _write_files(self, choice: Exclusion, status: int) -> None:
         options = self.options
         if self.speaks and options.exclude_file is not None:
             _write(options.exclude_file, ",".join(choice.out) + "\n" * bool(choice.out))
@@ -92,3 +91,52 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise ConfigError(f"{path} must be a file that can be written; got {error.strerror}.") from error
+
+
+# --- the nodes to leave out, where the allocation has some to spare ---------------------------------------------------
+class Exclusion(NamedTuple):
+    """Nodes to leave out, in the order of `names`; those of them that nothing is wrong with; the errors that stay."""
+
+    out: tuple[str, ...]
+    healthy: tuple[str, ...]
+    errors: tuple[Finding, ...]
+
+
+def choose_exclusion(names: Sequence[str], findings: Sequence[Finding], spare: int) -> Exclusion:
+    """Choose `spare` nodes to leave out, one after the other, the worst of the rest each time.
+
+    That is the one with most errors that no other choice has settled yet, then with the gravest warnings, then the last
+    one, so that as many remain whatever was found.
+
+    Raises:
+        ConfigError: none would remain.
+    """
+    if not 0 <= spare < max(len(names), 1):
+        raise ConfigError(f"spare must be at least 0 and below the number of nodes, {len(names)}; got {spare}.")
+    out: list[str] = []
+    healthy: list[str] = []
+    while len(out) < spare:
+        left = [finding for finding in findings if not set(finding.nodes) & set(out)]
+        worst = max((name for name in names if name not in out), key=lambda n: (*_faults(n, left), names.index(n)))
+        if _faults(worst, left) == (0, 0):
+            healthy.append(worst)
+        out.append(worst)
+    errors = tuple(f for f in findings if f.status == ERROR and not set(f.nodes) & set(out))
+    return Exclusion(tuple(name for name in names if name in out), tuple(healthy), errors)
+
+
+def _faults(name: str, findings: Sequence[Finding]) -> tuple[float, float]:
+    """Sum the weights of the errors, and of the warnings, that leaving out this node settles."""
+    own = [finding for finding in findings if name in finding.nodes]
+    errors, warnings = (sum(f.weight for f in own if f.status == status) for status in (ERROR, WARNING))
+    return errors, warnings
+
+
+def describe_exclusion(choice: Exclusion, names: Sequence[str]) -> Finding:
+    """Say which nodes are left out, and why."""
+    sick = [name for name in choice.out if name not in choice.healthy]
+    parts = [listed(sick)] * bool(sick)
+    parts += [f"{listed(choice.healthy)}, with which nothing is wrong"] * bool(choice.healthy)
+    remain = [name for name in names if name not in choice.out]
+    text = f"leaves out {' and '.join(parts) or 'no node'}; {len(remain)} remain: {listed(remain)}"
+    return Finding(OK, text)

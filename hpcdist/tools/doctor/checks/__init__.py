@@ -1,4 +1,4 @@
-"""The doctor's checks: one file each, found by the file's name, in alphabetical order.
+"""The doctor's checks: one file each, found by the file's name. `world` comes first, the others in alphabetical order.
 
 A check is a module with two functions::
 

@@ -11,8 +11,10 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from hpcdist.errors import DeadlineError
 from hpcdist.tools.doctor.base import (
@@ -41,7 +43,7 @@ NO_ROOM_BYTES, LITTLE_ROOM_BYTES = 1 << 27, 1 << 32  # a checkpoint of a small m
 # --- measuring --------------------------------------------------------------------------------------------------------
 def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     """Collective. Measure by node the free bytes, the time until it sees a new file, and locks; then the speeds."""
-    first = comm.rank == 0
+    first, last = comm.rank == 0, nodes.leaders[-1]  # whose memory does not hold what rank 0 wrote
     made = gather(comm, _try(lambda: _begin(required.folder)) if first else None)[0]
     if "error" in made:
         return {"folder": str(required.folder.absolute()), "error": made["error"]}
@@ -52,11 +54,12 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
             "nodes": _share(comm, nodes, folder, made["token"]),
             "locks": _locks(comm, nodes, folder / "lock"),
             "write": gather(comm, _try(lambda: _write(folder / "sample")) if first else None)[0],
-            "read": _on_last(comm, nodes, lambda: _read(folder / "sample")),
+            "read": gather(comm, _try(lambda: _read(folder / "sample")) if comm.rank == last else None)[last],
         }
     finally:
         if first:
-            _try(lambda: shutil.rmtree(folder, ignore_errors=True) or {})
+            with suppress(DeadlineError):
+                within(CALL_S, "the file system's answer", partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 def _share(comm: Communicator, nodes: Nodes, folder: Path, token: str) -> dict[str, dict]:
@@ -82,12 +85,6 @@ def _locks(comm: Communicator, nodes: Nodes, path: Path) -> dict:
     gather(comm, None)
     rows = gather(comm, _try(lambda: lock.free(refused)) if refused and "error" not in refused else refused)
     return {**held, "nodes": {nodes.name(rank): row for rank, row in enumerate(rows) if row}}
-
-
-def _on_last(comm: Communicator, nodes: Nodes, call: Callable[[], dict]) -> dict:
-    """Collective. Call a function on the last node, whose memory does not hold what rank 0 wrote."""
-    rank = nodes.leaders[-1]
-    return gather(comm, _try(call) if comm.rank == rank else None)[rank]
 
 
 def _try(call: Callable[[], dict]) -> dict:
@@ -150,41 +147,43 @@ class _Lock:
     """
 
     def __init__(self, path: Path):
-        self._path, self._file = path, None
+        self._path = path
+        self._file: IO | None = None
 
     def take(self) -> dict:
         """Take the lock, and keep it."""
         self._file = open(self._path, "w")
-        return {"held": self._lock(self._file) == 0}
+        return {"held": self._takes(self._file)}
 
     def refused(self) -> dict:
         """Find out whether another one's lock is seen."""
         with open(self._path, "r+") as file:
-            return {"refused": self._lock(file) != 0}
+            return {"refused": not self._takes(file)}
 
     def free(self, before: dict) -> dict:
         """Find out whether the lock can be had again; others, who try too, hold it for a moment only."""
         until = time.monotonic() + FREED_S
         with open(self._path, "r+") as file:
-            while not (freed := self._lock(file) == 0) and time.monotonic() < until:
+            while not (freed := self._takes(file)) and time.monotonic() < until:
                 time.sleep(0.01)
             return before | {"freed": freed}
 
     def drop(self) -> dict:
         """Give the lock back."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         return {}
 
     @staticmethod
-    def _lock(file) -> int:
-        """Return 0, or the number of the error that says that another one has it; raise any other OSError."""
+    def _takes(file: IO) -> bool:
+        """Try to lock an open file; tell whether nobody else has it locked. Any other failure is an OSError."""
         import fcntl
 
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return 0
-        except BlockingIOError as error:
-            return error.errno
+        except BlockingIOError:
+            return False
+        return True
 
 
 def _write_all(path: Path, data: bytes) -> None:

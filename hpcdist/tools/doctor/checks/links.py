@@ -82,9 +82,9 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
 
 def _table(comm: Communicator, nodes: Nodes, parts: list[list[tuple[int, int]]]) -> dict[tuple[int, int], Link]:
     """Collective. Measure these rounds of links; return the same on all ranks."""
-    found = {}
+    found: dict[tuple[int, int], Link] = {}
     for pairs in filter(None, parts):
-        link = None
+        link: list = []  # of this rank; empty where it measures none
         for pair in pairs:
             ends = [nodes.leaders[node] for node in pair]
             if comm.rank in ends:
@@ -94,9 +94,7 @@ def _table(comm: Communicator, nodes: Nodes, parts: list[list[tuple[int, int]]])
     return found
 
 
-def _gather_round(
-    comm: Communicator, nodes: Nodes, pairs: list[tuple[int, int]], link: list | None
-) -> list[list | None]:
+def _gather_round(comm: Communicator, nodes: Nodes, pairs: list[tuple[int, int]], link: list) -> list[list]:
     """Collective. Gather the links of a round; where both ends of one do not answer, its messages have got stuck."""
     try:
         return gather(comm, link)

@@ -1,4 +1,4 @@
-"""The world: launcher and MPI agree on it, and each rank has cores to run on. Comes before the checks."""
+"""The world: launcher and MPI agree on it, and each rank has cores to run on. Comes before the other checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from hpcdist.comm.launch import Task, check_world, declared_size, task
 from hpcdist.errors import WorldError
 from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, counted, gather, listed
-from hpcdist.tools.slurm.environment import check_tasks
 
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
@@ -64,6 +63,34 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
     yield Finding(OK, f"{text} ({nodes}), {measured['library']}{launcher}")
     yield from _together(nodes, {name: _cores(nodes.ranks(i), ranks) for i, name in enumerate(nodes.names)}, OK)
     yield from _together(nodes, {name: _crowding(nodes.ranks(i), ranks) for i, name in enumerate(nodes.names)}, WARNING)
+
+
+def check_tasks(tasks: Sequence[Task | None], nodes: Sequence[int]) -> None:
+    """Compare the launcher's ranks, size and local ranks with MPI's.
+
+    The local ranks of a node need not be in the order of its ranks (mpirun that maps by core orders them otherwise),
+    but there must be one of each, because a local rank chooses the GPU.
+
+    Args:
+        tasks: the launcher's values for every rank, in the order of MPI's ranks; None where there was no launcher.
+        nodes: the node of every rank, according to MPI.
+
+    Raises:
+        WorldError: a rank, the size or a node's local ranks are not MPI's.
+    """
+    for rank, own in enumerate(tasks):
+        if own is not None and (own.rank, own.size) != (rank, len(tasks)):
+            raise WorldError(
+                f"the ranks must be the launcher's ({own.launcher}): rank {own.rank} of {own.size}; got MPI's "
+                f"rank {rank} of {len(tasks)}. Launch with the mpirun of this MPI, or with the matching srun --mpi=..."
+            )
+    for node in sorted(set(nodes)):
+        local = sorted(one.local_rank for one, where in zip(tasks, nodes) if where == node and one is not None)
+        if local != list(range(len(local))):
+            raise WorldError(
+                f"the local ranks of a node must be 0 to {len(local) - 1}; got {local} for ranks that share a node's "
+                "memory. Two of them would take one GPU: start one task per rank, with all of a node in one step."
+            )
 
 
 def _together(nodes: Nodes, texts: Mapping[str, str], status: str) -> Iterator[Finding]:

@@ -29,7 +29,7 @@ from hpcdist.config import (
 )
 from hpcdist.data import importers
 from hpcdist.errors import ConfigError, UnknownNameError, suggestion
-from hpcdist.tools.slurm.site import load_site
+from hpcdist.tools.slurm.spec import load_site
 
 
 class Inner(Settings):

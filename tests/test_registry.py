@@ -22,8 +22,7 @@ from hpcdist.registry import label
 from hpcdist.tools.doctor import checks
 from hpcdist.tools.doctor.base import Nodes, Requirements
 from hpcdist.tools.slurm.check import examine
-from hpcdist.tools.slurm.site import Site
-from hpcdist.tools.slurm.spec import JobSpec
+from hpcdist.tools.slurm.spec import JobSpec, Site
 from hpcdist.train.runs import train
 
 ALONE = '''

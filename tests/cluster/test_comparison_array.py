@@ -9,17 +9,7 @@ from cluster import jobs
 from hpcdist.records import load_summary
 from hpcdist.tools.slurm import history
 
-WANTED = [
-    "--strategies",
-    "allreduce,gossip_pull",
-    "--ranks",
-    "2",
-    "--seeds",
-    "1",
-    "--no-controls",
-    "--evaluations",
-    "1",
-]
+WANTED = "--strategies allreduce,gossip_pull --ranks 2 --seeds 1 --no-controls --evaluations 1".split()
 
 
 def test_a_comparison_is_an_array_and_its_report(cluster, workdir, data):

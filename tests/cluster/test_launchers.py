@@ -16,14 +16,16 @@ TELL = """
 import json, os, socket
 from mpi4py import MPI
 from hpcdist.comm.launch import task
-from hpcdist.tools.slurm import environment
+from hpcdist.tools.doctor.base import allocated
+from hpcdist.tools.doctor.checks.world import check_tasks
+from hpcdist.tools.slurm.queue import end_time
 
 world = MPI.COMM_WORLD
 first = world.Split_type(MPI.COMM_TYPE_SHARED).allreduce(world.rank, MPI.MIN)
 tasks, nodes = world.allgather(task(os.environ)), world.allgather(first)
-environment.check_tasks(tasks, nodes)
+check_tasks(tasks, nodes)
 own = {"task": tasks[world.rank], "rank": world.rank, "size": world.size, "host": socket.gethostname()}
-own.update(ends=environment.end_time(os.environ), job=environment.allocation(os.environ))
+own.update(ends=end_time(os.environ), job=os.environ["SLURM_JOB_ID"], nodes=allocated(os.environ))
 with open(f"told-{world.rank}.json", "w") as file:
     json.dump(own, file)
 """
@@ -50,7 +52,7 @@ def test_ranks_know_their_place(cluster, workdir, how, command, launcher):
     assert [(one["rank"], one["size"]) for one in told] == [(rank, 4) for rank in range(4)]
     assert [one["host"] for one in told] == ["n1", "n1", "n2", "n2"]
     assert [Task(*one["task"]) for one in told] == [Task(rank, 4, rank % 2, launcher) for rank in range(4)]
-    assert told[0]["job"][:2] == [int(job), found["NodeList"]]
+    assert (told[0]["job"], told[0]["nodes"], found["NodeList"]) == (job, ["n1", "n2"], "n[1-2]")
     for one in told:
         assert int(start) + 600 <= one["ends"] <= time.time() + 600, "ten minutes after it started, by the clock of now"
 

@@ -10,8 +10,7 @@ import subprocess
 from pathlib import Path
 
 from hpcdist.tools.slurm.render import Script, render
-from hpcdist.tools.slurm.site import Site
-from hpcdist.tools.slurm.spec import JobSpec
+from hpcdist.tools.slurm.spec import JobSpec, Site
 
 COMMANDS = ("srun", "mpirun", "mpiexec", "scontrol", "salloc", "module", "conda")
 RECORDER = r"""#!/bin/bash

@@ -16,7 +16,7 @@ from hpcdist.tools.compare.plan import Declaration, PlannedRun
 from hpcdist.tools.runs import FAILURE
 from hpcdist.tools.slurm import arrays, history, limits, queue
 from hpcdist.tools.slurm.render import render
-from hpcdist.tools.slurm.site import Site
+from hpcdist.tools.slurm.spec import Site
 from hpcdist.tools.slurm.state import State
 from hpcdist.tools.slurm.watch import facts
 from study.pretended import PretendedRuns
@@ -59,16 +59,8 @@ def test_there_is_an_array_for_each_number_of_ranks(bash):
 @pytest.mark.parametrize(
     ("change", "overrides", "message"),
     [
-        (
-            {"tune": 3},
-            [],
-            "--tune must be 0 with --slurm, whose runs don't wait for each other; got 3. Search the rates",
-        ),
-        (
-            {"baselines": ("ddp",)},
-            [],
-            "--baselines must be left out with --slurm, .*; got ddp. Compare with them inside",
-        ),
+        ({"tune": 3}, [], "--tune must be 0 with --slurm, whose runs don't wait for each other; got 3. Search"),
+        ({"baselines": ("ddp",)}, [], "--baselines must be left out with --slurm, .*; got ddp. Compare with them"),
         ({}, ["nodes=2"], "--slurm-set must leave nodes to the comparison; got it there. Remove it."),
         ({}, ["ranks_per_node=3"], "ranks_per_node must divide each of --ranks that is larger; got 3 for 4 ranks"),
         ({}, ["time_min=0"], "time_min must be greater than or equal to 1; got 0"),

@@ -14,8 +14,7 @@ from hpcdist import strategies
 from hpcdist.tools.slurm import check, limits
 from hpcdist.tools.slurm.check import Problem, examine
 from hpcdist.tools.slurm.limits import minutes, misfits, nodes, unknown_pmi
-from hpcdist.tools.slurm.site import Site
-from hpcdist.tools.slurm.spec import JobSpec
+from hpcdist.tools.slurm.spec import JobSpec, Site
 
 GOOD = {"job": "it.py", "nodes": 2, "settings": ["checkpoint.every_steps=100"], "cpus_per_rank": 2}
 NO_SLURM = Problem(
@@ -158,19 +157,18 @@ def test_each_case_of_a_study_is_looked_at():
     assert len(wrong) == 1 and "cases" not in wrong[0]
 
 
-@pytest.mark.parametrize("name", strategies.available())
-def test_every_strategy_is_rehearsed_on_as_many_ranks_as_threads_can_be(name):
-    assert found(strategy=name, nodes=4, ranks_per_node=8) == []
-    if name == "hardsync":
-        assert found(strategy=name, nodes=64, ranks_per_node=64) == [], "too many to be rehearsed"
-        (finding,) = found(settings=["checkpoint.every_steps=9", "strategy.servers=4096"], strategy=name, nodes=64,
-                           ranks_per_node=64)  # fmt: skip
-        assert finding.startswith("error: strategy.servers must leave at least one rank to be a worker; got 4096")
+def test_every_strategy_is_rehearsed_on_as_many_ranks_as_threads_can_be():
+    for name in strategies.available():
+        assert found(strategy=name, nodes=4, ranks_per_node=8) == [], name
+    many = {"strategy": "hardsync", "nodes": 64, "ranks_per_node": 64}
+    assert found(**many) == [], "too many to be rehearsed"
+    (finding,) = found(settings=["checkpoint.every_steps=9", "strategy.servers=4096"], **many)
+    assert finding.startswith("error: strategy.servers must leave at least one rank to be a worker; got 4096")
 
 
 def test_jobs_without_a_file_are_checked_without_torch():
     code = (
-        "import sys; from hpcdist.tools.slurm.check import examine; from hpcdist.tools.slurm.site import Site; "
+        "import sys; from hpcdist.tools.slurm.check import examine; from hpcdist.tools.slurm.spec import Site; "
         "from hpcdist.tools.slurm.spec import JobSpec; "
         "examine(JobSpec(shape='hybrid', command=['true']), Site(), {}); print('torch' in sys.modules)"
     )
@@ -231,12 +229,17 @@ def test_sinfo_is_read():
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("infinite", math.inf), ("n/a", math.inf), ("30:00", 30), ("1:30:00", 90), ("2-0:0:0", 2880), ("0:30", 0.5)],
-)
-def test_slurms_times(text, expected):
-    assert minutes(text) == expected
+def test_slurms_times():
+    inf = math.inf
+    for text, expected in {
+        "infinite": inf,
+        "n/a": inf,
+        "30:00": 30,
+        "1:30:00": 90,
+        "2-0:0:0": 2880,
+        "0:30": 0.5,
+    }.items():
+        assert minutes(text) == expected
 
 
 @pytest.mark.parametrize(

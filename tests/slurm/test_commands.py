@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from hpcdist.tools.cli.slurm import app
 from hpcdist.tools.slurm.render import render
-from hpcdist.tools.slurm.site import load_site
-from hpcdist.tools.slurm.spec import load_spec
+from hpcdist.tools.slurm.spec import load_site, load_spec
 
 ROOT = Path(__file__).parents[2]
 JOB = 'job = "it.py"\nnodes = 2\nsettings = ["checkpoint.every_steps=9"]\n'
@@ -70,7 +69,7 @@ def test_a_wheel_brings_templates_and_profiles(tmp_path):
     options = ["--no-deps", "--no-index", "--no-compile", "--ignore-installed", "--root-user-action=ignore"]
     subprocess.run([*pip, *options, "--prefix", target, *tmp_path.glob("*.whl")], check=True)
     (package,) = target.rglob("site-packages")
-    code = "from hpcdist.tools.slurm import site; print(site.folder('templates')); "
+    code = "from hpcdist.tools.slurm import spec; print(spec.folder('templates')); "
     code += "from hpcdist.tools import cli; cli.main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "slurm", "render", "--site", "cray", "--set", "job=it.py"],

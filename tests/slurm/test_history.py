@@ -11,12 +11,12 @@ import pytest
 from hpcdist.config.files import git_commit
 from hpcdist.errors import ConfigError, DataError, QueueError
 from hpcdist.records import RecordWriter, StepRecord, record_path
+from hpcdist.tools.runs import Run
 from hpcdist.tools.slurm import history, queue
 from hpcdist.tools.slurm.history import Submission
-from hpcdist.tools.slurm.progress import Follower, JobProgress, total_samples
 from hpcdist.tools.slurm.spec import JobSpec
-from hpcdist.tools.slurm.state import State, read
-from hpcdist.tools.slurm.watch import describe, facts
+from hpcdist.tools.slurm.state import State, describe, read
+from hpcdist.tools.slurm.watch import JobProgress, facts, progress, total_samples
 
 TINY = str(Path(__file__).parents[1] / "train" / "tiny.py")
 
@@ -137,22 +137,22 @@ def test_logs_of_an_array():
 # --- how far a run is -------------------------------------------------------------------------------------------------
 def test_records_are_followed_while_they_are_written():
     run = Path("runs/7")
-    follow = Follower(run)
-    assert follow() == JobProgress(0, 0, None)
+    followed = Run(run, follow=True)
+    assert progress(followed) == JobProgress(0, 0, None)
     with RecordWriter(record_path(run, 0)) as first, RecordWriter(record_path(run, 1)) as second:
         for step in (1, 2, 3):
             first.write(StepRecord(step, samples=16, loss=float(step)))
         second.write(StepRecord(1, samples=10, loss=4.0))
         first.flush()
         second.flush()
-        assert follow() == JobProgress(3, 58, 3.5)
+        assert progress(followed) == JobProgress(3, 58, 3.5)
     with open(record_path(run, 1), "a") as file:
         file.write('{"step":2,"sam')
-    assert follow() == JobProgress(3, 58, 3.5), "a line without its end"
+    assert progress(followed) == JobProgress(3, 58, 3.5), "a line without its end"
     with RecordWriter(record_path(run, 0), first_step=3) as first:
         first.write(StepRecord(3, samples=1, loss=1.0))
-    assert follow() == JobProgress(3, 43, 2.5), "step 3 was made again"
-    assert Follower(run)() == follow()
+    assert progress(followed) == JobProgress(3, 43, 2.5), "step 3 was made again"
+    assert progress(Run(run, follow=True)) == progress(followed)
 
 
 def test_how_many_samples_a_run_will_have_seen():
@@ -259,7 +259,7 @@ def test_an_array_s_tasks_are_forgotten_one_by_one(stand_ins, monkeypatch):
 
 def test_a_login_node_s_process_starts_no_mpi():
     """There it may hang, or be forbidden."""
-    code = "import sys; from hpcdist.tools.slurm.progress import total_samples; "
+    code = "import sys; from hpcdist.tools.slurm.watch import total_samples; "
     code += "from hpcdist.tools.slurm.spec import JobSpec; "
     code += f"total_samples(JobSpec(job={TINY!r})); sys.exit('mpi4py.MPI' in sys.modules or 'torch' not in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

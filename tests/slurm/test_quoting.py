@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hpcdist.errors import ConfigError
 from hpcdist.tools.slurm.quoting import directive, from_directive
 from hpcdist.tools.slurm.render import Script
-from hpcdist.tools.slurm.site import Site
-from hpcdist.tools.slurm.spec import JobSpec
+from hpcdist.tools.slurm.spec import JobSpec, Site
 from slurm.fakes import payload, script
 
 PIECES = [

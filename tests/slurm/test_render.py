@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 
 import pytest
 
 from hpcdist.errors import ConfigError
-from hpcdist.tools.slurm import site as profiles
+from hpcdist.tools.slurm import spec as profiles
 from hpcdist.tools.slurm.render import MARK, REASON
-from hpcdist.tools.slurm.site import Site, available, folder, load_site
+from hpcdist.tools.slurm.spec import Site, folder, load_site, sites
 from slurm.fakes import script
 
 SHAPES = ["allreduce", "cpu", "gossip", "hybrid", "interactive", "parameter_server", "study"]
@@ -36,12 +37,11 @@ def test_every_shape_has_its_template():
 
 
 # --- reasons ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_line_has_a_reason(shape):
-    sites = [EVERYTHING, EVERYTHING.model_copy(update={"venv": None, "conda": "it"}), *map(load_site, available())]
-    sites += [EVERYTHING.model_copy(update={"launcher": launcher}) for launcher in ("mpirun", "mpiexec")]
-    sites += [EVERYTHING.model_copy(update={"gpus": how}) for how in ("per_task", "gres")]
-    for site in sites:
+def test_every_line_has_a_reason():
+    tried = [EVERYTHING, EVERYTHING.model_copy(update={"venv": None, "conda": "it"}), *map(load_site, sites())]
+    tried += [EVERYTHING.model_copy(update={"launcher": launcher}) for launcher in ("mpirun", "mpiexec")]
+    tried += [EVERYTHING.model_copy(update={"gpus": how}) for how in ("per_task", "gres")]
+    for shape, site in itertools.product(SHAPES, tried):
         folders = {"folders": ["a", "b"]} if shape == "study" else {}
         for settings in ({}, {**FULL, **folders}, {**FULL, "requeue": False}):
             found = script(site, shape=shape, **settings)
@@ -53,46 +53,41 @@ def test_every_line_has_a_reason(shape):
             assert max(map(len, explained.splitlines())) <= 140
 
 
-@pytest.mark.parametrize("path", TEMPLATES, ids=str)
-def test_every_line_of_a_template_stands_under_a_reason(path):
+def test_every_line_of_a_template_stands_under_a_reason():
     """Also those that no profile above shows. A part may begin under the reason of the template that includes it."""
-    told = "/" not in str(path) or path.name in ("payload.sh",)
-    for line in (folder("templates") / path).read_text().splitlines():
-        if REASON.match(line):
-            told = True
-        elif not line:
-            told = False
-        elif not line.startswith(("{%", "#!")) and "{% include" not in line:
-            assert told, line
+    for path in TEMPLATES:
+        told = "/" not in str(path) or path.name in ("payload.sh",)
+        for line in (folder("templates") / path).read_text().splitlines():
+            if REASON.match(line):
+                told = True
+            elif not line:
+                told = False
+            elif not line.startswith(("{%", "#!")) and "{% include" not in line:
+                assert told, (path, line)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_scripts_are_valid_bash_with_and_without_reasons(shape):
-    for site in (EVERYTHING, Site(), EVERYTHING.model_copy(update={"launcher": "mpirun"})):
-        found = script(site, shape=shape, **FULL)
-        for text in (found.text, found.with_reasons()):
-            done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
-            assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_rendering_the_same_gives_the_same():
-    assert script(EVERYTHING, **FULL) == script(EVERYTHING, **FULL)
+def test_scripts_are_valid_bash_with_and_without_reasons():
+    for shape in SHAPES:
+        for site in (EVERYTHING, Site(), EVERYTHING.model_copy(update={"launcher": "mpirun"})):
+            found = script(site, shape=shape, **FULL)
+            assert script(site, shape=shape, **FULL) == found
+            for text in (found.text, found.with_reasons()):
+                done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+                assert (done.returncode, done.stderr) == (0, ""), shape
 
 
 # --- what clusters expect ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("shape", BATCH)
-def test_directives_of_a_batch_job(shape):
-    found = script(shape=shape, name="it", nodes=3, ranks_per_node=2, cpus_per_rank=4, time_min=90, warn_s=120,
-                   mem_gb=8, spare_nodes=1, output="out")  # fmt: skip
-    number = "%A_%a" if shape == "study" else "%j"
-    assert {
-        "#SBATCH --job-name=it", "#SBATCH --nodes=4", "#SBATCH --ntasks-per-node=2", "#SBATCH --cpus-per-task=4",
-        "#SBATCH --time=90", "#SBATCH --mem=8G", f"#SBATCH --output=out/%x-{number}.out", "#SBATCH --open-mode=append",
-        "#SBATCH --requeue", "#SBATCH --signal=B:USR1@120",
-    } <= set(lines(found.text))  # fmt: skip
-    assert found.batch and found.text.startswith("#!/bin/bash\n#SBATCH ")
-    assert "--no-requeue" in script(shape=shape, requeue=False).text
-    assert "scontrol requeue" not in script(shape=shape, requeue=False).text
+def test_directives_of_a_batch_job():
+    given = {"name": "it", "nodes": 3, "ranks_per_node": 2, "cpus_per_rank": 4, "time_min": 90, "warn_s": 120}
+    for shape in BATCH:
+        found = script(shape=shape, mem_gb=8, spare_nodes=1, output="out", **given)
+        number = "%A_%a" if shape == "study" else "%j"
+        asked = f"job-name=it nodes=4 ntasks-per-node=2 cpus-per-task=4 time=90 mem=8G output=out/%x-{number}.out"
+        asked += " open-mode=append requeue signal=B:USR1@120"
+        assert {f"#SBATCH --{option}" for option in asked.split()} <= set(lines(found.text)), shape
+        assert found.batch and found.text.startswith("#!/bin/bash\n#SBATCH ")
+        again = script(shape=shape, requeue=False).text
+        assert "--no-requeue" in again and "scontrol requeue" not in again
 
 
 def test_what_srun_is_told():
@@ -244,15 +239,12 @@ def test_directives_are_added_replaced_and_removed():
     assert "Memory of each node" not in explained and "# Asked for by the site's profile." in explained
 
 
-@pytest.mark.parametrize("name", available())
-def test_profiles_that_come_along(name):
-    site = load_site(name)
-    assert site.description and len(site.description) < 120
-    assert "hpcdist train" in script(site).text
-    assert load_site(str(folder("sites") / f"{name}.toml")) == site
-
-
-def test_a_profile_of_ones_own(tmp_path):
+def test_profiles_that_come_along_and_one_of_ones_own(tmp_path):
+    for name in sites():
+        site = load_site(name)
+        assert site.description and len(site.description) < 120
+        assert "hpcdist train" in script(site).text
+        assert load_site(str(folder("sites") / f"{name}.toml")) == site
     (tmp_path / "mine.toml").write_text('partition = "mine"\nmodules = ["a"]\n')
     assert load_site(str(tmp_path / "mine.toml")).partition == "mine"
 
@@ -264,19 +256,13 @@ def test_a_template_of_ones_own(tmp_path):
     assert text.startswith("#!/bin/bash\npayload=(") and text.endswith("echo 'a b'\n")
 
 
-@pytest.mark.parametrize("content", ["{{ spec.nmae }}", "{% if %}", '{% include "parts/none.sh" %}', "{{ nobody }}"])
-def test_a_template_with_a_mistake(tmp_path, content):
-    (tmp_path / "mine.sh").write_text(content)
-    with pytest.raises(ConfigError, match="must be in jinja2 with the names spec and site; got .* in .*mine.sh"):
-        script(template=str(tmp_path / "mine.sh"))
-
-
-def test_a_template_that_is_missing():
+def test_a_template_or_a_profile_with_a_mistake_or_missing(tmp_path):
+    for content in ("{{ spec.nmae }}", "{% if %}", '{% include "parts/none.sh" %}', "{{ nobody }}"):
+        (tmp_path / "mine.sh").write_text(content)
+        with pytest.raises(ConfigError, match="must be in jinja2 with the names spec and site; got .* in .*mine.sh"):
+            script(template=str(tmp_path / "mine.sh"))
     with pytest.raises(ConfigError, match="template must be a readable file in UTF-8; got none.sh"):
         script(template="none.sh")
-
-
-def test_a_profile_that_is_missing():
     with pytest.raises(ConfigError, match="site must be one of conda, cray, .*; got 'nowhere'"):
         load_site("nowhere")
     with pytest.raises(ConfigError, match="configuration file must exist; got nowhere.toml"):

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from harness.launch import wait_until
-from hpcdist.tools.slurm.site import Site
+from hpcdist.tools.slurm.spec import Site
 from slurm.fakes import RUN_IT, payload, script
 
 LEAVES = 'trap "exit 75" USR1; touch up; while :; do sleep 0.02; done'  # a launcher whose ranks save and leave

@@ -11,8 +11,7 @@ import pytest
 
 from hpcdist.config import describe
 from hpcdist.errors import ConfigError
-from hpcdist.tools.slurm.site import Site, available
-from hpcdist.tools.slurm.spec import JobSpec, Shape, load_spec
+from hpcdist.tools.slurm.spec import JobSpec, Shape, Site, load_spec, sites
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -117,4 +116,4 @@ def test_what_the_readme_shows_is_valid_and_whole():
     assert JobSpec(**job).shape == "gossip" and Site(**site).mpi == "pmix"
     shapes, profiles = (set(re.findall(r"^\| (`.*?) \|", part, re.M)) for part in text.split("## Profiles"))
     assert {name.strip("`") for name in shapes} == set(get_args(Shape))
-    assert {name.strip("`") for row in profiles for name in row.split(", ")} == set(available())
+    assert {name.strip("`") for row in profiles for name in row.split(", ")} == set(sites())

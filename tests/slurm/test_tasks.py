@@ -6,7 +6,7 @@ import pytest
 
 from hpcdist.comm.launch import Task, task
 from hpcdist.errors import WorldError
-from hpcdist.tools.slurm.environment import Allocation, allocation, check_tasks, end_time
+from hpcdist.tools.slurm.queue import end_time
 
 STEP = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
 PMI = {"PMI_RANK": "5", "PMI_SIZE": "8"}
@@ -46,43 +46,11 @@ def test_a_rank_beyond_the_size_is_refused(rank, local, name):
         task(ompi(rank, 4, local))
 
 
-def world(*local_ranks, launcher="srun"):
-    return [Task(rank, len(local_ranks), local, launcher) for rank, local in enumerate(local_ranks)]
-
-
-def test_tasks_that_are_mpi_s_ranks_pass():
-    check_tasks(world(0, 1, 0, 1), [0, 0, 1, 1])
-    check_tasks(world(0, 2, 1), [0, 0, 0])  # another order than that of the ranks
-    check_tasks([None], [0])
-
-
-def test_worlds_of_size_1_are_refused():
-    with pytest.raises(WorldError, match=r"must be the launcher's \(srun\): rank 0 of 2; got MPI's rank 0 of 1"):
-        check_tasks([Task(0, 2, 0, "srun")], [0])
-
-
-def test_ranks_in_another_order_are_refused():
-    with pytest.raises(WorldError, match="rank 1 of 2; got MPI's rank 0 of 2"):
-        check_tasks([Task(1, 2, 1, "srun"), Task(0, 2, 0, "srun")], [0, 0])
-
-
-def test_two_ranks_of_one_gpu_are_refused():
-    with pytest.raises(WorldError, match=r"must be 0 to 1; got \[0, 0\] for ranks that share a node's memory"):
-        check_tasks(world(0, 0), [0, 0])
-
-
-def test_what_slurm_gives():
-    job = {"SLURM_JOB_ID": "70000", "SLURM_JOB_NODELIST": "n[1-3,7]", "SLURM_TASKS_PER_NODE": "2(x3),1"}
-    assert allocation({}) is None
-    assert allocation(job) == Allocation(70000, "n[1-3,7]", (2, 2, 2, 1), None, None, 0)
-    array = {"SLURM_ARRAY_JOB_ID": "69990", "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2"}
-    assert allocation({**job, **array})[3:] == (69990, 3, 2)
-
-
 def test_the_end_of_a_job():
     assert end_time({}) is None
     assert end_time({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1700000000"}) == 1.7e9
 
 
-def test_a_job_whose_end_can_t_be_asked_for_trains_on():
-    assert end_time({"SLURM_JOB_ID": "7", "PATH": ""}) is None
+def test_a_job_whose_end_can_t_be_asked_for_trains_on(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert end_time({"SLURM_JOB_ID": "7"}) is None

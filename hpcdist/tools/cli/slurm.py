@@ -9,8 +9,7 @@ import typer
 
 from hpcdist.tools import console
 from hpcdist.tools.cli.base import Overrides
-from hpcdist.tools.slurm.site import load_site
-from hpcdist.tools.slurm.spec import JobSpec, load_spec
+from hpcdist.tools.slurm.spec import JobSpec, load_site, load_spec
 
 app = typer.Typer(
     name="slurm", no_args_is_help=True, help="Jobs under Slurm: from a specification to a script, a job, its log."

@@ -41,7 +41,7 @@ def train(
     the same step, with status 75. The same command with --resume goes on from there.
     """
     from hpcdist import session
-    from hpcdist.tools.slurm.environment import end_time
+    from hpcdist.tools.slurm.queue import end_time
     from hpcdist.train import runs
 
     comm = session.init()

@@ -1,4 +1,4 @@
-"""Submit the runs of a comparison as job arrays, one for each number of ranks, and ask what became of their tasks."""
+"""Submit the runs of a comparison as job arrays, one for each number of ranks, and ask how their tasks are."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from hpcdist.tools.slurm import history, queue
 from hpcdist.tools.slurm.check import examine
 from hpcdist.tools.slurm.history import Submission
 from hpcdist.tools.slurm.render import render
-from hpcdist.tools.slurm.site import Site, load_site
-from hpcdist.tools.slurm.spec import JobSpec, load_spec
-from hpcdist.tools.slurm.state import FORGOTTEN, State
-from hpcdist.tools.slurm.watch import describe
+from hpcdist.tools.slurm.spec import JobSpec, Site, load_site, load_spec
+from hpcdist.tools.slurm.state import FORGOTTEN, State, describe
 
 # Settings of a job that follow from the comparison.
 OWN = "cases command config folders job nodes output provider servers servers_on settings shape site strategy".split()
@@ -31,7 +29,7 @@ OWN = "cases command config folders job nodes output provider servers servers_on
 def specify(
     declared: Declaration, runs: Sequence[PlannedRun], output: Path, site: str, overrides: Sequence[str] = ()
 ) -> list[JobSpec]:
-    """Describe the arrays of runs, one for each number of ranks, because all tasks of an array have as many.
+    """Describe the arrays: one for each number of ranks, because all tasks of an array have the same number.
 
     Args:
         output: the comparison's folder.
@@ -61,7 +59,7 @@ def specify(
 def _array(
     declared: Declaration, runs: Sequence[PlannedRun], output: Path, site: str, overrides: Sequence[str]
 ) -> JobSpec:
-    """Describe the array of runs that have as many ranks: on one node, or on as many as `ranks_per_node` makes."""
+    """Describe the array of runs with one number of ranks: on one node, or on several by `ranks_per_node`."""
     ranks = runs[0].ranks
     spec = load_spec(
         overrides=overrides,

@@ -7,16 +7,18 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.registry import catalogue
 from hpcdist.tools.slurm import limits
-from hpcdist.tools.slurm.problem import Problem
+from hpcdist.tools.slurm.limits import Problem, error, warning
 from hpcdist.tools.slurm.render import render
-from hpcdist.tools.slurm.site import Site
-from hpcdist.tools.slurm.spec import ON_GPUS, JobSpec
+from hpcdist.tools.slurm.spec import ON_GPUS, JobSpec, Site
+
+if TYPE_CHECKING:  # its package imports torch
+    from hpcdist.strategies.common.contract import Contract
 
 WARN_S = 60  # Slurm looks at time limits about once a minute, and may send its signal that much early or late
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
@@ -40,22 +42,18 @@ def examine(spec: JobSpec, site: Site, environ: Mapping[str, str] = os.environ) 
 def _time(spec: JobSpec, site: Site) -> Problems:
     limit_s = 60 * spec.time_min
     if spec.warn_s >= limit_s:
-        yield Problem(
-            "error",
-            f"warn_s must be less than the time limit, {limit_s} s; got {spec.warn_s}. "
-            "Raise time_min, or lower warn_s.",
+        yield error(
+            f"warn_s must be less than the time limit, {limit_s} s; got {spec.warn_s}. Raise time_min, or lower warn_s."
         )
     elif spec.warn_s < WARN_S:
-        yield Problem(
-            "warning",
+        yield warning(
             f"warn_s must be at least {WARN_S}, for Slurm looks at limits about once a minute; got {spec.warn_s}. "
-            "Otherwise the signal may come too late to save.",
+            "Otherwise the signal may come too late to save."
         )
     elif limit_s - spec.warn_s < WARN_S:
-        yield Problem(
-            "warning",
+        yield warning(
             f"time_min must leave time to work before the warning; got {limit_s - spec.warn_s} s. Raise time_min, or "
-            "the job does little but start again.",
+            "the job does little but start again."
         )
 
 
@@ -67,15 +65,11 @@ def _paths(spec: JobSpec, site: Site) -> Problems:
     }  # fmt: skip
     for name, path in paths.items():
         if path and (path.startswith("~") or "$" in path):
-            yield Problem(
-                "error", f"{name} must be the path itself, for ~ and $ are not expanded; got {path}. Write it out."
-            )
+            yield error(f"{name} must be the path itself, for ~ and $ are not expanded; got {path}. Write it out.")
             continue
-        file = f"{path}/bin/activate" if name == "venv" else path
+        file = f"{path}/bin/activate" if name == "venv" else path or ""
         if path and name != "output" and not Path(file).exists():
-            yield Problem(
-                "error", f"{name} must exist; got {path}, without {file}. Run this where the job is submitted."
-            )
+            yield error(f"{name} must exist; got {path}, without {file}. Run this where the job is submitted.")
 
 
 def _output(spec: JobSpec, site: Site) -> Problems:
@@ -84,15 +78,12 @@ def _output(spec: JobSpec, site: Site) -> Problems:
     folder = Path(spec.output).absolute()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        yield Problem(
-            "error", f"output must be a folder that you may write; got {spec.output}, but {there} is not. Take another."
-        )
+        yield error(f"output must be a folder that you may write; got {spec.output}, but {there} is not. Take another.")
     local = next((place for place in NODE_LOCAL if folder.is_relative_to(place)), None)
     if local and spec.nodes > 1:
-        yield Problem(
-            "warning",
+        yield warning(
             f"output must lie on a file system that all nodes share; got {spec.output}, and each node usually has a "
-            f"{local} of its own. Take one in your home or scratch folder.",
+            f"{local} of its own. Take one in your home or scratch folder."
         )
 
 
@@ -100,67 +91,56 @@ def _strategy(spec: JobSpec, site: Site) -> Problems:
     if not spec.command and not _files_exist(spec):  # else `_settings` checks the run's settings, with the strategy
         try:
             catalogue("strategies").find(_strategy_name(spec))
-        except ConfigError as error:
-            yield Problem("error", str(error))
+        except ConfigError as failure:
+            yield error(str(failure))
     if not spec.command and spec.size == 1 and not spec.folders:  # those have others to be compared with
-        yield Problem(
-            "warning", "nodes or ranks_per_node must be more than 1 to distribute anything; got one rank. Raise one."
-        )
+        yield warning("nodes or ranks_per_node must be more than 1 to distribute anything; got one rank. Raise one.")
 
 
 def _servers(spec: JobSpec, site: Site) -> Problems:
     if spec.shape != "parameter_server":
         return
     if spec.size <= spec.servers:
-        yield Problem(
-            "error",
+        yield error(
             f"servers must leave at least one rank to work; got {spec.servers} on {spec.size} ranks. Raise nodes or "
-            "ranks_per_node.",
+            "ranks_per_node."
         )
     elif spec.servers_on == "one_per_node" and spec.servers > spec.nodes:
-        yield Problem(
-            "warning",
-            f"servers must be at most nodes, {spec.nodes}, to have one each; got {spec.servers}. Some would share one.",
+        yield warning(
+            f"servers must be at most nodes, {spec.nodes}, to have one each; got {spec.servers}. Some would share one."
         )
     elif spec.servers_on == "first_node" and spec.servers > spec.ranks_per_node:
-        yield Problem(
-            "warning",
+        yield warning(
             f"servers must be at most ranks_per_node, {spec.ranks_per_node}, to fit on the first node; got "
-            f"{spec.servers}. The others are on the second.",
+            f"{spec.servers}. The others are on the second."
         )
 
 
 def _stages(spec: JobSpec, site: Site) -> Problems:
     if spec.shape == "hybrid" and not spec.command and spec.model_stages == 1:
-        yield Problem(
-            "warning",
-            "stages must be at least 2 to divide a model; got 1. Raise ranks_per_node, or take the shape allreduce.",
+        yield warning(
+            "stages must be at least 2 to divide a model; got 1. Raise ranks_per_node, or take the shape allreduce."
         )
 
 
 def _gpus(spec: JobSpec, site: Site) -> Problems:
     if spec.shape in ON_GPUS and not spec.gpus:
-        yield Problem(
-            "warning", f"gpus_per_rank must be 1 in the shape {spec.shape} on GPUs; got 0. Everything runs on cores."
-        )
+        yield warning(f"gpus_per_rank must be 1 in the shape {spec.shape} on GPUs; got 0. Everything runs on cores.")
     if spec.provider == "nccl" and not spec.gpus:
-        yield Problem("error", "provider must be horovod or none without GPUs; got 'nccl', which sums on GPUs only.")
+        yield error("provider must be horovod or none without GPUs; got 'nccl', which sums on GPUs only.")
     if spec.gpus > 1 and not spec.command:
-        yield Problem(
-            "warning",
-            f"gpus_per_rank must be 1, for a rank of hpcdist uses one GPU; got {spec.gpus}. Take more ranks_per_node.",
+        yield warning(
+            f"gpus_per_rank must be 1, for a rank of hpcdist uses one GPU; got {spec.gpus}. Take more ranks_per_node."
         )
     if spec.gpus and spec.ranks_per_node > 1 and site.launcher == "srun" and site.gpu_bind != "none":
-        yield Problem(
-            "warning",
+        yield warning(
             f"gpu_bind must be none for NCCL to copy from GPU to GPU; got {site.gpu_bind!r}, which hides the others "
-            "from each rank.",
+            "from each rank."
         )
     if spec.gpus and spec.ranks_per_node > 1 and site.launcher != "srun" and site.gpus == "per_task":
-        yield Problem(
-            "warning",
+        yield warning(
             f"gpus must be per_node with the launcher {site.launcher}, whose daemon is one task; got 'per_task'. Ranks "
-            "would share one GPU.",
+            "would share one GPU."
         )
 
 
@@ -170,36 +150,32 @@ def _cores(spec: JobSpec, site: Site) -> Problems:
     name = _strategy_name(spec)
     contract = _contract(name)
     if contract is not None and contract.memory == "read by others":
-        yield Problem(
-            "warning",
+        yield warning(
             f"cpus_per_rank must be at least 2 for {name}, whose threads answer other nodes while a rank computes; got "
-            f"{spec.cpus_per_rank}. With one core they take turns.",
+            f"{spec.cpus_per_rank}. With one core they take turns."
         )
 
 
 def _going_on(spec: JobSpec, site: Site) -> Problems:
     run = _run(spec)
     if spec.requeue and not spec.command and not run.get("checkpoint", {}).get("every_steps"):
-        yield Problem(
-            "warning",
+        yield warning(
             "checkpoint.every_steps must be set for a requeued job to keep its work when a node dies; got none. Add "
             '"checkpoint.every_steps=100" to settings; on a warning ranks save anyway.',
         )
     if spec.shrink:
         if site.launcher != "mpirun":
-            yield Problem(
-                "error",
+            yield error(
                 f"launcher must be mpirun, of Open MPI, for ranks to outlive others; got {site.launcher!r}. Set shrink "
-                "to false, or take a profile with mpirun.",
+                "to false, or take a profile with mpirun."
             )
         name = _strategy_name(spec)
         contract = _contract(name)
         if not spec.command and contract is not None and contract.deaths == "end all":
             can = [s for s in catalogue("strategies").available() if (c := _contract(s)) and c.deaths == "others go on"]
-            yield Problem(
-                "warning",
+            yield warning(
                 f"shrink must go with a strategy that can go on, {', '.join(can)}; got {name!r}. It ends when a rank "
-                "dies.",
+                "dies."
             )
 
 
@@ -207,11 +183,9 @@ def _study(spec: JobSpec, site: Site) -> Problems:
     cases = [tuple(sorted(case)) for case in spec.cases]
     twice = sorted({i for i, case in enumerate(cases) if case in cases[:i]})
     if twice:
-        yield Problem("warning", f"cases must differ; got {spec.cases[twice[0]]} twice. They would be the same run.")
+        yield warning(f"cases must differ; got {spec.cases[twice[0]]} twice. They would be the same run.")
     if spec.spare_nodes and not spec.doctor:
-        yield Problem(
-            "warning", f"doctor must be true to find which nodes to leave out; got {spec.spare_nodes} spare ones."
-        )
+        yield warning(f"doctor must be true to find which nodes to leave out; got {spec.spare_nodes} spare ones.")
 
 
 def _settings(spec: JobSpec, site: Site) -> Problems:
@@ -234,20 +208,18 @@ def _refusals(spec: JobSpec, case: list[str]) -> Problems:
     from hpcdist.train.runs import specify
 
     try:
-        _, config = specify(Path(spec.job), Path(spec.config) if spec.config else None, [*spec.run_settings, *case])
+        _, config = specify(
+            Path(str(spec.job)), Path(spec.config) if spec.config else None, [*spec.run_settings, *case]
+        )
         if spec.shape != "parameter_server" or spec.size > spec.servers:  # `_servers` reports the opposite
             rehearse(config, spec.size, spec.ranks_per_node)
-    except HpcdistError as error:
-        for line in str(error).splitlines():
-            yield Problem("error", line)
-    except ImportError as error:
-        yield Problem(
-            "warning", f"job must import what is there; got {error} in {spec.job}. Is it where the ranks will run?"
-        )
-    except Exception as error:
-        yield Problem(
-            "error", f"job must be a file that Python can run; got {type(error).__name__} in {spec.job}: {error}."
-        )
+    except HpcdistError as failure:
+        for line in str(failure).splitlines():
+            yield error(line)
+    except ImportError as failure:
+        yield warning(f"job must import what is there; got {failure} in {spec.job}. Is it where the ranks will run?")
+    except Exception as failure:
+        yield error(f"job must be a file that Python can run; got {type(failure).__name__} in {spec.job}: {failure}.")
 
 
 def _files_exist(spec: JobSpec) -> bool:
@@ -264,7 +236,7 @@ def _strategy_name(spec: JobSpec) -> str:
     return str(_run(spec).get("strategy", {}).get("name", "allreduce"))
 
 
-def _contract(name: str) -> Any:
+def _contract(name: str) -> Contract | None:
     """Return a strategy's contract, or None where the strategy can't be loaded. Imports torch."""
     try:
         return catalogue("strategies").load(name).contract
@@ -281,14 +253,12 @@ def _run(spec: JobSpec) -> dict[str, Any]:
 def _environment(environ: Mapping[str, str]) -> Problems:
     beats = sorted(name for name in environ if re.fullmatch(r"SBATCH_\w+", name))
     if beats:
-        yield Problem(
-            "warning",
-            f"the environment must hold no options of sbatch; got {', '.join(beats)}. "
-            "They beat the script: unset them.",
+        yield warning(
+            f"the environment must hold no options of sbatch; got {', '.join(beats)}. They beat the script: unset them."
         )
 
 
 def _syntax(text: str) -> Problems:
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=60)
     if done.returncode:
-        yield Problem("error", f"the script must be valid bash; got {done.stderr.strip()}. Look at the template.")
+        yield error(f"the script must be valid bash; got {done.stderr.strip()}. Look at the template.")

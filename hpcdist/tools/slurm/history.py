@@ -31,7 +31,7 @@ class Submission(BaseModel):
 
     @property
     def folders(self) -> list[Path]:
-        """Return the folders of its runs, of a study without names for them as far as they are there."""
+        """Return the folders of its runs. A study that names none has those that exist by now."""
         output = Path(self.output)
         if "folders" in self.spec:
             return [output.parent / name for name in self.spec["folders"]]

@@ -6,15 +6,27 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from hpcdist.errors import QueueError, suggestion
-from hpcdist.tools.slurm.problem import Problem
 from hpcdist.tools.slurm.queue import ask
-from hpcdist.tools.slurm.site import Site
-from hpcdist.tools.slurm.spec import JobSpec
+from hpcdist.tools.slurm.spec import JobSpec, Site
 
 FORMAT = "%P|%c|%m|%G|%l"  # partition, cores, memory in MB, generic resources, time limit
+
+
+class Problem(NamedTuple):
+    """Something about a job that is wrong (error), may be wrong (warning), or could not be examined (note)."""
+
+    level: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.text}"
+
+
+error, warning, note = (partial(Problem, level) for level in ("error", "warning", "note"))
 
 
 class Node(NamedTuple):
@@ -31,16 +43,14 @@ class Node(NamedTuple):
 def refusals(spec: JobSpec, site: Site, text: str) -> Iterator[Problem]:
     """Ask Slurm whether it accepts the job's script; a note where there is no Slurm."""
     if shutil.which("sbatch") is None:
-        yield Problem(
-            "note", "Slurm must be on PATH to be asked; found no sbatch. Run this on a host of the cluster, too."
-        )
+        yield note("Slurm must be on PATH to be asked; found no sbatch. Run this on a host of the cluster, too.")
         return
     try:
         yield from misfits(spec, site, nodes(ask("sinfo", "--noheader", "--Node", "--format", FORMAT)))
         if site.launcher == "srun" and site.mpi:
             yield from unknown_pmi(site.mpi, ask("srun", "--mpi=list"))
-    except QueueError as error:
-        yield Problem("note", str(error))
+    except QueueError as failure:
+        yield note(str(failure))
         return
     with tempfile.NamedTemporaryFile("w", suffix=".sh") as script:
         script.write(text)
@@ -48,8 +58,8 @@ def refusals(spec: JobSpec, site: Site, text: str) -> Iterator[Problem]:
         try:
             if spec.shape != "interactive":
                 ask("sbatch", "--test-only", script.name)
-        except QueueError as error:
-            yield Problem("error", str(error).replace(script.name, "the script"))
+        except QueueError as failure:
+            yield error(str(failure).replace(script.name, "the script"))
 
 
 def nodes(output: str) -> list[Node]:
@@ -82,7 +92,7 @@ def misfits(spec: JobSpec, site: Site, offered: Sequence[Node]) -> Iterator[Prob
     unknown = [partition for partition in chosen if partition not in partitions]
     if unknown:
         close = suggestion(unknown[0], partitions)
-        yield Problem("error", f"partition must be one of {', '.join(partitions)}; got {unknown[0]!r}.{close}")
+        yield error(f"partition must be one of {', '.join(partitions)}; got {unknown[0]!r}.{close}")
         return
     candidates = [node for node in offered if node.partition in chosen]
     if not candidates:
@@ -96,23 +106,20 @@ def misfits(spec: JobSpec, site: Site, offered: Sequence[Node]) -> Iterator[Prob
     }
     too_large = {setting: need for setting, need in needs.items() if need[0] > max(need[2])}
     for setting, (count, unit, capacities) in too_large.items():
-        yield Problem(
-            "error",
-            f"{setting} must be at most the {max(capacities)} {unit} of a node of {', '.join(chosen)}; got {count}.",
+        yield error(
+            f"{setting} must be at most the {max(capacities)} {unit} of a node of {', '.join(chosen)}; got {count}."
         )
     fit = sum(all(count <= capacities[i] for count, _, capacities in needs.values()) for i in range(len(candidates)))
     if not too_large and fit < spec.nodes + spec.spare_nodes:
-        yield Problem(
-            "error",
+        yield error(
             f"nodes and spare_nodes must be at most the {fit} nodes of {', '.join(chosen)} that fit; got "
-            f"{spec.nodes + spec.spare_nodes}. Take fewer, with more ranks on each.",
+            f"{spec.nodes + spec.spare_nodes}. Take fewer, with more ranks on each."
         )
     longest = max(node.limit_min for node in candidates)
     if spec.time_min > longest:
-        yield Problem(
-            "error",
+        yield error(
             f"time_min must be at most the {longest:g} of {', '.join(chosen)}; got {spec.time_min}. With requeue a "
-            "shorter job goes on by itself.",
+            "shorter job goes on by itself."
         )
 
 
@@ -120,7 +127,7 @@ def unknown_pmi(mpi: str, output: str) -> Iterator[Problem]:
     """Report a PMI that is not in the output of `srun --mpi=list`."""
     known = re.findall(r"^\s+([\w]+)$", output, re.M)
     if known and mpi not in known:
-        yield Problem("error", f"mpi must be one of {', '.join(known)}, which srun --mpi=list names; got {mpi!r}.")
+        yield error(f"mpi must be one of {', '.join(known)}, which srun --mpi=list names; got {mpi!r}.")
 
 
 def _int(text: str) -> int:

@@ -6,10 +6,11 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hpcdist.comm.launch import number
 from hpcdist.config.files import git_commit
 from hpcdist.errors import ConfigError, QueueError
 from hpcdist.tools.slurm import history
@@ -62,8 +63,8 @@ def submit(spec: JobSpec, text: str) -> Submission:
     return entry
 
 
-def ask(*command: str) -> str:
-    """Run a command of Slurm's and return its output.
+def ask(*command: str, **variables: str) -> str:
+    """Run a command of Slurm's, with more environment variables, and return its output.
 
     Raises:
         QueueError: the command is missing, fails, or does not answer.
@@ -74,7 +75,8 @@ def ask(*command: str) -> str:
             "module."
         )
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ANSWERS_S)
+        environ = os.environ | variables
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", timeout=ANSWERS_S)
     except subprocess.TimeoutExpired:
         raise QueueError(
             f"{command[0]} must answer within {ANSWERS_S:g} s; got nothing. The controller is down or busy: try again."
@@ -168,19 +170,38 @@ def consumed_joules(job: str) -> float | None:
     return float(sum(joules)) if joules else None
 
 
+def end_time(environ: Mapping[str, str]) -> float | None:
+    """Return the time at which Slurm will end the job of this process, in seconds since 1970.
+
+    None outside of a job, without a time limit, or where Slurm does not answer: the job trains on without knowing it.
+    """
+    job = environ.get("SLURM_JOB_ID")
+    if job is None:
+        return None
+    if "SLURM_JOB_END_TIME" in environ:  # of newer Slurms
+        return float(number(environ, "SLURM_JOB_END_TIME"))
+    try:
+        answer = ask("squeue", "--noheader", "--jobs", job, "--format", "%e", SLURM_TIME_FORMAT="%s").strip()
+    except QueueError:
+        return None
+    return float(answer) if answer.isdigit() else None
+
+
 def newest(job: str | None) -> str:
     """Return the id of a job; without one, that of the newest job submitted from this folder.
 
     Raises:
         QueueError: none was submitted from this folder.
     """
-    entry = history.find(job)
-    if job is None and entry is None:
+    if job is not None:
+        return job
+    entry = history.find(None)
+    if entry is None:
         raise QueueError(
             f"job must be given where none was submitted; got no {history.FOLDER}/jobs.jsonl here. Go to the folder "
             "that it was submitted from, or give its number."
         )
-    return entry.job if job is None else job
+    return entry.job
 
 
 def wait(job: str, look: Callable[[Sequence[State]], None] = lambda tasks: None, every_s: float = 0.5) -> int:

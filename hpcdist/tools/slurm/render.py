@@ -19,8 +19,7 @@ import jinja2
 from hpcdist.errors import ConfigError
 from hpcdist.records import read_bounded
 from hpcdist.tools.slurm import quoting
-from hpcdist.tools.slurm.site import Site, folder
-from hpcdist.tools.slurm.spec import JobSpec
+from hpcdist.tools.slurm.spec import JobSpec, Site, folder
 
 REASON = re.compile(r"^( *)#: ", re.M)
 MARK = "\0"  # before a reason; no value holds it (see `quoting`)
@@ -164,12 +163,9 @@ def _adapted(context: jinja2.runtime.Context, text: str) -> str:
             reasons = []
     for key, (value, whose) in added.items():
         if value is not False:
-            lines += [f"{MARK}Asked for by {whose}.", f"#SBATCH --{key}{_value(value)}"]
+            text = "" if value is True else f"={quoting.directive(value)}"
+            lines += [f"{MARK}Asked for by {whose}.", f"#SBATCH --{key}{text}"]
     return "".join(f"{line}\n" for line in lines)
-
-
-def _value(value: object) -> str:
-    return "" if value is True else f"={quoting.directive(value)}"
 
 
 def _as_arguments(text: str) -> str:

@@ -33,6 +33,18 @@ class State(NamedTuple):
         return self.state in (*ENDED, FORGOTTEN)
 
 
+def describe(one: State) -> str:
+    """Describe a job's state in one line."""
+    parts = [f"job {one.job} is {one.state}"]
+    parts += [f"({one.reason})"] if one.reason else []
+    parts += [f"on {one.nodes}"] if one.nodes else []
+    parts += [f"for {one.elapsed} of {one.limit}"] if one.elapsed and one.state == "RUNNING" else []
+    parts += [f"after {one.elapsed}"] if one.elapsed and one.ended else []
+    parts += [f"with status {one.status}"] if one.ended and one.status else []
+    parts += [f"({one.restarts} times requeued)"] if one.restarts > 1 else ["(requeued once)"] * one.restarts
+    return " ".join(parts)
+
+
 def read(output: str) -> list[State]:
     """Parse the output of `scontrol --oneliner [--json] show job`."""
     if output.lstrip().startswith("{"):

@@ -1,19 +1,20 @@
-"""Show a submitted job on the terminal: its states, its log, and a progress bar from the records of its run."""
+"""Show a submitted job on the terminal: its states, its log, and its progress by the records of its run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from hpcdist.errors import QueueError
+from hpcdist.tools.runs import Run, is_done
 from hpcdist.tools.slurm import queue
 from hpcdist.tools.slurm.history import Submission
-from hpcdist.tools.slurm.progress import Follower, total_samples
 from hpcdist.tools.slurm.spec import JobSpec
-from hpcdist.tools.slurm.state import State
+from hpcdist.tools.slurm.state import State, describe
 
 
 def watch(entry: Submission, spec: JobSpec) -> int:
@@ -29,7 +30,7 @@ class _Shown:
     def __init__(self, entry: Submission, spec: JobSpec, bar: Progress):
         self._entry, self._spec, self._bar = entry, spec, bar
         self._line = bar.add_task(entry.name, total=entry.cases or None, figures="")
-        self._follow = Follower(Path(entry.output))
+        self._run = Run(entry.output, follow=True)
         self._printed: dict[str, str] = {}  # the state of each job or task
         self._total: int | None = None
         self._knows_total = False
@@ -46,7 +47,7 @@ class _Shown:
             self._show_run()
 
     def _show_run(self) -> None:
-        now = self._follow()
+        now = progress(self._run)
         if now.samples and not self._knows_total:  # the run has its data by now
             self._knows_total = True
             try:
@@ -58,30 +59,18 @@ class _Shown:
         self._bar.update(self._line, completed=now.samples, total=self._total, figures=figures)
 
 
-def describe(one: State) -> str:
-    """Describe a job's state in one line."""
-    parts = [f"job {one.job} is {one.state}"]
-    parts += [f"({one.reason})"] if one.reason else []
-    parts += [f"on {one.nodes}"] if one.nodes else []
-    parts += [f"for {one.elapsed} of {one.limit}"] if one.elapsed and one.state == "RUNNING" else []
-    parts += [f"after {one.elapsed}"] if one.elapsed and one.ended else []
-    parts += [f"with status {one.status}"] if one.ended and one.status else []
-    parts += [f"({one.restarts} times requeued)"] if one.restarts > 1 else ["(requeued once)"] * one.restarts
-    return " ".join(parts)
-
-
 def facts(job: str, entry: Submission | None, states: Sequence[State]) -> dict[str, str]:
     """Collect the facts about a job: the states of its tasks, its run, its log, its script and commit."""
     descriptions = {one.job: describe(one).partition(" is ")[2] for one in states}
     if entry is None:
         return descriptions
-    ended = sum((folder / "summary.json").exists() for folder in entry.folders)
-    now = Follower(Path(entry.output))()
-    run = f"{ended} of {entry.cases} runs have ended" if entry.cases else f"step {now.step}, {now.samples} samples"
-    if now.loss is not None:
-        run += f", loss {now.loss:.4f}"
-    if ended and not entry.cases:
-        run += ", has ended"
+    ended = sum(map(is_done, entry.folders))
+    if entry.cases:
+        run = f"{ended} of {entry.cases} runs have ended"
+    else:
+        now = progress(Run(entry.output, follow=True))
+        run = f"step {now.step}, {now.samples} samples"
+        run += ("" if now.loss is None else f", loss {now.loss:.4f}") + ", has ended" * ended
     commit = "none" if entry.commit is None else f"{entry.commit[:12]}{' and changes' if entry.dirty else ''}"
     return {
         **descriptions,
@@ -118,3 +107,41 @@ def show_logs(job: str, follow: bool) -> None:
             f"job {job} must have begun to have a log; got none yet: {describe(queue.states(job)[0])}. Add --follow to "
             "wait for it."
         )
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+class JobProgress(NamedTuple):
+    """The progress that a run's ranks have recorded so far."""
+
+    step: int  # of the rank that has made the most
+    samples: int  # of all ranks together
+    loss: float | None  # the mean of the ranks' newest losses
+
+
+def progress(run: Run) -> JobProgress:
+    """Read what a run's ranks have recorded; the run is followed, so that the next call reads what is new."""
+    run.update()
+    step = int(run.steps.recent["step"].max()) if len(run.steps.recent) else 0
+    return JobProgress(step, int(run.steps.frame["samples"].sum()), run.loss)
+
+
+def total_samples(spec: JobSpec) -> int | None:
+    """Return the number of samples that a job's run trains on in all; None while that is unknown.
+
+    Loads the job's file, and with it torch.
+    """
+    if spec.job is None:
+        return None
+    from hpcdist.data.hdf5 import HDF5Dataset
+    from hpcdist.train.milestones import planned_samples
+    from hpcdist.train.runs import specify
+
+    _, config = specify(Path(spec.job), None if spec.config is None else Path(spec.config), spec.run_settings)
+    path = Path(config.data.path)
+    if not path.exists():  # the run's first rank makes it
+        return None
+    data = HDF5Dataset(path, "train")
+    try:
+        return planned_samples(config, len(data))
+    finally:
+        data.close()

@@ -14,6 +14,7 @@ from hpcdist.tools.doctor.base import OK, WARNING, Finding, Nodes, Requirements,
 
 if TYPE_CHECKING:
     from hpcdist.comm.communicator import Communicator
+    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 SPAN_S = 0.4  # how long the owner computes, for each of the two measurements
 COUNT = 1 << 14  # elements of float32 in a transfer
@@ -21,7 +22,7 @@ WAITED = 0.5  # of that time: a call that takes as long waits for the owner
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
-def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
+def measure(comm: MpiCommunicator, nodes: Nodes, required: Requirements) -> dict:
     """Collective. Measure the longest wait in seconds of MPI's calls alone, and of our windows with their transport.
 
     Rank 0 owns the memory, the first rank of the second node asks, or rank 1 where there is one node.
@@ -32,7 +33,8 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
         return {"asker": None}
     asker = nodes.leaders[1] if len(nodes.names) > 1 else 1
     own = comm.split(0)
-    own.memory.choose() if len(nodes.names) > 1 else None  # may measure both ways, and keep what it finds
+    if len(nodes.names) > 1:
+        own.memory.choose()  # may measure both ways, and keep what it finds
     alone_s = worst_wait(own, 0, asker, COUNT, _compute, SPAN_S)
     gather(comm, None)
     window_s = _window_wait(own, asker)

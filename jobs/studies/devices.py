@@ -19,7 +19,6 @@ study's table. What is there is not made again.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -31,7 +30,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hpcdist.records import Summary, load_run, load_summary
+from hpcdist.records import Summary
+from hpcdist.tools.runs import Run, find_runs, read_comparison
 from hpcdist.tools.statistics import interval
 from kit.output import Study, markdown, wrap
 
@@ -70,9 +70,9 @@ def percent(one_s: float, ranks: int, ranks_s: float) -> float:
 def read(folder: Path) -> list[Trained]:
     """Read the runs of a comparison that have ended, in the order of the strategies' names and of ranks."""
     cells: dict[tuple[str, int], list[Summary]] = {}
-    for run in json.loads((folder / "comparison.json").read_text())["runs"]:
-        if (folder / run["folder"] / "summary.json").exists():
-            cells.setdefault((run["name"], run["ranks"]), []).append(load_summary(folder / run["folder"]))
+    for run in (read_comparison(folder) or {"runs": []})["runs"]:
+        if (summary := Run(folder / run["folder"], follow=True).summary) is not None:
+            cells.setdefault((run["name"], run["ranks"]), []).append(summary)
     return [Trained(name, ranks, found) for (name, ranks), found in sorted(cells.items())]
 
 
@@ -117,8 +117,8 @@ def answer(found: Sequence[Trained], data: str) -> str:
 
 def _source(folder: Path) -> str:
     """Name the data set that the runs were trained on."""
-    runs = [load_run(path.parent) for path in sorted(folder.glob("runs/*/run.json"))]
-    return " and ".join(sorted({str(run.last.settings["data"].get("source")) for run in runs if run})) or "unknown"
+    runs = [Run(path, follow=True) for path in find_runs([folder / "runs"])]
+    return " and ".join(sorted({str(run.settings["data"].get("source")) for run in runs if run.settings})) or "unknown"
 
 
 def main(
@@ -143,7 +143,7 @@ def main(
     for option, settings in (("--slurm-set", slurm_set), ("--set", overrides)):
         command += [word for setting in settings or [] for word in (option, setting)]
     status = subprocess.run(command).returncode
-    found = read(output) if (output / "comparison.json").exists() else []
+    found = read(output)
     if not found:
         raise typer.Exit(status)
     study = Study(output)

@@ -63,11 +63,7 @@ def test_all_reduce_is_one_process_with_the_whole_batch(quick):
 
 
 def test_finished_runs_are_not_made_again(quick):
-    folder, printed = quick
-    before = studies.made(folder)
-    again = studies.start("regression", folder)
-    assert again.returncode == 0 and again.stdout == printed
-    assert studies.made(folder) == before
+    studies.assert_made_once("regression", *quick)
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------

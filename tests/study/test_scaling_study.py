@@ -95,11 +95,7 @@ def test_tables_figures_and_claims_are_written(quick, study):
 
 
 def test_finished_runs_are_not_made_again(quick):
-    folder, printed = quick
-    before = studies.made(folder)
-    again = studies.start("scaling", folder)
-    assert again.returncode == 0 and again.stdout == printed
-    assert studies.made(folder) == before
+    studies.assert_made_once("scaling", *quick)
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------

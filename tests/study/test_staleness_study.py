@@ -84,11 +84,7 @@ def test_tables_figures_and_claims_are_written(quick):
 
 
 def test_finished_runs_are_not_made_again(quick):
-    folder, printed = quick
-    before = studies.made(folder)
-    again = studies.start("staleness", folder)
-    assert again.returncode == 0 and again.stdout == printed
-    assert studies.made(folder) == before
+    studies.assert_made_once("staleness", *quick)
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------

@@ -256,6 +256,17 @@ def test_a_terminal_shows_the_current_runs_loss_and_metrics(tmp_path, monkeypatc
         assert shown._lines.plain == "" and shown._bar.tasks[0].completed == 1
 
 
+def test_a_run_that_goes_on_after_its_summary_is_shown_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    run = PlannedRun("allreduce", "strategy", 2, 0, (), "runs/a")
+    PretendedRuns().make(run, tmp_path)
+    with display.shown("runs", 1) as shown:
+        shown.begin(run, tmp_path)
+        append_evaluation(tmp_path, Evaluation(9, 0, 900, 9.0, {"accuracy": 0.25}))
+        shown.look()
+        assert shown._lines.plain == "allreduce, 2 ranks, seed 0: accuracy 0.2500"
+
+
 def test_a_terminal_shows_all_runs_that_are_made_at_the_same_time(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     runs = [PlannedRun("allreduce", "strategy", 2, seed, (), f"runs/{seed}") for seed in range(10)]

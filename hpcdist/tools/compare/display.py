@@ -70,10 +70,13 @@ class RunsDisplay:
         if self._bar is None:
             return
         with self._lock:
-            running = list(self._running.values())
-            for _, read in running[:MOST_LINES]:
-                read.update()
-            lines = [_state(run, read) for run, read in running[:MOST_LINES]]
+            running, lines = list(self._running.items()), []
+            for folder, (run, read) in running[:MOST_LINES]:
+                if read.ended:  # at an earlier rung of a sweep, whose summary is there until the run ends again
+                    self._running[folder] = run, (read := Run(folder, follow=True))
+                else:
+                    read.update()
+                lines.append(_state(run, read))
         lines += [f"and {len(running) - MOST_LINES} more"] * (len(running) > MOST_LINES)
         self._lines.plain = "\n".join(lines)
 

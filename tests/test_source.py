@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,20 @@ from pathlib import Path
 from hpcdist import registry
 from hpcdist.session import rules
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hpcdist"
 LINES = 480
+
+# Folders that their parent's row in docs/architecture.md describes.
+PLUGINS_BELOW = (
+    "collectives/tuning/", "compress/coding/", "data/importers/", "parallel/schedules/", "session/loader/",
+    "tools/doctor/checks/", "tools/report/figures/", "topology/graphs/", "train/loggers/",
+)  # fmt: skip
 
 # Who reads the environment, and why it is no setting.
 ENVIRONMENT = {
@@ -85,6 +97,30 @@ def test_no_import_circles():
 def test_files_are_short():
     lengths = {path: len((PACKAGE / path).read_text().splitlines()) for path in MODULES}
     assert {path: length for path, length in lengths.items() if length > LINES} == {}
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+def budgets() -> dict[str, int]:
+    """The folders of docs/architecture.md, in its order, with the lines that each may have."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    return {name: int(lines) for name, lines in re.findall(r"^\| `([\w/]+/)` \| (\d+) \|", text, re.M)}
+
+
+def test_every_folder_has_a_budget_of_lines_and_keeps_it():
+    lines = {path: (PACKAGE / path).read_text().count("\n") for path in MODULES}
+    folders = {f"{parent}/" for path in MODULES for parent in map(str, Path(path).parents) if parent != "."}
+    budget = budgets()
+    below = {name for name in folders if any(name.startswith(plugins) for plugins in PLUGINS_BELOW)}
+    assert set(budget) == folders - below
+    found = {name: sum(n for path, n in lines.items() if path.startswith(name)) for name in budget}
+    assert {name: (n, budget[name]) for name, n in found.items() if n > budget[name]} == {}
+
+
+def test_the_architecture_has_the_folders_in_the_order_of_imports():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = [name.strip(" ()") for layer in settings["contracts"][0]["layers"] for name in layer.split(":")]
+    folders = [name.rstrip("/") for name in budgets() if name.count("/") == 1]
+    assert folders == [name for name in layers if name in folders]
 
 
 def test_only_some_read_the_environment():

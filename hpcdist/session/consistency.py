@@ -27,7 +27,7 @@ def begin_epoch(optimizer: Any) -> None:
         MismatchError: they must be the same on all ranks, and are not; or some rank begins no epoch.
     """
     strategy: Strategy = optimizer.strategy
-    first, optimizer.begun = not optimizer.begun, True
+    first, optimizer.attachment.begun = not optimizer.attachment.begun, True
     works = len(strategy.config.workers(strategy.comm.size)) == strategy.comm.size
     takes_up = works and type(strategy).take_up is not Strategy.take_up  # ranks that only serve do so by themselves
     if strategy.comm.size == 1:

@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -37,19 +38,52 @@ def _as_it_is(step: Step) -> Step:
     return step
 
 
+@dataclass
+class Attachment:
+    """All that a distributed optimiser has beside a plain one, under one name: `optimizer.attachment`.
+
+    Attributes:
+        strategy: takes the steps.
+        local_step: the optimiser's own step.
+        local_state_dict: its own `state_dict`.
+        workers: the ranks that take steps.
+        peers: those of them that have the same stage of the model; all of them where each has the whole model.
+        counts: number of parameters in each group.
+        record: the record of the last step.
+        begun: an epoch has begun.
+        seen: the model's `changes` after the last step, where servers replace its parameters.
+    """
+
+    strategy: Any  # a Strategy, perhaps one that supports closures
+    local_step: Callable[..., Any]
+    local_state_dict: Callable[[], dict[str, Any]]
+    workers: Communicator
+    peers: Communicator
+    counts: list[int]
+    record: StepRecord | None = None
+    begun: bool = False
+    seen: list[int | bytes] | None = None
+
+    def look(self) -> None:
+        """Remember how often the parameters have been changed, and some of them, where servers replace them."""
+        if rules.forbids("parameters are changed between steps", self.strategy):
+            self.seen = self.strategy.model.changes()
+
+
 class _Distributed:
     """A mix-in for an optimiser's class: its steps are a strategy's."""
 
-    strategy: Strategy
-    record: StepRecord | None  # of the last step
-    seen: list[int | bytes] | None  # the model's `changes`, where servers replace its parameters
-    begun: bool  # an epoch has been
-    counts: list[int]  # of the parameters in each group
-    workers: Communicator  # of the ranks that take steps
-    peers: Communicator  # of those that have the same stage of the model; all of them where each has the whole one
-    local_step: Callable[..., Any]  # the optimiser's own
-    local_state_dict: Callable[[], dict[str, Any]]
+    attachment: Attachment
     _step_supports_amp_scaling = True  # torch's GradScaler leaves it to `step` to skip, which ranks must do together
+
+    @property
+    def strategy(self) -> Any:
+        return self.attachment.strategy
+
+    @property
+    def record(self) -> StepRecord | None:
+        """Return the record of the last step."""
+        return self.attachment.record
 
     @_as_it_is
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -64,14 +98,15 @@ class _Distributed:
                 loss = closure()
         at_once = self.strategy.contract.sends == "between steps"
         with self._scaled() as how:
-            self.record = self.strategy.step(self._step_and_share if at_once else self.local_step, **how)
+            step = self._step_and_share if at_once else self.attachment.local_step
+            self.attachment.record = self.strategy.step(step, **how)
         if not at_once:
             share_tied(self.strategy.model.module)
-        self.look()
+        self.attachment.look()
         return loss
 
     def _step_and_share(self) -> None:
-        self.local_step()
+        self.attachment.local_step()
         share_tied(self.strategy.model.module)
 
     @contextmanager
@@ -92,21 +127,16 @@ class _Distributed:
             ConfigError: it serves; or the step would be lost, or what the loop has done to the parameters; or there are
                 some that it does not know.
         """
-        strategy = self.strategy
+        strategy, own = self.strategy, self.attachment
         if not strategy.is_worker:
             raise rules.error("a rank that serves takes a step", rank=strategy.comm.rank)
         if strategy.model.is_swapped:
             raise rules.error("a step is taken in an evaluation")
-        if self.counts != [len(group["params"]) for group in self.param_groups]:  # type: ignore[attr-defined]
+        if own.counts != [len(group["params"]) for group in self.param_groups]:  # type: ignore[attr-defined]
             raise rules.error("parameters are put into a group by hand")
-        if self.seen is not None and strategy.model.changes() != self.seen:
+        if own.seen is not None and strategy.model.changes() != own.seen:
             strategy.model.refresh()  # says so of one that can't be taken back
             raise rules.error("parameters are changed between steps", strategy)
-
-    def look(self) -> None:
-        """Remember how often the parameters have been changed, and some of them, where servers replace them."""
-        if rules.forbids("parameters are changed between steps", self.strategy):
-            self.seen = self.strategy.model.changes()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the local optimiser's state. Between epochs where ranks serve, for those have the state.
@@ -148,7 +178,7 @@ class _Distributed:
                 f"{self.strategy.comm.rank}'s. Save it by hpcdist.save(..., optimizer=optimizer).",
                 stacklevel=2,
             )
-        return self.local_state_dict()
+        return self.attachment.local_state_dict()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, such as a layer that is unfrozen later.
@@ -165,13 +195,11 @@ class _Distributed:
         own: Any = self  # an optimiser, once it is one's class
         super().add_param_group({**param_group, "params": given})  # type: ignore[misc]
         self.strategy.hyperparameters = Hyperparameters(own)
-        self.counts = [len(group["params"]) for group in own.param_groups]
+        self.attachment.counts = [len(group["params"]) for group in own.param_groups]
 
 
 class _Evaluating(_Distributed):
     """The same mix-in for an optimiser whose step evaluates its closure as often as it likes, such as L-BFGS."""
-
-    strategy: Any  # which supports closures
 
     @_as_it_is
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -182,7 +210,7 @@ class _Evaluating(_Distributed):
         if closure is None:
             raise rules.error("such an optimiser is given no closure", optimizer=type(self).__name__)
         self._require_own_step()
-        self.record, loss = self.strategy.minimise(self.local_step, closure)
+        self.attachment.record, loss = self.strategy.minimise(self.attachment.local_step, closure)
         return loss
 
 
@@ -244,22 +272,19 @@ def DistributedOptimizer(
     peers = _workers(outer, replicas)
     workers = peers if stages == 1 else _workers(session.comm, session.ranks_of(replicas))
     synchronise_batch_norms(flat, cls, peers)
-    changed: Any = optimizer  # gets a class made here, which no checker of types knows
-    local_class = type(changed)
-    changed.local_step = session.comm.trace.noted(
-        "update", "compute", _refreshing(local_class.step.__get__(optimizer), flat)
-    )
-    changed.local_state_dict = local_class.state_dict.__get__(optimizer)
+    local_class = type(optimizer)
+    local_step = session.comm.trace.noted("update", "compute", _refreshing(local_class.step.__get__(optimizer), flat))
     vars(optimizer).pop("step", None)  # a learning-rate schedule puts its own there, which would pass by ours
     given: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "stages": agreement(model)}
-    changed.strategy = made = cls(config, outer.split(0), flat, **given)
+    made = cls(config, outer.split(0), flat, **given)
     made.before_step = lambda: _require_allowed(made)
     flat.mark()
+    counts = [len(group["params"]) for group in optimizer.param_groups]
     added = _Evaluating if evaluating or cls.contract.batch == "portions" else _Distributed
+    changed: Any = optimizer  # gets a class made here, which no checker of types knows
     changed.__class__ = type(local_class.__name__, (added, local_class), {})
-    changed.record, changed.workers, changed.peers = None, workers, peers
-    changed.seen, changed.begun = None, False
-    changed.counts = [len(group["params"]) for group in optimizer.param_groups]
+    local_state_dict = local_class.state_dict.__get__(optimizer)
+    changed.attachment = Attachment(made, local_step, local_state_dict, workers, peers, counts)
     changed._opt_called = True  # ... and where they find none before their own; a server's worker never makes one
     session.optimizers.append(optimizer)
     if isinstance(model, PartOfModel):
@@ -297,8 +322,7 @@ def release(optimizer: Any) -> None:
     if isinstance(model, PartOfModel):
         model.optimizers.remove(optimizer)
     optimizer.__class__ = type(optimizer).__mro__[2]
-    for name in ("local_step", "local_state_dict", "strategy", "workers", "peers", "seen", "begun", "counts"):
-        delattr(optimizer, name)
+    del optimizer.attachment
 
 
 def _checked_model(optimizer: object, model: nn.Module | None, clip_norm: float | None) -> nn.Module:

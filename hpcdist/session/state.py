@@ -181,7 +181,7 @@ def capture_strategy(strategy: Strategy) -> dict[str, Any]:
 
 def _optimizer_state(optimizer: Any, layout: ParameterLayout) -> dict[str, Any]:
     """Return the local optimiser's state dict with names of parameters in place of numbers, and slices."""
-    raw, order = optimizer.local_state_dict(), order_of(optimizer, layout)
+    raw, order = optimizer.attachment.local_state_dict(), order_of(optimizer, layout)
 
     def sliced(name: str, value: Any) -> Any:
         place = layout.places.get(name)
@@ -234,7 +234,7 @@ def restore_strategy(strategy: Strategy, saved: Mapping[str, Any]) -> None:
 
 def _numbered(optimizer: Any, layout: ParameterLayout, saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict for the local optimiser, which numbers parameters."""
-    order, own = order_of(optimizer, layout), optimizer.local_state_dict()
+    order, own = order_of(optimizer, layout), optimizer.attachment.local_state_dict()
     numbers = {name: index for index, name in enumerate(order)}
     state = {}
     for name, values in saved["state"].items():

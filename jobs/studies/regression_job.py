@@ -95,7 +95,7 @@ def train(settings: dict[str, Any], folder: Path) -> Callable[[Communicator], No
                 (updated if workers == 1 else own.write)(record)
             strategy.pause()
         else:
-            strategy.serve(optimizer.local_step)
+            strategy.serve(optimizer.attachment.local_step)
         ended_s.append(comm.now())
         comm.barrier()
         own.end(strategy, max(ended_s), {"rmse": rmse[-1]} if rmse else {})

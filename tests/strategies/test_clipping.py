@@ -31,7 +31,7 @@ def _along_slopes(comm, strategy, **options):
             optimizer.step()
         optimizer.strategy.pause()
     else:
-        optimizer.strategy.serve(optimizer.local_step)
+        optimizer.strategy.serve(optimizer.attachment.local_step)
     weight = model.weight.item()
     hd.finish(model)
     return weight, model.weight.item()
@@ -67,7 +67,7 @@ def _trained(comm, strategy, **options):
             optimizer.step()
         strategy.pause()
     else:
-        strategy.serve(optimizer.local_step)
+        strategy.serve(optimizer.attachment.local_step)
     hd.finish(module)
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 

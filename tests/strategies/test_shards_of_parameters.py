@@ -141,7 +141,7 @@ def _resumed(folder, size, overrides, resume=None):
     def body(comm):
         trainer = _trainer(comm, folder, *overrides)
         summary = trainer.run(resume)
-        states = trainer.optimizer.local_state_dict()["state"]
+        states = trainer.optimizer.attachment.local_state_dict()["state"]
         trainer.close()
         return summary.sha256, states
 

@@ -38,12 +38,12 @@ def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when
     if len(strategies) > 1 and any(rules.forbids("several optimisers share a loop", each) for each in strategies):
         raise rules.error("several optimisers share a loop", count=len(strategies))
     if not strategies[0].is_worker:
-        serve_together([(optimizer.strategy, optimizer.local_step) for optimizer in optimizers])
+        serve_together([(optimizer.strategy, optimizer.attachment.local_step) for optimizer in optimizers])
         return
     pauses = pauses_when_left
     for optimizer in optimizers:
         optimizer.strategy.model.refresh()
-        optimizer.look()
+        optimizer.attachment.look()
     try:
         for batch, weight, ends_epoch in batches:
             for strategy in strategies:

@@ -170,7 +170,7 @@ class ShardedLoader:
         strategies = [optimizer.strategy for optimizer in optimizers]
         session.loader = self
         if len(workers) < session.outer.size:
-            session.group, session.peers = optimizers[0].workers, optimizers[0].peers
+            session.group, session.peers = optimizers[0].attachment.workers, optimizers[0].attachment.peers
         steps, others = [strategy.steps for strategy in strategies], _Others(strategies)
         for strategy in strategies:
             strategy.model.refresh()

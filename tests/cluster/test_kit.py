@@ -11,7 +11,6 @@ from pathlib import Path
 
 from cluster import kit
 
-TESTS = Path(__file__).parents[1]
 CRASHES = """
 import os
 from cluster import kit
@@ -59,7 +58,7 @@ def test_cables_are_slowed_down(cluster):
 
 def test_a_crash_leaves_nothing_behind(cluster):
     """Of another cluster than that of the tests."""
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", CRASHES], env=environment, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     folder, *hosts = done.stdout.split()

@@ -129,7 +129,7 @@ def test_the_way_is_measured_once_and_kept(tmp_path):
 
     kept.write_text('{"way": "carrier pigeon"}')
     job = run(tmp_path, CHOICE, 2, env=TCP)
-    assert re.search(r"does not say how windows are read internode nodes \(unknown way 'carrier pigeon'\)", job.stderr)
+    assert re.search(r"does not say how windows are read across nodes \(unknown way 'carrier pigeon'\)", job.stderr)
     assert json.loads(kept.read_text())["way"] in ("tcp", "rma")
 
 

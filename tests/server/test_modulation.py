@@ -161,6 +161,7 @@ def test_all_gradients_of_an_update_are_divided_alike():
 
 def test_each_server_divides_by_what_it_has_found_itself_and_saves_it():
     """Two servers, of which the second's gradients are staler."""
+    held = {}
 
     def body(comm):
         module = torch.nn.Linear(SIZE - 1, 2, bias=False, dtype=torch.float64)
@@ -173,7 +174,9 @@ def test_each_server_divides_by_what_it_has_found_itself_and_saves_it():
         policy.updated([100])
         strategy.load_state(state)
         again = policy.factor(0)
-        take_up(strategy, [saved(strategy)] * 4)  # of a world of another size
+        held[comm.rank] = saved(strategy)
+        comm.barrier()
+        take_up(strategy, [held[0], held[1], held[2], held[2]])  # of a world of another size
         anew = policy.factor(0)
         strategy.close()
         return found, again, anew

@@ -107,13 +107,17 @@ def test_momentum_moves_further_than_none():
 
 
 def test_a_state_is_taken_up_with_its_velocity_and_without_one_workers_are_at_rest():
+    held = {}
+
     def body(comm):
         run = problem.make(comm, NAME, problem.model())
+        held[comm.rank] = HeldRank(capture_strategy(run))
+        comm.barrier()
         if run.is_worker:
-            saved, kept = run.state(), HeldRank(capture_strategy(run))
+            saved = run.state()
             run.load_state({**saved, "velocity": [torch.ones_like(v) for v in saved["velocity"]]})
             taken = [v.clone() for v in run.state()["velocity"]]
-            restore_strategy(run, resharded(run, [kept] * 3)["strategy"])
+            restore_strategy(run, resharded(run, [held[0], held[1], held[1]])["strategy"])
             found = taken[0].min().item(), run.state()["velocity"][0].abs().max().item()
             run.pause()
         else:

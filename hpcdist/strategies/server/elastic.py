@@ -26,6 +26,9 @@ class ElasticConfig(ServerStrategy.Config):
         False, description="all workers exchange at once, with the same centre; each waits for the slowest"
     )
 
+    def optimizer_ranks(self, size: int) -> tuple[int, ...]:
+        return ()  # every worker has its own optimiser, and the centre has none
+
 
 class Motion(abc.ABC):
     """Move a worker by steps of its own, between and beside the pulls of its spring."""

@@ -19,7 +19,7 @@ from hpcdist.session.pipeline import share_tied
 from hpcdist.session.resharding import SavedWorld
 from hpcdist.session.state import capture, compare_settings, require_saved, restore, settings_of
 from hpcdist.session.world import current
-from hpcdist.strategies.common.consensus import frozen_consensus
+from hpcdist.strategies.common.replicas import frozen_consensus
 
 
 @contextmanager

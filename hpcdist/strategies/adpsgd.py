@@ -19,8 +19,8 @@ from hpcdist.config import Named
 from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.model.pieces import alongside
 from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.consensus import mean_over, with_buffers
 from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.common.replicas import mean_over, with_buffers
 from hpcdist.strategies.common.state import Along, Entry, Flats, dropped
 from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, Peers
 from hpcdist.topology import make_topology

@@ -18,11 +18,10 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters, require_equal_values
 from hpcdist.parallel.agreement import Agreement
 from hpcdist.records import StepRecord
-from hpcdist.strategies.common.consensus import mean_over, with_buffers
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.gradients import LocalGradients
 from hpcdist.strategies.common.records import Outcome, Recorder
-from hpcdist.strategies.common.start import spread_model
+from hpcdist.strategies.common.replicas import mean_over, spread_model, with_buffers
 from hpcdist.strategies.common.state import (
     Entry,
     Flats,

@@ -14,8 +14,8 @@ from torch import Tensor
 from hpcdist.errors import ConfigError
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.consensus import with_buffers
 from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.common.replicas import with_buffers
 from hpcdist.strategies.common.state import Entry, Flats
 from hpcdist.strategies.lbfgs.algorithm import Lbfgs, LbfgsSettings
 from hpcdist.strategies.lbfgs.coordinator import COORDINATOR, Coordinator, PortionWorker, assign_lbfgs

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hpcdist.config import Named
 from hpcdist.strategies.base import Outcome, Strategy, Update
-from hpcdist.strategies.common.consensus import mean_over, with_buffers
 from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.common.replicas import mean_over, with_buffers
 from hpcdist.strategies.common.state import Along, Entry, Flats, dropped
 from hpcdist.strategies.decentralised.half_precision import Wire, WireConfig
 from hpcdist.strategies.decentralised.mixing import Mixing

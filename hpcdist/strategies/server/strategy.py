@@ -14,8 +14,8 @@ from hpcdist.compress import CompressionConfig, spans
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
-from hpcdist.strategies.common.consensus import with_buffers
 from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.common.replicas import with_buffers
 from hpcdist.strategies.common.state import Entry, Flats, dropped
 from hpcdist.strategies.server.channel import PAUSE, RequestChannel
 from hpcdist.strategies.server.codec import Codec

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hpcdist.checkpoint.load import SavedRank
 from hpcdist.checkpoint.tree import TreeDecoder, encode
 from hpcdist.session.resharding import SavedState
 from hpcdist.session.state import capture_strategy, restore_strategy
 
 
+def _copy(kept, name):
+    return kept[name].clone()
+
+
 class HeldRank(SavedRank):
-    """A rank's saved state, without files."""
+    """A rank's saved state, without files; ranks may send it to each other."""
 
     def __init__(self, state):
         self._tree, tensors, places = encode(state)
         kept = {name: tensor.clone() for name, tensor in tensors.items()}
-        self._decoder = TreeDecoder(lambda name: kept[name].clone(), places, "memory")
+        self._decoder = TreeDecoder(partial(_copy, kept), places, "memory")
         self._where = "memory"
 
 

@@ -237,9 +237,9 @@ class Strategy(abc.ABC):
         compared = contract.synchronous and contract.averages != "gradients" and contract.updates == "here"
         if not compared or self.comm.size == 1 or not len(self.hyperparameters):
             return False
-        if self.comm.failures.tolerant or not self.config.meets(
-            self.steps + 1
-        ):  # a rank that dies meanwhile would end them all
+        if self.comm.failures.tolerant:  # a rank that dies while ranks compare would end them all
+            return False
+        if not self.config.meets(self.steps + 1):
             return False
         self._meetings += 1
         return self._meetings & (self._meetings - 1) == 0 or self._meetings % 64 == 0

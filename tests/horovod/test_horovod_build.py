@@ -342,6 +342,15 @@ def test_a_new_job_does_not_take_itself_for_a_rank_of_this_one():
     assert environ["OMPI_MCA_btl"] == "tcp" and environ["PYTHONPATH"].startswith("/x:")
 
 
+def test_a_wheel_of_another_environment_finds_this_one_s_mpi():
+    """It is tested where it was unpacked, far from the libraries beside which it will be installed."""
+    given = {"LD_LIBRARY_PATH": "/mine"}
+    within, outside = replace(FOUND, mpi_folder=""), replace(FOUND, mpi_folder="/opt/mpi/lib")
+    assert build.libraries_first(given, within) == {"LD_LIBRARY_PATH": f"{sys.prefix}/lib:/mine"}
+    assert build.libraries_first({}, within) == {"LD_LIBRARY_PATH": f"{sys.prefix}/lib"}
+    assert build.libraries_first(given, outside) == given
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_the_command_tells_what_is_lacking(tmp_path):

@@ -110,7 +110,7 @@ def run(options: BuildOptions, environ: Mapping[str, str]) -> dict:
         _logger.info(f"summing on {RANKS} ranks by {wheel.name}")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder / "unpacked")
-        tested = prove(launcher, environ, log, folder / "unpacked")
+        tested = prove(launcher, libraries_first(environ, tools), log, folder / "unpacked")
         if is_new:
             shutil.rmtree(entry, ignore_errors=True)
             os.replace(wheel.parent, entry)
@@ -312,6 +312,14 @@ def prove(launcher: Sequence[str], environ: Mapping[str, str], log: Path, unpack
             f"MPI, --launcher 'srun --mpi=pmix -n', or see what its ranks say. Log: {log}"
         )
     return report
+
+
+def libraries_first(environ: Mapping[str, str], tools: Tools) -> dict[str, str]:
+    """Let an unpacked wheel find the environment's MPI, which an installed one finds relative to its own place."""
+    if tools.mpi_folder:
+        return dict(environ)
+    folders = [f"{sys.prefix}/lib", environ.get("LD_LIBRARY_PATH")]
+    return {**environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
 
 
 def _last(status: int, lines: Sequence[str]) -> str:

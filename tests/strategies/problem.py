@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness import loops
 from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
 from hpcdist.data import EpochPlan
@@ -65,14 +66,11 @@ def poisoned(parameter: nn.Parameter) -> Iterator[None]:
 
 def seconds(strategy: strategies.Strategy, steps: int) -> float:
     """What so many steps on `model()` take on the clock of the strategy's communicator."""
-    comm, module, start = strategy.comm, strategy.model.module, strategy.comm.now()
+    start = strategy.comm.now()
+    module = strategy.model.module
     local = OPTIMIZERS["sgd"](module.parameters())
-    for _ in range(steps):
-        comm.compute()
-        local.zero_grad()
-        loss(module, range(4)).backward()
-        strategy.step(local.step)
-    return comm.now() - start
+    loops.by_strategy(strategy, local, range(steps), lambda step: loss(module, range(4)).backward(), pauses=False)
+    return strategy.comm.now() - start
 
 
 class Run:
@@ -122,35 +120,35 @@ def train(
     strategy.records.start()
     for epoch in range(epochs):
         plan = EpochPlan(samples, len(workers), batch, seed=1, epoch=epoch)
-        if strategy.is_worker:
-            _steps(strategy, local, module, plan, workers.index(comm.rank), records, poison, batch, turns)
-        else:
-            strategy.serve(local.step)
+        worker = workers.index(comm.rank) if strategy.is_worker else 0
+        _epoch(strategy, local, plan, worker, records, poison, turns)
     run = Run(strategy, records)
     strategy.close()
     channel.close()
     return run
 
 
-def _steps(
-    strategy, local, module, plan: EpochPlan, worker: int, records: list[StepRecord], poison, batch, turns
-) -> None:
-    for step in range(plan.steps):
+def _epoch(strategy, local, plan: EpochPlan, worker: int, records: list[StepRecord], poison, turns) -> None:
+    module, joint = strategy.model.module, []
+
+    def backward(step: int) -> None:
         sizes = plan.sizes(step)
         strategy.model.begin_batch(sizes[worker] * len(sizes) / sum(sizes))
-        strategy.comm.compute()
-        local.zero_grad()
         if strategy.contract.batch == "portions":
-            joint, strategy.joint = joint_batch(plan, step, worker, strategy.config)
-            record, _ = strategy.minimise(local.step, lambda portion: _backward(module, joint[portion]))
-            records.append(record)
-            continue
-        indices = plan.indices(step, worker) if sizes[worker] else range(batch)  # what counts 0 may be any batch
+            joint[:], strategy.joint = joint_batch(plan, step, worker, strategy.config)
+            return
+        indices = plan.indices(step, worker) if sizes[worker] else range(plan.batch_size)  # what counts 0 may be any
         with poisoned(next(module.parameters())) if (worker, step) in poison else nullcontext():
             loss(module, indices).backward()
+
+    def take() -> None:
+        if strategy.contract.batch == "portions":
+            records.append(strategy.minimise(local.step, lambda portion: _backward(module, joint[portion]))[0])
+            return
         with turns():
             records.append(strategy.step(local.step))
-    strategy.pause()
+
+    loops.by_strategy(strategy, local, range(plan.steps), backward, take=take)
 
 
 def _backward(module: nn.Module, indices: Any) -> float:
@@ -176,15 +174,12 @@ def serial(
     local = OPTIMIZERS[optimizer](module.parameters())
     for epoch in range(epochs):
         plan = EpochPlan(samples, workers, batch, seed=1, epoch=epoch)
-        for step in range(plan.steps):
-            present = [worker for worker in range(workers) if (worker, step) not in leave_out]
-            indices = [i for worker in present for i in plan.indices(step, worker)]
-            if not indices:
-                continue
-            local.zero_grad()
-            loss(module, indices).backward()
-            local.step()
-    return [torch.cat([p.detach().reshape(-1) for p in module.parameters()])]
+        pairs = [[(worker, step) for worker in range(workers)] for step in range(plan.steps)]
+        batches = [
+            [i for w, step in pair if (w, step) not in leave_out for i in plan.indices(step, w)] for pair in pairs
+        ]
+        loops.steps(local, filter(None, batches), lambda indices: loss(module, indices).backward())
+    return [loops.vector(module)]
 
 
 def noting(lr: float) -> tuple[Callable[..., torch.optim.Optimizer], Tensor]:

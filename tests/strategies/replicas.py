@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from harness import loops
 from harness.worlds import HeldRank
 from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator, mpi_of
@@ -49,12 +50,11 @@ def make(comm: Communicator, name: str, options: dict, optimizer: str):
 
 def go(strategy, local, steps: range) -> tuple[list[Tensor], list]:
     """Takes these steps; the parameters after each of them, and the records."""
-    values, records = [], []
-    for step in steps:
-        local.zero_grad()
-        backward(strategy.model.module, strategy.comm.rank, strategy.comm.size, step)
-        records.append(strategy.step(local.step))
-        values.append(strategy.model.params[0].clone())
+    values, module = [], strategy.model.module
+    records = loops.by_strategy(
+        strategy, local, steps, lambda step: backward(module, strategy.comm.rank, strategy.comm.size, step),
+        after=lambda step: values.append(strategy.model.params[0].clone()), pauses=False,
+    )  # fmt: skip
     return values, records
 
 

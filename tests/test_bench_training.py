@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from hpcdist import compress, strategies
 from hpcdist.tools.bench import compress as coding
-from hpcdist.tools.bench import gossip
 from hpcdist.tools.bench import train as training
 
 pytestmark = pytest.mark.computes
@@ -20,21 +21,22 @@ def _small(monkeypatch):
 
 @pytest.mark.mpi
 @pytest.mark.time_limit(120)
-@pytest.mark.parametrize("bench", [training, gossip, coding], ids=lambda module: module.__name__)
-def test_it_has_a_row_for_each_side(ranks, bench):
-    measure = bench.measure_steps if bench is coding else bench.measure
-    results = ranks(lambda comm: measure(comm, ["small"], rounds=2, steps=2))
+@pytest.mark.parametrize("ways", ["ALLREDUCE_WAYS", "GOSSIP_WAYS", "COMPRESSED_WAYS"])
+def test_it_has_a_row_for_each_side(ranks, ways):
+    ours, ways = ways == "ALLREDUCE_WAYS", getattr(training, ways)
+    measure = training.measure if ours else partial(training.compare, ways=ways)
+    results = ranks(lambda comm: measure(comm, models=["small"], rounds=2, steps=2))
     assert results.count(results[0]) == len(results), "all ranks have the same rows"
     rows = {row["name"]: row for row in results[0]}
-    sides = bench.WAYS if bench is training else [training.ALONE, training.COPY, training.ALLREDUCE, *bench.WAYS]
-    sides = [*sides, *([training.HOROVOD] if bench is training and training.has_horovod() else [])]
-    assert list(rows) == [f"small/{side.name}" for side in sides]
+    sides = ways if ours else [training.ALONE, training.COPY, training.ALLREDUCE, *ways]
+    with_horovod = [f"small/{training.HOROVOD.name}"] * (ours and "small/allreduce_horovod" in rows)
+    assert list(rows) == [*(f"small/{side.name}" for side in sides), *with_horovod]
     for row in rows.values():
         assert row["ranks"] == len(results) and row["bytes"] == 4 * (9 * 16 + 17 * 4) and row["median_s"] > 0
     assert rows["small/alone"]["bytes_sent"] == 0
     if len(results) > 1:
         assert rows["small/allreduce"]["bytes_sent"] > 0
-    if bench is not training:
+    if not ours:
         assert rows["small/alone"]["overhead_s"] == 0
         assert rows["small/allreduce"]["speedup"] == 1
         assert rows["small/copy"]["overhead_copies"] is None
@@ -44,7 +46,7 @@ def test_it_has_a_row_for_each_side(ranks, bench):
 
 def test_every_decentralised_strategy_and_compressor_is_measured():
     served = {name for name in strategies.available() if "servers" in strategies.load(name).Config.model_fields}
-    measured = {way.strategy for way in gossip.WAYS}
+    measured = {way.strategy for way in training.GOSSIP_WAYS}
     assert measured == set(strategies.available()) - served - {training.ALLREDUCE.strategy}
     assert {config["name"] for config in coding.CONFIGS.values()} == set(compress.available()) - {"none"}
 

@@ -20,8 +20,8 @@ from hpcdist.config import load
 from hpcdist.config.merge import as_flags
 from hpcdist.errors import ConfigError, DataError, RunError, UnknownNameError
 from hpcdist.records import Evaluation, RecordWriter, StepRecord, append_evaluation, load_summary, record_path
-from hpcdist.tools import cli
-from hpcdist.tools.compare import display, folder, launchers, run_all
+from hpcdist.tools import baselines, cli
+from hpcdist.tools.compare import folder, launchers, run_all
 from hpcdist.tools.compare.comparison import Comparison, search_within
 from hpcdist.tools.compare.launchers import MpiLauncher, find_launcher, ranks_environment
 from hpcdist.tools.compare.plan import Declaration, PlannedRun, SweepDeclaration
@@ -93,6 +93,16 @@ def test_the_same_strategy_twice_is_refused_and_with_other_options_it_is_another
         Comparison(replace(DECLARED, strategies=("allreduce", "gossip_pull", "allreduce")), tmp_path)
     two = Comparison(replace(DECLARED, strategies=("softsync:splits=1", "softsync:splits=1,modulation=none")), tmp_path)
     assert len({run.folder for run in two.runs}) == len(two.runs) == 8
+
+
+def test_what_cannot_run_is_left_out_with_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(baselines.load("horovod"), "why_not", staticmethod(lambda: "It is not there."))
+    strategies = ("allreduce", "parameter_server:servers=3")
+    found = Comparison(replace(DECLARED, strategies=strategies, baselines=("horovod",), ranks=(2, 5)), tmp_path)
+    assert [cell.name for cell in found.cells] == ["allreduce", "allreduce", "parameter_server (servers 3)"]
+    served, *others = found.left_out
+    assert served.startswith("parameter_server (servers 3) is left out on 2 ranks: strategy.servers must leave ")
+    assert others == [f"horovod is left out on {ranks} ranks: It is not there." for ranks in (2, 5)]
 
 
 @pytest.mark.parametrize("plan", [Comparison, Sweep])
@@ -238,7 +248,7 @@ def test_without_a_terminal_each_run_has_a_line(tmp_path, capsys):
 def test_a_terminal_shows_the_current_runs_loss_and_metrics(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     run = PlannedRun("allreduce", "strategy", 2, 0, ("budget.samples=400", "optimizer.lr=0.1"), "runs/a")
-    with display.shown("runs", 3) as shown:
+    with run_all.shown("runs", 3) as shown:
         shown.look()
         shown.begin(run, tmp_path)
         assert shown._lines.plain == "allreduce, 2 ranks, rate 0.1, seed 0"
@@ -260,7 +270,7 @@ def test_a_run_that_goes_on_after_its_summary_is_shown_as_it_is(tmp_path, monkey
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     run = PlannedRun("allreduce", "strategy", 2, 0, (), "runs/a")
     PretendedRuns().make(run, tmp_path)
-    with display.shown("runs", 1) as shown:
+    with run_all.shown("runs", 1) as shown:
         shown.begin(run, tmp_path)
         append_evaluation(tmp_path, Evaluation(9, 0, 900, 9.0, {"accuracy": 0.25}))
         shown.look()
@@ -270,7 +280,7 @@ def test_a_run_that_goes_on_after_its_summary_is_shown_as_it_is(tmp_path, monkey
 def test_a_terminal_shows_all_runs_that_are_made_at_the_same_time(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     runs = [PlannedRun("allreduce", "strategy", 2, seed, (), f"runs/{seed}") for seed in range(10)]
-    with display.shown("runs", 10) as shown:
+    with run_all.shown("runs", 10) as shown:
         for run in runs:
             shown.begin(run, tmp_path / run.folder)
         lines = shown._lines.plain.splitlines()

@@ -11,7 +11,6 @@ from hpcdist.errors import ConfigError
 from hpcdist.tools.compare.plan import (
     Declaration,
     cells,
-    possible,
     read_budget,
     read_strategy,
     runs,
@@ -126,20 +125,6 @@ def test_chosen_rates_are_those_of_the_runs_and_controls_share_theirs():
         "serial, batch 64",
         "serial, batch 64, averaged iterates",
     }
-
-
-def test_what_cannot_run_is_left_out_with_a_sentence():
-    kept, told = possible(
-        cells(DECLARED, 16), lambda cell: "too few." if "soft" in cell.name and cell.ranks == 1 else None
-    )
-    assert len(kept) == 5 and told == ["softsync (splits 4) is left out on 1 rank: too few."]
-    with pytest.raises(
-        ConfigError, match="softsync .splits 4. must be able to run on one of the numbers of ranks; got: no"
-    ):
-        possible(cells(DECLARED, 16), lambda cell: "no" if "soft" in cell.name else None)
-    declared = replace(DECLARED, baselines=("horovod",))
-    kept, told = possible(cells(declared, 16), lambda cell: "not built." if cell.kind == "baseline" else None)
-    assert len(kept) == 6 and len(told) == 2, "baselines may be missing"
 
 
 def test_budgets_are_read():

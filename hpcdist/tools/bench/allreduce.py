@@ -44,18 +44,17 @@ def measure(
     Returns:
         Rows as `measure_beside`'s, by size, with speedup: how many times as fast as the best of the other libraries.
     """
-    from hpcdist.comm.mpi.reference import plain_allreduce  # starts MPI: not at import
+    from hpcdist.comm.external import horovod  # starts MPI: not at import
+    from hpcdist.comm.mpi.reference import plain_allreduce
 
     others: dict[str, Call] = {"mpi": plain_allreduce(comm), "gloo": dist.all_reduce}
     with default_group(comm):
         rows = measure_beside(comm, sizes, algorithms or ["auto", *candidates(comm)], rounds, others)
-    if has_horovod():  # apart: its thread is at work all the time
-        from hpcdist.comm.external.horovod import Horovod
-
-        others["horovod"] = horovod = Horovod(comm)
-        more = measure_beside(comm, sizes, [], rounds, {"horovod": horovod})
+    if not horovod.obstacle():  # apart: its thread is at work all the time
+        others["horovod"] = theirs = horovod.Horovod(comm)
+        more = measure_beside(comm, sizes, [], rounds, {"horovod": theirs})
         rows += [row for row in more if row["name"] == "horovod"]
-        horovod.close()
+        theirs.close()
     by_size = [[row for row in rows if row["bytes"] == size] for size in sorted(set(sizes))]
     return [row for of_size in by_size for row in beside(of_size, others, speedup="speedup")]
 
@@ -110,10 +109,3 @@ def measure_beside(
     for algorithm in own.values():
         algorithm.close()
     return table(rows, COLUMNS)
-
-
-def has_horovod() -> bool:
-    """Tell whether Horovod can be used here."""
-    from hpcdist.comm.external import horovod  # starts MPI: not at import
-
-    return not horovod.obstacle()

@@ -1,10 +1,10 @@
-"""The speed of compressors, and the cost of a step with all-reduce compressed by each."""
+"""The speed of compressors: coding a gradient, and decoding its message."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.alone import Alone
-from hpcdist.comm.communicator import Communicator
 from hpcdist.compress import Feedback, JointCompression, Span, available, load
 from hpcdist.tools.bench import runner
 from hpcdist.tools.bench.runner import Row, Run, Side, check, finish, table
-from hpcdist.tools.bench.train import MODELS, Way, compare
 
 ELEMENTS = 10_000_000
 SETTLING = 3  # rounds until what is left over by a message is as large as it stays
@@ -37,13 +35,6 @@ def _configs(name: str) -> dict[str, dict[str, Any]]:
 
 
 CONFIGS = {label: config for name in available() if name != "none" for label, config in _configs(name).items()}
-WAYS = tuple(Way(name, "allreduce", {"compression": config}) for name, config in CONFIGS.items())
-
-
-def measure_steps(comm: Communicator, models: Sequence[str] = (), rounds: int = 9, steps: int = 5) -> list[Row]:
-    """Collective. Time training steps with all-reduce dense and compressed. Rows as `train.compare`'s."""
-    check(comm, rounds)
-    return compare(comm, models or list(MODELS), WAYS, rounds, steps)
 
 
 def measure_coding(

@@ -1,14 +1,14 @@
 """Training steps by several ways of training, one beside the other on the same ranks.
 
-`measure` is `hpcdist bench train`: all-reduce beside torch's DistributedDataParallel and one rank alone. The benches of
-gossip and of compressors compare other ways by `compare`.
+`hpcdist bench train`: all-reduce beside torch's DistributedDataParallel; `bench gossip`: each strategy without servers;
+`bench compress` on several ranks: all-reduce with each compressor.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.rendezvous import default_group
 from hpcdist.model.flat import FlatModel
 from hpcdist.tools.bench import runner
-from hpcdist.tools.bench.allreduce import has_horovod
+from hpcdist.tools.bench.compress import CONFIGS
 from hpcdist.tools.bench.runner import Row, Side, beside, check, finish, table, timed
 
 MODELS: dict[str, tuple[int, ...]] = {"mlp_100k": (128, 384, 128, 10), "mlp_10M": (1024, 2560, 2560, 384, 10)}
@@ -43,7 +43,8 @@ ALONE = Way("alone")  # the model without any communication: the limit
 COPY = Way("copy")  # no training: a copy of the parameters, which every rank makes at the same time
 DDP, DDP_NCCL = Way("ddp_gloo"), Way("ddp_nccl")  # torch's DistributedDataParallel, in its default process group
 ALLREDUCE = Way("allreduce", "allreduce")
-WAYS = (
+PERIOD = 16  # of strategies that communicate once in a period
+ALLREDUCE_WAYS = (
     ALONE,
     DDP,
     ALLREDUCE,
@@ -51,6 +52,25 @@ WAYS = (
     Way("allreduce_overlap_off", "allreduce", {"overlap": "off"}),
 )
 HOROVOD = Way("allreduce_horovod", "allreduce", {"provider": "horovod"})  # apart: its thread is at work all the time
+
+
+def _without_servers() -> Iterator[Way]:
+    """Make a way of each strategy without servers, but for all-reduce."""
+    for name in strategies.available():
+        fields = strategies.load(name).Config.model_fields
+        if "servers" in fields or name == ALLREDUCE.strategy:
+            continue
+        if "period" in fields:
+            yield Way(f"{name}_{PERIOD}", name, {"period": PERIOD})
+            continue
+        compressor = fields["compression"].default.name if "compression" in fields else "none"
+        # Compressors are at the density that `bench compress` begins with: their defaults suit other models.
+        configs = [config for config in CONFIGS.values() if config["name"] == compressor]
+        yield Way(name, name, {"compression": configs[0]} if configs else {})
+
+
+GOSSIP_WAYS = tuple(_without_servers())
+COMPRESSED_WAYS = tuple(Way(name, "allreduce", {"compression": config}) for name, config in CONFIGS.items())
 
 
 def measure(comm: Communicator, models: Sequence[str] = (), rounds: int = 9, steps: int = 5) -> list[Row]:
@@ -61,12 +81,14 @@ def measure(comm: Communicator, models: Sequence[str] = (), rounds: int = 9, ste
     Returns:
         The same rows on all ranks: those of `time_steps`, with speedup (over ddp_gloo).
     """
+    from hpcdist.comm.external.horovod import obstacle  # starts MPI: not at import
+
     check(comm, rounds)
     rows = []
     with default_group(comm):
         for model in models or MODELS:
-            found = time_steps(comm, model, WAYS, rounds, steps)
-            if has_horovod():
+            found = time_steps(comm, model, ALLREDUCE_WAYS, rounds, steps)
+            if not obstacle():
                 found += time_steps(comm, model, [HOROVOD], rounds, steps)
             rows += beside(found, [f"{model}/{DDP.name}"], speedup="speedup")
     return rows
@@ -100,15 +122,18 @@ def time_steps(
     return table(runner.measure(comm, sides, rounds, steps), COLUMNS)
 
 
-def compare(comm: Communicator, models: Sequence[str], ways: Sequence[Way], rounds: int, steps: int) -> list[Row]:
-    """Collective. Time `ways`, the model alone and dense all-reduce side by side.
+def compare(
+    comm: Communicator, ways: Sequence[Way], models: Sequence[str] = (), rounds: int = 9, steps: int = PERIOD
+) -> list[Row]:
+    """Collective. Time `ways`, the model alone and dense all-reduce side by side, by default in whole periods.
 
     Returns:
         Rows as `time_steps`'s, with overhead_s (over the model alone), overhead_copies (the same in copies of the
         parameters, of which each reads and writes all of them) and speedup (over all-reduce).
     """
+    check(comm, rounds)
     rows = []
-    for model in models:
+    for model in models or MODELS:
         found = time_steps(comm, model, (ALONE, COPY, ALLREDUCE, *ways), rounds, steps)
         found = beside(found, [f"{model}/{ALONE.name}"], overhead_s="overhead_s")
         found = beside(found, [f"{model}/{ALLREDUCE.name}"], speedup="speedup")

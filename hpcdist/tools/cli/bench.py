@@ -84,9 +84,9 @@ def server(
 @app.command()
 def gossip(rounds: Rounds = 7, json_path: Json = None) -> None:
     """Time a training step of each decentralised strategy beside all-reduce and the model alone. Collective."""
-    from hpcdist.tools.bench.gossip import measure
+    from hpcdist.tools.bench.train import GOSSIP_WAYS, compare
 
-    _run("training step", measure, json_path, rounds=rounds)
+    _run("training step", compare, json_path, ways=GOSSIP_WAYS, rounds=rounds)
 
 
 @app.command()
@@ -108,9 +108,10 @@ def pipeline(
 @app.command()
 def compress(rounds: Rounds = 7, json_path: Json = None) -> None:
     """Time each compressor's coding; and, on several ranks, a training step with all-reduce compressed. Collective."""
-    from hpcdist.tools.bench.compress import measure_coding, measure_steps
+    from hpcdist.tools.bench.compress import measure_coding
+    from hpcdist.tools.bench.train import COMPRESSED_WAYS, compare
 
     if hd.init().size == 1:
         _show("coding and decoding on one core", measure_coding(rounds=rounds), json_path)
     else:
-        _run("training step", measure_steps, json_path, rounds=rounds)
+        _run("training step", compare, json_path, ways=COMPRESSED_WAYS, rounds=rounds, steps=5)

@@ -24,7 +24,6 @@ from hpcdist.tools.compare.plan import (
     cells,
     counted_ranks,
     higher_is_better,
-    possible,
     runs,
 )
 from hpcdist.tools.compare.run_all import Runner, RunPlan, missing
@@ -86,7 +85,7 @@ class Comparison(RunPlan):
             self.higher_is_better = higher_is_better(self._job.metrics, declared.metric)
             config = self._config
             every = cells(declared, config.batch_size, config.accumulation, config.parallel.stages)
-            self.cells, self.left_out = possible(every, self._refusal)
+            self.cells, self.left_out = self._possible(every)
         self._first_rate = _first_rate(self._config)
         if declared.tune and self._first_rate is None:
             raise ConfigError(
@@ -95,6 +94,20 @@ class Comparison(RunPlan):
             )
         self._chosen: list[ChosenRate] = []
         self.runs = self._plan()
+
+    def _possible(self, every: Sequence[ComparedCell]) -> tuple[list[ComparedCell], list[str]]:
+        """Divide cells into those that can run, and a sentence for each of the others.
+
+        Raises:
+            ConfigError: a setting is wrong, or a strategy is left out on every number of ranks.
+        """
+        reasons = [(cell, self._refusal(cell)) for cell in every]
+        kept = [cell for cell, reason in reasons if reason is None]
+        for cell, reason in reasons:
+            if cell.kind == "strategy" and cell.name not in {other.name for other in kept}:
+                raise ConfigError(f"{cell.name} must be able to run on one of the numbers of ranks; got: {reason}")
+        left_out = [(f"{cell.name} is left out on {counted_ranks(cell.ranks)}", why) for cell, why in reasons if why]
+        return kept, [f"{which}: {why}" for which, why in left_out]
 
     def _refusal(self, cell: ComparedCell) -> str | None:
         """Check a cell's settings, which are wrong on any number of ranks; return why it can't run on its own."""

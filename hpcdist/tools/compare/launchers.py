@@ -17,6 +17,7 @@ from hpcdist.errors import ConfigError, RunError
 from hpcdist.status import LEFT
 from hpcdist.tools import console
 from hpcdist.tools.compare.plan import PlannedRun
+from hpcdist.tools.runs import last_lines
 
 LOG = "output.log"  # in a run's folder: what its processes wrote
 LAST_LINES = 12  # of them are shown where a run fails
@@ -61,9 +62,8 @@ class MpiLauncher:
         if status == LEFT:  # a signal has reached the ranks, or the time limit of the batch job is near
             raise KeyboardInterrupt
         if status or not (folder / "summary.json").exists():
-            raise RunError(
-                f"exit status {status} of `{shlex.join(command)}`; its last lines:\n{last_lines(folder / LOG)}"
-            )
+            said = "\n".join(last_lines(folder / LOG, LAST_LINES)) or "(none)"
+            raise RunError(f"exit status {status} of `{shlex.join(command)}`; its last lines:\n{said}")
 
 
 def _run(command: Sequence[str], variables: Mapping[str, str], log) -> int:
@@ -81,12 +81,6 @@ def _run(command: Sequence[str], variables: Mapping[str, str], log) -> int:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         raise
-
-
-def last_lines(log: Path) -> str:
-    """Return the last lines that a run's processes wrote."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return "\n".join([line for line in lines if line.strip()][-LAST_LINES:]) or "(none)"
 
 
 def find_launcher(chosen: str | None, path: str) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -232,26 +232,6 @@ def cells(declared: Declaration, batch_size: int, accumulation: int = 1, stages:
         averaged = (*settings, "average_iterates=true")
         found.append(ComparedCell(f"{key}, averaged iterates", "serial", 1, samples, averaged, f"{stem}-averaged", key))
     return found
-
-
-def possible(
-    every: Sequence[ComparedCell], refusal: Callable[[ComparedCell], str | None]
-) -> tuple[list[ComparedCell], list[str]]:
-    """Divide cells into those that can run, and a sentence for each of the others.
-
-    Args:
-        refusal: the reason why a cell can't run on its ranks, None if it can.
-
-    Raises:
-        ConfigError: a strategy is left out on every number of ranks.
-    """
-    reasons = [(cell, refusal(cell)) for cell in every]
-    kept = [cell for cell, reason in reasons if reason is None]
-    for cell, reason in reasons:
-        if cell.kind == "strategy" and cell.name not in {other.name for other in kept}:
-            raise ConfigError(f"{cell.name} must be able to run on one of the numbers of ranks; got: {reason}")
-    told = [f"{cell.name} is left out on {counted_ranks(cell.ranks)}: {reason}" for cell, reason in reasons if reason]
-    return kept, told
 
 
 def runs(

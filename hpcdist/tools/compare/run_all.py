@@ -1,10 +1,13 @@
-"""Make the runs of a plan that are missing; a run that fails is written down, and the others go on."""
+"""Make the runs of a plan that are missing, and show them; one that fails is written down, and the others go on."""
 
 from __future__ import annotations
 
 import abc
 import shutil
 import signal
+import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.errors import RunError
-from hpcdist.records import claimed
+from hpcdist.records import claimed, load_summary
 from hpcdist.tools import console
-from hpcdist.tools.compare import display
 from hpcdist.tools.compare.launchers import Launcher
-from hpcdist.tools.compare.plan import PlannedRun, RunDeclaration
+from hpcdist.tools.compare.plan import PlannedRun, RunDeclaration, counted_ranks
 from hpcdist.tools.runs import FAILURE, Run, is_done
+
+LOOK_S = 1.0  # between two looks at a run's files
+MOST_LINES = 8  # of runs that are under way at the same time; the others are counted
 
 
 class Runner:
@@ -32,12 +37,12 @@ class Runner:
 
     def __init__(self, output: Path, launchers: Mapping[str, Launcher], workers: int = 1):
         self.output, self._launchers, self._workers = output, launchers, workers
-        self._display: display.RunsDisplay | None = None
+        self._display: RunsDisplay | None = None
 
     @contextmanager
     def shown(self, title: str, total: int) -> Iterator[None]:
         """Show the runs that are made in the context, of which there are to be so many."""
-        with display.shown(title, total) as self._display:
+        with shown(title, total) as self._display:
             yield
         self._display = None
 
@@ -160,3 +165,120 @@ def interruptible(going_on: str) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# --- what is shown meanwhile ------------------------------------------------------------------------------------------
+class RunsDisplay:
+    """Show runs as they come and go: without a terminal a line for each that has ended. Threads may share it.
+
+    Args:
+        title: of the runs.
+        total: number of runs to be made.
+        bar, current: the progress of all and a line for each run under way, rich's, on a terminal.
+    """
+
+    def __init__(self, title: str, total: int, bar: Any = None, current: Any = None):
+        self._total, self._done, self._bar, self._lines = total, 0, bar, current
+        self._started_s = time.monotonic()
+        self._running: dict[Path, tuple[PlannedRun, Run]] = {}
+        self._lock = threading.Lock()
+        if bar is not None:
+            self._task = bar.add_task(title, total=total, left="")
+
+    # --- runs come and go ---------------------------------------------------------------------------------------------
+    def begin(self, run: PlannedRun, folder: Path) -> None:
+        """Show a run as one under way."""
+        with self._lock:
+            self._running[folder] = run, Run(folder, follow=True)
+        self.look()
+
+    def end(self, run: PlannedRun, folder: Path, failure: str | None) -> None:
+        """Show how a run has ended."""
+        if failure is None:
+            said = _figures(load_summary(folder).metrics)
+        else:
+            lines = [line for line in failure.splitlines() if line.strip()] or [""]
+            said = f"FAILED: {next((line for line in reversed(lines) if 'error' in line.lower()), lines[-1])}"
+        with self._lock:
+            del self._running[folder]
+            self._done += 1
+            left, others = "", self._total - self._done
+            if others > 0:  # they take as long as those so far: their order is random
+                left = f"about {console.duration((time.monotonic() - self._started_s) / self._done * others)} left"
+            line = f"{self._done} of {self._total}  {describe(run)}: {said}"
+            if self._bar is None:
+                console.note(f"{line}; {left}" if left else line)
+            else:
+                self._bar.console.print(line)
+                self._bar.update(self._task, completed=self._done, left=left)
+        self.look()
+
+    def look(self) -> None:
+        """Look at the files of the runs under way, and show the metrics and the loss of each."""
+        if self._bar is None:
+            return
+        with self._lock:
+            running, lines = list(self._running.items()), []
+            for folder, (run, read) in running[:MOST_LINES]:
+                if read.ended:  # at an earlier rung of a sweep, whose summary is there until the run ends again
+                    self._running[folder] = run, (read := Run(folder, follow=True))
+                else:
+                    read.update()
+                lines.append(_state(run, read))
+        lines += [f"and {len(running) - MOST_LINES} more"] * (len(running) > MOST_LINES)
+        self._lines.plain = "\n".join(lines)
+
+
+def _state(run: PlannedRun, read: Run) -> str:
+    """Describe a run under way: how much of it is done, its metrics, its loss."""
+    metrics: dict[str, float | None] = {}
+    limits = [setting.partition("=")[2] for setting in run.overrides if setting.startswith("budget.samples=")]
+    part, whole = "", int(limits[-1]) if limits else None
+    if read.evaluations:
+        last = read.evaluations[-1]
+        metrics, part = {**last.metrics}, f", {last.samples / whole:.0%}" if whole else ""
+    metrics["loss"] = read.loss  # of training, instead of the test set's
+    figures = _figures({name: value for name, value in metrics.items() if value is not None})
+    return f"{describe(run)}{part}{figures and f': {figures}'}"
+
+
+@contextmanager
+def shown(title: str, total: int) -> Iterator[RunsDisplay]:
+    """Show so many runs, in one live display where standard error is a terminal."""
+    if not sys.stderr.isatty():
+        yield RunsDisplay(title, total)
+        return
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+    stderr = Console(stderr=True, highlight=False, markup=False)
+    bar = Progress(*columns, TextColumn("{task.fields[left]}"), console=stderr)
+    current = Text(no_wrap=True, overflow="ellipsis")
+    display, ended = RunsDisplay(title, total, bar, current), threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(LOOK_S):
+            display.look()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    with Live(Group(bar, current), console=stderr, refresh_per_second=2):
+        watcher.start()
+        try:
+            yield display
+        finally:
+            ended.set()
+            watcher.join()
+
+
+def describe(run: PlannedRun) -> str:
+    """Describe a run in a few words: `softsync (splits 4), 4 ranks, seed 0`."""
+    rate = next((setting.partition("=")[2] for setting in run.overrides if setting.startswith("optimizer.lr=")), None)
+    rate = None if rate is None or "optimizer.lr=" in run.name else rate
+    return f"{run.name}, {counted_ranks(run.ranks)}, {f'rate {float(rate):g}, ' if rate else ''}seed {run.seed}"
+
+
+def _figures(metrics: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())

@@ -1,7 +1,7 @@
 """The one reader of runs: a run's state, settings, records and metrics, while it trains and after it has ended."""
 
 from hpcdist.tools.runs.folder import COMPARISON, FILES, find_runs, read_comparison
-from hpcdist.tools.runs.run import FAILURE, Run, State, is_done, quiet_s
+from hpcdist.tools.runs.run import FAILURE, Run, State, is_done, last_lines, quiet_s
 from hpcdist.tools.runs.steps import Steps
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Steps",
     "find_runs",
     "is_done",
+    "last_lines",
     "quiet_s",
     "read_comparison",
 ]

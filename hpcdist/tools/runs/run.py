@@ -19,6 +19,7 @@ from hpcdist.records import (
     is_abandoned,
     load_run,
     load_summary,
+    open_regular,
     read_evaluations,
 )
 from hpcdist.tools.runs.steps import Steps
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 FAILURE = "failure.txt"  # in the folder of a comparison's run that failed: its last lines
-LAST_LINES = 4  # of them, which are shown
+LAST_BYTES = 1 << 16  # of a log, in which its last lines are looked for
 # Nothing there yet; begun; records are written; no process is at work any more, and it may be resumed; failed in a
 # comparison; has its summary.
 State = Literal["waiting", "starting", "training", "stopped", "failed", "ended"]
@@ -138,9 +139,8 @@ class Run:
         """Return why there is no summary: the run's last lines where a comparison has kept them. None if it ended."""
         if self.ended:
             return None
-        with suppress(FileNotFoundError):
-            text = (self.folder / FAILURE).read_text(errors="replace")
-            return "\n".join(["failed:", *[line for line in text.splitlines() if line.strip()][-LAST_LINES:]])
+        if lines := last_lines(self.folder / FAILURE, 4):
+            return "\n".join(["failed:", *lines])
         if self.start is None:
             return "was not made"
         return "has begun and not ended" if self.start.ended is None else f"failed, and ended at {self.start.ended}"
@@ -186,6 +186,15 @@ class Run:
         """Return the mean of the ranks' newest training losses; None without any."""
         losses = self.steps.losses.values()
         return statistics.fmean(losses) if losses else None
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """Read the last lines of a log that say something; none where it can't be read."""
+    with suppress(OSError), open_regular(log) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+        lines = file.read(LAST_BYTES).decode(errors="replace").splitlines()
+        return [line for line in lines if line.strip()][-count:]
+    return []
 
 
 def is_done(folder: Path) -> bool:

@@ -10,11 +10,11 @@ from hpcdist.errors import ConfigError
 from hpcdist.records import claimed
 from hpcdist.tools import console
 from hpcdist.tools.compare.comparison import Comparison
-from hpcdist.tools.compare.launchers import last_lines
+from hpcdist.tools.compare.launchers import LAST_LINES
 from hpcdist.tools.compare.plan import Declaration, PlannedRun
 from hpcdist.tools.compare.run_all import missing, prepare
 from hpcdist.tools.compare.run_all import show as show_plan
-from hpcdist.tools.runs import FAILURE, is_done
+from hpcdist.tools.runs import FAILURE, is_done, last_lines
 from hpcdist.tools.slurm import history, queue
 from hpcdist.tools.slurm.check import examine
 from hpcdist.tools.slurm.history import Submission
@@ -168,4 +168,5 @@ def _state_of(task: str, states: Sequence[State]) -> State:
 def _write_failure(folder: Path, state: State, log: Path) -> None:
     if not is_done(folder):  # it may have ended since
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FAILURE).write_text(f"{describe(state)}; its last lines:\n{last_lines(log)}\n")
+        said = "\n".join(last_lines(log, LAST_LINES)) or "(none)"
+        (folder / FAILURE).write_text(f"{describe(state)}; its last lines:\n{said}\n")

@@ -13,7 +13,7 @@ from hpcdist import session
 from hpcdist.config import load
 from hpcdist.config.files import load_function
 from hpcdist.errors import RunError
-from hpcdist.tools.compare.launchers import LOG, last_lines
+from hpcdist.tools.compare.launchers import LAST_LINES, LOG
 from hpcdist.tools.compare.plan import PlannedRun
 from kit.hosts import Cable, hosts
 
@@ -46,7 +46,8 @@ class HostedLauncher:
                 status, said = 124, f"it took more than {TIME_LIMIT_S} s"
         (folder / LOG).write_text(said)
         if status:
-            raise RunError(f"exit status {status} on {run.ranks} hosts; the last lines:\n{last_lines(folder / LOG)}")
+            last = "\n".join(said.splitlines()[-LAST_LINES:])
+            raise RunError(f"exit status {status} on {run.ranks} hosts; the last lines:\n{last}")
 
 
 def main(what: str) -> None:

@@ -19,7 +19,6 @@ from hpcdist.data import importers
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.parallel import schedules
 from hpcdist.registry import label
-from hpcdist.tools.doctor import checks
 from hpcdist.tools.doctor.base import Nodes, Requirements
 from hpcdist.tools.slurm.check import examine
 from hpcdist.tools.slurm.spec import JobSpec, Site
@@ -121,7 +120,7 @@ PLUGINS = {
 }  # fmt: skip
 ROOMS = {
     "strategies": strategies, "compressors": compress, "topologies": topology, "collectives": collectives,
-    "importers": importers, "schedules": schedules, "checks": checks,
+    "importers": importers, "schedules": schedules, "checks": registry.catalogue("checks"),
 }  # fmt: skip
 
 
@@ -196,7 +195,7 @@ def test_all_reduce_chooses_among_a_packages_algorithms_too(extras):
 
 
 def test_the_doctor_runs_a_packages_check(extras):
-    check = checks.load("uptime")
+    check = registry.catalogue("checks").load("uptime")
     (finding,) = check.judge(check.measure(None, None, None), Nodes((), ()), Requirements())
     assert finding.text == "awake"
 
@@ -253,7 +252,7 @@ def test_an_importer_is_a_function_and_a_check_has_two(folder):
         importers.load("it")
     assert importers.load("that") is sys.modules["mine"].measure
     with pytest.raises(ConfigError, match="mine of the package extras must define measure and judge; got no judge"):
-        checks.load("it")
+        registry.catalogue("checks").load("it")
 
 
 # --- several classes in a module --------------------------------------------------------------------------------------

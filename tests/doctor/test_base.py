@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hpcdist.errors import DeadlineError
-from hpcdist.tools.doctor import checks
+from hpcdist.registry import catalogue
 from hpcdist.tools.doctor.base import (
     Nodes,
     allocated,
@@ -61,6 +61,7 @@ def test_numbers_and_names_in_a_line():
 
 
 def test_checks_are_found_by_their_files_names():
+    checks = catalogue("checks")
     assert {"clocks", "files", "gpus", "links", "progress", "versions", "world"} <= set(checks.available())
     for name in checks.available():
         check = checks.load(name)

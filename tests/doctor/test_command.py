@@ -14,7 +14,7 @@ import pytest
 from harness.launch import SETTINGS, find_mpirun, launch
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import ConfigError
-from hpcdist.tools.doctor import checks
+from hpcdist.registry import catalogue
 from hpcdist.tools.doctor.base import WARNING, Finding, Nodes
 from hpcdist.tools.doctor.report import ExaminationOptions, Report
 from kit.hosts import NET, Cable
@@ -60,7 +60,7 @@ def test_it_prints_a_line_per_finding_and_writes_what_it_measured():
     job = doctor(2, "--json", "told.json", "--exclude-file", "out", *PATIENT)
     assert job.returncode == 0, job.stdout + job.stderr
     found = lines(job)
-    others = [name for name in checks.available() if name != "world"]
+    others = [name for name in catalogue("checks").available() if name != "world"]
     assert list(dict.fromkeys(check for _, check, _ in found)) == ["world", *others, "all"]
     assert found[0][2].startswith("2 ranks on 1 node (") and "started by Open MPI's mpirun" in found[0][2]
     assert all(status in ("ok", "warning") for status, _, _ in found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,11 @@ import pytest
 from hpcdist.config.files import git_commit
 from hpcdist.errors import ConfigError, DataError, QueueError
 from hpcdist.records import RecordWriter, StepRecord, record_path
-from hpcdist.tools.runs import Run
 from hpcdist.tools.slurm import history, queue
 from hpcdist.tools.slurm.history import Submission
 from hpcdist.tools.slurm.spec import JobSpec
 from hpcdist.tools.slurm.state import State, describe, read
-from hpcdist.tools.slurm.watch import JobProgress, facts, progress, total_samples
-
-TINY = str(Path(__file__).parents[1] / "train" / "tiny.py")
+from hpcdist.tools.slurm.watch import facts
 
 
 @pytest.fixture(autouse=True)
@@ -134,39 +130,6 @@ def test_logs_of_an_array():
     assert queue.logs("7_3") == []
 
 
-# --- how far a run is -------------------------------------------------------------------------------------------------
-def test_records_are_followed_while_they_are_written():
-    run = Path("runs/7")
-    followed = Run(run, follow=True)
-    assert progress(followed) == JobProgress(0, 0, None)
-    with RecordWriter(record_path(run, 0)) as first, RecordWriter(record_path(run, 1)) as second:
-        for step in (1, 2, 3):
-            first.write(StepRecord(step, samples=16, loss=float(step)))
-        second.write(StepRecord(1, samples=10, loss=4.0))
-        first.flush()
-        second.flush()
-        assert progress(followed) == JobProgress(3, 58, 3.5)
-    with open(record_path(run, 1), "a") as file:
-        file.write('{"step":2,"sam')
-    assert progress(followed) == JobProgress(3, 58, 3.5), "a line without its end"
-    with RecordWriter(record_path(run, 0), first_step=3) as first:
-        first.write(StepRecord(3, samples=1, loss=1.0))
-    assert progress(followed) == JobProgress(3, 43, 2.5), "step 3 was made again"
-    assert progress(Run(run, follow=True)) == progress(followed)
-
-
-def test_how_many_samples_a_run_will_have_seen():
-    assert total_samples(JobSpec(command=["true"])) is None
-    settings = ["epochs=3", 'data.path="digits.h5"']
-    assert total_samples(JobSpec(job=TINY, settings=settings)) is None, "the run will make the data"
-    from train import tiny
-
-    tiny.job.data(Path("digits.h5"))
-    assert total_samples(JobSpec(job=TINY, settings=settings)) == 3 * 359
-    assert total_samples(JobSpec(job=TINY, settings=[*settings, "budget.samples=500"])) == 500
-    assert total_samples(JobSpec(job=TINY, settings=[*settings[1:], "budget.steps=500"])) is None
-
-
 def test_what_there_is_to_say_of_a_job():
     state = State("7", "COMPLETED", "", "n1", "00:01:02", "01:00:00")
     assert facts("7", None, [state]) == {"7": "COMPLETED on n1 after 00:01:02"}
@@ -255,11 +218,3 @@ def test_an_array_s_tasks_are_forgotten_one_by_one(stand_ins, monkeypatch):
     later = f"[ -e asked ] && echo '{done}' || {{ touch asked; echo '{failed}'; echo '{runs}'; }}"
     stand_ins(scontrol=later, sacct=NO_ACCOUNTING)
     assert queue.wait("7") == 3
-
-
-def test_a_login_node_s_process_starts_no_mpi():
-    """There it may hang, or be forbidden."""
-    code = "import sys; from hpcdist.tools.slurm.watch import total_samples; "
-    code += "from hpcdist.tools.slurm.spec import JobSpec; "
-    code += f"total_samples(JobSpec(job={TINY!r})); sys.exit('mpi4py.MPI' in sys.modules or 'torch' not in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -74,7 +74,7 @@ def test_a_job_that_is_refused(settings, message):
         ({"modules": [""]}, "must not be empty nor begin with -; got ''"),
         ({"conda": "-n"}, "conda must not be empty nor begin with -"),
         ({"venv": "a", "conda": "b"}, "conda must be left out where venv is given; got 'b'. Take one of the two."),
-        ({"container": ["--rm"]}, "container must begin with a program's name; got '--rm'. Such as apptainer"),
+        ({"container": ["--rm"]}, "container must begin with a program's name; got '--rm'. Launchers take"),
         ({"launcher": "mpirun", "mpi": "pmix"}, "mpi must be left out with the launcher mpirun; got 'pmix'."),
         ({"launcher": "ssh"}, "launcher must be 'srun', 'mpirun' or 'mpiexec'; got 'ssh'."),
     ],

@@ -25,7 +25,8 @@ from hpcdist.records import (
     summarise,
     write_summary,
 )
-from hpcdist.tools.report import figures, wording, write
+from hpcdist.registry import catalogue
+from hpcdist.tools.report import wording, write
 from hpcdist.tools.report.evidence import read
 from hpcdist.tools.report.figures.base import COLOURS, ReportTable, looks
 from hpcdist.tools.report.figures.time import STYLES
@@ -56,7 +57,7 @@ def versus(times: float, noise=(1.0, 1.01, 0.99, 1.02, 1.0), accuracy=(0.0,) * 5
 
 
 def tables(section: str, findings: Findings) -> list[ReportTable]:
-    return [part for part in figures.load(section).draw(findings) if isinstance(part, ReportTable)]
+    return [part for part in catalogue("figures").load(section).draw(findings) if isinstance(part, ReportTable)]
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -402,7 +403,7 @@ def test_joules_and_bytes_to_the_target_have_intervals(tmp_path):
     runs = [{"name": "allreduce", "seed": seed, "joules": joules} for seed, joules in enumerate((80.0, 80.0, 104.0))]
     findings = found_in(tmp_path, runs)
     assert [row["joules_to_target"] for row in findings.rows] == [60.0, 60.0, 78.0], "at the third of four looks"
-    _, energy, remark = figures.load("energy").draw(findings)
+    _, energy, remark = catalogue("figures").load("energy").draw(findings)
     assert energy.heads[3] == "to the target" and energy.rows[0][3] == "66 ± 26 J" and "evaluations" in remark
     assert tables("traffic", findings)[0].rows[0][1:] == ["1 kB", "2", "18 kB"]
     short = found_in(tmp_path / "b", [*runs, {"name": "allreduce", "seed": 3, "accuracy": (0.5, 0.6)}])

@@ -104,7 +104,7 @@ def test_a_run_is_known_by_its_files_from_its_begin_to_its_end(tmp_path):
     assert (now.rate_now, now.rate_mean, now.staleness, now.waiting) == (32.0, 32.0, 1.5, 0.25)
     assert now.bytes_per_step == 1000 and now.loss == 0.4 and now.limits == ("4 epochs",) and now.notes == ()
     assert now.loss_curve == [(step, 4.0 / step) for step in range(1, 11)]
-    assert now.metric_curves["accuracy"] == [(10, 0.75)] and now.plain()["metrics"]["loss"] is None
+    assert now.metric_curves["accuracy"] == [(10, 0.75)]
     assert [(one.rank, one.serves, one.step) for one in now.ranks] == [(0, True, 10), (1, False, 10), (2, False, 10)]
     assert (now.ranks[1].computing, now.ranks[1].communicating, now.ranks[1].slower) == (0.5, 0.25, None)
     write_summary(folder, SUMMARY)
@@ -316,6 +316,7 @@ def get(address: str) -> tuple[int, str, dict]:
 
 def test_the_page_and_its_state_are_for_those_who_have_the_token(tmp_path):
     train(begin(tmp_path / "run"))
+    append_evaluation(tmp_path / "run", Evaluation(10, 2, 320, 10.0, {"loss": float("nan")}))
     with served(tmp_path / "run") as server:
         port = server.server_port
         status, page, headers = get(server.address)
@@ -324,6 +325,7 @@ def test_the_page_and_its_state_are_for_those_who_have_the_token(tmp_path):
         status, text, _ = get(f"{server.address}state.json")
         state = json.loads(text)
         assert status == 200 and state["run"]["loss_curve"][0] == [1, 4.0] and state["runs"][0]["step"] == 10
+        assert state["run"]["metrics"] == {"loss": None}, "JSON has no NaN"
         assert get(f"{server.address}etc/passwd")[0] == 404
         for wrong in (
             "",

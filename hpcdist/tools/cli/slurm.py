@@ -88,7 +88,7 @@ def submit(
     if wait:
         from hpcdist.tools.slurm import watch
 
-        raise typer.Exit(watch.watch(entry, spec))
+        raise typer.Exit(watch.watch(entry))
 
 
 @app.command()

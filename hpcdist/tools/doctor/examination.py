@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NoReturn
 from hpcdist.comm.launch import task
 from hpcdist.comm.mpi import start
 from hpcdist.errors import MismatchError
-from hpcdist.tools.doctor import base, checks, startup
+from hpcdist.registry import catalogue
+from hpcdist.tools.doctor import base, startup
 from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, Unanswered
 from hpcdist.tools.doctor.checks import world
 from hpcdist.tools.doctor.report import ExaminationOptions, Report, choose_exclusion
@@ -164,6 +165,7 @@ def _examine(comm: Communicator, required: Requirements, report: Report) -> int:
     report.nodes = nodes = base.find_nodes(comm, base.host_name(required.environ))
     choose_exclusion(nodes.names, [], report.options.spare or 0)  # is refused before anything is measured
     report.speaks = comm.rank == 0
+    checks = catalogue("checks")
     names = base.gather(comm, checks.available())  # a package may add some on a few nodes only
     common = [name for name in names[0] if all(name in theirs for theirs in names)]
     for name in sorted(common, key=lambda name: name != "world"):  # that comes first

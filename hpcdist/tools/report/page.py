@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import csv
-import io
-import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 from markupsafe import Markup
+from pydantic_core import to_json
 
 from hpcdist.errors import ConfigError
 from hpcdist.records import now, writing
-from hpcdist.records.json_values import finite
+from hpcdist.registry import catalogue
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.evidence import read
 from hpcdist.tools.report.findings import Cell, Findings, analyse
@@ -28,7 +27,7 @@ from hpcdist.version import __version__
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from hpcdist.tools.report.figures.base import Part, ReportFigure, ReportTable
+    from hpcdist.tools.report.figures.base import ReportFigure, ReportTable
 
 TEMPLATE = "template.html.j2"
 VERSION = 1  # of runs.json
@@ -79,77 +78,58 @@ def write(
     output = folders[0] / "report" if output is None else output
     findings = analyse(read(folders, target))
     verdict = judge(findings)
-    with matplotlib.rc_context(STYLE):
-        sections = sections_of(findings)
-        pictures = [picture for section in sections for picture in section.pictures]
     page = output / "index.html"
-    with writing(page):
+    with matplotlib.rc_context(STYLE), writing(page):
+        sections = sections_of(findings)
         (output / "figures").mkdir(parents=True, exist_ok=True)
-        for picture in pictures:
-            head, title, rest = picture.svg.partition("<title")
-            file = output / "figures" / picture.drawn.name
+        for drawn in (drawn for section in sections for of_ranks in section.figures.values() for drawn in of_ranks):
+            head, title, rest = drawn.svg.partition("<title")
+            file = output / "figures" / drawn.name
             file.with_suffix(".svg").write_text(head + STANDALONE + title + rest, "utf-8")
-            picture.drawn.figure.savefig(file.with_suffix(".png"), dpi=150, facecolor="white")
+            drawn.figure.savefig(file.with_suffix(".png"), dpi=150, facecolor="white")
         with open(output / "runs.csv", "w", newline="", encoding="utf-8") as lines:
             writer = csv.DictWriter(lines, list(findings.rows[0]))
             writer.writeheader()
             writer.writerows(findings.rows)
-        text = json.dumps(finite(numbers(findings, verdict)), indent=1, ensure_ascii=False, allow_nan=False)
-        (output / "runs.json").write_text(text, "utf-8")
+        content = to_json(numbers(findings, verdict), indent=1, inf_nan_mode="null")
+        (output / "runs.json").write_bytes(content)
         page.write_text(_render(findings, verdict, sections), "utf-8")
     return page
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Picture:
-    """A figure, as an element of the page."""
-
-    drawn: ReportFigure
-    svg: str
-
-
-@dataclass(frozen=True)
 class Section:
-    """A part of the page."""
+    """A part of the page: what its plug-in has drawn.
+
+    `figures`: by number of ranks, of which the page shows the first and folds away the others; None: any number.
+    """
 
     name: str
     title: str
-    pictures: Sequence[Picture]
+    figures: Mapping[int | None, Sequence[ReportFigure]]
     tables: Sequence[ReportTable]
     remarks: Sequence[str]
-
-    @property
-    def figures(self) -> list[Picture]:
-        """Return the figures that are shown: all, or those of the first number of ranks."""
-        return [one for one in self.pictures if one.drawn.ranks == self.pictures[0].drawn.ranks]
-
-    @property
-    def folded(self) -> dict[str, list[Picture]]:
-        """Return the other figures, by the title of what the reader unfolds."""
-        found: dict[str, list[Picture]] = {}
-        for one in self.pictures:
-            if one.drawn.ranks != self.pictures[0].drawn.ranks:
-                ranks = wording.count(one.drawn.ranks or 0, "rank")
-                found.setdefault(f"The same on {ranks}", []).append(one)
-        return found
 
 
 def sections_of(findings: Findings) -> list[Section]:
     """Draw all sections that have something to show, in their order; those of other packages last."""
-    from hpcdist.tools.report import figures
     from hpcdist.tools.report.figures.base import ReportFigure, ReportTable
 
-    made = []
-    plugins = [(name, figures.load(name)) for name in figures.available()]
+    sections = []
+    kinds = catalogue("figures")
+    plugins = [(name, kinds.load(name)) for name in kinds.available()]
     for name, plugin in sorted(plugins, key=lambda one: (getattr(one[1], "ORDER", len(plugins)), one[0])):
-        parts: list[Part] = list(plugin.draw(findings))
-        pictures = [Picture(part, _svg(part)) for part in parts if isinstance(part, ReportFigure)]
+        parts = list(plugin.draw(findings))
+        figures: dict[int | None, list[ReportFigure]] = {}
+        for part in parts:
+            if isinstance(part, ReportFigure):
+                figures.setdefault(part.ranks, []).append(part)
         tables = [part for part in parts if isinstance(part, ReportTable)]
         remarks = [part for part in parts if isinstance(part, str)]
         if parts:
-            made.append(Section(name, getattr(plugin, "TITLE", name), pictures, tables, remarks))
-    return made
+            sections.append(Section(name, getattr(plugin, "TITLE", name), figures, tables, remarks))
+    return sections
 
 
 def _render(findings: Findings, verdict: Verdict, sections: Sequence[Section]) -> str:
@@ -161,7 +141,8 @@ def _render(findings: Findings, verdict: Verdict, sections: Sequence[Section]) -
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["code"] = _code
+    # Names in backquotes are code.
+    environment.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
     virtual = [one.virtual for one in evidence.runs]
     return environment.get_template(TEMPLATE).render(
         title=Path(evidence.title).name if evidence.title.endswith(".py") else evidence.title,
@@ -173,11 +154,6 @@ def _render(findings: Findings, verdict: Verdict, sections: Sequence[Section]) -
         written=now(),
         version=__version__,
     )
-
-
-def _code(text: str) -> Markup:
-    """Mark names in backquotes as code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
 
 
 def _facts(findings: Findings) -> dict[str, str]:
@@ -195,32 +171,6 @@ def _facts(findings: Findings) -> dict[str, str]:
     return found
 
 
-def _svg(drawn: ReportFigure) -> str:
-    """Write a figure as an element that takes the page's colours and fonts, and says in words what it shows."""
-    import matplotlib
-
-    from hpcdist.tools.report.figures.base import INK
-
-    stream = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": drawn.name}):  # text stays text
-        drawn.figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-    text = stream.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
-    text = re.sub(r"\s*<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", text, count=1, flags=re.S)
-    text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
-    text = re.sub(r"(\bid=\"|url\(#|href=\"#)", rf"\g<1>{drawn.name}-", text)  # names are one page's, not one figure's
-    text = text.replace(INK, "currentColor")
-    text = re.sub(r">\s+<", "><", text)
-    box = re.findall(r'viewBox="[^"]*"', text)[0]
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box} role="img" '
-        f'aria-labelledby="{drawn.name}-title {drawn.name}-desc" stroke-linejoin="round" stroke-linecap="butt">'
-        f'<title id="{drawn.name}-title">{escape(drawn.title)}</title>'
-        f'<desc id="{drawn.name}-desc">{escape(drawn.description)}</desc>'
-    )
-    return head + text[text.index(">") + 1 :]
-
-
 # --- the numbers ------------------------------------------------------------------------------------------------------
 def numbers(findings: Findings, verdict: Verdict) -> dict[str, Any]:
     """Collect all numbers for JSON: runs with their curves, cells, contrasts, scaling, and the verdict."""
@@ -229,15 +179,15 @@ def numbers(findings: Findings, verdict: Verdict) -> dict[str, Any]:
     return {
         "version": VERSION,
         **{key: getattr(evidence, key) for key in asked},
-        "verdict": asdict(verdict),
+        "verdict": verdict,
         "cells": [_cell(cell) for cell in findings.cells],
         "contrasts": [
             {
                 "cell": contrast.cell.label,
                 "reference": contrast.reference.label,
-                "times_sooner": None if contrast.sooner is None else asdict(contrast.sooner),
+                "times_sooner": contrast.sooner,
                 "times_sooner_p_corrected": contrast.p_sooner,
-                "metric_difference": None if contrast.better is None else asdict(contrast.better),
+                "metric_difference": contrast.better,
                 "metric_difference_p_corrected": contrast.p_better,
                 "why_no_ratio": contrast.why,
             }
@@ -248,7 +198,7 @@ def numbers(findings: Findings, verdict: Verdict) -> dict[str, Any]:
                 "kind": row.kind,
                 "cell": row.cell.label,
                 "base": row.base.label,
-                "speedup": asdict(row.speedup),
+                "speedup": row.speedup,
                 "efficiency": row.efficiency,
             }
             for row in findings.scaling

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
+from hpcdist.config.merge import load
+
 _PLAIN = re.compile(r"[\w@%+=:,./-]*", re.ASCII)
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
@@ -22,7 +24,11 @@ def _one_line(text: str) -> str:
 
 def _shell_text(text: str) -> str:
     """Refuse NUL, which ends the strings of C. The shell passes on all other bytes."""
-    if "\0" in text or not _encodes(text):
+    try:
+        holds = b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        holds = False
+    if not holds:
         raise ValueError(f"must be text without NUL, in UTF-8; got {text!r}. Take another name.")
     return text
 
@@ -59,6 +65,17 @@ def _log_folder(text: str) -> str:
     return text
 
 
+def _setting(text: str) -> str:
+    load({}, None, [text])
+    return text
+
+
+def _command(words: list[str]) -> list[str]:
+    if words and (not words[0] or words[0].startswith("-")):
+        raise ValueError(f"must begin with a program's name; got {words[0]!r}. Launchers take -x for their option.")
+    return words
+
+
 Line = Annotated[str, AfterValidator(_one_line)]  # of a directive
 Text = Annotated[str, AfterValidator(_shell_text)]  # a word of a command
 FirstWord = Annotated[str, AfterValidator(_first_word)]
@@ -66,14 +83,8 @@ EnvName = Annotated[str, AfterValidator(_env_name)]
 Option = Annotated[str, AfterValidator(_option)]
 FileName = Annotated[str, AfterValidator(_file_name)]
 LogFolder = Annotated[str, AfterValidator(_log_folder)]
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+Setting = Annotated[Text, AfterValidator(_setting)]
+Command = Annotated[list[Text], AfterValidator(_command)]
 
 
 def shell(value: object) -> str:

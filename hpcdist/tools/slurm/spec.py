@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 import hpcdist
 from hpcdist.config.merge import load
 from hpcdist.config.settings import Settings
 from hpcdist.errors import ConfigError, UnknownNameError
-from hpcdist.tools.slurm.quoting import EnvName, FileName, FirstWord, Line, LogFolder, Option, Text
+from hpcdist.tools.slurm.quoting import Command, EnvName, FileName, FirstWord, Line, LogFolder, Option, Setting, Text
 
 Shape = Literal["allreduce", "cpu", "gossip", "hybrid", "interactive", "parameter_server", "study"]
 STRATEGIES = {"gossip": "gossip_pull", "parameter_server": "parameter_server"}  # by shape; allreduce for the others
@@ -55,15 +55,15 @@ class JobSpec(Settings):
     strategy: Text | None = Field(None, min_length=1, description="distribution strategy; none is the shape's")
     provider: Literal["horovod", "nccl"] | None = Field(None, description="library that sums gradients; none: hpcdist")
     config: Text | None = Field(None, min_length=1, description="TOML of the run's settings")
-    settings: list[Text] = Field(default_factory=list, description="settings of the run, each KEY=VALUE")
-    command: list[Text] = Field(default_factory=list, description="your own command and its arguments, for the job")
+    settings: list[Setting] = Field(default_factory=list, description="settings of the run, each KEY=VALUE")
+    command: Command = Field(default_factory=list, description="your own command and its arguments, for the job")
     env: dict[EnvName, Text] = Field(default_factory=dict, description="environment variables")
     output: LogFolder = Field("runs", description="folder of the job's log and of its run, on a shared file system")
 
     servers: int = Field(1, ge=1, description="server ranks of the shape parameter_server")
     servers_on: Literal["first_node", "one_per_node"] = Field("first_node", description="nodes of the server ranks")
     stages: int | None = Field(None, ge=1, description="stages of a model in the shape hybrid; none is ranks_per_node")
-    cases: list[list[Text]] = Field(default_factory=list, description="settings of each of a study's runs")
+    cases: list[list[Setting]] = Field(default_factory=list, description="settings of each of a study's runs")
     folders: list[FirstWord] = Field(default_factory=list, description="each case's folder in output; none: by number")
     at_once: int | None = Field(None, ge=1, description="cases of a study that run at the same time; none is all")
 
@@ -73,26 +73,6 @@ class JobSpec(Settings):
     )
     requeue: bool = Field(True, description="go on in a new job after preemption, a dead node or the time limit")
     warn_s: int = Field(300, ge=1, description="seconds before the time limit at which ranks save and leave")
-
-    @field_validator("settings")
-    @classmethod
-    def _are_settings(cls, value: list[str]) -> list[str]:
-        load({}, None, value)
-        return value
-
-    @field_validator("cases")
-    @classmethod
-    def _are_cases(cls, value: list[list[str]]) -> list[list[str]]:
-        for case in value:
-            load({}, None, case)
-        return value
-
-    @field_validator("command")
-    @classmethod
-    def _is_command(cls, value: list[str]) -> list[str]:
-        if value and (not value[0] or value[0].startswith("-")):
-            raise ValueError(f"must begin with a program's name; got {value[0]!r}. Launchers take -x for their option.")
-        return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> JobSpec:
@@ -186,7 +166,7 @@ class Site(Settings):
     modules: list[FirstWord] = Field(default_factory=list, description="modules to load")
     venv: Text | None = Field(None, min_length=1, description="virtual environment to activate")
     conda: FirstWord | None = Field(None, description="conda environment to activate")
-    container: list[Text] = Field(default_factory=list, description="command that runs a command in the container")
+    container: Command = Field(default_factory=list, description="command that runs a command in the container")
     env: dict[EnvName, Text] = Field(default_factory=dict, description="environment variables")
 
     launcher: Launcher = Field(
@@ -204,13 +184,6 @@ class Site(Settings):
 
     interface: Line | None = Field(None, description="fast network interface, such as ib0")
     hca: Line | None = Field(None, description="InfiniBand adapters and ports, such as mlx5_0:1")
-
-    @field_validator("container")
-    @classmethod
-    def _is_command(cls, value: list[str]) -> list[str]:
-        if value and (not value[0] or value[0].startswith("-")):
-            raise ValueError(f"must begin with a program's name; got {value[0]!r}. Such as apptainer exec it.sif.")
-        return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Site:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import json
 import platform
 import secrets
 import threading
@@ -13,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from pydantic_core import to_json
 
 from hpcdist.errors import ConfigError
 from hpcdist.tools.watch.view import WatchedFolder, view
@@ -83,8 +84,8 @@ class PageServer(ThreadingHTTPServer):
                 "every_s": self._every_s,
                 "ended": watched.ended,
                 "planned": max(watched.planned, len(watched.runs)),
-                "runs": [one.plain() for one in watched.views()],
-                "run": None if shown is None else view(shown, watched.runs[shown]).plain(),
+                "runs": watched.views(),
+                "run": None if shown is None else view(shown, watched.runs[shown]),
             }
 
 
@@ -99,7 +100,7 @@ class _Request(BaseHTTPRequestHandler):
             self._reply(HTTPStatus.FORBIDDEN, "text/plain", b"The address must have the token that was printed.\n")
         elif rest[0] == "state.json":
             state = self.server.state(parse_qs(url.query).get("run", [None])[0])
-            self._reply(HTTPStatus.OK, "application/json", json.dumps(state).encode())
+            self._reply(HTTPStatus.OK, "application/json", to_json(state, inf_nan_mode="null"))
         elif url.path == f"/{token}/":
             self._reply(HTTPStatus.OK, "text/html; charset=utf-8", PAGE.read_bytes())
         else:

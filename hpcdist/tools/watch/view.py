@@ -6,13 +6,12 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import is_abandoned, record_files
-from hpcdist.records.json_values import finite
 from hpcdist.records.lock import FILE_NAME as LOCK
 from hpcdist.tools.console import duration
 from hpcdist.tools.runs import FILES, Run, State, Steps, quiet_s, read_comparison
@@ -70,10 +69,6 @@ class RunView:
     loss_curve: Points = field(default_factory=list)
     metric_curves: dict[str, Points] = field(default_factory=dict)
     ranks: tuple[RankView, ...] = ()
-
-    def plain(self) -> dict[str, Any]:
-        """Return it as JSON's types, with None for numbers that are not finite."""
-        return finite(asdict(self))
 
 
 class WatchedFolder:

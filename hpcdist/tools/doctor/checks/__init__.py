@@ -5,13 +5,3 @@ A check is a module with two functions::
     measure(comm, nodes, required) -> dict   Collective. Return plain values, complete on rank 0; bounded in time.
     judge(measured, nodes, required) -> Iterable[Finding]   Report what these values mean; a pure function.
 """
-
-from __future__ import annotations
-
-from collections.abc import Callable
-from types import ModuleType
-
-from hpcdist.registry import catalogue
-
-available = catalogue("checks").available
-load: Callable[[str], ModuleType] = catalogue("checks").load

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import math
+import re
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from html import escape
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -55,9 +60,26 @@ class ReportFigure:
     figure: Figure
     ranks: int | None = None
 
-    @property
-    def description(self) -> str:
-        return f"{self.title}. {'; '.join(self.said)}."
+    @cached_property
+    def svg(self) -> str:
+        """Write it as an element that takes the page's colours and fonts, and says in words what it shows."""
+        stream = io.StringIO()
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": self.name}):  # text stays text
+            self.figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+        text = stream.getvalue()
+        text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
+        text = re.sub(r"\s*<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", text, count=1, flags=re.S)
+        text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
+        text = re.sub(r"(\bid=\"|url\(#|href=\"#)", rf"\g<1>{self.name}-", text)  # names are unique in the whole page
+        text = re.sub(r">\s+<", "><", text.replace(INK, "currentColor"))
+        box = re.findall(r'viewBox="[^"]*"', text)[0]
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box} role="img" '
+            f'aria-labelledby="{self.name}-title {self.name}-desc" stroke-linejoin="round" stroke-linecap="butt">'
+            f'<title id="{self.name}-title">{escape(self.title)}</title>'
+            f'<desc id="{self.name}-desc">{escape(self.title)}. {escape("; ".join(self.said))}.</desc>'
+        )
+        return head + text[text.index(">") + 1 :]
 
 
 @dataclass(frozen=True)

@@ -323,7 +323,7 @@ def test_a_job_is_planned(hpcdist):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cut", "3;3"], "--cut must be numbers of layers; got '3;3'. Write it as 3,3,2."),
+        (["--cut", "3;3"], "--cut must be whole numbers above 0, with commas between them; got '3;3'"),
         (["--cut", "3,2"], "whose sum is the model's 6; got 3, 2."),
         (["--cut", "3,2,1"], "parallel.cut must be 2 numbers of layers"),
         (["--schedule", "gpip"], "schedule must be one of gpipe, "),

@@ -82,7 +82,7 @@ def test_the_bar_suits_the_encoding(monkeypatch, encoding, bar):
     console.progress(ProgressMode.live, 1)("allreduce", progress(500))
     shown.seek(0)
     text = shown.read()
-    assert text.count(bar[0]) == 12 and text.count("·" if bar[0] == "█" else ".") >= 12
+    assert text.count(bar[0]) == 12 and text.count("░" if bar[0] == "█" else ".") >= 12
 
 
 def test_lines_before_the_first_figures(capsys):

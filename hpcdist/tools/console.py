@@ -44,6 +44,22 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def amount(n_bytes: float) -> str:
+    """Write a number of bytes with three digits: 12.3 kB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.3g} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.3g} TB"
+
+
+def bar(fraction: float, width: int, *, ascii_only: bool) -> str:
+    """Draw the part of something that is done in `width` characters."""
+    full, rest = "#." if ascii_only else "█░"
+    done = round(min(fraction, 1.0) * width)
+    return full * done + rest * (width - done)
+
+
 # --- progress ---------------------------------------------------------------------------------------------------------
 class ProgressMode(str, enum.Enum):
     auto = "auto"
@@ -77,9 +93,10 @@ def _show_live(name: str, now: Progress) -> None:
     """
     columns = shutil.get_terminal_size().columns - 1  # writing the last one may begin a new line
     figures = _figures(now)
-    bar = _bar(now.samples / now.total_samples, min(24, max(4, columns - 18 - len(figures))))
+    ascii_only = "utf" not in (sys.stdout.encoding or "").lower()
+    done = bar(now.samples / now.total_samples, min(24, max(4, columns - 18 - len(figures))), ascii_only=ascii_only)
     end = "\n" if now.ended else ""
-    print(f"\r\x1b[2K{f'{name:<16} {bar} {figures}'[:columns]}", end=end, flush=True)
+    print(f"\r\x1b[2K{f'{name:<16} {done} {figures}'[:columns]}", end=end, flush=True)
 
 
 def _figures(now: Progress) -> str:
@@ -90,12 +107,6 @@ def _figures(now: Progress) -> str:
     parts += [] if now.loss is None else [f"loss {now.loss:.4f}"]
     parts += [f"{now.samples / now.seconds:.0f} samples/s"] if now.seconds > 0 else []
     return "  ".join(parts)
-
-
-def _bar(fraction: float, width: int) -> str:
-    full, rest = "█·" if "utf" in (sys.stdout.encoding or "").lower() else "#."
-    done = round(min(fraction, 1.0) * width)
-    return full * done + rest * (width - done)
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import typer
 
 from hpcdist.errors import ConfigError
 from hpcdist.tools import console
-from hpcdist.tools.cli.base import Overrides, Target, read_target
+from hpcdist.tools.cli.base import Overrides, Target, read_counts, read_number, read_target
 from hpcdist.tools.compare.plan import Declaration, RunDeclaration, SweepDeclaration, read_budget, split_strategies
 
 D = TypeVar("D", bound=RunDeclaration)
@@ -100,15 +100,12 @@ def compare(
 
     if job is None:
         declared, output = _going_on("comparison", output, strategies, Declaration)
-        if declared.virtual is not None:
-            raise ConfigError(
-                f"--output must hold a comparison on real ranks; got {output}, on virtual ones. Go on with it by "
-                f"`hpcdist simulate --output {output}`."
-            )
+        _require("real", declared, output)
     else:
-        declared = _declare(
-            job, strategies, ranks, budget, target, rate, config, overrides, seeds=seeds, evaluations=evaluations,
-            baselines=tuple(baselines.split(",")) if baselines else (), tune=tune, controls=controls, threads=threads,
+        declared = Declaration(
+            **_shared(job, budget, target, config, overrides), **_cells(strategies, ranks, rate), seeds=seeds,
+            evaluations=evaluations, baselines=tuple(baselines.split(",")) if baselines else (), tune=tune,
+            controls=controls, threads=threads,
         )  # fmt: skip
         output = output or Path("runs") / f"compare-{job.stem}"
     if slurm is not None and launcher is not None:
@@ -183,16 +180,12 @@ def simulate(
 
     if job is None:
         declared, output = _going_on("simulation", output, strategies, Declaration)
-        if declared.virtual is None:
-            raise ConfigError(
-                f"--output must hold a comparison on virtual ranks; got {output}, on real ones. Go on with it by "
-                f"`hpcdist compare --output {output}`."
-            )
+        _require("virtual", declared, output)
     else:
         described = read_cluster(cluster, network, compute)
-        declared = _declare(
-            job, strategies, ranks, budget, target, rate, config, overrides, seeds=seeds, evaluations=evaluations,
-            tune=tune, controls=controls,
+        declared = Declaration(
+            **_shared(job, budget, target, config, overrides), **_cells(strategies, ranks, rate), seeds=seeds,
+            evaluations=evaluations, tune=tune, controls=controls,
         )  # fmt: skip
         output = output or Path("runs") / f"simulate-{job.stem}"
         declared = on_cluster(declared, described, output)
@@ -278,25 +271,23 @@ def _going_on(noun: str, output: Path | None, beginning: object, kind: type[D]) 
     return folder.declared_in(output, kind), output
 
 
-def _declare(
-    job: Path,
-    strategies: Sequence[str] | None,
-    ranks: str,
-    budget: Sequence[str] | None,
-    target: str | None,
-    rate: Sequence[str] | None,
-    config: Path | None,
-    overrides: Sequence[str] | None,
-    **given: Any,
-) -> Declaration:
-    """Read the options of a comparison into a declaration; those that need no reading are `given`."""
-    return Declaration(
-        **_shared(job, budget, target, config, overrides),
-        strategies=tuple(split_strategies(",".join(strategies or ["allreduce"]))),
-        ranks=_numbers(ranks),
-        rates=_rates(rate or []),
-        **given,
-    )
+def _require(kind: str, declared: Declaration, output: Path) -> None:
+    """Refuse to go on with a comparison on ranks of the other kind."""
+    there, command = ("real", "compare") if declared.virtual is None else ("virtual", "simulate")
+    if kind != there:
+        raise ConfigError(
+            f"--output must hold a comparison on {kind} ranks; got {output}, on {there} ones. Go on with it by "
+            f"`hpcdist {command} --output {output}`."
+        )
+
+
+def _cells(strategies: Sequence[str] | None, ranks: str, rate: Sequence[str] | None) -> dict[str, Any]:
+    """Read the options of a comparison that say which strategies run, on how many ranks, by what rates."""
+    return {
+        "strategies": tuple(split_strategies(",".join(strategies or ["allreduce"]))),
+        "ranks": tuple(dict.fromkeys(read_counts("--ranks", ranks))),
+        "rates": dict(read_number("--rate", "STRATEGY=RATE", "allreduce=0.01", item) for item in rate or []),
+    }
 
 
 def _shared(
@@ -322,21 +313,3 @@ def _shared(
         "budget": read_budget(budget or []),
         "settings": tuple(as_flags(load({}, config, overrides or []))),  # flags win over the file
     }
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and int(word) for word in words):
-        raise ConfigError(f"--ranks must be whole numbers above 0, with commas between them; got {text!r}.")
-    return tuple(dict.fromkeys(map(int, words)))
-
-
-def _rates(items: Sequence[str]) -> dict[str, float]:
-    rates = {}
-    for item in items:
-        strategy, _, rate = item.rpartition("=")
-        try:
-            rates[strategy] = float(rate)
-        except ValueError:
-            raise ConfigError(f"--rate must be STRATEGY=RATE, such as allreduce=0.01; got {item!r}.") from None
-    return rates

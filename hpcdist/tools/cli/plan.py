@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcdist.errors import ConfigError
 from hpcdist.tools import console
-from hpcdist.tools.cli.base import Config, JobFile, Overrides
+from hpcdist.tools.cli.base import Config, JobFile, Overrides, read_counts
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from hpcdist.parallel.plan import Plan
@@ -74,7 +73,7 @@ def plan(
         "micro_batches": micro_batches,
         "schedule": schedule,
         "chunks": chunks,
-        "cut": None if cut is None else _sizes(cut),
+        "cut": None if cut is None else read_counts("--cut", cut),
         "recompute": recompute or None,
     }
     flags = as_flags({key: value for key, value in given.items() if value is not None}, "parallel.")
@@ -115,10 +114,3 @@ def _show(chosen: Plan, others: Sequence[Plan], alone_s: float) -> None:
         f"{chosen.equal_bubble:.1%}.\n"
     )
     console.rows("All schedules, each with its own cut", plan_rows(others))
-
-
-def _sizes(cut: str) -> list[int]:
-    try:
-        return [int(part) for part in cut.split(",")]
-    except ValueError:
-        raise ConfigError(f"--cut must be numbers of layers; got {cut!r}. Write it as 3,3,2.") from None

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,23 +191,20 @@ def within(seconds: float, what: str, function: Callable[[], Result]) -> Result:
     Raises:
         DeadlineError: it took longer than `seconds`.
     """
-    outcome: list[tuple[Any, BaseException | None]] = []
+    outcome: Future[Result] = Future()
 
     def call() -> None:
         try:
-            outcome.append((function(), None))
-        except BaseException as error:  # handed on to the caller below
-            outcome.append((None, error))
+            outcome.set_result(function())
+        except BaseException as error:  # the caller below raises it
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=call, name=f"hpcdist-doctor: {what}", daemon=True)
+    thread = threading.Thread(target=call, name=f"hpcdist-doctor: {what}", daemon=True)  # no pool: it may hang for ever
     thread.start()
     thread.join(seconds)
-    if not outcome:
+    if not outcome.done():
         raise DeadlineError(f"{what} did not end within {seconds:g} s.")
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result
+    return outcome.result()
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

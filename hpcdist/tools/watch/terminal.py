@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from hpcdist.tools.console import duration, error
+from hpcdist.tools.console import amount, bar, duration, error
 from hpcdist.tools.watch.view import PARTS, RankView, RunView, WatchedFolder
 
 SIDE_BY_SIDE = 76  # columns that two plots need
@@ -97,35 +97,27 @@ def frame(view: RunView, columns: int, *, braille: bool = True) -> Text:
 def _title(view: RunView, columns: int) -> Text:
     what = f"{view.name}  {view.strategy} on {view.ranks_n} rank{'s' * (view.ranks_n != 1)}"
     what += " (virtual)" * view.virtual
-    style = {"training": "green", "ended": "bold green", "stopped": "bold red", "failed": "bold red"}.get(
-        view.state, "yellow"
-    )
-    line = Text(what, "bold")
-    return line.append(f"{view.state:>{max(len(view.state) + 2, columns - len(what))}}", style)
+    state = f"{view.state:>{max(len(view.state) + 2, columns - len(what))}}"
+    return Text(what, "bold").append(state, STATES.get(view.state, "yellow"))
 
 
 def _progress(view: RunView, columns: int, braille: bool) -> Text:
     figures = f" {view.fraction:4.0%}" if view.fraction is not None else ""
     figures += f"  {duration(view.seconds)}"
     figures += f", {duration(view.left_s)} left" if view.left_s is not None else ""
-    full, rest = "█░" if braille else "#."
-    width = max(4, columns - len(figures) - 1)
-    done = round((view.fraction or 0.0) * width)
-    return Text(full * done + rest * (width - done), "green").append(figures, "default")
+    done = bar(view.fraction or 0.0, max(4, columns - len(figures) - 1), ascii_only=not braille)
+    return Text(done, "green").append(figures, "default")
 
 
 def _figures(view: RunView) -> list[Text]:
     limits = f" (ends after {' or '.join(view.limits)})" if view.limits else ""
     metrics = [f"{name} {_number(value)}" for name, value in view.metrics.items() if name != "loss"]
     metrics += [f"test loss {_number(view.metrics['loss'])}"] if "loss" in view.metrics else []
-    speed = (
-        f"{view.rate_mean:,.0f} samples/s"
-        if not view.rate_now
-        else (f"{view.rate_now:,.0f} samples/s now, {view.rate_mean:,.0f} mean")
-    )
+    now = f"{view.rate_now:,.0f} samples/s now, {view.rate_mean:,.0f} mean"
+    speed = now if view.rate_now else f"{view.rate_mean:,.0f} samples/s"
     lines = [
         f"epoch {view.epoch}, step {view.step:,}, {view.samples:,} samples{limits}",
-        f"{speed}   staleness {view.staleness:.2f}   {_bytes(view.bytes_per_step)}/step   waiting {view.waiting:.0%}",
+        f"{speed}   staleness {view.staleness:.2f}   {amount(view.bytes_per_step)}/step   waiting {view.waiting:.0%}",
         "   ".join([*([f"loss {_number(view.loss)}"] if view.loss is not None else []), *metrics]),
     ]
     return [Text(line) for line in lines if line]
@@ -180,10 +172,8 @@ def table(views: list[RunView], columns: int, *, planned: int = 0, braille: bool
     ended = sum(view.state == "ended" for view in views)
     width = max(len(view.name) for view in views)
     lines = [Text(f"{ended} of {max(planned, len(views))} runs have ended", "bold")]
-    full, rest = "█░" if braille else "#."
     for view in sorted(views, key=lambda view: view.state == "ended"):
-        done = round((view.fraction or 0.0) * 8)
-        line = Text(f"{view.name:<{width}}  ").append(full * done + rest * (8 - done), "green")
+        line = Text(f"{view.name:<{width}}  ").append(bar(view.fraction or 0.0, 8, ascii_only=not braille), "green")
         line.append("  ".join(["", *_facts(view)]))
         line.truncate(columns)
         lines.append(line)
@@ -204,14 +194,6 @@ def _facts(view: RunView) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "nothing" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
 
 
 # --- curves and bars of characters ------------------------------------------------------------------------------------

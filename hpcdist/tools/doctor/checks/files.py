@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from hpcdist.errors import DeadlineError
+from hpcdist.records import read_bounded
+from hpcdist.tools.console import amount
 from hpcdist.tools.doctor.base import (
     ERROR,
     OK,
@@ -76,7 +78,8 @@ def _share(comm: Communicator, nodes: Nodes, folder: Path, token: str) -> dict[s
 
 def _locks(comm: Communicator, nodes: Nodes, path: Path) -> dict:
     """Collective. Find out whether rank 0 gets a lock, and whether others are refused it until it is given back."""
-    lock, asks = _Lock(path), _asks_for_lock(comm, nodes)
+    # The lock is tried by the first rank of each other node; on one node by its second rank, or by the only one.
+    lock, asks = _Lock(path), comm.rank in (nodes.leaders[1:] or [min(1, comm.size - 1)])
     held = gather(comm, _try(lock.take) if comm.rank == 0 else None)[0]
     refused = _try(lock.refused) if asks and held.get("held") else None
     gather(comm, None)
@@ -107,22 +110,17 @@ def _begin(wanted: Path) -> dict:
 
 def _look(folder: Path, token: str, node: int) -> dict:
     """Wait for the file that rank 0 wrote, then write one of this node's own."""
-    start, content = time.monotonic(), _content(folder / "token")
-    while content != token and time.monotonic() - start < SEEN_S:
+    start = time.monotonic()
+    while True:
+        with suppress(FileNotFoundError):
+            if read_bounded(folder / "token") == token.encode():
+                break
+        if time.monotonic() - start > SEEN_S:
+            return {"seen_s": None}
         time.sleep(0.02)
-        content = _content(folder / "token")
-    if content != token:
-        return {"seen_s": None}
     seen_s = time.monotonic() - start
     _write_all(folder / f"node{node}", token.encode())
     return {"seen_s": seen_s, "free_bytes": shutil.disk_usage(folder).free}
-
-
-def _content(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return None
 
 
 def _missing(wrote: Mapping[str, Path]) -> list[str]:
@@ -131,13 +129,6 @@ def _missing(wrote: Mapping[str, Path]) -> list[str]:
     while not all(path.exists() for path in wrote.values()) and time.monotonic() < until:
         time.sleep(0.02)
     return [name for name, path in wrote.items() if not path.exists()]
-
-
-def _asks_for_lock(comm: Communicator, nodes: Nodes) -> bool:
-    """Tell whether this rank tries the lock: a node's first one; on one node its second one, or the only one."""
-    if len(nodes.names) > 1:
-        return comm.rank in nodes.leaders[1:]
-    return comm.rank == min(1, comm.size - 1)
 
 
 class _Lock:
@@ -250,7 +241,7 @@ def _room(measured: dict) -> Iterator[Finding]:
     """Report too little free space."""
     room = [row["free_bytes"] for row in measured["nodes"].values() if "free_bytes" in row]
     if room and min(room) < LITTLE_ROOM_BYTES:
-        text = f"{measured['folder']} has {_amount(min(room))} of free space: a run writes records and checkpoints"
+        text = f"{measured['folder']} has {amount(min(room))} of free space: a run writes records and checkpoints"
         yield Finding(ERROR if min(room) < NO_ROOM_BYTES else WARNING, text)
 
 
@@ -288,18 +279,10 @@ def _samples(measured: dict) -> Iterator[Finding]:
 
 def _summary(measured: dict, nodes: Nodes, holds: bool) -> str:
     rows = measured["nodes"].values()
-    text = f"{measured['folder']}: {_amount(min(row['free_bytes'] for row in rows))} free"
+    text = f"{measured['folder']}: {amount(min(row['free_bytes'] for row in rows))} free"
     if len(nodes.names) > 1:
         text += f", seen by all nodes within {1e3 * max(row['seen_s'] for row in rows):.0f} ms"
     text += ", locks hold" if holds else ""
     for what in ("write", "read"):
-        text += f", {what} {_amount(measured[what]['bytes'] / max(measured[what]['seconds'], 1e-9))}/s"
+        text += f", {what} {amount(measured[what]['bytes'] / max(measured[what]['seconds'], 1e-9))}/s"
     return text
-
-
-def _amount(n_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 1000:
-            return f"{n_bytes:.3g} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:.3g} TB"

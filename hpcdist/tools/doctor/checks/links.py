@@ -185,7 +185,7 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
     usual = f"the nodes' median is {_figures(slow.latency_s, slow.bandwidth_bytes_s)}"
     for node, times in slow.nodes.items():
         name = nodes.names[node]
-        each = [f"to {nodes.names[_other(link, node)]} {_figures(*link[2:])}" for link in links if node in link[:2]]
+        each = [f"to {nodes.names[link.a + link.b - node]} {_figures(*link[2:])}" for link in links if node in link[:2]]
         text = f"{name} is slow: {', '.join(each)}; {usual}. Leave it out (--exclude={name}), and tell the site"
         yield Finding(WARNING, text, (name,), weight=times)
     for link in slow.links:
@@ -193,10 +193,6 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
         text = f"the link {ends[0]}-{ends[1]} is slow, but not those to their other neighbours: {_figures(*link[2:])}; "
         yield Finding(WARNING, f"{text}{usual}. Leave one of the two out, and tell the site", ends)
     yield Finding(OK, _summary(links, slow, measured["networks"], nodes))
-
-
-def _other(link: Link, node: int) -> int:
-    return link.b if link.a == node else link.a
 
 
 def _apart(found: dict[str, list], nodes: Nodes) -> Iterator[Finding]:

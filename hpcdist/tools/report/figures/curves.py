@@ -65,7 +65,7 @@ def _curve(
         axes.annotate("target", (0.99, target), xycoords=("axes fraction", "data"), ha="right", va=side, fontsize=9)
     axes.set(xlabel=AXES[axis], ylabel=what)
     axes.xaxis.set_major_locator(MaxNLocator(4))
-    axes.xaxis.set_major_formatter(lambda number, _: _short_bytes(number) if axis == "bytes" else _short(number))
+    axes.xaxis.set_major_formatter(lambda number, _: _short(number, axis == "bytes"))
     legend(figure, axes)
     seeds = ["The band spans the seeds"] if any(len(cell.ended) > 1 for cell in cells) else []
     name = f"{metric or 'loss'}-against-{axis}-{ranks}-ranks"
@@ -88,10 +88,8 @@ def _band(curves: Sequence[Sequence[tuple[float, float]]]) -> tuple[np.ndarray, 
     return x, y.min(0), y.mean(0), y.max(0)
 
 
-def _short(number: float) -> str:
+def _short(number: float, is_bytes: bool) -> str:
+    if is_bytes:
+        scale, unit = wording.bytes_unit(number)
+        return f"{number / scale:g} {unit}"
     return f"{number / 1000:g}k" if number >= 10_000 else f"{number:g}"
-
-
-def _short_bytes(n_bytes: float) -> str:
-    scale, unit = wording.bytes_unit(n_bytes)
-    return f"{n_bytes / scale:g} {unit}"

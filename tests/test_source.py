@@ -36,7 +36,7 @@ ENVIRONMENT = {
     "tools/slurm/": "what Slurm tells its jobs",
     "tools/doctor/": "what it examines",
     "tools/horovod/": "where programs, CUDA and the user's cache are, and what pip is told",
-    "comm/external/horovod_process.py": "the only way to give Horovod settings",
+    "comm/external/horovod.py": "the only way to give Horovod settings",
     "session/world.py": "the launcher's number of ranks, to hold against MPI's",
 }
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from hpcdist.comm.capabilities import Failures, RankMemory, Trace, Traffic
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.messages import Messages, check_graph
-from hpcdist.comm.neighbourhood import Neighbourhood
-from hpcdist.comm.transfer import ANY, Envelope, Request, check_flat, check_rank, check_tag
+from hpcdist.comm.transfer import ANY, Envelope, Neighbourhood, Request, check_flat, check_rank, check_tag
 from hpcdist.comm.waiting import wait_until
 from hpcdist.comm.window import Memory, Put, Window, check_count
 from hpcdist.errors import CommunicationError

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from hpcdist import errors
 from hpcdist.comm.capabilities import Failures, RankMemory, Trace, Traffic
-from hpcdist.comm.neighbourhood import Neighbourhood
 from hpcdist.comm.transfer import (
     ANY,
     TAG_LIMIT,
     Envelope,
+    Neighbourhood,
     Request,
     check_flat,
     check_tag,

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.neighbourhood import Neighbourhood
-from hpcdist.comm.transfer import Request
+from hpcdist.comm.transfer import Neighbourhood, Request
 from hpcdist.errors import CommunicationError, MismatchError
 
 

@@ -20,8 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.process_group import LONGEST_S
-from hpcdist.comm.external.rendezvous import start_default_group
+from hpcdist.comm.external.torch_distributed import LONGEST_S, start_default_group
 from hpcdist.errors import ConfigError
 from hpcdist.parallel.agreement import Agreement, PartOfModel
 from hpcdist.parallel.grid import Grid

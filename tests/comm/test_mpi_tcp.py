@@ -13,7 +13,7 @@ import torch
 
 from comm.jobs_here import run
 from harness.launch import find_mpirun
-from hpcdist.comm.network import interfaces, tcp
+from hpcdist.comm import network
 from hpcdist.errors import CommunicationError, DeadlineError, UnknownNameError
 
 REAL = pytest.mark.mpi(min_size=2)
@@ -119,7 +119,7 @@ def test_a_stranger_is_refused_and_others_are_still_served(apart):
         window.local.fill_(7)
         comm.barrier()
         peer = comm.memory.server()._peers[(comm.rank + 1) % comm.size]
-        assert tcp.connect("127.0.0.1", peer.port, bytes(tcp.TOKEN_BYTES)) is None
+        assert network.connect("127.0.0.1", peer.port, bytes(network.TOKEN_BYTES)) is None
         with socket.create_connection(("127.0.0.1", peer.port)) as stranger:
             stranger.sendall(bytes(1000))  # no proof, then what would put zeros, if anybody read it
             stranger.settimeout(20)
@@ -129,7 +129,7 @@ def test_a_stranger_is_refused_and_others_are_still_served(apart):
                     heard += part
             except ConnectionResetError:
                 pass
-            assert len(heard) <= tcp.NONCE_BYTES
+            assert len(heard) <= network.NONCE_BYTES
         out = torch.empty(4)
         window.get(out, (comm.rank + 1) % comm.size)
         assert (out == 7).all() and (window.local == 7).all()
@@ -147,7 +147,7 @@ def test_a_broken_connection_names_the_rank_and_the_next_call_makes_another(apar
         comm.barrier()
         if comm.rank == 0:
             for thread, connection in list(comm.memory.server()._asking.items()):
-                tcp.close(connection)
+                network.close(connection)
                 thread.join()
             window.local.fill_(3)
         comm.barrier()
@@ -186,7 +186,7 @@ def test_another_jobs_listener_is_not_taken_for_a_rank(apart):
     def body(comm):
         window = comm.window(1)
         peer = comm.memory.server()._peers[0]
-        token, peer.token = peer.token, bytes(tcp.TOKEN_BYTES)
+        token, peer.token = peer.token, bytes(network.TOKEN_BYTES)
         if comm.rank == 1:
             with pytest.raises(CommunicationError, match=r"reach rank 0 .*nobody of this job answers at 127.0.0.1"):
                 window.get(torch.empty(1), 0)
@@ -255,7 +255,7 @@ def test_threads_and_sockets_end_with_the_communicator_used_or_idle(ranks):
 
 @REAL
 def test_an_interface_may_be_chosen(apart):
-    known = interfaces.addresses()
+    known = network.addresses()
     if not known:
         pytest.skip("this machine has no network but loopback")
 

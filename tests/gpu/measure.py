@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import hpcdist as hd
-from hpcdist.comm.external.rendezvous import default_group
+from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.errors import ConfigError
 from hpcdist.tools.bench import compress, train
 from hpcdist.tools.bench.runner import Side, beside, finish, measure, table, timed, warm_up

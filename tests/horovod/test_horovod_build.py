@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from hpcdist.comm.external import horovod as hvd
-from hpcdist.comm.external import horovod_process
 from hpcdist.comm.mpi.library import loaded
 from hpcdist.errors import BuildError, ConfigError
 from hpcdist.tools.horovod import build, toolset
@@ -367,16 +366,16 @@ def test_a_horovod_that_is_not_there_or_of_another_mpi_is_told(tmp_path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     assert "Horovod is not installed in this environment, or without its part for torch. Run" in hvd.obstacle()
     with pytest.raises(ConfigError, match="Horovod must be built for this environment's torch and MPI; got none: "):
-        horovod_process.horovod()
+        hvd.load()
     extension.write_bytes(b"\0libmpi.so.99\0")
     assert "Horovod was built for libmpi.so.99, and mpi4py uses /" in hvd.obstacle()
 
 
 def test_a_horovod_that_says_that_it_is_of_another_torch_is_refused(tmp_path):
     extension = fake(tmp_path, "print('undefined symbol')") / "horovod" / "torch" / "mpi_lib_v2.so"
-    program = "import pathlib, sys\nfrom hpcdist.comm.external import horovod_process\n"
+    program = "import pathlib, sys\nfrom hpcdist.comm.external import horovod\n"
     program += "from hpcdist.comm.mpi.library import loaded_here\n"
-    program += "pathlib.Path(sys.argv[1]).write_bytes(loaded_here()[0].name.encode())\nhorovod_process.horovod()"
+    program += "pathlib.Path(sys.argv[1]).write_bytes(loaded_here()[0].name.encode())\nhorovod.load()"
     done = subprocess.run(
         [sys.executable, "-c", program, extension],
         env=build.job_environment(os.environ, tmp_path),

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys, torch, hpcdist as hd
-from hpcdist.comm.external.rendezvous import meet
+from hpcdist.comm.external.torch_distributed import meet
 comm = hd.init(deadline_s=60)
 meeting = meet(comm)
 address = comm.gather(meeting.address.encode())

@@ -9,9 +9,8 @@ import torch
 
 import hpcdist as hd
 from hpcdist import strategies
-from hpcdist.comm.external.process_group import ProcessGroup
-from hpcdist.comm.external.rendezvous import meet
-from hpcdist.comm.network.interfaces import LOOPBACK
+from hpcdist.comm.external.torch_distributed import ProcessGroup, meet
+from hpcdist.comm.network import LOOPBACK
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import describe
 from hpcdist.errors import ConfigError, NonFiniteError, UnknownNameError

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from mpi4py import MPI
+from torch import Tensor
 
+from hpcdist.comm.mpi.calls import clock
+from hpcdist.comm.window import Memory, refuse_attached
 from hpcdist.errors import CommunicationError
 
 _PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)
@@ -67,6 +70,54 @@ class PeerMemory:
     def write(self, from_address: int, address: int, n_bytes: int) -> None:
         """Copy `n_bytes` from `from_address` here to the peer's `address`; raise CommunicationError if refused."""
         self._transfer(_write, "writing", from_address, address, n_bytes)
+
+
+class AttachedMemory(Memory):
+    """Memory that the ranks of one node already have: mapped by all of them, or read and written by the kernel.
+
+    Args:
+        comm: the MpiCommunicator.
+        tensor: of this rank.
+        addresses: of all ranks' tensors, each in its own process.
+        mapped: all ranks' tensors as they lie in this process; none where they don't.
+    """
+
+    def __init__(self, comm, tensor: Tensor, addresses: list[int], mapped: list[Tensor]):
+        super().__init__(tensor, [tensor.numel()] * comm.size)
+        self.comm, self._addresses, self._parts = comm, addresses, mapped
+        self._peers = [] if mapped else [PeerMemory(pid) for pid in comm.pids]
+
+    def _get(self, out: Tensor, rank: int, offset: int) -> None:
+        start = clock()
+        if self._parts:
+            out.copy_(self._parts[rank][offset : offset + out.numel()])
+        else:
+            self._peers[rank].read(out.data_ptr(), self._addresses[rank] + offset * out.itemsize, out.nbytes)
+        self.comm.traffic.communicating_s += clock() - start
+        self.comm.traffic.fetched(out.nbytes)
+
+    def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
+        if not self._parts:
+            return super().read(rank, offset, count, out)
+        self._check(rank, offset, count=count)
+        part = self._parts[rank][offset : offset + count]
+        self.comm.traffic.fetched(part.nbytes)
+        return part
+
+    def _put(self, values: Tensor, rank: int, offset: int) -> None:
+        start = clock()
+        if self._parts:
+            self._parts[rank][offset : offset + values.numel()].copy_(values)
+        else:
+            self._peers[rank].write(values.data_ptr(), self._addresses[rank] + offset * values.itemsize, values.nbytes)
+        self.comm.traffic.communicating_s += clock() - start
+        self.comm.traffic.sent(values.nbytes)
+
+    accumulate = fetch_add = compare_and_swap = wait = refuse_attached
+
+    def close(self) -> None:
+        self._peers.clear()
+        self._parts = []
 
 
 def find_nodes(mpi: MPI.Intracomm) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from mpi4py import MPI
 
@@ -73,7 +73,7 @@ class Members:
 
     def shrink(self) -> None:
         """Collective among the living. Remove the dead from collectives."""
-        before, self.alive = self.living, self.all.Shrink()
+        before, self.alive = self.living, cast(MPI.Intracomm, self.all.Shrink())
         meet(self.all)  # Open MPI 5.0 crashes where a communicator is revoked that another rank is still making
         group = self.alive.Get_group()
         self.living = tuple(MPI.Group.Translate_ranks(group, None, self.all.Get_group()))

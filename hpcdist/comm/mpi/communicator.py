@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import overload
+from typing import cast, overload
 
 import numpy as np
 import torch
@@ -25,8 +25,7 @@ from hpcdist.comm.mpi.library import end, version
 from hpcdist.comm.mpi.messages import NUMBERS, MpiNeighbourhood, MpiRequest, Staging, memory_at, message, numbers
 from hpcdist.comm.mpi.process import Process
 from hpcdist.comm.mpi.transports import Transports
-from hpcdist.comm.neighbourhood import Neighbourhood
-from hpcdist.comm.transfer import ANY, Envelope, Request, check_flat, check_rank, check_tag
+from hpcdist.comm.transfer import ANY, Envelope, Neighbourhood, Request, check_flat, check_rank, check_tag
 from hpcdist.comm.window import Window
 from hpcdist.errors import CommunicationError
 
@@ -232,7 +231,7 @@ class MpiCommunicator(Communicator):
         if color is not None and color < 0:
             raise CommunicationError(f"color must be an integer of at least 0, or None; got {color}.")
         wanted = self.gather([None if color is None else int(color), int(key)])
-        mpi = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        mpi = cast(MPI.Intracomm, self.mpi.Split(MPI.UNDEFINED if color is None else color, key))
         if color is None:
             return None
         members = sorted((choice[1], r) for r, choice in enumerate(wanted) if choice and choice[0] == color)

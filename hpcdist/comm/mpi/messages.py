@@ -14,8 +14,7 @@ from torch import Tensor
 
 from hpcdist.comm.messages import check_graph
 from hpcdist.comm.mpi.calls import EVERYONE, Calls
-from hpcdist.comm.neighbourhood import Neighbourhood
-from hpcdist.comm.transfer import Request
+from hpcdist.comm.transfer import Neighbourhood, Request
 
 # Transfers move bits, so any MPI type of the right width carries them; counting elements rather than bytes keeps
 # messages of up to 8 GiB of float32 within MPI's 32-bit counts.

@@ -20,13 +20,14 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Protocol, cast
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from hpcdist.comm import network
 from hpcdist.comm.mpi.messages import memory_at
-from hpcdist.comm.network import interfaces, tcp
 from hpcdist.errors import (
     CommunicationError,
     DeadlineError,
@@ -41,12 +42,25 @@ PART_BYTES = 1 << 20  # what is accumulated at once: it stays in the core's cach
 SWITCH_INTERVAL_S = 5e-4  # how long a computing thread may keep the interpreter lock from a request (default 5 ms)
 
 
+class Served(Protocol):
+    """A window, as the owner's threads use it; `target` is the owner's rank."""
+
+    local: Tensor
+    dtype: torch.dtype
+
+    def add(self, values: Tensor, target: int, offset: int) -> None: ...
+
+    def atomic(self, what: str, target: int, offset: int, *values: int) -> int: ...
+
+    def wake(self, target: int) -> None: ...
+
+
 class Server:
     """Collective. Serve this rank's windows of one communicator, by a thread for each requesting rank.
 
     Args:
         comm: the MpiCommunicator whose ranks the requests name.
-        interface: the only interface or network to use, see `interfaces.addresses`; any if empty.
+        interface: the only interface or network to use, see `network.addresses`; any if empty.
     """
 
     def __init__(self, comm, interface: str = ""):
@@ -56,13 +70,13 @@ class Server:
                 f"{MPI.Query_thread()}. Initialise MPI through mpi4py, or use an MPI built with threads."
             )
         self._comm = comm
-        self._windows: dict[int, object] = {}
+        self._windows: dict[int, Served] = {}
         self._exposed = 0
         self._adding = threading.Lock()  # the others sleep; inside MPI they would spin
-        self._token = secrets.token_bytes(tcp.TOKEN_BYTES)
-        self._own = interfaces.addresses(interface)
+        self._token = secrets.token_bytes(network.TOKEN_BYTES)
+        self._own = network.addresses(interface)
         only = str(self._own[0].ip.ip) if interface else ""
-        self._listener = tcp.listen(only)
+        self._listener = network.listen(only)
         self._peers = [_Peer(**(address or {})) for address in comm.gather(self._address(only))]
         self._asking: dict[threading.Thread, socket.socket] = {}  # who serves which connection
         self._stopped = False
@@ -73,10 +87,10 @@ class Server:
 
     def _address(self, only: str) -> dict:
         ips = [only] if only else [str(address.ip.ip) for address in self._own]
-        here = "" if only else interfaces.here()
+        here = "" if only else network.here()
         return {"port": self._listener.getsockname()[1], "ips": ips, "here": here, "token": self._token.hex()}
 
-    def expose(self, window) -> TcpTransfers:
+    def expose(self, window: Served) -> TcpTransfers:
         """Collective. Answer requests for `window` from now on."""
         self._exposed += 1  # numbered alike on all ranks
         self._windows[self._exposed] = window
@@ -89,7 +103,7 @@ class Server:
     def refuse(self) -> None:
         """Refuse new connections; existing ones stay."""
         self._stopped = True
-        tcp.close(self._listener)
+        network.close(self._listener)
         self._thread.join()
 
     def stop(self) -> None:
@@ -98,7 +112,7 @@ class Server:
         for peer in self._peers:
             peer.drop()
         for thread, connection in list(self._asking.items()):
-            tcp.close(connection)
+            network.close(connection)
             thread.join()
         self._comm.process.stopped(self)
 
@@ -131,8 +145,8 @@ class Server:
 
     def _transfer(self, rank: int, what: str, request: bytes, data: memoryview | bytes, reply: memoryview) -> None:
         with self._peers[rank].lock, self._connected(rank, what) as connection:
-            tcp.send(connection, request, data)
-            tcp.receive(connection, reply)
+            network.send(connection, request, data)
+            network.receive(connection, reply)
 
     def put_all(self, puts: Iterable[tuple[int, int, int, Tensor]]) -> None:
         """Send puts, each a rank, a window, an offset and values on the host, and then wait for all replies.
@@ -157,11 +171,11 @@ class Server:
 
     def _send(self, rank: int, request: bytes, data: memoryview) -> None:
         with self._connected(rank, "put") as connection:
-            tcp.send(connection, request, data)
+            network.send(connection, request, data)
 
     def _take_reply(self, rank: int) -> None:
         with self._connected(rank, "put") as connection:
-            tcp.receive(connection, _done())
+            network.receive(connection, _done())
 
     @contextmanager
     def _connected(self, rank: int, what: str) -> Iterator[socket.socket]:
@@ -170,7 +184,7 @@ class Server:
         complete = False
         try:
             connection = peer.connection or self._connect(peer)
-            tcp.set_deadline(connection, comm.failures.deadline_s)
+            network.set_deadline(connection, comm.failures.deadline_s)
             yield connection
             complete = True
         except (BlockingIOError, TimeoutError) as error:
@@ -197,15 +211,15 @@ class Server:
 
     def _connect(self, peer: _Peer) -> socket.socket:
         """Connect to one of a rank's addresses; try again until the deadline if one is slow: its host may be busy."""
-        own_host = peer.here and peer.here == interfaces.here()
-        ips = [interfaces.LOOPBACK] * bool(own_host) + interfaces.in_order(peer.ips, self._own)
+        own_host = peer.here and peer.here == network.here()
+        ips = [network.LOOPBACK] * bool(own_host) + network.in_order(peer.ips, self._own)
         until = time.perf_counter() + self._comm.failures.deadline_s
         while True:
             problems: list[OSError] = []
             for ip in ips:
                 try:
                     left_s = max(0.1, until - time.perf_counter())
-                    peer.connection = tcp.connect(ip, peer.port, peer.token, left_s)
+                    peer.connection = network.connect(ip, peer.port, peer.token, left_s)
                     if peer.connection is not None:
                         return peer.connection
                 except OSError as error:
@@ -233,7 +247,7 @@ class Server:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                if tcp.accept(connection, self._token):
+                if network.accept(connection, self._token):
                     self._answer_all(connection)
         except Exception as error:
             if isinstance(error, HpcdistError) or not isinstance(error, OSError):  # an OSError: who asked has gone
@@ -245,7 +259,7 @@ class Server:
         header = bytearray(HEADER.size)
         part = torch.empty(0, dtype=torch.uint8)  # what arrives to be added
         while True:
-            tcp.receive(connection, memoryview(header))
+            network.receive(connection, memoryview(header))
             operation, number, offset, count, *values = HEADER.unpack(header)
             what, window = OPERATIONS[operation], self._windows[number]
             reply: bytes | memoryview = DONE
@@ -253,7 +267,7 @@ class Server:
                 if what == "get":
                     reply = _bytes(window.local[offset : offset + count])
                 elif what == "put":
-                    tcp.receive(connection, _bytes(window.local[offset : offset + count]))
+                    network.receive(connection, _bytes(window.local[offset : offset + count]))
                     window.wake(self._comm.rank)
                 elif what == "accumulate":
                     if not len(part):
@@ -263,12 +277,12 @@ class Server:
                     values = values[: 1 if what == "fetch_add" else 2]
                     with self._adding:
                         reply = WORD.pack(window.atomic(what, self._comm.rank, offset, *values))
-                tcp.send(connection, reply)
+                network.send(connection, reply)
 
-    def _accumulate(self, connection: socket.socket, window, offset: int, count: int, part: Tensor) -> None:
+    def _accumulate(self, connection: socket.socket, window: Served, offset: int, count: int, part: Tensor) -> None:
         for start in range(0, count, len(part)):
             values = part[: count - start]
-            tcp.receive(connection, _bytes(values))
+            network.receive(connection, _bytes(values))
             with self._adding:
                 window.add(values, self._comm.rank, offset + start)
 
@@ -283,7 +297,7 @@ class _Peer:
 
     def drop(self) -> None:
         if self.connection is not None:
-            tcp.close(self.connection)
+            network.close(self.connection)
             self.connection = None
 
 
@@ -314,7 +328,7 @@ class TcpTransfers:
 
 def _bytes(tensor: Tensor) -> memoryview:
     """View the tensor's memory as bytes."""
-    return memoryview(memory_at(tensor.data_ptr(), tensor.nbytes)) if tensor.nbytes else memoryview(bytearray())
+    return memoryview(cast(bytearray, memory_at(tensor.data_ptr(), tensor.nbytes)) if tensor.nbytes else bytearray())
 
 
 def _done() -> memoryview:

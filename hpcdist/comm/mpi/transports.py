@@ -1,7 +1,7 @@
 """The windows of one communicator, and their transports to other ranks' memory.
 
 Across nodes there are two, and a self-test chooses between them. TCP: requests to the owner's threads
-(`comm/mpi/tcp.py`); RMA: MPI's one-sided calls (`comm/mpi/rma.py`). Either may be a hundred times faster, by the
+(`comm/mpi/tcp.py`); RMA: MPI's one-sided calls (`comm/mpi/window.py`). Either may be a hundred times faster, by the
 network and the MPI library, and its speed matters while the owner computes, not while it waits inside MPI. So that is
 measured, once per machine, library and number of nodes.
 """
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from hpcdist.comm import cache
 from hpcdist.comm.capabilities import RankMemory
-from hpcdist.comm.mpi.attached import try_attach
+from hpcdist.comm.mpi.attached import AttachedMemory, try_attach
 from hpcdist.comm.mpi.calls import EVERYONE
 from hpcdist.comm.mpi.messages import Staging
 from hpcdist.comm.mpi.node_memory import SharedTensor
 from hpcdist.comm.mpi.tcp import Server
-from hpcdist.comm.mpi.window import AttachedMemory, MpiWindow
+from hpcdist.comm.mpi.window import MpiWindow
 from hpcdist.comm.transfer import check_flat
 from hpcdist.comm.window import Memory, Put, Window
 from hpcdist.errors import CommunicationError, DataError, MismatchError, UnknownNameError
@@ -199,7 +199,7 @@ class Transports(RankMemory):
 
         def requests() -> Iterator[tuple[int, int, int, Tensor]]:
             for window, values, rank, offset in puts:
-                if isinstance(window, MpiWindow) and window.over_tcp(rank):
+                if isinstance(window, MpiWindow):
                     yield from window.requests(values, rank, offset)
                 else:
                     window.put(values, rank, offset)

@@ -9,19 +9,18 @@ another's memory would keep it. There the memory is not MPI's either (`comm/mpi/
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
-from typing import cast
 
 import torch
+from mpi4py import MPI
 from torch import Tensor
 
-from hpcdist.comm.mpi.attached import PeerMemory
 from hpcdist.comm.mpi.calls import clock
-from hpcdist.comm.mpi.messages import Staging
+from hpcdist.comm.mpi.messages import CARRIERS, Staging, memory_at, message
 from hpcdist.comm.mpi.node_memory import LockedMemory, NodeMemory, OwnedMemory
-from hpcdist.comm.mpi.rma import OneSided
 from hpcdist.comm.mpi.tcp import TcpTransfers
-from hpcdist.comm.window import Memory, Window, check_count, refuse_attached
+from hpcdist.comm.window import Window, check_count
 
 _PIECE = 1 << 18  # elements that are changed under one lock, of a few tensors that a core's caches hold
 
@@ -40,59 +39,66 @@ class MpiWindow(Window):
         lengths = [n or 0 for n in comm.gather(int(count))]
         if self._tolerant:
             self._shared: NodeMemory = OwnedMemory(comm, count * dtype.itemsize, dtype)
+            self._wakes: LockedMemory | None = None
         else:
             node, limit_s = comm.memory.node_mpi(), comm.failures.deadline_s
-            self._shared = LockedMemory(node, count * dtype.itemsize, dtype, limit_s)
+            self._shared = self._wakes = LockedMemory(node, count * dtype.itemsize, dtype, limit_s)
         ranks = [r for r in range(comm.size) if comm.memory.nodes[r] == comm.memory.nodes[comm.rank]]
         self._node_rank = {rank: i for i, rank in enumerate(ranks)}
         self._memory = {rank: self._shared.parts[i] for rank, i in self._node_rank.items()}
         super().__init__(self._memory[comm.rank], lengths)
         self.local.zero_()
         self._staging = Staging()  # never device-aware: MPI may read what it adds with plain loads
-        self._served: TcpTransfers | None = None  # does what only the owner's threads may do
-        self._bulk: TcpTransfers | OneSided | None = None  # gets and puts across nodes
-        if len(ranks) < comm.size or self._tolerant:
-            self._served = comm.memory.server().expose(self)
-        if len(ranks) < comm.size:
-            way = way or comm.memory.choose()
-            self._bulk = OneSided(comm, self.local) if way == "rma" else self._served
-        # A rank can be woken where it is told of all changes, which it is not of those that MPI makes one-sidedly.
-        wakes = isinstance(self._shared, LockedMemory) and self._bulk is self._served
-        self._wakes = cast(LockedMemory, self._shared) if wakes else None
+        self._transfers: list[TcpTransfers | OneSided] = []
+        self._remote: dict[int, TcpTransfers | OneSided] = {}  # gets and puts across nodes, by owner
+        self._served: dict[int, TcpTransfers] = {}  # what only the owner's threads may do
+        away = [rank for rank in range(comm.size) if rank not in self._memory]
+        if away or self._tolerant:
+            served = comm.memory.server().expose(self)
+            self._transfers.append(served)
+            others = [rank for rank in range(comm.size) if rank != comm.rank]
+            self._served = dict.fromkeys(others if self._tolerant else away, served)
+            self._remote = dict.fromkeys(away, served)
+        if away and (way or comm.memory.choose()) == "rma":
+            one_sided = OneSided(comm, self.local)
+            self._transfers.append(one_sided)
+            self._remote = dict.fromkeys(away, one_sided)
+            # A rank can be woken where it is told of all changes, which it is not of those that MPI makes one-sidedly.
+            self._wakes = None
         comm.barrier()
 
     # --- transfers ------------------------------------------------------------------------------------------------
     def _get(self, out: Tensor, rank: int, offset: int) -> None:
-        memory = self._at(rank, offset, out.numel())
-        if memory is None:
+        remote = self._remote.get(rank)
+        if remote is not None:
             with self._staging.host(out, read=False) as host:
-                self._bulk.get(host, rank, offset)
+                remote.get(host, rank, offset)
         else:
             start = clock()
             self._shared.sync()
-            out.copy_(memory)
+            out.copy_(self._memory[rank][offset : offset + out.numel()])
             self.comm.traffic.communicating_s += clock() - start
         if rank != self.comm.rank:
             self.comm.traffic.fetched(out.nbytes)
 
     def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
-        self._check(rank, offset, count=count)
-        memory = self._at(rank, offset, count)
-        if memory is None:
+        if rank in self._remote:
             return super().read(rank, offset, count, out)
+        self._check(rank, offset, count=count)
         self._shared.sync()
+        memory = self._memory[rank][offset : offset + count]
         if rank != self.comm.rank:
             self.comm.traffic.fetched(memory.nbytes)
         return memory
 
     def _put(self, values: Tensor, rank: int, offset: int) -> None:
-        memory, traffic = self._at(rank, offset, values.numel()), self.comm.traffic
-        if memory is None:
+        remote, traffic = self._remote.get(rank), self.comm.traffic
+        if remote is not None:
             with self._staging.host(values, write=False) as host:
-                self._bulk.put(host, rank, offset)
+                remote.put(host, rank, offset)
         else:
             start = clock()
-            memory.copy_(values)
+            self._memory[rank][offset : offset + values.numel()].copy_(values)
             self._shared.sync()
             self.wake(rank)
             traffic.communicating_s += clock() - start
@@ -100,24 +106,30 @@ class MpiWindow(Window):
             traffic.sent(values.nbytes)
 
     def requests(self, values: Tensor, rank: int, offset: int) -> Iterator[tuple[int, int, int, Tensor]]:
-        """Yield a put as a request to the owner's threads; its copy on the host is freed afterwards."""
-        self._check(rank, offset, values)
-        self.comm.traffic.sent(values.nbytes)
-        with self._staging.host(values, write=False) as host:
-            yield rank, self._served.number, offset, host
+        """Put values; or yield, instead, the request to the owner's threads, where these make the put.
 
-    def over_tcp(self, rank: int) -> bool:
-        """Tell whether a put to that rank is a request over TCP."""
-        return rank not in self._memory and self._bulk is self._served
+        Their copy on the host is freed afterwards.
+        """
+        remote = self._remote.get(rank)
+        if isinstance(remote, TcpTransfers):
+            self._check(rank, offset, values)
+            self.comm.traffic.sent(values.nbytes)
+            with self._staging.host(values, write=False) as host:
+                yield rank, remote.number, offset, host
+        else:
+            self.put(values, rank, offset)
 
     def _accumulate(self, values: Tensor, rank: int, offset: int) -> None:
-        with self._staging.host(values, write=False) as host:
-            if self._left_to(rank):
-                self._served.accumulate(host, rank, offset)
-            else:
-                start = clock()
-                self.add(host, rank, offset)
-                self.comm.traffic.communicating_s += clock() - start
+        if not values.is_cpu:
+            with self._staging.host(values, write=False) as host:
+                return self._accumulate(host, rank, offset)
+        served = self._served.get(rank)
+        if served is not None:
+            served.accumulate(values, rank, offset)
+        else:
+            start = clock()
+            self.add(values, rank, offset)
+            self.comm.traffic.communicating_s += clock() - start
         if rank != self.comm.rank:
             self.comm.traffic.sent(values.nbytes)
 
@@ -127,10 +139,10 @@ class MpiWindow(Window):
         self.wake(rank)
 
     def change(self, function: Callable[..., object], rank: int, *beside: Tensor) -> bool:
-        memory = self._at(rank, 0, self._check(rank, 0))
-        if memory is None or self._left_to(rank) or not all(tensor.is_cpu for tensor in beside):
+        self._check(rank, 0)
+        if rank in self._served or not all(tensor.is_cpu for tensor in beside):
             return False
-        target, start = self._node_rank[rank], clock()
+        memory, target, start = self._memory[rank], self._node_rank[rank], clock()
         for parts in zip(*(tensor.split(_PIECE) for tensor in (memory, *beside)), strict=True):
             self._shared.lock(target)  # not for all of them, so that nobody waits for long
             try:
@@ -146,8 +158,9 @@ class MpiWindow(Window):
 
     # --- atomics --------------------------------------------------------------------------------------------------
     def _atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
-        if self._left_to(rank):
-            before = self._served.atomic(what, rank, offset, *values)
+        served = self._served.get(rank)
+        if served is not None:
+            before = served.atomic(what, rank, offset, *values)
         else:
             start = clock()
             before = self.atomic(what, rank, offset, *values)
@@ -162,10 +175,6 @@ class MpiWindow(Window):
         self.wake(rank)
         return before
 
-    def _left_to(self, owner: int) -> bool:
-        """Tell whether only the owner's threads may add to its memory: on another node, or where ranks may die."""
-        return owner not in self._memory or (self._tolerant and owner != self._own_rank)
-
     # --- waiting --------------------------------------------------------------------------------------------------
     def _wait(
         self,
@@ -176,15 +185,17 @@ class MpiWindow(Window):
         what: str,
         deadline_s: float | None,
     ) -> None:
-        here = self._at(rank, offset, count)
-        seen = torch.empty(count, dtype=self.dtype) if here is None else here
+        remote = self._remote.get(rank)
+        elements = (
+            torch.empty(count, dtype=self.dtype) if remote is not None else self._memory[rank][offset : offset + count]
+        )
 
         def ready() -> bool:
-            if here is None:
-                self._bulk.get(seen, rank, offset)
+            if remote is not None:
+                remote.get(elements, rank, offset)
             else:
                 self._shared.sync()
-            return predicate(seen)
+            return predicate(elements)
 
         sleep = partial(self._wakes.sleep, ready) if self._wakes is not None and rank == self.comm.rank else None
         self.comm.calls.await_until(ready, f"Window.wait for {what}", what, rank, deadline_s, sleep)
@@ -196,61 +207,45 @@ class MpiWindow(Window):
 
     def close(self) -> None:
         self.comm.failures.retry_on_failure(self.comm.barrier)  # nobody may still be in a transfer
-        for remote in {self._served, self._bulk} - {None}:
-            remote.close()
+        for transfers in self._transfers:
+            transfers.close()
         self._memory.clear()
         self._release()
         self._shared.close()
 
-    def _at(self, rank: int, offset: int, count: int) -> Tensor | None:
-        """Return a part of `rank`'s memory; None if it lies on another node."""
-        memory = self._memory.get(rank)
-        return None if memory is None else memory[offset : offset + count]
 
+class OneSided:
+    """Collective. Carry one window's `get` and `put` to and from ranks of other nodes by MPI's own one-sided calls.
 
-class AttachedMemory(Memory):
-    """Memory that the ranks of one node already have: mapped by all of them, or read and written by the kernel.
+    On a network whose adapters read remote memory themselves they need nobody's help. Elsewhere they progress only
+    while the owner is inside MPI (MPI 4.1, 12.7.3), so a thread of the owner looks in now and then, which the owner
+    pays for.
 
-    Args:
-        comm: the MpiCommunicator.
-        tensor: of this rank.
-        addresses: of all ranks' tensors, each in its own process.
-        mapped: all ranks' tensors as they lie in this process; none where they don't.
+    The memory is that of a shared window already, and MPI (4.1, 12.2.1) leaves open what concurrent calls on two
+    windows over the same memory do. Reads and writes of disjoint elements, which is all that goes this way, work on
+    every library that is tested; accumulates and atomics stay with one window, the shared one.
     """
 
-    def __init__(self, comm, tensor: Tensor, addresses: list[int], mapped: list[Tensor]):
-        super().__init__(tensor, [tensor.numel()] * comm.size)
-        self.comm, self._addresses, self._parts = comm, addresses, mapped
-        self._peers = [] if mapped else [PeerMemory(pid) for pid in comm.pids]
+    def __init__(self, comm, local: Tensor):
+        self._comm = comm
+        memory = memory_at(local.data_ptr(), local.nbytes) if local.nbytes else None
+        self._win = MPI.Win.Create(memory, local.itemsize, comm=comm.mpi)
+        self._win.Lock_all()
+        self._progress = ExitStack()
+        self._progress.enter_context(comm.process.progress.running())
 
-    def _get(self, out: Tensor, rank: int, offset: int) -> None:
-        start = clock()
-        if self._parts:
-            out.copy_(self._parts[rank][offset : offset + out.numel()])
-        else:
-            self._peers[rank].read(out.data_ptr(), self._addresses[rank] + offset * out.itemsize, out.nbytes)
-        self.comm.traffic.communicating_s += clock() - start
-        self.comm.traffic.fetched(out.nbytes)
+    def get(self, out: Tensor, rank: int, offset: int) -> None:
+        self._comm.calls.communicate("window get", rank, self._complete, self._win.Get, out, rank, offset)
 
-    def read(self, rank: int, offset: int, count: int, out: Tensor | None = None) -> Tensor:
-        if not self._parts:
-            return super().read(rank, offset, count, out)
-        self._check(rank, offset, count=count)
-        part = self._parts[rank][offset : offset + count]
-        self.comm.traffic.fetched(part.nbytes)
-        return part
+    def put(self, values: Tensor, rank: int, offset: int) -> None:
+        self._comm.calls.communicate("window put", rank, self._complete, self._win.Put, values, rank, offset)
 
-    def _put(self, values: Tensor, rank: int, offset: int) -> None:
-        start = clock()
-        if self._parts:
-            self._parts[rank][offset : offset + values.numel()].copy_(values)
-        else:
-            self._peers[rank].write(values.data_ptr(), self._addresses[rank] + offset * values.itemsize, values.nbytes)
-        self.comm.traffic.communicating_s += clock() - start
-        self.comm.traffic.sent(values.nbytes)
-
-    accumulate = fetch_add = compare_and_swap = wait = refuse_attached
+    def _complete(self, call: Callable[..., None], tensor: Tensor, rank: int, offset: int) -> None:
+        call(message(tensor), rank, [offset, tensor.numel(), CARRIERS[tensor.itemsize]])
+        self._win.Flush(rank)
 
     def close(self) -> None:
-        self._peers.clear()
-        self._parts = []
+        """Collective. Release MPI's window."""
+        self._win.Unlock_all()
+        self._win.Free()
+        self._progress.close()

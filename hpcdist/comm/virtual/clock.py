@@ -14,8 +14,8 @@ import math
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Hashable, Iterator
-from types import FrameType
 from typing import Any
 
 from hpcdist.comm.virtual.random import RandomState
@@ -34,9 +34,9 @@ class RankEnded(BaseException):
 class VirtualRank:
     """One rank's thread, and its state on the clock."""
 
-    def __init__(self, rank: int, random: RandomState):
+    def __init__(self, rank: int, random: RandomState, live: Callable[[VirtualRank], None]):
         self.rank, self.random = rank, random
-        self.thread: threading.Thread | None = None
+        self.thread = threading.Thread(target=live, args=[self], name=f"virtual rank {rank}", daemon=True)
         self.baton = threading.Lock()
         self.baton.acquire()
         self.awaits: object | None = None  # what it is blocked on; str() says it in words
@@ -50,17 +50,15 @@ class VirtualRank:
         self.finished = False
         self.result: Any = None
 
-    def begun(self) -> bool:
-        return self.thread is not None and self.thread.ident is not None
-
 
 class VirtualClock:
-    """The scheduler of virtual ranks. All methods but `run` are called by the rank that runs, or by an effect."""
+    """The scheduler of virtual ranks. All methods but `run` are called by the rank that runs, `me`, or by an effect."""
 
     def __init__(self, size: int, seed: int):
         self.now_s = 0.0
-        self.current: VirtualRank | None = None
-        self.ranks = [VirtualRank(rank, RandomState(seed, rank)) for rank in range(size)]
+        self._current: VirtualRank | None = None
+        self._body: Callable[[int], Any]
+        self.ranks = [VirtualRank(rank, RandomState(seed, rank), self._live) for rank in range(size)]
         self._queue: list[tuple[float, int, int, Any]] = []
         self._order = itertools.count()
         self._polling: list[VirtualRank] = []
@@ -73,9 +71,8 @@ class VirtualClock:
     # --- the run --------------------------------------------------------------------------------------------------
     def run(self, body: Callable[[int], Any]) -> list:
         """Run `body(rank)` on every rank; return the results in order, or raise the error of the first failing rank."""
+        self._body = body
         for me in self.ranks:
-            name = f"virtual rank {me.rank}"
-            me.thread = threading.Thread(target=self._live, args=(me, body), name=name, daemon=True)
             self._schedule(me, 0.0)
         try:
             self._resume(self._due())
@@ -84,16 +81,16 @@ class VirtualClock:
             self._end(interruption)
             self._finished.acquire()
         for me in self.ranks:
-            if me.begun():
+            if me.thread.ident is not None:
                 me.thread.join()
-        self.current, self._ending = None, False
+        self._current, self._ending = None, False
         if self._failure is not None:
             raise self._failure
         return [me.result for me in self.ranks]
 
-    def _live(self, me: VirtualRank, body: Callable[[int], Any]) -> None:
+    def _live(self, me: VirtualRank) -> None:
         try:
-            me.result = body(me.rank)
+            me.result = self._body(me.rank)
         except RankEnded:
             pass
         except BaseException as error:
@@ -102,11 +99,7 @@ class VirtualClock:
                 self._end(error)
         me.finished = True
         self._look_at_memory(me)
-        due = self._due()
-        if due is None:
-            self._finished.release()
-        else:
-            self._resume(due)
+        self._resume(self._due())
 
     def _end(self, error: BaseException) -> None:
         if not self._ending:
@@ -117,8 +110,8 @@ class VirtualClock:
         """Begin a call of the seam; each of them calls this first."""
         if self._ending:
             raise RankEnded
-        if self.current is not me or threading.get_ident() != me.thread.ident:
-            runs = "no rank" if self.current is None else f"rank {self.current.rank}"
+        if self._current is not me or threading.get_ident() != me.thread.ident:
+            runs = "no rank" if self._current is None else f"rank {self._current.rank}"
             raise CommunicationError(
                 f"a virtual communicator must be used by its own rank and thread only; that of rank {me.rank} was used "
                 f"in thread {threading.current_thread().name!r} while {runs} ran. Use the communicator that the body "
@@ -128,20 +121,25 @@ class VirtualClock:
         if not polling:
             me.polled.clear()
 
-    def advance(self, until_s: float) -> None:
+    def advance(self, me: VirtualRank, until_s: float) -> None:
         """Advance the time of the rank that runs. Other ranks run first if they are due before, or at the same time."""
         if self._queue and self._queue[0][0] <= until_s:
-            self._schedule(self.current, until_s)
-            self._hand_over(self.current)
+            self._schedule(me, until_s)
+            self._hand_over(me)
         else:
             self.now_s = until_s
 
-    def block(self, awaits: object, deadline_s: float = math.inf, begin: Callable[[], None] | None = None) -> None:
+    def block(
+        self,
+        me: VirtualRank,
+        awaits: object,
+        deadline_s: float = math.inf,
+        begin: Callable[[], None] | None = None,
+    ) -> None:
         """Block the rank that runs until it is woken by `wake`. `begin()` is called once it can be woken.
 
         `awaits` says, by str(), what the rank waits for.
         """
-        me = self.current
         me.awaits, me.since_s, me.expired, me.waits = awaits, self.now_s, False, me.waits + 1
         if deadline_s < math.inf:
             self.spawn(self._expire(me, me.waits, self.now_s + deadline_s))
@@ -170,16 +168,16 @@ class VirtualClock:
                 heapq.heappush(self._queue, (at_s, _EFFECT, next(self._order), effect))
                 return
 
-    def perform(self, awaits: str, *effects: Effect) -> None:
+    def perform(self, me: VirtualRank, awaits: str, *effects: Effect) -> None:
         """Block the rank that runs until all effects are over; they begin in their order."""
-        me, left = self.current, [len(effects)]
+        left = [len(effects)]
 
         def begin() -> None:
             for effect in effects:
                 self.spawn(self._perform(effect, me, left))
 
         if effects:
-            self.block(awaits, begin=begin)
+            self.block(me, awaits, begin=begin)
 
     def _perform(self, effect: Effect, rank: VirtualRank, left: list[int]) -> Effect:
         try:
@@ -190,13 +188,12 @@ class VirtualClock:
         if not left[0]:
             self.wake(rank)
 
-    def poll(self, key: Hashable, awaits: str, until_s: float = math.inf) -> None:
+    def poll(self, me: VirtualRank, key: Hashable, awaits: str, until_s: float = math.inf) -> None:
         """Note a non-blocking call without a result, so that time passes for a rank that calls it in a loop.
 
         When it asks the same once more, having done nothing else, it goes on with the next effect of any rank (at
         `until_s` at the latest); if there will be none, that is a deadlock like any other.
         """
-        me = self.current
         if me.polled_s != self.now_s:
             me.polled.clear()
             me.polled_s = self.now_s
@@ -207,7 +204,7 @@ class VirtualClock:
         if until_s < math.inf:
             heapq.heappush(self._queue, (until_s, _EFFECT, next(self._order), iter(())))
         self._polling.append(me)
-        self.block(f"(polling) {awaits}")
+        self.block(me, f"(polling) {awaits}")
 
     # --- the simulation -------------------------------------------------------------------------------------------
     def _schedule(self, rank: VirtualRank, at_s: float) -> None:
@@ -225,7 +222,7 @@ class VirtualClock:
                 return task
         if not self._ending and not all(rank.finished for rank in self.ranks):
             self._end(DeadlockError(self._report()))
-        return next((rank for rank in self.ranks if rank.begun() and not rank.finished), None)
+        return next((rank for rank in self.ranks if rank.thread.ident is not None and not rank.finished), None)
 
     def _stands_still(self, due: VirtualRank) -> bool:
         later = [(at_s, task.rank) for at_s, kind, _, task in self._queue if kind == _RANK and at_s > self.now_s]
@@ -248,13 +245,17 @@ class VirtualClock:
         if self._ending:
             raise RankEnded
 
-    def _resume(self, rank: VirtualRank) -> None:
+    def _resume(self, rank: VirtualRank | None) -> None:
+        """Let a rank go on; end the run where there is none left."""
+        if rank is None:
+            self._finished.release()
+            return
         rank.random.load()
-        self.current = rank
-        if rank.begun():
-            rank.baton.release()
-        else:
+        self._current = rank
+        if rank.thread.ident is None:
             rank.thread.start()
+        else:
+            rank.baton.release()
 
     def _expire(self, rank: VirtualRank, wait: int, at_s: float) -> Effect:
         yield at_s
@@ -278,17 +279,12 @@ class VirtualClock:
         return "\n".join(lines)
 
     def where(self, rank: VirtualRank) -> str:
-        """Find the line of the user's code at which a rank is."""
-        frame: FrameType = sys._current_frames()[rank.thread.ident]
-        while not _is_ours(frame):  # it may be inside `threading`, starting another rank
-            frame = frame.f_back
-        while _is_ours(frame):
-            frame = frame.f_back
-        return f"at {frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_SEAM)
+        """Find the line of the user's code at which a rank is: the one that called the seam."""
+        frame = sys._current_frames().get(rank.thread.ident or 0)
+        stack = list(traceback.walk_stack(frame))  # it may begin inside `threading`, starting another rank
+        ours = [frame.f_code.co_filename.startswith(_SEAM) for frame, _ in stack]
+        caller, line = stack[ours.index(False, ours.index(True))]
+        return f"at {caller.f_code.co_filename}:{line}"
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -67,7 +67,7 @@ class Gathering:
                 for member in self.ranks:
                     self._clock.wake(member, self._clock.now_s + duration_s)
 
-        self._clock.block(_Missing(self), deadline_s, begin)
+        self._clock.block(self.ranks[rank], _Missing(self), deadline_s, begin)
         return taken[rank]
 
     def _disagreement(self, rank: int, call: str) -> str:

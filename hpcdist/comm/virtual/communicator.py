@@ -12,13 +12,10 @@ from torch import Tensor
 from hpcdist.comm.capabilities import Failures, Trace, Traffic
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.messages import Messages, check_graph
-from hpcdist.comm.neighbourhood import Neighbourhood
-from hpcdist.comm.transfer import ANY, Envelope, Request, check_flat, check_rank, check_tag
-from hpcdist.comm.virtual.arrivals import Message
+from hpcdist.comm.transfer import ANY, Envelope, Neighbourhood, Request, check_flat, check_rank, check_tag
 from hpcdist.comm.virtual.collectives import addable, children, sum_in_rank_order
 from hpcdist.comm.virtual.compute import at_least_0, require
-from hpcdist.comm.virtual.group import Group, Member
-from hpcdist.comm.virtual.messages import ReceiveRequest, SendRequest
+from hpcdist.comm.virtual.group import Group, Member, Message, Receive
 from hpcdist.comm.virtual.window import VirtualRankMemory
 from hpcdist.comm.window import Window
 from hpcdist.errors import CommunicationError
@@ -75,7 +72,7 @@ class VirtualCommunicator(Communicator):
             if block:
                 arrivals.await_message(source, tag, awaited, self.failures.deadline_s)
             elif arrivals.find(source, tag) is None:
-                self.clock.poll((self, source, tag), awaited)
+                self.clock.poll(self._member.me, (self, source, tag), awaited)
         message = arrivals.find(source, tag)
         return None if message is None else Envelope(message.source, message.tag, message.data.nbytes)
 
@@ -172,7 +169,7 @@ class VirtualCommunicator(Communicator):
         world_rank = self._member.me.rank
         seconds = share * self._cluster.compute.draw(world_rank, self._cluster.generators[world_rank])
         require(at_least_0(seconds), "seconds drawn by a compute model", "finite and at least 0", seconds)
-        self.clock.advance(self.clock.now_s + seconds)
+        self.clock.advance(self._member.me, self.clock.now_s + seconds)
         return seconds
 
     def now(self) -> float:
@@ -185,3 +182,64 @@ class VirtualCommunicator(Communicator):
 
 def _shape(tensor: Tensor) -> str:
     return f"{tensor.numel()} x {tensor.dtype}"
+
+
+class SendRequest(Request):
+    """A send: complete when the message has left the sender's link, received or not."""
+
+    def __init__(self, member: Member, end_s: float):
+        self._member, self._end_s = member, end_s
+
+    def done(self) -> bool:
+        self._member.enter(polling=True)
+        if self._member.clock.now_s < self._end_s:
+            with self._member.counted("communicating_s"):
+                self._member.clock.poll(self._member.me, self, "the end of a send", self._end_s)
+        return self._member.clock.now_s >= self._end_s
+
+    def wait(self) -> None:
+        self._member.enter()
+        if self._member.clock.now_s < self._end_s:
+            with self._member.counted("communicating_s"):
+                self._member.clock.advance(self._member.me, self._end_s)
+
+
+class ReceiveRequest(Request):
+    """A receive. `done` or `wait` writes the tensor, which must not be read before."""
+
+    def __init__(self, member: Member, tensor: Tensor, source: int, tag: int):
+        self._member, self._arrivals = member, member.arrivals
+        self._tensor: Tensor | None = tensor.detach()
+        self._posted = Receive(source, tag)
+        self._arrivals.post(self._posted)
+
+    def done(self) -> bool:
+        self._member.enter(polling=True)
+        if self._posted.message is None:
+            with self._member.counted("communicating_s"):
+                self._member.clock.poll(self._member.me, self, self._awaits())
+        if self._posted.message is None:
+            return False
+        self._take()
+        return True
+
+    def wait(self) -> None:
+        self._member.enter()
+        with self._member.counted("communicating_s"):
+            self._arrivals.await_receive(self._posted, self._awaits(), self._member.failures.deadline_s)
+        self._take()
+
+    def _awaits(self) -> str:
+        return self._member.describe(self._posted.source, self._posted.tag)
+
+    def _take(self) -> None:
+        message, tensor, self._tensor = self._posted.message, self._tensor, None
+        if message is None or tensor is None:
+            return
+        if message.data.nbytes > tensor.nbytes or message.itemsize != tensor.itemsize:
+            raise CommunicationError(
+                f"a message must fit the tensor it is received into; got {message.data.nbytes} bytes in elements of "
+                f"{message.itemsize} from rank {message.source} with tag {message.tag}, for {tensor.nbytes} bytes in "
+                f"elements of {tensor.itemsize}. Lengths and dtypes must agree."
+            )
+        tensor.view(torch.uint8)[: message.data.nbytes].copy_(message.data)

@@ -101,7 +101,7 @@ class VirtualMemory(Memory):
         part = memory.tensor[offset : offset + out.numel()]
         with self._member.counted("communicating_s"):
             effect = self._read(out.detach(), part, self._member.path_from(rank))
-            self._clock.perform(f"a get from rank {memory.owner.rank}", effect)
+            self._clock.perform(self._member.me, f"a get from rank {memory.owner.rank}", effect)
         if rank != self._member.rank:
             self._member.traffic.fetched(out.nbytes)
 
@@ -128,7 +128,7 @@ class VirtualMemory(Memory):
         memory = self._memories[rank]
         with self._member.counted("communicating_s"):
             effect = self._write(values.detach(), memory, offset, self._member.path_to(rank), apply)
-            self._clock.perform(f"a {what} to rank {memory.owner.rank}", effect)
+            self._clock.perform(self._member.me, f"a {what} to rank {memory.owner.rank}", effect)
         if rank != self._member.rank:
             self._member.traffic.sent(values.nbytes)
 
@@ -170,7 +170,7 @@ class VirtualWindow(VirtualMemory, Window):
             yield self._clock.now_s + latency_s
 
         with self._member.counted("communicating_s"):
-            self._clock.perform(f"a {what} on rank {memory.owner.rank}", effect())
+            self._clock.perform(self._member.me, f"a {what} on rank {memory.owner.rank}", effect())
         if rank != self._member.rank:
             self._member.traffic.sent(element.nbytes)
         return before[0]
@@ -196,7 +196,7 @@ class VirtualWindow(VirtualMemory, Window):
         try:
             with self._member.counted("waiting_s"):
                 deadline_s = self._member.failures.deadline_s if deadline_s is None else deadline_s
-                self._clock.block(what, deadline_s, lambda: self._clock.spawn(request()))
+                self._clock.block(me, what, deadline_s, lambda: self._clock.spawn(request()))
         finally:
             waiter.wake = None
             memory.unwatch(waiter)
@@ -256,7 +256,7 @@ class VirtualRankMemory(RankMemory):
             if rank != member.rank:
                 member.traffic.sent(values.nbytes)
         with member.counted("communicating_s"):
-            member.clock.perform(f"{len(effects)} puts", *effects)
+            member.clock.perform(member.me, f"{len(effects)} puts", *effects)
 
 
 # An effect runs in whichever rank's thread is at hand, and only a thread in inference mode may write a tensor that was

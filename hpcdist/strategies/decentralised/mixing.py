@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator, Request, overlapping
 from hpcdist.comm.messages import Messages
-from hpcdist.comm.neighbourhood import Neighbourhood
+from hpcdist.comm.transfer import Neighbourhood
 from hpcdist.model.pieces import alongside
 from hpcdist.topology import Topology
 

@@ -83,7 +83,7 @@ class ProviderConfig(Named):
                 cycle_time_ms=self.cycle_time_ms,
             )
         else:
-            from hpcdist.comm.external.process_group import ProcessGroup
+            from hpcdist.comm.external.torch_distributed import ProcessGroup
 
             reduce = ProcessGroup(comm, self.name, self.interface or "")
         for flat in grads:

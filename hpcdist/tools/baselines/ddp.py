@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.rendezvous import default_group
+from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.tools.baselines.base import Library, main
 
 

@@ -37,10 +37,10 @@ class HorovodOptimizer(Library):
         return None
 
     def __init__(self, comm: Communicator, device: torch.device):
-        from hpcdist.comm.external import horovod_process  # starts MPI: not at import
+        from hpcdist.comm.external import horovod  # starts MPI: not at import
 
-        self._leave = horovod_process.leave
-        running, _ = horovod_process.join(cast("MpiCommunicator", comm), horovod_process.Tuning.of(None, None))
+        self._leave = horovod.leave
+        running, _ = horovod.join(cast("MpiCommunicator", comm), horovod.Tuning.of(None, None))
         self._hvd = running.hvd
 
     def wrap(

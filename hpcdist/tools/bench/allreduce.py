@@ -17,7 +17,7 @@ from hpcdist.collectives.base import AllReduce
 from hpcdist.collectives.tuning.table import DEFAULT_CACHE, candidates
 from hpcdist.collectives.tuning.timing import between, calls_within
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.rendezvous import default_group
+from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.tools.bench import runner
 from hpcdist.tools.bench.runner import Row, Side, beside, check, count_bytes, table, timed, warm_up
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.rendezvous import default_group
+from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.tools.bench import runner

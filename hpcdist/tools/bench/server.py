@@ -13,7 +13,7 @@ from torch import nn
 
 from hpcdist.collectives.tuning.timing import calls_within, slowest
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.rendezvous import default_group
+from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.parameter_server import ParameterServer

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.rendezvous import default_group
+from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.model.flat import FlatModel
 from hpcdist.tools.bench import runner
 from hpcdist.tools.bench.compress import CONFIGS

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from hpcdist.comm import network
 from hpcdist.comm.launch import task
-from hpcdist.comm.network import interfaces
 from hpcdist.errors import DeadlineError
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
@@ -92,7 +92,7 @@ def name_nodes(hosts: Sequence[str], places: Sequence[Hashable]) -> Nodes:
 
 def introduction(environ: Mapping[str, str]) -> str:
     """Write down this rank's node: its name, and the network stack, which only ranks of that node share."""
-    return f"{host_name(environ)}\n{interfaces.here()}"
+    return f"{host_name(environ)}\n{network.here()}"
 
 
 def introduced_nodes(introductions: Mapping[int, str]) -> Nodes:

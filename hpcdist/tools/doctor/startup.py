@@ -23,8 +23,8 @@ from contextlib import suppress
 from itertools import combinations
 from typing import IO, NamedTuple, Protocol
 
+from hpcdist.comm import network
 from hpcdist.comm.launch import number, task
-from hpcdist.comm.network import interfaces
 from hpcdist.tools.doctor.base import ERROR, WARNING, Finding, Nodes, Unanswered, counted, listed
 
 Pair = tuple[int, int]
@@ -150,7 +150,7 @@ def listen(port: int) -> socket.socket:
 def _wanted(environ: Mapping[str, str]) -> str:
     """Return this node's address on the interface that MPI is told to use; empty if none."""
     name = environ.get("OMPI_MCA_btl_tcp_if_include", "")
-    return next((str(a.ip.ip) for a in interfaces.addresses() if a.interface == name), "")
+    return next((str(a.ip.ip) for a in network.addresses() if a.interface == name), "")
 
 
 class Tcp:

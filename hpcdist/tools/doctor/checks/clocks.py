@@ -16,7 +16,7 @@ MOST_S = 0.05  # what clocks that are kept by NTP stay well below
 
 def measure(comm: Communicator, nodes: Nodes, required: Requirements, clock: Callable[[], float] = time.time) -> dict:
     """Collective. Measure how far each node's clock is ahead of rank 0's, and how wrong that may be, in seconds."""
-    from hpcdist.comm.clocks import measure_ahead
+    from hpcdist.comm.traced import measure_ahead
 
     found = measure_ahead(comm, nodes.leaders[1:], clock)
     gather(comm, None)  # the others wait here, without using their cores

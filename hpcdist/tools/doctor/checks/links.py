@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from statistics import median, median_high, median_low
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcdist.comm.network import interfaces
+from hpcdist.comm import network
 from hpcdist.tools.doctor.base import (
     OK,
     WARNING,
@@ -106,7 +106,7 @@ def _gather_round(comm: Communicator, nodes: Nodes, pairs: list[tuple[int, int]]
 
 def networks() -> list[list]:
     """List this host's addresses, those of the fastest interface first."""
-    return [[a.interface, str(a.ip.network), interfaces.speed_mbit_s(a.interface)] for a in interfaces.addresses()]
+    return [[a.interface, str(a.ip.network), network.speed_mbit_s(a.interface)] for a in network.addresses()]
 
 
 def _pair(comm: Communicator, peer: int) -> tuple[float, float]:

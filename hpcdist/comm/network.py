@@ -1,8 +1,8 @@
-"""TCP connections between the ranks of one job: whole transfers, deadlines, and proof of belonging.
+"""This host's network addresses, and TCP connections between the ranks of one job.
 
-Both ends prove that they know the listening rank's token before either says anything else, so that neither a stranger
-who finds the port nor another host that has the same address (each has its own 172.17.0.1 where there are containers)
-is taken for a rank. The token itself is never sent. The data that follow are not encrypted.
+Both ends of a connection prove that they know the listening rank's token before either says anything else, so that
+neither a stranger who finds the port nor another host that has the same address (each has its own 172.17.0.1 where
+there are containers) is taken for a rank. The token itself is never sent. The data that follow are not encrypted.
 
 A transfer waits in the kernel, in one call that has given up the interpreter lock: the bytes go to and from a tensor's
 own memory, and cost whoever else computes in Python nothing until they have all arrived.
@@ -12,11 +12,91 @@ from __future__ import annotations
 
 import hmac
 import math
+import os
+import platform
 import secrets
 import socket
 import struct
 import time
+from collections.abc import Iterable, Iterator
+from ipaddress import IPv4Interface, IPv6Interface, ip_address, ip_interface, ip_network
+from pathlib import Path
+from typing import NamedTuple
 
+import psutil
+
+from hpcdist.errors import UnknownNameError
+
+FAMILIES = (socket.AF_INET, socket.AF_INET6)
+LOOPBACK = "127.0.0.1"
+
+
+class Address(NamedTuple):
+    """An address and its network, on the interface of that name."""
+
+    interface: str
+    ip: IPv4Interface | IPv6Interface
+
+
+def addresses(chosen: str = "") -> list[Address]:
+    """List the addresses of this host that others may reach, those of the fastest interface first, IPv4 before IPv6.
+
+    Args:
+        chosen: only those of this interface, or within this network, such as 10.1.0.0/16; all if empty.
+
+    Raises:
+        UnknownNameError: there is none.
+    """
+    reachable = [a for a in _all() if not (a.ip.is_loopback or a.ip.is_link_local)]
+    reachable.sort(key=lambda a: (-speed_mbit_s(a.interface), a.ip.version))
+    if not chosen:
+        return reachable
+    kept = [a for a in reachable if a.interface == chosen or _within(a, chosen)]
+    if not kept:
+        known = {name for a in reachable for name in (a.interface, str(a.ip.network))}
+        raise UnknownNameError("interface or network of this host", chosen, known)
+    return kept
+
+
+def here() -> str:
+    """Name the network stack, which is the same for ranks that reach each other by loopback."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return platform.node()
+
+
+def in_order(theirs: Iterable[str], own: Iterable[Address]) -> list[str]:
+    """Sort another host's addresses, those on a network that this host is on first."""
+    networks = [a.ip.network for a in own]
+    return sorted(theirs, key=lambda ip: not any(ip_interface(ip).ip in network for network in networks))
+
+
+def _all() -> Iterator[Address]:
+    """List the addresses of every interface that is up and has a cable in."""
+    states = psutil.net_if_stats()
+    for name, theirs in psutil.net_if_addrs().items():
+        for one in theirs:
+            if one.family in FAMILIES and one.netmask and name in states and states[name].isup:
+                prefix = int(ip_address(one.netmask)).bit_count()
+                yield Address(name, ip_interface(f"{one.address.partition('%')[0]}/{prefix}"))
+
+
+def speed_mbit_s(interface: str) -> int:
+    """Read an interface's megabits per second; 0 where the driver doesn't report them."""
+    stats = psutil.net_if_stats().get(interface)
+    return stats.speed if stats else 0
+
+
+def _within(address: Address, network: str) -> bool:
+    try:
+        return address.ip.ip in ip_network(network)
+    except ValueError:  # the name of an interface
+        return False
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
 TOKEN_BYTES = 32
 NONCE_BYTES, PROOF_BYTES = 16, 32
 CONNECT_S = 3.0  # how long an address may take to answer; a packet that is lost is sent again after 1 s
@@ -73,7 +153,7 @@ def set_deadline(connection: socket.socket, seconds: float) -> None:
         connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(whole), int(part * 1e6)))
 
 
-def send(connection: socket.socket, header: bytes, data: memoryview | bytes = b"") -> None:
+def send(connection: socket.socket, header: bytes | memoryview, data: bytes | memoryview = b"") -> None:
     """Send the header and the data, completely."""
     sent = connection.sendmsg([header, data])
     if sent < len(header):

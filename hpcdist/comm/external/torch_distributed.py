@@ -1,0 +1,186 @@
+"""torch.distributed beside MPI: its process groups sum over the ranks, by NCCL or Gloo, which meet by TCP."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.external.base import WATCHDOG_S, OutsideSum, Pending
+from hpcdist.comm.network import LOOPBACK, addresses, here, in_order
+from hpcdist.comm.waiting import wait_until
+from hpcdist.errors import CommunicationError, ConfigError
+
+if TYPE_CHECKING:  # it starts MPI, which importing this must not
+    from hpcdist.comm.mpi.communicator import MpiCommunicator
+
+POLL_S = 1e-4  # longest pause between two looks at a sum under way
+LONGEST_S = 1e7  # that a timeout of torch.distributed may have
+
+
+class ProcessGroup(OutsideSum):
+    """Collective. Sum by torch.distributed, in a process group of its own: no default group is made or needed.
+
+    Ranks meet at an address that rank 0 sends over MPI.
+
+    Args:
+        comm: real ranks.
+        backend: nccl, for tensors on GPUs, of which each rank has one; or gloo, for tensors anywhere.
+        interface: name of a network interface, or a network, to meet on and for Gloo to use; by default the fastest
+            one. NCCL chooses its own by NCCL_SOCKET_IFNAME.
+
+    Raises:
+        ConfigError: there is no NCCL, or a rank has no GPU.
+        CommunicationError: ranks don't reach each other.
+
+    Reference: Shen Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020.
+    """
+
+    def __init__(self, comm: MpiCommunicator, backend: str, interface: str = ""):
+        super().__init__(comm)
+        self.backend, self.label = backend, {"nccl": "NCCL", "gloo": "Gloo"}[backend]
+        if backend == "nccl":
+            self._require_gpus()
+        meeting = meet(comm, interface)
+        self._timeout = timedelta(seconds=min(comm.failures.deadline_s + 2 * WATCHDOG_S, LONGEST_S))
+        self._store: TCPStore | None = meeting.store
+        self._group: Any = (self._gloo if backend == "gloo" else self._nccl)(meeting)
+
+    def _require_gpus(self) -> None:
+        """Collective. Check that every rank has a GPU; raise ConfigError on all ranks otherwise."""
+        reason = ""
+        if not dist.is_nccl_available():
+            reason = "its torch was built without NCCL"
+        elif not torch.cuda.is_available():
+            reason = "torch finds no CUDA device"
+        for rank, text in enumerate(self.comm.gather(reason)):
+            if text:
+                raise ConfigError(
+                    f"NCCL must have a GPU on every rank; rank {rank} has none: {text}. Use provider = "
+                    "'hpcdist', 'horovod' or 'gloo' there."
+                )
+
+    def _gloo(self, meeting: Rendezvous) -> Any:
+        options: Any = vars(dist.ProcessGroupGloo)["_Options"]()  # torch's types leave it out
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.address)]
+        options._timeout = self._timeout
+        return dist.ProcessGroupGloo(meeting.store, self.comm.rank, self.comm.size, options)
+
+    def _nccl(self, meeting: Rendezvous) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        return dist.ProcessGroupNCCL(meeting.store, self.comm.rank, self.comm.size, options)
+
+    def check(self, tensor: Tensor) -> None:
+        if self.backend == "nccl" and not tensor.is_cuda:
+            raise ConfigError(
+                f"tensors must be on a GPU to be summed by NCCL; got one on {tensor.device}. Move the model there, or "
+                "use provider = 'gloo'."
+            )
+
+    def _start(self, tensor: Tensor, name: str) -> Pending:
+        try:
+            return Pending(tensor, self._group.allreduce([tensor]), name, tensor)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def _wait(self, pending: Pending, describe: Callable[[], str]) -> None:
+        wait_until(pending.handle.is_completed, self.comm.failures.deadline_s + WATCHDOG_S, describe, POLL_S)
+        try:
+            pending.handle.wait()
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def close(self) -> None:
+        if self._group is not None:
+            self.comm.barrier()  # rank 0 keeps the store for all
+            (self._group.shutdown if hasattr(self._group, "shutdown") else self._group._shutdown)()
+            self._group = self._store = None
+
+
+CONNECT_S = 5.0  # for one attempt to reach rank 0 at one of its addresses
+STORE_S = 300.0
+
+
+class Rendezvous(NamedTuple):
+    """The store that rank 0 keeps, and this rank's address on the network of the others."""
+
+    store: TCPStore
+    address: str
+
+
+def meet(comm: Communicator, interface: str = "") -> Rendezvous:
+    """Collective. Make torch.distributed's store, at a free port of rank 0, which sends its addresses over MPI.
+
+    Loopback is used where all ranks share a network stack, and nowhere else.
+
+    Args:
+        interface: name of a network interface, or a network such as 10.1.0.0/16; by default the fastest one.
+
+    Raises:
+        CommunicationError: a rank reaches none of rank 0's addresses.
+        UnknownNameError: a host has no such interface or network.
+    """
+    timeout = timedelta(seconds=STORE_S)
+    if comm.rank == 0:
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)  # listens everywhere
+    stacks, ports = zip(*comm.gather([here(), store.port if comm.rank == 0 else 0]), strict=True)
+    port = ports[0]
+    if len(set(stacks)) == 1:
+        if comm.rank > 0:
+            store = TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
+        return Rendezvous(store, LOOPBACK)
+    own = addresses(interface)
+    theirs = comm.gather([str(a.ip.ip) for a in own])[0]
+    host, address = (_reach(in_order(theirs, own), port) if comm.rank > 0 else None) or ("", "")
+    reached = comm.gather(host)
+    for rank, at in enumerate(reached[1:], 1):
+        if not at:
+            raise CommunicationError(
+                f"rank 0 must be reached by all ranks over TCP; rank {rank} got no answer from port {port} at "
+                f"{', '.join(theirs) or 'any address, as rank 0 has none but loopback'}. Name the network that they "
+                "share: interface = 'ib0'."
+            )
+    if comm.rank > 0:
+        store = TCPStore(host, port, is_master=False, timeout=timeout)
+    return Rendezvous(store, address if comm.rank > 0 else reached[1])
+
+
+@contextmanager
+def default_group(comm: Communicator, backend: str = "gloo") -> Iterator[None]:
+    """Collective. Give torch.distributed's default process group inside the context; see `start_default_group`."""
+    start_default_group(comm, backend)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def start_default_group(comm: Communicator, backend: str, timeout_s: float | None = None) -> None:
+    """Collective. Start torch.distributed's default process group, met at an address that rank 0 tells the others.
+
+    Args:
+        backend: gloo, or nccl, for which each rank has a GPU of its own and has chosen it; or one per kind of device.
+        timeout_s: of its collectives; torch's own, if None.
+    """
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=meet(comm).store, rank=comm.rank, world_size=comm.size, timeout=timeout)
+
+
+def _reach(hosts: list[str], port: int) -> tuple[str, str] | None:
+    """Return the first of these addresses that answers, and this rank's own address on that connection."""
+    for host in hosts:
+        try:
+            with socket.create_connection((host, port), timeout=CONNECT_S) as connection:
+                return host, connection.getsockname()[0]
+        except OSError:
+            pass  # another one may be on a network that both share
+    return None

@@ -1,1 +1,0 @@
-"""This host's network: addresses and TCP connections."""

@@ -105,7 +105,7 @@ fits() {
 # Other MPI libraries, which differ from ours in how windows work inside a node, run the tests of that.
 OTHERS=(debian-mpich debian-openmpi intel)
 OTHER_TESTS=(
-    tests/comm/test_mpi_window.py tests/comm/test_locked_memory.py tests/collectives/test_traffic.py
+    tests/comm/test_window.py tests/comm/test_locked_memory.py tests/collectives/test_traffic.py
     tests/strategies/test_real_equals_virtual.py
 )
 

@@ -16,9 +16,19 @@ from torch import Tensor
 from hpcdist.comm.capabilities import Failures, RankMemory, Trace, Traffic
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.messages import Messages, check_graph
-from hpcdist.comm.transfer import ANY, Envelope, Neighbourhood, Request, check_flat, check_rank, check_tag
+from hpcdist.comm.transfer import (
+    ANY,
+    Envelope,
+    Neighbourhood,
+    Request,
+    check_color,
+    check_flat,
+    check_rank,
+    check_tag,
+    check_wanted,
+)
 from hpcdist.comm.waiting import wait_until
-from hpcdist.comm.window import Memory, Put, Window, check_count
+from hpcdist.comm.window import Memory, Predicate, Put, Window, check_count
 from hpcdist.errors import CommunicationError
 
 DEADLINE_S = 600.0
@@ -33,7 +43,7 @@ class Alone(Communicator):
     def __init__(self, deadline_s: float = DEADLINE_S, traffic: Traffic | None = None):
         self.memory, self.failures = _AloneMemory(self), Failures(1, deadline_s)
         self.trace = Trace("no MPI", (0,), traffic=traffic)
-        self._sent: list[_Message] = []  # not yet received, in their order
+        self.sent: list[_Message] = []  # not yet received, in their order
 
     # --- point to point -------------------------------------------------------------------------------------------
     def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:
@@ -44,35 +54,24 @@ class Alone(Communicator):
         check_flat(tensor)
         check_rank(dest, 1, "dest")
         check_tag(tag)
-        self._sent.append(_Message(tag, tensor.detach().clone()))
+        self.sent.append(_Message(tag, tensor.detach().clone()))
         return _Done()
 
     def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
         check_flat(tensor)
-        self._check_source(source, tag)
+        check_wanted(source, tag, 1)
         return _Receiving(self, tensor, tag)
 
     def probe(self, source: int = ANY, tag: int = ANY, *, block: bool = True) -> Envelope | None:
-        self._check_source(source, tag)
+        check_wanted(source, tag, 1)
         if block:
             self.wait_for(lambda: self.find(tag) is not None, "a message from rank 0")
         message = self.find(tag)
         return None if message is None else Envelope(0, message.tag, message.data.nbytes)
 
-    def _check_source(self, source: int, tag: int) -> None:
-        if source != ANY:
-            check_rank(source, 1, "source")
-        if tag != ANY:
-            check_tag(tag)
-
     def find(self, tag: int) -> _Message | None:
         """Return the first message with that tag that has not been received."""
-        return next((message for message in self._sent if tag in (ANY, message.tag)), None)
-
-    def take(self, message: _Message) -> Tensor:
-        """Remove a message from those not received yet, and return its contents."""
-        self._sent = [other for other in self._sent if other is not message]
-        return message.data
+        return next((message for message in self.sent if tag in (ANY, message.tag)), None)
 
     def wait_for(self, ready: Callable[[], bool], what: str, deadline_s: float | None = None) -> None:
         """Block until `ready()` is true; the time counts as waiting."""
@@ -100,11 +99,8 @@ class Alone(Communicator):
     def split(self, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> Alone | None: ...
 
     def split(self, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> Alone | None:
-        if color is None:
-            return None
-        if color < 0:
-            raise CommunicationError(f"color must be an integer of at least 0, or None; got {color}.")
-        return Alone(self.failures.deadline_s, traffic)
+        check_color(color)
+        return None if color is None else Alone(self.failures.deadline_s, traffic)
 
     def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:
         check_graph(self, sources, destinations)
@@ -122,7 +118,7 @@ class Alone(Communicator):
         return time.perf_counter()
 
     def close(self) -> None:
-        self._sent.clear()
+        self.sent.clear()
 
 
 class _AloneMemory(RankMemory):
@@ -172,8 +168,8 @@ class _Receiving(Request):
                     f"a tensor to receive into must be as long as the message; got {self._into.numel()} elements of "
                     f"{self._into.dtype} for {message.data.numel()} of {message.data.dtype}."
                 )
-            data = self._comm.take(message)
-            self._into[: data.numel()].copy_(data)
+            self._comm.sent.remove(message)
+            self._into[: message.data.numel()].copy_(message.data)
             self._complete = True
         return self._complete
 
@@ -211,17 +207,9 @@ class OwnWindow(Window):
             element.fill_(values[1])
         return before
 
-    def _wait(
-        self,
-        predicate: Callable[[Tensor], bool],
-        rank: int,
-        offset: int,
-        count: int,
-        what: str,
-        deadline_s: float | None,
-    ) -> None:
+    def _wait(self, predicate: Predicate, rank: int, offset: int, count: int, what: str, limit_s: float | None) -> None:
         elements = self.local[offset : offset + count]
-        self._comm.wait_for(lambda: predicate(elements), what, deadline_s)
+        self._comm.wait_for(lambda: predicate(elements), what, limit_s)
 
     def close(self) -> None:
         self._release()

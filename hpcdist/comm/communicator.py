@@ -118,7 +118,9 @@ class Communicator(abc.ABC):
             result = work()
         except HpcdistError as error:
             failure = error
-        failures = self.gather(None if failure is None else [_kind(failure), str(failure)])
+            # The class, or its nearest base class that is constructed from a message alone.
+            kind = next(cls.__name__ for cls in type(error).__mro__ if "__init__" not in vars(cls))
+        failures = self.gather(None if failure is None else [kind, str(failure)])
         if failure is not None:
             raise failure
         for rank, other in enumerate(failures):
@@ -197,8 +199,3 @@ def overlapping(comm: Communicator) -> AbstractContextManager[None]:
 def mpi_of(comm: Communicator) -> Any:
     """Return mpi4py's communicator of the same ranks, for libraries that want one; None where there is no MPI."""
     return getattr(comm, "mpi", None)
-
-
-def _kind(error: HpcdistError) -> str:
-    """Name the class of an error, or its nearest base class that is constructed from a message alone."""
-    return next(cls.__name__ for cls in type(error).__mro__ if "__init__" not in vars(cls))

@@ -10,7 +10,7 @@ import traceback
 from functools import cache
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_COMMANDS = ("train", "tools")  # parts of this package that run a user's command
+_COMMANDS = tuple(f"{_PACKAGE}{part}{os.sep}" for part in ("train", "tools"))  # that run a user's command
 AT_THE_END = "the end of its script"
 
 
@@ -27,14 +27,9 @@ def line_of(thread: int) -> str:
     stack = traceback.extract_stack(frame) if frame is not None else []
     outside = [entry for entry in stack if not entry.filename.startswith(_PACKAGE)]
     users = [entry for entry in outside if not _is_library(entry.filename)]
-    commands = [entry for entry in stack if _is_command(entry.filename)]
+    commands = [entry for entry in stack if entry.filename.startswith(_COMMANDS)]
     shown = users or commands or outside
     return f"{shown[-1].filename}:{shown[-1].lineno} in {shown[-1].name}: {shown[-1].line}" if shown else AT_THE_END
-
-
-def _is_command(file: str) -> bool:
-    part = file.removeprefix(_PACKAGE).partition(os.sep)[0].removesuffix(".py")
-    return file.startswith(_PACKAGE) and part in _COMMANDS
 
 
 def _is_library(file: str) -> bool:

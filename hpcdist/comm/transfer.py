@@ -55,6 +55,20 @@ def check_tag(tag: int) -> None:
         raise CommunicationError(f"tag must be in 0..{TAG_LIMIT - 1}; got {tag}.")
 
 
+def check_wanted(source: int, tag: int, size: int) -> None:
+    """Check what messages are asked for, where both may be ANY; raise CommunicationError otherwise."""
+    if source != ANY:
+        check_rank(source, size, "source")
+    if tag != ANY:
+        check_tag(tag)
+
+
+def check_color(color: int | None) -> None:
+    """Check the colour of a rank in `split`; raise CommunicationError otherwise."""
+    if color is not None and color < 0:
+        raise CommunicationError(f"color must be an integer of at least 0, or None; got {color}.")
+
+
 class Neighbourhood(abc.ABC):
     """Repeated exchange of tensors with the same ranks. Made by `Communicator.neighbourhood`."""
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from hpcdist.comm.transfer import check_flat, check_rank
 from hpcdist.errors import CommunicationError
 
+Predicate = Callable[[Tensor], bool]
+
 
 class Memory(abc.ABC):
     """Memory that every rank of a communicator can read and write without its owner taking part.
@@ -134,7 +136,7 @@ class Window(Memory):
 
     def wait(
         self,
-        predicate: Callable[[Tensor], bool],
+        predicate: Predicate,
         *,
         rank: int | None = None,
         offset: int = 0,
@@ -161,15 +163,7 @@ class Window(Memory):
         """Do what `fetch_add` (of one value) or `compare_and_swap` (expected, desired) says."""
 
     @abc.abstractmethod
-    def _wait(
-        self,
-        predicate: Callable[[Tensor], bool],
-        rank: int,
-        offset: int,
-        count: int,
-        what: str,
-        deadline_s: float | None,
-    ) -> None:
+    def _wait(self, predicate: Predicate, rank: int, offset: int, count: int, what: str, limit_s: float | None) -> None:
         """Do what `wait` says."""
 
 

@@ -42,7 +42,7 @@ def test_a_lock_that_does_not_come_free_is_told(ranks):
     def body(comm):
         memory = LockedMemory(comm.memory.node_mpi(), 8, torch.int64, deadline_s=0.1)
         if comm.rank == 0:
-            memory.lock(1)
+            memory.locks[1].__enter__()
         comm.barrier()
         if comm.rank == 1:
             with pytest.raises(DeadlineError, match=r"lock of a window on rank 1 of this node .* within 0\.1 s\."):
@@ -50,7 +50,7 @@ def test_a_lock_that_does_not_come_free_is_told(ranks):
             memory.atomic("fetch_add", 0, 0, 1)  # another's is free
         comm.barrier()
         if comm.rank == 0:
-            memory.unlock(1)
+            memory.locks[1].__exit__()
         comm.barrier()
         memory.atomic("fetch_add", 1, 0, 1)
         comm.barrier()

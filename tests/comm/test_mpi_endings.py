@@ -153,7 +153,7 @@ def test_a_serving_thread_that_fails_ends_the_job(tmp_path):
 apart = comm.apart("tcp")
 window = apart.window(1)
 if comm.rank == 0:
-    window.comm.memory.server()._windows.clear()  # as if the thread had met an error of its own
+    window.comm.memory.server().windows.clear()  # as if the thread had met an error of its own
     time.sleep(600)
 window.get(torch.zeros(1), 0)
 """

@@ -16,9 +16,10 @@ needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is in
 SCRIPT = """
 import os, signal, sys, time
 from mpi4py import MPI
-from hpcdist.comm.mpi.world import mapped
+from hpcdist.comm.mpi.library import loaded_here
+from hpcdist.comm.mpi.world import SEGMENT
 
-print(*[f"segment={path}\\n" for path in mapped(open("/proc/self/maps").read())], sep="", flush=True)
+print(*[f"segment={path}\\n" for path in loaded_here(SEGMENT)], sep="", flush=True)
 import torch
 import hpcdist as hd
 
@@ -80,8 +81,8 @@ MAPS = """\
 
 
 def test_only_segments_that_have_a_name_are_named():
-    from hpcdist.comm.mpi.world import mapped
+    from hpcdist.comm.mpi.library import loaded
+    from hpcdist.comm.mpi.world import SEGMENT
 
     names = {"sm_segment.node1.1000.5590001.0", "vader_segment.node1.1000.5590001.1", "mpich_shm_b61bf5e2_0"}
-    assert mapped(MAPS) == {f"/dev/shm/{name}" for name in names}
-    assert mapped("") == set()
+    assert {str(path) for path in loaded(MAPS, SEGMENT)} == {f"/dev/shm/{name}" for name in names}

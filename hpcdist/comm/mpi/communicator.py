@@ -25,7 +25,17 @@ from hpcdist.comm.mpi.library import end, version
 from hpcdist.comm.mpi.messages import NUMBERS, MpiNeighbourhood, MpiRequest, Staging, memory_at, message, numbers
 from hpcdist.comm.mpi.process import Process
 from hpcdist.comm.mpi.transports import Transports
-from hpcdist.comm.transfer import ANY, Envelope, Neighbourhood, Request, check_flat, check_rank, check_tag
+from hpcdist.comm.transfer import (
+    ANY,
+    Envelope,
+    Neighbourhood,
+    Request,
+    check_color,
+    check_flat,
+    check_rank,
+    check_tag,
+    check_wanted,
+)
 from hpcdist.comm.window import Window
 from hpcdist.errors import CommunicationError
 
@@ -78,7 +88,7 @@ class MpiCommunicator(Communicator):
         self.pids = [int.from_bytes(pid, "little") for pid in self.gather(os.getpid().to_bytes(8, "little"))]
         self.memory = Transports(self, nodes, self.staging, internode)
         self._concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        process.add(self.calls)
+        process.calls[id(self.calls)] = self.calls
 
     # --- point to point -------------------------------------------------------------------------------------------
     def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:
@@ -106,7 +116,7 @@ class MpiCommunicator(Communicator):
         request = self.calls.attempt("isend", dest, self.mpi.Isend, message(host), dest, tag)
         self.traffic.communicating_s += clock() - start  # MPI copies or sends here what goes at once
         self.traffic.sent(tensor.nbytes)
-        return MpiRequest(self.calls, request, "isend", dest, host, None)
+        return MpiRequest(self.calls, request, "isend", dest, host)
 
     def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
         check_flat(tensor)
@@ -131,10 +141,7 @@ class MpiCommunicator(Communicator):
 
     def _wanted(self, source: int, tag: int) -> tuple[int, int, int]:
         """Return MPI's source and tag for a message to receive, and the peer to wait for."""
-        if source != ANY:
-            check_rank(source, self.size, "source")
-        if tag != ANY:
-            check_tag(tag)
+        check_wanted(source, tag, self.size)
         any_tag = MPI.ANY_TAG if tag == ANY else tag
         return (MPI.ANY_SOURCE, any_tag, ANYONE) if source == ANY else (source, any_tag, source)
 
@@ -228,8 +235,7 @@ class MpiCommunicator(Communicator):
     def split(
         self, color: int | None, key: int = 0, *, traffic: Traffic | None = None, name: str | None = None
     ) -> MpiCommunicator | None:
-        if color is not None and color < 0:
-            raise CommunicationError(f"color must be an integer of at least 0, or None; got {color}.")
+        check_color(color)
         wanted = self.gather([None if color is None else int(color), int(key)])
         mpi = cast(MPI.Intracomm, self.mpi.Split(MPI.UNDEFINED if color is None else color, key))
         if color is None:
@@ -293,7 +299,7 @@ class MpiCommunicator(Communicator):
         end(status)
 
     def close(self) -> None:
-        self.process.remove(self.calls)
+        self.process.calls.pop(id(self.calls), None)
         if self.process.world is self:
             self.process.world = None
         self.memory.close()

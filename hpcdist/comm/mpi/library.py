@@ -27,7 +27,7 @@ def loaded(maps: str, name: re.Pattern = _LIBRARY) -> list[Path]:
 
     Args:
         maps: the text of /proc/PID/maps.
-        name: of the libraries, if others are wanted.
+        name: of the files, if others are wanted.
     """
     lines = [line.split(maxsplit=5) for line in maps.splitlines()]
     files = dict.fromkeys(Path(line[5]) for line in lines if len(line) == 6)

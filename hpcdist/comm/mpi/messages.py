@@ -87,11 +87,26 @@ class Staging:
 
 
 class MpiRequest(Request):
-    """A transfer of MPI's, which keeps its buffer alive, and copies it back to the device where it was staged."""
+    """A transfer of MPI's, which keeps its buffers alive.
 
-    def __init__(self, calls: Calls, request: MPI.Request, what: str, peer: int, host: Tensor, device: Tensor | None):
+    Args:
+        host: what MPI reads or writes.
+        device: the tensor that `host` is copied to at the end, where it was staged.
+        kept: further memory that MPI uses.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        request: MPI.Request,
+        what: str,
+        peer: int,
+        host: Tensor,
+        device: Tensor | None = None,
+        kept: Tensor | None = None,
+    ):
         self._calls, self._request, self._what, self._peer = calls, request, what, peer
-        self._host, self._device = host, device
+        self._host, self._device, self._kept = host, device, kept
 
     def done(self) -> bool:
         if self._calls.attempt(self._what, self._peer, self._request.Test):
@@ -138,18 +153,9 @@ class MpiNeighbourhood(Neighbourhood):
         into = [memory, send.numel() if self.sources else 0, carrier]  # MPI counts what comes from one source
         request = comm.calls.attempt(EXCHANGE, EVERYONE, self._graph.Ineighbor_allgather, message(sent), into)
         comm.traffic.sent(len(self.destinations) * send.nbytes, len(self.destinations))
-        return _Exchange(comm.calls, request, sent, host, None if direct else received)
+        return MpiRequest(comm.calls, request, EXCHANGE, EVERYONE, host, None if direct else received, sent)
 
     def close(self) -> None:
-        if (
-            not self._comm.failures.tolerant
-        ):  # freeing is collective, and any rank may be dead by now; the job's end does it
+        # Freeing is collective, and any rank may be dead by now where that is survived; the job's end does it there.
+        if not self._comm.failures.tolerant:
             self._graph.Free()
-
-
-class _Exchange(MpiRequest):
-    """A request that also keeps the tensor sent alive."""
-
-    def __init__(self, calls: Calls, request: MPI.Request, sent: Tensor, host: Tensor, device: Tensor | None):
-        super().__init__(calls, request, EXCHANGE, EVERYONE, host, device)
-        self._sent = sent

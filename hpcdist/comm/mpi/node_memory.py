@@ -19,6 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,13 @@ class NodeMemory(abc.ABC):
 
     Args:
         parts: the memory of each rank.
+        locks: by rank. Inside the context of one no other thread changes that rank's memory, nor do other ranks where
+            they change it too.
         dtype: of its elements.
     """
 
-    def __init__(self, parts: Sequence[Any], dtype: torch.dtype):
+    def __init__(self, parts: Sequence[Any], locks: Sequence[AbstractContextManager[Any]], dtype: torch.dtype):
+        self.locks = locks
         self.parts = [
             torch.frombuffer(part, dtype=dtype) if len(part) else torch.empty(0, dtype=dtype) for part in parts
         ]
@@ -51,41 +55,27 @@ class NodeMemory(abc.ABC):
     def add(self, values: Tensor, target: int, first: int) -> None:
         """Add values on the host to a rank's elements, from `first` on."""
         stop = first + len(values)
-        self.lock(target)
-        try:
+        with self.locks[target]:
             if self._arrays:
                 elements = self._arrays[target][first:stop]
                 np.add(elements, values.detach().numpy(), out=elements)
             else:
                 self.parts[target][first:stop].add_(values.detach())
-        finally:
-            self.unlock(target)
 
     def atomic(self, what: str, target: int, offset: int, *values: int) -> int:
         """Make a `fetch_add` or `compare_and_swap` (expected, desired) of one element; return its former value."""
         words = self._words[target]
-        self.lock(target)
-        try:
+        with self.locks[target]:
             before = words[offset]
             if what == "fetch_add":
                 words[offset] = (before + values[0] + _HALF) % (2 * _HALF) - _HALF  # it wraps around
             elif before == values[0]:
                 words[offset] = values[1]
-        finally:
-            self.unlock(target)
         return before
 
     @abc.abstractmethod
     def sync(self) -> None:
         """Make what was written before visible to whoever reads after."""
-
-    @abc.abstractmethod
-    def lock(self, target: int) -> None:
-        """Keep other threads, and where they change it too the node's other ranks, from changing a rank's memory."""
-
-    @abc.abstractmethod
-    def unlock(self, target: int) -> None:
-        """Let others change it again."""
 
     def close(self) -> None:
         """Forget the memory. Collective for `LockedMemory`."""
@@ -103,18 +93,13 @@ class OwnedMemory(NodeMemory):
     """
 
     def __init__(self, comm, n_bytes: int, dtype: torch.dtype):
-        self._lock = threading.Lock()
-        super().__init__(map_parts(comm, n_bytes), dtype)
+        parts = map_parts(comm, n_bytes)
+        self._fence = threading.Lock()
+        super().__init__(parts, [threading.Lock() for _ in parts], dtype)
 
     def sync(self) -> None:
-        with self._lock:
+        with self._fence:
             pass
-
-    def lock(self, target: int) -> None:
-        self._lock.acquire()
-
-    def unlock(self, target: int) -> None:
-        self._lock.release()
 
 
 def map_parts(comm, n_bytes: int) -> list[mmap.mmap | memoryview]:
@@ -215,6 +200,35 @@ class _Time(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
+class _SharedLock:
+    """A lock that the processes of a node share, in the memory of one rank; `make` makes it there."""
+
+    def __init__(self, rank: int, address: int, deadline_s: float):
+        self._rank, self._place, self._deadline_s = rank, ctypes.c_void_p(address), deadline_s
+        self._mine = threading.Lock()  # threads of one process wait for each other here, without a core
+
+    def make(self) -> None:
+        kind = ctypes.create_string_buffer(LINE)
+        _libc.pthread_mutexattr_init(kind)
+        _libc.pthread_mutexattr_setpshared(kind, _SHARED)
+        _libc.pthread_mutex_init(self._place, kind)
+
+    def __enter__(self) -> None:
+        self._mine.acquire()
+        if _try_lock(self._place) and _libc.pthread_mutex_timedlock(
+            self._place, _in(min(self._deadline_s, _LONGEST_S))
+        ):
+            self._mine.release()
+            raise DeadlineError(
+                f"the lock of a window on rank {self._rank} of this node did not come free within "
+                f"{self._deadline_s:g} s. The rank that has it is stopped, or has died: see what it said last."
+            )
+
+    def __exit__(self, *raised: object) -> None:
+        _unlock(self._place)
+        self._mine.release()
+
+
 class LockedMemory(NodeMemory):
     """Collective. MPI's shared memory, of which any rank of the node changes any part, under locks that they share.
 
@@ -226,21 +240,19 @@ class LockedMemory(NodeMemory):
     """
 
     def __init__(self, node: MPI.Intracomm, n_bytes: int, dtype: torch.dtype, deadline_s: float):
-        self._deadline_s = deadline_s
-        self._mine = threading.Lock()  # threads of one process wait for each other here, without a core
         self._win = MPI.Win.Allocate_shared(n_bytes + 4 * LINE, 1, comm=node)
         self._win.Lock_all()
-        parts, self._locks, self._semaphores, self._asleep = [], [], [], []
+        parts, locks, self._semaphores, self._asleep = [], [], [], []
         for rank, length in enumerate(node.allgather(n_bytes)):
             memory, _ = self._win.Shared_query(rank)
             first = -memory.address % LINE  # the same in all processes: what is mapped begins at a page
-            self._locks.append(ctypes.c_void_p(memory.address + first))
+            locks.append(_SharedLock(rank, memory.address + first, deadline_s))
             self._semaphores.append(ctypes.c_void_p(memory.address + first + LINE))
             self._asleep.append(_words(memory[first + 2 * LINE : first + 3 * LINE]))
             parts.append(memory[first + 3 * LINE : first + 3 * LINE + length])
-        super().__init__(parts, dtype)
+        super().__init__(parts, locks, dtype)
         self._rank = node.Get_rank()
-        _make_lock(self._locks[self._rank])
+        locks[self._rank].make()
         _libc.sem_init(self._semaphores[self._rank], _SHARED, 0)
         self._asleep[self._rank][0] = 0
         node.Barrier()
@@ -270,23 +282,6 @@ class LockedMemory(NodeMemory):
             asleep[0] = 0
             _post(self._semaphores[target])
 
-    def lock(self, target: int) -> None:
-        self._mine.acquire()
-        lock = self._locks[target]
-        if _try_lock(lock) and not self._comes_free(lock):
-            self._mine.release()
-            raise DeadlineError(
-                f"the lock of a window on rank {target} of this node did not come free within {self._deadline_s:g} s. "
-                "The rank that has it is stopped, or has died: see what it said last."
-            )
-
-    def unlock(self, target: int) -> None:
-        _unlock(self._locks[target])
-        self._mine.release()
-
-    def _comes_free(self, lock: ctypes.c_void_p) -> bool:
-        return not _libc.pthread_mutex_timedlock(lock, _in(min(self._deadline_s, _LONGEST_S)))
-
 
 def _in(seconds: float) -> Any:
     """Return the time after so many seconds, as libc takes it."""
@@ -297,11 +292,3 @@ def _in(seconds: float) -> Any:
 def _words(part: Any) -> memoryview:
     """View memory as int64."""
     return memoryview(part).cast("B").cast("q") if len(part) else memoryview(b"")
-
-
-def _make_lock(place: ctypes.c_void_p) -> None:
-    """Make a lock that processes share, in place."""
-    kind = ctypes.create_string_buffer(LINE)
-    _libc.pthread_mutexattr_init(kind)
-    _libc.pthread_mutexattr_setpshared(kind, _SHARED)
-    _libc.pthread_mutex_init(place, kind)

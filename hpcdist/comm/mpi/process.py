@@ -78,30 +78,14 @@ class Process:
         self.tolerant = tolerant
         self.world: Any = None  # the communicator of all ranks of the job, once it is made, until it is closed
         self.progress = ProgressThread()
-        self._calls: weakref.WeakValueDictionary[int, Calls] = weakref.WeakValueDictionary()
-        self._threads: list[Stoppable] = []
+        self.calls: weakref.WeakValueDictionary[int, Calls] = weakref.WeakValueDictionary()
+        self.threads: list[Stoppable] = []  # that have to end before MPI does
         self._watchdog: Watchdog | None = None
         self._of_all: tuple[Calls, MPI.Intracomm] | None = None
 
-    # --- communicators --------------------------------------------------------------------------------------------
-    def add(self, calls: Calls) -> None:
-        """Add a communicator, by its calls, to those in use, until it is removed or garbage-collected."""
-        self._calls[id(calls)] = calls
-
-    def remove(self, calls: Calls) -> None:
-        self._calls.pop(id(calls), None)
-
     def calls_in_use(self) -> list[Calls]:
         """Return the calls of the communicators in use. Any thread may call this."""
-        return [calls for reference in self._calls.valuerefs() if (calls := reference()) is not None]
-
-    # --- threads --------------------------------------------------------------------------------------------------
-    def started(self, thread: Stoppable) -> None:
-        """Register a thread that has to end before MPI does."""
-        self._threads.append(thread)
-
-    def stopped(self, thread: Stoppable) -> None:
-        self._threads.remove(thread)
+        return [calls for reference in self.calls.valuerefs() if (calls := reference()) is not None]
 
     def watch(self, mpi: MPI.Intracomm, pids: Mapping[int, int]) -> None:
         """Collective. Watch the calling thread: past a deadline the job ends with a message of where each rank is.
@@ -113,7 +97,7 @@ class Process:
         watchdog = Watchdog(mpi, pids, self.calls_in_use, tolerant=self.tolerant)
         if watchdog.start():
             self._watchdog = watchdog
-            self.started(watchdog)
+            self.threads.append(watchdog)
 
     def places(self) -> Mapping[int, Place]:
         """Describe where each rank of the job is; empty without a watchdog."""
@@ -141,7 +125,7 @@ class Process:
             else:
                 wait_until(everyone.Ibarrier().Test, math.inf, str)
         self.progress.stop()
-        for thread in list(self._threads):
+        for thread in list(self.threads):
             thread.stop()
-        self._threads.clear()
+        self.threads.clear()
         self._watchdog = None

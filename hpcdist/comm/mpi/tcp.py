@@ -70,7 +70,7 @@ class Server:
                 f"{MPI.Query_thread()}. Initialise MPI through mpi4py, or use an MPI built with threads."
             )
         self._comm = comm
-        self._windows: dict[int, Served] = {}
+        self.windows: dict[int, Served] = {}
         self._exposed = 0
         self._adding = threading.Lock()  # the others sleep; inside MPI they would spin
         self._token = secrets.token_bytes(network.TOKEN_BYTES)
@@ -83,7 +83,7 @@ class Server:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
         self._thread = threading.Thread(target=self._listen, name="hpcdist-window-listener", daemon=True)
         self._thread.start()
-        comm.process.started(self)
+        comm.process.threads.append(self)
 
     def _address(self, only: str) -> dict:
         ips = [only] if only else [str(address.ip.ip) for address in self._own]
@@ -93,12 +93,8 @@ class Server:
     def expose(self, window: Served) -> TcpTransfers:
         """Collective. Answer requests for `window` from now on."""
         self._exposed += 1  # numbered alike on all ranks
-        self._windows[self._exposed] = window
+        self.windows[self._exposed] = window
         return TcpTransfers(self, self._exposed)
-
-    def withdraw(self, number: int) -> None:
-        """Stop serving a window. No request for it may be under way."""
-        del self._windows[number]
 
     def refuse(self) -> None:
         """Refuse new connections; existing ones stay."""
@@ -114,7 +110,7 @@ class Server:
         for thread, connection in list(self._asking.items()):
             network.close(connection)
             thread.join()
-        self._comm.process.stopped(self)
+        self._comm.process.threads.remove(self)
 
     def close(self) -> None:
         """Collective. End all threads and connections, once no rank needs them."""
@@ -261,7 +257,7 @@ class Server:
         while True:
             network.receive(connection, memoryview(header))
             operation, number, offset, count, *values = HEADER.unpack(header)
-            what, window = OPERATIONS[operation], self._windows[number]
+            what, window = OPERATIONS[operation], self.windows[number]
             reply: bytes | memoryview = DONE
             with self._comm.trace.span("serve", "window", operation=what, elements=count):
                 if what == "get":
@@ -323,7 +319,7 @@ class TcpTransfers:
 
     def close(self) -> None:
         """Stop serving this window. No request for it may be under way."""
-        self._server.withdraw(self.number)
+        del self._server.windows[self.number]
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -108,7 +108,7 @@ class Watchdog:
         self._sent.append((self._mpi.Isend(text, rank, tag), text))
 
     def _where(self) -> str:
-        line = self._line()
+        line = line_of(self._watched)
         for calls in self._in_use():
             call = calls.current
             if call is not None:
@@ -117,16 +117,13 @@ class Watchdog:
                 return f"{calls.place(call)}{whom} for {waited_s:.1f} s, at {line}"
         return f"not in a call of hpcdist; at {line}"
 
-    def _line(self) -> str:
-        return line_of(self._watched)
-
     def find_all(self) -> dict[int, Place]:
         """Return where each rank of the job is. Any thread but the watchdog's own may ask."""
         self._complete.clear()
         self._wanted.set()
         self._complete.wait(2 * (POLL_S + ANSWER_S))  # it may be asking already, to end the job
         places = dict(self._places)
-        places[self.rank] = Place(f"at {self._line()}", True)
+        places[self.rank] = Place(f"at {line_of(self._watched)}", True)
         return {rank: places.get(rank, Place("nobody could ask it", False)) for rank in range(self.size)}
 
     # --- ending the job -------------------------------------------------------------------------------------------
@@ -142,7 +139,7 @@ class Watchdog:
         waited_s = time.perf_counter() - call.since
         report = [
             f"rank {self.rank} waited {waited_s:.1f} s for {calls.peer_name(call.peer)} {calls.place(call)}, "
-            f"at {self._line()}. The deadline is {call.deadline_s:g} s. Missing:"
+            f"at {line_of(self._watched)}. The deadline is {call.deadline_s:g} s. Missing:"
         ]
         report += [f"  rank {r}: {answers[r].text if r in answers else 'this rank itself'}" for r in sorted(missing)]
         report += ["Set a longer deadline_s if that is expected. Ending the job."]

@@ -20,7 +20,7 @@ from hpcdist.comm.mpi.calls import clock
 from hpcdist.comm.mpi.messages import CARRIERS, Staging, memory_at, message
 from hpcdist.comm.mpi.node_memory import LockedMemory, NodeMemory, OwnedMemory
 from hpcdist.comm.mpi.tcp import TcpTransfers
-from hpcdist.comm.window import Window, check_count
+from hpcdist.comm.window import Predicate, Window, check_count
 
 _PIECE = 1 << 18  # elements that are changed under one lock, of a few tensors that a core's caches hold
 
@@ -144,11 +144,8 @@ class MpiWindow(Window):
             return False
         memory, target, start = self._memory[rank], self._node_rank[rank], clock()
         for parts in zip(*(tensor.split(_PIECE) for tensor in (memory, *beside)), strict=True):
-            self._shared.lock(target)  # not for all of them, so that nobody waits for long
-            try:
+            with self._shared.locks[target]:  # not for all of them, so that nobody waits for long
                 function(*parts)
-            finally:
-                self._shared.unlock(target)
         self.wake(rank)
         self.comm.traffic.communicating_s += clock() - start
         if rank != self.comm.rank:
@@ -176,15 +173,7 @@ class MpiWindow(Window):
         return before
 
     # --- waiting --------------------------------------------------------------------------------------------------
-    def _wait(
-        self,
-        predicate: Callable[[Tensor], bool],
-        rank: int,
-        offset: int,
-        count: int,
-        what: str,
-        deadline_s: float | None,
-    ) -> None:
+    def _wait(self, predicate: Predicate, rank: int, offset: int, count: int, what: str, limit_s: float | None) -> None:
         remote = self._remote.get(rank)
         elements = (
             torch.empty(count, dtype=self.dtype) if remote is not None else self._memory[rank][offset : offset + count]
@@ -198,7 +187,7 @@ class MpiWindow(Window):
             return predicate(elements)
 
         sleep = partial(self._wakes.sleep, ready) if self._wakes is not None and rank == self.comm.rank else None
-        self.comm.calls.await_until(ready, f"Window.wait for {what}", what, rank, deadline_s, sleep)
+        self.comm.calls.await_until(ready, f"Window.wait for {what}", what, rank, limit_s, sleep)
 
     def wake(self, rank: int) -> None:
         """Wake a rank of this node that sleeps until its memory changes, as it has just done."""

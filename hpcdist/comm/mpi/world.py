@@ -8,7 +8,6 @@ last of them ends, however that happens: so the names are removed while the job 
 
 from __future__ import annotations
 
-import os
 import re
 from contextlib import suppress
 
@@ -19,25 +18,14 @@ from hpcdist.comm.mpi.attached import allow_peers
 from hpcdist.comm.mpi.communicator import DEADLINE_S, MpiCommunicator
 from hpcdist.comm.mpi.process import Process
 
-_SEGMENT = re.compile(r"/\S*/(?:(?:sm|vader)_segment\.|mpich_shm_)\S+$")  # Open MPI's, MPICH's
-
-
-def mapped(maps: str) -> set[str]:
-    """Find the segments among the files that a process has mapped, without those that are unlinked already.
-
-    Args:
-        maps: the text of /proc/PID/maps.
-    """
-    lines = [line.split(maxsplit=5) for line in maps.splitlines()]
-    return {line[5] for line in lines if len(line) == 6 and _SEGMENT.match(line[5])}
+SEGMENT = re.compile(r"(?:(?:sm|vader)_segment\.|mpich_shm_)\S+")  # Open MPI's, MPICH's; without a name no more
 
 
 def unlink(node: MPI.Intracomm) -> None:
     """Collective. Remove the names of the segments that all ranks of a node have mapped."""
-    own = mapped(library.MAPS.read_text()) if library.MAPS.exists() else set()
-    for path in set.intersection(*node.allgather(own)):
+    for path in set.intersection(*map(set, node.allgather(library.loaded_here(SEGMENT)))):
         with suppress(OSError):  # another rank has been faster
-            os.unlink(path)
+            path.unlink()
 
 
 _process: Process | None = None

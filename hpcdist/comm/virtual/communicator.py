@@ -12,7 +12,17 @@ from torch import Tensor
 from hpcdist.comm.capabilities import Failures, Trace, Traffic
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.messages import Messages, check_graph
-from hpcdist.comm.transfer import ANY, Envelope, Neighbourhood, Request, check_flat, check_rank, check_tag
+from hpcdist.comm.transfer import (
+    ANY,
+    Envelope,
+    Neighbourhood,
+    Request,
+    check_color,
+    check_flat,
+    check_rank,
+    check_tag,
+    check_wanted,
+)
 from hpcdist.comm.virtual.collectives import addable, children, sum_in_rank_order
 from hpcdist.comm.virtual.compute import at_least_0, require
 from hpcdist.comm.virtual.group import Group, Member, Message, Receive
@@ -61,12 +71,14 @@ class VirtualCommunicator(Communicator):
         return SendRequest(self._member, end_s)
 
     def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
-        self._check_receive(source, tag)
+        self._member.enter()
+        check_wanted(source, tag, self.size)
         check_flat(tensor)
         return ReceiveRequest(self._member, tensor, source, tag)
 
     def probe(self, source: int = ANY, tag: int = ANY, *, block: bool = True) -> Envelope | None:
-        self._check_receive(source, tag, polling=not block)
+        self._member.enter(polling=not block)
+        check_wanted(source, tag, self.size)
         arrivals, awaited = self._member.arrivals, self._member.describe(source, tag)
         with self._member.counted("waiting_s"):
             if block:
@@ -75,13 +87,6 @@ class VirtualCommunicator(Communicator):
                 self.clock.poll(self._member.me, (self, source, tag), awaited)
         message = arrivals.find(source, tag)
         return None if message is None else Envelope(message.source, message.tag, message.data.nbytes)
-
-    def _check_receive(self, source: int, tag: int, *, polling: bool = False) -> None:
-        self._member.enter(polling=polling)
-        if source != ANY:
-            check_rank(source, self.size, "source")
-        if tag != ANY:
-            check_tag(tag)
 
     # --- collective -----------------------------------------------------------------------------------------------
     def allreduce(self, tensor: Tensor) -> None:
@@ -137,8 +142,7 @@ class VirtualCommunicator(Communicator):
     ) -> VirtualCommunicator | None: ...
 
     def split(self, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> VirtualCommunicator | None:
-        if color is not None and color < 0:
-            raise CommunicationError(f"color must be an integer of at least 0, or None; got {color}.")
+        check_color(color)
 
         def conclude(choices: list[tuple[int | None, int]]) -> tuple[list, float]:
             taken: list[tuple[Group, int] | None] = [None] * self.size

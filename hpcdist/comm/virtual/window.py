@@ -28,7 +28,7 @@ from hpcdist.comm.virtual.clock import VirtualRank
 from hpcdist.comm.virtual.collectives import addable
 from hpcdist.comm.virtual.group import Member
 from hpcdist.comm.virtual.network import Path
-from hpcdist.comm.window import Memory, Put, Window, check_count, refuse_attached
+from hpcdist.comm.window import Memory, Predicate, Put, Window, check_count, refuse_attached
 
 
 class Exposed:
@@ -65,7 +65,7 @@ class Exposed:
 class Waiter:
     """A rank that waits for a predicate to hold on elements [first, stop) of some memory."""
 
-    def __init__(self, rank: VirtualRank, predicate: Callable[[Tensor], bool], memory: Exposed, first: int, stop: int):
+    def __init__(self, rank: VirtualRank, predicate: Predicate, memory: Exposed, first: int, stop: int):
         self._rank, self._predicate = rank, predicate
         self.first, self.stop = first, stop
         self._elements = memory.tensor[first:stop]
@@ -175,15 +175,7 @@ class VirtualWindow(VirtualMemory, Window):
             self._member.traffic.sent(element.nbytes)
         return before[0]
 
-    def _wait(
-        self,
-        predicate: Callable[[Tensor], bool],
-        rank: int,
-        offset: int,
-        count: int,
-        what: str,
-        deadline_s: float | None,
-    ) -> None:
+    def _wait(self, predicate: Predicate, rank: int, offset: int, count: int, what: str, limit_s: float | None) -> None:
         memory = self._memories[rank]
         me, latency_s = self._member.me, self._member.path_to(rank).latency_s
         waiter = Waiter(me, predicate, memory, offset, offset + count)
@@ -195,8 +187,8 @@ class VirtualWindow(VirtualMemory, Window):
 
         try:
             with self._member.counted("waiting_s"):
-                deadline_s = self._member.failures.deadline_s if deadline_s is None else deadline_s
-                self._clock.block(me, what, deadline_s, lambda: self._clock.spawn(request()))
+                limit_s = self._member.failures.deadline_s if limit_s is None else limit_s
+                self._clock.block(me, what, limit_s, lambda: self._clock.spawn(request()))
         finally:
             waiter.wake = None
             memory.unwatch(waiter)

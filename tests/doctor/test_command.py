@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -148,7 +149,7 @@ STOPS = """
 from hpcdist.tools.doctor.checks import files
 measure = files.measure
 def stopping(comm, *arguments):
-    comm.failures.deadline_s = 2.0
+    comm.failures.deadline_s = 1.0
     if rank == {rank}:
         os.kill(os.getpid(), signal.SIGSTOP)
     return measure(comm, *arguments)
@@ -156,12 +157,13 @@ files.measure = stopping
 """
 
 
-@pytest.mark.parametrize(("rank", "seconds"), [(1, 2), (0, 4)])
-def test_a_rank_that_stops_is_named(rank, seconds):
-    job = doctor(2, *PATIENT, before=STOPS.format(rank=rank))
-    assert job.returncode != 0
-    (found,) = [line for line in lines(job) if line[0] == "error" and line[1] == "files"]
-    assert found[2] == f"rank {rank} did not answer within {seconds} s. All must answer at 'files'"
+def test_a_rank_that_stops_is_named():
+    with ThreadPoolExecutor() as pool:  # both jobs wait, most of the time
+        jobs = list(pool.map(lambda rank: doctor(2, *PATIENT, before=STOPS.format(rank=rank)), (0, 1)))
+    for job, rank, seconds in zip(jobs, (0, 1), (2, 1)):
+        assert job.returncode != 0
+        (found,) = [line for line in lines(job) if line[0] == "error" and line[1] == "files"]
+        assert found[2] == f"rank {rank} did not answer within {seconds} s. All must answer at 'files'"
 
 
 def test_what_takes_too_long_is_named():
@@ -177,11 +179,11 @@ SOONER = """
 import time
 from hpcdist.tools.doctor.examination import TimeLimit
 limit = TimeLimit(60, print)
-with limit.sooner(0.5):
+with limit.sooner(0.2):
     pass
-time.sleep(1)
+time.sleep(0.4)
 print("goes on", flush=True)
-with limit.sooner(0.5):
+with limit.sooner(0.2):
     time.sleep(60)
 """
 
@@ -201,16 +203,22 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize(("late", "speaks"), [(2, 0), (0, 1)])
-def test_a_rank_that_never_starts_mpi_is_not_waited_for(late, speaks):
-    options = ["doctor", "--limit-s", "4", "--json", "told.json"]
-    job = launch(3, ["-c", LATE.format(rank=late), *options], env={**ENV, "HOME": os.getcwd()}, timeout_s=120)
-    assert job.returncode == 1, job.stdout + job.stderr
-    world, *more = lines(job)
-    assert world[:2] == ["error", "world"]
-    assert re.match(rf"rank {speaks} waited \d\S* s in MPI's start for the others of 3 ranks\. One has ended", world[2])
-    assert [row[:2] for row in more] == [["error", "all"]] * (speaks == 0) and "Timeout" not in job.stderr
-    assert Path("told.json").exists() == (speaks == 0)
+def test_a_rank_that_never_starts_mpi_is_not_waited_for():
+    def run(late: int) -> subprocess.CompletedProcess[str]:
+        command = ["-c", LATE.format(rank=late), "doctor", "--limit-s", "4", "--json", f"late-{late}.json"]
+        return launch(3, command, env={**ENV, "HOME": os.getcwd()}, timeout_s=120)
+
+    with ThreadPoolExecutor() as pool:
+        jobs = dict(zip((2, 0), pool.map(run, (2, 0))))
+    for late, speaks in ((2, 0), (0, 1)):
+        job = jobs[late]
+        assert job.returncode == 1, job.stdout + job.stderr
+        world, *more = lines(job)
+        assert world[:2] == ["error", "world"]
+        text = rf"rank {speaks} waited \d\S* s in MPI's start for the others of 3 ranks\. One has ended"
+        assert re.match(text, world[2])
+        assert [row[:2] for row in more] == [["error", "all"]] * (speaks == 0) and "Timeout" not in job.stderr
+        assert Path(f"late-{late}.json").exists() == (speaks == 0)
 
 
 # --- on hosts of its own ----------------------------------------------------------------------------------------------

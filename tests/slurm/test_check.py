@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -166,27 +165,11 @@ def test_every_strategy_is_rehearsed_on_as_many_ranks_as_threads_can_be():
     assert finding.startswith("error: strategy.servers must leave at least one rank to be a worker; got 4096")
 
 
-def test_jobs_without_a_file_are_checked_without_torch():
-    code = (
-        "import sys; from hpcdist.tools.slurm.check import examine; from hpcdist.tools.slurm.spec import Site; "
-        "from hpcdist.tools.slurm.spec import JobSpec; "
-        "examine(JobSpec(shape='hybrid', command=['true']), Site(), {}); print('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "False\n", done.stderr
-
-
-def test_the_runs_own_file_is_read():
+def test_the_runs_file_the_environment_and_a_template_of_ones_own_are_read():
     Path("run.toml").write_text('strategy = "gossip_pull"\n[checkpoint]\nevery_steps = 5\n')
     assert found(config="run.toml", settings=[], strategy="local_sgd") == []
-
-
-def test_options_in_the_environment():
     (finding, _) = examine(JobSpec(**GOOD), Site(), {"SBATCH_PARTITION": "x", "SBATCHES": "y"})
     assert str(finding).startswith("warning: the environment must hold no options of sbatch; got SBATCH_PARTITION.")
-
-
-def test_a_template_that_is_no_bash():
     Path("mine.sh").write_text("#: Why.\nif true\n")
     (finding,) = found(template="mine.sh")
     assert finding.startswith("error: the script must be valid bash; got bash: line 2: syntax error")
@@ -205,15 +188,6 @@ def test_strategies_say_themselves_what_they_need():
     assert {n for n, c in contracts.items() if c.memory == "read by others"} == {"adpsgd", "gossip_pull", "gossip_push"}
 
 
-def test_strategies_are_known_without_loading_them():
-    code = (
-        "import sys; from hpcdist.registry import catalogue; "
-        "print(*catalogue('strategies').available(), 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == [*strategies.available(), "False"], done.stderr
-
-
 # --- what Slurm says --------------------------------------------------------------------------------------------------
 SINFO = """main*|4|4000|gpu:fake:2(S:0)|infinite
 main*|8|8192|(null)|infinite
@@ -221,25 +195,16 @@ gpu|16|64000|gpu:a100:4,craynetwork:2|1-00:00:00
 """
 
 
-def test_sinfo_is_read():
+def test_what_slurm_says_is_read():
     assert nodes(SINFO) == [
-        ("main", True, 4, 4000, 2, float("inf")),
-        ("main", True, 8, 8192, 0, float("inf")),
-        ("gpu", False, 16, 64000, 4, 1440),
-    ]
-
-
-def test_slurms_times():
-    inf = math.inf
-    for text, expected in {
-        "infinite": inf,
-        "n/a": inf,
-        "30:00": 30,
-        "1:30:00": 90,
-        "2-0:0:0": 2880,
-        "0:30": 0.5,
-    }.items():
-        assert minutes(text) == expected
+        ("main", True, 4, 4000, 2, math.inf), ("main", True, 8, 8192, 0, math.inf), ("gpu", False, 16, 64000, 4, 1440)
+    ]  # fmt: skip
+    times = {"infinite": math.inf, "n/a": math.inf, "30:00": 30, "1:30:00": 90, "2-0:0:0": 2880, "0:30": 0.5}
+    assert {text: minutes(text) for text in times} == times
+    pmi = "MPI plugin types are...\n\tpmi2\n\tpmix\nspecific pmix plugin versions available: pmix_v4\n"
+    assert list(unknown_pmi("pmix", pmi)) == []
+    ((_, text),) = unknown_pmi("pmix_v9", pmi)
+    assert text == "mpi must be one of pmi2, pmix, which srun --mpi=list names; got 'pmix_v9'."
 
 
 @pytest.mark.parametrize(
@@ -263,13 +228,6 @@ def test_more_than_a_partition_has(site, settings, expected):
     assert len(told) == len(expected)
     for (level, text), beginning in zip(told, expected):
         assert level == "error" and text.startswith(beginning), text
-
-
-def test_a_pmi_that_srun_does_not_have():
-    told = "MPI plugin types are...\n\tpmi2\n\tpmix\nspecific pmix plugin versions available: pmix_v4\n"
-    assert list(unknown_pmi("pmix", told)) == []
-    ((_, text),) = unknown_pmi("pmix_v9", told)
-    assert text == "mpi must be one of pmi2, pmix, which srun --mpi=list names; got 'pmix_v9'."
 
 
 def test_a_cluster_that_does_not_answer(monkeypatch, folder):

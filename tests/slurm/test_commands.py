@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from hpcdist import strategies
 from hpcdist.tools.cli.slurm import app
 from hpcdist.tools.slurm.render import render
 from hpcdist.tools.slurm.spec import load_site, load_spec
@@ -27,14 +28,11 @@ def invoke(tmp_path, monkeypatch):
     return lambda *arguments: CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
-def test_a_script_is_shown(invoke):
+def test_a_script_is_shown_explained_and_written(invoke):
     done = invoke("render", "job.toml", "--site", "mpich-pypi", "--set", "nodes=16")
     spec = load_spec(Path("job.toml"), ["nodes=16", "site=mpich-pypi"])
     assert done.exit_code == 0 and done.stdout == render(spec, load_site("mpich-pypi")).text
     assert "#SBATCH --nodes=16" in done.stdout and "--mpi=pmi2" in done.stdout
-
-
-def test_a_script_is_explained_and_written(invoke):
     done = invoke("render", "job.toml", "--explain", "--output", "it.sh")
     text = Path("it.sh").read_text()
     assert done.stdout == "" and "# Since Slurm 22.05 srun does not take --cpus-per-task from sbatch" in text
@@ -50,9 +48,13 @@ def test_a_check(invoke):
 
 
 def test_nothing_needs_torch():
-    """On a login node importing it takes seconds, and memory that may not be there."""
-    code = "import sys, hpcdist.tools.cli.slurm, hpcdist.tools.slurm.check; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    """On a login node importing it takes seconds, and memory that may not be there. Nor do the strategies' names."""
+    code = "import sys, hpcdist.tools.cli.slurm; from hpcdist.tools.slurm.check import examine, catalogue\n"
+    code += "from hpcdist.tools.slurm.spec import JobSpec, Site\n"
+    code += "examine(JobSpec(shape='hybrid', command=['true']), Site(), {})\n"
+    code += "print(*catalogue('strategies').available(), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == [*strategies.available(), "False"], done.stderr
 
 
 def test_a_wheel_brings_templates_and_profiles(tmp_path):

@@ -74,21 +74,15 @@ def test_the_commit_and_whether_files_differ_from_it():
 
 # --- without a Slurm --------------------------------------------------------------------------------------------------
 def test_slurm_must_be_there(monkeypatch):
+    with pytest.raises(ConfigError, match="shape must be one that runs by itself to be submitted; got 'interactive'"):
+        queue.submit(JobSpec(shape="interactive"), "#!/bin/bash\n")
+    monkeypatch.setattr(queue, "ANSWERS_S", 0.1)
+    with pytest.raises(QueueError, match="sleep must answer within 0.1 s; got nothing. The controller is down or busy"):
+        queue.ask("sleep", "5")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(QueueError, match="sbatch must be on PATH to reach Slurm; found none. Log in to a host of the"):
         queue.submit(JobSpec(command=["true"]), "#!/bin/bash\n")
     assert history.read() == [] and list(history.FOLDER.iterdir()) == []
-
-
-def test_a_controller_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr(queue, "ANSWERS_S", 0.1)
-    with pytest.raises(QueueError, match="sleep must answer within 0.1 s; got nothing. The controller is down or busy"):
-        queue.ask("sleep", "5")
-
-
-def test_a_job_that_needs_a_terminal_is_not_for_the_queue():
-    with pytest.raises(ConfigError, match="shape must be one that runs by itself to be submitted; got 'interactive'"):
-        queue.submit(JobSpec(shape="interactive"), "#!/bin/bash\n")
 
 
 # --- what Slurm says --------------------------------------------------------------------------------------------------
@@ -115,12 +109,9 @@ def test_a_state_and_what_it_means(told, expected, text):
     assert text in describe(state)
 
 
-def test_tasks_of_an_array_have_names_of_their_own():
+def test_tasks_and_logs_of_an_array_have_names_of_their_own():
     line = LINE.format("RUNNING", "None", 0, "0:0", "n1").replace("JobId=7", "JobId=9 ArrayJobId=7 ArrayTaskId=2")
     assert read(line)[0].job == "7_2"
-
-
-def test_logs_of_an_array():
     remember(entry("7", log="runs/it-7_%a.out", cases=12))
     Path("runs").mkdir()
     for task in (0, 10, 2):

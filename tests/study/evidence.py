@@ -25,6 +25,16 @@ BATCH = 10
 JOB = {"path": "jobs/digits.py", "sha256": "0" * 64, "copies": {}}
 
 
+def summary(**changes: object) -> dict:
+    """The fields of a run's summary.json."""
+    return {
+        "strategy": "allreduce", "ranks": 2, "workers": 2, "seed": 0, "samples": 1, "wall_s": 1.0, "metrics": {},
+        "bytes_per_step": 0, "messages_per_step": 0, "sha256": "0" * 64,
+        "staleness": {"mean": 0, "max": 0, "histogram": {}},
+        "seconds": {"computing": 1.0, "communicating": 0.5, "waiting": 0.25},
+    } | changes  # fmt: skip
+
+
 def write_run(
     folder: Path,
     strategy: str = "allreduce",

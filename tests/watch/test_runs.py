@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from hpcdist.errors import DataError
-from hpcdist.records import Evaluation, RecordTail, RecordWriter, StepRecord, append_evaluation, record_path
+from hpcdist.records import (
+    Evaluation,
+    RecordTail,
+    RecordWriter,
+    StepRecord,
+    append_evaluation,
+    begin_run,
+    end_run,
+    record_path,
+    write_summary,
+)  # fmt: skip
 from hpcdist.tools.runs import Run, find_runs, is_done, read_comparison, steps
 from study import evidence
 
@@ -188,6 +198,20 @@ def test_a_growing_run_is_read_on(tmp_path):
     append_evaluation(tmp_path, Evaluation(3, 1, 12, 6.0, {"accuracy": 0.5}))
     run.update()
     assert run.state == "training" and len(run.records) == 3 and run.evaluations[0].step == 3
+
+
+def test_a_run_that_goes_on_has_not_ended_while_it_is_followed(tmp_path):
+    """As runs do that a sweep by halving gives more of the budget."""
+    evidence.write_run(tmp_path)
+    followed, ended = Run(tmp_path, follow=True), Run(tmp_path)
+    assert followed.ended and followed.summary == ended.summary
+    begin_run(tmp_path, followed.start.model_copy(update={"ended": None}))
+    followed.update()
+    assert not followed.ended and followed.state == "training" and Run(tmp_path).ended
+    write_summary(tmp_path, ended.summary.model_copy(update={"samples": 480}))
+    followed.update()
+    end_run(tmp_path)
+    assert followed.ended and followed.summary.samples == Run(tmp_path, follow=True).summary.samples == 480
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------

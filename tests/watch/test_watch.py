@@ -26,47 +26,27 @@ from hpcdist.records import (
     locked,
     record_path,
     write_summary,
-)
+)  # fmt: skip
 from hpcdist.tools.runs import Run
 from hpcdist.tools.watch import terminal
 from hpcdist.tools.watch.page import PageServer
 from hpcdist.tools.watch.terminal import curve
 from hpcdist.tools.watch.view import RunView, WatchedFolder, view
+from study import evidence
 
 ROOT = Path(__file__).parents[2]
-SUMMARY = {
-    "strategy": "softsync",
-    "ranks": 3,
-    "workers": 2,
-    "seed": 0,
-    "samples": 320,
-    "wall_s": 20.0,
-    "metrics": {"accuracy": 0.875, "loss": 0.5},
-    "staleness": {"mean": 1.5, "max": 2, "histogram": {1: 1, 2: 1}},
-    "bytes_per_step": 1500.0,
-    "messages_per_step": 2.0,
-    "seconds": {"computing": 10.0, "communicating": 5.0, "waiting": 5.0},
-    "sha256": "a" * 64,
-    "lost_ranks": [2],
-}
+SUMMARY = evidence.summary(
+    strategy="softsync", ranks=3, samples=320, wall_s=20.0, metrics={"accuracy": 0.875, "loss": 0.5}, lost_ranks=[2]
+)
 
 
 def begin(folder: Path, **changes) -> Path:
     """A run of three ranks with four epochs of 160 samples, whose first rank serves."""
     folder.mkdir(parents=True)
     settings = {"strategy": {"name": "softsync"}, "epochs": 4} | changes.pop("settings", {})
-    start = {
-        "started": "2026-01-31T12:00:00Z",
-        "command": [],
-        "job": {"path": "job.py", "sha256": "", "copies": {}},
-        "commit": None,
-        "dirty": False,
-        "ranks": 3,
-        "samples": 160,
-        "hosts": ["a"],
-        "versions": {},
-        "settings": settings,
-    }
+    start = {"started": "2026-01-31T12:00:00Z", "command": [], "job": {"path": "job.py", "sha256": "", "copies": {}}}
+    start |= {"commit": None, "dirty": False, "ranks": 3, "samples": 160, "hosts": ["a"], "versions": {}}
+    start["settings"] = settings
     (folder / "run.json").write_text(json.dumps(start | changes))
     return folder
 
@@ -327,14 +307,8 @@ def test_the_page_and_its_state_are_for_those_who_have_the_token(tmp_path):
         assert status == 200 and state["run"]["loss_curve"][0] == [1, 4.0] and state["runs"][0]["step"] == 10
         assert state["run"]["metrics"] == {"loss": None}, "JSON has no NaN"
         assert get(f"{server.address}etc/passwd")[0] == 404
-        for wrong in (
-            "",
-            "state.json",
-            f"{'x' * 32}/state.json",
-            f"{server.token[:-1]}/",
-            "%C3%A9/",
-            "é/".encode().hex(),
-        ):
+        shorter = f"{server.token[:-1]}/"
+        for wrong in ("", "state.json", f"{'x' * 32}/state.json", shorter, "%C3%A9/", "é/".encode().hex()):
             status, text, _ = get(f"http://127.0.0.1:{port}/{wrong}")
             assert (status, text) == (403, "The address must have the token that was printed.\n"), wrong
         assert server.tunnel.startswith(f"ssh -L {port}:127.0.0.1:{port} ")

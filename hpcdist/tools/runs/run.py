@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
@@ -61,16 +62,17 @@ class Run:
         self.abandoned = False
         self.damage: str | None = None
         self._steps: Steps | None = None
-        self._seen: dict[str, tuple[int, ...]] = {}  # age, length and number of the files that have been read
+        self._newest_summary: Summary | None = None  # which may be older than the newest start
+        self._seen: dict[str, tuple[int, ...]] = {}  # stamps of the files that have been read
         self.update()
 
     def update(self) -> None:
-        """Read what is new. A run that has ended is not looked at again.
+        """Read what is new. A run that has ended is not looked at again before it goes on, as those of a sweep may.
 
         Raises:
             DataError: a file is damaged, and the run is not followed.
         """
-        if self.summary is not None:
+        if self.summary is not None and self._seen.get("run.json") == self._stamp("run.json"):
             return
         abandoned = is_abandoned(self.folder, quiet_s(self.folder))  # before the summary, which a process leaves behind
         ended = (self.folder / "summary.json").exists()  # before the records, which are whole once it is there
@@ -80,7 +82,8 @@ class Run:
             if self._steps is not None:
                 self._steps.read()
             if ended:
-                self.summary = self._read("summary.json", load_summary, self.summary)
+                self._newest_summary = self._read("summary.json", load_summary, self._newest_summary)
+            self.summary = None if self._goes_on() else self._newest_summary
             self.damage = None
         except (DataError, FileNotFoundError) as error:  # it is being replaced, or half there on a network file system
             if not self._follow:
@@ -88,18 +91,27 @@ class Run:
             self.damage = str(error)
         self.abandoned = abandoned and self.summary is None
 
+    def _goes_on(self) -> bool:
+        """Tell whether a run that is followed has begun again since its summary was written."""
+        if not self._follow or self.record is None or not self.record.resumed or self.record.last.ended is not None:
+            return False
+        return self._seen.get("run.json", (0,)) > self._seen.get("summary.json", (math.inf,))
+
     def _read(self, name: str, load: Callable[[Path], T], known: T) -> T:
         """Read a file if it has changed."""
-        try:
-            stat = (self.folder / name).stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return known
-        seen = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-        if self._seen.get(name) == seen:
+        stamp = self._stamp(name)
+        if stamp is None or self._seen.get(name) == stamp:
             return known
         found = load(self.folder)
-        self._seen[name] = seen
+        self._seen[name] = stamp
         return found
+
+    def _stamp(self, name: str) -> tuple[int, ...] | None:
+        """Return a file's time of writing, length and number; None where it is not there."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            stat = (self.folder / name).stat()
+            return stat.st_mtime_ns, stat.st_size, stat.st_ino
+        return None
 
     # --- the run ------------------------------------------------------------------------------------------------------
     @property

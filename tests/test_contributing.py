@@ -71,7 +71,7 @@ ASKED = (
 BESIDE = """
 from hpcdist import strategies
 
-found = [*strategies.available(), {name!r}]
+found = ["allreduce", "hardsync", {name!r}]
 strategies.available = lambda: found
 """
 

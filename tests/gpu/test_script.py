@@ -36,6 +36,7 @@ def commands() -> list[str]:
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.time_limit(500)
 @pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
 def test_all_of_it_runs_on_the_cpu(tmp_path):

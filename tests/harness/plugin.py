@@ -35,6 +35,7 @@ MARKERS = (
 )
 REAL = re.compile(r"def \w+\([^)]*\branks\b|mark\.mpi\b")  # what is in a file of tests for real ranks, or beside it
 COMPUTES = re.compile(r"^pytestmark = .*\bmark\.computes\b", re.MULTILINE)  # what is in a file that only computes
+STARTS = re.compile(r"\b(launch|subprocess|jobs_here)\b")  # what is in a file whose tests start processes
 JOB = pytest.StashKey()
 DESELECTED = pytest.StashKey()
 
@@ -170,13 +171,14 @@ def _is_more(item: pytest.Item, real: bool) -> bool:
 
 
 def _slow_files_first(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Those that give their tests more time: begun last, one would keep a single process busy in the end."""
+    """Files that start processes, or give their tests more time: begun last, one would keep a single process busy."""
     limits: dict[Path, float] = {}
     for item in items:
         marker = item.get_closest_marker("time_limit")
         limit_s = marker.args[0] if marker else config.getoption("--time-limit")
         limits[item.path] = max(limit_s, limits.get(item.path, 0.0))
-    items.sort(key=lambda item: -limits[item.path])
+    starts = {path: STARTS.search(path.read_text()) is not None for path in limits}
+    items.sort(key=lambda item: (-limits[item.path], not starts[item.path]))
 
 
 def _why_no_gpu(config: pytest.Config) -> str:

@@ -24,13 +24,6 @@ def made(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in sorted(folder.glob("**/summary.json"))}
 
 
-def assert_made_once(name: str, folder: Path, printed: str) -> None:
-    """Going on with a quick run that has ended makes nothing again, and prints the same."""
-    before, again = made(folder), start(name, folder)
-    assert again.returncode == 0 and again.stdout == printed
-    assert made(folder) == before
-
-
 def quick(name: str, folder: Path) -> tuple[Path, str]:
     """Make a quick run that ends well; its folder, and what it printed."""
     job = start(name, folder)

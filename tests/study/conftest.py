@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from harness import studies
+from kit.output import Study
 
 
 @pytest.fixture
@@ -27,3 +29,10 @@ def training(request: pytest.FixtureRequest) -> ModuleType:
 def quick(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a quick run, and what it printed."""
     return studies.quick(request.module.STUDY, tmp_path_factory.mktemp(request.module.STUDY))
+
+
+@pytest.fixture
+def go_on(study: ModuleType, quick: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Goes on with the quick run in this process, without its figures."""
+    monkeypatch.setattr(Study, "draw", lambda *given: None)
+    return lambda: study.main(quick[0], quick=True, workers=1)

@@ -62,8 +62,11 @@ def test_all_reduce_is_one_process_with_the_whole_batch(quick):
     assert four == pytest.approx(one, rel=1e-4)
 
 
-def test_finished_runs_are_not_made_again(quick):
-    studies.assert_made_once("regression", *quick)
+def test_finished_runs_are_not_made_again(quick, go_on, capsys):
+    folder, printed = quick
+    before = studies.made(folder)
+    go_on()
+    assert studies.made(folder) == before and capsys.readouterr().out == printed
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ def train(study, training, tmp_path):
 
 
 # --- the quick grid ---------------------------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_every_run_is_a_whole_one(quick, study, training):
     grid = study.QUICK
     found = json.loads((quick[0] / "results.json").read_text())
@@ -62,6 +63,7 @@ def test_every_run_is_a_whole_one(quick, study, training):
         assert losses[-1] < losses[0] and run["settings"]["seed"] < study.FIRST_SEED
 
 
+@pytest.mark.extended
 def test_chosen_rates_are_better_than_their_neighbours(quick, study):
     found = json.loads((quick[0] / "results.json").read_text())
     for cell in study.QUICK.cells():
@@ -79,6 +81,7 @@ def matches(run: dict, cell) -> bool:
     return found == (cell.strategy, cell.workers, cell.servers)
 
 
+@pytest.mark.extended
 def test_tables_figures_and_claims_are_written(quick, study):
     folder, printed = quick
     with open(folder / "table.csv", encoding="utf-8") as file:
@@ -94,8 +97,12 @@ def test_tables_figures_and_claims_are_written(quick, study):
         assert "</svg>" in (folder / f"{name}.svg").read_text()
 
 
-def test_finished_runs_are_not_made_again(quick):
-    studies.assert_made_once("scaling", *quick)
+@pytest.mark.extended
+def test_finished_runs_are_not_made_again(quick, go_on, capsys):
+    folder, printed = quick
+    before = studies.made(folder)
+    go_on()
+    assert studies.made(folder) == before and capsys.readouterr().out == printed
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from hpcdist.records import (
     record_path,
 )
 from hpcdist.tools import cli
+from hpcdist.tools.compare import run_all
 from hpcdist.tools.compare.plan import PlannedRun
 from hpcdist.tools.simulate.cluster import ClusterConfig, bytes_per_second, read_cluster, seconds
 from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
@@ -164,6 +165,7 @@ def test_a_job_is_simulated_and_goes_on(monkeypatch, capsys):
     found = json.loads(Path("out/comparison.json").read_text())
     assert found["virtual"]["compute"] == "straggler:3,2,10ms" and found["virtual"]["samples"] == 16
 
+    monkeypatch.setattr(run_all, "find_spec", lambda name: None)  # no report: it takes seconds
     made = Path("out/runs/serial-r1-s0/summary.json").stat().st_mtime_ns
     assert hpcdist(monkeypatch, "simulate", "--output", "out", "--workers", "1") == 0
     assert "5 of 5 runs are there already" in capsys.readouterr().err
@@ -180,6 +182,7 @@ def test_a_job_is_simulated_and_goes_on(monkeypatch, capsys):
 
 
 def test_measured_times_are_kept_with_the_folder(monkeypatch, capsys):
+    monkeypatch.setattr(run_all, "find_spec", lambda name: None)
     arguments = ("simulate", "tiny_job.py", "--no-controls", "--ranks", "2", "--set", "epochs=1", "--output", "out")
     assert hpcdist(monkeypatch, *arguments) == 0
     first = json.loads(Path("out/comparison.json").read_text())["virtual"]["step_s"]
@@ -239,6 +242,7 @@ def test_an_interrupted_simulation_ends_its_processes_and_goes_on(monkeypatch, c
     assert not list(Path("out").glob("runs/*/failure.txt"))
 
     Path("wait").unlink()
+    monkeypatch.setattr(run_all, "find_spec", lambda name: None)
     assert hpcdist(monkeypatch, "simulate", "--output", "out", "--workers", "1") == 0, capsys.readouterr()
     for name in ("allreduce", "gossip_pull"):
         folder = Path("out/runs") / f"{name}-r2-s0"

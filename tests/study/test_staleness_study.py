@@ -45,6 +45,7 @@ def runs(folder: Path) -> list[dict]:
     return found
 
 
+@pytest.mark.extended
 def test_every_run_is_a_whole_one(quick, study):
     found = runs(quick[0])
     cells = study.QUICK.cells()
@@ -67,6 +68,7 @@ def test_every_run_is_a_whole_one(quick, study):
             assert run["rate"] == pytest.approx(rate * (run["batch"] * run["learners"] / 128) ** 0.5)
 
 
+@pytest.mark.extended
 def test_tables_figures_and_claims_are_written(quick):
     folder, printed = quick
     with open(folder / "table.csv", encoding="utf-8") as file:
@@ -83,8 +85,12 @@ def test_tables_figures_and_claims_are_written(quick):
         assert "</svg>" in (folder / f"{name}.svg").read_text()
 
 
-def test_finished_runs_are_not_made_again(quick):
-    studies.assert_made_once("staleness", *quick)
+@pytest.mark.extended
+def test_finished_runs_are_not_made_again(quick, go_on, capsys):
+    folder, printed = quick
+    before = studies.made(folder)
+    go_on()
+    assert studies.made(folder) == before and capsys.readouterr().out == printed
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------

@@ -83,10 +83,6 @@ class Effect:
     p: float
     paired: bool
 
-    def exp(self) -> Effect:
-        """Turn a difference of logarithms into a ratio."""
-        return Effect(math.exp(self.mean), math.exp(self.low), math.exp(self.high), self.p, self.paired)
-
 
 def effect(values: Mapping[K, float], others: Mapping[K, float], confidence: float = 0.95) -> Effect:
     """Estimate by how much values are above others: pair by pair where both have the same seeds, or else as two groups.
@@ -124,7 +120,8 @@ def variance_of_mean(values: Sequence[float]) -> float:
 def ratio_of(values: Mapping[K, float], others: Mapping[K, float]) -> Effect:
     """Estimate how many times others values are, as `effect` of their logarithms."""
     ours, theirs = ({seed: math.log(value) for seed, value in group.items()} for group in (values, others))
-    return effect(ours, theirs).exp()
+    found = effect(ours, theirs)
+    return Effect(math.exp(found.mean), math.exp(found.low), math.exp(found.high), found.p, found.paired)
 
 
 def holm(ps: Sequence[float]) -> list[float]:

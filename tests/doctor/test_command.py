@@ -123,7 +123,7 @@ def test_what_is_known_before_mpi_starts_is_in_the_files_already():
     report = Report(ExaminationOptions(2, Path("out"), json_path=Path("told.json")), speaks=True)
     report.nodes = Nodes(("n1", "n2", "n3"), ())
     report.add([Finding(WARNING, "n2 is not well", ("n2",))])
-    report.write_ahead()
+    report.write_files(status=1)
     told = json.loads(Path("told.json").read_text())
     assert (told["status"], told["excluded"], len(told["findings"])) == (1, ["n2", "n3"], 1)
     assert Path("out").read_text() == "n2,n3\n"

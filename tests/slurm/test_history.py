@@ -86,6 +86,22 @@ def test_slurm_must_be_there(monkeypatch):
 
 
 # --- what Slurm says --------------------------------------------------------------------------------------------------
+# Told by Slurm 22.05 of a job whose name, comment and log's path look like what is read.
+TEXT = (
+    "JobId=1 JobName=my ExitCode=0:15 job UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901759 Nice=0 "
+    "Account=(null) QOS=(null) JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 "
+    "Reboot=0 ExitCode=0:0 RunTime=00:00:01 TimeLimit=365-00:00:00 TimeMin=N/A SubmitTime=2026-11-22T16:17:34 "
+    "EligibleTime=2026-11-22T16:17:34 AccrueTime=2026-11-22T16:17:34 StartTime=2026-11-22T16:17:35 "
+    "EndTime=2027-11-22T16:17:35 Deadline=N/A PreemptEligibleTime=2026-11-22T16:17:35 PreemptTime=None "
+    "SuspendTime=None SecsPreSuspend=0 LastSchedEval=2026-11-22T16:17:35 Scheduler=Backfill Partition=main "
+    "AllocNode:Sid=ctl:0 ReqNodeList=(null) ExcNodeList=(null) NodeList=n1 BatchHost=n1 NumNodes=1 NumCPUs=1 "
+    "NumTasks=1 CPUs/Task=1 ReqB:S:C:T=0:0:*:* TRES=cpu=1,node=1,billing=1 Socks/Node=* NtasksPerN:B:S:C=0:0:*:* "
+    "CoreSpec=* MinCPUsNode=1 MinMemoryNode=0 MinTmpDiskNode=0 Features=(null) DelayBoot=00:00:00 OverSubscribe=OK "
+    "Contiguous=0 Licenses=(null) Network=(null) Command=(null) WorkDir=/work Comment=a ExitCode=0:9 "
+    "JobState=COMPLETED b  StdErr=/work/a StdErr=x JobState=FAILED.out StdIn=/dev/null "
+    "StdOut=/work/a StdErr=x JobState=FAILED.out Power= \n"
+)
+STDOUT = "JobId=1 JobName=it\n   Comment=see StdOut=/none\n   StdOut={}\n   Power=\n"
 LINE = (
     "JobId=7 JobName=it JobState={} Reason={} Restarts={} ExitCode={} RunTime=00:01:02 TimeLimit=01:00:00 NodeList={}"
 )
@@ -107,6 +123,10 @@ def test_a_state_and_what_it_means(told, expected, text):
     (state,) = read(LINE.format(*told))
     assert (state.ended, state.status) == expected
     assert text in describe(state)
+
+
+def test_names_comments_and_paths_are_not_read_as_text():
+    assert read(TEXT) == [State("1", "RUNNING", "", "n1", "00:00:01", "365-00:00:00", 0, 0)]
 
 
 def test_tasks_and_logs_of_an_array_have_names_of_their_own():
@@ -209,3 +229,11 @@ def test_an_array_s_tasks_are_forgotten_one_by_one(stand_ins, monkeypatch):
     later = f"[ -e asked ] && echo '{done}' || {{ touch asked; echo '{failed}'; echo '{runs}'; }}"
     stand_ins(scontrol=later, sacct=NO_ACCOUNTING)
     assert queue.wait("7") == 3
+
+
+def test_a_log_whose_path_has_blanks(stand_ins, tmp_path):
+    log = tmp_path / "a log ExitCode=0.out"
+    log.touch()
+    (tmp_path / "answer").write_text(STDOUT.format(log))
+    stand_ins(scontrol="cat answer")
+    assert queue.logs("1") == [log]

@@ -22,7 +22,7 @@ from hpcdist.records import (
     end_run,
     record_path,
     write_summary,
-)  # fmt: skip
+)
 from hpcdist.tools.runs import Run, find_runs, is_done, read_comparison, steps
 from study import evidence
 

@@ -26,7 +26,7 @@ from hpcdist.records import (
     locked,
     record_path,
     write_summary,
-)  # fmt: skip
+)
 from hpcdist.tools.runs import Run
 from hpcdist.tools.watch import terminal
 from hpcdist.tools.watch.page import PageServer

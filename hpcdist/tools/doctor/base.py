@@ -7,7 +7,6 @@ import platform
 import subprocess
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,26 +184,23 @@ def _receive(comm: Communicator, tag: int) -> tuple[int, Any]:
     return envelope.source, json.loads(data.numpy().tobytes())
 
 
-def within(seconds: float, what: str, function: Callable[[], Result]) -> Result:
+def attempt(seconds: float, what: str, call: Callable[[], Result]) -> Result | dict[str, str]:
     """Call a function that may hang, for example on a dead file system; give up on it after `seconds`.
 
-    Raises:
-        DeadlineError: it took longer than `seconds`.
+    Returns what it returned, or {"error": ...} where it failed or took longer. `what`: its name, for that.
     """
-    outcome: Future[Result] = Future()
+    outcome: list[Result | dict[str, str]] = []
 
-    def call() -> None:
+    def run() -> None:
         try:
-            outcome.set_result(function())
-        except BaseException as error:  # the caller below raises it
-            outcome.set_exception(error)
+            outcome.append(call())
+        except Exception as error:
+            outcome.append({"error": str(error).partition("\n")[0]})
 
-    thread = threading.Thread(target=call, name=f"hpcdist-doctor: {what}", daemon=True)  # no pool: it may hang for ever
+    thread = threading.Thread(target=run, name=f"hpcdist-doctor: {what}", daemon=True)  # no pool: it may hang for ever
     thread.start()
     thread.join(seconds)
-    if not outcome.done():
-        raise DeadlineError(f"{what} did not end within {seconds:g} s.")
-    return outcome.result()
+    return outcome[0] if outcome else {"error": f"{what} did not end within {seconds:g} s."}
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

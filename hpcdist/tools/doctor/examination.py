@@ -43,7 +43,8 @@ def examine(required: Requirements, options: ExaminationOptions) -> int:
         ConfigError: no node would remain, or a file can't be written.
         WorldError: the launcher contradicts itself.
     """
-    report = Report(options, speaks=_number(required.environ) == 0)
+    own = task(required.environ)
+    report = Report(options, speaks=own is None or own.rank == 0)
     limit = TimeLimit(options.limit_s, lambda: _end(report, required, [_late(report)]))
     try:
         messages = _start_mpi(required, report, limit)
@@ -55,12 +56,6 @@ def examine(required: Requirements, options: ExaminationOptions) -> int:
         _end(report, required, startup.unanswered(error, report.nodes, report.stage))
     finally:
         limit.cancel()
-
-
-def _number(environ: Mapping[str, str]) -> int:
-    """Return the number of this process according to its launcher; 0 without one."""
-    own = task(environ)
-    return own.rank if own else 0
 
 
 # --- the start --------------------------------------------------------------------------------------------------------
@@ -99,7 +94,7 @@ def _check_nodes(required: Requirements, report: Report) -> bool:
     report.add(replace(finding, status=WARNING) for finding in unreachable)  # MPI may have another network
     text = f"MPI is started all the same, for it may have another network; if that takes longer than {START_S:g} s, "
     report.add([Finding(OK, f"{text}all ends here")])
-    report.write_ahead()
+    report.write_files(status=1)  # in case that the next stage does not come back
     report.stage = "world"
     return True
 
@@ -189,19 +184,16 @@ def _end(report: Report, required: Requirements, found: Sequence[Finding]) -> No
     """Report what is wrong and end all ranks. The first one that can does so for all."""
     with _ending:
         if not report.speaks:
-            time.sleep(AFTER_S + STEP_S * _number(required.environ))
+            own = task(required.environ)
+            time.sleep(AFTER_S + STEP_S * (own.rank if own else 0))
         report.speaks = True
         report.add(found)
-        _leave(report.conclude(cut_short=True))
+        status = report.conclude(cut_short=True)
+        if "hpcdist.comm.mpi.first_messages" in sys.modules:  # which has started MPI
+            from hpcdist.comm.mpi.library import end
 
-
-def _leave(status: int) -> NoReturn:
-    """End all ranks; before MPI has started this process alone."""
-    if "hpcdist.comm.mpi.first_messages" in sys.modules:  # which has started MPI
-        from hpcdist.comm.mpi.library import end
-
-        end(status)
-    os._exit(status)
+            end(status)
+        os._exit(status)  # this process alone
 
 
 # --- the time limit, wherever it hangs --------------------------------------------------------------------------------

@@ -47,10 +47,6 @@ class Report:
             if self.speaks:
                 console.finding(finding.status, self.stage, finding.text)
 
-    def write_ahead(self) -> None:
-        """Write the files by what is known so far, in case that the next stage does not come back."""
-        self._write_files(self._choose(), status=1)
-
     def conclude(self, cut_short: bool = False) -> int:
         """Choose the nodes to leave out, write the files; return the exit status, 1 where not all was examined.
 
@@ -63,7 +59,7 @@ class Report:
             self.add([describe_exclusion(choice, names)])
         warned = any(f.status == WARNING and not set(f.nodes) & set(choice.out) for f in self.findings)
         status = int(cut_short or bool(choice.errors) or (options.strict and warned))
-        self._write_files(choice, status)
+        self.write_files(status)
         if self.speaks:
             counts = {s: sum(f.status == s for f in self.findings) for s in (ERROR, WARNING)}
             worst = next((s for s in (ERROR, WARNING) if counts[s]), OK)
@@ -75,8 +71,9 @@ class Report:
         names = self.nodes.names
         return choose_exclusion(names, self.findings, min(self.options.spare or 0, max(len(names) - 1, 0)))
 
-    def _write_files(self, choice: Exclusion, status: int) -> None:
-        options = self.options
+    def write_files(self, status: int) -> None:
+        """Write the files that the user wants, by what is known so far."""
+        options, choice = self.options, self._choose()
         if self.speaks and options.exclude_file is not None:
             _write(options.exclude_file, ",".join(choice.out) + "\n" * bool(choice.out))
         if self.speaks and options.json_path is not None:

@@ -21,7 +21,6 @@ from hpcdist.tools.slurm.state import FORGOTTEN, State, read, status_of
 ANSWERS_S = 60.0  # a busy controller's time for an answer
 SHORTEST_S, LONGEST_S = 0.25, 10.0  # between questions: controllers serve all users
 NO_VALUE = 2**64 - 16  # from here on a number of Slurm's accounting says that there is none
-JSON = ["--json"]  # option of scontrol; emptied when scontrol turns out not to have it
 
 
 def submit(spec: JobSpec, text: str) -> Submission:
@@ -94,9 +93,9 @@ def states(job: str) -> list[State]:
         QueueError: there is no Slurm, or Slurm never had this job.
     """
     try:
-        tasks = _from_controller(job)
+        tasks = read(ask("scontrol", "--oneliner", "show", "job", job))
     except QueueError as error:
-        if not _is_unknown(error, job):
+        if not any(text in str(error) for text in ("Invalid job id", f"{job} not found")):  # the second of a task
             raise
         tasks = []
     if not tasks:
@@ -105,23 +104,6 @@ def states(job: str) -> list[State]:
         known = {one.job for one in tasks}
         tasks += [one for one in _from_accounting(job) if one.ended and one.job not in known]
     return tasks
-
-
-def _from_controller(job: str) -> list[State]:
-    """Ask the controller: for JSON, or for text where Slurm is older than 23.02 or lacks its JSON plug-in."""
-    if JSON:
-        try:
-            return read(ask("scontrol", "--oneliner", *JSON, "show", "job", job))
-        except (QueueError, ValueError, LookupError, TypeError) as error:  # all but the first: an unknown schema
-            if _is_unknown(error, job):
-                raise
-    states = read(ask("scontrol", "--oneliner", "show", "job", job))
-    JSON.clear()
-    return states
-
-
-def _is_unknown(error: Exception, job: str) -> bool:
-    return "Invalid job id" in str(error) or f"{job} not found" in str(error)  # the second of an array's task
 
 
 def _forgotten(job: str) -> list[State]:

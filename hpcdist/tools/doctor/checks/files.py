@@ -10,13 +10,12 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from hpcdist.errors import DeadlineError
 from hpcdist.records import read_bounded
 from hpcdist.tools.console import amount
 from hpcdist.tools.doctor.base import (
@@ -26,10 +25,10 @@ from hpcdist.tools.doctor.base import (
     Finding,
     Nodes,
     Requirements,
+    attempt,
     gather,
     gather_by_node,
     listed,
-    within,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +39,8 @@ SEEN_S = 4.0  # how long a new file may take to be seen on other nodes: NFS keep
 FREED_S = 2.0  # how long a lock that was given back may stay refused
 SAMPLE_BYTES, BLOCK_BYTES, SAMPLE_S = 1 << 24, 1 << 20, 1.5
 NO_ROOM_BYTES, LITTLE_ROOM_BYTES = 1 << 27, 1 << 32  # a checkpoint of a small model; of a large one
+
+_try = partial(attempt, CALL_S, "the file system's answer")
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -60,8 +61,7 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
         }
     finally:
         if first:
-            with suppress(DeadlineError):
-                within(CALL_S, "the file system's answer", partial(shutil.rmtree, folder, ignore_errors=True))
+            _try(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 def _share(comm: Communicator, nodes: Nodes, folder: Path, token: str) -> dict[str, dict]:
@@ -88,14 +88,6 @@ def _locks(comm: Communicator, nodes: Nodes, path: Path) -> dict:
     gather(comm, None)
     rows = gather(comm, _try(lambda: lock.free(refused)) if refused and "error" not in refused else refused)
     return {**held, "nodes": {nodes.name(rank): row for rank, row in enumerate(rows) if row}}
-
-
-def _try(call: Callable[[], dict]) -> dict:
-    """Take one step; return what it found out, or {"error": ...} if it failed or took too long."""
-    try:
-        return within(CALL_S, "the file system's answer", call)
-    except (OSError, DeadlineError, ValueError) as error:
-        return {"error": str(error)}
 
 
 def _begin(wanted: Path) -> dict:

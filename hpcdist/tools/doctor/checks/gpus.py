@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pynvml as nvml
@@ -14,11 +15,11 @@ from hpcdist.tools.doctor.base import (
     Finding,
     Nodes,
     Requirements,
+    attempt,
     counted,
     gather,
     gather_by_node,
     listed,
-    within,
 )
 
 if TYPE_CHECKING:
@@ -33,15 +34,9 @@ SLOWED = {0x08: "hardware", 0x20: "heat, by the driver", 0x40: "heat", 0x80: "th
 def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     """Collective. Ask torch on each rank, and the driver on each node (None where there is no driver)."""
     number = nodes.ranks(nodes.of[comm.rank]).index(comm.rank)
-    seen = gather(comm, _try(lambda: visible(number)))
-    return {"ranks": seen, "nodes": gather_by_node(comm, nodes, lambda: _try(driver))}
-
-
-def _try(call) -> dict | None:
-    try:
-        return within(CALL_S, "the GPU driver's answer", call)
-    except (OSError, RuntimeError, ValueError) as error:  # DeadlineError is one of them
-        return {"error": str(error).partition("\n")[0]}
+    answer = partial(attempt, CALL_S, "the GPU driver's answer")
+    seen = gather(comm, answer(lambda: visible(number)))
+    return {"ranks": seen, "nodes": gather_by_node(comm, nodes, lambda: answer(driver))}
 
 
 def visible(number: int) -> dict:

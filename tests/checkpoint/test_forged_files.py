@@ -25,7 +25,7 @@ from hpcdist.config import load as load_settings
 from hpcdist.data.format import open_file
 from hpcdist.errors import CheckpointError, ConfigError, DataError, HpcdistError
 from hpcdist.records import Evaluation, append_evaluation, load_run, load_summary, read_evaluations, read_records
-from hpcdist.records.bounded import open_regular, read_bounded
+from hpcdist.records.files import open_regular, read_bounded
 from hpcdist.tools.runs.folder import read_comparison
 from hpcdist.tools.slurm import history
 from hpcdist.topology.graph import read_edges
@@ -378,7 +378,7 @@ def test_an_error_of_reading_at_the_newest_falls_back_to_the_one_before(saved, t
             raise OSError(5, "Input/output error", str(path))
         return opened(path)
 
-    monkeypatch.setattr("hpcdist.records.bounded.open_regular", failing)
+    monkeypatch.setattr("hpcdist.records.files.open_regular", failing)
     monkeypatch.setattr("hpcdist.checkpoint.manifest.open_regular", failing)
 
     def body(comm):

@@ -7,9 +7,10 @@ import zlib
 
 import pytest
 import torch
-from habits import gradients, models, optimizers, samples, schedules  # noqa: F401 (they enter themselves)
+from habits import gradients, groups, models, optimizers, samples, schedules  # noqa: F401 (they enter themselves)
 from habits.run import HABITS, Alone, Together, copied, difference
 
+from harness.ranks import VirtualRanks
 from hpcdist import strategies
 from hpcdist.errors import ConfigError, MismatchError
 from strategies import problem
@@ -37,17 +38,34 @@ SIZES = {"joint": 3, "one": 2, "same": 3, "many": 3}
 TABLE = {"joint": JOINT, "one": ONE, "same": SAME, "many": MANY}
 
 
-# Of cells beside the joint ones, one in so many is run, others for other habits: all of them take three minutes.
-SHARE = 4
+# Habits that are tried with every strategy in every way; others once for each family of strategies and outcome there.
 WHOLE = ("plain_loop", "uneven_data", "clip_grad_norm", "gan", "a_layer_frozen_later", "figures_shared_in_the_loop")
 
 
-def cells(way):
+def family(strategy):
+    """Strategies that deal with loops alike; of a user's own file, a family of one."""
+    for members in (["allreduce"], ["hardsync"], groups.SERVED, groups.SERVERLESS, groups.GOSSIPS):
+        if strategy in members and ":" not in strategy:
+            return members[0]
+    return strategy
+
+
+def cells():
+    """All combinations of habit, way and strategy: pairwise those of every run, and `extended` the others."""
     for name, habit in HABITS.items():
-        for strategy in TABLE[way] if way in habit.ways else ():
-            runs = way == "joint" or name in WHOLE or zlib.crc32(f"{name} {strategy}".encode()) % SHARE == 0
-            if runs and (not habit.where or strategy.split()[0] in habit.where):
-                yield pytest.param(name, strategy, id=f"{name}-{strategy.replace(' ', '_')}")
+        of_family: dict[tuple, list] = {}
+        for way in habit.ways:
+            for strategy in TABLE[way]:
+                plain = strategy.split()[0]
+                if not habit.where or plain in habit.where:
+                    refused = habit.refusal(plain, contract(way, strategy, SIZES[way]), SIZES[way])
+                    of_family.setdefault((family(plain), refused), []).append((way, strategy))
+        for key, found in of_family.items():
+            first = zlib.crc32(f"{name} {key}".encode()) % len(found)
+            for number, (way, strategy) in enumerate(found):
+                runs = number == first or name in WHOLE or strategy == "allreduce"
+                marks = () if runs else pytest.mark.extended
+                yield pytest.param(name, way, strategy, id=f"{name}-{way}-{strategy.replace(' ', '_')}", marks=marks)
 
 
 def trained(ranks, way, name, strategy):
@@ -111,35 +129,9 @@ def examine(ranks, way, name, strategy):
 
 
 @quiet
-@pytest.mark.virtual
-@pytest.mark.sizes(SIZES["joint"])
-@pytest.mark.parametrize(("name", "strategy"), list(cells("joint")))
-def test_batches_of_all_workers_are_one_joint_batch(ranks, name, strategy):
-    examine(ranks, "joint", name, strategy)
-
-
-@quiet
-@pytest.mark.virtual
-@pytest.mark.sizes(SIZES["one"])
-@pytest.mark.parametrize(("name", "strategy"), list(cells("one")))
-def test_one_worker_with_a_server_trains_as_it_would_alone(ranks, name, strategy):
-    examine(ranks, "one", name, strategy)
-
-
-@quiet
-@pytest.mark.virtual
-@pytest.mark.sizes(SIZES["same"])
-@pytest.mark.parametrize(("name", "strategy"), list(cells("same")))
-def test_equal_ranks_train_as_each_would_alone(ranks, name, strategy):
-    examine(ranks, "same", name, strategy)
-
-
-@quiet
-@pytest.mark.virtual
-@pytest.mark.sizes(SIZES["many"])
-@pytest.mark.parametrize(("name", "strategy"), list(cells("many")))
-def test_every_strategy_trains_and_leaves_one_model_everywhere(ranks, name, strategy):
-    examine(ranks, "many", name, strategy)
+@pytest.mark.parametrize(("name", "way", "strategy"), list(cells()))
+def test_a_loop_trains_as_in_one_process_or_works_or_is_refused(name, way, strategy):
+    examine(VirtualRanks(SIZES[way]), way, name, strategy)
 
 
 # --- buckets that are averaged while the backward pass computes the rest, on real ranks -------------------------------

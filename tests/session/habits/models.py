@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -11,13 +12,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import hpcdist as hd
-from habits.run import EPOCHS, copied, data, difference, habit, mse, net, renewed, train
+from habits.run import EPOCHS, Table, copied, data, difference, enter, habit, mse, net, renewed, sgd, train, using
 
 UNFROZEN = "a frozen layer is unfrozen"
-
-
-def _sgd(run, model, lr=0.1, **given):
-    return run.optimizer(SGD(model.parameters(), lr=lr, **given), model)
 
 
 SENT = r"parameters must be changed by the optimiser's step alone where strategy.overlap of dpsgd is true"
@@ -29,7 +26,7 @@ OVERWRITTEN = {"breaks": "parameters are changed between steps", "refused": {"dp
 def compiled(run):
     """The plain model is wrapped, its compiled one is run."""
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     torch._dynamo.reset()
     fast = torch.compile(model, backend="eager")
     train(run, fast, optimizer, run.loader(), epochs=1)
@@ -40,7 +37,7 @@ def compiled(run):
 def compiled_before_it_is_wrapped(run):
     torch._dynamo.reset()
     model = torch.compile(net(), backend="aot_eager")
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     train(run, model, optimizer, run.loader(), epochs=1)
     return run.finish(model)
 
@@ -56,28 +53,20 @@ class Checkpointed(nn.Module):
         return checkpoint(self.last, hidden, use_reentrant=self.reentrant)
 
 
-@habit()
-def activation_checkpointing(run):
-    model = renewed(Checkpointed(False).double())
-    optimizer = _sgd(run, model)
-    train(run, model, optimizer, run.loader())
-    return run.finish(model)
+enter("activation_checkpointing", model=lambda: renewed(Checkpointed(False).double()))
+enter(
+    "activation_checkpointing_reentrant",
+    model=lambda: renewed(Checkpointed(True).double()),
+    ways=("joint", "one", "same"),
+)
 
 
-@habit(ways=("joint", "one", "same"))
-def activation_checkpointing_reentrant(run):
-    model = renewed(Checkpointed(True).double())
-    optimizer = _sgd(run, model)
-    train(run, model, optimizer, run.loader())
-    return run.finish(model)
-
-
-@habit(exact=False)
-def dropout(run):
-    model = net(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-    optimizer = _sgd(run, model, lr=0.02)
-    train(run, model, optimizer, run.loader())
-    return run.finish(model)
+enter(
+    "dropout",
+    model=lambda: net(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 1)),
+    make=using(SGD, lr=0.02),
+    exact=False,
+)
 
 
 class Branches(nn.Module):
@@ -93,28 +82,27 @@ class Branches(nn.Module):
         return self.other(hidden) if seldom else self.head(hidden)
 
 
+def _branching(run, seldom, **options):
+    """Batches of which some, by their number, take the branch."""
+    model = renewed(Branches().double())
+    optimizer = sgd(run, model, momentum=0.9, **options)
+    for _ in range(EPOCHS):
+        number = itertools.count()
+        train(
+            run, model, optimizer, run.loader(), 1,
+            backward=lambda x, y: mse(model(x, seldom=seldom(next(number))), y).backward(),
+        )  # fmt: skip
+    return run.finish(model)
+
+
 @habit()
 def a_branch_taken_in_some_steps(run):
-    model = renewed(Branches().double())
-    optimizer = _sgd(run, model, weight_decay=0.1, momentum=0.9)
-    for _ in range(EPOCHS):
-        for i, (x, y) in enumerate(run.loader()):
-            optimizer.zero_grad()
-            mse(model(x, seldom=i % 3 == 1), y).backward()
-            optimizer.step()
-    return run.finish(model)
+    return _branching(run, lambda i: i % 3 == 1, weight_decay=0.1)
 
 
 @habit(exact=False)
 def a_branch_taken_on_some_ranks(run):
-    model = renewed(Branches().double())
-    optimizer = _sgd(run, model, momentum=0.9)
-    for _ in range(EPOCHS):
-        for i, (x, y) in enumerate(run.loader()):
-            optimizer.zero_grad()
-            mse(model(x, seldom=(i + run.rank) % 3 == 1), y).backward()
-            optimizer.step()
-    return run.finish(model)
+    return _branching(run, lambda i: (i + run.rank) % 3 == 1)
 
 
 class Recurrent(nn.Module):
@@ -126,12 +114,13 @@ class Recurrent(nn.Module):
         return self.out(self.cells(x.unsqueeze(-1))[0][:, -1])
 
 
-@habit(tolerance=1e-10)
-def a_recurrent_layer(run):
-    model = renewed(Recurrent().double())
-    optimizer = _sgd(run, model, momentum=0.9)
-    train(run, model, optimizer, run.loader(), epochs=1)
-    return run.finish(model)
+enter(
+    "a_recurrent_layer",
+    model=lambda: renewed(Recurrent().double()),
+    make=using(SGD, lr=0.1, momentum=0.9),
+    epochs=1,
+    tolerance=1e-10,
+)
 
 
 @habit(ways=("joint", "one", "same"), tolerance=1e-9, inexact=("easgd",))
@@ -141,36 +130,24 @@ def spectral_norm(run):
     buffers = [buffer for name, buffer in model.named_buffers()]
     for buffer in buffers:
         buffer.copy_(nn.functional.normalize(torch.arange(1.0, 1.0 + len(buffer)), dim=0))
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     train(run, model, optimizer, run.loader(data(48)))
     return run.finish(model)
 
 
-@habit(exact=False)
-def a_model_in_bfloat16(run):
-    model = net(dtype=torch.bfloat16)
-    optimizer = _sgd(run, model, lr=0.02)
-    train(run, model, optimizer, run.loader(data(dtype=torch.bfloat16)))
-    return run.finish(model)
-
-
-@habit(breaks="embeddings are normalised in the forward pass")
-def an_embedding_with_a_largest_norm(run):
-    """Its forward pass changes the rows of this rank's batch."""
-    model = net(Sparse())[0]
-    model.table.max_norm = 0.5
-    optimizer = _sgd(run, model)
-    train(run, model, optimizer, run.loader())
-    return run.finish(model)
-
-
-class Sparse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table, self.out = nn.Embedding(6, 3), nn.Linear(3, 1)
-
-    def forward(self, x):
-        return self.out(self.table((x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()))
+enter(
+    "a_model_in_bfloat16",
+    model=lambda: net(dtype=torch.bfloat16),
+    make=using(SGD, lr=0.02),
+    dataset=lambda: data(dtype=torch.bfloat16),
+    exact=False,
+)
+# Its forward pass changes the rows of this rank's batch.
+enter(
+    "an_embedding_with_a_largest_norm",
+    model=lambda: net(Table(max_norm=0.5)),
+    breaks="embeddings are normalised in the forward pass",
+)
 
 
 class Target(nn.Module):
@@ -192,13 +169,8 @@ class Target(nn.Module):
 @habit(inexact=("easgd",))
 def a_slow_copy_that_follows(run):
     model = renewed(Target().double())
-    optimizer = _sgd(run, model, lr=0.05)
-    for _ in range(EPOCHS):
-        for x, y in run.loader(data(48)):
-            optimizer.zero_grad()
-            mse(model(x), y).backward()
-            optimizer.step()
-            model.follow()
+    optimizer = sgd(run, model, 0.05)
+    train(run, model, optimizer, run.loader(data(48)), after=model.follow)
     with run.consensus(model):
         inside = copied(model)
     run.finish(model)
@@ -220,7 +192,7 @@ class Tied(nn.Module):
 @habit()
 def tied_weights(run):
     model = renewed(Tied().double())
-    optimizer = _sgd(run, model, momentum=0.9)
+    optimizer = sgd(run, model, momentum=0.9)
     train(run, model, optimizer, run.loader())
     assert model.last.weight is model.first.weight
     return run.finish(model)
@@ -250,24 +222,16 @@ def a_part_of_the_model_in_the_optimizer(run):
 def the_rest_of_the_model_in_a_plain_optimizer(run):
     model = net()
     optimizer, plain = run.optimizer(SGD(model[0].parameters(), lr=0.1), model), SGD(model[2].parameters(), lr=0.1)
-    for _ in range(EPOCHS):
-        for x, y in run.loader():
-            model.zero_grad()
-            mse(model(x), y).backward()
-            optimizer.step()
-            plain.step()
+    train(run, model, model, run.loader, step=lambda: (optimizer.step(), plain.step()))
     return run.finish(model)
 
 
 @habit(exact=False, breaks="parameters are put into a group by hand")
 def parameters_put_into_a_group_by_hand(run):
     model, shift = net(), nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     optimizer.param_groups[0]["params"].append(shift)
-    for x, y in run.loader():
-        optimizer.zero_grad()
-        mse(model(x) + shift, y).backward()
-        optimizer.step()
+    train(run, lambda x: model(x) + shift, optimizer, run.loader(), 1)
     return run.finish(model)
 
 
@@ -283,7 +247,7 @@ def a_frozen_layer(run):
 @habit()
 def a_layer_frozen_later(run):
     model = net()
-    optimizer = _sgd(run, model, momentum=0.9, weight_decay=0.1)
+    optimizer = sgd(run, model, momentum=0.9, weight_decay=0.1)
     for epoch in range(3):
         model[0].requires_grad_(epoch != 1)
         train(run, model, optimizer, run.loader(), epochs=1)
@@ -294,7 +258,7 @@ def a_layer_frozen_later(run):
 def a_layer_unfrozen_later(run):
     model = net()
     model[0].requires_grad_(False)
-    optimizer = _sgd(run, model, momentum=0.9)
+    optimizer = sgd(run, model, momentum=0.9)
     for epoch in range(EPOCHS):
         model[0].requires_grad_(epoch > 0)
         train(run, model, optimizer, run.loader(), epochs=1)
@@ -318,7 +282,7 @@ def a_layer_unfrozen_later_and_added_then(run):
 def values_loaded_between_epochs(run):
     model = net()
     first = copy.deepcopy(model.state_dict())
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     for _ in range(3):
         train(run, model, optimizer, run.loader(), epochs=1)
         model.load_state_dict({k: 0.9 * v + 0.1 * first[k] for k, v in model.state_dict().items()})
@@ -328,56 +292,50 @@ def values_loaded_between_epochs(run):
 @habit(refused={"*": r"the module's parameters must be the same as when it was wrapped; got .*assign=True"})
 def values_assigned(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     train(run, model, optimizer, run.loader(), epochs=1)
     model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
     train(run, model, optimizer, run.loader(), epochs=1)
     return run.finish(model)
 
 
-@habit(**OVERWRITTEN)
-def values_changed_in_place(run):
-    """Weights clamped after each step."""
-    model = net()
-    optimizer = _sgd(run, model)
-    for _ in range(EPOCHS):
-        for x, y in run.loader():
-            optimizer.zero_grad()
-            mse(model(x), y).backward()
-            optimizer.step()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.clamp_(-0.3, 0.3)
-    return run.finish(model)
+@torch.no_grad()
+def _clamp(model):
+    for p in model.parameters():
+        p.clamp_(-0.3, 0.3)
 
 
-@habit(**OVERWRITTEN)
-def values_clamped_by_their_data(run):
+def _clamp_data(model):
     """As Wasserstein GANs do."""
-    model = net()
-    optimizer = _sgd(run, model)
-    for _ in range(EPOCHS):
-        for x, y in run.loader():
-            optimizer.zero_grad()
-            mse(model(x), y).backward()
-            optimizer.step()
-            for p in model.parameters():
-                p.data.clamp_(-0.3, 0.3)
-    return run.finish(model)
+    for p in model.parameters():
+        p.data.clamp_(-0.3, 0.3)
+
+
+def _give_other_memory(model):
+    for p in model.parameters():
+        p.data = p.data.clamp(-0.3, 0.3)
+
+
+def _through_a_vector(model):
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(0.99 * vector, model.parameters())
+
+
+enter("values_changed_in_place", after=_clamp, **OVERWRITTEN)
+enter("values_clamped_by_their_data", after=_clamp_data, **OVERWRITTEN)
+enter("values_given_other_memory", after=_give_other_memory, **OVERWRITTEN)
+enter("values_through_a_vector", after=_through_a_vector, **OVERWRITTEN)
 
 
 @habit(**OVERWRITTEN)
 def values_loaded_within_an_epoch(run):
     model = net()
     first = copy.deepcopy(model.state_dict())
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     for _ in range(EPOCHS):
-        for i, (x, y) in enumerate(run.loader()):
-            optimizer.zero_grad()
-            mse(model(x), y).backward()
-            optimizer.step()
-            if i == 1:
-                model.load_state_dict(first)
+        number = itertools.count()
+        load = lambda: model.load_state_dict(first) if next(number) == 1 else None  # noqa: E731
+        train(run, model, optimizer, run.loader(), 1, after=load)
     return run.finish(model)
 
 
@@ -387,7 +345,7 @@ OTHERS = r"parameters must be the same on all ranks with \w+; those of rank [12]
 @habit(ways=("joint", "many"), exact=False, refused={"*": OTHERS})
 def values_loaded_on_rank_0_only(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     if run.rank == 0:
         model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
     train(run, model, optimizer, run.loader())
@@ -397,7 +355,7 @@ def values_loaded_on_rank_0_only(run):
 @habit(where=("allreduce",), ways=("joint",), exact=False, breaks="replicas differ")
 def values_loaded_on_rank_0_only_between_epochs(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     train(run, model, optimizer, run.loader(), epochs=1)
     if run.rank == 0:
         model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
@@ -408,7 +366,7 @@ def values_loaded_on_rank_0_only_between_epochs(run):
 @habit(ways=("joint", "one", "same"))
 def values_loaded_on_rank_0_and_broadcast(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     if run.rank == 0:
         model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
     if run.size > 1:
@@ -417,38 +375,10 @@ def values_loaded_on_rank_0_and_broadcast(run):
     return run.finish(model)
 
 
-@habit(**OVERWRITTEN)
-def values_given_other_memory(run):
-    model = net()
-    optimizer = _sgd(run, model)
-    for _ in range(EPOCHS):
-        for x, y in run.loader():
-            optimizer.zero_grad()
-            mse(model(x), y).backward()
-            optimizer.step()
-            for p in model.parameters():
-                p.data = p.data.clamp(-0.3, 0.3)
-    return run.finish(model)
-
-
-@habit(**OVERWRITTEN)
-def values_through_a_vector(run):
-    model = net()
-    optimizer = _sgd(run, model)
-    for _ in range(EPOCHS):
-        for x, y in run.loader():
-            optimizer.zero_grad()
-            mse(model(x), y).backward()
-            optimizer.step()
-            vector = nn.utils.parameters_to_vector(model.parameters()).detach()
-            nn.utils.vector_to_parameters(0.99 * vector, model.parameters())
-    return run.finish(model)
-
-
 @habit(tolerance=1e-5)
 def converted_there_and_back(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     for _ in range(EPOCHS):
         train(run, model, optimizer, run.loader(), epochs=1)
         model.float().double()
@@ -458,7 +388,7 @@ def converted_there_and_back(run):
 @habit(refused={"*": r"parameter '0.weight' must stay torch.float64 of shape .* got torch.float32.*wrap it after"})
 def converted_later(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     train(run, model, optimizer, run.loader(), epochs=1)
     model.float()
     train(run, model, optimizer, run.loader(data(dtype=torch.float32)), epochs=1)
@@ -468,7 +398,7 @@ def converted_later(run):
 @habit(refused={"*": r"the module's parameters must be the same as when it was wrapped; got '3\.|new layer"})
 def a_layer_added_later(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     train(run, model, optimizer, run.loader(), epochs=1)
     model.append(nn.Linear(1, 1).double())
     train(run, model, optimizer, run.loader(), epochs=1)
@@ -480,14 +410,9 @@ def a_layer_added_later(run):
 def ema_of_torch(run):
     """Of the models that the ranks have after each step; with replicas that differ it is each rank's own."""
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    for _ in range(EPOCHS):
-        for x, y in run.loader():
-            optimizer.zero_grad()
-            mse(model(x), y).backward()
-            optimizer.step()
-            ema.update_parameters(model)
+    train(run, model, optimizer, run.loader, after=lambda: ema.update_parameters(model))
     run.finish(model)
     run.before = []
     return ema.module
@@ -497,15 +422,15 @@ def ema_of_torch(run):
 def ema_swapped_in_for_evaluation(run):
     """Values by p.data, and back."""
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     shadow = [p.detach().clone() for p in model.parameters()]
+
+    def follow():
+        for own, p in zip(shadow, model.parameters()):
+            own.lerp_(p.detach(), 0.1)
+
     for _ in range(EPOCHS):
-        for x, y in run.loader():
-            optimizer.zero_grad()
-            mse(model(x), y).backward()
-            optimizer.step()
-            for own, p in zip(shadow, model.parameters()):
-                own.lerp_(p.detach(), 0.1)
+        train(run, model, optimizer, run.loader(), 1, after=follow)
         kept = [p.data for p in model.parameters()]
         for p, own in zip(model.parameters(), shadow):
             p.data = own
@@ -517,39 +442,36 @@ def ema_swapped_in_for_evaluation(run):
 
 
 # --- buffers ----------------------------------------------------------------------------------------------------------
+def _batch_norm():
+    return net(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+def _train_and_evaluate(run, model, dataset=None):
+    optimizer = sgd(run, model, 0.05)
+    for _ in range(EPOCHS):
+        model.train()
+        train(run, model, optimizer, run.loader(dataset), epochs=1)
+        model.eval()
+        model(data(8).tensors[0])
+    return run.finish(model)
+
+
 @habit(exact=False, ways=("joint", "one", "many"))
 def batch_norm(run):
-    model = net(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    optimizer = _sgd(run, model, lr=0.05)
-    train(run, model, optimizer, run.loader(data(54)))
-    model.eval()
-    return run.finish(model)
+    return _train_and_evaluate(run, _batch_norm(), data(54))
 
 
 @habit(ways=("one", "same"))
 def batch_norm_alone(run):
-    model = net(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    optimizer = _sgd(run, model, lr=0.05)
-    for _ in range(EPOCHS):
-        model.train()
-        train(run, model, optimizer, run.loader(), epochs=1)
-        model.eval()
-        model(data(8).tensors[0])
-    return run.finish(model)
+    return _train_and_evaluate(run, _batch_norm())
 
 
 @habit(ways=("joint", "many"), breaks="the model has SyncBatchNorm", tolerance=1e-11)
 def sync_batch_norm_with_uneven_data(run):
-    model = net(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    model = _batch_norm()
     if run.size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    optimizer = _sgd(run, model, lr=0.05)
-    for _ in range(EPOCHS):
-        model.train()
-        train(run, model, optimizer, run.loader(data(54)), epochs=1)
-        model.eval()
-        model(data(8).tensors[0])
-    return run.finish(model)
+    return _train_and_evaluate(run, model, data(54))
 
 
 class Mean(nn.Module):
@@ -566,18 +488,13 @@ class Mean(nn.Module):
         return self.inner(x - self.mean)
 
 
-@habit(ways=("one", "same", "many"))
-def a_buffer_replaced(run):
-    model = renewed(Mean().double())
-    optimizer = _sgd(run, model)
-    train(run, model, optimizer, run.loader())
-    return run.finish(model)
+enter("a_buffer_replaced", model=lambda: renewed(Mean().double()), ways=("one", "same", "many"))
 
 
 @habit(refused={"*": r"the module's buffers must be the same as when it was wrapped; got 'late' added or removed"})
 def a_buffer_registered_late(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     train(run, model, optimizer, run.loader(), epochs=1)
     model.register_buffer("late", torch.zeros(2))
     train(run, model, optimizer, run.loader(), epochs=1)
@@ -610,13 +527,7 @@ def two_optimizers_on_one_model(run):
     model = net()
     one = run.optimizer(SGD(model[0].parameters(), lr=0.1), model)
     two = run.optimizer(torch.optim.Adam(model[2].parameters(), lr=0.01), model)
-    for _ in range(EPOCHS):
-        for x, y in run.loader():
-            one.zero_grad()
-            two.zero_grad()
-            mse(model(x), y).backward()
-            one.step()
-            two.step()
+    train(run, model, model, run.loader, step=lambda: (one.step(), two.step()))
     run.rates = []
     return run.finish(model)
 
@@ -626,12 +537,8 @@ def two_optimizers_by_turns(run):
     model = net()
     one = run.optimizer(SGD(model[0].parameters(), lr=0.1), model)
     two = run.optimizer(SGD(model[2].parameters(), lr=0.05), model)
-    for _ in range(EPOCHS):
-        for i, (x, y) in enumerate(run.loader()):
-            own = one if i % 2 else two
-            model.zero_grad()
-            mse(model(x), y).backward()
-            own.step()
+    turns = itertools.cycle((two, one))
+    train(run, model, model, run.loader, step=lambda: next(turns).step())
     run.rates = []
     return run.finish(model)
 
@@ -658,7 +565,7 @@ def gan(run):
 def two_trainings_one_after_the_other(run):
     for _ in range(2):
         model = net()
-        optimizer = _sgd(run, model)
+        optimizer = sgd(run, model)
         train(run, model, optimizer, run.loader(), epochs=1)
         run.finish(model)
     optimizer = run.optimizer(SGD(model.parameters(), lr=0.05), model)
@@ -671,7 +578,7 @@ def two_trainings_one_after_the_other(run):
 def two_trainings_the_first_of_which_is_not_finished(run):
     for _ in range(2):
         model = net()
-        optimizer = _sgd(run, model)
+        optimizer = sgd(run, model)
         train(run, model, optimizer, run.loader(), epochs=1)
     run.rates = []
     return run.finish(model)

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import hpcdist as hd
+from harness import loops
 from hpcdist.session import rules
 from hpcdist.strategies import Contract
 
@@ -97,6 +99,17 @@ def renewed(model: nn.Module) -> nn.Module:
 
 def mse(output: Tensor, y: Tensor) -> Tensor:
     return nn.functional.mse_loss(output.to(y.dtype), y)
+
+
+class Table(nn.Module):
+    """An embedding and a layer."""
+
+    def __init__(self, **options: Any):
+        super().__init__()
+        self.table, self.out = nn.Embedding(6, 3, **options), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.out(self.table((x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()))
 
 
 class Repeated(Dataset):
@@ -202,13 +215,84 @@ def copied(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named}
 
 
-def train(run, model, optimizer, loader, epochs: int = EPOCHS, loss=mse) -> None:
-    """The plain loop, for habits that are elsewhere."""
+def sgd(run, model: nn.Module, lr: float = 0.1, part: nn.Module | None = None, **options: Any):
+    return run.optimizer(SGD((part or model).parameters(), lr=lr, **options), model)
+
+
+def evaluation(model: nn.Module, optimizer, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
+    """A closure for `optimizer.step`."""
+
+    def evaluate():
+        optimizer.zero_grad()
+        loss = mse(model(x), y)
+        loss.backward()
+        return loss
+
+    return evaluate
+
+
+def train(
+    run,
+    model,
+    optimizer,
+    loader,
+    epochs: int = EPOCHS,
+    *,
+    loss=mse,
+    backward: Callable | None = None,
+    change: Callable | None = None,
+    step: Callable | None = None,
+    after: Callable | None = None,
+) -> None:
+    """The plain loop, and places in it where habits may stand.
+
+    Args:
+        loader: or a function that makes the batches of an epoch.
+        backward: (x, y) -> anything, in place of the backward pass of `loss(model(x), y)`.
+        change, after: () -> anything, before and after the step.
+        step: () -> anything, in place of the optimiser's step.
+    """
+
+    def compute(batch) -> None:
+        x, y = batch
+        backward(x, y) if backward else loss(model(x), y).backward()
+        if change:
+            change()
+
     for _ in range(epochs):
-        for x, y in loader:
-            optimizer.zero_grad()
-            loss(model(x), y).backward()
-            optimizer.step()
+        batches = loader() if callable(loader) else loader
+        loops.steps(optimizer, batches, compute, step=step, after=after and (lambda batch: after()))
+
+
+@torch.no_grad()
+def mean_loss(run, model: nn.Module, loader) -> float:
+    """Of all ranks' samples."""
+    total, count = 0.0, 0
+    for x, y in loader:
+        total, count = total + mse(model(x), y).item() * len(x), count + len(x)
+    return run.metric(total / max(count, 1), count)
+
+
+def using(kind, **options):
+    """Makes the optimiser of a model."""
+    return lambda model: kind(model.parameters(), **options)
+
+
+PLAIN = using(SGD, lr=0.1)
+
+
+def enter(name: str, *, model=net, make=PLAIN, dataset=data, epochs=EPOCHS, change=None, after=None, **given):
+    """Puts the plain loop into the table; `change` and `after` are given the model, see `train`."""
+
+    def loop(run):
+        own = model()
+        optimizer = run.optimizer(make(own), own)
+        hooks = {"change": change and (lambda: change(own)), "after": after and (lambda: after(own))}
+        train(run, own, optimizer, run.loader(dataset()), epochs, **hooks)
+        return run.finish(own)
+
+    loop.__name__ = name
+    habit(**given)(loop)
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

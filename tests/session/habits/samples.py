@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch.optim import SGD
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -17,18 +16,9 @@ from torch.utils.data import (
 
 import hpcdist as hd
 from habits import groups
-from habits.run import BATCH, EPOCHS, copied, data, difference, habit, mse, net, train
+from habits.run import BATCH, EPOCHS, N, copied, data, difference, habit, mean_loss, mse, net, sgd, train
 
 RANKS = ("joint", "many")
-
-
-def _sgd(run, model, lr=0.1, **given):
-    return run.optimizer(SGD(model.parameters(), lr=lr, **given), model)
-
-
-def _seen(run, indices) -> None:
-    """All samples that the workers have had, for `Run.same`."""
-    run.same = tuple(sorted(indices))
 
 
 class Numbered(torch.utils.data.Dataset):
@@ -44,19 +34,38 @@ class Numbered(torch.utils.data.Dataset):
         return self.tensors[0][index], self.tensors[1][index], index
 
 
-def _train_numbered(run, model, optimizer, loader, epochs=1) -> list[int]:
+def _train_numbered(run, model, optimizer, loader) -> list[int]:
     """The plain loop; the numbers of the samples that counted, on all ranks together."""
     found: list[int] = []
-    for _ in range(epochs):
+
+    def batches():
         for x, y, index in loader:
-            optimizer.zero_grad()
-            mse(model(x), y).backward()
-            optimizer.step()
+            yield x, y
             if run.size == 1 or loader.weight:
-                found += torch.atleast_1d(torch.as_tensor(index)).tolist()
-    if run.size == 1:
-        return sorted(found)
-    return sorted(n for part in hd.allgather(found) for n in part)
+                found.extend(torch.atleast_1d(torch.as_tensor(index)).tolist())
+
+    train(run, model, optimizer, batches, 1)
+    return sorted(found if run.size == 1 else (n for part in hd.allgather(found) for n in part))
+
+
+def _numbered(name, make, seen, *, lr=0.1, shares=False, **given):
+    """Puts a loop over the loader that `make(run)` makes into the table; `seen(samples)` must hold."""
+
+    def loop(run):
+        model = net()
+        optimizer = sgd(run, model, lr)
+        found = _train_numbered(run, model, optimizer, make(run))
+        assert seen(found) is not False, found
+        if shares:
+            run.same = tuple(found)
+        return run.finish(model)
+
+    loop.__name__ = name
+    habit(**{"exact": False, "ways": RANKS, **given})(loop)
+
+
+def _all_of(n):
+    return lambda found: found == list(range(n))
 
 
 class Backwards(Sampler):
@@ -70,20 +79,14 @@ class Backwards(Sampler):
         return self.n
 
 
-@habit(ways=RANKS)
-def a_sampler_of_ones_own(run):
-    model = net()
-    optimizer = _sgd(run, model)
-    loader = run.loader(Numbered(53), sampler=Backwards(53))
-    assert _train_numbered(run, model, optimizer, loader) == list(range(53))
-    return run.finish(model)
+_numbered("a_sampler_of_ones_own", lambda run: run.loader(Numbered(53), sampler=Backwards(53)), _all_of(53), exact=True)
 
 
 @habit(exact=False, ways=RANKS)
 def distributed_sampler(run):
     """As for DistributedDataParallel, with hpcdist's rank and size."""
     model, dataset = net(), Numbered(53)
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     sampler = DistributedSampler(dataset, num_replicas=hd.size(), rank=hd.rank(), shuffle=True)
     loader = run.loader(dataset, sampler=sampler)
     orders = []
@@ -98,45 +101,31 @@ def distributed_sampler(run):
 @habit(exact=False, ways=RANKS)
 def shuffled(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     loader = run.loader(Numbered(53), shuffle=True)
     for _ in range(EPOCHS):
         assert _train_numbered(run, model, optimizer, loader) == list(range(53))
     return run.finish(model)
 
 
-@habit(exact=False, ways=RANKS)
-def random_sampler_of_fewer(run):
-    model = net()
-    optimizer = _sgd(run, model)
-    loader = run.loader(Numbered(53), sampler=RandomSampler(range(53), num_samples=20))
-    seen = _train_numbered(run, model, optimizer, loader)
-    assert len(seen) == len(set(seen)) == 20
-    run.same = tuple(seen)
-    return run.finish(model)
-
-
-@habit(exact=False, ways=RANKS)
-def random_sampler_of_more(run):
-    model = net()
-    optimizer = _sgd(run, model)
-    loader = run.loader(Numbered(20), sampler=RandomSampler(range(20), replacement=True, num_samples=47))
-    seen = _train_numbered(run, model, optimizer, loader)
-    assert len(seen) == 47
-    run.same = tuple(seen)
-    return run.finish(model)
-
-
-@habit(exact=False, ways=RANKS)
-def weighted_random_sampler(run):
-    model = net()
-    optimizer = _sgd(run, model)
-    weights = [float(i % 2) for i in range(53)]
-    loader = run.loader(Numbered(53), sampler=WeightedRandomSampler(weights, 30))
-    seen = _train_numbered(run, model, optimizer, loader)
-    assert len(seen) == 30 and all(n % 2 for n in seen)
-    run.same = tuple(seen)
-    return run.finish(model)
+_numbered(
+    "random_sampler_of_fewer",
+    lambda run: run.loader(Numbered(53), sampler=RandomSampler(range(53), num_samples=20)),
+    lambda found: len(found) == len(set(found)) == 20,
+    shares=True,
+)
+_numbered(
+    "random_sampler_of_more",
+    lambda run: run.loader(Numbered(20), sampler=RandomSampler(range(20), replacement=True, num_samples=47)),
+    lambda found: len(found) == 47,
+    shares=True,
+)
+_numbered(
+    "weighted_random_sampler",
+    lambda run: run.loader(Numbered(53), sampler=WeightedRandomSampler([float(i % 2) for i in range(53)], 30)),
+    lambda found: len(found) == 30 and all(n % 2 for n in found),
+    shares=True,
+)
 
 
 class Growing(Sampler):
@@ -155,49 +144,27 @@ class Growing(Sampler):
         return len(list(iter(self)))
 
 
-@habit(exact=False, ways=RANKS)
-def a_batch_sampler_of_ones_own(run):
-    model, dataset = net(), Numbered(30)
-    optimizer = _sgd(run, model, lr=0.02)
-    loader = hd.shard(DataLoader(dataset, batch_sampler=Growing(30)))
-    assert _train_numbered(run, model, optimizer, loader) == list(range(30))
-    return run.finish(model)
-
-
-@habit(exact=False, ways=RANKS)
-def torchs_batch_sampler(run):
-    model, dataset = net(), Numbered(53)
-    optimizer = _sgd(run, model)
-    loader = hd.shard(DataLoader(dataset, batch_sampler=BatchSampler(Backwards(53), 4, False)))
-    assert _train_numbered(run, model, optimizer, loader) == list(range(53))
-    return run.finish(model)
-
-
-@habit(exact=False, ways=RANKS)
-def single_samples(run):
-    """batch_size=None."""
-    model = net()
-    optimizer = _sgd(run, model, lr=0.02)
-    loader = run.loader(Numbered(20), batch=None)
-    assert _train_numbered(run, model, optimizer, loader) == list(range(20))
-    return run.finish(model)
+_numbered(
+    "a_batch_sampler_of_ones_own",
+    lambda run: hd.shard(DataLoader(Numbered(30), batch_sampler=Growing(30))),
+    _all_of(30),
+    lr=0.02,
+)
+_numbered(
+    "torchs_batch_sampler",
+    lambda run: hd.shard(DataLoader(Numbered(53), batch_sampler=BatchSampler(Backwards(53), 4, False))),
+    _all_of(53),
+)
+_numbered("single_samples", lambda run: run.loader(Numbered(20), batch=None), _all_of(20), lr=0.02)
+_numbered("a_worker_process", lambda run: run.loader(Numbered(20), num_workers=1), _all_of(20))
 
 
 @habit(ways=RANKS)
 def drop_last(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     loader = run.loader(data(53), drop_last=True)
     train(run, model, optimizer, loader)
-    return run.finish(model)
-
-
-@habit(exact=False, ways=RANKS)
-def a_worker_process(run):
-    model = net()
-    optimizer = _sgd(run, model)
-    loader = run.loader(Numbered(20), num_workers=1)
-    assert _train_numbered(run, model, optimizer, loader) == list(range(20))
     return run.finish(model)
 
 
@@ -209,66 +176,58 @@ class Stream(IterableDataset):
         return (self.dataset[i] for i in range(self.first, len(self.dataset), self.step))
 
 
-@habit(ways=RANKS)
-def a_stream_that_knows_no_ranks(run):
-    model = net()
-    optimizer = _sgd(run, model)
-    seen = _train_numbered(run, model, optimizer, run.loader(Stream(53)))
-    assert seen == list(range(53))
-    return run.finish(model)
+def _worker(run) -> int:
+    """The number of this rank among the workers; 0 on a server."""
+    return max(run.rank - (run.size - run.workers), 0)
 
 
-@habit(exact=False, ways=RANKS)
-def a_stream_split_by_rank(run):
-    model = net()
-    optimizer = _sgd(run, model)
-    worker = run.rank - (run.size - run.workers)
-    seen = _train_numbered(run, model, optimizer, run.loader(Stream(41, max(worker, 0), run.workers), batch=2))
-    assert seen == list(range(41))
-    return run.finish(model)
+def _own(run, dataset):
+    return hd.shard(DataLoader(dataset, batch_size=2), split=False)
+
+
+_numbered("a_stream_that_knows_no_ranks", lambda run: run.loader(Stream(53)), _all_of(53), exact=True)
+_numbered("a_stream_split_by_rank", lambda run: run.loader(Stream(41, _worker(run), run.workers), batch=2), _all_of(41))
 
 
 @habit(exact=False, ways=RANKS)
 def own_loaders_of_different_lengths(run):
     model = net()
-    optimizer = _sgd(run, model)
-    loader = hd.shard(DataLoader(Numbered(5 + 9 * run.rank), batch_size=2), split=False)
-    lengths = [5 + 9 * rank for rank in range(run.size)][run.size - run.workers :]
-    assert len(_train_numbered(run, model, optimizer, loader)) == sum(lengths)
+    optimizer = sgd(run, model)
+    lengths = [5 + 9 * rank for rank in range(run.size)]
+    found = _train_numbered(run, model, optimizer, _own(run, Numbered(lengths[run.rank])))
+    assert len(found) == sum(lengths[run.size - run.workers :])
     return run.finish(model)
 
 
 @habit(exact=False, ways=RANKS)
 def own_loaders_one_of_which_is_empty(run):
     model = net()
-    optimizer = _sgd(run, model)
-    n = 0 if run.rank == run.size - 1 else 9
-    loader = hd.shard(DataLoader(Stream(9) if n else Stream(9, 9), batch_size=2), split=False)
-    assert len(_train_numbered(run, model, optimizer, loader)) == 9 * (run.workers - 1)
+    optimizer = sgd(run, model)
+    found = _train_numbered(run, model, optimizer, _own(run, Stream(9, 9 if run.rank == run.size - 1 else 0)))
+    assert len(found) == 9 * (run.workers - 1)
     return run.finish(model)
 
 
 @habit()
 def two_loaders_side_by_side(run):
     model = net()
-    optimizer = _sgd(run, model)
-    for _ in range(EPOCHS):
-        for (x, y), (a, b) in zip(run.loader(data(48)), run.loader(data(60)), strict=False):
-            optimizer.zero_grad()
-            (mse(model(x), y) + mse(model(a), b)).backward()
-            optimizer.step()
+    optimizer = sgd(run, model)
+
+    def backward(one, other):
+        (mse(model(one[0]), one[1]) + mse(model(other[0]), other[1])).backward()
+
+    both = lambda: zip(run.loader(data(48)), run.loader(data(60)), strict=False)  # noqa: E731
+    train(run, model, optimizer, both, backward=backward)
     return run.finish(model)
 
 
 @habit()
 def an_epoch_left_early(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     for _ in range(3):
-        for i, (x, y) in enumerate(run.loader()):
-            optimizer.zero_grad()
-            mse(model(x), y).backward()
-            optimizer.step()
+        for i, batch in enumerate(run.loader()):
+            train(run, model, optimizer, [batch], 1)
             if i == 1:
                 break
     return run.finish(model)
@@ -278,7 +237,7 @@ def an_epoch_left_early(run):
 def an_endless_iterator(run):
     """As in loops that count steps."""
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     loader = run.loader()
 
     def forever():
@@ -287,10 +246,7 @@ def an_endless_iterator(run):
 
     batches = forever()
     for _ in range(7):
-        x, y = next(batches)
-        optimizer.zero_grad()
-        mse(model(x), y).backward()
-        optimizer.step()
+        train(run, model, optimizer, [next(batches)], 1)
     batches.close()
     return run.finish(model)
 
@@ -298,17 +254,13 @@ def an_endless_iterator(run):
 @habit(ways=("joint", "one", "same", "many"))
 def evaluation_between_epochs(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     test, found = run.test(data(25)), []
     for _ in range(EPOCHS):
         model.train()
         train(run, model, optimizer, run.loader(), epochs=1)
         model.eval()
-        total, count = 0.0, 0
-        with torch.no_grad():
-            for x, y in test:
-                total, count = total + mse(model(x), y).item() * len(x), count + len(x)
-        found.append(run.metric(total / max(count, 1), count))
+        found.append(mean_loss(run, model, test))
     assert found[0] != found[1] or run.size > 1  # a centre without springs stays
     run.same = tuple(found)
     return run.finish(model)
@@ -317,7 +269,7 @@ def evaluation_between_epochs(run):
 @habit()
 def evaluation_in_inference_mode(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     for _ in range(EPOCHS):
         train(run, model, optimizer, run.loader(), epochs=1)
         with torch.inference_mode():
@@ -329,7 +281,7 @@ def evaluation_in_inference_mode(run):
 @habit(ways=("joint",), where=("allreduce",), exact=False, breaks="a step is taken in an evaluation")
 def trained_in_an_evaluation(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     train(run, model, optimizer, run.test(data(48)))
     return run.finish(model)
 
@@ -337,7 +289,7 @@ def trained_in_an_evaluation(run):
 @habit(ways=("joint", "many"), exact=False, breaks="ranks are at different places in the loop")
 def training_ended_by_one_rank(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     for epoch in range(3):
         train(run, model, optimizer, run.loader(), epochs=1)
         if epoch == 1 and run.rank == 1:
@@ -348,42 +300,38 @@ def training_ended_by_one_rank(run):
 OTHER_SAMPLES = r"loader must be the same on all workers, which share its samples; "
 
 
-def _shard(run, dataset, batch=BATCH):
-    loader = DataLoader(dataset, batch_size=batch)
-    return hd.shard(loader) if run.size > 1 else loader
+def _other_samples(name, make, message, batch=lambda rank: BATCH):
+    """Puts a loop into the table in which each rank has other samples."""
+
+    def loop(run):
+        model = net()
+        optimizer = sgd(run, model)
+        loader = DataLoader(make(run.rank), batch_size=batch(run.rank))
+        train(run, model, optimizer, hd.shard(loader) if run.size > 1 else loader)
+        return run.finish(model)
+
+    loop.__name__ = name
+    habit(ways=("joint",), exact=False, refused={"*": OTHER_SAMPLES + message})(loop)
 
 
-@habit(ways=("joint",), exact=False, refused={"*": OTHER_SAMPLES + "the checksum of Subset.indices is"})
-def a_random_split_by_each_ranks_seed(run):
-    model = net()
-    optimizer = _sgd(run, model)
-    part, _ = torch.utils.data.random_split(data(), [40, 12], torch.Generator().manual_seed(run.rank))
-    train(run, model, optimizer, _shard(run, part))
-    return run.finish(model)
+def _permuted(rank):
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(rank))
+    return TensorDataset(*(tensor[order] for tensor in data().tensors))
 
 
-@habit(ways=("joint",), exact=False, refused={"*": OTHER_SAMPLES + "the sum of the first rows of tensor 0 is"})
-def samples_permuted_by_each_ranks_seed(run):
-    model = net()
-    optimizer = _sgd(run, model)
-    x, y = data().tensors
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(run.rank))
-    train(run, model, optimizer, _shard(run, TensorDataset(x[order], y[order])))
-    return run.finish(model)
-
-
-@habit(ways=("joint",), exact=False, refused={"*": OTHER_SAMPLES + "batch_size is"})
-def another_batch_size_on_each_rank(run):
-    model = net()
-    optimizer = _sgd(run, model)
-    train(run, model, optimizer, _shard(run, data(), BATCH + run.rank))
-    return run.finish(model)
+_other_samples(
+    "a_random_split_by_each_ranks_seed",
+    lambda rank: torch.utils.data.random_split(data(), [40, 12], torch.Generator().manual_seed(rank))[0],
+    "the checksum of Subset.indices is",
+)
+_other_samples("samples_permuted_by_each_ranks_seed", _permuted, "the sum of the first rows of tensor 0 is")
+_other_samples("another_batch_size_on_each_rank", lambda rank: data(), "batch_size is", batch=lambda rank: BATCH + rank)
 
 
 @habit(ways=("joint",))
 def what_a_loader_has(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     loader = run.loader()
     assert len(loader.dataset) == 52 and loader.batch_size >= BATCH and loader.num_workers == 0
     assert not hasattr(loader, "nothing")
@@ -394,7 +342,7 @@ def what_a_loader_has(run):
 @habit()
 def consensus_between_epochs(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     found = []
     for _ in range(EPOCHS):
         train(run, model, optimizer, run.loader(), epochs=1)
@@ -410,26 +358,24 @@ def consensus_between_epochs(run):
 def figures_shared_in_the_loop(run):
     """allreduce, allgather, broadcast and metric in the body, where servers don't take part."""
     model = net()
-    optimizer = _sgd(run, model)
-    for _ in range(EPOCHS):
-        for x, y in run.loader():
-            optimizer.zero_grad()
-            loss = mse(model(x), y)
-            loss.backward()
-            optimizer.step()
-            if run.size > 1:
-                assert len(hd.allgather([run.rank])) == run.workers
-                assert hd.allreduce(1.0, "sum") == run.workers
-                mean = hd.metric(loss.item())
-                assert hd.broadcast(mean, run.size - 1) == mean
-                hd.barrier()
+    optimizer = sgd(run, model)
+
+    def share():
+        if run.size > 1:
+            assert len(hd.allgather([run.rank])) == run.workers
+            assert hd.allreduce(1.0, "sum") == run.workers
+            mean = hd.metric(float(run.rank))
+            assert hd.broadcast(mean, run.size - 1) == mean
+            hd.barrier()
+
+    train(run, model, optimizer, run.loader, after=share)
     return run.finish(model)
 
 
 @habit(ways=("one", "many"), where=("parameter_server", "softsync"), breaks="a rank that serves takes a step")
 def a_plain_loader_on_a_rank_that_serves(run):
     model = net()
-    optimizer = _sgd(run, model)
+    optimizer = sgd(run, model)
     train(run, model, optimizer, DataLoader(data(), batch_size=BATCH))
     return run.finish(model)
 
@@ -437,15 +383,13 @@ def a_plain_loader_on_a_rank_that_serves(run):
 @habit(exact=False, ways=RANKS, breaks="a call of all ranks stands inside the loop")
 def consensus_in_the_loop(run):
     model = net()
-    optimizer = _sgd(run, model)
-    for _ in range(EPOCHS):
-        for i, (x, y) in enumerate(run.loader()):
-            optimizer.zero_grad()
-            mse(model(x), y).backward()
-            optimizer.step()
-            if i == 1:
-                with run.consensus(model), torch.no_grad():
-                    mse(model(x), y)
+    optimizer = sgd(run, model)
+
+    def look():
+        with run.consensus(model), torch.no_grad():
+            mse(model(data(8).tensors[0]), data(8).tensors[1])
+
+    train(run, model, optimizer, run.loader, after=look)
     return run.finish(model)
 
 
@@ -453,7 +397,7 @@ def consensus_in_the_loop(run):
 def rank_0_looks_at_its_own_model(run):
     """As Horovod's users do, between epochs. Where it serves it has what it serves."""
     model = net()
-    optimizer = _sgd(run, model, lr=0.05)
+    optimizer = sgd(run, model, 0.05)
     for _ in range(EPOCHS):
         train(run, model, optimizer, run.loader(), epochs=1)
         own = copied(model)

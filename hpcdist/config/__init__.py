@@ -2,8 +2,7 @@
 
 import importlib
 
-from hpcdist.config.compare import differences, differing, fingerprint
-from hpcdist.config.merge import load
+from hpcdist.config.merge import differences, differing, fingerprint, load
 from hpcdist.config.settings import Named, Option, Settings, checked_options, describe
 
 __all__ = [

@@ -8,8 +8,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch.optim.lr_scheduler import OneCycleLR
 
-from hpcdist.config.optimizer import OptimizerConfig, optimizers
-from hpcdist.config.schedule import OWN_RATES, ScheduleConfig, schedules
+from hpcdist.config.optimizer import OWN_RATES, OptimizerConfig, ScheduleConfig, optimizers, schedules
 from hpcdist.config.settings import Named, Settings
 from hpcdist.errors import ConfigError
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcdist.errors import DataError, UnknownNameError
-from hpcdist.records.bounded import open_regular
-from hpcdist.records.durable import stamp, writing
+from hpcdist.records.files import open_regular, stamp, writing
 
 TIMEOUT_S = 20.0  # longest silence of a mirror
 BLOCK_BYTES = 1 << 20

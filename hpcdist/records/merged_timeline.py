@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from hpcdist.records.durable import writing
+from hpcdist.records.files import writing
 from hpcdist.records.timeline import rank_path, span_us
 
 FILE_NAME = "timeline.json"

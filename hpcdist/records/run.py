@@ -11,8 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpcdist.errors import DataError
-from hpcdist.records.bounded import parse_json, read_bounded
-from hpcdist.records.durable import replace_durably, writing
+from hpcdist.records.files import parse_json, read_bounded, replace_durably, writing
 
 FILE_NAME = "run.json"
 

@@ -10,9 +10,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpcdist.errors import DataError
-from hpcdist.records.bounded import parse_json, read_bounded
-from hpcdist.records.durable import replace_durably
 from hpcdist.records.energy import Energy
+from hpcdist.records.files import parse_json, read_bounded, replace_durably
 from hpcdist.records.step import StepRecord
 
 FILE_NAME = "summary.json"

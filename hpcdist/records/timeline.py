@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from hpcdist.records.durable import append, writing
+from hpcdist.records.files import append, writing
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Details = dict[str, Any]

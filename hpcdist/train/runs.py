@@ -1,32 +1,37 @@
-"""Run a job in a folder to its end, from a job file, settings and flags."""
+"""Run a job in a folder to its end, from a job file, settings and flags; write down what it ran with."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import torch
+
+import hpcdist
 from hpcdist import checkpoint, strategies
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.comm.traced import begin_timeline, end_timeline
-from hpcdist.config import JobConfig, load
-from hpcdist.config.files import neighbours
-from hpcdist.config.schedule import with_functions_of
+from hpcdist.config import JobConfig, load, optimizers, schedules
+from hpcdist.config.files import git_commit, imported_beside, neighbours
+from hpcdist.config.optimizer import with_functions_of
 from hpcdist.errors import ConfigError, suggestion
-from hpcdist.parallel import schedules
 from hpcdist.parallel.cut import cut_of
 from hpcdist.parallel.layers import outline
-from hpcdist.records import Summary, end_run, locked, making, merged_timeline
+from hpcdist.parallel.schedules import make as make_schedule
+from hpcdist.records import Start, Summary, begin_run, copy_job, end_run, locked, making, merged_timeline, now
 from hpcdist.records.timeline import unused
 from hpcdist.registry import label
 from hpcdist.train import loggers
 from hpcdist.train.job import Job, load_job
 from hpcdist.train.log import Progress
 from hpcdist.train.loop import Trainer
-from hpcdist.train.provenance import write_down
 from hpcdist.train.resume import saved_cut
 
 ENDING_S = 5.0  # that a killed run may still hold its folder when the next one resumes
@@ -153,7 +158,7 @@ def _check_model(job: Job, config: JobConfig) -> None:
 def _check_stages(job: Job, config: JobConfig) -> None:
     """Raise ConfigError if the model has too few layers, or the schedule refuses the number of stages."""
     settings = config.parallel
-    schedules.make(settings.schedule, settings.stages, settings.micro_batches * config.accumulation, settings.chunks)
+    make_schedule(settings.schedule, settings.stages, settings.micro_batches * config.accumulation, settings.chunks)
     cut_of(outline(lambda: job.model(**config.model)), settings.stages * settings.chunks, settings.sizes)
 
 
@@ -200,3 +205,68 @@ def _newest(comm: Communicator, checkpoints: Path) -> Path | None:
     if comm.rank == 0:
         _logger.info(f"going on from {newest}" if newest else f"no checkpoint in {checkpoints} yet: starting anew")
     return newest
+
+
+# --- provenance -------------------------------------------------------------------------------------------------------
+if TYPE_CHECKING:
+    from hpcdist.train.loop import Trainer
+
+
+def write_down(trainer: Trainer, job_path: Path, command: Sequence[str], resumed_from: Path | None) -> None:
+    """Collective. Add this start to the folder's `run.json`, on the first rank, and copy the job's file there."""
+    comm = trainer.comm
+    hosts = comm.gather(platform.node())
+    if comm.rank != comm.failures.living[0]:
+        return
+    revision, dirty = git_commit(job_path.resolve().parent)
+    start = Start(
+        started=now(),
+        ended=None,
+        command=list(command),
+        job=copy_job(trainer.output, job_path, imported_beside(job_path)),
+        commit=revision,
+        dirty=dirty,
+        ranks=comm.size,
+        samples=trainer.log.n_samples,
+        hosts=hosts,
+        versions=versions(comm),
+        settings=json.loads(json.dumps(settings(trainer), default=str)),
+        rate_factor=trainer.rate_factor,
+        virtual=None if comm.trace.virtual is None else json.loads(json.dumps(comm.trace.virtual, default=str)),
+        went_on_from=None if resumed_from is None else str(resumed_from),
+    )
+    begin_run(trainer.output, start)
+
+
+def versions(comm: Communicator) -> dict[str, str | None]:
+    """Return the versions of hpcdist, Python and the libraries beneath; MPI's is None on virtual ranks."""
+    libraries = {"hpcdist": hpcdist.__version__, "torch": torch.__version__, "numpy": np.__version__}
+    library = None
+    if mpi_of(comm) is not None:
+        from hpcdist.comm.mpi.library import version
+
+        library = version()
+    return {**libraries, "python": platform.python_version(), "mpi": library}
+
+
+def settings(trainer: Trainer) -> dict[str, Any]:
+    """Return every setting of a run, with the defaults of torch, the strategy and the job's model."""
+    config = trainer.config
+    values = config.model_dump()
+    values["data"]["source"] = trainer.data_source
+    values["strategy"] = {"name": config.strategy.name, **trainer.strategy_options}
+    values["optimizer"] = _resolved(optimizers()[config.optimizer.name], values["optimizer"])
+    if config.schedule.name is not None:
+        values["schedule"] = _resolved(schedules()[config.schedule.name], values["schedule"])
+    values["model"] = _resolved(trainer.job.model, values["model"])
+    return values
+
+
+def _resolved(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Complete values by the function's own defaults; a None stands for the default too."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # written in C
+        return given
+    own = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "optimizer"}
+    return own | {key: value for key, value in given.items() if value is not None or own.get(key) is None}

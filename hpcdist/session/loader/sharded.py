@@ -19,8 +19,7 @@ from hpcdist.session import rules
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.consistency import begin_epoch, require_same_loader
 from hpcdist.session.loader.period import Weighed, joint_batch, period
-from hpcdist.session.loader.sampling import Order, order_of
-from hpcdist.session.loader.seeding import drawn_alike
+from hpcdist.session.loader.sampling import Order, drawn_alike, order_of
 from hpcdist.session.values import broadcast_in
 from hpcdist.session.world import current
 from hpcdist.strategies import Strategy

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from hpcdist.config import JobConfig, load, optimizers
 from hpcdist.config.files import neighbours
-from hpcdist.config.schedule import OWN_RATES
+from hpcdist.config.optimizer import OWN_RATES
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import Summary, load_summary
 from hpcdist.tools import baselines, console

@@ -1,20 +1,23 @@
-"""Files that are complete or absent after a crash, with a checksum of their content."""
+"""Files that are complete or absent after a crash; files of others, which are read only if regular and bounded."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
+import json
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from hpcdist.errors import OutputError
+from hpcdist.errors import HpcdistError, OutputError
 
 CHUNK_BYTES = 1 << 20
 ASIDE_BYTES = 1 << 16  # smaller pieces are hashed faster here than by another thread
@@ -64,15 +67,13 @@ def write_durably(path: Path, pieces: Iterable[bytes | np.ndarray]) -> Stamp:
         OSError: the file exists, or can't be written.
     """
     sha, total = hashlib.sha256(), 0
-    with (
-        open(path, "xb") as file,
-        ThreadPoolExecutor(1) as hasher,
-    ):  # hashing takes as long as writing
+    with open(path, "xb") as file, ThreadPoolExecutor(1) as hasher:  # hashing takes as long as writing
         for piece in pieces:
-            hashing = hasher.submit(sha.update, piece) if len(piece) >= ASIDE_BYTES else None
-            file.write(piece)
-            hashing.result() if hashing else sha.update(piece)
-            total += len(piece)
+            data = piece if isinstance(piece, bytes) else piece.data
+            hashing = hasher.submit(sha.update, data) if len(data) >= ASIDE_BYTES else None
+            file.write(data)
+            hashing.result() if hashing else sha.update(data)
+            total += len(data)
         file.flush()
         os.fsync(file.fileno())
     return Stamp(total, sha.hexdigest())
@@ -110,3 +111,51 @@ def replace_durably(path: Path, data: bytes) -> None:
         finally:
             temporary.unlink(missing_ok=True)
         sync(path.parent)
+
+
+# --- files that others may have made ----------------------------------------------------------------------------------
+MOST_BYTES = 1 << 28  # of a file of settings, of a summary or a manifest
+_KINDS = {
+    stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"
+}  # fmt: skip
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a file for reading, at once, also where it is none that can be read.
+
+    Raises:
+        OSError: the system refuses, or the file is a folder, a pipe, a socket or a device; `strerror` says which.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'no file')}, not a regular file", str(path))
+
+
+def read_bounded(path: str | Path, limit: int = MOST_BYTES) -> bytes:
+    """Read a regular file of at most `limit` bytes.
+
+    Raises:
+        OSError: as for `open_regular`; or the file is larger.
+    """
+    with open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
+    return content
+
+
+def parse_json(text: bytes | str, where: str | Path, error: type[HpcdistError], remedy: str = "") -> Any:
+    """Parse JSON.
+
+    Raises:
+        HpcdistError: of the kind `error`: it is none, or nested too deep.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as reason:
+        raise error(f"{where} must be JSON; got damaged content ({reason}).{remedy and f' {remedy}'}") from None

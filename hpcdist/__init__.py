@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 from hpcdist.version import __version__ as __version__
 
 if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
-    from hpcdist.session.consensus import consensus, finish, load, save
+    from hpcdist.session.checkpoints import load, save, unsplit
+    from hpcdist.session.consensus import consensus, finish
     from hpcdist.session.leaving import Leaving
     from hpcdist.session.loader.sharded import shard
     from hpcdist.session.optimizer import DistributedOptimizer
     from hpcdist.session.pipeline import device_mesh, local_shards, pipeline
-    from hpcdist.session.resharding import unsplit
     from hpcdist.session.sync_batch_norm import SyncBatchNorm
     from hpcdist.session.values import allgather, allreduce, barrier, broadcast, metric
     from hpcdist.session.world import init, local_rank, local_size, rank, size

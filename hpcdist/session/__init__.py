@@ -9,12 +9,12 @@ for x, y in loader:
     optimizer.step()
 """
 
-from hpcdist.session.consensus import consensus, finish, load, save
+from hpcdist.session.checkpoints import load, save, unsplit
+from hpcdist.session.consensus import consensus, finish
 from hpcdist.session.leaving import Leaving
 from hpcdist.session.loader.sharded import shard
 from hpcdist.session.optimizer import DistributedOptimizer
 from hpcdist.session.pipeline import device_mesh, local_shards, pipeline
-from hpcdist.session.resharding import unsplit
 from hpcdist.session.sync_batch_norm import SyncBatchNorm
 from hpcdist.session.values import allgather, allreduce, barrier, broadcast, metric
 from hpcdist.session.world import init, local_rank, local_size, rank, size

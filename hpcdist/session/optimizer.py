@@ -22,7 +22,7 @@ from hpcdist.model.hyperparameters import Hyperparameters
 from hpcdist.parallel.agreement import PartOfModel
 from hpcdist.records import StepRecord
 from hpcdist.session import rules
-from hpcdist.session.pipeline import agreement, check_optimizer, require_in_stages, share_tied
+from hpcdist.session.pipeline import check_optimizer, require_in_stages, share_tied
 from hpcdist.session.sync_batch_norm import synchronise_batch_norms
 from hpcdist.session.world import current, require_equal
 from hpcdist.strategies import Strategy
@@ -50,8 +50,9 @@ class Attachment:
         peers: those of them that have the same stage of the model; all of them where each has the whole model.
         counts: number of parameters in each group.
         record: the record of the last step.
+        looks: servers replace parameters, so that the loop must not change them between steps.
         begun: an epoch has begun.
-        seen: the model's `changes` after the last step, where servers replace its parameters.
+        seen: the model's `changes` after the last step, where it `looks`.
     """
 
     strategy: Any  # a Strategy, perhaps one that supports closures
@@ -60,13 +61,14 @@ class Attachment:
     workers: Communicator
     peers: Communicator
     counts: list[int]
+    looks: bool
     record: StepRecord | None = None
     begun: bool = False
     seen: list[int | bytes] | None = None
 
     def look(self) -> None:
         """Remember how often the parameters have been changed, and some of them, where servers replace them."""
-        if rules.forbids("parameters are changed between steps", self.strategy):
+        if self.looks:
             self.seen = self.strategy.model.changes()
 
 
@@ -92,10 +94,8 @@ class _Distributed:
         Called by a GradScaler it unscales gradients, and leaves the update out where some have overflowed.
         """
         self._require_own_step()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         at_once = self.strategy.contract.sends == "between steps"
         with self._scaled() as how:
             step = self._step_and_share if at_once else self.attachment.local_step
@@ -144,9 +144,8 @@ class _Distributed:
         Raises:
             ConfigError: it is inside of the loop there.
         """
-        habit = "the optimiser's state is loaded within an epoch"
-        if rules.forbids(habit, self.strategy) and current().group is not None:
-            raise rules.error(habit, self.strategy)
+        if current().group is not None:
+            rules.refuse("the optimiser's state is loaded within an epoch", self.strategy)
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def synchronize(self) -> None:
@@ -155,8 +154,7 @@ class _Distributed:
         Raises:
             ConfigError: the strategy's update is of several workers' gradients, and made elsewhere.
         """
-        if rules.forbids("synchronize() is called", self.strategy):
-            raise rules.error("synchronize() is called", self.strategy)
+        rules.refuse("synchronize() is called", self.strategy)
         self.strategy.synchronize()
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
@@ -189,8 +187,7 @@ class _Distributed:
         """
         given = param_group["params"]
         given = [given] if isinstance(given, torch.Tensor) else list(given)
-        if rules.forbids("a group of parameters is added", self.strategy):
-            raise rules.error("a group of parameters is added", count=len(given))
+        rules.refuse("a group of parameters is added", self.strategy, count=len(given))
         self.strategy.model.admit(given)
         own: Any = self  # an optimiser, once it is one's class
         super().add_param_group({**param_group, "params": given})  # type: ignore[misc]
@@ -253,7 +250,8 @@ def DistributedOptimizer(
     model = _checked_model(optimizer, model, clip_norm)
     require_in_stages(session, model)
     outer, stages = session.outer, session.stages
-    _check_model(model, outer.size)
+    if outer.size > 1:
+        _require_no_norms(model)
     cls = strategies.load(strategy)
     config = cls.Config.from_mapping(options, "strategy")
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -269,14 +267,14 @@ def DistributedOptimizer(
         check_optimizer(optimizer, model, evaluating, cls)
     flat = _flat(optimizer, model, bucket_bytes, session.optimizers)
     replicas = config.workers(outer.size)
-    peers = _workers(outer, replicas)
-    workers = peers if stages == 1 else _workers(session.comm, session.ranks_of(replicas))
+    peers = _split_off(outer, replicas)
+    workers = peers if stages == 1 else _split_off(session.comm, session.ranks_of(replicas))
     synchronise_batch_norms(flat, cls, peers)
     local_class = type(optimizer)
     local_step = session.comm.trace.noted("update", "compute", _refreshing(local_class.step.__get__(optimizer), flat))
     vars(optimizer).pop("step", None)  # a learning-rate schedule puts its own there, which would pass by ours
-    given: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "stages": agreement(model)}
-    made = cls(config, outer.split(0), flat, **given)
+    stages_agree = model.agreement if isinstance(model, PartOfModel) else None
+    made = cls(config, outer.split(0), flat, optimizer=optimizer, clip_norm=clip_norm, stages=stages_agree)
     made.before_step = lambda: _require_allowed(made)
     flat.mark()
     counts = [len(group["params"]) for group in optimizer.param_groups]
@@ -284,7 +282,8 @@ def DistributedOptimizer(
     changed: Any = optimizer  # gets a class made here, which no checker of types knows
     changed.__class__ = type(local_class.__name__, (added, local_class), {})
     local_state_dict = local_class.state_dict.__get__(optimizer)
-    changed.attachment = Attachment(made, local_step, local_state_dict, workers, peers, counts)
+    looks = rules.forbids("parameters are changed between steps", made)
+    changed.attachment = Attachment(made, local_step, local_state_dict, workers, peers, counts, looks)
     changed._opt_called = True  # ... and where they find none before their own; a server's worker never makes one
     session.optimizers.append(optimizer)
     if isinstance(model, PartOfModel):
@@ -294,8 +293,8 @@ def DistributedOptimizer(
 
 def _require_allowed(strategy: Strategy) -> None:
     """Raise ConfigError where the loop has changed something that the strategy's next step can't use."""
-    if strategy.model.unfrozen and rules.forbids("a frozen layer is unfrozen", strategy):
-        raise rules.error("a frozen layer is unfrozen", strategy, name=strategy.model.unfrozen)
+    if strategy.model.unfrozen:
+        rules.refuse("a frozen layer is unfrozen", strategy, name=strategy.model.unfrozen)
     habit = "gradients are changed between backward() and step()"
     if rules.forbids(habit, strategy) and strategy.model.changed_since_backward():
         raise rules.error(habit, strategy)
@@ -342,15 +341,14 @@ def _checked_model(optimizer: object, model: nn.Module | None, clip_norm: float 
     return model
 
 
-def _check_model(model: nn.Module, ranks: int) -> None:
-    """Check that no layer changes weights in its forward pass, by its rank's own batch; raise ConfigError otherwise."""
-    tables = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    for name, table in tables if ranks > 1 else ():
-        if table.max_norm is not None:
+def _require_no_norms(model: nn.Module) -> None:
+    """Raise ConfigError where a layer changes weights in its forward pass, by its rank's own batch."""
+    for name, table in model.named_modules():
+        if isinstance(table, (nn.Embedding, nn.EmbeddingBag)) and table.max_norm is not None:
             raise rules.error("embeddings are normalised in the forward pass", max_norm=table.max_norm, name=name)
 
 
-def _workers(comm: Communicator, ranks: tuple[int, ...]) -> Communicator:
+def _split_off(comm: Communicator, ranks: tuple[int, ...]) -> Communicator:
     """Collective. Return a communicator of the ranks that run the loop's body."""
     return comm if len(ranks) == comm.size else comm.split(0 if comm.rank in ranks else 1)
 
@@ -377,8 +375,7 @@ def _must_have_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 def _check_evaluating(name: str, strategy: str, cls: type[Strategy], config: Any, clip_norm: float | None) -> None:
     """Raise ConfigError where a setting does not suit an optimiser, of that name, that evaluates its closure."""
-    if rules.RULES["the optimiser evaluates its closure several times"].refused(cls.contract):
-        raise rules.error("the optimiser evaluates its closure several times", cls, optimizer=name)
+    rules.refuse("the optimiser evaluates its closure several times", cls, optimizer=name)
     config.require_plain(name)
     if clip_norm is not None:
         raise rules.error("such an optimiser's gradients are clipped", optimizer=name, clip_norm=clip_norm)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hpcdist.errors import ConfigError
-from hpcdist.parallel.agreement import Agreement, PartOfModel
+from hpcdist.parallel.agreement import PartOfModel
 from hpcdist.parallel.cost import measure
 from hpcdist.parallel.cut import Cut
 from hpcdist.parallel.grid import Grid
@@ -20,6 +20,11 @@ from hpcdist.parallel.plan import measured_cut
 from hpcdist.session import rules
 from hpcdist.session.world import Session, current, require_equal
 from hpcdist.strategies import Strategy
+
+if TYPE_CHECKING:  # DTensors take half a second to import, which not every loop needs
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from hpcdist.parallel.shards import Shards
 
 
 def pipeline(
@@ -149,19 +154,13 @@ def check_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, evaluating: bool, strategy: type[Strategy]
 ) -> None:
     """Check that an optimiser and a strategy can train one stage of several; raise ConfigError otherwise."""
-    if rules.RULES["the model is in stages"].refused(strategy.contract):
-        raise rules.error("the model is in stages", strategy)
+    rules.refuse("the model is in stages", strategy)
     if evaluating:
         raise rules.error("the optimiser of a stage searches along lines", kind=type(optimizer).__name__)
     own = set(map(id, model.parameters()))
     others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if others:
         raise rules.error("the optimiser of a stage has other parameters", count=len(others))
-
-
-def agreement(model: nn.Module) -> Agreement | None:
-    """Return what agrees with the other ranks of the replica; None for a model that each rank has whole."""
-    return model.agreement if isinstance(model, PartOfModel) else None
 
 
 def share_tied(model: nn.Module) -> None:
@@ -171,12 +170,6 @@ def share_tied(model: nn.Module) -> None:
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------
-if TYPE_CHECKING:  # DTensors take half a second to import, which not every loop needs
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from hpcdist.parallel.shards import Shards
-
-
 def device_mesh(
     *sizes: int, names: Sequence[str] | None = None, device_type: str = "cpu", spread: bool = False
 ) -> DeviceMesh:

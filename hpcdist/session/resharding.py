@@ -242,35 +242,3 @@ class SavedState:
             else:
                 values[entry.name] = entry.combine(found)
         return values
-
-
-# --- the unsplit model ------------------------------------------------------------------------------------------------
-def unsplit(path: str | Path, optimizer: str = "optimizer") -> dict[str, Tensor]:
-    """Return the state dict of the whole model that a checkpoint's ranks stand for together, of any world; on the CPU.
-
-    ::
-
-        model.load_state_dict(hpcdist.unsplit("checkpoints"))
-
-    Args:
-        path: a folder of checkpoints, or one of them: of `hpcdist.save`, or of `hpcdist train`.
-        optimizer: the name under which `hpcdist.save` was given the optimiser.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or lacks that name.
-    """
-    found = path if (Path(path) / checkpoint.MANIFEST).is_file() else checkpoint.latest(path, fallback=True)
-    if found is None:
-        raise CheckpointError(f"{path} must be a checkpoint, or a folder of them; got none there.")
-    with checkpoint.understood(found):
-        return _whole_model(SavedWorld(Path(found), checkpoint.verify(found)), optimizer)
-
-
-def _whole_model(world: SavedWorld, optimizer: str) -> dict[str, Tensor]:
-    keys = () if world.rank(0).at("params") is not None else ("state", optimizer)
-    if world.rank(0).at(*keys, "params") is None:
-        raise CheckpointError(
-            f"optimizer must be a name that hpcdist.save was given; got {optimizer!r}, and {world.path} has "
-            f"{', '.join(sorted(world.rank(0).at('state', default={})))}."
-        )
-    return world.of(*keys).whole()

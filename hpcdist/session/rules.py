@@ -33,10 +33,17 @@ class Rule(NamedTuple):
     alone: bool = False
 
 
-def forbids(habit: str, strategy: Strategy) -> bool:
-    """Tell whether a strategy, with its options and on its ranks, refuses a habit."""
+def forbids(habit: str, strategy: Strategy | type[Strategy]) -> bool:
+    """Tell whether a strategy, with its options and on its ranks, refuses a habit; or a class, on several ranks."""
     rule = RULES[habit]
-    return (rule.alone or strategy.comm.size > 1) and rule.refused(strategy.contract)
+    alone = isinstance(strategy, Strategy) and strategy.comm.size == 1
+    return (rule.alone or not alone) and rule.refused(strategy.contract)
+
+
+def refuse(habit: str, strategy: Strategy | type[Strategy], **facts: Any) -> None:
+    """Raise the error of a habit that has been seen, where the strategy refuses it."""
+    if forbids(habit, strategy):
+        raise error(habit, strategy, **facts)
 
 
 def error(habit: str, strategy: Strategy | type[Strategy] | None = None, **facts: Any) -> HpcdistError:
@@ -49,7 +56,8 @@ def error(habit: str, strategy: Strategy | type[Strategy] | None = None, **facts
     if strategy is not None:
         facts["strategy"] = name_of(strategy)
     if "{others}" in rule.message:
-        facts["others"] = _listed(allowing(habit))
+        *others, last = allowing(habit)
+        facts["others"] = f"{', '.join(others)} or {last}" if others else last
     return rule.error(rule.message.format(**facts))
 
 
@@ -57,11 +65,6 @@ def allowing(habit: str) -> list[str]:
     """List the strategies that allow a habit, with their options as they are by default."""
     loaded = ((name, strategies.load(name)) for name in strategies.available())
     return [name for name, cls in loaded if not RULES[habit].refused(cls.contract)]
-
-
-def _listed(names: list[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _always(contract: Contract) -> bool:

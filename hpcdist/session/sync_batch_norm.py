@@ -26,15 +26,6 @@ class _Ranks:
     def __reduce__(self) -> tuple[Any, ...]:
         return _Ranks, ()
 
-    @property
-    def several(self) -> bool:
-        return self.comm is not None and self.comm.size > 1
-
-    @property
-    def weight(self) -> float:
-        flat: Any = self.flat  # there is one where there are several ranks
-        return flat.weight if flat.passes.weighs else float(flat.weight > 0)
-
 
 class SyncBatchNorm(nn.SyncBatchNorm):
     """Normalise by the mean and variance of the batches of all ranks together, on CPUs and GPUs.
@@ -55,18 +46,18 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         uses_batch = self.training or self.running_mean is None
-        if not uses_batch or not self.ranks.several:
+        comm, flat = self.ranks.comm, self.ranks.flat
+        if not uses_batch or comm is None or comm.size == 1:
             return self._normalise_alone(input, uses_batch)
-        how = self.weight, self.bias, self.eps, self.ranks.weight, self.ranks.comm
+        weight = flat.weight if flat.passes.weighs else float(flat.weight > 0)
+        how = self.weight, self.bias, self.eps, weight, comm
         output, mean, variance, count = _Normalise.apply(input, *how)  # type: ignore[no-untyped-call]
         if self.training and self.running_mean is not None:
             self._track(mean, variance, float(count))
         return output
 
     def _normalise_alone(self, input: Tensor, uses_batch: bool) -> Tensor:
-        factor = 0.0
-        if self.training and self.track_running_stats:
-            factor = self._count_batch()
+        factor = self._count_batch() if self.training and self.track_running_stats else 0.0
         tracked = not self.training or self.track_running_stats
         mean, variance = (self.running_mean, self.running_var) if tracked else (None, None)
         return nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, uses_batch, factor, self.eps)
@@ -118,7 +109,8 @@ class _Normalise(torch.autograd.Function):
         wide, hat = grad.double(), normalised.double()
         along, across = wide.sum(axes), (wide * hat).sum(axes)
         # Every rank's gradients are multiplied by its weight at the parameters, those that come from others before.
-        sums = torch.cat([along, across]) * weight if weight else torch.zeros_like(torch.cat([along, across]))
+        both = torch.cat([along, across])
+        sums = both * weight if weight else torch.zeros_like(both)
         ctx.comm.allreduce(sums)
         mean_along, mean_across = (sums / (total * (weight or 1.0))).chunk(2)
         factor = inverse if scale is None else inverse * scale.double()
@@ -138,8 +130,7 @@ def synchronise_batch_norms(flat: FlatModel, strategy: type[Strategy], workers: 
     layers = [(name, layer) for name, layer in flat.module.named_modules() if isinstance(layer, nn.SyncBatchNorm)]
     if not layers:
         return
-    if rules.RULES["the model has SyncBatchNorm"].refused(strategy.contract):
-        raise rules.error("the model has SyncBatchNorm", strategy, name=layers[0][0])
+    rules.refuse("the model has SyncBatchNorm", strategy, name=layers[0][0])
     flat.exempt_buffers(tensor for _, layer in layers for tensor in layer.buffers())
     for _, layer in layers:
         layer.__class__ = SyncBatchNorm

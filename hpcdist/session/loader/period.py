@@ -35,8 +35,8 @@ def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when
         pauses_when_left: pause also where the loop is left by `break`, or fails: the others then don't wait.
     """
     strategies = [optimizer.strategy for optimizer in optimizers]
-    if len(strategies) > 1 and any(rules.forbids("several optimisers share a loop", each) for each in strategies):
-        raise rules.error("several optimisers share a loop", count=len(strategies))
+    for strategy in strategies if len(strategies) > 1 else ():
+        rules.refuse("several optimisers share a loop", strategy, count=len(strategies))
     if not strategies[0].is_worker:
         serve_together([(optimizer.strategy, optimizer.attachment.local_step) for optimizer in optimizers])
         return

@@ -1,0 +1,197 @@
+"""Save and load checkpoints in the user's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from hpcdist import checkpoint
+from hpcdist.errors import CheckpointError
+from hpcdist.session.consensus import normal_tensors, require_all_ranks
+from hpcdist.session.resharding import SavedWorld
+from hpcdist.session.state import capture, compare_settings, require_saved, restore, settings_of
+from hpcdist.session.world import current
+
+
+class _Objects:
+    """The objects that `save` or `load` is given, by name.
+
+    Attributes:
+        trained: the distributed optimisers among them, which are saved with their models.
+        others: those that are saved by themselves.
+    """
+
+    def __init__(self, given: Mapping[str, Any]):
+        held = current().optimizers
+        self.trained = {name: value for name, value in given.items() if any(value is each for each in held)}
+        models = [optimizer.strategy.model.module for optimizer in self.trained.values()]
+        self.others = {
+            name: value
+            for name, value in given.items()
+            if name not in self.trained and not any(value is model for model in models)
+        }
+
+    def kinds(self) -> dict[str, str]:
+        """Return the classes of the objects whose states are saved by themselves."""
+        return {name: type(value).__name__ for name, value in self.others.items() if hasattr(value, "state_dict")}
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Return the model's signature and the settings of each optimiser."""
+        return {
+            name: {"model": optimizer.strategy.model.signature(), **settings_of(optimizer)}
+            for name, optimizer in self.trained.items()
+        }
+
+
+@normal_tensors()
+def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: Any) -> Path:
+    """Collective. Save a checkpoint of the user's own loop in folder `path`, and return its own folder.
+
+    ::
+
+        hpcdist.save("checkpoints", optimizer=optimizer, schedule=schedule, loader=loader, epoch=epoch)
+
+    A DistributedOptimizer is saved with its model and its strategy's state. Of other objects their `state_dict()` is
+    saved (schedules, GradScalers, other modules, sharded loaders), and plain values as they are. The random generators
+    of Python, NumPy and torch are saved too. Every rank writes its own files; the checkpoint is there whole or not.
+
+    Args:
+        step: orders checkpoints; by default the steps that have been taken.
+        keep: number of checkpoints that stay.
+        state: objects to save, by names that `load` is given too. Models of the optimisers may be named or not.
+
+    Raises:
+        CheckpointError: some rank can't save its state. Raised on all ranks.
+        ConfigError: ranks that serve can't take part, inside the loop.
+    """
+    require_all_ranks("a checkpoint")
+    session, objects = current(), _Objects(state)
+    taken = max((optimizer.strategy.steps for optimizer in objects.trained.values()), default=0)
+    steps = max(each for each in session.comm.gather(taken) if each is not None)
+    saved = {name: capture(optimizer) for name, optimizer in objects.trained.items()}
+    for name, value in objects.others.items():
+        saved[name] = value.state_dict() if hasattr(value, "state_dict") else value
+    meta: dict[str, Any] = {"loop": objects.settings(), "kinds": objects.kinds()}
+    if session.stages > 1:
+        meta["stages"] = session.stages
+    tree = {"state": saved, "random": checkpoint.random_state()}
+    return checkpoint.save(session.comm, path, steps if step is None else step, tree, meta=meta, keep=keep)
+
+
+@normal_tensors()
+def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
+    """Collective. Load the newest checkpoint in folder `path`; return the plain values, or None if there is none.
+
+    ::
+
+        found = hpcdist.load("checkpoints", optimizer=optimizer, schedule=schedule, loader=loader)
+        first = found["epoch"] + 1 if found else 0
+
+    On as many ranks as have saved it the run goes on to the bit with synchronous strategies; on another number all
+    start from the parameters that the saved ranks stood for together. A model in stages, or in shards, may be cut into
+    others, or be whole: parameters, buffers, the optimiser's state and what compression has not sent yet are found by
+    their names. A run on one rank, or replica, sends nothing: what compression had not sent is dropped there. Another
+    strategy takes up parameters, buffers and the optimiser's state. Messages tell settings that differ.
+
+    Args:
+        path: a folder of checkpoints, or one of them.
+        state: objects by the names that `save` was given; their states are replaced.
+
+    Raises:
+        CheckpointError: all are damaged; or the newest is of another model, or of another class of optimiser or
+            schedule, or lacks one of the names.
+        ConfigError: ranks that serve can't take part, inside the loop.
+    """
+    require_all_ranks("a checkpoint")
+    session = current()
+    found = checkpoint.latest_together(session.comm, path)
+    if found is None:
+        return None
+    newest, manifest = found
+    objects, saved = _Objects(state), SavedWorld(newest, manifest)
+    with checkpoint.understood(newest, "the state of these objects"):
+        _require_same(objects, saved, manifest.meta)
+        return _load(objects, saved)
+
+
+def _load(objects: _Objects, saved: SavedWorld) -> dict[str, Any]:
+    """Collective. Load objects, and return the plain values."""
+    session, path = current(), saved.path
+    same = saved.is_same(session, {name: (each, ("state", name)) for name, each in objects.trained.items()})
+    if same:
+        mine = session.comm.rank
+        checkpoint.set_random_state(saved.rank(mine).at("random"))
+    else:
+        first = next(iter(objects.trained), None)
+        replica = 0 if first is None else saved.of("state", first).workers[0]
+        mine = replica * saved.stages + min(session.comm.rank % session.stages, saved.stages - 1)
+    names = set(saved.rank(mine).names("state"))
+    for name in (*objects.trained, *objects.others):
+        if name not in names:
+            raise CheckpointError(f"{path} must hold {name!r}; got {', '.join(sorted(names))}. Load what was saved.")
+    for name, optimizer in objects.trained.items():
+        state = saved.rank(mine).at("state", name) if same else saved.of("state", name).reshard(optimizer)
+        restore(optimizer, state)
+    for name, value in objects.others.items():
+        if same or not isinstance(value, nn.Module) or saved.stages == 1:
+            value.load_state_dict(saved.rank(mine).at("state", name))
+        else:
+            joined = saved.module_state(mine // saved.stages, "state", name)
+            value.load_state_dict({key: joined[key] for key in value.state_dict() if key in joined})
+    plain = sorted(names - {*objects.trained, *objects.others})
+    return {name: saved.rank(mine).at("state", name) for name in plain}
+
+
+def _require_same(objects: _Objects, saved: SavedWorld, meta: Mapping[str, Any]) -> None:
+    """Check that a checkpoint is of such a loop, and log which settings differ.
+
+    Models in stages are compared name by name later.
+    """
+    session, path, kinds = current(), saved.path, meta.get("kinds", {})
+    for name, own in objects.kinds().items():
+        if kinds.get(name, own) != own:
+            raise CheckpointError(
+                f"{name} must be of the class that {path} has, {kinds[name]}; got {own}. Load what was saved, or leave "
+                "it out."
+            )
+    for name, mine in objects.settings().items():
+        theirs = meta.get("loop", {}).get(name, {})
+        model = mine.pop("model")
+        if max(saved.stages, session.stages) == 1:
+            require_saved("model", theirs.get("model"), model, path)
+        where = "" if name == "optimizer" else f"{name}: "
+        compare_settings(theirs, mine, path, told=session.comm.rank == 0, name=where)
+
+
+def unsplit(path: str | Path, optimizer: str = "optimizer") -> dict[str, Tensor]:
+    """Return the state dict of the whole model that a checkpoint's ranks stand for together, of any world; on the CPU.
+
+    ::
+
+        model.load_state_dict(hpcdist.unsplit("checkpoints"))
+
+    Args:
+        path: a folder of checkpoints, or one of them: of `hpcdist.save`, or of `hpcdist train`.
+        optimizer: the name under which `hpcdist.save` was given the optimiser.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or lacks that name.
+    """
+    found = path if (Path(path) / checkpoint.MANIFEST).is_file() else checkpoint.latest(path, fallback=True)
+    if found is None:
+        raise CheckpointError(f"{path} must be a checkpoint, or a folder of them; got none there.")
+    with checkpoint.understood(found):
+        return _whole_model(SavedWorld(Path(found), checkpoint.verify(found)), optimizer)
+
+
+def _whole_model(world: SavedWorld, optimizer: str) -> dict[str, Tensor]:
+    keys = () if world.rank(0).at("params") is not None else ("state", optimizer)
+    if world.rank(0).at(*keys, "params") is None:
+        raise CheckpointError(
+            f"optimizer must be a name that hpcdist.save was given; got {optimizer!r}, and {world.path} has "
+            f"{', '.join(sorted(world.rank(0).at('state', default={})))}."
+        )
+    return world.of(*keys).whole()

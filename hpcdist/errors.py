@@ -25,6 +25,8 @@ import errno
 import os
 from collections.abc import Iterable
 
+LEFT = 75  # exit status of a run that left early and should be started again: EX_TEMPFAIL of sysexits.h
+INTERRUPTED = 130  # the shell's status for a process that SIGINT ended
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError; EFBIG: a limit on the size of files, `ulimit -f`
 
 

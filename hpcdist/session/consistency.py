@@ -28,16 +28,17 @@ def begin_epoch(optimizer: Any) -> None:
     """
     strategy: Strategy = optimizer.strategy
     first, optimizer.attachment.begun = not optimizer.attachment.begun, True
-    works = len(strategy.config.workers(strategy.comm.size)) == strategy.comm.size
-    takes_up = works and type(strategy).take_up is not Strategy.take_up  # ranks that only serve do so by themselves
     if strategy.comm.size == 1:
         return
+    works = len(strategy.config.workers(strategy.comm.size)) == strategy.comm.size
+    takes_up = works and type(strategy).take_up is not Strategy.take_up  # ranks that only serve do so by themselves
+    replicates = rules.forbids("replicas differ", strategy)
     strategy.model.refresh()
-    looks = first or takes_up or rules.forbids("replicas differ", strategy)
+    looks = first or takes_up or replicates
     mine = [strategy.model.touched(), strategy.model.sketch()] if looks else [False, []]
     found = _gathered(strategy.comm, "at an epoch's start", mine)
     touched = any(touched for touched, _ in found.values())
-    if rules.forbids("replicas differ", strategy) or (first and touched):
+    if replicates or (first and touched):
         _require_replicas(strategy, {rank: sketch for rank, (_, sketch) in found.items()})
     if takes_up and touched:
         strategy.take_up()
@@ -54,14 +55,15 @@ def require_same_steps(strategy: Strategy, place: str) -> None:
     """
     if strategy.comm.size == 1:
         return
-    sketch = strategy.model.sketch() if rules.forbids("replicas differ", strategy) else []
+    replicates = rules.forbids("replicas differ", strategy)
+    sketch = strategy.model.sketch() if replicates else []
     found = _gathered(strategy.comm, place, [strategy.model.passes.batches_used, sketch])
     workers = [rank for rank in strategy.config.workers(strategy.comm.size) if rank in found]
     if strategy.contract.synchronous:
         error = unequal_steps({rank: found[rank][0] for rank in workers}, "batches that steps were taken for")
         if error is not None:
             raise error
-    if rules.forbids("replicas differ", strategy):
+    if replicates:
         _require_replicas(strategy, {rank: sketch for rank, (_, sketch) in found.items()})
 
 

@@ -259,7 +259,8 @@ def DistributedOptimizer(
     settings = mine | {"clip_norm": clip_norm} | ({"groups": groups} if stages == 1 else {})
     require_equal(session.comm, settings, "strategy and optimiser")
     if stages > 1:  # of which each may have groups of its own
-        require_equal(outer, {"groups": groups}, "param_groups of a stage", session.ranks_of_stage)
+        ranks_of_stage = range(session.comm.rank % stages, session.comm.size, stages)
+        require_equal(outer, {"groups": groups}, "param_groups of a stage", ranks_of_stage)
     evaluating = _must_have_closure(optimizer)
     if evaluating:
         _check_evaluating(type(optimizer).__name__, strategy, cls, config, clip_norm)

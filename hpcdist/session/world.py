@@ -62,11 +62,6 @@ class Session:
         """Return the ranks of these replicas, all stages of them: the same numbers where each has a whole model."""
         return tuple(replica * self.stages + stage for replica in replicas for stage in range(self.stages))
 
-    @property
-    def ranks_of_stage(self) -> tuple[int, ...]:
-        """Return the ranks that have this rank's stage: those of `outer`."""
-        return tuple(range(self.comm.rank % self.stages, self.comm.size, self.stages))
-
 
 class _ThreadSession(Session, threading.local):
     """The session of one thread, where `init` was given a communicator: a virtual rank is a thread."""
@@ -181,20 +176,16 @@ def _given(**settings: Any) -> dict[str, Any]:
 def _give_device_memory(comm: Communicator, wanted: bool) -> None:
     """Collective. Set whether `comm`, and all split from it from here on, give device memory to MPI, or stage it."""
     require_equal(comm, {"gpu_aware_mpi": wanted}, "gpu_aware_mpi")
-    for rank, reason in enumerate(comm.gather(_obstacle(comm)) if wanted else ()):
+    obstacle = ""
+    if wanted:
+        obstacle = "there is no MPI: the ranks are virtual" if mpi_of(comm) is None else library.device_obstacle()
+    for rank, reason in enumerate(comm.gather(obstacle) if wanted else ()):
         if reason:
             raise ConfigError(
                 f"gpu_aware_mpi must be false where MPI can't read the memory of a GPU; got true, and on rank {rank} "
                 f"{reason}. Leave it out: messages then go through pinned host memory."
             )
     comm.memory.device_aware = wanted
-
-
-def _obstacle(comm: Communicator) -> str:
-    """Say why this rank can't give device memory to MPI; empty where it can."""
-    if mpi_of(comm) is None:
-        return "there is no MPI: the ranks are virtual"
-    return library.device_obstacle()
 
 
 def joined() -> Communicator | None:

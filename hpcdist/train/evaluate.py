@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 from torch import nn
 
@@ -100,6 +98,3 @@ class IterateAverage:
                 average.lerp_(now.detach(), part)
             else:
                 average.copy_(now)  # a count, such as batch normalisation's
-
-    def swapped_in(self) -> AbstractContextManager[None]:
-        return self._model.swapped(self.params, self.buffers)

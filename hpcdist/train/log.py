@@ -59,6 +59,7 @@ class RunLog:
 
     Attributes:
         train_s: seconds of training so far, without evaluations and checkpoints.
+        n_samples: of an epoch.
         energy: of the run, measured while the log is open.
         metrics: of the last evaluation.
         joules: used before the last evaluation; None if not measured.
@@ -77,7 +78,7 @@ class RunLog:
         curves: Curves,
         device: torch.device | None = None,
     ):
-        self.train_s, self.energy = 0.0, RunEnergy(comm, device)
+        self.train_s, self.energy, self.n_samples = 0.0, RunEnergy(comm, device), milestones.n_samples
         self.metrics: dict[str, float] = {}
         self.joules: float | None = None
         self._folder, self._config, self._comm = folder, config, comm
@@ -97,10 +98,6 @@ class RunLog:
             kept = read_evaluations(self._folder) if self._leads else []
             self._evaluated = self._comm.gather(kept[-1].step if kept else None)[self._comm.failures.living[0]]
         self._curves.open(first_step)
-
-    @property
-    def n_samples(self) -> int:
-        return self._milestones.n_samples
 
     @property
     def _leads(self) -> bool:
@@ -129,10 +126,6 @@ class RunLog:
         """Report the end of an epoch, with the position at the start of the next one."""
         self._gradients = 0
         self.report(0)
-
-    def end_stretch(self) -> None:
-        """Report the progress after an evaluation inside an epoch."""
-        self.report(self._position.consumed)
 
     def report(self, done: int) -> None:
         """Report the progress, after `done` samples of this epoch."""

@@ -28,9 +28,9 @@ from hpcdist.train.evaluate import IterateAverage, evaluate
 from hpcdist.train.job import Job, open_data
 from hpcdist.train.log import Progress, RunLog
 from hpcdist.train.milestones import Milestones
-from hpcdist.train.numerics import Precision, SkippedSteps, require_finite
+from hpcdist.train.numerics import Precision, count_skipped, require_finite
 from hpcdist.train.planning import with_measured_cut
-from hpcdist.train.replica import WholeReplica, make_replica
+from hpcdist.train.replica import StagedReplica, WholeReplica
 from hpcdist.train.resume import Position
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Trainer:
         speakers = tuple(map(self.replica.speaker, self.workers))
         curves = Curves(config, comm, speakers, self.strategy_options, self.optimizer, output, tuple(job.metrics))
         self.log = RunLog(output, config, comm, self.position, self.milestones, report, curves, self.device)
-        self._skipped = SkippedSteps(config.max_skipped)
+        self._skipped = 0  # steps in a row
         self._save_s = 3 * self.model.n_bytes / SAVED_BYTES_S  # with two moments; a guess
         self._evaluate_s = 0.0
         self._evaluate_noted = comm.trace.noted("evaluation", "run", self._evaluate)
@@ -93,7 +93,8 @@ class Trainer:
     def _make_model(self) -> None:
         config = self.config
         torch.manual_seed(config.seed)
-        self.replica = make_replica(self.job, config, self.comm, self.device, self.precision)
+        kind = WholeReplica if config.parallel.whole else StagedReplica
+        self.replica = kind(self.job, config, self.comm, self.device, self.precision)
         current().grid = self.replica.grid
         self._make_optimizer()
         options = {"on_nonfinite": "skip" if config.amp == "fp16" else config.on_nonfinite, **config.strategy.options}
@@ -136,7 +137,7 @@ class Trainer:
             self._train,
             self.config.batch_size * self.config.accumulation,
             fill=True,
-            worker=self.workers.index(self.replica.number) if self.strategy.is_worker else 0,
+            worker=self.workers.index(self.replica.others.rank) if self.strategy.is_worker else 0,
             workers=len(self.workers),
             seed=self.config.seed,
             prefetch=self.config.data.prefetch,
@@ -196,7 +197,7 @@ class Trainer:
                 self._end_epoch(evaluates)
             elif evaluates:
                 self._write_evaluation()
-                self.log.end_stretch()
+                self.log.report(position.consumed)
             saves = every > 0 and position.step % every == 0
             if saves:
                 self._save_noted()
@@ -247,7 +248,8 @@ class Trainer:
 
     def _evaluate(self) -> None:
         self._require_finite()
-        with self.average.swapped_in() if self.average is not None else nullcontext():
+        average = self.average
+        with nullcontext() if average is None else self.model.swapped(average.params, average.buffers):
             self.log.joules, self.log.metrics = self._surviving(self._evaluated)
 
     def _evaluated(self) -> tuple[float | None, dict[str, float]]:
@@ -287,13 +289,13 @@ class Trainer:
 
     def _weighed(self, batches: Iterator[Batch], steps: Iterable[int]) -> Iterator[Weighed]:
         """Draw this worker's batches of these steps."""
-        plan, worker = self.loader.plan, self.workers.index(self.replica.number)
+        plan, worker = self.loader.plan, self.workers.index(self.replica.others.rank)
         for step in steps:
             yield Weighed(next(batches), plan.weight(step, worker), ends_epoch=step == plan.steps - 1)
 
     def _joint(self, steps: Iterable[int]) -> Iterator[Weighed]:
         """Draw the joint batches of all workers, as indices: each worker may read any portion."""
-        plan, worker = self.loader.plan, self.workers.index(self.replica.number)
+        plan, worker = self.loader.plan, self.workers.index(self.replica.others.rank)
         for step in steps:
             indices, self.strategy.joint = joint_batch(plan, step, worker, self.strategy.config)
             yield Weighed((indices, self.strategy.joint), ends_epoch=step == plan.steps - 1)
@@ -330,7 +332,7 @@ class Trainer:
 
     def _write(self, record: StepRecord) -> None:
         self.log.write(self.replica.account(record), record.loss)
-        self._skipped.count(record)
+        self._skipped = count_skipped(self._skipped, record, self.config.max_skipped)
         if not self.strategy.is_worker:
             self.log.count_gradients(len(record.staleness))
 

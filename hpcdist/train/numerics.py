@@ -24,6 +24,9 @@ class Precision:
     Args:
         amp: "off", "bf16" or "fp16".
 
+    Attributes:
+        scaler: scales the loss; disabled but for float16.
+
     Reference: Paulius Micikevicius et al., "Mixed precision training", 2018.
     """
 
@@ -38,44 +41,29 @@ class Precision:
 
     def step(self, optimizer: Any, evaluate: Callable[[], Tensor]) -> Tensor:
         """Take a step of the optimiser; `evaluate` runs the backward pass of the scaled loss and returns the loss."""
-        if not self.scales:
+        if not self.scaler.is_enabled():
             return optimizer.step(evaluate)
         loss = evaluate()
         self.scaler.step(optimizer)
         self.scaler.update()
         return loss
 
-    @property
-    def scales(self) -> bool:
-        return self.scaler.is_enabled()
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        return self.scaler.scale(loss)
+def count_skipped(in_a_row: int, record: StepRecord, most: int) -> int:
+    """Count the steps in a row that this worker has skipped for a NaN or infinite gradient, up to this record.
 
-    def state(self) -> dict:
-        return self.scaler.state_dict()
-
-    def load_state(self, state: dict) -> None:
-        if state:
-            self.scaler.load_state_dict(state)
-
-
-class SkippedSteps:
-    """Ends a run after `most` steps in a row that this rank skipped for a NaN or infinite gradient."""
-
-    def __init__(self, most: int):
-        self._most, self._in_a_row = most, 0
-
-    def count(self, record: StepRecord) -> None:
-        """Count a worker's record; raise NonFiniteError if too many steps in a row were skipped."""
-        if not record.samples:
-            return
-        self._in_a_row = self._in_a_row + 1 if is_skipped(record) else 0
-        if self._in_a_row >= self._most:
-            raise NonFiniteError(
-                f"steps in a row whose gradient is NaN or infinite must be fewer than max_skipped, {self._most}; got "
-                f"as many up to step {record.step}. {ADVICE}, or raise max_skipped."
-            )
+    Raises:
+        NonFiniteError: they are `most`.
+    """
+    if not record.samples:
+        return in_a_row
+    in_a_row = in_a_row + 1 if is_skipped(record) else 0
+    if in_a_row >= most:
+        raise NonFiniteError(
+            f"steps in a row whose gradient is NaN or infinite must be fewer than max_skipped, {most}; got as many up "
+            f"to step {record.step}. {ADVICE}, or raise max_skipped."
+        )
+    return in_a_row
 
 
 def require_finite(strategy: Strategy, comm: Communicator, step: int) -> None:

@@ -40,17 +40,10 @@ class JobReplica(abc.ABC):
 
     module: nn.Module
     others: Communicator
-    grid: Grid | None
+    speaks: bool = True
+    grid: Grid | None = None
     cut: tuple[int, ...] = ()
     columns: tuple[str, ...] = COLUMNS
-
-    @property
-    def number(self) -> int:
-        return self.others.rank
-
-    @property
-    @abc.abstractmethod
-    def speaks(self) -> bool: ...
 
     @abc.abstractmethod
     def speaker(self, number: int) -> int:
@@ -78,8 +71,6 @@ class JobReplica(abc.ABC):
 class WholeReplica(JobReplica):
     """A replica on one rank."""
 
-    speaks, grid = True, None
-
     def __init__(self, job: Job, config: JobConfig, comm: Communicator, device: torch.device, precision: Precision):
         self._job, self._config, self.others, self._precision = job, config, comm, precision
         self.module = job.model(**config.model).to(device)
@@ -104,7 +95,7 @@ class WholeReplica(JobReplica):
         if len(x) != samples:
             loss = loss * (len(x) / samples)
         with self.others.trace.span("backward", "compute"):
-            self._precision.scaled(loss).backward()
+            self._precision.scaler.scale(loss).backward()
         return loss.detach()
 
     def account(self, record: StepRecord) -> StepRecord:
@@ -137,13 +128,9 @@ class StagedReplica(JobReplica):
             schedule=settings.schedule, chunks=settings.chunks, recompute=settings.recompute,
         )  # fmt: skip
         _require_parameters(comm, self.module)
-        self.cut = self.module.cut.sizes
+        self.cut, self.speaks = self.module.cut.sizes, self.module.is_last
         self.columns = ("x",) * self.module.is_first + ("y",) * self.module.is_last
         self._before = self.module.traffic()
-
-    @property
-    def speaks(self) -> bool:
-        return self.module.is_last
 
     def speaker(self, number: int) -> int:
         return (number + 1) * self.grid.stages - 1
@@ -151,8 +138,8 @@ class StagedReplica(JobReplica):
     def backward(self, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
         # A smaller batch has fewer micro-batches: batch norm refuses those of one sample.
         how: dict[str, Any] = {"micro_batches": -(-len(x) * self._micro_batches // self._batch_size)}
-        if self._precision.scales:
-            how["scaled"] = self._precision.scaled
+        if self._precision.scaler.is_enabled():
+            how["scaled"] = self._precision.scaler.scale
         with self._precision.autocast():
             return self.module.forward_backward(x, y, **how)
 
@@ -227,11 +214,3 @@ def _require_parameters(comm: Communicator, pipeline: Pipeline) -> None:
             f"parallel.cut must give each rank a layer with parameters to train; got {pipeline.cut}, by which rank "
             f"{trains.index(False)} has none. Set it by hand: numbers of layers, such as parallel.cut = [4, 3]."
         )
-
-
-def make_replica(
-    job: Job, config: JobConfig, comm: Communicator, device: torch.device, precision: Precision
-) -> JobReplica:
-    """Collective. Make this rank's part of a replica of the job's model."""
-    kind = WholeReplica if config.parallel.whole else StagedReplica
-    return kind(job, config, comm, device, precision)

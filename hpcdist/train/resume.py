@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hpcdist import checkpoint
 from hpcdist.config.optimizer import rescale
 from hpcdist.session import state as states
 from hpcdist.session.resharding import SavedState, SavedWorld
 from hpcdist.session.world import current
+
+if TYPE_CHECKING:
+    from hpcdist.train.loop import Trainer
 
 
 @dataclass
@@ -22,30 +25,13 @@ class Position:
     step: int = 0  # since the run began
 
 
-class ResumableRun(Protocol):
-    """The parts of a run that are saved and taken up again, see `hpcdist.train.loop`."""
-
-    comm: Any
-    config: Any
-    model: Any
-    strategy: Any
-    replica: Any
-    optimizer: Any
-    schedule: Any
-    rate_factor: float
-    precision: Any
-    average: Any
-    position: Position
-    log: Any
-
-
-def capture(trainer: ResumableRun) -> dict[str, Any]:
+def capture(trainer: Trainer) -> dict[str, Any]:
     """Collective. Return this rank's state: model, optimiser, schedule, strategy, position in the data, energy..."""
     return {
         **states.capture(trainer.optimizer),
         "schedule": None if trainer.schedule is None else trainer.schedule.state_dict(),
         "rate_factor": trainer.rate_factor,
-        "precision": trainer.precision.state(),
+        "precision": trainer.precision.scaler.state_dict(),
         "average": _average(trainer),
         "position": vars(trainer.position),
         "random": checkpoint.random_state(),
@@ -54,7 +40,7 @@ def capture(trainer: ResumableRun) -> dict[str, Any]:
     }
 
 
-def save(trainer: ResumableRun, folder: Path, keep: int) -> Path:
+def save(trainer: Trainer, folder: Path, keep: int) -> Path:
     """Collective. Save the run after its current step."""
     meta: dict[str, Any] = {
         "model": trainer.model.signature(),
@@ -67,7 +53,7 @@ def save(trainer: ResumableRun, folder: Path, keep: int) -> Path:
     return checkpoint.save(trainer.comm, folder, trainer.position.step, capture(trainer), meta=meta, keep=keep)
 
 
-def _settings(trainer: ResumableRun) -> dict[str, Any]:
+def _settings(trainer: Trainer) -> dict[str, Any]:
     """Return the settings that a checkpoint's state depends on."""
     config = trainer.config
     tables = {name: states.plain(getattr(config, name).model_dump()) for name in ("optimizer", "schedule", "data")}
@@ -80,7 +66,7 @@ def saved_cut(folder: Path) -> list[int] | None:
     return None if newest is None else checkpoint.read_manifest(newest).meta.get("cut")
 
 
-def load(trainer: ResumableRun, path: Path) -> None:
+def load(trainer: Trainer, path: Path) -> None:
     """Collective. Load a checkpoint, to go on from it on the same number of ranks or on another.
 
     On the same number every rank gets its own state back, and goes on to the bit. On another number all ranks start
@@ -91,26 +77,22 @@ def load(trainer: ResumableRun, path: Path) -> None:
     Raises:
         CheckpointError: it is damaged, or of another model, or of another class of optimiser or schedule.
     """
-    manifest = checkpoint.verify_together(trainer.comm, path)
+    session, comm = current(), trainer.comm
+    manifest = checkpoint.verify_together(comm, path)
     with checkpoint.understood(path, "the state of such a run"):
-        _load(trainer, path, manifest)
+        saved, told = SavedWorld(path, manifest), comm.rank == comm.failures.living[0]
+        states.compare_settings(manifest.meta.get("settings", {}), _settings(trainer), path, told=told)
+        if max(saved.stages, session.stages) == 1:  # models in stages are compared by names
+            states.require_saved("model", manifest.meta.get("model"), trainer.model.signature(), path)
+        if saved.is_same(session, {"": (trainer.optimizer, ())}):
+            state = saved.rank(comm.rank).at()
+            checkpoint.set_random_state(state["random"])
+        else:
+            state = _resharded(trainer, saved.of(), saved)
+        _apply(trainer, state)
 
 
-def _load(trainer: ResumableRun, path: Path, manifest: checkpoint.Manifest) -> None:
-    session, saved, comm = current(), SavedWorld(path, manifest), trainer.comm
-    told = comm.rank == comm.failures.living[0]
-    states.compare_settings(manifest.meta.get("settings", {}), _settings(trainer), path, told=told)
-    if max(saved.stages, session.stages) == 1:  # models in stages are compared by names
-        states.require_saved("model", manifest.meta.get("model"), trainer.model.signature(), path)
-    if saved.is_same(session, {"": (trainer.optimizer, ())}):
-        state = saved.rank(comm.rank).at()
-        checkpoint.set_random_state(state["random"])
-    else:
-        state = _resharded(trainer, saved.of(), saved)
-    _apply(trainer, state)
-
-
-def _resharded(trainer: ResumableRun, values: SavedState, saved: SavedWorld) -> dict[str, Any]:
+def _resharded(trainer: Trainer, values: SavedState, saved: SavedWorld) -> dict[str, Any]:
     """Make this rank's state from those of another world; what belongs to the run alone is the first worker's."""
     worker = saved.rank(values.workers[0] * saved.stages)
     own = ("schedule", "rate_factor", "precision", "average", "position", "train_s", "energy")
@@ -122,7 +104,7 @@ def _resharded(trainer: ResumableRun, values: SavedState, saved: SavedWorld) -> 
     return state
 
 
-def _average(trainer: ResumableRun) -> dict[str, Any] | None:
+def _average(trainer: Trainer) -> dict[str, Any] | None:
     """Return the average of the iterates, as slices."""
     if trainer.average is None:
         return None
@@ -131,10 +113,11 @@ def _average(trainer: ResumableRun) -> dict[str, Any] | None:
     return {"steps": average.steps, **named}
 
 
-def _apply(trainer: ResumableRun, state: dict[str, Any]) -> None:
+def _apply(trainer: Trainer, state: dict[str, Any]) -> None:
     if trainer.schedule is not None:
         trainer.schedule.load_state_dict(state["schedule"])
-    trainer.precision.load_state(state["precision"])
+    if state["precision"]:
+        trainer.precision.scaler.load_state_dict(state["precision"])
     if trainer.average is not None and state.get("average") is not None:
         trainer.average.steps = state["average"]["steps"]
         for kind in ("params", "buffers"):

@@ -27,7 +27,7 @@ def test_later_iterates_count_more_and_the_first_one_replaces_the_initial_values
         weights = [(1 - part) * weights[0] + part * (step <= 20), (1 - part) * weights[1] + part * step]
     assert weights[0] < 0.08, "of the first half; 1/16 in the limit"
     torch.testing.assert_close(average.params[0], torch.full_like(average.params[0], weights[1]))
-    with average.swapped_in():
+    with model.swapped(average.params, average.buffers):
         assert model.params[0][0] == average.params[0][0]
     assert model.params[0][0] == 40
 

@@ -322,9 +322,9 @@ def test_mixed_precision_learns(tmp_path, amp):
 def test_an_overflow_of_float16_is_left_out_and_halves_the_scale(tmp_path):
     def body(comm):
         trainer = tiny.trainer(comm, tmp_path, "amp=fp16", "epochs=1")
-        trainer.precision.load_state({**trainer.precision.state(), "scale": 2.0**20})
+        trainer.precision.scaler.load_state_dict({**trainer.precision.scaler.state_dict(), "scale": 2.0**20})
         summary = trainer.run()
-        scale = trainer.precision.state()["scale"]
+        scale = trainer.precision.scaler.state_dict()["scale"]
         trainer.close()
         return summary, scale
 

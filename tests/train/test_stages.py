@@ -146,9 +146,9 @@ def test_mixed_precision_learns_in_stages(tmp_path, amp):
 def test_an_overflow_in_one_stage_is_left_out_in_all(tmp_path):
     def body(comm):
         made = staged.trainer(comm, tmp_path, *TWO, "amp=fp16", "epochs=1", job=tiny.job)
-        made.precision.load_state({**made.precision.state(), "scale": 2.0**20})
+        made.precision.scaler.load_state_dict({**made.precision.scaler.state_dict(), "scale": 2.0**20})
         summary = made.run()
-        scale = made.precision.state()["scale"]
+        scale = made.precision.scaler.state_dict()["scale"]
         made.close()
         return summary, scale
 

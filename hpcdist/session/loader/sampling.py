@@ -27,7 +27,7 @@ class Order:
     Args:
         length: how many of them there are; None: as many as are drawn.
         sampler: draws them, on the first worker; None: they are those of the data set, in its order or shuffled.
-        batch_size: samples per worker and step; None where a sampler draws whole batches, or batches of one.
+        batch_size: single samples per worker and step; None where a sampler draws whole batches, or batches of one.
         single: batches are single samples, which the loader does not join.
         seed, shuffle: as in EpochPlan.
         epochs: a DistributedSampler whose `set_epoch` says which epoch it is.
@@ -45,7 +45,7 @@ class Order:
         shuffle: bool = False,
         epochs: DistributedSampler[Any] | None = None,
     ):
-        self._length, self._sampler, self._batch_size, self.drop_last = length, sampler, batch_size, drop_last
+        self._length, self._sampler, self.batch_size, self.drop_last = length, sampler, batch_size, drop_last
         self.single, self._seed, self._shuffle, self._epochs = single, seed, shuffle, epochs
         self._items: list[Any] | None = None  # once drawn; a position in a plan stands for one of them
 
@@ -56,7 +56,7 @@ class Order:
         """Return what must be the same on all workers, by names for messages."""
         kind = None if self._sampler is None else type(self._sampler).__name__
         return {
-            "batch_size": self._batch_size, "drop_last": self.drop_last, "shuffle": self._shuffle,
+            "batch_size": self.batch_size, "drop_last": self.drop_last, "shuffle": self._shuffle,
             "sampler": kind, "seed": self._seed,
         }  # fmt: skip
 
@@ -73,7 +73,7 @@ class Order:
     def plan(self, workers: int, epoch: int = 0, start: int = 0) -> EpochPlan:
         """Plan the distribution of samples over workers and steps."""
         return EpochPlan(
-            len(self), workers, self._batch_size or 1, seed=self._seed, epoch=max(epoch, 0), shuffle=self._shuffle,
+            len(self), workers, self.batch_size or 1, seed=self._seed, epoch=max(epoch, 0), shuffle=self._shuffle,
             start=start,
         )  # fmt: skip
 
@@ -81,12 +81,7 @@ class Order:
         """Return the indices of a worker's batch, never empty; see `EpochPlan.batch`."""
         positions = plan.batch(step, worker).tolist()
         items = self.items(positions)
-        return items if self._batch_size is not None else items[0]
-
-    @property
-    def deals_samples(self) -> bool:
-        """Tell whether batches are made of single samples, `batch_size` of them, in any number."""
-        return self._batch_size is not None
+        return items if self.batch_size is not None else items[0]
 
     def items(self, positions: list[int]) -> list[Any]:
         """Return the indices of the samples at these positions of the plan."""
@@ -94,7 +89,7 @@ class Order:
 
     def weight(self, plan: EpochPlan, step: int, worker: int) -> float:
         """Compute the weight of a worker's batch: its number of samples over the workers' mean number."""
-        if self._batch_size is not None or self.single:
+        if self.batch_size is not None or self.single:
             return plan.weight(step, worker)
         items: list[Any] = self._items or []  # drawn: a plan stands on them
         counts = [sum(len(items[i]) for i in plan.indices(step, w).tolist()) for w in range(plan.workers)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.data.sharding import EpochPlan
@@ -105,12 +105,13 @@ class ShardedLoader:
         self._compared = False
         if split and not self._iterable:
             self._order = order_of(loader, seed)
-            self._batches = _Batches()
+            self._batches: list[Any] = []  # the index lists of this worker in an epoch; the DataLoader keeps the list
             kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
             if self._order.single:
-                self._sharded = DataLoader(loader.dataset, batch_size=None, sampler=self._batches, **kept)
+                kept |= {"batch_size": None, "sampler": self._batches}
             else:
-                self._sharded = DataLoader(loader.dataset, batch_sampler=self._batches, **kept)
+                kept["batch_sampler"] = self._batches
+            self._sharded = DataLoader(loader.dataset, **kept)
 
     def __getattr__(self, name: str) -> Any:
         """Return what the plain loader has by this name, such as its `dataset`, `batch_size` or `sampler`."""
@@ -204,7 +205,7 @@ class ShardedLoader:
         """Draw this worker's share of the samples of all."""
         order, plan = self._draw(worker, workers)
         steps = self._steps(plan)
-        self._batches.fill(order, plan, worker, steps)
+        self._batches[:] = [order.batch(plan, step, worker) for step in range(steps)]
         resumes, self._start = plan.start > 0, 0
         for step, batch in zip(range(steps), self._iterate(self._sharded, worker, resumes, plan.start), strict=True):
             self._done = plan.position(step + 1)
@@ -213,12 +214,12 @@ class ShardedLoader:
 
     def _joint(self, strategy: Any, worker: int, workers: int) -> Iterator[Weighed]:
         """Draw the joint batches of all workers, for a strategy that evaluates portions of them."""
-        if not self._split or self._iterable or not self._order.deals_samples:
+        if not self._split or self._iterable or self._order.batch_size is None:
             raise rules.error("the loader draws batches, or reads its own samples")
         order, plan = self._draw(worker, workers)
         steps = self._steps(plan)
         found = [joint_batch(plan, step, worker, strategy.config) for step in range(steps)]
-        self._batches.set([order.items(positions.tolist()) for positions, _ in found])
+        self._batches[:] = [order.items(positions.tolist()) for positions, _ in found]
         batches = self._iterate(self._sharded, worker, plan.start > 0, plan.start)
         self._start = 0
         try:
@@ -287,14 +288,14 @@ class ShardedLoader:
     def _evaluate(self) -> Iterator[Any]:
         session = current()
         self._begin_epoch()
-        if not self._split or self._iterable:
-            with consensus_of(session.optimizers):
-                yield from (batch for batch, _, _ in self._own([], session.outer.rank, session.outer.size))
-            return
         with consensus_of(session.optimizers):
             worker = session.outer.rank
+            if not self._split or self._iterable:
+                yield from (batch for batch, _, _ in self._own([], worker, session.outer.size))
+                return
             order, plan = self._draw(worker, session.outer.size)
-            self._batches.fill(order, plan, worker, self._steps(plan), counted_only=True)
+            counted = [step for step in range(self._steps(plan)) if plan.sizes(step)[worker]]
+            self._batches[:] = [order.batch(plan, step, worker) for step in counted]
             yield from self._iterate(self._sharded, worker)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
@@ -373,25 +374,3 @@ def _same_everywhere(group: Communicator, batch: Any) -> bool:
     tensor = _first_tensor(batch)
     data = b"" if tensor is None else tensor_bytes(tensor).tobytes()
     return len(set(group.gather(f"{zlib.crc32(data)} {len(data)}"))) == 1
-
-
-class _Batches(Sampler[Any]):
-    """The index lists of one worker in this epoch; the DataLoader keeps the object, its contents change."""
-
-    def __init__(self) -> None:
-        self._lists: list[Any] = []  # torch's own __init__ would warn
-
-    def fill(self, order: Order, plan: EpochPlan, worker: int, steps: int, counted_only: bool = False) -> None:
-        """Set the worker's batches of an epoch's first `steps` steps; only those that count, or one in every step."""
-        kept = [step for step in range(steps) if not counted_only or plan.sizes(step)[worker]]
-        self._lists = [order.batch(plan, step, worker) for step in kept]
-
-    def set(self, lists: list[Any]) -> None:
-        """Set the batches themselves."""
-        self._lists = lists
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._lists)
-
-    def __len__(self) -> int:
-        return len(self._lists)

@@ -215,7 +215,7 @@ class BaselineTrainer:
             with self._library.adding() if number < len(parts) else nullcontext():
                 with self._precision.autocast():
                     loss = self.job.loss(self._wrapped(x_part), y_part) * (len(x_part) / len(x))
-                self._precision.scaled(loss * weight).backward()
+                self._precision.scaler.scale(loss * weight).backward()
             total += loss.detach()
         return total
 

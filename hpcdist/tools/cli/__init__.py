@@ -18,10 +18,9 @@ import typer
 
 from hpcdist import __version__, log
 from hpcdist.comm.launch import LAUNCHERS
-from hpcdist.errors import NO_SPACE, ConfigError, HpcdistError, OutputError
+from hpcdist.errors import INTERRUPTED, LEFT, NO_SPACE, ConfigError, HpcdistError, OutputError
 from hpcdist.faults.turns import SILENT_S, takes_turn
 from hpcdist.registry import catalogue
-from hpcdist.status import INTERRUPTED, LEFT
 from hpcdist.tools import console
 
 app = typer.Typer(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hpcdist.status import LEFT
+from hpcdist.errors import LEFT
 from hpcdist.tools import console
 from hpcdist.tools.cli.base import Config, JobFile, Overrides
 

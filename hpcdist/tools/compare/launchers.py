@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hpcdist.comm.launch import unlaunched
-from hpcdist.errors import ConfigError, RunError
-from hpcdist.status import LEFT
+from hpcdist.errors import LEFT, ConfigError, RunError
 from hpcdist.tools import console
 from hpcdist.tools.compare.plan import PlannedRun
 from hpcdist.tools.runs import last_lines

@@ -253,10 +253,7 @@ JOB += ("clip_norm=none", "strategy.algorithm=ring")
 
 
 def _run(comm, folder, *overrides, resume=None):
-    trainer = tiny.trainer(comm, folder, *JOB, *overrides)
-    summary = trainer.run(resume)
-    params = trainer.model.params[0].clone()
-    trainer.close()
+    summary, (params, *_) = tiny.run(comm, folder, *JOB, *overrides, resume=resume)
     return summary, params
 
 

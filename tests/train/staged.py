@@ -9,9 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hpcdist.config import JobConfig, load
 from hpcdist.records import Summary
-from hpcdist.train import Trainer
 from train import tiny
 
 
@@ -38,19 +36,11 @@ job = replace(
 )
 
 
-def trainer(comm, folder: Path, *overrides: str, job=job, report=None) -> Trainer:
-    """Collective."""
-    values = load({**job.defaults, "data": {"path": str(folder / "digits.h5")}}, None, overrides)
-    return Trainer(job, JobConfig(**values), comm, folder / "run", report)
-
-
 def run(comm, folder: Path, *overrides: str, job=job, resume=None) -> tuple[Summary, dict[str, torch.Tensor]]:
     """Collective. The summary of a run, and the parameters of all stages of this rank's replica."""
-    made = trainer(comm, folder, *overrides, job=job)
-    summary = made.run(resume)
-    own = {name: p.detach().clone() for name, p in made.replica.module.named_parameters()}
-    made.close()
-    return summary, own
+    with tiny.training(comm, folder, *overrides, of=job) as made:
+        summary = made.run(resume)
+        return summary, {name: p.detach().clone() for name, p in made.replica.module.named_parameters()}
 
 
 def alone(comm, folder: Path, *overrides: str, job=job) -> tuple[Summary, dict[str, torch.Tensor]]:

@@ -24,12 +24,8 @@ N_SAMPLES = 359  # of tiny's epoch
 WITHOUT_END = ("epochs=none", "schedule=none")
 
 
-def _run(comm, folder, *overrides, resume=None, report=None):
-    trainer = tiny.trainer(comm, folder, *WITHOUT_END, *overrides, report=report)
-    summary = trainer.run(resume)
-    tensors = [t.clone() for t in (*trainer.model.params, *trainer.model.buffers)]
-    trainer.close()
-    return summary, tensors
+def _run(comm, folder, *overrides, **given):
+    return tiny.run(comm, folder, *WITHOUT_END, *overrides, **given)
 
 
 def _samples(folder):
@@ -80,12 +76,11 @@ def test_ranks_look_at_the_clock_seldom(tmp_path):
     looks = []
 
     def body(comm):
-        trainer = tiny.trainer(comm, tmp_path, *WITHOUT_END, "strategy=gossip_pull", "budget.seconds=3.005")
-        look = trainer.milestones.look
-        trainer.milestones.look = lambda *args: (looks.append(comm.rank), look(*args))
-        trainer.run()
-        trainer.close()
-        return trainer.position.step, trainer.position.epoch
+        with tiny.training(comm, tmp_path, *WITHOUT_END, "strategy=gossip_pull", "budget.seconds=3.005") as trainer:
+            look = trainer.milestones.look
+            trainer.milestones.look = lambda *args: (looks.append(comm.rank), look(*args))
+            trainer.run()
+            return trainer.position.step, trainer.position.epoch
 
     (steps, epochs), _ = run_virtual(body, 2, compute=Constant(STEP_S))
     assert steps == 301
@@ -94,16 +89,9 @@ def test_ranks_look_at_the_clock_seldom(tmp_path):
 
 def test_the_first_limit_ends_the_run(tmp_path):
     def steps(*budget):
-        trainer = None
-
-        def body(comm):
-            nonlocal trainer
-            trainer = tiny.trainer(comm, tmp_path / budget[0], "schedule=none", *budget)
-            trainer.run()
-            trainer.close()
-
-        run_virtual(body, 1, compute=Constant(STEP_S))
-        return trainer.position.step
+        folder = tmp_path / budget[0]
+        run_virtual(lambda comm: tiny.run(comm, folder, "schedule=none", *budget), 1, compute=Constant(STEP_S))
+        return read_evaluations(folder / "run")[-1].step
 
     assert steps("epochs=1", "budget.steps=40") == 23
     assert steps("epochs=2", "budget.samples=100", "budget.seconds=0.05") == 5
@@ -184,9 +172,10 @@ def test_a_run_that_is_resumed_at_its_end_is_evaluated_once(tmp_path):
 )
 def test_progress_goes_to_the_end_of_the_budget(tmp_path, budget, total):
     shown = []
-    report = lambda progress: shown.append(progress)  # noqa: E731
     options = (budget, "log_every=3", "eval_every_samples=200")
-    summary, _ = run_virtual(lambda comm: _run(comm, tmp_path, *options, report=report), 2, compute=Constant(STEP_S))[0]
+    summary, _ = run_virtual(
+        lambda comm: _run(comm, tmp_path, *options, report=shown.append), 2, compute=Constant(STEP_S)
+    )[0]
     *before, last = shown
     assert last.ended and not any(progress.ended for progress in before)
     assert last.samples == last.total_samples == summary.samples

@@ -11,11 +11,9 @@ from torch import nn
 
 from hpcdist import checkpoint
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import JobConfig, load
 from hpcdist.errors import NonFiniteError
 from hpcdist.records import load_summary, read_records
 from hpcdist.tools import console
-from hpcdist.train import Trainer
 from strategies import problem
 from train import tiny
 
@@ -24,7 +22,6 @@ SKIPPING = ("on_nonfinite=skip", "schedule=none", "clip_norm=none", "optimizer=S
 
 def _run(folder: Path, ranks: int, factor, *overrides: str, model=None):
     """A run whose loss is multiplied by `factor(call)`; calls of all ranks count from 1."""
-    values = load({**tiny.job.defaults, "data": {"path": str(folder / "digits.h5")}}, None, [*SKIPPING, *overrides])
 
     def body(comm):
         calls = iter(range(1, 1000))
@@ -34,10 +31,7 @@ def _run(folder: Path, ranks: int, factor, *overrides: str, model=None):
             return found * factor(next(calls)) if outputs.requires_grad else found
 
         job = dataclasses.replace(tiny.job, loss=loss, **({} if model is None else {"model": model}))
-        trainer = Trainer(job, JobConfig(**values), comm, folder / "run", None)
-        summary = trainer.run()
-        trainer.close()
-        return summary
+        return tiny.run(comm, folder, *SKIPPING, *overrides, of=job)[0]
 
     return run_virtual(body, ranks)[0]
 

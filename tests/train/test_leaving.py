@@ -20,25 +20,17 @@ from train import tiny
 
 
 def _run(comm, folder, *overrides, resume=None, ends_at=None):
-    trainer = tiny.trainer(comm, folder, *overrides, listens=True)
-    trainer.leaving = Leaving(comm, ends_at=ends_at, margin_s=0.0, every_s=0.3, clock=comm.now)
-    summary = trainer.run(resume)
-    tensors = [t.clone() for t in (*trainer.model.params, *trainer.model.buffers)]
-    trainer.close()
-    return summary, trainer.leaving.reason, tensors
+    with tiny.training(comm, folder, *overrides, listens=True) as trainer:
+        trainer.leaving = Leaving(comm, ends_at=ends_at, margin_s=0.0, every_s=0.3, clock=comm.now)
+        summary = trainer.run(resume)
+        tensors = [t.clone() for t in (*trainer.model.params, *trainer.model.buffers)]
+        return summary, trainer.leaving.reason, tensors
 
 
 @pytest.mark.parametrize("name", ["allreduce", "hardsync", "gossip_sync", "dpsgd", "sgp", "local_sgd", "diloco"])
 def test_left_and_resumed_it_ends_where_the_uninterrupted_run_ends(tmp_path, name):
     """On virtual ranks, 0.1 s a step: it leaves in the first, the second or the third epoch."""
     options = (f"strategy={name}", *(["strategy.period=5"] if name == "diloco" else []))
-
-    def whole(comm):
-        trainer = tiny.trainer(comm, tmp_path / "whole", *options)
-        summary = trainer.run()
-        tensors = [t.clone() for t in (*trainer.model.params, *trainer.model.buffers)]
-        trainer.close()
-        return summary, tensors
 
     def parts(comm, folder, ends_at):
         left, reason, _ = _run(comm, folder, *options, ends_at=ends_at)
@@ -47,7 +39,7 @@ def test_left_and_resumed_it_ends_where_the_uninterrupted_run_ends(tmp_path, nam
         return _run(comm, folder, *options, resume=path)
 
     ranks = 3 if name == "hardsync" else 2
-    expected = run_virtual(whole, ranks, compute=Constant(0.1))
+    expected = run_virtual(lambda comm: tiny.run(comm, tmp_path / "whole", *options), ranks, compute=Constant(0.1))
     for ends_at in (0.9, 1.6, 3.05):
         folder = tmp_path / f"left-{ends_at}"
         found = run_virtual(lambda comm: parts(comm, folder, ends_at), ranks, compute=Constant(0.1))
@@ -60,10 +52,8 @@ def test_left_and_resumed_it_ends_where_the_uninterrupted_run_ends(tmp_path, nam
 
 def test_where_leaving_is_switched_off_nobody_listens(tmp_path):
     def body(comm):
-        trainer = tiny.trainer(comm, tmp_path, "leave.enabled=false", "epochs=1", ends_at=0.0, listens=True)
-        summary = trainer.run()
-        trainer.close()
-        return trainer.leaving, summary is not None
+        with tiny.training(comm, tmp_path, "leave.enabled=false", "epochs=1", ends_at=0.0, listens=True) as trainer:
+            return trainer.leaving, trainer.run() is not None
 
     assert run_virtual(body, 1) == [(None, True)]
 

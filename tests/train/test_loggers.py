@@ -51,10 +51,8 @@ class Exiting(Notes):
 
 def run(ranks: int, folder: Path, *overrides: str, resume: bool = False):
     def whole(comm):
-        made = tiny.trainer(comm, folder, "epochs=2", "log_every=5", *overrides)
-        summary = made.run(checkpoint.latest(made.checkpoints) if resume else None)
-        made.close()
-        return summary
+        with tiny.training(comm, folder, "epochs=2", "log_every=5", *overrides) as made:
+            return made.run(checkpoint.latest(made.checkpoints) if resume else None)
 
     return run_virtual(whole, ranks, compute=Constant(0.01))[0]
 

@@ -14,6 +14,7 @@ from hpcdist.errors import CheckpointError, ConfigError, MismatchError, NonFinit
 from hpcdist.records import digest, load_summary, read_records
 from hpcdist.strategies.server.strategy import ServerStrategy
 from hpcdist.train import resume as resuming
+from hpcdist.train.evaluate import evaluate
 from strategies import problem
 from train import tiny
 
@@ -25,20 +26,12 @@ SUITED = {
 }  # fmt: skip
 
 
-def _run(comm, folder, *overrides, resume=None, report=None):
-    trainer = tiny.trainer(comm, folder, *overrides, report=report)
-    summary = trainer.run(resume)
-    tensors = [p.clone() for p in (*trainer.model.params, *trainer.model.buffers)]
-    trainer.close()
-    return summary, tensors
-
-
 @every
 @pytest.mark.computes
 @pytest.mark.sizes(1, 4)
 def test_the_summary_tells_what_the_run_was(ranks, shared_tmp_path, name):
     options = (f"strategy={name}", *SUITED.get(name, []))
-    found = ranks(lambda comm: _run(comm, shared_tmp_path, *options), compute=Constant(0.01))
+    found = ranks(lambda comm: tiny.run(comm, shared_tmp_path, *options), compute=Constant(0.01))
     summary = found[0][0]
     assert all(other == summary for other, _ in found)
     assert load_summary(shared_tmp_path / "run") == summary
@@ -64,15 +57,11 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_p
         for at in (1, 6, 13):
             saving = (f"checkpoint.every_steps={at}", "checkpoint.keep=100", "strategy.algorithm=ring")
             folder = shared_tmp_path / f"interrupted-{at}"
-            trainer = tiny.trainer(comm, folder, *saving)
-            _interrupt_after(trainer, at)
-            with pytest.raises(KeyboardInterrupt):
-                trainer.run()
-            trainer.close()
+            _interrupt(comm, folder, at, *saving)
             path = checkpoint.latest(folder / "run" / "checkpoints")
             assert path.name == f"step-{at:08d}"
-            ends.append(_run(comm, folder, *saving, resume=path))
-        return _run(comm, shared_tmp_path / "whole", "strategy.algorithm=ring"), ends
+            ends.append(tiny.run(comm, folder, *saving, resume=path))
+        return tiny.run(comm, shared_tmp_path / "whole", "strategy.algorithm=ring"), ends
 
     for (expected, tensors), ends in ranks(body):
         for resumed, tensors_resumed in ends:
@@ -120,15 +109,10 @@ def test_a_resumed_run_with_servers_ends_where_the_uninterrupted_one_ends(tmp_pa
     saving = (f"strategy={name}", *rest, f"checkpoint.every_steps={at}", "epochs=1", "batch_size=8")
 
     def body(comm):
-        expected = _run(comm, whole, *saving)
-        trainer = tiny.trainer(comm, interrupted, *saving)
-        _interrupt_after(trainer, at)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.run()
-        pending = trainer.strategy.pending
-        trainer.close()
+        expected = tiny.run(comm, whole, *saving)
+        pending = _interrupt(comm, interrupted, at, *saving)
         path = checkpoint.latest(interrupted / "run" / "checkpoints")
-        return expected, _run(comm, interrupted, *saving, resume=path), pending
+        return expected, tiny.run(comm, interrupted, *saving, resume=path), pending
 
     found = run_virtual(body, size, compute=Paces())
     for (expected, tensors), (resumed, tensors_resumed), _ in found:
@@ -151,29 +135,31 @@ SERVED = [name for name in strategies.available() if issubclass(strategies.load(
 def test_on_another_number_of_ranks_it_goes_on_from_what_the_servers_had(tmp_path, name, servers, before, after):
     common = ("epochs=1", "batch_size=60", "checkpoint.every_steps=1")
     options = (f"strategy={name}", f"strategy.servers={servers}", *common)
-    summary = run_virtual(lambda comm: _run(comm, tmp_path, *options)[0], before, compute=Paces())[0]
+    summary = run_virtual(lambda comm: tiny.run(comm, tmp_path, *options)[0], before, compute=Paces())[0]
     path = checkpoint.latest(tmp_path / "run" / "checkpoints")
 
     def body(comm):
-        trainer = tiny.trainer(comm, tmp_path, *options)
-        resuming.load(trainer, path)
-        found = digest(trainer.strategy.consensus()[0])
-        trainer.close()
-        return found
+        with tiny.training(comm, tmp_path, *options) as trainer:
+            resuming.load(trainer, path)
+            return digest(trainer.strategy.consensus()[0])
 
     assert run_virtual(body, after) == [summary.sha256] * after
 
 
-def _interrupt_after(trainer, step):
-    """Ends the run as if the job had been cancelled, once the checkpoint of `step` is written."""
-    steps = trainer._steps
+def _interrupt(comm, folder, step, *overrides) -> int:
+    """Ends a run as if the job had been cancelled, once the checkpoint of `step` is written; its pending gradients."""
+    with tiny.training(comm, folder, *overrides) as trainer:
+        steps = trainer._steps
 
-    def interrupted(batches, first, count):
-        if trainer.position.step >= step:
-            raise KeyboardInterrupt
-        steps(batches, first, count)
+        def interrupted(batches, first, count):
+            if trainer.position.step >= step:
+                raise KeyboardInterrupt
+            steps(batches, first, count)
 
-    trainer._steps = interrupted
+        trainer._steps = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run()
+        return trainer.strategy.pending
 
 
 @every
@@ -182,9 +168,9 @@ def _interrupt_after(trainer, step):
 def test_every_strategy_resumes(ranks, shared_tmp_path, name):
     def body(comm):
         options = (f"strategy={name}", *SUITED.get(name, []), "checkpoint.every_steps=4")
-        first, _ = _run(comm, shared_tmp_path, *options, "epochs=1")
+        first, _ = tiny.run(comm, shared_tmp_path, *options, "epochs=1")
         path = checkpoint.latest(shared_tmp_path / "run" / "checkpoints")
-        second, _ = _run(comm, shared_tmp_path, *options, "epochs=2", resume=path)
+        second, _ = tiny.run(comm, shared_tmp_path, *options, "epochs=2", resume=path)
         return first, second
 
     for first, second in ranks(body):
@@ -197,28 +183,26 @@ def test_every_strategy_resumes(ranks, shared_tmp_path, name):
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 2), (2, 5)])
 def test_it_resumes_on_another_number_of_ranks(tmp_path, name, before, after):
     options = (f"strategy={name}", *SUITED.get(name, []), "checkpoint.every_steps=5")
-    run_virtual(lambda comm: _run(comm, tmp_path, *options, "epochs=1"), before)
+    run_virtual(lambda comm: tiny.run(comm, tmp_path, *options, "epochs=1"), before)
     path = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
     position = checkpoint.load_all(path)[0]["position"]
     seen = []
 
     def body(comm):
-        trainer = tiny.trainer(comm, tmp_path, *options, "epochs=2")
-        fetch, step, fetched = trainer._train.batch, trainer._step, []
+        with tiny.training(comm, tmp_path, *options, "epochs=2") as trainer:
+            fetch, step, fetched = trainer._train.batch, trainer._step, []
 
-        def noting(indices):
-            fetched.append(indices.tolist())
-            return fetch(indices)
+            def noting(indices):
+                fetched.append(indices.tolist())
+                return fetch(indices)
 
-        def counting(x, y):
-            indices = fetched.pop(0)
-            seen.extend(indices if trainer.model.weight else [])  # a batch of weight 0 does not count
-            step(x, y)
+            def counting(x, y):
+                indices = fetched.pop(0)
+                seen.extend(indices if trainer.model.weight else [])  # a batch of weight 0 does not count
+                step(x, y)
 
-        trainer._train.batch, trainer._step = noting, counting
-        summary = trainer.run(path)
-        trainer.close()
-        return summary, len(trainer._train)
+            trainer._train.batch, trainer._step = noting, counting
+            return trainer.run(path), len(trainer._train)
 
     (summary, n_samples), *others = run_virtual(body, after)
     assert all(other == summary for other, _ in others)
@@ -239,29 +223,27 @@ def test_ranks_with_different_settings_are_refused(ranks, shared_tmp_path):
 
 
 def test_a_checkpoint_of_another_strategy_goes_on_and_one_of_another_model_is_refused(tmp_path, caplog):
-    run_virtual(lambda comm: _run(comm, tmp_path, "epochs=1", "checkpoint.every_steps=5"), 2)
+    run_virtual(lambda comm: tiny.run(comm, tmp_path, "epochs=1", "checkpoint.every_steps=5"), 2)
     path = checkpoint.latest(tmp_path / "run" / "checkpoints")
-    run_virtual(lambda comm: _run(comm, tmp_path, "strategy=gossip_pull", resume=path), 2)
+    run_virtual(lambda comm: tiny.run(comm, tmp_path, "strategy=gossip_pull", resume=path), 2)
     assert "strategy.name is 'gossip_pull' here, and 'allreduce' in" in caplog.text
     for change, message in (
         ("optimizer=Adagrad", "optimizer must be that of the checkpoint .*, '.*'; got Adagrad. Resume with the one of"),
         ("schedule=ReduceLROnPlateau", "schedule must be that of the checkpoint .*; got ReduceLROnPlateau"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            run_virtual(lambda comm, change=change: _run(comm, tmp_path, change, resume=path), 2)
+            run_virtual(lambda comm, change=change: tiny.run(comm, tmp_path, change, resume=path), 2)
     with pytest.raises(CheckpointError, match="model must be that of the checkpoint"):
-        run_virtual(lambda comm: _run(comm, tmp_path, "model.width=13", resume=path), 2)
+        run_virtual(lambda comm: tiny.run(comm, tmp_path, "model.width=13", resume=path), 2)
 
 
 def test_a_schedule_that_looks_at_the_evaluation_lowers_all_ranks_alike(tmp_path):
     options = ("schedule=ReduceLROnPlateau", "schedule.patience=0", "schedule.threshold=10.0", "epochs=4")
 
     def body(comm):
-        trainer = tiny.trainer(comm, tmp_path, *options)
-        trainer.run()
-        rates = [group["lr"] for group in trainer.optimizer.param_groups]
-        trainer.close()
-        return rates
+        with tiny.training(comm, tmp_path, *options) as trainer:
+            trainer.run()
+            return [group["lr"] for group in trainer.optimizer.param_groups]
 
     first, second = run_virtual(body, 2)
     assert first == second and first[0] == pytest.approx(1e-2 * 0.1**4)
@@ -270,35 +252,27 @@ def test_a_schedule_that_looks_at_the_evaluation_lowers_all_ranks_alike(tmp_path
 @pytest.mark.sizes(1, 3)
 def test_what_is_evaluated_is_the_mean_and_training_goes_on_from_ones_own(ranks, shared_tmp_path):
     def body(comm):
-        trainer = tiny.trainer(comm, shared_tmp_path, "strategy=gossip_pull", "epochs=1")
-        from hpcdist.train.evaluate import evaluate
-
-        trainer.run()
-        before = [p.clone() for p in (*trainer.model.params, *trainer.model.buffers)]
-        once = evaluate(trainer.job, trainer.strategy, comm, trainer._test)
-        again = evaluate(trainer.job, trainer.strategy, comm, trainer._test)
-        after = (*trainer.model.params, *trainer.model.buffers)
-        untouched = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        mode = trainer.model.module.training
-        trainer.close()
-        return once, again, untouched, mode
+        with tiny.training(comm, shared_tmp_path, "strategy=gossip_pull", "epochs=1") as trainer:
+            trainer.run()
+            before = [p.clone() for p in (*trainer.model.params, *trainer.model.buffers)]
+            once, again = (evaluate(trainer.job, trainer.strategy, comm, trainer._test) for _ in range(2))
+            after = (*trainer.model.params, *trainer.model.buffers)
+            untouched = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            return once, again, untouched, trainer.model.module.training
 
     found = ranks(body)
     assert all(once == again == found[0][0] and untouched and mode for once, again, untouched, mode in found)
 
 
 @pytest.mark.parametrize("name", ["allreduce", "hardsync", "gossip_sync"])
-def test_batches_that_add_up_are_one_large_one(tmp_path, monkeypatch, name):
+def test_batches_that_add_up_are_one_large_one(tmp_path, name):
     """To rounding, uneven last steps included; another number of them is another run."""
     plain = replace(tiny.job, model=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)))
-    monkeypatch.setattr(tiny, "job", plain)  # batch norm and dropout see each batch alone
+    # Batch norm and dropout would see each batch alone.
 
     def body(comm, folder, *options):
-        trainer = tiny.trainer(comm, tmp_path / folder, f"strategy={name}", "epochs=2", *options)
-        summary = trainer.run()
-        params = trainer.strategy.consensus()[0]
-        trainer.close()
-        return summary.samples, trainer.position.step, params
+        with tiny.training(comm, tmp_path / folder, f"strategy={name}", "epochs=2", *options, of=plain) as trainer:
+            return trainer.run().samples, trainer.position.step, trainer.strategy.consensus()[0]
 
     added = run_virtual(lambda comm: body(comm, "added", "batch_size=8", "accumulation=3"), 3)[0]
     whole = run_virtual(lambda comm: body(comm, "whole", "batch_size=24"), 3)[0]
@@ -315,18 +289,16 @@ def test_a_jobs_accumulation_is_its_own_setting(tmp_path):
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_mixed_precision_learns(tmp_path, amp):
-    (summary, _), _ = run_virtual(lambda comm: _run(comm, tmp_path, f"amp={amp}"), 2)
+    (summary, _), _ = run_virtual(lambda comm: tiny.run(comm, tmp_path, f"amp={amp}"), 2)
     assert summary.metrics["accuracy"] > 0.5
 
 
 def test_an_overflow_of_float16_is_left_out_and_halves_the_scale(tmp_path):
     def body(comm):
-        trainer = tiny.trainer(comm, tmp_path, "amp=fp16", "epochs=1")
-        trainer.precision.scaler.load_state_dict({**trainer.precision.scaler.state_dict(), "scale": 2.0**20})
-        summary = trainer.run()
-        scale = trainer.precision.scaler.state_dict()["scale"]
-        trainer.close()
-        return summary, scale
+        with tiny.training(comm, tmp_path, "amp=fp16", "epochs=1") as trainer:
+            scaler = trainer.precision.scaler
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**20})
+            return trainer.run(), scaler.get_scale()
 
     (summary, scale), (_, other) = run_virtual(body, 2)
     assert scale == other < 2.0**20
@@ -338,14 +310,16 @@ def test_an_overflow_of_float16_is_left_out_and_halves_the_scale(tmp_path):
 def test_a_run_that_diverges_stops_and_says_where(tmp_path):
     with pytest.raises(NonFiniteError, match=r"gradients must be finite; got NaN .* rank \d: \d\.(weight|bias)"):
         run_virtual(
-            lambda comm: _run(comm, tmp_path, "optimizer=SGD", "optimizer.lr=1e30", "schedule=none", "clip_norm=none"),
+            lambda comm: tiny.run(
+                comm, tmp_path, "optimizer=SGD", "optimizer.lr=1e30", "schedule=none", "clip_norm=none"
+            ),
             2,
         )
 
 
 def test_progress_is_reported_on_rank_0_only(tmp_path):
     shown = []
-    run_virtual(lambda comm: _run(comm, tmp_path, "log_every=4", report=lambda p: shown.append((comm.rank, p))), 2)
+    run_virtual(lambda comm: tiny.run(comm, tmp_path, "log_every=4", report=lambda p: shown.append((comm.rank, p))), 2)
     assert {rank for rank, _ in shown} == {0}
     last = shown[-1][1]
     assert last.samples == last.total_samples and last.epoch == last.epochs == 3

@@ -18,16 +18,15 @@ EPOCHS = 3
 PLAIN = ("optimizer=SGD", "optimizer.lr=0.1", f"epochs={EPOCHS}")
 
 
-def _rates(folder: Path, ranks: int, *overrides: str) -> list[float]:
+def _rates(folder: Path, ranks: int, *overrides: str, resume: Path | None = None) -> list[float]:
     """The rate of each update of rank 0."""
 
     def body(comm):
-        trainer = tiny.trainer(comm, folder, "schedule=none", *PLAIN, *overrides)
-        seen = []
-        trainer.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
-        trainer.run()
-        trainer.close()
-        return seen
+        with tiny.training(comm, folder, "schedule=none", *PLAIN, *overrides) as trainer:
+            seen = []
+            trainer.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
+            trainer.run(resume)
+            return seen
 
     return run_virtual(body, ranks)[0]
 
@@ -103,16 +102,7 @@ def test_a_run_that_goes_on_has_the_rates_of_one_that_was_not_interrupted(tmp_pa
     kept, *later = sorted((tmp_path / "run" / "checkpoints").iterdir())
     for path in later:
         shutil.rmtree(path)
-
-    def body(comm):
-        trainer = tiny.trainer(comm, tmp_path, "schedule=none", *PLAIN, *options)
-        seen = []
-        trainer.optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
-        trainer.run(kept)
-        trainer.close()
-        return seen
-
-    assert run_virtual(body, 2)[0] == whole[8:]
+    assert _rates(tmp_path, 2, *options, resume=kept) == whole[8:]
 
 
 @pytest.mark.parametrize(("scale", "expected"), [("none", 0.1), ("linear", 0.6), ("sqrt", 0.1 * math.sqrt(6))])
@@ -154,11 +144,9 @@ def test_on_another_number_of_workers_a_run_goes_on_with_the_rate_of_its_own_bat
     assert _constant(_rates(tmp_path, 4, *flags, "epochs=1", "checkpoint.every_steps=3")) == pytest.approx(0.4)
 
     def body(comm):
-        trainer = tiny.trainer(comm, tmp_path, "schedule=none", *PLAIN, *flags)
-        trainer.run(checkpoint.latest(tmp_path / "run" / "checkpoints"))
-        rate = trainer.optimizer.param_groups[0]["lr"]
-        trainer.close()
-        return rate
+        with tiny.training(comm, tmp_path, "schedule=none", *PLAIN, *flags) as trainer:
+            trainer.run(checkpoint.latest(tmp_path / "run" / "checkpoints"))
+            return trainer.optimizer.param_groups[0]["lr"]
 
     assert run_virtual(body, 2)[0] == pytest.approx(0.2 * 0.1**3)
 

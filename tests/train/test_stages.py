@@ -122,9 +122,8 @@ def test_progress_and_evaluations_are_those_of_replicas(tmp_path):
     seen = []
 
     def body(comm):
-        made = staged.trainer(comm, tmp_path, *TWO, "eval_every_samples=160", "log_every=2", report=seen.append)
-        made.run()
-        made.close()
+        options = (*TWO, "eval_every_samples=160", "log_every=2")
+        tiny.run(comm, tmp_path, *options, of=staged.job, report=seen.append)
 
     run_virtual(body, 4)
     assert all(progress.loss is not None for progress in seen) and seen[-1].ended
@@ -145,12 +144,10 @@ def test_mixed_precision_learns_in_stages(tmp_path, amp):
 
 def test_an_overflow_in_one_stage_is_left_out_in_all(tmp_path):
     def body(comm):
-        made = staged.trainer(comm, tmp_path, *TWO, "amp=fp16", "epochs=1", job=tiny.job)
-        made.precision.scaler.load_state_dict({**made.precision.scaler.state_dict(), "scale": 2.0**20})
-        summary = made.run()
-        scale = made.precision.scaler.state_dict()["scale"]
-        made.close()
-        return summary, scale
+        with tiny.training(comm, tmp_path, *TWO, "amp=fp16", "epochs=1") as made:
+            scaler = made.precision.scaler
+            scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**20})
+            return made.run(), scaler.get_scale()
 
     found = run_virtual(body, 4)
     assert len({scale for _, scale in found}) == 1 and found[0][1] < 2.0**20

@@ -48,7 +48,7 @@ def test_a_run_with_a_killed_rank_ends_and_goes_on_on_other_ranks(tmp_path, monk
 
 def test_where_others_would_go_on_without_a_rank_a_replica_does_not(tmp_path):
     def body(comm):
-        made = staged.trainer(comm, tmp_path, "parallel.stages=2", "strategy=gossip_pull")
+        made = tiny.trainer(comm, tmp_path, "parallel.stages=2", "strategy=gossip_pull", of=staged.job)
         comm.failures.lost = (2,)  # as fault tolerance finds it where all ranks meet
         with pytest.raises(
             RankFailedError, match="rank 2, stage 0 of replica 1, has died, and the model's other stages"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import JobConfig, load
@@ -30,22 +32,33 @@ job = Job(
 )
 
 
-def trainer(comm, folder: Path, *overrides: str, report=None, **leaving) -> Trainer:
-    """Collective."""
-    values = load({**job.defaults, "data": {"path": str(folder / "digits.h5")}}, None, overrides)
-    return Trainer(job, JobConfig(**values), comm, folder / "run", report, **leaving)
+def trainer(comm, folder: Path, *overrides: str, of: Job | None = None, report=None, **leaving) -> Trainer:
+    """Collective. Trains this job, or another one, on the digits in the folder."""
+    chosen = of or job
+    values = load({**chosen.defaults, "data": {"path": str(folder / "digits.h5")}}, None, overrides)
+    return Trainer(chosen, JobConfig(**values), comm, folder / "run", report, **leaving)
+
+
+@contextmanager
+def training(comm, folder: Path, *overrides: str, **given) -> Iterator[Trainer]:
+    """Collective. A trainer, which is closed unless the context raises."""
+    made = trainer(comm, folder, *overrides, **given)
+    yield made
+    made.close()
+
+
+def run(
+    comm, folder: Path, *overrides: str, resume: Path | None = None, **given
+) -> tuple[Summary | None, list[Tensor]]:
+    """Collective. The summary of a run, and the parameters and buffers at its end."""
+    with training(comm, folder, *overrides, **given) as made:
+        summary = made.run(resume)
+        return summary, [tensor.clone() for tensor in (*made.model.params, *made.model.buffers)]
 
 
 def uninterrupted(ranks: int, folder: Path, *overrides: str) -> Summary:
     """The summary of a whole run on so many virtual ranks."""
-
-    def whole(comm):
-        made = trainer(comm, folder, *overrides)
-        summary = made.run()
-        made.close()
-        return summary
-
-    return run_virtual(whole, ranks)[0]
+    return run_virtual(lambda comm: run(comm, folder, *overrides)[0], ranks)[0]
 
 
 # The same job as a file: each rank leaves a file `pid-N` once it trains, and comes no further than to step UP_TO.

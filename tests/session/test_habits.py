@@ -38,10 +38,6 @@ SIZES = {"joint": 3, "one": 2, "same": 3, "many": 3}
 TABLE = {"joint": JOINT, "one": ONE, "same": SAME, "many": MANY}
 
 
-# Habits that are tried with every strategy in every way; others once for each family of strategies and outcome there.
-WHOLE = ("plain_loop", "uneven_data", "clip_grad_norm", "gan", "a_layer_frozen_later", "figures_shared_in_the_loop")
-
-
 def family(strategy):
     """Strategies that deal with loops alike; of a user's own file, a family of one."""
     for members in (["allreduce"], ["hardsync"], groups.SERVED, groups.SERVERLESS, groups.GOSSIPS):
@@ -51,7 +47,10 @@ def family(strategy):
 
 
 def cells():
-    """All combinations of habit, way and strategy: pairwise those of every run, and `extended` the others."""
+    """All combinations of habit, way and strategy. Every run has each pair of a habit, and a family's outcome, once.
+
+    And all habits with allreduce, and the plain loop with all strategies; the others are `extended`.
+    """
     for name, habit in HABITS.items():
         of_family: dict[tuple, list] = {}
         for way in habit.ways:
@@ -63,7 +62,7 @@ def cells():
         for key, found in of_family.items():
             first = zlib.crc32(f"{name} {key}".encode()) % len(found)
             for number, (way, strategy) in enumerate(found):
-                runs = number == first or name in WHOLE or strategy == "allreduce"
+                runs = number == first or name == "plain_loop" or strategy == "allreduce"
                 marks = () if runs else pytest.mark.extended
                 yield pytest.param(name, way, strategy, id=f"{name}-{way}-{strategy.replace(' ', '_')}", marks=marks)
 
@@ -147,7 +146,7 @@ JOINT["allreduce at times"] = {"overlap": "auto"}
 
 
 @quiet
-@pytest.mark.sizes(3, 4)
+@pytest.mark.sizes(4)
 @pytest.mark.parametrize("strategy", ["allreduce beside", "allreduce at times"])
 @pytest.mark.parametrize("name", BESIDE)
 def test_overlap_changes_nothing(ranks, name, strategy):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from habits.groups import GOSSIPS, SERVED, SERVERLESS, SYNCHRONOUS
-from habits.run import copied, data, difference, mse, net
+from habits.run import copied, data, difference, mse, net, train
 from torch import nn
 from torch.optim import SGD, Adam, lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import hpcdist as hd
+from hpcdist.comm.virtual import run_virtual
 from strategies import problem
 
 OPTIONS = {"local_sgd": {"period": 2}, "diloco": {"period": 2}, "easgd": {"period": 2}, "eamsgd": {"period": 2}}
@@ -35,15 +36,15 @@ class Loop:
         named = ("optimizer", "schedule", "loader", "scaler", "ema")
         return {name: getattr(self, name) for name in named}
 
-    def epoch(self, leave_at=None):
+    def epoch(self, at=None, do=None):
         for i, (x, y) in enumerate(self.loader):
             self.optimizer.zero_grad()
             self.scaler.scale(mse(self.model(x), y)).backward()
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.ema.update_parameters(self.model)
-            if leave_at == i:
-                return
+            if at == i:
+                do()
         self.schedule.step()
 
     def finished(self):
@@ -111,15 +112,7 @@ def test_within_an_epoch_on_the_same_ranks_it_goes_on_to_the_bit(ranks, strategy
         hd.init(comm=comm)
         loop = Loop(strategy)
         loop.epoch()
-        for i, (x, y) in enumerate(loop.loader):
-            loop.optimizer.zero_grad()
-            loop.scaler.scale(mse(loop.model(x), y)).backward()
-            loop.scaler.step(loop.optimizer)
-            loop.scaler.update()
-            loop.ema.update_parameters(loop.model)
-            if i == 2:
-                hd.save(shared_tmp_path, **loop.objects())
-        loop.schedule.step()
+        loop.epoch(at=2, do=lambda: hd.save(shared_tmp_path, **loop.objects()))
         loop.epoch()
         whole = loop.finished()
         again = Loop(strategy)
@@ -134,11 +127,8 @@ def test_within_an_epoch_on_the_same_ranks_it_goes_on_to_the_bit(ranks, strategy
 
 @pytest.mark.virtual
 @pytest.mark.sizes(3)
-@pytest.mark.parametrize("size", [1, 2, 4])
 @every
-def test_on_another_number_of_ranks_it_goes_on_from_what_they_stood_for(ranks, strategy, size, tmp_path):
-    from harness.ranks import VirtualRanks
-
+def test_on_another_number_of_ranks_it_goes_on_from_what_they_stood_for(ranks, strategy, tmp_path):
     def saving(comm):
         hd.init(comm=comm)
         loop = Loop(strategy)
@@ -159,11 +149,12 @@ def test_on_another_number_of_ranks_it_goes_on_from_what_they_stood_for(ranks, s
         return begun, rates, loop.finished()[0]
 
     saved = ranks(saving)
-    loaded = VirtualRanks(size)(loading)
-    for begun, (last, own), ended in loaded:
-        assert difference(begun, saved[0][0]) <= 1e-12
-        assert last == own == saved[0][1]
-        assert difference(ended, loaded[0][2]) == 0.0 and all(t.isfinite().all() for t in ended.values())
+    for size in (1, 2, 4):
+        loaded = run_virtual(loading, size)
+        for begun, (last, own), ended in loaded:
+            assert difference(begun, saved[0][0]) <= 1e-12, size
+            assert last == own == saved[0][1], size
+            assert difference(ended, loaded[0][2]) == 0.0 and all(t.isfinite().all() for t in ended.values()), size
 
 
 @pytest.mark.sizes(3)
@@ -196,10 +187,7 @@ def test_torch_saves_what_finish_leaves(ranks, tmp_path):
         hd.init(comm=comm)
         model = net()
         optimizer = hd.DistributedOptimizer(Adam(model.parameters(), lr=0.01), model)
-        for x, y in hd.shard(DataLoader(data(), batch_size=4)):
-            optimizer.zero_grad()
-            mse(model(x), y).backward()
-            optimizer.step()
+        train(None, model, optimizer, hd.shard(DataLoader(data(), batch_size=4)), 1)
         hd.finish(model)
         path = tmp_path / f"{comm.rank}.pt"
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
@@ -248,10 +236,7 @@ def test_training_goes_on_from_values_that_the_loop_loads(ranks, name, when):
             if epoch == (when == "between epochs"):
                 model.load_state_dict(loaded)
                 optimizer.param_groups[0]["lr"] = 0.0
-            for x, y in loader:
-                optimizer.zero_grad()
-                mse(model(x), y).backward()
-                optimizer.step()
+            train(None, model, optimizer, loader, 1)
         hd.finish(model)
         return difference(copied(model), loaded)
 

@@ -20,6 +20,7 @@ OPTIONS = {
     "local_sgd": {"period": 2}, "diloco": {"period": 2}, "easgd": {"period": 2}, "eamsgd": {"period": 2},
     "downpour": {"servers": 1},
 }  # fmt: skip
+INTERLEAVED = {"schedule": "interleaved", "chunks": 2, "cut": (1, 2, 2, 2)}
 SYNCHRONOUS = ("allreduce", "gossip_sync", "dpsgd", "sgp", "local_sgd", "diloco")
 
 
@@ -112,29 +113,22 @@ def test_the_same_grid_goes_on_to_the_bit_within_an_epoch(ranks, strategy, share
     assert ranks(body) == [0.0] * 4
 
 
-@pytest.mark.parametrize("grid", [(4, 4), (4, 1), (2, 2), (2, 1), (1, None), (2, None)])
-def test_another_grid_goes_on_as_the_saved_one_would(tmp_path, grid):
+ELSEWHERE = [  # ranks and stages that save, and those that go on
+    ((4, 2, {}), [(4, 4, {}), (4, 1, {}), (2, 2, {}), (2, 1, {}), (1, None, {}), (2, None, {})]),
+    ((2, None, {}), [(4, 2, {}), (2, 2, {})]),
+    ((2, 2, {"cut": (3, 4)}), [(2, 2, {"cut": (1, 6)}), (2, 2, INTERLEAVED)]),
+]
+
+
+@pytest.mark.parametrize(("grid", "others"), ELSEWHERE, ids=["stages", "whole models", "cuts"])
+def test_another_grid_goes_on_as_the_saved_one_would(tmp_path, grid, others):
     """With allreduce every grid trains alike: parameters, AdamW's moments and rates are those of the saved one."""
-    stood, end = saved(tmp_path, 4, 2)
-    again, after = resumed(tmp_path, *grid)
-    assert difference(again, stood) == 0.0
-    assert difference(after, end) < 1e-12
-
-
-@pytest.mark.parametrize("grid", [(4, 2), (2, 2)])
-def test_a_model_without_stages_is_cut_into_some(tmp_path, grid):
-    stood, end = saved(tmp_path, 2, None)
-    again, after = resumed(tmp_path, *grid)
-    assert difference(again, stood) == 0.0
-    assert difference(after, end) < 1e-12
-
-
-def test_other_cuts_and_chunks_are_found_by_name(tmp_path):
-    stood, end = saved(tmp_path, 2, 2, cut=(3, 4))
-    for options in ({"cut": (1, 6)}, {"schedule": "interleaved", "chunks": 2, "cut": (1, 2, 2, 2)}):
-        again, after = resumed(tmp_path, 2, 2, **options)
-        assert difference(again, stood) == 0.0
-        assert difference(after, end) < 1e-12
+    size, stages, options = grid
+    stood, end = saved(tmp_path, size, stages, **options)
+    for size, stages, options in others:
+        again, after = resumed(tmp_path, size, stages, **options)
+        assert difference(again, stood) == 0.0, (size, stages, options)
+        assert difference(after, end) < 1e-12, (size, stages, options)
 
 
 GRIDS = ((6, 2), (2, 1), (4, 4))  # more replicas; no stages; more stages
@@ -159,21 +153,19 @@ def test_a_checkpoint_is_unsplit_without_ranks(tmp_path, strategy):
         hd.unsplit(tmp_path / "elsewhere")
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-@pytest.mark.parametrize("stages", [None, 2])
-@pytest.mark.parametrize("strategy", ["allreduce", "hardsync"])
-def test_a_checkpoint_is_exported_to_the_bit(tmp_path, strategy, stages, suffix):
+@pytest.mark.parametrize(("strategy", "stages"), [("allreduce", None), ("hardsync", 2)])
+def test_a_checkpoint_is_exported_to_the_bit(tmp_path, strategy, stages):
     stood, _ = saved(tmp_path / "saved", 4, stages, strategy)
-    file = tmp_path / f"model{suffix}"
-    for _ in range(2):  # it is replaced
-        checkpoint.export(hd.unsplit(checkpoint.find(tmp_path / "saved")), file)
-    state = load_file(file) if suffix == ".safetensors" else torch.load(file, weights_only=True)
-    assert difference(state, stood) == 0.0
-    make().load_state_dict(state)
-    if suffix == ".safetensors":
-        with safe_open(file, "pt") as opened:
-            assert opened.metadata() == {"format": "pt"}, "Hugging Face's libraries demand it"
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [file.name]
+    for suffix, load in ((".pt", lambda file: torch.load(file, weights_only=True)), (".safetensors", load_file)):
+        file = tmp_path / suffix / f"model{suffix}"
+        file.parent.mkdir()
+        for _ in range(2):  # it is replaced
+            checkpoint.export(hd.unsplit(checkpoint.find(tmp_path / "saved")), file)
+        assert difference(load(file), stood) == 0.0
+        make().load_state_dict(load(file))
+        assert [path.name for path in file.parent.iterdir()] == [file.name]
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}, "Hugging Face's libraries demand it"
 
 
 class Shift(nn.Module):
@@ -250,12 +242,11 @@ def totals(found):
     return sums, counts
 
 
-@pytest.mark.parametrize(("size", "stages"), [(8, 4), (2, None), (4, 2), (6, 2)])
 @pytest.mark.parametrize(
     ("strategy", "compression"),
     [("allreduce", "topk"), ("allreduce", "dgc"), ("local_sgd", "topk"), ("hardsync", "topk"), ("strom", "topk")],
 )
-def test_what_compression_has_not_sent_is_cut_anew(tmp_path, strategy, compression, size, stages):
+def test_what_compression_has_not_sent_is_cut_anew(tmp_path, strategy, compression):
     """Each rank has the mean, so that the next updates have what the saved ranks' would; with strom the sum stays."""
     how = {"compression": COMPRESSION | {"name": compression}}
 
@@ -265,7 +256,7 @@ def test_what_compression_has_not_sent_is_cut_anew(tmp_path, strategy, compressi
         hd.save(tmp_path, **loop.objects())
         return unsent(loop.optimizer), loop.optimizer.strategy.state()
 
-    def load(comm):
+    def load(comm, stages):
         options = {} if stages is None else {"cut": (2, 2, 2, 1) if stages == 4 else (4, 3)}
         loop = Loop(comm, stages, strategy, **how, **options)
         hd.load(tmp_path, **loop.objects())
@@ -274,15 +265,19 @@ def test_what_compression_has_not_sent_is_cut_anew(tmp_path, strategy, compressi
         assert all(torch.isfinite(tensor).all() for tensor in loop.finished().values())
         return found
 
-    before, after = run_virtual(save, 6), run_virtual(load, size)
-    (sums, counts), (sums_after, counts_after) = (totals(own for own, _ in found) for found in (before, after))
-    assert sums.keys() == sums_after.keys() and max(float(total.abs().max()) for total in sums.values()) > 0
-    for name, total in sums.items():
-        share = 1 if strategy == "strom" else counts_after[name] / counts[name]
-        torch.testing.assert_close(sums_after[name], total * share, rtol=0, atol=1e-12)
-    if compression == "dgc":
-        (_, saved_state), (_, state) = before[0], after[0]
-        steps = [each["compressed.coders"][0]["steps"] for each in (saved_state, state)]
-        assert steps[0] == steps[1] > 0
-        assert state["compressed.velocity"][0].abs().max() > 0
-        assert saved_state["compressed.calls"] == state["compressed.calls"] == 4
+    before = run_virtual(save, 6)
+    sums, counts = totals(own for own, _ in before)
+    assert max(float(total.abs().max()) for total in sums.values()) > 0
+    for size, stages in ((8, 4), (2, None), (4, 2), (6, 2)):
+        after = run_virtual(lambda comm, stages=stages: load(comm, stages), size)
+        sums_after, counts_after = totals(own for own, _ in after)
+        assert sums.keys() == sums_after.keys()
+        for name, total in sums.items():
+            share = 1 if strategy == "strom" else counts_after[name] / counts[name]
+            torch.testing.assert_close(sums_after[name], total * share, rtol=0, atol=1e-12)
+        if compression == "dgc":
+            (_, saved_state), (_, state) = before[0], after[0]
+            steps = [each["compressed.coders"][0]["steps"] for each in (saved_state, state)]
+            assert steps[0] == steps[1] > 0
+            assert state["compressed.velocity"][0].abs().max() > 0
+            assert saved_state["compressed.calls"] == state["compressed.calls"] == 4

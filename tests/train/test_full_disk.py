@@ -142,7 +142,7 @@ needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun besid
     ("which", "where", "n_bytes", "file"),
     [
         ("loss", {1}, 3000, "it/records-rank0001.jsonl"),
-        ("loss", {0, 1, 2}, 3000, "it/records-rank000"),
+        pytest.param("loss", {0, 1, 2}, 3000, "it/records-rank000", marks=pytest.mark.extended),
         ("data", {0}, 3000, "new.h5"),
     ],
     ids=["records of one rank", "records of all", "data set"],

@@ -27,7 +27,11 @@ def _run(comm, folder, *overrides, resume=None, ends_at=None):
         return summary, trainer.leaving.reason, tensors
 
 
-@pytest.mark.parametrize("name", ["allreduce", "hardsync", "gossip_sync", "dpsgd", "sgp", "local_sgd", "diloco"])
+@pytest.mark.parametrize(
+    "name",
+    ["allreduce", "hardsync", "gossip_sync", "local_sgd"]
+    + [pytest.param(name, marks=pytest.mark.extended) for name in ("dpsgd", "sgp", "diloco")],
+)
 def test_left_and_resumed_it_ends_where_the_uninterrupted_run_ends(tmp_path, name):
     """On virtual ranks, 0.1 s a step: it leaves in the first, the second or the third epoch."""
     options = (f"strategy={name}", *(["strategy.period=5"] if name == "diloco" else []))

@@ -39,14 +39,14 @@ def test_of_two_runs_in_one_folder_the_second_is_refused_until_the_first_is_gone
             wait_until(lambda: list(Path("it").glob("checkpoints/step-????????")) or first.poll() is not None)
             first.send_signal(signal.SIGSTOP)  # it has the lock, for as long as this takes
             held_by = f"got it, held by process {first.pid} on host {platform.node()} since 2"
-            anew = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            anew = subprocess.Popen([sys.executable, *words], env=environment, **pipes)  # beside the resumed one
             resumed = launch(2, [*words, "--resume"], env=IMPORTS)
-            for second in (anew, resumed):
-                assert second.returncode == 1 and second.stdout == "" and "Traceback" not in second.stderr
-                assert (
-                    second.stderr.count("hpcdist: error: --output must be a folder in which no other run is at wo") == 1
-                )
-                assert second.stderr.count(held_by) == 1 and second.stderr.count("hpcdist: ") == 1
+            told = [(anew.communicate(), anew.returncode), ((resumed.stdout, resumed.stderr), resumed.returncode)]
+            for (out, err), status in told:
+                assert status == 1 and out == "" and "Traceback" not in err
+                assert err.count("hpcdist: error: --output must be a folder in which no other run is at work") == 1
+                assert err.count(held_by) == 1 and err.count("hpcdist: ") == 1
         finally:
             first.kill()
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from harness.cases import pairwise
 from hpcdist import checkpoint, strategies
 from hpcdist.comm.virtual import ComputeModel, Constant, run_virtual
 from hpcdist.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
@@ -28,7 +29,7 @@ SUITED = {
 
 @every
 @pytest.mark.computes
-@pytest.mark.sizes(1, 4)
+@pytest.mark.sizes(4)
 def test_the_summary_tells_what_the_run_was(ranks, shared_tmp_path, name):
     options = (f"strategy={name}", *SUITED.get(name, []))
     found = ranks(lambda comm: tiny.run(comm, shared_tmp_path, *options), compute=Constant(0.01))
@@ -127,11 +128,10 @@ def test_a_resumed_run_with_servers_ends_where_the_uninterrupted_one_ends(tmp_pa
 SERVED = [name for name in strategies.available() if issubclass(strategies.load(name), ServerStrategy)]
 
 
-@pytest.mark.parametrize("name", SERVED)
-@pytest.mark.parametrize(
-    ("servers", "before", "after"),
-    [(1, 4, 1), (1, 1, 4), (2, 4, 3), (2, 3, 5), ("colocated", 4, 2), ("colocated", 1, 3)],
-)
+WORLDS = [(1, 4, 1), (1, 1, 4), (2, 4, 3), (2, 3, 5), ("colocated", 4, 2), ("colocated", 1, 3)]
+
+
+@pytest.mark.parametrize(("name", "servers", "before", "after"), pairwise(SERVED, WORLDS, 2))
 def test_on_another_number_of_ranks_it_goes_on_from_what_the_servers_had(tmp_path, name, servers, before, after):
     common = ("epochs=1", "batch_size=60", "checkpoint.every_steps=1")
     options = (f"strategy={name}", f"strategy.servers={servers}", *common)
@@ -164,7 +164,7 @@ def _interrupt(comm, folder, step, *overrides) -> int:
 
 @every
 @pytest.mark.computes
-@pytest.mark.sizes(1, 3)
+@pytest.mark.sizes(4)
 def test_every_strategy_resumes(ranks, shared_tmp_path, name):
     def body(comm):
         options = (f"strategy={name}", *SUITED.get(name, []), "checkpoint.every_steps=4")
@@ -179,8 +179,7 @@ def test_every_strategy_resumes(ranks, shared_tmp_path, name):
             assert second.metrics["accuracy"] > first.metrics["accuracy"] - 0.1
 
 
-@pytest.mark.parametrize("name", problem.stepping())
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 2), (2, 5)])
+@pytest.mark.parametrize(("name", "before", "after"), pairwise(problem.stepping(), [(1, 3), (4, 2), (2, 5)]))
 def test_it_resumes_on_another_number_of_ranks(tmp_path, name, before, after):
     options = (f"strategy={name}", *SUITED.get(name, []), "checkpoint.every_steps=5")
     run_virtual(lambda comm: tiny.run(comm, tmp_path, *options, "epochs=1"), before)

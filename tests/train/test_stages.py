@@ -210,7 +210,7 @@ def test_a_run_goes_on_on_other_stages_as_if_nothing_had_happened(tmp_path, aver
     assert summary.metrics == pytest.approx(expected.metrics, abs=1e-12)
 
 
-@pytest.mark.parametrize("strategy", ["gossip_pull", "softsync", "local_sgd"])
+@pytest.mark.parametrize("strategy", ["gossip_pull", "softsync", pytest.param("local_sgd", marks=pytest.mark.extended)])
 def test_a_run_goes_on_on_another_number_of_replicas(tmp_path, strategy):
     """Saved by 3 replicas of 2 stages, taken up by 2 of 2 and by 2 of 4, and read to the epoch's end."""
     settings = (

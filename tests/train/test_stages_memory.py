@@ -18,7 +18,7 @@ from hpcdist.train.numerics import require_finite
 from train import memory_of_stages
 
 
-@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.extended), 4])
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_memory_falls_as_the_number_of_stages_grows(tmp_path, monkeypatch, stages):
     monkeypatch.chdir(tmp_path)
     # In a job of its own: the heap of a process that has run other tests gives and takes tens of megabytes.
@@ -34,7 +34,7 @@ def test_memory_falls_as_the_number_of_stages_grows(tmp_path, monkeypatch, stage
 
 def test_looks_at_all_parameters_make_no_copy_of_them():
     def body(comm):
-        model = FlatModel(nn.Linear(1 << 13, 1 << 12, bias=False))  # 128 MiB
+        model = FlatModel(nn.Linear(1 << 12, 1 << 12, bias=False))  # 64 MiB
         model.grads[0].fill_(1.0)
         model.release([True])
         cls = strategies.load("allreduce")
@@ -52,5 +52,5 @@ def test_looks_at_all_parameters_make_no_copy_of_them():
     ((n_bytes, peaks),) = run_virtual(body, 1)
     if None in peaks.values():
         pytest.skip("the system does not tell the peak of the resident set")
-    assert n_bytes == 1 << 27
+    assert n_bytes == 1 << 26
     assert all(peak < n_bytes / 2 for peak in peaks.values()), peaks

@@ -128,7 +128,7 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_ends(tmp_path, name):
     evaluations = [evaluation.samples for evaluation in read_evaluations(tmp_path / "run")]
     for at in (3, 9, 12):
         again = tmp_path / f"from-{at}"
-        shutil.copytree(tmp_path / "run", again / "run")
+        shutil.copytree(tmp_path / "run", again / "run", ignore=shutil.ignore_patterns("checkpoints"))
         path = tmp_path / "run" / "checkpoints" / f"step-{at:08d}"
         found = run_virtual(lambda comm: _run(comm, again, *options, resume=path), 3, compute=Constant(STEP_S))
         assert [evaluation.samples for evaluation in read_evaluations(again / "run")] == evaluations, at

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests: those in one process, with those on a Slurm cluster beside them, and on 2 and 4 ranks with Open MPI those
-# for real ranks. With --all also what these leave out: tests marked `extended`, Horovod's own build, MPICH, Debian's MPI
-# libraries and Intel's, 1 and 3 ranks, and tests marked `computes` on real ranks. Installs what is missing.
+# for real ranks. With --all also what these leave out: tests marked `extended` or `alone`, Horovod's own build, MPICH,
+# Debian's MPI libraries and Intel's, 1 and 3 ranks, and tests marked `computes` on real ranks. Installs what is missing.
 #
 #   bash tests/run.sh [--all] [pytest's arguments, such as -k ring]
 #
@@ -123,20 +123,20 @@ run_other() {
 }
 
 run_rest() {
-    local n kind
-    if fits 180 "tests marked extended"; then
+    local kind
+    if fits 110 "tests marked extended"; then
         run -- "${PLAIN[@]}" --all -m "extended and not cluster and not alone"
     fi
+    if fits 70 "tests marked alone"; then run -- --all -m alone; fi
     use_mpich
     say "$(mpichversion --version | head -n 1)"
-    if fits 200 "MPICH on 4 ranks"; then run mpiexec -n 4; fi
+    if fits 220 "MPICH on 4 ranks"; then run mpiexec -n 4; fi
     use_openmpi
-    for n in 3 1; do
-        if fits 60 "Open MPI on $n ranks"; then run mpirun -n "$n"; fi
-    done
-    if fits 300 "tests marked computes, on 4 real ranks"; then run mpirun -n 4 -- --all -m computes; fi
+    if fits 90 "Open MPI on 3 ranks"; then run mpirun -n 3; fi
+    if fits 20 "Open MPI on 1 rank"; then run mpirun -n 1; fi
+    if fits 200 "tests marked computes, on 4 real ranks"; then run mpirun -n 4 -- --all -m computes; fi
     for kind in "${OTHERS[@]}"; do # the last ones: what they set stays
-        if fits 60 "MPI of $kind"; then run_other "$kind"; fi
+        if fits 30 "MPI of $kind"; then run_other "$kind"; fi
     done
 }
 
@@ -206,7 +206,6 @@ PLAIN_S=$SECONDS
 run -- "${PLAIN[@]}" -m "not cluster and not alone"
 PLAIN_S=$((SECONDS - PLAIN_S))
 end_cluster
-run -- -m alone
 [ -z "$ALL" ] || end_horovod
 for n in 2 4; do
     run mpirun -n "$n"

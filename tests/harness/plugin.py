@@ -98,12 +98,12 @@ def _join(config: pytest.Config, console: Console):
 
 # --- which tests run where --------------------------------------------------------------------------------------------
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves out files without a test for real ranks, or with the one marker of -m: importing all takes 10 seconds."""
+    """Leaves out files without a test for real ranks, or with the marker or fixture of -m: importing all is slow."""
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
     wanted = [REAL] if config.stash[JOB] else []
     if config.option.markexpr.isidentifier():
-        wanted.append(re.compile(rf"\b{config.option.markexpr}\b"))
+        wanted.append(re.compile(rf"mark\.{config.option.markexpr}\b|def \w+\([^)]*\b{config.option.markexpr}\b"))
     paths = [path for path in (collection_path, collection_path.parent / "conftest.py") if path.exists()]
     text = "\n".join(path.read_text() for path in paths)
     if config.stash[JOB] and not config.getoption("--all") and COMPUTES.search(text) and "mark.mpi" not in text:

@@ -200,7 +200,8 @@ def test_a_wheel_that_does_not_sum_is_not_kept(tmp_path, monkeypatch):
         built.append(folder)
         return folder / "wheel" / "horovod.whl"
 
-    def prove(launcher, environ, log, unpacked):
+    def prove(launcher, environ, log):
+        unpacked = Path(environ["PYTHONPATH"].split(os.pathsep)[0])
         proofs.append((unpacked / "horovod" / "__init__.py").read_text())
         if proofs[-1] == "0":
             raise BuildError("two-rank check: no luck")
@@ -321,9 +322,10 @@ def fake(folder: Path, text: str) -> Path:
 
 def test_what_does_not_import_or_sum_is_told(tmp_path):
     log, python = tmp_path / "log", sys.executable
+    (tmp_path / "torch.py").touch()  # which takes seconds to import
     unpacked = fake(tmp_path, "raise ImportError('undefined symbol: _ZN3c10')")
     with pytest.raises(BuildError, match="import: `import horovod.torch` must work; got: .*symbol: _ZN3c10.*Log: "):
-        build.prove(["mpirun", "-n"], os.environ, log, unpacked)
+        build.prove(["mpirun", "-n"], build.job_environment(os.environ, FOUND, unpacked), log)
     unpacked = fake(tmp_path, "init = None")
     for launcher, got in (
         (["false"], "exit status 1, 'no message'"),
@@ -331,23 +333,18 @@ def test_what_does_not_import_or_sum_is_told(tmp_path):
         ([python, "-c", "print('all is well')"], "exit status 0, 'all is well'"),
     ):
         with pytest.raises(BuildError, match=f"two-rank check: `.*` must sum on 2 ranks; got {got}.* Name the launch"):
-            build.prove(launcher, os.environ, log, unpacked)
+            build.prove(launcher, build.job_environment(os.environ, FOUND, unpacked), log)
 
 
-def test_a_new_job_does_not_take_itself_for_a_rank_of_this_one():
-    launched = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "OMPI_MCA_btl": "tcp"}
-    environ = build.job_environment(launched, Path("/x"))
-    assert not {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"} & set(environ)
-    assert environ["OMPI_MCA_btl"] == "tcp" and environ["PYTHONPATH"].startswith("/x:")
-
-
-def test_a_wheel_of_another_environment_finds_this_one_s_mpi():
-    """It is tested where it was unpacked, far from the libraries beside which it will be installed."""
-    given = {"LD_LIBRARY_PATH": "/mine"}
-    within, outside = replace(FOUND, mpi_folder=""), replace(FOUND, mpi_folder="/opt/mpi/lib")
-    assert build.libraries_first(given, within) == {"LD_LIBRARY_PATH": f"{sys.prefix}/lib:/mine"}
-    assert build.libraries_first({}, within) == {"LD_LIBRARY_PATH": f"{sys.prefix}/lib"}
-    assert build.libraries_first(given, outside) == given
+def test_a_new_job_does_not_take_itself_for_a_rank_of_this_one_and_finds_this_environments_mpi():
+    """Also by a wheel that lies where it was unpacked, far from the libraries beside which it will be installed."""
+    given = {"OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1", "OMPI_MCA_btl": "tcp", "LD_LIBRARY_PATH": "/mine"}
+    for mpi_folder, libraries in (("", f"{sys.prefix}/lib:/mine"), ("/opt/mpi/lib", "/mine")):
+        environ = build.job_environment(given, replace(FOUND, mpi_folder=mpi_folder), Path("/x"))
+        assert not {"OMPI_COMM_WORLD_RANK", "PMIX_RANK"} & set(environ)
+        assert environ["OMPI_MCA_btl"] == "tcp" and environ["PYTHONPATH"].startswith("/x:")
+        assert environ["LD_LIBRARY_PATH"] == libraries
+    assert build.job_environment({}, FOUND, Path("/x"))["LD_LIBRARY_PATH"] == f"{sys.prefix}/lib"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -378,7 +375,7 @@ def test_a_horovod_that_says_that_it_is_of_another_torch_is_refused(tmp_path):
     program += "pathlib.Path(sys.argv[1]).write_bytes(loaded_here()[0].name.encode())\nhorovod.load()"
     done = subprocess.run(
         [sys.executable, "-c", program, extension],
-        env=build.job_environment(os.environ, tmp_path),
+        env=build.job_environment(os.environ, FOUND, tmp_path),
         capture_output=True,
         text=True,
         timeout=60,

@@ -29,6 +29,7 @@ def start(output: Path, **env: str):
 
 
 @pytest.mark.alone
+@pytest.mark.extended
 def test_the_quick_job_as_a_user_runs_it(study, tmp_path):
     if reason := study.why_not(study.Cable(100)):
         pytest.skip(reason)

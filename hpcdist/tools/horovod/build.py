@@ -110,7 +110,7 @@ def run(options: BuildOptions, environ: Mapping[str, str]) -> dict:
         _logger.info(f"summing on {RANKS} ranks by {wheel.name}")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder / "unpacked")
-        tested = prove(launcher, libraries_first(environ, tools), log, folder / "unpacked")
+        tested = prove(launcher, job_environment(environ, tools, folder / "unpacked"), log)
         if is_new:
             shutil.rmtree(entry, ignore_errors=True)
             os.replace(wheel.parent, entry)
@@ -287,17 +287,16 @@ def pip_install(arguments: Sequence[str], log: Path, environ: Mapping[str, str])
 
 
 # --- testing ----------------------------------------------------------------------------------------------------------
-def prove(launcher: Sequence[str], environ: Mapping[str, str], log: Path, unpacked: Path) -> dict:
+def prove(launcher: Sequence[str], environ: Mapping[str, str], log: Path) -> dict:
     """Sum by Horovod on two ranks, and return their report: ranks, devices, and the features of the build.
 
     Args:
         launcher: the command that starts ranks, up to their number.
-        unpacked: a folder with an unpacked wheel.
+        environ: of the ranks, see `job_environment`.
 
     Raises:
         BuildError: Horovod does not import, or does not sum.
     """
-    environ = job_environment(environ, unpacked)
     importing = [sys.executable, "-c", "import torch, horovod.torch as hvd; hvd.init"]
     command = [*launcher, str(RANKS), sys.executable, "-m", check.__name__]
     status, lines = logged(importing, environ, log, CHECK_S)
@@ -314,24 +313,21 @@ def prove(launcher: Sequence[str], environ: Mapping[str, str], log: Path, unpack
     return report
 
 
-def libraries_first(environ: Mapping[str, str], tools: Tools) -> dict[str, str]:
-    """Let an unpacked wheel find the environment's MPI, which an installed one finds relative to its own place."""
-    if tools.mpi_folder:
-        return dict(environ)
-    folders = [f"{sys.prefix}/lib", environ.get("LD_LIBRARY_PATH")]
-    return {**environ, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
-
-
 def _last(status: int, lines: Sequence[str]) -> str:
     """Return the exit status and the last line of the output, as the end of a sentence."""
     return f"exit status {status}, {lines[-1] if lines else 'no message'!r}."
 
 
-def job_environment(environ: Mapping[str, str], unpacked: Path) -> dict[str, str]:
+def job_environment(environ: Mapping[str, str], tools: Tools, unpacked: Path) -> dict[str, str]:
     """Return the environment of a new job, without the variables of this one's launcher.
 
-    Its ranks import this package, and Horovod from `unpacked`.
+    Its ranks import this package, and Horovod from `unpacked`, which finds the environment's MPI: an installed wheel
+    does so relative to its own place.
     """
     environ = unlaunched(environ)
     path = [unpacked, Path(__file__).parents[3], environ.get("PYTHONPATH")]
-    return {**ANYWHERE, **environ, "PYTHONPATH": os.pathsep.join(str(one) for one in path if one)}
+    found = {**ANYWHERE, **environ, "PYTHONPATH": os.pathsep.join(str(one) for one in path if one)}
+    if not tools.mpi_folder:
+        folders = [f"{sys.prefix}/lib", environ.get("LD_LIBRARY_PATH")]
+        found["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, folders))
+    return found

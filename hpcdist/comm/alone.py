@@ -21,6 +21,7 @@ from hpcdist.comm.transfer import (
     Envelope,
     Neighbourhood,
     Request,
+    addable,
     check_color,
     check_flat,
     check_rank,
@@ -81,6 +82,7 @@ class Alone(Communicator):
     # --- collective -----------------------------------------------------------------------------------------------
     def allreduce(self, tensor: Tensor) -> None:
         check_flat(tensor)
+        addable(tensor)  # else it is refused, as on more ranks
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         check_flat(tensor)
@@ -196,7 +198,7 @@ class OwnWindow(Window):
         self._part(offset, values).copy_(values.detach())
 
     def _accumulate(self, values: Tensor, rank: int, offset: int) -> None:
-        self._part(offset, values).add_(values.detach())
+        addable(self._part(offset, values)).add_(addable(values))
 
     def _atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
         element = self.local[offset]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hpcdist.errors import CommunicationError
@@ -67,6 +68,22 @@ def check_color(color: int | None) -> None:
     """Check the colour of a rank in `split`; raise CommunicationError otherwise."""
     if color is not None and color < 0:
         raise CommunicationError(f"color must be an integer of at least 0, or None; got {color}.")
+
+
+# torch adds these under another name only: two's complement addition knows no sign.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_ADDABLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16}
+_ADDABLE |= {torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128}
+
+
+def addable(tensor: Tensor) -> Tensor:
+    """View a tensor under a dtype that torch can add."""
+    tensor = tensor.detach()
+    if tensor.dtype in _SIGNED:
+        return tensor.view(_SIGNED[tensor.dtype])
+    if tensor.dtype not in _ADDABLE:
+        raise CommunicationError(f"dtype of a sum must be a number; got {tensor.dtype}. Convert the tensor first.")
+    return tensor
 
 
 class Neighbourhood(abc.ABC):

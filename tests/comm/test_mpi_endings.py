@@ -21,7 +21,7 @@ import torch
 import hpcdist as hd
 comm = hd.init()
 """
-SOON = START + "hd.init(deadline_s=2)  # from here on: a busy machine may take longer to start\n"
+SOON = START + "hd.init(deadline_s=1)  # from here on: a busy machine may take longer to start\n"
 
 RANK_0_MAY_BE_LATE = "from hpcdist.faults import turns\nturns.FIRST_S = turns.MOST_S = 30\n"
 
@@ -49,7 +49,7 @@ comm.allreduce(torch.zeros(1))  # the call
         3,
     )
     assert re.search(r"rank 0 waited [\d.]+ s for every rank in allreduce on world .call \d+., at \S+.py:", shown)
-    assert "comm.allreduce(torch.zeros(1))  # the call. The deadline is 2 s. Missing:" in shown
+    assert "comm.allreduce(torch.zeros(1))  # the call. The deadline is 1 s. Missing:" in shown
     assert re.search(r"  rank 1: not in a call of hpcdist; at .*script.py:\d+ in <module>: time.sleep\(600\)  #", shown)
     assert "rank 2:" not in shown and shown.count("hpcdist: rank") == 1, "one rank speaks, of the missing one only"
     written = [(tmp_path / f"{rank}.log").read_text() for rank in range(3)]
@@ -79,19 +79,21 @@ time.sleep(600)
     assert re.search(r"Missing:\n  rank 2: not in a call of hpcdist; at .*time.sleep\(600\)", shown)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("comm.probe(1, 7)", r"DeadlineError: rank 0: a message from rank 1 on world did not happen within 2 s"),
-        (
-            "window.wait(lambda e: e[0] > 0, what='the answer of rank 1')",
-            r"DeadlineError: rank 0: the answer of rank 1 did not happen within 2 s",
-        ),
-    ],
-)
-def test_waits_that_never_end_name_whom_and_the_line(tmp_path, call, message):
-    shown = ends(tmp_path, f"window = comm.window(1)\nif comm.rank == 0:\n    {call}\ntime.sleep(600)", 2)
-    assert re.search(rf"\[rank 0\] .*{message}", shown)
+def test_waits_that_never_end_name_whom_and_the_line(tmp_path):
+    call = "window.wait(lambda e: e[0] > 0, what='the answer of rank 1')"
+    text = f"""
+window = comm.window(1)
+if comm.rank == 0:
+    try:
+        comm.probe(1, 7)
+    except hd.errors.DeadlineError as error:
+        print("caught:", error, file=sys.stderr)
+    {call}
+time.sleep(600)
+"""
+    shown = ends(tmp_path, text, 2)
+    assert "caught: rank 0: a message from rank 1 on world did not happen within 1 s" in shown
+    assert re.search(r"\[rank 0\] .*DeadlineError: rank 0: the answer of rank 1 did not happen within 1 s", shown)
     assert re.search(rf"\[rank 0\]   File .*script.py.*\n\[rank 0\]     {re.escape(call)}", shown)
 
 
@@ -99,15 +101,6 @@ def test_a_rank_that_leaves_early_is_named(tmp_path):
     shown = ends(tmp_path, "if comm.rank == 1:\n    sys.exit(0)\ncomm.barrier()", 2)
     assert re.search(r"rank 0 waited [\d.]+ s for every rank in barrier on world", shown)
     assert re.search(r"  rank 1: in exit on world .*, at the end of its script", shown)
-
-
-def test_a_rank_that_is_stopped_does_not_answer(tmp_path):
-    shown = ends(
-        tmp_path,
-        "if comm.rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\ncomm.barrier()",
-        2,
-    )
-    assert "rank 1: does not answer: it is stopped, by SIGSTOP or a debugger (process " in shown
 
 
 # --- ranks that fail --------------------------------------------------------------------------------------------------
@@ -122,11 +115,10 @@ def test_where_all_fail_alike_the_lowest_speaks(tmp_path):
     assert shown.count("ValueError: the same for all") == 1 and "[rank 0] ValueError" in shown
 
 
-@pytest.mark.parametrize("status", [1, 87])
-def test_the_status_is_told_and_little_is_added(tmp_path, status):
-    text = f"print('the reason', file=sys.stderr) if comm.rank else time.sleep(600)\ncomm.abort({status})"
+def test_the_status_is_told_and_little_is_added(tmp_path):
+    text = "print('the reason', file=sys.stderr) if comm.rank else time.sleep(600)\ncomm.abort(87)"
     job = run(tmp_path, START + text, 2)
-    assert job.returncode == status
+    assert job.returncode == 87
     lines = [line for line in job.stderr.replace("\0", "").splitlines() if line.strip() and not line.startswith("---")]
     assert lines[0] == "the reason" and len(lines) <= 4, "mpirun's own three lines at most"
 
@@ -175,20 +167,11 @@ print("rank", comm.rank, "is done")
 """
 
 
-@pytest.mark.parametrize(("way", "size"), [("tcp", 1), ("tcp", 4), ("rma", 2)])
+@pytest.mark.parametrize(("way", "size"), [("tcp", 4), ("rma", 2)])
 def test_a_script_that_closes_nothing_ends_with_0(tmp_path, size, way):
     job = run(tmp_path, START + NOTHING_CLOSED.format(way=way), size)
     assert (job.returncode, job.stdout.count("is done")) == (0, size), job.stderr
     assert "rror" not in job.stderr and "Traceback" not in job.stderr
-
-
-def test_one_rank_needs_no_launcher(tmp_path):
-    text = (
-        START
-        + "x = torch.ones(3)\ncomm.allreduce(x)\ncomm.window(2).put(x[:2], 0)\nprint(comm.size, comm.memory.nodes)"
-    )
-    job = run_alone(tmp_path, text)
-    assert (job.returncode, job.stdout.split()) == (0, ["1", "(0,)"]), job.stderr
 
 
 # --- wrong worlds -----------------------------------------------------------------------------------------------------

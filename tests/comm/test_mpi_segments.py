@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -40,13 +41,19 @@ def gone(text: str) -> bool:
 
 
 @needs_mpirun
-def test_the_watchdog_ends_a_job(tmp_path):
+def test_the_watchdog_ends_a_job_in_which_a_rank_is_stopped(tmp_path):
     log = tmp_path / "log"
-    text = SCRIPT + "if comm.rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\ncomm.barrier()"
-    with started(2, [write(tmp_path, text)], log, env={"PYTHONPATH": str(ROOT)}) as job:
+    text = """
+found = comm.neighbourhood([1 - comm.rank], [1 - comm.rank])
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+found.start(torch.zeros(1), torch.zeros(1)).wait()
+"""
+    with started(2, [write(tmp_path, SCRIPT + text)], log, env={"PYTHONPATH": str(ROOT)}) as job:
         assert job.wait(LIMIT_S) != 0
     shown = log.read_text(errors="replace")
-    assert "waited" in shown and gone(shown), shown
+    assert re.search(r"rank 0 waited [\d.]+ s for every rank in neighbour exchange on world .call \d+.,", shown), shown
+    assert "rank 1: does not answer: it is stopped, by SIGSTOP or a debugger (process " in shown and gone(shown), shown
 
 
 @needs_mpirun
@@ -63,8 +70,9 @@ def test_everything_is_killed_at_once(tmp_path):
 
 def test_one_rank_without_a_launcher(tmp_path):
     """Open MPI leaves its file behind even of a script that ends well."""
-    job = run_alone(tmp_path, SCRIPT)
-    assert job.returncode == 0, job.stderr
+    text = "x = torch.ones(3)\ncomm.allreduce(x)\nprint(x.sum().item(), comm.size, comm.memory.nodes)"
+    job = run_alone(tmp_path, SCRIPT + text)
+    assert job.returncode == 0 and "3.0 1 (0,)" in job.stdout, job.stderr
     assert not any(path.exists() for path in segments(job.stdout)), job.stdout
 
 

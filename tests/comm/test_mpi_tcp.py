@@ -296,7 +296,7 @@ window = apart.window(4)
 if CONNECTED and comm.rank == 0:
     window.get(torch.zeros(4), 1)
 comm.barrier()
-apart.failures.deadline_s = 2  # from here on: a busy machine may take longer to start
+apart.failures.deadline_s = 1  # from here on: a busy machine may take longer to start
 if comm.rank == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
 time.sleep(0.5)
@@ -309,7 +309,7 @@ window.get(torch.zeros(4), 1)  # the call
 def test_an_owner_that_is_stopped_ends_the_job_at_the_deadline(tmp_path, connected):
     job = run(tmp_path, STOPPED.replace("CONNECTED", str(connected)), 2)
     assert job.returncode != 0
-    own = r"DeadlineError: rank 0: the answer of rank 1 to a window get on world/apart did not happen within 2 s"
+    own = r"DeadlineError: rank 0: the answer of rank 1 to a window get on world/apart did not happen within 1 s"
     watchdogs = r"rank 0 waited [\d.]+ s for rank 1 in window get on world/apart"  # who looks first, says it
     assert re.search(f"{own}|{watchdogs}", job.stderr), job.stderr
     assert "# the call" in job.stderr

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import threading
 
 import pytest
 import torch
 
-from comm.jobs_here import run
-from harness.launch import find_mpirun
 from hpcdist.comm.communicator import overlapping
 from hpcdist.comm.messages import Messages
 from hpcdist.comm.virtual import Constant, Network, run_virtual
@@ -212,29 +209,6 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_deadline():
 
     with pytest.raises(DeadlineError, match="a message from rank 0"):
         run_virtual(body, 3)
-
-
-# --- real ranks only --------------------------------------------------------------------------------------------------
-MISSING = """
-import time
-import torch
-import hpcdist as hd
-comm = hd.init()
-others = [rank for rank in range(3) if rank != comm.rank]
-found = comm.neighbourhood(others, others)
-hd.init(deadline_s=2)  # from here on: a busy machine may take longer to start
-if comm.rank == 1:
-    time.sleep(600)  # a slow disk
-found.start(torch.zeros(10), torch.zeros(20)).wait()
-"""
-
-
-@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
-def test_a_real_rank_that_does_not_come_is_named_with_its_line(tmp_path):
-    job = run(tmp_path, MISSING, 3)
-    assert job.returncode != 0
-    assert re.search(r"rank [02] waited [\d.]+ s for every rank in neighbour exchange on world .call \d+.,", job.stderr)
-    assert re.search(r"  rank 1: not in a call of hpcdist; at .*script.py:\d+ in <module>: time.sleep", job.stderr)
 
 
 @pytest.mark.mpi

@@ -26,7 +26,7 @@ torch.nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()  # torch's first one ta
 optimizer = hd.DistributedOptimizer(optimizer, model, {options})
 comm.barrier()
 for calls in comm.process.calls_in_use():
-    calls.deadline_s = 2  # from here on: a busy machine may take longer to start
+    calls.deadline_s = 1  # from here on: a busy machine may take longer to start
 data = torch.utils.data.TensorDataset(torch.randn(120, 4), torch.randint(0, 2, (120,)))
 for step, (x, y) in enumerate(hd.shard(torch.utils.data.DataLoader(data, batch_size=4))):  # the loop
     if step == 3 and hd.rank() == 2:
@@ -57,14 +57,14 @@ THE_STEP = r"at \S+script.py:\d+ in <module>: .*# the step"
         ),
         (
             "'hardsync', servers='colocated'",
-            r"a request or a reply from any rank did not happen within 2 s\. Requests are missing of rank 2 "
+            r"a request or a reply from any rank did not happen within 1 s\. Requests are missing of rank 2 "
             r"\(silent for \d+\.\d s\)\. Replies are missing of rank .*2\.",
             THE_STEP,
             THE_STEP,
         ),
         (
             "'strom'",
-            "a message from rank 2 on world/0 did not happen within 2 s",
+            "a message from rank 2 on world/0 did not happen within 1 s",
             THE_LOOP,
             f"({THE_LOOP}|at the end of its script)",
         ),
@@ -85,7 +85,7 @@ def test_a_server_that_outlives_ranks_does_not_wait_for_ever(tmp_path):
     """It looks for deaths twice a second: none of these waits is as long as the deadline, all together are."""
     job = run(tmp_path, LOOP.format(options="'parameter_server'"), 3, options=ULFM)
     assert job.returncode != 0
-    assert re.search(r"any worker did not happen within 2[\d.]* s. Requests are missing of rank 2 \(si", job.stderr)
+    assert re.search(r"any worker did not happen within 1[\d.]* s. Requests are missing of rank 2 \(si", job.stderr)
 
 
 JOB = """
@@ -100,7 +100,7 @@ def loss(outputs, targets):
     calls += 1
     if calls == 5:
         for own in hd.init().process.calls_in_use():
-            own.deadline_s = 2  # from here on: a busy machine may take longer to start
+            own.deadline_s = 1  # from here on: a busy machine may take longer to start
         if hd.rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
     return tiny.job.loss(outputs, targets)

@@ -9,15 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcdist.comm.communicator import ANY, TAG_LIMIT, Envelope
+from hpcdist.comm.communicator import ANY, Envelope
 from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtual
 from hpcdist.errors import CommunicationError
 
 NETWORK = Network(0.5, 8.0)
-DTYPES = [
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.bool, torch.float8_e4m3fn),
-    *(torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64),
-]
 
 
 def ones(count: int, value: float = 1.0) -> torch.Tensor:
@@ -25,55 +21,17 @@ def ones(count: int, value: float = 1.0) -> torch.Tensor:
 
 
 # --- contents ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 128])
-def test_sendrecv_passes_a_tensor_around_a_ring(size):
+def test_a_send_copies_its_tensor_and_does_not_wait_for_the_receive_which_leaves_the_graph_alone():
     def body(comm):
-        mine, other = ones(3, comm.rank), ones(3, -1)
-        for _ in range(5):
-            comm.sendrecv(mine, (comm.rank + 1) % size, other, (comm.rank - 1) % size)
-            mine = other.clone()
-        return mine.tolist()
-
-    assert run_virtual(body, size) == [[(r - 5) % size] * 3 for r in range(size)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [0, 1, 5])
-def test_every_dtype_arrives_bit_by_bit(dtype, count):
-    pattern = torch.randint(0, 2, (count,)) if dtype == torch.bool else torch.randint(0, 100, (count,))
-    sent = pattern.to(dtype)
-
-    def body(comm):
-        received = torch.ones(count).to(dtype)
-        comm.sendrecv(sent, 1 - comm.rank, received, 1 - comm.rank)
-        return torch.equal(received.view(torch.uint8), sent.view(torch.uint8))
-
-    assert run_virtual(body, 2, network=NETWORK) == [True, True]
-
-
-def test_a_message_is_copied_when_it_is_posted_and_leaves_the_tensor_alone():
-    def body(comm):
-        if comm.rank == 0:
-            tensor = ones(2)
-            comm.isend(tensor, 1)
-            tensor.zero_()
-        else:
-            tensor = torch.zeros(2, requires_grad=True)
-            comm.irecv(tensor, 0).wait()
-            assert tensor.grad_fn is None and tensor.requires_grad
-        return tensor.tolist()
-
-    assert run_virtual(body, 2) == [[0, 0], [1, 1]]
-
-
-def test_sends_do_not_wait_for_receives():
-    def body(comm):
-        peer, received = 1 - comm.rank, torch.zeros(4)
-        comm.isend(ones(4, comm.rank), peer).wait()
+        peer, sent, received = 1 - comm.rank, ones(2, comm.rank + 1), torch.zeros(2, requires_grad=True)
+        sending = comm.isend(sent, peer)
+        sent.zero_()
+        sending.wait()
         comm.irecv(received, peer).wait()
+        assert received.grad_fn is None and received.requires_grad
         return received.tolist()
 
-    assert run_virtual(body, 2, network=NETWORK) == [[1] * 4, [0] * 4]
+    assert run_virtual(body, 2, network=NETWORK) == [[2, 2], [1, 1]]
 
 
 @pytest.mark.parametrize(
@@ -108,26 +66,6 @@ def test_a_shorter_message_fills_the_front_and_probe_tells_its_length():
             return tensor.tolist()
 
     assert run_virtual(body, 2, network=NETWORK)[1] == [1, 1, 0, 0]
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda c: c.isend(ones(1), 2), r"dest must be a rank in 0\.\.1; got 2"),
-        (lambda c: c.isend(ones(1), ANY), r"dest must be a rank in 0\.\.1; got -1"),
-        (lambda c: c.irecv(ones(1), 2), r"source must be a rank in 0\.\.1; got 2"),
-        (lambda c: c.probe(-2), r"source must be a rank in 0\.\.1; got -2"),
-        (lambda c: c.sendrecv(ones(1), 0, ones(1), ANY), r"source must be a rank in 0\.\.1; got -1"),
-        (lambda c: c.isend(ones(1), 0, TAG_LIMIT), r"tag must be in 0\.\.32767; got 32768"),
-        (lambda c: c.isend(ones(1), 0, ANY), r"tag must be in 0\.\.32767; got -1"),
-        (lambda c: c.irecv(ones(1), 0, -2), r"tag must be in 0\.\.32767; got -2"),
-        (lambda c: c.isend(ones(4).view(2, 2), 0), "tensor must be flat"),
-        (lambda c: c.irecv(ones(4)[::2]), "tensor must be flat"),
-    ],
-)
-def test_calls_that_break_a_rule_are_refused(call, message):
-    with pytest.raises(CommunicationError, match=message):
-        run_virtual(call, 2)
 
 
 # --- matching ---------------------------------------------------------------------------------------------------------
@@ -198,21 +136,6 @@ def test_any_source_takes_the_earliest_arrival():
         return order
 
     assert run_virtual(body, 6, network=NETWORK, compute=Constant(1.0))[0] == [5, 4, 3, 2, 1]
-
-
-def test_messages_on_one_communicator_never_mix_with_those_on_another():
-    def body(comm):
-        copy = comm.split(0)
-        comm.isend(ones(1, 1.0), 0)
-        copy.isend(ones(1, 2.0), 0)
-        received = [torch.zeros(1), torch.zeros(1)]
-        if comm.rank == 0:
-            for _ in range(comm.size):
-                copy.irecv(received[1]).wait()
-                comm.irecv(received[0]).wait()
-                assert received == [ones(1, 1.0), ones(1, 2.0)]
-
-    run_virtual(body, 3)
 
 
 # --- requests and polling ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Windows of virtual ranks: what each call does, when it shows, and torn transfers."""
+"""Windows of virtual ranks: when changes show and whom they wake, and torn transfers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcdist.comm.virtual import ComputeModel, Constant, Network, run_virtual
-from hpcdist.errors import CommunicationError
+from harness.cases import each
+from hpcdist.comm.virtual import ComputeModel, Constant, Exponential, Network, run_virtual
+from hpcdist.errors import CommunicationError, DeadlineError
 
-SIZES = (1, 2, 3, 4, 7, 16)
 NETWORK = Network(2.0**-10, 2.0**20)
 SLOW = Network(1.0, 16.0)  # 4 elements of float32 take a second on a link
 
@@ -104,11 +104,10 @@ class Delays(ComputeModel):
         return self.seconds[rank]
 
 
-@pytest.mark.parametrize(
-    "delay_s, read", [(0, [0, 0]), (0.5, [1, 0]), (1.25, [1, 0]), (2, [1, 0]), (2.5, [1, 1]), (9, [1, 1])]
-)
-def test_a_get_is_torn_by_every_put_that_it_overlaps(delay_s, read):
+@each("found", [(0, [0, 0]), (0.5, [1, 0]), (1.25, [1, 0]), (2, [1, 0]), (2.5, [1, 1]), (9, [1, 1])])
+def test_a_get_is_torn_by_every_put_that_it_overlaps(found):
     """The put changes the halves 2.25 and 3.25 s after the start; the get reads them at delay + 2 and delay + 1 s."""
+    delay_s, read = found
 
     def body(comm):
         window, out = comm.window(4), torch.empty(4)
@@ -133,24 +132,156 @@ def test_transfers_that_take_no_time_are_never_torn():
     run_virtual(body, 5)
 
 
-# --- windows over memory that is there already ------------------------------------------------------------------------
-def test_attached_memory_is_read_and_written_in_place():
-    def body(comm):
-        tensor = torch.full((3,), float(comm.rank), requires_grad=True)
-        assert comm.memory.can_attach
-        window, out = comm.memory.attach(tensor), torch.empty(3)
-        assert window.local is tensor
-        window.get(out, (comm.rank + 1) % comm.size)
-        comm.barrier()
-        window.put(out * 10, (comm.rank + 1) % comm.size)
-        comm.barrier()
-        window.close()
-        return tensor.tolist(), tensor.is_leaf
-
-    assert run_virtual(body, 3, network=NETWORK) == [([0] * 3, True), ([10] * 3, True), ([20] * 3, True)]
-
-
-# --- refused ----------------------------------------------------------------------------------------------------------
 def test_what_has_no_sum_is_not_accumulated():
     with pytest.raises(CommunicationError, match="dtype of a sum must be a number; got torch.bool"):
         run_virtual(lambda comm: comm.window(1, torch.bool).accumulate(torch.ones(1).bool(), 0), 1)
+
+
+# --- waiting: woken by every kind of change, at its time --------------------------------------------------------------
+@each("network", [None, NETWORK])
+@each("size", [2, 3, 16, 128])
+def test_wait_returns_when_the_predicate_holds_and_not_before(size, network):
+    def body(comm):
+        window = comm.window(2, torch.int64)
+        if comm.rank > 0:
+            comm.compute()
+            start = comm.now()
+            window.fetch_add(1, 0, offset=1)
+            return start
+        woken = []
+        for arrived in range(1, size):
+            window.wait(lambda e, n=arrived: e[0] >= n, offset=1, count=1)
+            woken.append(comm.now())
+        assert window.local.tolist() == [0, size - 1]
+        return woken
+
+    woken, *started = run_virtual(body, size, network=network, compute=Exponential(1.0))
+    latency_s = network.latency_s if network else 0.0
+    assert woken == sorted(start + latency_s for start in started)
+
+
+def change(comm, window, how):
+    """Sets element 1 of rank 0's memory from 0 to 1."""
+    one = torch.ones(1, dtype=torch.int64)
+    if how in ("put", "accumulate"):
+        getattr(window, how)(one, 0, 1)
+    elif how == "fetch_add":
+        window.fetch_add(1, 0, 1)
+    elif how == "compare_and_swap":
+        window.compare_and_swap(0, 1, 0, 1)
+    elif how == "local":
+        window.local[1] = 1
+        comm.compute()
+    elif how == "local, the last thing":
+        window.local.numpy()[1] = 1
+    else:
+        comm.isend(one, 0)
+        comm.irecv(window.local[1:]).wait()
+        comm.compute()
+
+
+CHANGES = [  # how, by which rank, and how long it travels
+    ("put", 1, NETWORK.latency_s + 8 / NETWORK.bandwidth_bytes_s),
+    ("accumulate", 1, NETWORK.latency_s + 8 / NETWORK.bandwidth_bytes_s),
+    ("fetch_add", 1, NETWORK.latency_s),
+    ("compare_and_swap", 1, NETWORK.latency_s),
+    ("local", 0, 0),
+    ("local, the last thing", 0, 0),
+    ("receive", 0, 0),
+]
+
+
+@each("way", CHANGES)
+@each("watcher", [0, 1, 2])
+def test_every_kind_of_change_wakes_and_other_ranks_hear_of_it_a_latency_later(way, watcher):
+    how, actor, travel_s = way
+    if watcher == actor:
+        watcher = 3
+
+    def body(comm):
+        window = comm.window(2, torch.int64)
+        start_s = comm.now()
+        if comm.rank == actor:
+            comm.compute()
+            change(comm, window, how)
+        elif comm.rank == watcher:
+            window.wait(lambda e: e[1] == 1, rank=0)
+            return comm.now() - start_s
+
+    woken_s = run_virtual(body, 4, network=NETWORK, compute=Constant(8.0))[watcher]
+    assert woken_s == 8 + travel_s + (NETWORK.latency_s if watcher else 0)
+
+
+def test_a_moment_is_enough_to_wake():
+    def body(comm):
+        window = comm.window(1)
+        if comm.rank == 0:
+            comm.compute()
+            window.local.fill_(1)
+            window.put(torch.zeros(1), 0)  # its own: at once
+        else:
+            window.wait(lambda e: e[0] == 1, rank=0)
+            value = torch.empty(1)
+            window.get(value, 0)
+            return value.item()
+
+    assert run_virtual(body, 4, network=NETWORK, compute=Constant(8.0))[1:] == [0, 0, 0]
+
+
+def test_changes_elsewhere_do_not_even_ask_the_predicate():
+    asked = []
+
+    def body(comm):
+        window = comm.window(6)
+        if comm.rank == 0:
+            window.wait(lambda e: asked.append(e.tolist()) or e[-1] == 5, offset=2, count=2)
+        else:
+            for offset in (0, 1, 4, 3):
+                window.put(torch.full((1,), 5.0), 0, offset)
+
+    run_virtual(body, 2, network=NETWORK)
+    assert asked == [[0, 0], [0, 5]]
+
+
+def test_an_exception_in_a_predicate_is_raised_where_it_waits():
+    def body(comm):
+        window = comm.window(1)
+        if comm.rank == 0:
+            with pytest.raises(ZeroDivisionError):
+                window.wait(lambda e: e[0] > 0 and 1 / 0)
+            return comm.now()
+        comm.compute()
+        window.put(torch.ones(1), 0)
+
+    assert run_virtual(body, 2, network=NETWORK, compute=Constant(1.0))[0] > 1
+
+
+def test_a_predicate_that_communicates_is_refused():
+    def body(comm):
+        window = comm.window(1)
+        if comm.rank == 0:
+            window.wait(lambda e: e[0] > 0 and comm.now() and comm.compute() == 0)
+        else:
+            comm.compute()
+            window.put(torch.ones(1), 0)
+
+    with pytest.raises(CommunicationError, match="that of rank 0 was used .* while rank 1 ran"):
+        run_virtual(body, 2, network=NETWORK, compute=Constant(1.0))
+
+
+def test_a_wait_past_its_deadline_and_one_that_is_abandoned():
+    def body(comm):
+        window = comm.window(1, torch.int64)
+        if comm.rank == 0:
+            for rank in (0, 1):
+                start_s = comm.now()
+                with pytest.raises(DeadlineError, match="rank 0 waited past the deadline of 0.0005 virtual s for news"):
+                    window.wait(lambda e: e[0] > 0, rank=rank, what="news", deadline_s=0.0005)
+                assert comm.now() - start_s == pytest.approx(0.0005)
+            for _ in range(4):
+                comm.compute()
+                window.fetch_add(1, 0)
+                window.fetch_add(1, 1)
+        return comm.now()
+
+    run_virtual(body, 2, network=NETWORK, compute=Constant(1.0))

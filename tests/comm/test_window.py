@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from harness.cases import each
+from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import Put
 from hpcdist.comm.virtual import Exponential, Network, run_virtual
 from hpcdist.errors import CommunicationError, DeadlineError
@@ -29,7 +30,7 @@ SLOW = {"network": Network(2.0**-10, 2.0**20), "compute": Exponential(1e-3)}
 def placed(ranks, way):
     """Runs a body on ranks of one node (`node`), or on ranks that count as being on nodes of their own.
 
-    Virtual ranks run it twice: where nothing takes time, and where everything does.
+    Virtual ranks run it twice: where nothing takes time, and where everything does. So does one rank without MPI.
     """
 
     def run(body):
@@ -43,6 +44,8 @@ def placed(ranks, way):
 
         if not ranks.real:
             ranks(there)
+            if ranks.size == 1:
+                body(Alone(deadline_s=1))
         return ranks(there, **SLOW)
 
     return run
@@ -50,7 +53,7 @@ def placed(ranks, way):
 
 # --- get, put, read ---------------------------------------------------------------------------------------------------
 @ways
-@pytest.mark.sizes(1, 2, 3, 4, 16)
+@pytest.mark.sizes(1, 2, 3, 4, 7)
 @each("dtype", [*DTYPES, torch.bool])
 def test_every_rank_reads_what_every_rank_wrote(placed, dtype):
     def body(comm):

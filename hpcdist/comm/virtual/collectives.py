@@ -19,16 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hpcdist.comm.virtual.clock import VirtualClock, VirtualRank
-from hpcdist.errors import CommunicationError, MismatchError
-
-# torch adds these under another name only: two's complement addition knows no sign.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-_ADDABLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16}
-_ADDABLE |= {torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128}
+from hpcdist.errors import MismatchError
 
 
 class Gathering:
@@ -89,16 +83,6 @@ class _Missing:
     def __str__(self) -> str:
         missing = [str(m.rank) for r, m in enumerate(self._gathering.ranks) if r not in self._gathering.given]
         return f"{self._gathering.call}: rank{'s' * (len(missing) > 1)} {', '.join(missing)} missing"
-
-
-def addable(tensor: Tensor) -> Tensor:
-    """View a tensor under a dtype that torch can add."""
-    tensor = tensor.detach()
-    if tensor.dtype in _SIGNED:
-        return tensor.view(_SIGNED[tensor.dtype])
-    if tensor.dtype not in _ADDABLE:
-        raise CommunicationError(f"dtype of a sum must be a number; got {tensor.dtype}. Convert the tensor first.")
-    return tensor
 
 
 def sum_in_rank_order(tensors: list[Tensor]) -> Tensor:

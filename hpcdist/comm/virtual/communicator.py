@@ -17,13 +17,14 @@ from hpcdist.comm.transfer import (
     Envelope,
     Neighbourhood,
     Request,
+    addable,
     check_color,
     check_flat,
     check_rank,
     check_tag,
     check_wanted,
 )
-from hpcdist.comm.virtual.collectives import addable, children, sum_in_rank_order
+from hpcdist.comm.virtual.collectives import children, sum_in_rank_order
 from hpcdist.comm.virtual.compute import at_least_0, require
 from hpcdist.comm.virtual.group import Group, Member, Message, Receive
 from hpcdist.comm.virtual.window import VirtualRankMemory

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.capabilities import RankMemory
-from hpcdist.comm.transfer import check_flat
+from hpcdist.comm.transfer import addable, check_flat
 from hpcdist.comm.virtual.clock import VirtualRank
-from hpcdist.comm.virtual.collectives import addable
 from hpcdist.comm.virtual.group import Member
 from hpcdist.comm.virtual.network import Path
 from hpcdist.comm.window import Memory, Predicate, Put, Window, check_count, refuse_attached

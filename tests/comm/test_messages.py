@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -9,11 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import each
+from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import ANY, TAG_LIMIT
-from hpcdist.errors import CommunicationError, DeadlineError, MismatchError
+from hpcdist.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigError,
+    DeadlineError,
+    MismatchError,
+    UnknownNameError,
+)
 
 DTYPES = [
-    torch.bool,
     *(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)),
     torch.float16,
     torch.bfloat16,
@@ -21,7 +30,7 @@ DTYPES = [
     torch.float64,
     torch.complex64,
 ]
-SUMMED = [d for d in DTYPES if d is not torch.bool]
+MOVED = [*DTYPES, torch.bool, torch.float8_e4m3fn]
 
 
 def numbered(count: int, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
@@ -34,21 +43,22 @@ def ring(comm) -> tuple[int, int]:
 
 
 # --- point to point ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.sizes(1, 2, 3, 4, 16)
+@each("dtype", MOVED)
 def test_every_dtype_travels_bit_by_bit(ranks, dtype):
     def body(comm):
         after, before = ring(comm)
         for count in (0, 1, 7, 20_000):  # empty, short, and longer than MPI sends at once
             out = torch.zeros(count, dtype=dtype)
             comm.sendrecv(numbered(count, dtype, comm.rank), after, out, before, tag=count % 5)
-            assert torch.equal(out, numbered(count, dtype, before))
+            assert torch.equal(out.view(torch.uint8), numbered(count, dtype, before).view(torch.uint8))
             out = torch.zeros(count, dtype=dtype)
             receiving = comm.irecv(out, before, tag=3)
             sending = comm.isend(numbered(count, dtype, comm.rank), after, tag=3)
             receiving.wait()
             sending.wait()
             assert receiving.done() and sending.done()
-            assert torch.equal(out, numbered(count, dtype, before))
+            assert torch.equal(out.view(torch.uint8), numbered(count, dtype, before).view(torch.uint8))
 
     ranks(body)
 
@@ -135,40 +145,42 @@ def test_done_tells_of_a_longer_message_too(ranks):
     ranks(body)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda c, t: c.sendrecv(t, c.size, t, 0), r"dest must be a rank in 0\.\.\d; got \d"),
-        (lambda c, t: c.sendrecv(t, 0, t, -1), r"source must be a rank in .* got -1"),
-        (lambda c, t: c.isend(t, -2), r"dest must be a rank in .* got -2"),
-        (lambda c, t: c.irecv(t, c.size), r"source must be a rank in"),
-        (lambda c, t: c.probe(c.size, block=False), r"source must be a rank in"),
-        (lambda c, t: c.broadcast(t, c.size), r"root must be a rank in"),
-        (lambda c, t: c.isend(t, 0, TAG_LIMIT), r"tag must be in 0\.\.32767; got 32768"),
-        (lambda c, t: c.irecv(t, 0, -2), r"tag must be in .* got -2"),
-        (lambda c, t: c.sendrecv(t, 0, t, 0, -1), r"tag must be in .* got -1"),
-        (lambda c, t: c.probe(0, TAG_LIMIT, block=False), r"tag must be in"),
-        (lambda c, t: c.isend(t.view(2, 3), 0), r"flat \(1 dimension\) and contiguous; got shape \(2, 3\)"),
-        (lambda c, t: c.irecv(t[::2], 0), r"contiguous; got shape \(3,\), strides \(2,\)"),
-        (lambda c, t: c.sendrecv(t[::2], 0, t, 0), r"flat .* contiguous"),
-        (lambda c, t: c.allreduce(t[::2]), r"flat .* contiguous"),
-        (lambda c, t: c.broadcast(t.view(2, 3)), r"flat .* contiguous"),
-        (lambda c, t: c.allreduce(t > 0), r"dtype of a sum must be a number; got torch.bool. Convert the tensor"),
-        (lambda c, t: c.split(-1), r"color must be an integer of at least 0, or None; got -1"),
-        (lambda c, t: c.window(-1), r"count of a window must be at least 0; got -1"),
-    ],
-)
-def test_bad_arguments_are_refused_before_anything_is_sent(ranks, call, message):
+REFUSED = [
+    (lambda c, t: c.sendrecv(t, c.size, t, 0), r"dest must be a rank in 0\.\.\d; got \d"),
+    (lambda c, t: c.sendrecv(t, 0, t, -1), r"source must be a rank in .* got -1"),
+    (lambda c, t: c.isend(t, -2), r"dest must be a rank in .* got -2"),
+    (lambda c, t: c.irecv(t, c.size), r"source must be a rank in"),
+    (lambda c, t: c.probe(c.size, block=False), r"source must be a rank in"),
+    (lambda c, t: c.broadcast(t, c.size), r"root must be a rank in"),
+    (lambda c, t: c.isend(t, 0, TAG_LIMIT), r"tag must be in 0\.\.32767; got 32768"),
+    (lambda c, t: c.irecv(t, 0, -2), r"tag must be in .* got -2"),
+    (lambda c, t: c.sendrecv(t, 0, t, 0, -1), r"tag must be in .* got -1"),
+    (lambda c, t: c.probe(0, TAG_LIMIT, block=False), r"tag must be in"),
+    (lambda c, t: c.isend(t.view(2, 3), 0), r"flat \(1 dimension\) and contiguous; got shape \(2, 3\)"),
+    (lambda c, t: c.irecv(t[::2], 0), r"contiguous; got shape \(3,\), strides \(2,\)"),
+    (lambda c, t: c.sendrecv(t[::2], 0, t, 0), r"flat .* contiguous"),
+    (lambda c, t: c.allreduce(t[::2]), r"flat .* contiguous"),
+    (lambda c, t: c.broadcast(t.view(2, 3)), r"flat .* contiguous"),
+    (lambda c, t: c.allreduce(t > 0), r"dtype of a sum must be a number; got torch.bool. Convert the tensor"),
+    (lambda c, t: c.allreduce(t.to(torch.float8_e4m3fn)), r"dtype of a sum must be a number; got torch.float8_e4m3fn"),
+    (lambda c, t: c.split(-1), r"color must be an integer of at least 0, or None; got -1"),
+    (lambda c, t: c.window(-1), r"count of a window must be at least 0; got -1"),
+]
+
+
+def test_bad_arguments_are_refused_before_anything_is_sent(ranks):
     def body(comm):
-        with pytest.raises(CommunicationError, match=message):
-            call(comm, torch.zeros(6))
-        assert comm.probe(block=False) is None, "something was sent"
+        for call, message in REFUSED:
+            with pytest.raises(CommunicationError, match=message):
+                call(comm, torch.zeros(6))
+            assert comm.probe(block=False) is None, "something was sent"
+            comm.barrier()
 
     ranks(body)
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("dtype", SUMMED, ids=str)
+@each("dtype", DTYPES)
 def test_allreduce_sums(ranks, dtype):
     def body(comm):
         for count in (0, 1, 5, 3000):
@@ -193,12 +205,15 @@ def test_16_bit_floats_are_rounded_once(ranks):
     ranks(body)
 
 
+@pytest.mark.sizes(1, 2, 3, 4, 7, 16)
 def test_broadcast_from_every_root(ranks):
     def body(comm):
         for root in range(comm.size):
             tensor = torch.full((300,), comm.rank, dtype=torch.bfloat16)
             comm.broadcast(tensor, root)
             assert (tensor == root).all()
+            if comm.rank == root:
+                tensor.fill_(-1)  # too late to be seen by others
 
     ranks(body)
 
@@ -206,14 +221,14 @@ def test_broadcast_from_every_root(ranks):
 @settings(max_examples=15)
 @given(data=st.lists(st.binary(max_size=40), min_size=4, max_size=4))
 def test_gather_gives_every_ranks_bytes(ranks, data):
-    assert ranks(lambda comm: comm.gather(data[comm.rank])) == [data[: ranks.size]] * ranks.size
-
-
-def test_gather_of_much(ranks):
     def body(comm):
-        return [len(part) for part in comm.gather(bytes([comm.rank]) * (100_000 * comm.rank))]
+        found, much = comm.gather(data[comm.rank]), comm.gather(bytes([comm.rank]) * (100_000 * comm.rank))
+        assert [len(part) for part in much] == [100_000 * rank for rank in range(comm.size)]
+        given = list(found)
+        found.clear()  # each rank has a list of its own
+        return given
 
-    assert ranks(body)[0] == [100_000 * rank for rank in range(ranks.size)]
+    assert ranks(body) == [data[: ranks.size]] * ranks.size
 
 
 def test_split_orders_by_key_and_keeps_messages_apart(ranks):
@@ -352,15 +367,16 @@ def test_attached_memory_is_read_and_written_in_place(ranks):
     def body(comm):
         if not comm.memory.can_attach:
             pytest.skip("the kernel lets no process read another's memory")
-        tensor, out = torch.full((5,), comm.rank, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)
-        window = comm.memory.attach(tensor)
+        tensor = torch.full((5,), float(comm.rank), dtype=torch.bfloat16, requires_grad=True)
+        window, out = comm.memory.attach(tensor), torch.zeros(2, dtype=torch.bfloat16)
+        assert window.local is tensor
         after, _before = ring(comm)
         window.get(out, after, 3)
         assert (out == after).all()
         comm.barrier()
         window.put(out + 10, after, 1)
         comm.barrier()
-        assert tensor.tolist() == [comm.rank, comm.rank + 10, comm.rank + 10, comm.rank, comm.rank]
+        assert tensor.tolist() == [comm.rank, comm.rank + 10, comm.rank + 10, comm.rank, comm.rank] and tensor.is_leaf
         for offset in (4, -1):
             with pytest.raises(CommunicationError, match=rf"within rank 0's 5 elements; got \[{offset}, "):
                 window.get(out, 0, offset)
@@ -393,3 +409,64 @@ def test_attaching_across_nodes_is_refused(ranks):
         apart.close()
 
     ranks(body)
+
+
+def test_values_arrive_in_rank_order(ranks):
+    def body(comm):
+        values = comm.gather({"rank": comm.rank, "list": [1, 2.5, None, "é"], "best": math.inf})
+        return values, comm.gather(None if comm.rank else "only rank 0")
+
+    for values, words in ranks(body):
+        assert values == [{"rank": r, "list": [1, 2.5, None, "é"], "best": math.inf} for r in range(ranks.size)]
+        assert words == ["only rank 0"] + [None] * (ranks.size - 1)
+
+
+def test_work_that_succeeds_everywhere_returns_each_ranks_result(ranks):
+    assert ranks(lambda comm: comm.together(lambda: comm.rank + 7)) == [rank + 7 for rank in range(ranks.size)]
+
+
+@pytest.mark.sizes(3, 4)
+def test_where_it_fails_all_fail_alike_and_the_first_is_named(ranks):
+    def body(comm):
+        def work():
+            if comm.rank > 0:
+                raise CheckpointError(f"the file of rank {comm.rank} is damaged")
+
+        with pytest.raises(CheckpointError) as caught:
+            comm.together(work)
+        comm.barrier()  # nobody is left waiting
+        return str(caught.value)
+
+    first, *others = ranks(body)
+    assert first == "on rank 1: the file of rank 1 is damaged"
+    assert others == [f"the file of rank {rank} is damaged" for rank in range(1, ranks.size)]
+
+
+@pytest.mark.sizes(2, 3)
+def test_an_error_that_is_made_of_more_than_a_message_is_told_as_its_kind(ranks):
+    def body(comm):
+        def work():
+            if comm.rank == 0:
+                raise UnknownNameError("colour", "blau", ["blue"])
+
+        with pytest.raises(ConfigError, match=r"colour must be one of blue; got 'blau'") as caught:
+            comm.together(work)
+        return str(caught.value).startswith("on rank 0: ")
+
+    assert ranks(body) == [False] + [True] * (ranks.size - 1)
+
+
+def test_one_rank_alone():
+    comm = Alone()
+    assert comm.gather([1]) == [[1]] and comm.together(lambda: 3) == 3
+
+
+def test_settings_are_members_of_every_communicator(ranks):
+    def body(comm):
+        comm.failures.deadline_s = 30.0
+        part = comm.split(0)
+        found = part.failures.deadline_s, part.memory.internode, part.memory.device_aware
+        part.close()
+        return found
+
+    assert set(ranks(body)) == {(30.0, None, False)}

@@ -107,7 +107,7 @@ def test_a_row_is_a_step_or_a_block_of_steps_if_a_long_run_is_followed(tmp_path,
     ]  # fmt: skip
     run = Run(tmp_path, follow=True)
     rank = run.records[run.records["rank"] == 0]
-    assert run.steps.width(0) == 16 and run.steps.width(3) == 1 and len(rank) == 7
+    assert run.steps.widths[0] == 16 and run.steps.widths[3] == 1 and len(rank) == 7
     assert rank["step"].tolist() == list(range(16, 128, 16)) and rank["clock"].tolist()[-2:] == [96, 100]
     assert rank["samples"].sum() == 400 and rank["loss"].iloc[0] == sum(range(1, 17)) and run.loss == (100 + 5) / 2
     write(tmp_path, 7, first=6, rank=3)

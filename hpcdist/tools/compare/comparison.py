@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
 
 from hpcdist.config import JobConfig, load, optimizers
@@ -27,7 +26,7 @@ from hpcdist.tools.compare.plan import (
     runs,
 )
 from hpcdist.tools.compare.run_all import Runner, RunPlan, missing
-from hpcdist.tools.compare.table import rows
+from hpcdist.tools.compare.table import mean_metric, rows
 from hpcdist.train.job import make_data
 from hpcdist.train.planning import rehearse
 from hpcdist.train.runs import specify
@@ -186,13 +185,13 @@ class Comparison(RunPlan):
             return None if runner.run_all([run]) else load_summary(self.output / run.folder)
 
         best, known = search_within(self.declared.tune, measure, self._merit)
-        means = {first * 2.0**power: _mean(found, self.declared.metric) for power, found in known.items()}
+        means = {first * 2.0**power: mean_metric(found, self.declared.metric) for power, found in known.items()}
         between = best - 1 in known and best + 1 in known
         return ChosenRate(cell.rate_key, cell.ranks, first * 2.0**best, means, between)
 
     def _merit(self, found: Sequence[Summary | None]) -> tuple[float, float]:
         """Judge a rate by the metric, and where that is equal by the loss: the less the better."""
-        metric, loss = _mean(found, self.declared.metric), _mean(found, "loss")
+        metric, loss = mean_metric(found, self.declared.metric), mean_metric(found, "loss")
         if metric is None or loss is None:
             return math.inf, math.inf
         return -metric if self.higher_is_better else metric, loss
@@ -251,9 +250,3 @@ def _first_rate(config: JobConfig) -> float | None:
     default = inspect.signature(optimizers()[config.optimizer.name]).parameters["lr"].default
     rate = default if config.optimizer.lr is None else config.optimizer.lr
     return float(rate) if isinstance(rate, (int, float)) and rate > 0 else None
-
-
-def _mean(found: Sequence[Summary | None], metric: str) -> float | None:
-    """Average a metric over runs; None where one failed, or ended with a NaN."""
-    values = [math.nan if one is None else one.metrics[metric] for one in found]
-    return fmean(values) if all(map(math.isfinite, values)) else None

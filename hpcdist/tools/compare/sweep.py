@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from hpcdist import strategies
@@ -26,6 +25,7 @@ from hpcdist.tools.compare.plan import (
     read_strategy,
 )
 from hpcdist.tools.compare.run_all import Runner, RunPlan
+from hpcdist.tools.compare.table import mean_metric
 from hpcdist.tools.runs import Run, is_done
 from hpcdist.train.planning import rehearse
 from hpcdist.train.runs import specify
@@ -50,9 +50,7 @@ class Axis:
 
     def draw(self, chance: random.Random) -> str:
         """Draw a value."""
-        if self.values:
-            return chance.choice(self.values)
-        return self._at(chance.random())
+        return chance.choice(self.values) if self.values else self._at(chance.random())
 
     def grid(self) -> tuple[str, ...]:
         """List the values of a grid.
@@ -102,19 +100,13 @@ def read_axis(text: str) -> Axis:
 def points(declared: SweepDeclaration) -> list[tuple[str, ...]]:
     """List the points, each by its settings KEY=VALUE: random ones, or the whole grid."""
     axes = [read_axis(text) for text in declared.over]
-    if not declared.points:
-        return [_settings(axes, values) for values in itertools.product(*(axis.grid() for axis in axes))]
-    chance = random.Random(0)
-    found: dict[tuple[str, ...], None] = {}
-    for _ in range(100 * declared.points):  # there may be fewer different ones
-        if len(found) == declared.points:
-            break
-        found[_settings(axes, [axis.draw(chance) for axis in axes])] = None
-    return list(found)
-
-
-def _settings(axes: Sequence[Axis], values: Sequence[str]) -> tuple[str, ...]:
-    return tuple(f"{axis.key}={value}" for axis, value in zip(axes, values, strict=True))
+    if declared.points:
+        chance, draws = random.Random(0), 100 * declared.points  # there may be fewer different ones
+        drawn = (tuple(axis.draw(chance) for axis in axes) for _ in range(draws))
+        found = list(dict.fromkeys(drawn))[: declared.points]
+    else:
+        found = list(itertools.product(*(axis.grid() for axis in axes)))
+    return [tuple(f"{axis.key}={value}" for axis, value in zip(axes, values, strict=True)) for values in found]
 
 
 # --- the sweep --------------------------------------------------------------------------------------------------------
@@ -190,8 +182,10 @@ class Sweep(RunPlan):
         """Make all runs, rung by rung; return those that failed."""
         left = list(self.cells)
         failed: list[PlannedRun] = []
-        with runner.shown("runs", self.count()):
-            for part in self.rungs():
+        rungs = self.rungs()
+        points = sum(max(1, len(self.cells) // ETA**rung) for rung in range(len(rungs)))
+        with runner.shown("runs", points * self.declared.seeds):
+            for part in rungs:
                 planned = self.plan(left, part)
                 # Of halving, `comparison.json` has the runs that are still in it, because their budgets are equal.
                 better = self.higher_is_better
@@ -201,24 +195,14 @@ class Sweep(RunPlan):
                     left = sorted(left, key=self._merit)[: max(1, len(left) // ETA)]
         return failed
 
-    def count(self) -> int:
-        """Count the runs of all rungs together."""
-        return self.declared.seeds * sum(max(1, len(self.cells) // ETA**rung) for rung in range(len(self.rungs())))
-
     # --- results ------------------------------------------------------------------------------------------------------
     def _summaries(self, cell: ComparedCell) -> list[Summary | None]:
         """Read the summaries of a cell's runs; None where a run has failed."""
         folders = [self.output / self._run(cell, seed, 1).folder for seed in range(self.declared.seeds)]
         return [Run(one).summary if is_done(one) else None for one in folders]
 
-    def value(self, cell: ComparedCell) -> float | None:
-        """Average the metric over the seeds; None where a run has failed."""
-        found = self._summaries(cell)
-        values = [math.nan if one is None else one.metrics[self.declared.metric] for one in found]
-        return fmean(values) if all(map(math.isfinite, values)) else None
-
     def _merit(self, cell: ComparedCell) -> float:
-        value = self.value(cell)
+        value = mean_metric(self._summaries(cell), self.declared.metric)
         return math.inf if value is None else -value if self.higher_is_better else value
 
     def table(self) -> list[dict[str, Any]]:
@@ -226,8 +210,8 @@ class Sweep(RunPlan):
         rows = []
         for cell in self.cells:
             settings = dict(setting.split("=", 1) for setting in cell.settings[-len(self.declared.over) :])
-            first = self._summaries(cell)[0]
-            samples = 0 if first is None else first.samples
+            found, metric = self._summaries(cell), self.declared.metric
+            samples = 0 if found[0] is None else found[0].samples
             place = (-samples * self.declared.halving, self._merit(cell))
-            rows.append((place, {**settings, "samples": samples, self.declared.metric: self.value(cell)}))
+            rows.append((place, {**settings, "samples": samples, metric: mean_metric(found, metric)}))
         return [row for _, row in sorted(rows, key=lambda pair: pair[0])]

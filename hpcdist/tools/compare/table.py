@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -65,6 +66,12 @@ def rows(
                 del row["seeds"]
             row |= _virtual(measured.summaries, cost, alone)
     return table
+
+
+def mean_metric(found: Sequence[Summary | None], metric: str) -> float | None:
+    """Average a metric over runs; None where one failed, or ended with a NaN."""
+    values = [math.nan if one is None else one.metrics[metric] for one in found]
+    return fmean(values) if all(map(math.isfinite, values)) else None
 
 
 def _row(declared: Declaration, cell: ComparedCell, measured: Measured) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Steps:
         recent: the newest steps of each rank.
         losses: each rank's newest loss, NaN included.
         lost_ranks: those that died or fell silent, as the newest records say.
+        widths: how many steps a row of each rank covers.
         grew_s: when each rank's file grew, by this process's monotonic clock.
     """
 
@@ -55,23 +56,19 @@ class Steps:
         self.losses: dict[int, float] = {}
         self.grew_s: dict[int, float] = {}
         self._tails: dict[int, RecordTail] = {}
-        self._widths: dict[int, int] = {}  # steps of a rank's blocks
+        self.widths: dict[int, int] = {}
         self._without: dict[int, set[int]] = {}  # by the rank whose records say so
 
     @property
     def lost_ranks(self) -> list[int]:
         return sorted(set().union(*self._without.values()))
 
-    def width(self, rank: int) -> int:
-        """Return how many steps a row of a rank covers."""
-        return self._widths[rank]
-
     def read(self) -> None:
         """Read the records that are new."""
         for rank, path in record_files(self._folder).items():
             if rank not in self._tails:
                 self._tails[rank] = RecordTail(path, strict=not self._follow)
-                self._widths[rank], self._without[rank] = 1, set()
+                self.widths[rank], self._without[rank] = 1, set()
         rows: list[tuple[float, ...]] = []
         for rank, tail in self._tails.items():
             while items := tail():
@@ -113,10 +110,10 @@ class Steps:
             if full.empty:
                 return
             for rank in full:
-                self._widths[rank] *= 2
+                self.widths[rank] *= 2
 
     def _merged(self, frame: DataFrame) -> DataFrame:
-        width = frame["rank"].map(self._widths)
+        width = frame["rank"].map(self.widths)
         blocks = frame.assign(loss=frame["loss"].where(frame["losses"] > 0), step=-(-frame["step"] // width) * width)
         ways = {name: "max" if name == "clock" else "sum" for name in COLUMNS[2:]}
         return blocks.groupby(["rank", "step"], as_index=False).agg(ways)
@@ -124,7 +121,7 @@ class Steps:
     def _cut(self, rank: int, first_step: int) -> None:
         """Drop a rank's steps from `first_step` on; of a block that it divides, keep the share."""
         self._without[rank].clear()
-        frame, width = self.frame, self._widths[rank]
+        frame, width = self.frame, self.widths[rank]
         kept = max(first_step, 1) - 1
         last = -(-kept // width) * width  # of the block that has the last step before
         self.recent = self.recent[(self.recent["rank"] != rank) | (self.recent["step"] < first_step)]

@@ -52,11 +52,6 @@ class ClusterConfig(Settings):
         """
         return _model(self.compute, step_s)
 
-    @property
-    def measures(self) -> bool:
-        """Tell whether times are to be measured."""
-        return MEASURED in self.compute
-
 
 def read_cluster(path: Path | None, network: str | None, compute: str | None) -> ClusterConfig:
     """Read a cluster from a TOML file, whose settings those given here override, and check all of it.

@@ -17,7 +17,7 @@ from hpcdist.data.hdf5 import HDF5Dataset
 from hpcdist.data.loader import Loader
 from hpcdist.tools.compare.folder import read
 from hpcdist.tools.compare.plan import Declaration
-from hpcdist.tools.simulate.cluster import ClusterConfig
+from hpcdist.tools.simulate.cluster import MEASURED, ClusterConfig
 from hpcdist.train import Job
 from hpcdist.train.job import make_data
 from hpcdist.train.loop import own_device
@@ -81,7 +81,7 @@ def on_cluster(declared: Declaration, cluster: ClusterConfig, output: Path) -> D
         own = config.batch_size * config.accumulation
         cluster.steps(lambda given_s: given_s or 1.0).check(max(declared.ranks))
         described = {**cluster.model_dump(), "samples": own}
-        step_s = _known(output, described) if cluster.measures else {}
+        step_s = _known(output, described) if MEASURED in cluster.compute else {}
         if step_s is None:
             stages = config.parallel.stages
             sizes = {own, *(own * max(1, ranks // stages) for ranks in declared.ranks if declared.controls)}

@@ -234,7 +234,7 @@ def _notes(run: Run, steps: Steps, skipped: int) -> list[str]:
 
 
 def _loss_curve(steps: Steps, workers: Sequence[int]) -> Points:
-    width = max(map(steps.width, workers), default=1)
+    width = max((steps.widths[rank] for rank in workers), default=1)
     frame = steps.frame[steps.frame["rank"].isin(workers)]
     sums = frame.groupby(-(-frame["step"] // width) * width)[["loss", "losses"]].sum()
     sums = sums[sums["losses"] > 0]

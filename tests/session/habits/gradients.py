@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from habits import groups
-from habits.run import EPOCHS, data, enter, evaluation, habit, mse, net, sgd, train
+from habits.run import EPOCHS, data, enter, evaluation, habit, mse, net, sgd, train, trained
 
 CHANGED = "gradients are changed between backward() and step()"
 UNEVEN = ("joint", "one", "many")
@@ -68,8 +68,7 @@ def gradients_by_autograd_grad(run):
         for p, grad in zip(parameters, torch.autograd.grad(mse(model(x), y), parameters)):
             p.grad = grad
 
-    train(run, model, optimizer, run.loader(), backward=backward)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader(), backward=backward)
 
 
 @habit(where=("allreduce",), ways=("joint",), exact=False, breaks="replicas differ")
@@ -96,8 +95,7 @@ def horovods_synchronize(run):
         with optimizer.skip_synchronize() if run.size > 1 else nullcontext():
             optimizer.step()
 
-    train(run, model, optimizer, run.loader(), step=step)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader(), step=step)
 
 
 # --- mixed precision --------------------------------------------------------------------------------------------------
@@ -122,8 +120,7 @@ def _scaled(run, scaler, dataset=None, *, clips=False, autocast=None, lr=0.1, **
         scaler.step(optimizer)
         scaler.update()
 
-    train(run, model, optimizer, run.loader(dataset), backward=backward, step=step)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader(dataset), backward=backward, step=step)
 
 
 def _overflowing():
@@ -286,8 +283,7 @@ def clipped_before_it_is_averaged(run):
         with optimizer.no_sync():
             mse(model(x), y).backward()
 
-    train(run, model, optimizer, run.loader(), 1, backward=backward, change=lambda: _clip(model, 0.3))
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader(), 1, backward=backward, change=lambda: _clip(model, 0.3))
 
 
 def _plain(run, backward, lr=0.1):
@@ -379,8 +375,7 @@ def never_zeroed(run):
 def two_steps_along_each_gradient(run):
     model = net()
     optimizer = sgd(run, model, 0.05)
-    train(run, model, optimizer, run.loader(), after=optimizer.step)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader(), after=optimizer.step)
 
 
 # --- steps that are left out ------------------------------------------------------------------------------------------
@@ -422,8 +417,7 @@ def the_last_batch_skipped_by_one_rank(run):
         if run.rank != 1 or left:
             optimizer.step()
 
-    train(run, model, optimizer, run.loader, step=step)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader, step=step)
 
 
 @habit(ways=("joint",), where=("hardsync",), refused={"*": OTHER_STEPS})
@@ -472,8 +466,7 @@ def nan_gradients_looked_for_after_the_backward_pass(run):
         else:
             optimizer.zero_grad()
 
-    train(run, model, optimizer, run.loader(_with_nan()), step=step)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader(_with_nan()), step=step)
 
 
 @habit()
@@ -491,5 +484,4 @@ def clipped_by_the_optimizer(run):
     """By `clip_norm`, which is of the mean gradient where an update is of that."""
     model = net()
     optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, clip_norm=0.5)
-    train(run, model, optimizer, run.loader(), change=lambda: _clip(model) if run.size == 1 else None)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader(), change=lambda: _clip(model) if run.size == 1 else None)

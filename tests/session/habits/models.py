@@ -12,7 +12,22 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import hpcdist as hd
-from habits.run import EPOCHS, Table, copied, data, difference, enter, habit, mse, net, renewed, sgd, train, using
+from habits.run import (
+    EPOCHS,
+    Table,
+    copied,
+    data,
+    difference,
+    enter,
+    habit,
+    mse,
+    net,
+    renewed,
+    sgd,
+    train,
+    trained,
+    using,
+)
 
 UNFROZEN = "a frozen layer is unfrozen"
 
@@ -38,8 +53,7 @@ def compiled_before_it_is_wrapped(run):
     torch._dynamo.reset()
     model = torch.compile(net(), backend="aot_eager")
     optimizer = sgd(run, model)
-    train(run, model, optimizer, run.loader(), epochs=1)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader(), epochs=1)
 
 
 class Checkpointed(nn.Module):
@@ -131,8 +145,7 @@ def spectral_norm(run):
     for buffer in buffers:
         buffer.copy_(nn.functional.normalize(torch.arange(1.0, 1.0 + len(buffer)), dim=0))
     optimizer = sgd(run, model)
-    train(run, model, optimizer, run.loader(data(48)))
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader(data(48)))
 
 
 enter(
@@ -206,24 +219,21 @@ def parameter_groups(run):
         {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 0.2},
     ]
     optimizer = run.optimizer(SGD(groups, lr=0.05, momentum=0.9), model)
-    train(run, model, optimizer, run.loader())
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader())
 
 
 @habit()
 def a_part_of_the_model_in_the_optimizer(run):
     model = net()
     optimizer = run.optimizer(SGD(model[2].parameters(), lr=0.1), model)
-    train(run, model, optimizer, run.loader())
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader())
 
 
 @habit(exact=False, breaks="a plain optimiser trains the rest of the model")
 def the_rest_of_the_model_in_a_plain_optimizer(run):
     model = net()
     optimizer, plain = run.optimizer(SGD(model[0].parameters(), lr=0.1), model), SGD(model[2].parameters(), lr=0.1)
-    train(run, model, model, run.loader, step=lambda: (optimizer.step(), plain.step()))
-    return run.finish(model)
+    return trained(run, model, model, run.loader, step=lambda: (optimizer.step(), plain.step()))
 
 
 @habit(exact=False, breaks="parameters are put into a group by hand")
@@ -237,38 +247,35 @@ def parameters_put_into_a_group_by_hand(run):
 
 @habit()
 def a_frozen_layer(run):
-    model = net()
-    model[0].requires_grad_(False)
+    model = _frozen()
     optimizer = run.optimizer(SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), model)
-    train(run, model, optimizer, run.loader())
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader())
 
 
-@habit()
-def a_layer_frozen_later(run):
-    model = net()
-    optimizer = sgd(run, model, momentum=0.9, weight_decay=0.1)
-    for epoch in range(3):
-        model[0].requires_grad_(epoch != 1)
-        train(run, model, optimizer, run.loader(), epochs=1)
-    return run.finish(model)
-
-
-@habit(breaks=UNFROZEN)
-def a_layer_unfrozen_later(run):
+def _frozen():
     model = net()
     model[0].requires_grad_(False)
-    optimizer = sgd(run, model, momentum=0.9)
-    for epoch in range(EPOCHS):
-        model[0].requires_grad_(epoch > 0)
-        train(run, model, optimizer, run.loader(), epochs=1)
-    return run.finish(model)
+    return model
+
+
+enter(
+    "a_layer_frozen_later",
+    make=using(SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    epochs=3,
+    begin=lambda model, epoch: model[0].requires_grad_(epoch != 1),
+)
+enter(
+    "a_layer_unfrozen_later",
+    model=_frozen,
+    make=using(SGD, lr=0.1, momentum=0.9),
+    begin=lambda model, epoch: model[0].requires_grad_(epoch > 0),
+    breaks=UNFROZEN,
+)
 
 
 @habit(breaks=(UNFROZEN, "a group of parameters is added"))
 def a_layer_unfrozen_later_and_added_then(run):
-    model = net()
-    model[0].requires_grad_(False)
+    model = _frozen()
     optimizer = run.optimizer(SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9), model)
     for epoch in range(EPOCHS):
         if epoch == 1:
@@ -289,14 +296,12 @@ def values_loaded_between_epochs(run):
     return run.finish(model)
 
 
-@habit(refused={"*": r"the module's parameters must be the same as when it was wrapped; got .*assign=True"})
-def values_assigned(run):
-    model = net()
-    optimizer = sgd(run, model)
-    train(run, model, optimizer, run.loader(), epochs=1)
-    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
-    train(run, model, optimizer, run.loader(), epochs=1)
-    return run.finish(model)
+def _assign(model, epoch):
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=epoch > 0)
+
+
+OTHER_TENSORS = r"the module's (parameters|buffers) must be the same as when it was wrapped; got "
+enter("values_assigned", begin=_assign, refused={"*": OTHER_TENSORS + ".*assign=True"})
 
 
 @torch.no_grad()
@@ -348,8 +353,7 @@ def values_loaded_on_rank_0_only(run):
     optimizer = sgd(run, model)
     if run.rank == 0:
         model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
-    train(run, model, optimizer, run.loader())
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader())
 
 
 @habit(where=("allreduce",), ways=("joint",), exact=False, breaks="replicas differ")
@@ -359,8 +363,7 @@ def values_loaded_on_rank_0_only_between_epochs(run):
     train(run, model, optimizer, run.loader(), epochs=1)
     if run.rank == 0:
         model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
-    train(run, model, optimizer, run.loader(), epochs=1)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader(), epochs=1)
 
 
 @habit(ways=("joint", "one", "same"))
@@ -371,18 +374,10 @@ def values_loaded_on_rank_0_and_broadcast(run):
         model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()})
     if run.size > 1:
         hd.broadcast(model)
-    train(run, model, optimizer, run.loader())
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader())
 
 
-@habit(tolerance=1e-5)
-def converted_there_and_back(run):
-    model = net()
-    optimizer = sgd(run, model)
-    for _ in range(EPOCHS):
-        train(run, model, optimizer, run.loader(), epochs=1)
-        model.float().double()
-    return run.finish(model)
+enter("converted_there_and_back", begin=lambda model, epoch: model.float().double(), tolerance=1e-5)
 
 
 @habit(refused={"*": r"parameter '0.weight' must stay torch.float64 of shape .* got torch.float32.*wrap it after"})
@@ -391,18 +386,14 @@ def converted_later(run):
     optimizer = sgd(run, model)
     train(run, model, optimizer, run.loader(), epochs=1)
     model.float()
-    train(run, model, optimizer, run.loader(data(dtype=torch.float32)), epochs=1)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader(data(dtype=torch.float32)), epochs=1)
 
 
-@habit(refused={"*": r"the module's parameters must be the same as when it was wrapped; got '3\.|new layer"})
-def a_layer_added_later(run):
-    model = net()
-    optimizer = sgd(run, model)
-    train(run, model, optimizer, run.loader(), epochs=1)
-    model.append(nn.Linear(1, 1).double())
-    train(run, model, optimizer, run.loader(), epochs=1)
-    return run.finish(model)
+enter(
+    "a_layer_added_later",
+    begin=lambda model, epoch: model.append(nn.Linear(1, 1).double()) if epoch else None,
+    refused={"*": OTHER_TENSORS + r"'3\.|new layer"},
+)
 
 
 # --- averages of the model --------------------------------------------------------------------------------------------
@@ -491,14 +482,11 @@ class Mean(nn.Module):
 enter("a_buffer_replaced", model=lambda: renewed(Mean().double()), ways=("one", "same", "many"))
 
 
-@habit(refused={"*": r"the module's buffers must be the same as when it was wrapped; got 'late' added or removed"})
-def a_buffer_registered_late(run):
-    model = net()
-    optimizer = sgd(run, model)
-    train(run, model, optimizer, run.loader(), epochs=1)
-    model.register_buffer("late", torch.zeros(2))
-    train(run, model, optimizer, run.loader(), epochs=1)
-    return run.finish(model)
+enter(
+    "a_buffer_registered_late",
+    begin=lambda model, epoch: model.register_buffer("late", torch.zeros(2)) if epoch else None,
+    refused={"*": OTHER_TENSORS + "'late' added or removed"},
+)
 
 
 # --- several models ---------------------------------------------------------------------------------------------------

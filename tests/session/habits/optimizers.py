@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import optim
 
-from habits.run import EPOCHS, Table, enter, evaluation, habit, net, sgd, train, using
+from habits.run import EPOCHS, Table, enter, evaluation, habit, net, sgd, train, trained, using
 
 ADAPTIVE = {"tolerance": 1e-9}  # a root of small numbers is less exact
 enter("nesterov", make=using(optim.SGD, lr=0.05, momentum=0.9, nesterov=True))
@@ -100,8 +100,7 @@ def state_of_a_plain_run_taken_up(run):
     optimizer = optim.Adam(model.parameters(), lr=0.01)
     optimizer.load_state_dict(saved["optimizer"])
     optimizer = run.optimizer(optimizer, model)
-    train(run, model, optimizer, run.loader())
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader())
 
 
 @habit(inexact=("easgd",))
@@ -124,8 +123,7 @@ def a_second_optimizer_while_the_first_is_there(run):
     optimizer = sgd(run, model)
     train(run, model, optimizer, run.loader(), epochs=1)
     optimizer = run.optimizer(optim.Adam(model.parameters(), lr=0.01), model)
-    train(run, model, optimizer, run.loader(), epochs=1)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader(), epochs=1)
 
 
 class SettingData(torch.optim.Optimizer):
@@ -151,8 +149,7 @@ def a_step_kept_from_before(run):
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     step = optimizer.step
     run.optimizer(optimizer, model)
-    train(run, model, optimizer, run.loader, step=step)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader, step=step)
 
 
 @habit(
@@ -162,5 +159,6 @@ def a_step_kept_from_before(run):
 def state_loaded_within_an_epoch(run):
     model = net()
     optimizer = sgd(run, model, 0.05, momentum=0.9)
-    train(run, model, optimizer, run.loader, 1, after=lambda: optimizer.load_state_dict(optimizer.state_dict()))
-    return run.finish(model)
+    return trained(
+        run, model, optimizer, run.loader, 1, after=lambda: optimizer.load_state_dict(optimizer.state_dict())
+    )

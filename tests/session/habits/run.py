@@ -264,6 +264,12 @@ def train(
         loops.steps(optimizer, batches, compute, step=step, after=after and (lambda batch: after()))
 
 
+def trained(run, model, optimizer, loader, *given, **hooks) -> nn.Module:
+    """The model at the end of the plain loop, see `train`."""
+    train(run, model, optimizer, loader, *given, **hooks)
+    return run.finish(model)
+
+
 @torch.no_grad()
 def mean_loss(run, model: nn.Module, loader) -> float:
     """Of all ranks' samples."""
@@ -281,14 +287,28 @@ def using(kind, **options):
 PLAIN = using(SGD, lr=0.1)
 
 
-def enter(name: str, *, model=net, make=PLAIN, dataset=data, epochs=EPOCHS, change=None, after=None, **given):
-    """Puts the plain loop into the table; `change` and `after` are given the model, see `train`."""
+def enter(
+    name: str,
+    *,
+    model=net,
+    make=PLAIN,
+    dataset=data,
+    epochs=EPOCHS,
+    change=None,
+    after=None,
+    before_epoch=None,
+    **given,
+):
+    """Puts the plain loop into the table; hooks, see `train`, are given the model, and `before_epoch` the epoch, too."""
 
     def loop(run):
         own = model()
-        optimizer = run.optimizer(make(own), own)
+        optimizer, loader = run.optimizer(make(own), own), run.loader(dataset())
         hooks = {"change": change and (lambda: change(own)), "after": after and (lambda: after(own))}
-        train(run, own, optimizer, run.loader(dataset()), epochs, **hooks)
+        for epoch in range(epochs):
+            if begin:
+                begin(own, epoch)
+            train(run, own, optimizer, loader, 1, **hooks)
         return run.finish(own)
 
     loop.__name__ = name

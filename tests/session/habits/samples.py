@@ -16,7 +16,7 @@ from torch.utils.data import (
 
 import hpcdist as hd
 from habits import groups
-from habits.run import BATCH, EPOCHS, N, copied, data, difference, habit, mean_loss, mse, net, sgd, train
+from habits.run import BATCH, EPOCHS, N, copied, data, difference, habit, mean_loss, mse, net, sgd, train, trained
 
 RANKS = ("joint", "many")
 
@@ -164,8 +164,7 @@ def drop_last(run):
     model = net()
     optimizer = sgd(run, model)
     loader = run.loader(data(53), drop_last=True)
-    train(run, model, optimizer, loader)
-    return run.finish(model)
+    return trained(run, model, optimizer, loader)
 
 
 class Stream(IterableDataset):
@@ -217,8 +216,7 @@ def two_loaders_side_by_side(run):
         (mse(model(one[0]), one[1]) + mse(model(other[0]), other[1])).backward()
 
     both = lambda: zip(run.loader(data(48)), run.loader(data(60)), strict=False)  # noqa: E731
-    train(run, model, optimizer, both, backward=backward)
-    return run.finish(model)
+    return trained(run, model, optimizer, both, backward=backward)
 
 
 @habit()
@@ -282,8 +280,7 @@ def evaluation_in_inference_mode(run):
 def trained_in_an_evaluation(run):
     model = net()
     optimizer = sgd(run, model)
-    train(run, model, optimizer, run.test(data(48)))
-    return run.finish(model)
+    return trained(run, model, optimizer, run.test(data(48)))
 
 
 @habit(ways=("joint", "many"), exact=False, breaks="ranks are at different places in the loop")
@@ -335,8 +332,7 @@ def what_a_loader_has(run):
     loader = run.loader()
     assert len(loader.dataset) == 52 and loader.batch_size >= BATCH and loader.num_workers == 0
     assert not hasattr(loader, "nothing")
-    train(run, model, optimizer, loader)
-    return run.finish(model)
+    return trained(run, model, optimizer, loader)
 
 
 @habit()
@@ -368,16 +364,14 @@ def figures_shared_in_the_loop(run):
             assert hd.broadcast(mean, run.size - 1) == mean
             hd.barrier()
 
-    train(run, model, optimizer, run.loader, after=share)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader, after=share)
 
 
 @habit(ways=("one", "many"), where=("parameter_server", "softsync"), breaks="a rank that serves takes a step")
 def a_plain_loader_on_a_rank_that_serves(run):
     model = net()
     optimizer = sgd(run, model)
-    train(run, model, optimizer, DataLoader(data(), batch_size=BATCH))
-    return run.finish(model)
+    return trained(run, model, optimizer, DataLoader(data(), batch_size=BATCH))
 
 
 @habit(exact=False, ways=RANKS, breaks="a call of all ranks stands inside the loop")
@@ -389,8 +383,7 @@ def consensus_in_the_loop(run):
         with run.consensus(model), torch.no_grad():
             mse(model(data(8).tensors[0]), data(8).tensors[1])
 
-    train(run, model, optimizer, run.loader, after=look)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader, after=look)
 
 
 @habit(exact=False, ways=("one", "many"), where=groups.SERVED)

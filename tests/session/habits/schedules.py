@@ -7,7 +7,7 @@ import torch
 from torch.optim import SGD, lr_scheduler
 
 from habits import groups
-from habits.run import EPOCHS, data, enter, habit, mean_loss, mse, net, sgd, train, using
+from habits.run import EPOCHS, data, enter, habit, mean_loss, mse, net, sgd, train, trained, using
 
 LOCAL = r"hyper-parameters must be the same on every .*lr is .*ReduceLROnPlateau on the mean"
 
@@ -47,8 +47,7 @@ def warm_up_from_zero_per_step(run):
     model = net()
     optimizer = sgd(run, model, 0.2)
     schedule = lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 5))
-    train(run, model, optimizer, run.loader, after=schedule.step)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader, after=schedule.step)
 
 
 @habit()
@@ -66,8 +65,7 @@ def one_cycle_per_step_with_momentum(run):
     optimizer = sgd(run, model, momentum=0.9)
     loader = run.loader()
     schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, epochs=EPOCHS, steps_per_epoch=len(loader))
-    train(run, model, optimizer, loader, after=schedule.step)
-    return run.finish(model)
+    return trained(run, model, optimizer, loader, after=schedule.step)
 
 
 @habit()
@@ -77,8 +75,7 @@ def sequential_of_warm_up_and_cosine(run):
     warm_up = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=3)
     cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
     schedule = lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], milestones=[3])
-    train(run, model, optimizer, run.loader, after=schedule.step)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader, after=schedule.step)
 
 
 @habit(exact=False)
@@ -140,8 +137,7 @@ def rate_set_by_hand(run):
     model = net()
     optimizer = sgd(run, model)
     rates = iter(0.1 / (1 + step) for step in range(1000))
-    train(run, model, optimizer, run.loader, change=lambda: optimizer.param_groups[0].update(lr=next(rates)))
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader, change=lambda: optimizer.param_groups[0].update(lr=next(rates)))
 
 
 @habit()
@@ -150,24 +146,21 @@ def decay_of_zero_raised_by_hand(run):
     model = net()
     optimizer = sgd(run, model, 1, momentum=0, weight_decay=0)
     values = {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.3}
-    train(run, model, optimizer, run.loader, change=lambda: optimizer.param_groups[0].update(values))
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader, change=lambda: optimizer.param_groups[0].update(values))
 
 
 @habit()
 def rates_of_numpy(run):
     model, rates = net(), iter(np.linspace(0.1, 0.01, 40, dtype=np.float32))
     optimizer = sgd(run, model, next(rates))
-    train(run, model, optimizer, run.loader, change=lambda: optimizer.param_groups[0].update(lr=next(rates)))
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader, change=lambda: optimizer.param_groups[0].update(lr=next(rates)))
 
 
 @habit()
 def rate_that_is_a_tensor(run):
     model = net()
     optimizer = run.optimizer(torch.optim.Adam(model.parameters(), lr=torch.tensor(0.05), foreach=False), model)
-    train(run, model, optimizer, run.loader, after=lambda: optimizer.param_groups[0]["lr"].mul_(0.9))
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader, after=lambda: optimizer.param_groups[0]["lr"].mul_(0.9))
 
 
 @habit()
@@ -187,13 +180,11 @@ def betas_cycled(run):
     optimizer = run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model)
     loader = run.loader()
     schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2 * len(loader))
-    train(run, model, optimizer, loader, after=schedule.step)
-    return run.finish(model)
+    return trained(run, model, optimizer, loader, after=schedule.step)
 
 
 @habit(exact=False, ways=("joint", "one", "many"))
 def fewer_samples_than_ranks(run):
     model = net()
     optimizer = sgd(run, model)
-    train(run, model, optimizer, run.loader(data(2), batch=1), epochs=4)
-    return run.finish(model)
+    return trained(run, model, optimizer, run.loader(data(2), batch=1), epochs=4)

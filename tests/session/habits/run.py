@@ -288,18 +288,9 @@ PLAIN = using(SGD, lr=0.1)
 
 
 def enter(
-    name: str,
-    *,
-    model=net,
-    make=PLAIN,
-    dataset=data,
-    epochs=EPOCHS,
-    change=None,
-    after=None,
-    before_epoch=None,
-    **given,
+    name: str, *, model=net, make=PLAIN, dataset=data, epochs=EPOCHS, begin=None, change=None, after=None, **given
 ):
-    """Puts the plain loop into the table; hooks, see `train`, are given the model, and `before_epoch` the epoch, too."""
+    """Puts the plain loop into the table. Hooks, see `train`, are given the model; and `begin`, the epoch's number."""
 
     def loop(run):
         own = model()

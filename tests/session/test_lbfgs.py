@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import hpcdist as hd
+from harness import loops
 from hpcdist import checkpoint, strategies
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError, NonFiniteError
@@ -38,10 +39,6 @@ def _closure(optimizer, module, indices, seen=None):
     return closure
 
 
-def _flat(module):
-    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
-
-
 def _train(comm, search, sizes, **options):
     """STEPS steps on the same batches, rank r with sizes[r] samples; parameters, losses, evaluations of each rank."""
     hd.init(comm=comm)
@@ -58,7 +55,7 @@ def _train(comm, search, sizes, **options):
     (evaluations,) = {state["func_evals"] for state in optimizer.state.values()}
     record = optimizer.record
     optimizer.strategy.close()
-    return _flat(module), losses, evaluations, len(seen), record
+    return loops.vector(module), losses, evaluations, len(seen), record
 
 
 def _plain(search, samples):
@@ -66,7 +63,7 @@ def _plain(search, samples):
     optimizer = _lbfgs(module, search)
     losses = [optimizer.step(_closure(optimizer, module, range(samples))).item() for _ in range(STEPS)]
     (evaluations,) = {state["func_evals"] for state in optimizer.state.values()}
-    return _flat(module), losses, evaluations
+    return loops.vector(module), losses, evaluations
 
 
 @searches
@@ -109,7 +106,7 @@ def test_it_equals_sums_in_rank_order_to_the_bit(ranks, search):
         return torch.tensor(losses / size, dtype=torch.float64)
 
     losses = [optimizer.step(closure).item() for _ in range(STEPS)]
-    assert all(torch.equal(params, _flat(module)) and its == losses for params, its, *_ in found)
+    assert all(torch.equal(params, loops.vector(module)) and its == losses for params, its, *_ in found)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -137,7 +134,7 @@ def test_it_follows_a_sharded_loader_and_a_schedule(ranks):
             optimizer.step(_closure(optimizer, module, indices))
         schedule.step()
         optimizer.strategy.close()
-        return _flat(module), optimizer.param_groups[0]["lr"]
+        return loops.vector(module), optimizer.param_groups[0]["lr"]
 
     found = ranks(body)
     module = problem.model()
@@ -146,7 +143,7 @@ def test_it_follows_a_sharded_loader_and_a_schedule(ranks):
         optimizer.step(_closure(optimizer, module, range(begin, min(begin + 24, 70))))
     for params, rate in found:
         assert torch.equal(params, found[0][0]) and rate == 0.5
-        torch.testing.assert_close(params, _flat(module), rtol=0, atol=1e-11)
+        torch.testing.assert_close(params, loops.vector(module), rtol=0, atol=1e-11)
 
 
 class Twice(torch.optim.SGD):
@@ -178,14 +175,14 @@ def test_any_optimiser_that_needs_a_closure_is_served(ranks):
             for _ in range(STEPS)
         ]
         optimizer.strategy.close()
-        return _flat(module), losses
+        return loops.vector(module), losses
 
     found = ranks(body)
     module = problem.model()
     optimizer = Twice(module.parameters(), lr=0.1)
     expected = [optimizer.step(_closure(optimizer, module, range(8 * ranks.size))).item() for _ in range(STEPS)]
     for params, losses in found:
-        torch.testing.assert_close(params, _flat(module), rtol=0, atol=1e-12)
+        torch.testing.assert_close(params, loops.vector(module), rtol=0, atol=1e-12)
         assert losses == pytest.approx(expected, rel=1e-12)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import hpcdist as hd
+from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError
 
@@ -30,7 +31,7 @@ class Compression:
         pass
 
 
-def _refused(body, message):
+def refused(body, message):
     def alone(comm):
         hd.init(comm=comm)
         model = nn.Linear(2, 1)
@@ -41,40 +42,62 @@ def _refused(body, message):
     assert run_virtual(alone, 1) == [True]
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_arguments_of_other_libraries_are_answered_with_ours(name):
-    message = f"must be given arguments of hpcdist's; got '{name}', which it has not. {FOREIGN[name]}"
-    _refused(lambda model, optimizer: hd.DistributedOptimizer(optimizer, model, **{name: 1}), message)
+def made(optimizer, model, **options):
+    return hd.DistributedOptimizer(optimizer, model, **options)
 
 
-@pytest.mark.parametrize("given", [Compression.fp16, Compression.fp16()])
-def test_horovods_compression_is_named(given):
-    message = "compression must be a name, or a dict with a name and options; got fp16. .* write compression='fp16'"
-    _refused(lambda model, optimizer: hd.DistributedOptimizer(optimizer, model, compression=given), message)
+def loader():
+    return DataLoader(torch.ones(4, 2), batch_size=2)
 
 
-def test_what_is_no_model_or_optimizer_is_refused():
-    _refused(
-        lambda model, optimizer: hd.DistributedOptimizer(optimizer),
-        r"model must be the torch.nn.Module that optimizer trains; got NoneType. Pass it second",
-    )
-    _refused(
-        lambda model, optimizer: hd.DistributedOptimizer(model, optimizer),
-        "optimizer must be a torch.optim.Optimizer; got Linear",
-    )
+# By message: what is done with a model and its optimiser.
+REFUSED = {
+    **{
+        f"must be given arguments of hpcdist's; got '{name}', which it has not. {answer}": (
+            lambda model, optimizer, name=name: made(optimizer, model, **{name: 1})
+        )
+        for name, answer in FOREIGN.items()
+    },
+    **{
+        f"compression must be a name, or a dict with a name and options; got fp16. {other}write compression='fp16'": (
+            lambda model, optimizer, given=given: made(optimizer, model, compression=given)
+        )
+        for other, given in ((".* ", Compression.fp16), (".*", Compression.fp16()))
+    },
+    "model must be the torch.nn.Module that optimizer trains; got NoneType. Pass it second": (
+        lambda model, optimizer: hd.DistributedOptimizer(optimizer)
+    ),
+    "optimizer must be a torch.optim.Optimizer; got Linear": lambda model, optimizer: made(model, optimizer),
+    "optimizer must take dense gradients, .*; got SparseAdam. Use Adam or Adagrad": (
+        lambda model, optimizer: made(torch.optim.SparseAdam(model.parameters()), model)
+    ),
+    "must be a plain torch optimiser; got one that is distributed already": (
+        lambda model, optimizer: made(made(optimizer, model), model)
+    ),
+    "strategy must be one of .*; got 'gossip'": lambda model, optimizer: made(optimizer, model, strategy="gossip"),
+    "strategy.accumulation must be greater than or equal to 1; got 0": (
+        lambda model, optimizer: made(optimizer, model, accumulation=0)
+    ),
+    "clip_norm must be greater than 0, or None; got -1": lambda model, optimizer: made(optimizer, model, clip_norm=-1),
+    "each parameter must be in one DistributedOptimizer; got 'bias' in two": (
+        lambda model, optimizer: (made(optimizer, model), made(torch.optim.SGD([model.bias], lr=0.1), model))
+    ),
+    "model must be one that a DistributedOptimizer trains; got another one, or one that is finished": (
+        lambda model, optimizer: (made(optimizer, model), hd.finish(model), optimizer.step(), hd.finish(model))
+    ),
+    "loader must be a torch DataLoader, whose samples hpcdist.shard splits .*; got list. .* or pass split=False": (
+        lambda model, optimizer: hd.shard([torch.ones(2, 2)])
+    ),
+    "loader must be a plain DataLoader; got one that is sharded already. Shard it once": (
+        lambda model, optimizer: hd.shard(hd.shard(loader()))
+    ),
+    "must be iterated after hpcdist.DistributedOptimizer": lambda model, optimizer: next(iter(hd.shard(loader()))),
+}
 
 
-def test_what_is_no_loader_is_refused():
-    batches = [torch.ones(2, 2)]
-    _refused(
-        lambda model, optimizer: hd.shard(batches),
-        "loader must be a torch DataLoader, whose samples hpcdist.shard splits .*; got list. .* or pass split=False",
-    )
-    loader = DataLoader(torch.ones(4, 2), batch_size=2)
-    _refused(
-        lambda model, optimizer: hd.shard(hd.shard(loader)),
-        "loader must be a plain DataLoader; got one that is sharded already. Shard it once",
-    )
+@each("message", REFUSED)
+def test_what_is_given_wrongly_is_refused_with_what_to_write_instead(message):
+    refused(REFUSED[message], message)
 
 
 def test_batches_of_each_ranks_own_need_no_loader():
@@ -87,40 +110,15 @@ def test_batches_of_each_ranks_own_need_no_loader():
     assert run_virtual(alone, 1) == [3]
 
 
-def test_sparse_adam_is_refused_before_training():
-    def body(model, _):
-        hd.DistributedOptimizer(torch.optim.SparseAdam(model.parameters()), model)
-
-    _refused(body, "optimizer must take dense gradients, .*; got SparseAdam. Use Adam or Adagrad")
-
-
-def test_a_model_of_another_wrapper_is_refused(tmp_path):
+def test_a_model_of_another_wrapper_isrefused(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        _refused(
+        refused(
             lambda model, optimizer: hd.DistributedOptimizer(optimizer, nn.parallel.DistributedDataParallel(model)),
             "model must not be wrapped in DistributedDataParallel, .* Pass model.module",
         )
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_a_parameter_has_one_optimiser():
-    def body(model, optimizer):
-        hd.DistributedOptimizer(optimizer, model)
-        hd.DistributedOptimizer(torch.optim.SGD([model.bias], lr=0.1), model)
-
-    _refused(body, "each parameter must be in one DistributedOptimizer; got 'bias' in two")
-
-
-def test_a_model_that_nothing_trains_has_no_consensus():
-    def body(model, optimizer):
-        hd.DistributedOptimizer(optimizer, model)
-        hd.finish(model)
-        optimizer.step()  # a plain one again
-        hd.finish(model)
-
-    _refused(body, "model must be one that a DistributedOptimizer trains; got another one, or one that is finished")
 
 
 def test_loops_of_strategies_with_other_workers_are_refused():

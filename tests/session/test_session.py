@@ -9,11 +9,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import hpcdist as hd
+from harness import loops
 from hpcdist.comm.launch import check_world, declared_size
-from hpcdist.errors import ConfigError, MismatchError, UnknownNameError, WorldError
+from hpcdist.errors import MismatchError, WorldError
 from hpcdist.model.flat import FlatModel
 from strategies import problem
 
@@ -41,7 +43,7 @@ def _loop(comm, name, epochs=3, loader=None, **options):
         steps = 0
         for x, y, index in loader:
             optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(x), y).backward()
+            mse_loss(model(x), y).backward()
             optimizer.step()
             seen[-1] += index.tolist() if loader.weight else []
             steps += 1
@@ -77,11 +79,9 @@ def test_the_loop_equals_the_plain_one_on_one_rank_and_serial_batches_on_more(ra
     model = torch.nn.Linear(5, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for _ in range(3):
-        for x, y, _ in DataLoader(_data(), batch_size=4 * len(found)):
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-    expected = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        batches = ((x, y) for x, y, _ in DataLoader(_data(), batch_size=4 * len(found)))
+        loops.steps(optimizer, batches, lambda batch: mse_loss(model(batch[0]), batch[1]).backward())
+    expected = loops.vector(model)
     for _, params, *_ in found:
         torch.testing.assert_close(params, expected, rtol=0, atol=2e-6)
 
@@ -124,7 +124,7 @@ def test_an_epoch_may_be_left_early_by_all_ranks(ranks, name):
         for _ in range(2):
             for batch, (x, y, _) in enumerate(loader):
                 optimizer.zero_grad()
-                torch.nn.functional.mse_loss(model(x), y).backward()
+                mse_loss(model(x), y).backward()
                 optimizer.step()
                 steps += 1
                 if batch == 2:
@@ -241,26 +241,6 @@ def _optimizer():
     return torch.optim.SGD(model.parameters(), lr=0.1), model
 
 
-@pytest.mark.sizes(1)
-@pytest.mark.virtual
-def test_wrong_arguments_are_refused(ranks):
-    def body(comm):
-        hd.init(comm=comm)
-        with pytest.raises(UnknownNameError, match="strategy must be one of .*; got 'gossip'"):
-            hd.DistributedOptimizer(*_optimizer(), strategy="gossip")
-        with pytest.raises(ConfigError, match="strategy.accumulation must be greater than or equal to 1; got 0"):
-            hd.DistributedOptimizer(*_optimizer(), accumulation=0)
-        with pytest.raises(ConfigError, match="clip_norm must be greater than 0, or None; got -1"):
-            hd.DistributedOptimizer(*_optimizer(), clip_norm=-1)
-        optimizer, model = _optimizer()
-        distributed = hd.DistributedOptimizer(optimizer, model)
-        with pytest.raises(ConfigError, match="must be a plain torch optimiser; got one that is distributed already"):
-            hd.DistributedOptimizer(distributed, model)
-        return True
-
-    assert all(ranks(body))
-
-
 @pytest.mark.sizes(2)
 def test_different_options_are_refused_on_all_ranks(ranks):
     def body(comm):
@@ -283,18 +263,6 @@ def test_before_init_there_is_a_message():
     code = "import hpcdist as hd; hd.rank()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "hpcdist.init() must be called before this" in done.stderr
-
-
-@pytest.mark.sizes(1)
-@pytest.mark.virtual
-def test_a_training_loader_needs_the_optimiser_first(ranks):
-    def body(comm):
-        hd.init(comm=comm)
-        with pytest.raises(ConfigError, match="must be iterated after hpcdist.DistributedOptimizer"):
-            next(iter(hd.shard(DataLoader(_data(), batch_size=2))))
-        return True
-
-    assert ranks(body) == [True]
 
 
 # --- worlds -----------------------------------------------------------------------------------------------------------

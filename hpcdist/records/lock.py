@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import psutil
+
 from hpcdist.errors import ConfigError
 
 FILE_NAME = ".lock"
@@ -121,15 +123,7 @@ def _acquired(file: int, wait_s: float) -> bool:
 
 def _holder_lives(text: str) -> bool:
     match = _HOLDER.fullmatch(text)
-    if match is None or match[2] != platform.node():
-        return False
-    try:
-        os.kill(int(match[1]), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # a process of another user
-        return True
-    return True
+    return match is not None and match[2] == platform.node() and psutil.pid_exists(int(match[1]))
 
 
 def _read(file: int) -> str:

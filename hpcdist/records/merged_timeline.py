@@ -86,9 +86,8 @@ def _merged(path: Path, rank: RankTimeline, zero_s: float, links: _Links) -> Ite
 def _events(path: Path, rank: RankTimeline, zero_s: float) -> Iterator[Event]:
     """Read a rank's events, with the moments of the common clock."""
     file = rank_path(path, rank.rank)
-    for line in (
-        file.read_text(errors="replace").splitlines() if file.is_file() else ()
-    ):  # of a rank that died there may be none
+    text = file.read_text(errors="replace") if file.is_file() else ""  # of a rank that died there may be none
+    for line in text.splitlines():
         if not line.startswith("{"):
             continue
         try:
@@ -131,15 +130,13 @@ class _Links:
         for kind, phase in (("sent", "s"), ("received", "f")):
             message = args.get(kind)
             if message in self._starts and message in self._ends:
-                arrow = {"name": "message", "cat": "message", "ph": phase, "id": self._number(message)}
+                number = self._numbers.setdefault(message, len(self._numbers))
+                arrow = {"name": "message", "cat": "message", "ph": phase, "id": number}
                 # A nanosecond before the end: viewers take the event around that moment.
                 last_us = max(event["ts"], round(event["ts"] + event["dur"] - 0.001, 3))
                 at_us = event["ts"] if phase == "s" else last_us
                 arrows.append(arrow | {"ts": at_us, "pid": event["pid"], "tid": event["tid"]} | _BINDING[phase])
         return arrows
-
-    def _number(self, message: str) -> int:
-        return self._numbers.setdefault(message, len(self._numbers))
 
 
 _BINDING: dict[str, dict[str, str]] = {"s": {}, "f": {"bp": "e"}}  # an arrow ends in the event around it

@@ -16,6 +16,7 @@ import pytest
 
 import hpcdist
 from harness import browser
+from harness.cases import each
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import (
     Evaluation,
@@ -144,69 +145,115 @@ def test_runs_of_one_seed_are_all_counted_and_a_target_may_be_lower_than_the_fir
     assert findings.cells[0].seconds_to_target == {(0, 0): 6.0, (0, 1): 6.0}
 
 
-# --- what is computed and said ----------------------------------------------------------------------------------------
-def test_a_winner_is_named_with_its_interval_and_accuracy(tmp_path):
-    findings = found_in(tmp_path, versus(1.5))
-    (contrast,) = findings.contrasts
+# --- what is said -----------------------------------------------------------------------------------------------------
+def changed(runs: list[dict], places: slice, **changes: object) -> list[dict]:
+    """These runs, some of them with other arguments."""
+    chosen = range(len(runs))[places]
+    return [{**run, **changes} if i in chosen else run for i, run in enumerate(runs)]
+
+
+LOWER = (-0.005, -0.006, -0.005, -0.004, -0.005)
+FAILING = [run for run in versus(1.05, NOISE) if run["name"] == "allreduce"]
+FAILING += [{"name": "gossip_pull", "seed": seed, "made": False} for seed in range(5)]
+FAILING += [{"name": "ddp", "kind": "baseline", "seed": seed, "accuracy": (0.5, 0.6)} for seed in range(5)]
+# Runs, what the comparison says of itself; the beginning of the headline; parts of the reasons; parts of the caveats.
+SAID = {
+    "a winner": (
+        versus(1.5), {},
+        "`softsync` reached 97 % 1.49 times sooner than `allreduce` (95 % interval 1.47 to 1.52); the final accuracy "
+        "is the same, 98 %, seed by seed.",
+        ["`softsync` reached 97 % 1.49 times sooner than"], ["The time to the target is that of the first evaluation"],
+    ),
+    "no target": (
+        versus(1.5), {"target": None},
+        "`softsync` trained on as many samples 1.49 times sooner than", [], ["No target was set"],
+    ),
+    "noise": (
+        versus(1.05, NOISE, (0.001, -0.002, 0.0, 0.002, 0.0)), {},
+        "Nothing differs from `allreduce` beyond noise, in time or in accuracy.",
+        ["eached 97 % neither sooner nor later than",
+         "the difference in final accuracy is within noise (98.02 % against 98 %; 95 % interval"],
+        ["Within noise does not mean alike: intervals leave room for a factor of 1.32 in time and 0.2 points of "
+         "accuracy. More seeds narrow them."],
+    ),
+    "a loser": (
+        versus(0.5), {}, "Nothing beats `allreduce`: all of what was held against it did worse",
+        ["2.01 times later than `allreduce`"], [],
+    ),
+    "another reference": (versus(0.5), {"reference": "softsync"}, "`allreduce` reached", [], []),
+    "a baseline that wins": (
+        versus(2.0, kind="baseline"), {},
+        "A baseline wins: the baseline `softsync` reached 97 % 1.99 times sooner than", [], [],
+    ),
+    "faster and worse": (
+        versus(2.0, accuracy=LOWER), {},
+        "It depends: `softsync` traded time for accuracy against `allreduce`, beyond noise both ways.",
+        ["the final accuracy is 0.5 points lower (97.5 % against 98 %"], [],
+    ),
+    "some never reached the target": (
+        changed(versus(2.0), slice(1, 6, 4), accuracy=(0.5, 0.9, 0.95, 0.96)), {}, "",
+        ["`softsync`: 3 of 5 seeds reached 97 %; `allreduce`: 5 of 5 seeds reached 97 %. No ratio"],
+        ["`softsync`: 3 of 5 seeds reached 97 %."],
+    ),
+    "none reached the target": (
+        changed(versus(2.0), slice(None), accuracy=(0.5, 0.6)), {}, "",
+        ["Neither `softsync` nor `allreduce` reached 97 %, in any seed; the final"],
+        ["No run reached 97 % of `allreduce`, `softsync`."],
+    ),
+    "a strategy without a result": (
+        FAILING, {}, "", ["`gossip_pull` has no run that ended: nothing can be compared."],
+        ["5 runs without a result: listed below, and in no number."],
+    ),
+    "a strategy without a result, another within noise": (
+        [dict(run, accuracy=(0.5, 0.62 if run["seed"] == 4 else 0.6 + run["seed"] % 2 / 100))
+         if run["name"] == "ddp" else dict(run, accuracy=(0.5, 0.6 + run["seed"] % 2 / 100)) for run in FAILING], {},
+        "Nothing differs from `allreduce` beyond noise, in accuracy. Some could not", [], [],
+    ),
+    "one seed": (
+        versus(2.0)[:2], {}, "Each has one seed, which shows nothing about noise, so that nothing here is a result. In "
+        "this seed `softsync` was the fastest",
+        ["2 times sooner than `allreduce`, in one seed, which shows nothing about noise; its"],
+        ["Every cell has one seed"],
+    ),
+    "a run that diverged": (
+        changed(versus(2.0), slice(1, 2), accuracy=(0.5, 0.97, math.nan, math.nan)), {}, "",
+        ["the final accuracy can't be compared: 1 of 5 runs of `softsync` ended with no finite"],
+        ["`softsync`: 1 of 5 runs ended with no finite accuracy."],
+    ),
+    "virtual runs": (
+        changed(versus(1.5), slice(None), virtual={"network": {"latency_s": 1e-6}}), {},
+        "`softsync, virtual` reached 97 % 1.49 times sooner than `allreduce, virtual`", [],
+        ["All runs are of virtual ranks: their seconds are virtual"],
+    ),
+    "one strategy alone": (
+        versus(1.5)[::2], {}, "There is nothing to compare",
+        ["`allreduce`: final accuracy 98 %; 5 of 5 seeds reached 97 %, on average after 9 s (5 runs)."], [],
+    ),
+}  # fmt: skip
+
+
+@each("name", SAID)
+def test_what_is_said_of(tmp_path, name):
+    runs, said, headline, reasons, caveats = SAID[name]
+    verdict = judge(found_in(tmp_path / name, runs, **said))
+    assert verdict.headline.startswith(headline), verdict.headline
+    assert [text for text in reasons if not any(text in reason for reason in verdict.reasons)] == [], verdict.reasons
+    assert [text for text in caveats if not any(text in caveat for caveat in verdict.caveats)] == [], verdict.caveats
+    assert name != "a winner" or "alike" not in str(verdict.caveats)
+    assert name != "one seed" or "interval" not in verdict.reasons[0]
+
+
+def test_numbers_behind_what_is_said(tmp_path):
+    (contrast,) = found_in(tmp_path / "winner", versus(1.5)).contrasts
     logs = [math.log(1.5 / factor) for factor in (1.0, 1.01, 0.99, 1.02, 1.0)]
     assert contrast.sooner.mean == pytest.approx(math.exp(sum(logs) / 5)) and contrast.sooner.paired
-    verdict = judge(findings)
-    assert verdict.headline == (
-        "`softsync` reached 97 % 1.49 times sooner than `allreduce` (95 % interval 1.47 to 1.52); the final accuracy "
-        "is the same, 98 %, seed by seed."
-    )
-    assert verdict.reasons == [verdict.headline] and not any("alike" in caveat for caveat in verdict.caveats)
-    verdict = judge(found_in(tmp_path / "no-target", versus(1.5), target=None))
-    assert "trained on as many samples 1.49 times sooner than" in verdict.headline
-    assert any(caveat.startswith("No target was set") for caveat in verdict.caveats)
-
-
-def test_noise_is_called_noise(tmp_path):
-    findings = found_in(tmp_path, versus(1.05, NOISE, (0.001, -0.002, 0.0, 0.002, 0.0)))
-    verdict = judge(findings)
-    assert verdict.headline == "Nothing differs from `allreduce` beyond noise, in time or in accuracy."
-    assert "reached 97 % neither sooner nor later than" in verdict.reasons[0]
-    assert "the difference in final accuracy is within noise (98.02 % against 98 %; 95 % interval" in verdict.reasons[0]
-    (room,) = [caveat for caveat in verdict.caveats if "Within noise does not mean alike" in caveat]
-    assert room.endswith("leave room for a factor of 1.32 in time and 0.2 points of accuracy. More seeds narrow them.")
-
-
-def test_what_is_slower_has_lost_and_a_baseline_that_wins_is_named_so(tmp_path):
-    verdict = judge(found_in(tmp_path, versus(0.5)))
-    assert verdict.headline.startswith("Nothing beats `allreduce`: all of what was held against it did worse")
-    assert "2.01 times later than `allreduce`" in verdict.reasons[0]
-    assert judge(found_in(tmp_path / "b", versus(0.5), reference="softsync")).headline.startswith("`allreduce` reached")
-    verdict = judge(found_in(tmp_path / "c", versus(2.0, kind="baseline")))
-    assert verdict.headline.startswith("A baseline wins: the baseline `softsync` reached 97 % 1.99 times sooner than")
-
-
-def test_faster_and_worse_is_no_victory(tmp_path):
-    findings = found_in(tmp_path, versus(2.0, accuracy=(-0.005, -0.006, -0.005, -0.004, -0.005)))
-    verdict = judge(findings)
-    assert (
-        verdict.headline
-        == "It depends: `softsync` traded time for accuracy against `allreduce`, beyond noise both ways."
-    )
-    assert "the final accuracy is 0.5 points lower (97.5 % against 98 %" in verdict.reasons[0]
-
-
-def test_runs_that_never_reached_the_target_are_said_so(tmp_path):
-    runs = versus(2.0)
-    for run in runs[1:6:4]:  # seeds 0 and 2
-        run["accuracy"] = (0.5, 0.9, 0.95, 0.96)
-    findings = found_in(tmp_path, runs)
-    (contrast,) = findings.contrasts
-    assert contrast.sooner is None
-    verdict = judge(findings)
-    assert (
-        "`softsync`: 3 of 5 seeds reached 97 %; `allreduce`: 5 of 5 seeds reached 97 %. No ratio" in verdict.reasons[0]
-    )
-    assert "`softsync`: 3 of 5 seeds reached 97 %." in verdict.caveats
-    assert next(row["time_to_target_s"] for row in findings.rows if row["name"] == "softsync") is None
-    runs = [dict(run, accuracy=(0.5, 0.6 + 0.001 * run["seed"])) for run in versus(2.0)]
-    verdict = judge(found_in(tmp_path / "none", runs))
-    assert verdict.reasons[0].startswith("Neither `softsync` nor `allreduce` reached 97 %, in any seed; the final")
-    assert "No run reached 97 % of `allreduce`, `softsync`." in verdict.caveats
+    late = found_in(tmp_path / "late", changed(versus(2.0), slice(1, 6, 4), accuracy=(0.5, 0.9, 0.95, 0.96)))
+    assert late.contrasts[0].sooner is None, "where not every run has reached the target"
+    assert next(row["time_to_target_s"] for row in late.rows if row["name"] == "softsync") is None
+    diverged = found_in(tmp_path / "nan", changed(versus(2.0), slice(1, 2), accuracy=(0.5, 0.97, math.nan, math.nan)))
+    assert diverged.contrasts[0].better is None
+    found_in(tmp_path / "none", [{"name": "allreduce", "made": False}])
+    assert "No run has ended: there is nothing to judge yet." in write(tmp_path / "none").read_text()
 
 
 def test_the_first_on_several_ranks_is_held_against_one_rank(tmp_path):
@@ -231,18 +278,6 @@ def test_the_first_on_several_ranks_is_held_against_one_rank(tmp_path):
     assert judge(found_in(tmp_path / "c", runs)).reasons[0] == (
         "`softsync` on 2 ranks was the first of all to reach 97 %; on one rank, `allreduce`, 1 of 2 seeds did."
     )
-
-
-def test_a_strategy_without_a_result_is_named(tmp_path):
-    runs = [run for run in versus(1.05, NOISE) if run["name"] == "allreduce"]
-    runs += [{"name": "gossip_pull", "seed": seed, "made": False} for seed in range(5)]
-    runs += [{"name": "ddp", "kind": "baseline", "seed": seed, "accuracy": (0.5, 0.6)} for seed in range(5)]
-    verdict = judge(found_in(tmp_path, runs))
-    assert "`gossip_pull` has no run that ended: nothing can be compared." in verdict.reasons
-    alike = [dict(run, accuracy=(0.5, 0.6 + run["seed"] % 2 / 100)) for run in runs]
-    alike[-1]["accuracy"] = (0.5, 0.62)
-    headline = judge(found_in(tmp_path / "b", alike)).headline
-    assert headline.startswith("Nothing differs from `allreduce` beyond noise, in accuracy. Some could not")
 
 
 def test_runs_of_several_jobs_are_not_compared_with_each_other(tmp_path):
@@ -272,25 +307,6 @@ def test_strategies_have_colours_of_their_own_before_controls(tmp_path):
     assert len({found[name].color for name in names}) == 7
 
 
-def test_one_seed_shows_nothing_about_noise(tmp_path):
-    verdict = judge(found_in(tmp_path, versus(2.0)[:2]))
-    assert verdict.headline.startswith("Each has one seed, which shows nothing about noise")
-    assert "In this seed `softsync` was the fastest" in verdict.headline
-    assert "2 times sooner than `allreduce`, in one seed, which shows nothing about noise; its" in verdict.reasons[0]
-    assert any("Every cell has one seed" in caveat for caveat in verdict.caveats)
-    assert "interval" not in verdict.reasons[0]
-
-
-def test_a_run_that_diverged_has_no_mean(tmp_path):
-    runs = versus(2.0)
-    runs[1]["accuracy"] = (0.5, 0.97, math.nan, math.nan)
-    findings = found_in(tmp_path, runs)
-    verdict = judge(findings)
-    assert findings.contrasts[0].better is None
-    assert "the final accuracy can't be compared: 1 of 5 runs of `softsync` ended with no finite" in verdict.reasons[0]
-    assert "`softsync`: 1 of 5 runs ended with no finite accuracy." in verdict.caveats
-
-
 def test_comparisons_are_corrected_for_their_number(tmp_path):
     runs = versus(1.07, (1.0, 1.05, 0.95, 1.06, 0.96))
     alone = found_in(tmp_path / "a", runs).contrasts[0]
@@ -301,25 +317,6 @@ def test_comparisons_are_corrected_for_their_number(tmp_path):
     verdict = judge(findings)
     assert verdict.headline.startswith("Nothing differs") and "12 comparisons were made" in verdict.caveats[-1]
     assert "; not enough once corrected for the number of comparisons)" in verdict.reasons[0]
-
-
-def test_virtual_runs_are_named_virtual_everywhere(tmp_path):
-    runs = [dict(run, virtual={"network": {"latency_s": 1e-6}}) for run in versus(1.5)]
-    findings = found_in(tmp_path, runs)
-    verdict = judge(findings)
-    assert verdict.headline.startswith("`softsync, virtual` reached 97 % 1.49 times sooner than `allreduce, virtual`")
-    assert verdict.caveats[0].startswith("All runs are of virtual ranks: their seconds are virtual")
-    assert all(cell.label.endswith(", virtual") for cell in findings.cells)
-
-
-def test_one_strategy_alone(tmp_path):
-    verdict = judge(found_in(tmp_path, versus(1.5)[::2]))
-    assert verdict.headline.startswith("There is nothing to compare")
-    assert verdict.reasons == [
-        "`allreduce`: final accuracy 98 %; 5 of 5 seeds reached 97 %, on average after 9 s (5 runs)."
-    ]
-    evidence.write_comparison(tmp_path / "b", [{"name": "allreduce", "made": False}])
-    assert "No run has ended: there is nothing to judge yet." in write(tmp_path / "b").read_text()
 
 
 def test_scaling_weak_and_strong(tmp_path):

@@ -82,10 +82,7 @@ def test_checkpoints_are_shown_and_the_model_in_them_is_exported(hpcdist, tmp_pa
     assert hpcdist("checkpoint", "show", "run/checkpoints/step-00000004")[0] == 0
     for arguments, message in (
         (("export", "run", "model.bin"), "the file's name must end in one of .pt, .pth, .safetensors; got model.bin"),
-        (
-            ("export", "run", "model.pt", "--step", "5"),
-            "step must be that of a checkpoint in run; got 5, and there",
-        ),
+        (("export", "run", "model.pt", "--step", "5"), "step must be that of a checkpoint in run; got 5, and there"),
         (
             ("show", "."),
             "must be the folder of a run with checkpoints, a folder of checkpoints, or one of them; got no",

@@ -110,10 +110,7 @@ def test_durations(seconds, text):
 
 def test_rows_of_measurements(capsys):
     """Numbers to the right with 4 digits, text to the left, nothing for what was not measured."""
-    found = [
-        {"name": "ring", "bytes": 4096, "median_s": 1.23456e-5},
-        {"name": "a[b]", "bytes": None, "median_s": 2.0},
-    ]
+    found = [{"name": "ring", "bytes": 4096, "median_s": 1.23456e-5}, {"name": "a[b]", "bytes": None, "median_s": 2.0}]
     console.rows("all-reduce", found)
     title, heading, _, first, second = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert (title, heading.split()) == ("all-reduce", ["name", "bytes", "median_s"])

@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -113,13 +115,10 @@ def test_as_many_to_spare_as_there_are_is_refused():
     assert job.stderr == "hpcdist: error: spare must be at least 0 and below the number of nodes, 1; got 1.\n"
 
 
-def test_a_file_that_can_not_be_written_is_refused():
+def test_files_are_written_with_what_is_known_before_mpi_starts_or_refused():
     report = Report(ExaminationOptions(json_path=Path("nowhere") / "told.json"), speaks=True)
     with pytest.raises(ConfigError, match="told.json must be a file that can be written; got No such file"):
         report.conclude()
-
-
-def test_what_is_known_before_mpi_starts_is_in_the_files_already():
     report = Report(ExaminationOptions(2, Path("out"), json_path=Path("told.json")), speaks=True)
     report.nodes = Nodes(("n1", "n2", "n3"), ())
     report.add([Finding(WARNING, "n2 is not well", ("n2",))])
@@ -137,12 +136,24 @@ if rank == 2: time.sleep(600)
 """
 
 
-def test_a_rank_that_never_answers_is_named():
-    job = doctor(3, before=SILENT)
-    assert job.returncode == 1
-    (world, _) = lines(job)
-    assert world[:2] == ["error", "world"]
-    assert world[2].startswith("every rank must answer; got nothing from rank 2 within 5 s. It has ended, is stopped,")
+TOO_LONG = "from hpcdist.tools.doctor import examination\nexamination.startup.check = lambda *_: time.sleep(600)"
+
+
+def at_once(*jobs: Callable[[], subprocess.CompletedProcess[str]]) -> list[subprocess.CompletedProcess[str]]:
+    """Jobs that wait, most of the time."""
+    with ThreadPoolExecutor() as pool:
+        return [one.result() for one in [pool.submit(job) for job in jobs]]
+
+
+def test_a_rank_that_never_answers_and_what_takes_too_long_are_named():
+    silent, late = at_once(lambda: doctor(3, before=SILENT), lambda: doctor(2, "--limit-s", "5", before=TOO_LONG))
+    for job, text in (
+        (silent, "every rank must answer; got nothing from rank 2 within 5 s. It has ended, is stopped,"),
+        (late, r"the examination must end within 5 s; got no end of 'world' on \S+. Look there"),
+    ):
+        assert job.returncode == 1
+        (world, _) = lines(job)
+        assert world[:2] == ["error", "world"] and re.match(text, world[2])
 
 
 STOPS = """
@@ -158,21 +169,11 @@ files.measure = stopping
 
 
 def test_a_rank_that_stops_is_named():
-    with ThreadPoolExecutor() as pool:  # both jobs wait, most of the time
-        jobs = list(pool.map(lambda rank: doctor(2, *PATIENT, before=STOPS.format(rank=rank)), (0, 1)))
+    jobs = at_once(*(partial(doctor, 2, *PATIENT, before=STOPS.format(rank=rank)) for rank in (0, 1)))
     for job, rank, seconds in zip(jobs, (0, 1), (2, 1)):
         assert job.returncode != 0
         (found,) = [line for line in lines(job) if line[0] == "error" and line[1] == "files"]
         assert found[2] == f"rank {rank} did not answer within {seconds} s. All must answer at 'files'"
-
-
-def test_what_takes_too_long_is_named():
-    before = "from hpcdist.tools.doctor import examination\nexamination.startup.check = lambda *_: time.sleep(600)"
-    job = doctor(2, "--limit-s", "5", before=before)
-    assert job.returncode == 1
-    (world, _) = lines(job)
-    assert world[:2] == ["error", "world"]
-    assert re.match(r"the examination must end within 5 s; got no end of 'world' on \S+. Look there", world[2])
 
 
 SOONER = """
@@ -208,10 +209,7 @@ def test_a_rank_that_never_starts_mpi_is_not_waited_for():
         command = ["-c", LATE.format(rank=late), "doctor", "--limit-s", "4", "--json", f"late-{late}.json"]
         return launch(3, command, env={**ENV, "HOME": os.getcwd()}, timeout_s=120)
 
-    with ThreadPoolExecutor() as pool:
-        jobs = dict(zip((2, 0), pool.map(run, (2, 0))))
-    for late, speaks in ((2, 0), (0, 1)):
-        job = jobs[late]
+    for late, speaks, job in zip((2, 0), (0, 1), at_once(lambda: run(2), lambda: run(0))):
         assert job.returncode == 1, job.stdout + job.stderr
         world, *more = lines(job)
         assert world[:2] == ["error", "world"]

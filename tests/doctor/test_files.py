@@ -87,12 +87,7 @@ UNLOCKED = "HDF5 must be able to lock files; got Function not implemented in /w.
         ),
         ({"locks.nodes.n3.freed": False}, WARNING, ("n3",), "a lock of a file in /w that was given back stays refused"),
         ({"locks.nodes.n3": {"error": "No locks"}}, WARNING, ("n3",), "n3 can't lock files in /w: No locks. Set HDF5_"),
-        (
-            {"write": {"error": "Disk quota exceeded"}},
-            ERROR,
-            (),
-            "/w must allow to write a file; got Disk quota",
-        ),
+        ({"write": {"error": "Disk quota exceeded"}}, ERROR, (), "/w must allow to write a file; got Disk quota"),
     ],
 )
 def test_what_is_wrong_with_a_file_system(change, status, nodes, text):

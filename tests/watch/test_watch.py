@@ -18,15 +18,7 @@ import pytest
 
 from harness.launch import IMPORTS, find_mpirun, started, wait_until
 from hpcdist.errors import ConfigError
-from hpcdist.records import (
-    Evaluation,
-    RecordWriter,
-    StepRecord,
-    append_evaluation,
-    locked,
-    record_path,
-    write_summary,
-)
+from hpcdist.records import Evaluation, RecordWriter, StepRecord, append_evaluation, locked, record_path, write_summary
 from hpcdist.tools.runs import Run
 from hpcdist.tools.watch import terminal
 from hpcdist.tools.watch.page import PageServer

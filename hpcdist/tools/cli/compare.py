@@ -142,8 +142,7 @@ def simulate(
         ),
     ] = None,
     cluster: Annotated[
-        Path | None,
-        typer.Option(metavar="TOML", help="File with network, intra_network, ranks_per_node, compute."),
+        Path | None, typer.Option(metavar="TOML", help="File with network, intra_network, ranks_per_node, compute.")
     ] = None,
     budget: Budget = None,
     target: Target = None,
@@ -212,8 +211,7 @@ def sweep(
     runs: Annotated[int, typer.Option(min=1, help="Number of random combinations.")] = 20,
     grid: Annotated[bool, typer.Option("--grid", help="Try all combinations instead.")] = False,
     halving: Annotated[
-        bool,
-        typer.Option("--halving", help="Begin with 1/9 of the budget. The best third goes on, twice."),
+        bool, typer.Option("--halving", help="Begin with 1/9 of the budget. The best third goes on, twice.")
     ] = False,
     strategy: Annotated[str, typer.Option(metavar="NAME:KEY=VALUE,...", help="Strategy of all runs.")] = "allreduce",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of each run.")] = 1,
@@ -291,11 +289,7 @@ def _cells(strategies: Sequence[str] | None, ranks: str, rate: Sequence[str] | N
 
 
 def _shared(
-    job: Path,
-    budget: Sequence[str] | None,
-    target: str | None,
-    config: Path | None,
-    overrides: Sequence[str] | None,
+    job: Path, budget: Sequence[str] | None, target: str | None, config: Path | None, overrides: Sequence[str] | None
 ) -> dict[str, Any]:
     """Read the options that comparisons and sweeps have; without a target the metric is the job's first."""
     from hpcdist.config.merge import as_flags, load

@@ -106,8 +106,7 @@ def status(job: Job = None) -> None:
 
 @app.command()
 def logs(
-    job: Job = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on until the job has ended.")] = False,
+    job: Job = None, follow: Annotated[bool, typer.Option("--follow", help="Go on until the job has ended.")] = False
 ) -> None:
     """Show a job's log, or that of one task of an array, such as 12_3."""
     from hpcdist.tools.slurm import queue, watch

@@ -74,20 +74,16 @@ class Report:
     def write_files(self, status: int) -> None:
         """Write the files that the user wants, by what is known so far."""
         options, choice = self.options, self._choose()
-        if self.speaks and options.exclude_file is not None:
-            _write(options.exclude_file, ",".join(choice.out) + "\n" * bool(choice.out))
-        if self.speaks and options.json_path is not None:
-            content = {"status": status, "seconds": time.monotonic() - self._start, "nodes": self.nodes.names}
-            content |= {"excluded": choice.out, "findings": [asdict(finding) for finding in self.findings]}
-            content |= {"measured": self._measured, "seconds_by_check": self._seconds}
-            _write(options.json_path, json.dumps(content, indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"{path} must be a file that can be written; got {error.strerror}.") from error
+        content = {"status": status, "seconds": time.monotonic() - self._start, "nodes": self.nodes.names}
+        content |= {"excluded": choice.out, "findings": [asdict(finding) for finding in self.findings]}
+        content |= {"measured": self._measured, "seconds_by_check": self._seconds}
+        excluded = ",".join(choice.out) + "\n" * bool(choice.out)
+        for path, text in ((options.exclude_file, excluded), (options.json_path, json.dumps(content, indent=2) + "\n")):
+            if self.speaks and path is not None:
+                try:
+                    path.write_text(text)
+                except OSError as error:
+                    raise ConfigError(f"{path} must be a file that can be written; got {error.strerror}.") from error
 
 
 # --- the nodes to leave out, where the allocation has some to spare ---------------------------------------------------

@@ -17,9 +17,8 @@ from hpcdist.tools.compare.run_all import show as show_plan
 from hpcdist.tools.runs import FAILURE, is_done, last_lines
 from hpcdist.tools.slurm import history, queue
 from hpcdist.tools.slurm.check import examine
-from hpcdist.tools.slurm.history import Submission
 from hpcdist.tools.slurm.render import render
-from hpcdist.tools.slurm.spec import JobSpec, Site, load_site, load_spec
+from hpcdist.tools.slurm.spec import JobSpec, load_site, load_spec
 from hpcdist.tools.slurm.state import FORGOTTEN, State, describe
 
 # Settings of a job that follow from the comparison.
@@ -102,7 +101,8 @@ def submit_missing(comparison: Comparison, site: str, overrides: Sequence[str]) 
         for run in left:
             prepare(run, output)
         for spec in specs:
-            entry = submit(spec, profile, output)
+            entry = queue.submit(spec, render(spec, profile).text)
+            history.append(entry, output)  # for `under_way`
             print(entry.job)
             console.note(f"job {entry.job}: runs on {spec.size} ranks: {entry.cases}; their logs go to {entry.log}")
     console.note(f"{len(left)} runs are submitted; `hpcdist compare --output {output}` shows what has come of them")
@@ -122,17 +122,6 @@ def show(comparison: Comparison, waiting: Mapping[Path, State]) -> bool:
     if len(left) < len(planned):
         show_plan(comparison, failed)
     return bool(failed)
-
-
-def submit(spec: JobSpec, site: Site, output: Path) -> Submission:
-    """Submit an array, and write it down in the comparison's folder too, for `under_way`.
-
-    Raises:
-        QueueError: there is no Slurm, or it refuses.
-    """
-    entry = queue.submit(spec, render(spec, site).text)
-    history.append(entry, output)
-    return entry
 
 
 def under_way(output: Path) -> dict[Path, State]:

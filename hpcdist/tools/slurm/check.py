@@ -161,7 +161,7 @@ def _going_on(spec: JobSpec, site: Site) -> Problems:
     if spec.requeue and not spec.command and not run.get("checkpoint", {}).get("every_steps"):
         yield warning(
             "checkpoint.every_steps must be set for a requeued job to keep its work when a node dies; got none. Add "
-            '"checkpoint.every_steps=100" to settings; on a warning ranks save anyway.',
+            '"checkpoint.every_steps=100" to settings; on a warning ranks save anyway.'
         )
     if spec.shrink:
         if site.launcher != "mpirun":

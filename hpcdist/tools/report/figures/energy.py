@@ -23,7 +23,7 @@ def draw(findings: Findings) -> Iterator[Part]:
         for one in cell.ended.values():
             spent = one.run.summary.energy if one.run.summary else None
             if spent and (spent.joules is None or spent.not_measured):
-                reasons.setdefault(spent.not_measured or "nobody says why", []).append(cell.label)
+                reasons.setdefault(spent.not_measured or "no reason is recorded", []).append(cell.label)
     for reason, labels in reasons.items():
         which = "" if not cells and len(reasons) == 1 else f" for {'; '.join(dict.fromkeys(labels))}"
         yield f"Not measured{which}: {reason}."

@@ -15,7 +15,7 @@ TITLE, ORDER = "Runs and settings", 8
 def draw(findings: Findings) -> Iterator[Part]:
     evidence = findings.evidence
     if findings.failures:
-        heads = ["run", "ranks", "seed", "folder", "what became of it"]
+        heads = ["run", "ranks", "seed", "folder", "outcome"]
         rows = [[one.name, *map(str, (one.ranks, one.seed, one.run.folder)), one.run.failure or ""]
                 for one in findings.failures]  # fmt: skip
         yield ReportTable("Runs without a result", heads, rows)
@@ -36,7 +36,7 @@ def _listed(values: Iterator[str | None]) -> str:
 
 
 def _provenance(cell: Cell) -> list[str]:
-    """Tell where and from what the runs of a cell were made; what they have in common once."""
+    """Describe the hosts, the commit, the versions and the dates of a cell's runs; what they share once."""
     starts = [one.run.start for one in cell.runs if one.run.start]
     dates = sorted(start.started for start in starts)
 

@@ -60,7 +60,7 @@ def test_both_sides_apply_the_same(ranks, servers):
                 runner.meet_asleep(comm)
                 place.side(side, len(place.workers)).run(3)
                 runner.meet_asleep(comm)
-                ends.append(place.model.copy_params()[0])
+                ends.append(place.model.params[0].clone())
             place.close()
         return ends, place.shards
 

@@ -40,13 +40,13 @@ class Bag(nn.Module):
 def test_every_element_is_in_exactly_one_bucket(specs, cap, first_cap):
     model = FlatModel(Bag(specs), bucket_bytes=cap, first_bucket_bytes=first_cap)
     hits = [torch.zeros(len(flat)) for flat in model.grads]
-    for bucket in model.buckets:
+    for bucket in model.gradients.buckets:
         hits[bucket.group][bucket.start : bucket.stop] += 1
         assert bucket.grads.data_ptr() == model.grads[bucket.group][bucket.start : bucket.stop].data_ptr()
         assert len(bucket.grads) == bucket.stop - bucket.start
     assert all((hit == 1).all() for hit in hits)
-    assert sorted(name for bucket in model.buckets for name in bucket.params) == sorted(model.names)
-    assert [bucket.index for bucket in model.buckets] == list(range(len(model.buckets)))
+    assert sorted(name for bucket in model.gradients.buckets for name in bucket.params) == sorted(model.names)
+    assert [bucket.index for bucket in model.gradients.buckets] == list(range(len(model.gradients.buckets)))
 
 
 @few
@@ -55,7 +55,7 @@ def test_buckets_keep_their_cap_and_waste_none_of_it(specs, cap, first_cap):
     model = FlatModel(Bag(specs), bucket_bytes=cap, first_bucket_bytes=first_cap)
     size = {name: (stop - start) * model.grads[g].element_size() for name, g, start, stop, _ in model.named_slices()}
     for group in range(len(model.grads)):
-        mine = [bucket for bucket in model.buckets if bucket.group == group]
+        mine = [bucket for bucket in model.gradients.buckets if bucket.group == group]
         for k, bucket in enumerate(mine):
             limit = min(cap, first_cap) if k == 0 else cap
             n_bytes = sum(size[name] for name in bucket.params)
@@ -69,23 +69,23 @@ def test_buckets_keep_their_cap_and_waste_none_of_it(specs, cap, first_cap):
 def test_buckets_run_from_the_last_parameter_to_the_first(specs, cap):
     model = FlatModel(Bag(specs), bucket_bytes=cap)
     position = {name: k for k, name in enumerate(model.names)}
-    for bucket in model.buckets:
+    for bucket in model.gradients.buckets:
         within = [position[name] for name in bucket.params]
         assert within == sorted(within, reverse=True)
         assert {specs[k][1] for k in within} == {model.grads[bucket.group].dtype}
-    completed_by = [position[bucket.params[-1]] for bucket in model.buckets]
+    completed_by = [position[bucket.params[-1]] for bucket in model.gradients.buckets]
     assert completed_by == sorted(completed_by, reverse=True)
 
 
 def test_buckets_are_filled_up_to_their_cap():
     model = FlatModel(Bag([(2, torch.float32)] * 7), bucket_bytes=24, first_bucket_bytes=16)
-    assert [len(bucket.params) for bucket in model.buckets] == [2, 3, 2]
+    assert [len(bucket.params) for bucket in model.gradients.buckets] == [2, 3, 2]
 
 
 def test_a_tensor_larger_than_the_cap_is_a_bucket_by_itself():
     specs = [(1, torch.float32), (0, torch.float32), (100, torch.float32), (1, torch.float32)]
     model = FlatModel(Bag(specs), bucket_bytes=16)
-    assert [bucket.params for bucket in model.buckets] == [
+    assert [bucket.params for bucket in model.gradients.buckets] == [
         ("weights.3",),
         ("weights.2",),
         ("weights.1", "weights.0"),
@@ -98,35 +98,35 @@ def test_announced_in_order_and_complete_whatever_the_order_of_arrival(data):
     specs = data.draw(st.lists(st.tuples(st.integers(1, 20), st.sampled_from(DTYPES)), min_size=1, max_size=10))
     used = data.draw(st.permutations(range(len(specs))))[: data.draw(st.integers(0, len(specs)))]
     model = FlatModel(Bag(specs), bucket_bytes=data.draw(st.integers(1, 200)))
-    complete = [all(int(name.split(".")[1]) in used for name in bucket.params) for bucket in model.buckets]
+    complete = [all(int(name.split(".")[1]) in used for name in bucket.params) for bucket in model.gradients.buckets]
     during = ([*complete, False]).index(False)  # those before the first that waits for an unused parameter
     for _ in range(2):
         for grads in model.grads:
             grads.fill_(float("nan"))  # whatever stands in the slice of an unused parameter must not be sent
         seen: list[tuple[int, torch.Tensor]] = []
-        model.on_bucket_ready(lambda bucket, seen=seen: seen.append((bucket.index, bucket.grads.clone())))
+        model.gradients.on_bucket_ready(lambda bucket, seen=seen: seen.append((bucket.index, bucket.grads.clone())))
         model.module.zero_grad(set_to_none=True)
-        model.begin()
+        model.gradients.begin()
         if used:
             model.module(used).backward()
         assert len(seen) == during
-        assert model.flush().tolist() == [k in used for k in range(len(specs))]
-        assert [index for index, _ in seen] == list(range(len(model.buckets)))
-        assert all(torch.equal(grads, model.buckets[index].grads) for index, grads in seen)
-        assert model.nonfinite() == []
+        assert model.gradients.flush().tolist() == [k in used for k in range(len(specs))]
+        assert [index for index, _ in seen] == list(range(len(model.gradients.buckets)))
+        assert all(torch.equal(grads, model.gradients.buckets[index].grads) for index, grads in seen)
+        assert model.gradients.nonfinite() == []
 
 
 def test_two_passes_before_a_step_announce_once_and_send_the_sum():
     model = FlatModel(Bag([(3, torch.float32)] * 3), bucket_bytes=12)
     seen: list[int] = []
-    model.on_bucket_ready(lambda bucket: seen.append(bucket.index))
-    model.begin(announce=False)
+    model.gradients.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    model.gradients.begin(announce=False)
     model.module([0, 1]).backward()
     assert seen == []
-    model.begin(announce=True)
+    model.gradients.begin(announce=True)
     model.module([1, 2]).backward()
     assert seen == [0, 1]  # the first parameter has only its gradient of the first pass
-    assert model.flush().all()
+    assert model.gradients.flush().all()
     assert seen == [0, 1, 2]
     whole = Bag([(3, torch.float32)] * 3)
     whole.load_state_dict(model.module.state_dict())
@@ -138,16 +138,16 @@ def test_passes_of_one_step_are_counted():
     module = Bag([(3, torch.float32)] * 3)
     model = FlatModel(module, bucket_bytes=12)
     seen: list[int] = []
-    model.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    model.gradients.on_bucket_ready(lambda bucket: seen.append(bucket.index))
     for _ in range(2):
         seen.clear()
         module.zero_grad()
-        model.begin(passes=2)
+        model.gradients.begin(passes=2)
         module([0, 1, 2]).backward()
         assert seen == []
         module([0, 2]).backward()
         assert seen == [0]  # parameter 1 had one gradient; bucket 2 waits its turn behind it
-        assert model.flush().all() and seen == [0, 1, 2]
+        assert model.gradients.flush().all() and seen == [0, 1, 2]
         with pytest.raises(ConfigError, match="after its bucket was announced"):
             module([1]).backward()
 
@@ -155,25 +155,25 @@ def test_passes_of_one_step_are_counted():
 def test_a_step_after_fewer_passes_than_announced_for_still_sends_everything():
     model = FlatModel(Bag([(3, torch.float32)] * 2), bucket_bytes=12)
     seen: list[int] = []
-    model.on_bucket_ready(lambda bucket: seen.append(bucket.index))
-    model.begin(announce=False)  # the epoch ends here, in the middle of an accumulation
+    model.gradients.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    model.gradients.begin(announce=False)  # the epoch ends here, in the middle of an accumulation
     model.module([0, 1]).backward()
-    assert model.flush().all() and seen == [0, 1]
-    assert model.flush().all() and seen == [0, 1]
+    assert model.gradients.flush().all() and seen == [0, 1]
+    assert model.gradients.flush().all() and seen == [0, 1]
 
 
 def test_a_gradient_after_its_bucket_was_announced_is_refused():
     model = FlatModel(Bag([(3, torch.float32)] * 2))
-    model.begin()
+    model.gradients.begin()
     model.module([0, 1]).backward()
     with pytest.raises(ConfigError, match=r"one, or accumulation must be set; got a gradient of 'weights.1' after"):
         model.module([0, 1]).backward()
-    model.begin(announce=False)
+    model.gradients.begin(announce=False)
     model.module([0, 1]).backward()
-    model.flush()
+    model.gradients.flush()
     with pytest.raises(ConfigError, match=r"Set the number of backward passes per step"):
         model.module([0, 1]).backward()
-    model.begin(announce=False)
+    model.gradients.begin(announce=False)
     model.module([0, 1]).backward()
 
 
@@ -191,14 +191,14 @@ def test_reentrant_checkpointing_brings_a_shared_weight_in_parts():
     module.zero_grad()
     model = FlatModel(module)
     seen: list[int] = []
-    model.on_bucket_ready(lambda bucket: seen.append(bucket.index))
-    model.begin()
+    model.gradients.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    model.gradients.begin()
     forward().backward()
     assert seen == [0]
     assert all(torch.equal(p.grad, e) for p, e in zip(module.parameters(), expected, strict=True))
     model.close()
     small = FlatModel(module, bucket_bytes=1)
-    small.begin()
+    small.gradients.begin()
     with pytest.raises(ConfigError, match="after its bucket was announced"):
         forward().backward()
 
@@ -209,16 +209,16 @@ def test_an_error_in_the_callback_ends_the_backward_pass():
     def fail(bucket: Bucket) -> None:
         raise ConnectionError(f"bucket {bucket.index}")
 
-    model.on_bucket_ready(fail)
-    model.begin()
+    model.gradients.on_bucket_ready(fail)
+    model.gradients.begin()
     with pytest.raises(ConnectionError, match="bucket 0"):
         model.module([0]).backward()
 
 
 def test_of_passes_that_are_joined_the_last_one_completes_buckets():
     model, seen = FlatModel(Bag([(4, torch.float32)] * 2), bucket_bytes=4), []
-    model.on_bucket_ready(lambda bucket: seen.append(bucket.index))
-    model.begin()
+    model.gradients.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    model.gradients.begin()
     with model.passes.joined():
         model.module([0, 1]).backward()
         assert not seen
@@ -226,7 +226,7 @@ def test_of_passes_that_are_joined_the_last_one_completes_buckets():
         model.module([1]).backward()
         assert seen == [0]
     assert not model.passes.more_follow
-    model.flush()
+    model.gradients.flush()
     assert seen == [0, 1]
 
 

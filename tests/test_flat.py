@@ -148,14 +148,14 @@ def test_changes_go_both_ways(specs):
 def test_modules_without_parameters_work():
     model = FlatModel(nn.Tanh())
     seen = []
-    model.on_bucket_ready(seen.append)
-    model.begin()
-    used = model.flush()
-    model.release(used)
-    with model.swapped(model.copy_params(), []):
+    model.gradients.on_bucket_ready(seen.append)
+    model.gradients.begin()
+    used = model.gradients.flush()
+    model.gradients.release(used)
+    with model.swapped([flat.clone() for flat in model.params], []):
         model.refresh()
-    assert model.params == model.grads == model.frozen == model.buffers == model.buckets == model.names == ()
-    assert used.shape == (0,) and seen == model.nonfinite() == [] and model.n_params == model.n_bytes == 0
+    assert model.params == model.grads == model.frozen == model.buffers == model.gradients.buckets == model.names == ()
+    assert used.shape == (0,) and seen == model.gradients.nonfinite() == [] and model.n_params == model.n_bytes == 0
 
 
 def test_channels_last_keeps_values_and_becomes_row_major():
@@ -177,7 +177,7 @@ def test_complex_parameters_lie_there_as_real_pairs_and_train_as_plain_ones():
         optimizer.step()
     assert bits(flat.parameters()) == bits(plain.parameters())
     assert model.params[0].tolist() == torch.view_as_real(plain[0].detach()).flatten().tolist()
-    assert model.buckets[0].grads.tolist() == torch.view_as_real(plain[0].grad).flatten().tolist()
+    assert model.gradients.buckets[0].grads.tolist() == torch.view_as_real(plain[0].grad).flatten().tolist()
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -194,13 +194,13 @@ def train(module, optimizer, *, set_to_none, passes, model=None, announce=False,
         optimizer.zero_grad(set_to_none=set_to_none)
         for k in range(passes):
             if model:
-                model.begin(announce=announce and k == passes - 1)
+                model.gradients.begin(announce=announce and k == passes - 1)
             x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64).to(device)
             loss = module(x, step).square().mean()
             if loss.requires_grad:
                 loss.backward()
         if model:
-            model.release(model.flush() if announce else model.collect())
+            model.gradients.release(model.gradients.flush() if announce else model.gradients.collect())
         optimizer.step()
 
 
@@ -277,7 +277,7 @@ def test_wide_layers_train_as_plain(optimizer, autocast, device):
                 loss = module(x).float().square().mean()
             loss.backward()
             if model:
-                model.release(model.collect())
+                model.gradients.release(model.gradients.collect())
                 assert [grads.dtype for grads in model.grads] == [torch.float32]
             optimizer.step()
 
@@ -330,7 +330,7 @@ def test_values_that_do_not_fit_are_refused():
 def test_copied_parameters_can_be_loaded_again():
     module = one_of_each()
     model = FlatModel(module)
-    copies, before = model.copy_params(), bits(module.parameters())
+    copies, before = [flat.clone() for flat in model.params], bits(module.parameters())
     for flat in model.params:
         flat.zero_()
     pointer = model.params[0].data_ptr()
@@ -344,8 +344,8 @@ def test_a_closed_model_leaves_a_plain_module():
     module = one_of_each()
     model = FlatModel(module)
     before = bits(module.parameters())
-    model.begin()
-    model.flush()
+    model.gradients.begin()
+    model.gradients.flush()
     model.close()
     model.close()
     module(torch.ones(4, WIDTH), 0).sum().backward()  # not refused as too late, not copied

@@ -62,7 +62,7 @@ def test_collect_clears_stale_slices_and_tells_who_was_used():
     module, model = unused_pair()
     model.grads[0].fill_(float("nan"))
     module[1](torch.ones(1, 2)).sum().backward()
-    assert model.collect().tolist() == [False, True]
+    assert model.gradients.collect().tolist() == [False, True]
     assert model.grads[0].tolist() == [0, 0, 1, 1]
     assert module[0].weight.grad is None
 
@@ -70,14 +70,14 @@ def test_collect_clears_stale_slices_and_tells_who_was_used():
 def test_release_gives_views_to_what_any_rank_used():
     module, model = unused_pair()
     module[1](torch.ones(1, 2)).sum().backward()
-    model.collect()
+    model.gradients.collect()
     model.grads[0].add_(torch.tensor([5.0, 5, 0, 0]))  # another rank's gradient comes in
-    model.release([True, False])
+    model.gradients.release([True, False])
     assert module[0].weight.grad.tolist() == [[5, 5]] and module[1].weight.grad is None
-    model.release(torch.tensor([False, True]))
+    model.gradients.release(torch.tensor([False, True]))
     assert module[0].weight.grad is None and module[1].weight.grad.tolist() == [[1, 1]]
     with pytest.raises(ConfigError, match="used must be 2 flags, one per trainable parameter; got 1"):
-        model.release([True])
+        model.gradients.release([True])
 
 
 def test_gradients_that_the_user_replaced_are_taken():
@@ -86,9 +86,9 @@ def test_gradients_that_the_user_replaced_are_taken():
     module[1](torch.ones(1, 2)).sum().backward()
     module[0].weight.grad = module[0].weight.grad * 3
     module[1].weight.grad.data = torch.full((1, 2), 7.0)
-    assert model.collect().all()
+    assert model.gradients.collect().all()
     assert model.grads[0].tolist() == [3, 3, 7, 7]
-    model.release([True, True])
+    model.gradients.release([True, True])
     model.grads[0].zero_()
     assert not module[0].weight.grad.any() and not module[1].weight.grad.any()
 
@@ -96,13 +96,13 @@ def test_gradients_that_the_user_replaced_are_taken():
 def test_gradients_that_the_user_replaced_between_passes_are_announced_with_both():
     module, model = unused_pair()
     sent = []
-    model.on_bucket_ready(lambda bucket: sent.append(bucket.grads.tolist()))
+    model.gradients.on_bucket_ready(lambda bucket: sent.append(bucket.grads.tolist()))
     loss = lambda: sum(layer(torch.ones(1, 2)).sum() for layer in module)  # noqa: E731
-    model.begin(announce=False)
+    model.gradients.begin(announce=False)
     loss().backward()
     module[0].weight.grad.data = torch.full((1, 2), 7.0)
     module[1].weight.grad = torch.full((1, 2), 4.0)
-    model.begin(announce=True)
+    model.gradients.begin(announce=True)
     loss().backward()
     assert sent == [[8, 8, 5, 5]]
 
@@ -110,32 +110,32 @@ def test_gradients_that_the_user_replaced_between_passes_are_announced_with_both
 @pytest.mark.parametrize(("new", "got"), [(None, "None"), (torch.zeros(1, 2), "another tensor")])
 def test_gradients_replaced_after_they_were_announced_are_refused(new, got):
     module, model = unused_pair()
-    model.begin()
+    model.gradients.begin()
     (module[0](torch.ones(1, 2)) + module[1](torch.ones(1, 2))).sum().backward()
     module[1].weight.grad = new
     with pytest.raises(ConfigError, match=rf"'1.weight' must be changed in place .* got {got}. Use p.grad.mul_"):
-        model.flush()
+        model.gradients.flush()
 
 
 def test_gradients_of_an_earlier_pass_replaced_after_they_were_announced_are_refused():
     module, model = unused_pair()
-    model.begin(announce=False)
+    model.gradients.begin(announce=False)
     module[0](torch.ones(1, 2)).sum().backward()
-    model.begin(announce=True)
+    model.gradients.begin(announce=True)
     module[1](torch.ones(1, 2)).sum().backward()
-    assert model.flush().all()
+    assert model.gradients.flush().all()
     module[0].weight.grad = torch.zeros(1, 2)
     with pytest.raises(ConfigError, match="'0.weight' must be changed in place .* got another tensor"):
-        model.collect()
+        model.gradients.collect()
 
 
 def test_an_announced_slice_of_an_unused_parameter_is_not_cleared_again():
     module, model = unused_pair()
-    model.begin()
+    model.gradients.begin()
     module[1](torch.ones(1, 2)).sum().backward()
-    assert model.flush().tolist() == [False, True]
+    assert model.gradients.flush().tolist() == [False, True]
     model.grads[0].add_(2)  # the sum over the ranks
-    assert model.collect().tolist() == [False, True]
+    assert model.gradients.collect().tolist() == [False, True]
     assert model.grads[0].tolist() == [2, 2, 3, 3]
 
 
@@ -161,19 +161,19 @@ def test_nonfinite_gradients_are_named(device):
             module = nn.ModuleList([nn.Linear(2, 2, dtype=dtype, device=device) for _ in range(3)])
             model = FlatModel(module, bucket_bytes=8)
             sum(layer(torch.ones(1, 2, dtype=dtype, device=device)).abs().sum() for layer in module).backward()
-            assert model.nonfinite() == []
+            assert model.gradients.nonfinite() == []
             module[2].weight.grad[0, 1] = bad
             module[0].bias.grad[0] = -bad
-            assert model.nonfinite() == ["0.bias", "2.weight"]
-            found = [name for bucket in model.buckets for name in model.nonfinite(bucket)]
+            assert model.gradients.nonfinite() == ["0.bias", "2.weight"]
+            found = [name for bucket in model.gradients.buckets for name in model.gradients.nonfinite(bucket)]
             assert sorted(found) == ["0.bias", "2.weight"]
 
 
 def test_large_finite_gradients_are_finite():
     module, model = unused_pair()
     module[0].weight.grad = torch.full((1, 2), 3e38)  # their sum overflows
-    model.collect()
-    assert model.nonfinite() == []
+    model.gradients.collect()
+    assert model.gradients.nonfinite() == []
 
 
 def test_batches_of_weight_0_in_a_row_leave_no_trace_in_buffers():
@@ -186,7 +186,7 @@ def test_batches_of_weight_0_in_a_row_leave_no_trace_in_buffers():
         model.begin_batch(0.0)
         norm(torch.randn(4, 3))
         if steps:
-            model.restore_buffers()
+            model.flat_buffers.restore()
     model.end_batches()
     assert all(map(torch.equal, model.buffers, counted))
     norm(torch.randn(4, 3))

@@ -15,7 +15,7 @@ from strategies import problem
 
 def left(module: nn.Module) -> FlatModel:
     model = FlatModel(module)
-    model.leave_gradients()
+    model.gradients.leave()
     return model
 
 
@@ -29,7 +29,7 @@ def test_gradients_are_autograds_own_through_passes_and_steps(set_to_none):
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     plain = copy.deepcopy(module)
     model = left(module)
-    assert model.grads == model.buckets == ()
+    assert model.grads == model.gradients.buckets == ()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (module, plain)]
     for _ in range(3):
         for optimizer in optimizers:
@@ -39,9 +39,9 @@ def test_gradients_are_autograds_own_through_passes_and_steps(set_to_none):
             for each in (module, plain):
                 each(x).square().sum().backward()
         made = [p.grad for p in module.parameters()]
-        model.settle()
+        model.gradients.settle()
         assert all(p.grad is grad for p, grad in zip(module.parameters(), made, strict=True))
-        assert model.nonfinite() == []
+        assert model.gradients.nonfinite() == []
         for optimizer in optimizers:
             optimizer.step()
         model.passes.done()
@@ -54,9 +54,9 @@ def test_gradients_of_batches_of_weight_0_are_hidden_from_the_optimiser_and_show
     x = torch.ones(1, 2)
     model.begin_batch(0.0)
     (module[0](x) + module[1](x)).sum().backward()
-    model.settle()
+    model.gradients.settle()
     assert module[0].weight.grad is None and module[1].weight.grad is None
-    model.reveal()
+    model.gradients.reveal()
     model.passes.done()
     assert not module[0].weight.grad.any() and not module[1].weight.grad.any()
     model.begin_batch(0.0)
@@ -64,34 +64,34 @@ def test_gradients_of_batches_of_weight_0_are_hidden_from_the_optimiser_and_show
     (module[0](x) + module[1](x)).sum().backward()
     model.begin_batch(1.0)
     module[1](x).sum().backward()
-    model.settle()
+    model.gradients.settle()
     assert module[0].weight.grad is None, "only a batch of weight 0 has made it"
     assert module[1].weight.grad.tolist() == [[1, 1]]
-    model.reveal()
+    model.gradients.reveal()
     model.passes.done()
     model.begin_batch(0.0)
     module.zero_grad(set_to_none=False)
     module[0](x).sum().backward()
     model.begin_batch(1.0)
     module[1](x).sum().backward()
-    model.settle()
+    model.gradients.settle()
     assert module[0].weight.grad.tolist() == [[0, 0]], "it was there before"
 
 
 def test_weights_are_counted_once_where_they_count():
     module, model = pair()
-    model.passes.configure(weighs=True, looks_closely=False)
+    model.passes.weighs = True
     x = torch.ones(1, 2)
     model.begin_batch(3.0)
     module[0](x).sum().backward()
     module[1].weight.grad = torch.ones(1, 2)
-    model.settle()
+    model.gradients.settle()
     assert module[0].weight.grad.tolist() == [[3, 3]]
     model.passes.done()
     module.zero_grad()
     model.begin_batch(2.0)
     module[1].weight.grad = torch.ones(1, 2)  # by hand alone, which no hook has weighed
-    model.settle()
+    model.gradients.settle()
     assert module[1].weight.grad.tolist() == [[2, 2]] and module[0].weight.grad is None
 
 
@@ -123,21 +123,21 @@ def test_nonfinite_gradients_are_named():
             module = nn.ModuleList([nn.Linear(2, 2, dtype=dtype) for _ in range(3)])
             model = left(module)
             sum(layer(torch.ones(1, 2, dtype=dtype)).abs().sum() for layer in module).backward()
-            model.settle()
-            assert model.nonfinite() == []
+            model.gradients.settle()
+            assert model.gradients.nonfinite() == []
             module[2].weight.grad[0, 1] = bad
             module[0].bias.grad[0] = -bad
-            assert model.nonfinite() == ["0.bias", "2.weight"]
+            assert model.gradients.nonfinite() == ["0.bias", "2.weight"]
     module, model = pair()
     module[0].weight.grad = torch.full((1, 2), 3e38)  # their sum overflows
-    assert model.nonfinite() == []
+    assert model.gradients.nonfinite() == []
 
 
 def test_a_parameter_that_is_unfrozen_is_left_its_gradient():
     module, _ = pair()
     module[0].weight.requires_grad_(False)
     model = left(module)
-    model.passes.configure(weighs=True, looks_closely=False)
+    model.passes.weighs = True
     module[0].weight.requires_grad_(True)
     model.begin_batch(2.0)
     (module[0](torch.ones(1, 2)) + module[1](torch.ones(1, 2))).sum().backward()

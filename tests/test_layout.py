@@ -131,7 +131,7 @@ def test_nothing_is_to_be_said_of_all_that_is_allowed():
     module.load_state_dict(net().state_dict())
     module.eval().to("cpu").float()
     module[1].requires_grad_(False)
-    with model.swapped(model.copy_params()):
+    with model.swapped([flat.clone() for flat in model.params]):
         model.refresh()
     model.refresh()
 
@@ -259,7 +259,7 @@ def test_a_copy_of_the_module_is_independent():
     model = FlatModel(module)
     module(torch.randn(4, 3)).sum().backward()
     twin = copy.deepcopy(module)
-    before = model.copy_params()
+    before = [flat.clone() for flat in model.params]
     with torch.no_grad():
         for tensor in [*twin.parameters(), twin[1].running_mean]:
             tensor.fill_(7)

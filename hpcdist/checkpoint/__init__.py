@@ -12,20 +12,18 @@ Why not torch.distributed.checkpoint: its metadata, and values that are no tenso
 it has no plan of several ranks; and it keeps no checksums.
 """
 
-from hpcdist.checkpoint.export import check_name, export
 from hpcdist.checkpoint.generators import random_state, set_random_state
-from hpcdist.checkpoint.load import SavedRank, latest, latest_together, load, load_all, read, verify, verify_together
+from hpcdist.checkpoint.load import SavedRank, find, latest, latest_together, survey, verify, verify_together
 from hpcdist.checkpoint.manifest import FILE_NAME as MANIFEST
 from hpcdist.checkpoint.manifest import Manifest, read_manifest
+from hpcdist.checkpoint.refusal import together, understood
 from hpcdist.checkpoint.save import save
 from hpcdist.checkpoint.slices import Slice, SlicePlace
-from hpcdist.checkpoint.survey import SavedCheckpoint, find, survey
-from hpcdist.checkpoint.tree import understood
+from hpcdist.checkpoint.tensors import check_name, export
 
 __all__ = [
     "MANIFEST",
     "Manifest",
-    "SavedCheckpoint",
     "SavedRank",
     "Slice",
     "SlicePlace",
@@ -34,14 +32,12 @@ __all__ = [
     "find",
     "latest",
     "latest_together",
-    "load",
-    "load_all",
     "random_state",
-    "read",
     "read_manifest",
     "save",
     "set_random_state",
     "survey",
+    "together",
     "understood",
     "verify",
     "verify_together",

@@ -27,10 +27,6 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def temporary_name(step: int) -> str:
-    return f"{step_name(step)}.tmp-{secrets.token_hex(4)}"
-
-
 def step_of(path: Path) -> int:
     """Return the step in a checkpoint's name; -1 for other names."""
     match = _NAME.fullmatch(path.name)

@@ -1,16 +1,18 @@
-"""Find, verify and load checkpoints."""
+"""Find, verify, describe and read checkpoints."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hpcdist.checkpoint.folder import listing, step_of
 from hpcdist.checkpoint.manifest import FILE_NAME, Manifest, check_file, read_manifest, tensor_file, tree_file
+from hpcdist.checkpoint.refusal import together, understood
 from hpcdist.checkpoint.tensors import TensorFile
-from hpcdist.checkpoint.tree import TreeDecoder, understood
+from hpcdist.checkpoint.tree import TreeDecoder
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import CheckpointError
 from hpcdist.records import parse_json, read_bounded
@@ -18,37 +20,66 @@ from hpcdist.records import parse_json, read_bounded
 T = TypeVar("T")
 
 
+# --- the newest -------------------------------------------------------------------------------------------------------
 def latest(folder: str | Path, *, fallback: bool = False) -> Path | None:
-    """Find the newest checkpoint in the folder, None where there is none.
+    """Find the newest checkpoint in the folder; None if there is none.
 
     Args:
-        fallback: verify every file of it (which reads them all), and where it is damaged warn and take the next one.
+        fallback: verify every file of it (which reads them all). If it is damaged, warn and take the next one.
 
     Raises:
-        CheckpointError: with `fallback`, where there are checkpoints and all are damaged.
+        CheckpointError: with `fallback`, if there are checkpoints and all are damaged.
     """
     paths = listing(Path(folder))
-    if not paths or not fallback:
+    if not fallback:
         return paths[0] if paths else None
-    reasons = []
+    found = _first_whole(folder, paths, _verify, warns=True)
+    return None if found is None else found[0]
+
+
+def latest_together(comm: Communicator, folder: str | Path) -> tuple[Path, Manifest] | None:
+    """Collective. Find the newest checkpoint in the folder that all ranks can read; None if there is none.
+
+    Files are checked as by `verify_together`. Newer ones that are damaged, or that a rank can't read, are passed over
+    with a warning on rank 0.
+
+    Args:
+        folder: of checkpoints; or one checkpoint, and then no other one is taken.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    folder, first = Path(folder), comm.failures.living[0]
+    leads = comm.rank == first  # other ranks may see a shared folder later
+    found = together(comm, lambda: [path.name for path in listing(folder)] if leads else [])
+    names, alone = comm.gather([found, leads and (folder / FILE_NAME).is_file()])[first]
+    if alone and not names:
+        return folder, verify_together(comm, folder)
+    return _first_whole(folder, [folder / name for name in names], lambda path: _verify_together(comm, path), leads)
+
+
+def _first_whole(
+    folder: str | Path, paths: Sequence[Path], check: Callable[[Path], Manifest], warns: bool
+) -> tuple[Path, Manifest] | None:
+    """Return the first checkpoint that passes the check; None if there is none at all."""
+    reasons: list[str] = []
     for path in paths:
         try:
-            verify(path)
+            manifest = check(path)
         except CheckpointError as error:
             reasons.append(str(error))
             continue
-        for reason in reasons:
-            warnings.warn(f"A damaged checkpoint is passed over in favour of {path.name}: {reason}", stacklevel=2)
-        return path
-    raise _all_damaged(folder, reasons)
-
-
-def _all_damaged(folder: str | Path, reasons: Sequence[str]) -> CheckpointError:
-    return CheckpointError(
+        for reason in reasons if warns else ():
+            warnings.warn(f"A damaged checkpoint is passed over in favour of {path.name}: {reason}", stacklevel=3)
+        return path, manifest
+    if not reasons:
+        return None
+    raise CheckpointError(
         f"{folder} must hold a checkpoint that is whole; got {len(reasons)} damaged. {' '.join(reasons)}"
     )
 
 
+# --- checks -----------------------------------------------------------------------------------------------------------
 def verify(path: str | Path) -> Manifest:
     """Check every file of a checkpoint against the manifest, and return that.
 
@@ -56,13 +87,13 @@ def verify(path: str | Path) -> Manifest:
         CheckpointError: a file is missing or damaged; names it.
     """
     path = Path(path)
-    return _or_advise(path, lambda: _verify(path, None))
+    return _or_advise(path, lambda: _verify(path))
 
 
 def verify_together(comm: Communicator, path: str | Path) -> Manifest:
     """Collective. Check a checkpoint's files, each on one rank, and the manifest on all.
 
-    Rank r of p checks the files of the saved ranks r, r + p, r + 2p...: where as many ranks go on as saved, its own.
+    Rank r of p checks the files of the saved ranks r, r + p, r + 2p... On as many as saved, each its own.
 
     Raises:
         CheckpointError: files are missing or damaged; names them, on all ranks.
@@ -71,40 +102,32 @@ def verify_together(comm: Communicator, path: str | Path) -> Manifest:
     return _or_advise(path, lambda: _verify_together(comm, path))
 
 
-def latest_together(comm: Communicator, folder: str | Path) -> tuple[Path, Manifest] | None:
-    """Collective. Find the newest checkpoint in the folder that all ranks can read; None where there is none.
-
-    Files are checked as by `verify_together`. Newer ones that are damaged, or that a rank can't read, are passed over
-    with a warning on rank 0.
-
-    Args:
-        folder: of checkpoints; or one of them, in whose place no other is taken.
-
-    Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
-    """
-    folder = Path(folder)
-    leads = comm.rank == comm.failures.living[0]  # other ranks may see a shared folder later
-    found = comm.together(lambda: [path.name for path in listing(folder)] if leads else None)
-    names = comm.gather(found)[comm.failures.living[0]]
-    if not names:
-        alone = comm.gather((folder / FILE_NAME).is_file() if leads else None)[comm.failures.living[0]]
-        return (folder, verify_together(comm, folder)) if alone else None
-    reasons: list[str] = []
-    for name in names:
-        try:
-            manifest = _verify_together(comm, folder / name)
-        except CheckpointError as error:
-            reasons.append(str(error))
-            continue
-        for reason in reasons if leads else ():
-            warnings.warn(f"A damaged checkpoint is passed over in favour of {name}: {reason}", stacklevel=2)
-        return folder / name, manifest
-    raise _all_damaged(folder, reasons)
+def _verify_together(comm: Communicator, path: Path) -> Manifest:
+    return together(comm, lambda: _verify(path, comm.rank, comm.size))
 
 
+def _verify(path: Path, first: int = 0, stride: int = 1) -> Manifest:
+    manifest = read_manifest(path)
+    for rank in range(first, manifest.ranks, stride):
+        for name in (tree_file(rank), tensor_file(rank)):
+            check_file(path / name, manifest.files[name])
+    return manifest
+
+
+def _or_advise(path: Path, check: Callable[[], T]) -> T:
+    """Return the result of a check; if it fails, name an older checkpoint if there is one."""
+    try:
+        return check()
+    except CheckpointError as error:
+        older = [other for other in listing(path.parent) if step_of(other) < step_of(path)]
+        if not older:
+            raise
+        raise CheckpointError(f"{error} An older checkpoint is at {older[0]}.") from None
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
 class SavedRank:
-    """The state that a rank has saved, in files that have been verified; any place in it can be decoded by itself."""
+    """The state that a rank has saved, in files that have been verified; each place in it can be decoded by itself."""
 
     def __init__(self, path: str | Path, rank: int):
         tree, tensors = Path(path) / tree_file(rank), Path(path) / tensor_file(rank)
@@ -115,7 +138,7 @@ class SavedRank:
         self._decoder, self._where = TreeDecoder(file.read, file.places, tree), tree
 
     def at(self, *keys: str, default: Any = None) -> Any:
-        """Return what is saved under these keys of nested dicts, tensors on the CPU; `default` where nothing is."""
+        """Return what is saved under these keys of nested dicts, tensors on the CPU; `default` if nothing is."""
         node = self._tree
         for key in keys:
             if not isinstance(node, dict) or key not in node:
@@ -132,69 +155,80 @@ class SavedRank:
             return list(node)
 
 
-def read(path: str | Path, rank: int) -> Any:
-    """Read the state that `rank` saved, tensors on the CPU, from files that have been verified."""
-    return SavedRank(path, rank).at()
+# --- a run's checkpoints ----------------------------------------------------------------------------------------------
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint as it is on disk.
+
+    Attributes:
+        written: when it was finished, in local time.
+        ranks, stages: that saved it; None if that can't be read.
+        n_bytes: of all files that are there.
+        version: of hpcdist, that wrote it.
+        damage: which file is missing or damaged; None if all are whole.
+    """
+
+    path: Path
+    step: int
+    written: datetime
+    ranks: int | None
+    stages: int | None
+    n_bytes: int
+    version: str | None
+    damage: str | None
 
 
-def load(path: str | Path, rank: int) -> tuple[Any, Manifest]:
-    """Load the state that `rank` saved, tensors on the CPU, and the manifest. Only this rank's files are read.
+def survey(run: str | Path) -> list[SavedCheckpoint]:
+    """Describe all checkpoints of a run, the newest first. Every file is read.
+
+    Args:
+        run: the folder of a run, a folder of checkpoints, or one checkpoint.
 
     Raises:
-        CheckpointError: no checkpoint, a damaged one (which file, what is wrong, where an older one is), or no such
-            rank in it.
+        CheckpointError: there is none.
     """
-    path = Path(path)
-    manifest = _or_advise(path, lambda: _verify(path, rank))
-    return read(path, rank), manifest
+    return [_describe(path) for path in _all(Path(run))]
 
 
-def load_all(path: str | Path) -> list[Any]:
-    """Load every rank's state, in rank order, tensors on the CPU, to go on with another number of ranks.
+def find(run: str | Path, step: int | None = None) -> Path:
+    """Find a checkpoint of a run: of that step, or the newest one that is whole, with a warning about newer ones.
+
+    Args:
+        run: as for `survey`.
 
     Raises:
-        CheckpointError: as for `load`.
+        CheckpointError: there is none, or none of that step; or all are damaged.
     """
-    return [read(path, rank) for rank in range(verify(path).ranks)]
+    paths = _all(Path(run))
+    if step is None:
+        return paths[0] if paths == [Path(run)] else latest(paths[0].parent, fallback=True) or paths[0]
+    for path in paths:
+        if step_of(path) == step:
+            return path
+    steps = ", ".join(str(step_of(path)) for path in paths)
+    raise CheckpointError(f"step must be that of a checkpoint in {run}; got {step}, and there are {steps}.")
 
 
-def _verify(path: Path, rank: int | None) -> Manifest:
-    manifest = read_manifest(path)
-    if rank is not None and not 0 <= rank < manifest.ranks:
+def _all(run: Path) -> list[Path]:
+    if (run / FILE_NAME).is_file():
+        return [run]
+    paths = listing(run / "checkpoints") or listing(run)
+    if not paths:
         raise CheckpointError(
-            f"rank must be one of the {manifest.ranks} that saved {path}; got {rank}. "
-            "To go on with another number of ranks, read all states with load_all."
+            f"{run} must be the folder of a run with checkpoints, a folder of checkpoints, or one of them; got none "
+            "there. Give the folder that the run was given."
         )
-    _check_files(path, manifest, manifest.files if rank is None else (tree_file(rank), tensor_file(rank)))
-    return manifest
+    return paths
 
 
-def _verify_together(comm: Communicator, path: Path) -> Manifest:
-    failure = None
+def _describe(path: Path) -> SavedCheckpoint:
+    files = [file.stat() for file in path.iterdir() if file.is_file()]
+    n_bytes = sum(file.st_size for file in files)
+    written = datetime.fromtimestamp(max((file.st_mtime for file in files), default=path.stat().st_mtime))
+    ranks = stages = version = damage = None
     try:
         manifest = read_manifest(path)
-        for rank in range(comm.rank, manifest.ranks, comm.size):
-            _check_files(path, manifest, (tree_file(rank), tensor_file(rank)))
-    except (CheckpointError, OSError) as error:  # whatever it is: the other ranks wait to hear of it
-        failure = error
-    failures = comm.gather("" if failure is None else str(failure))
-    damage = dict.fromkeys(text for text in failures if text)  # all ranks may have found the same
-    if damage:
-        raise CheckpointError(" ".join(damage)) from failure
-    return manifest
-
-
-def _check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    for name in names:
-        check_file(path / name, manifest.files[name])
-
-
-def _or_advise(path: Path, action: Callable[[], T]) -> T:
-    """Return the result of `action`; where it raises, name an older checkpoint, if there is one."""
-    try:
-        return action()
+        ranks, stages, version = manifest.ranks, manifest.meta.get("stages", 1), manifest.version
+        verify(path)
     except CheckpointError as error:
-        older = [other for other in listing(path.parent) if step_of(other) < step_of(path)]
-        if not older:
-            raise
-        raise CheckpointError(f"{error} An older checkpoint is at {older[0]}.") from None
+        damage = str(error)
+    return SavedCheckpoint(path, step_of(path), written, ranks, stages, n_bytes, version, damage)

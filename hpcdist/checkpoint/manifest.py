@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hpcdist.checkpoint.tree import TreeDecoder, encode, understood
+from hpcdist.checkpoint.refusal import understood
+from hpcdist.checkpoint.tree import TreeDecoder, encode
 from hpcdist.errors import CheckpointError
 from hpcdist.records import Stamp, open_regular, parse_json, read_bounded, stamp, write_durably
 from hpcdist.version import __version__

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hpcdist.errors import CheckpointError
@@ -153,8 +152,3 @@ def cut(whole: Tensor, place: SlicePlace, path: Any) -> Tensor:
 
 def _box(offset: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(begin, begin + length) for begin, length in zip(offset, size, strict=True))
-
-
-def real(tensor: Tensor) -> Tensor:
-    """Return a tensor whose complex numbers are pairs."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -1,12 +1,13 @@
-"""Stream tensors to and from a safetensors file, one at a time.
+"""Stream tensors to and from a safetensors file, one at a time; export a state dict.
 
-Reading is the safetensors library's. Writing is done here, because the library needs all tensors on the host at once
-and can't hash what it writes. The format: the header's length (8 bytes, little-endian), the header (JSON), the data.
+The safetensors library reads. Writing is done here, because the library needs all tensors on the host at once and can't
+hash what it writes. The format: the header's length (8 bytes, little-endian), the header (JSON), the data.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hpcdist.checkpoint.slices import SlicePlace
-from hpcdist.records import Stamp, tensor_bytes, write_durably
+from hpcdist.errors import CheckpointError
+from hpcdist.records import Stamp, sync, tensor_bytes, write_durably
 
 STORED = {
     torch.float64: "F64",
@@ -36,6 +38,8 @@ STORED = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+SUFFIXES = (".pt", ".pth", ".safetensors")  # of exported files
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Stamp:
@@ -79,3 +83,41 @@ class TensorFile:
 
     def read(self, name: str) -> Tensor:
         return self._file.get_tensor(name).clone()
+
+
+# --- for plain torch, or the safetensors library ----------------------------------------------------------------------
+def export(state: Mapping[str, Tensor], file: str | Path) -> None:
+    """Write tensors by name, for `torch.load(file, weights_only=True)` or `safetensors.torch.load_file(file)`.
+
+    The file is there whole or not at all; an existing one is replaced.
+
+    Args:
+        file: its name ends in .pt or .pth for torch, or in .safetensors.
+
+    Raises:
+        CheckpointError: the name has another end; or safetensors has no such type as a tensor's.
+    """
+    check_name(file)
+    file = Path(file)
+    temporary = file.with_name(f"{file.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        if file.suffix == ".safetensors":
+            if odd := next((name for name, tensor in state.items() if tensor.dtype not in STORED), None):
+                raise CheckpointError(
+                    f"tensors must be of a type that safetensors has; got {odd!r} of {state[odd].dtype}. Write a .pt "
+                    "file."
+                )
+            write_tensors(temporary, state, {"format": "pt"})  # Hugging Face demands the format
+        else:
+            torch.save(dict(state), temporary)
+            sync(temporary)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(file.parent)
+
+
+def check_name(file: str | Path) -> None:
+    """Raise CheckpointError if the name of a file to export to does not say in which format."""
+    if Path(file).suffix not in SUFFIXES:
+        raise CheckpointError(f"the file's name must end in one of {', '.join(SUFFIXES)}; got {file}.")

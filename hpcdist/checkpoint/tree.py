@@ -9,8 +9,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache
 from math import isfinite
 from typing import Any
@@ -19,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcdist.checkpoint.refusal import understood
 from hpcdist.checkpoint.slices import Slice, SlicePlace
 from hpcdist.checkpoint.tensors import STORED
-from hpcdist.errors import CheckpointError, HpcdistError
+from hpcdist.errors import CheckpointError
 
 MAX_DEPTH = 100
 _JSON_INTEGER = 1 << 63  # Python reads longer ones from text slowly, and past 4300 digits not at all
@@ -120,24 +120,6 @@ class _Encoder:
             except (TypeError, ValueError):
                 raise _refusal(path, value) from None
         return {"$array" if type(value) is np.ndarray else "$scalar": self._encode_tensor(tensor, path)}
-
-
-@contextmanager
-def understood(where: object, what: str = "what hpcdist has saved") -> Iterator[None]:
-    """Turn whatever goes wrong with content that hpcdist has not written into one sentence.
-
-    Raises:
-        CheckpointError: an error of another kind within the context.
-    """
-    try:
-        yield
-    except HpcdistError:
-        raise
-    except Exception as error:  # whatever the content of a file that somebody else has made leads to
-        raise CheckpointError(
-            f"{where} must hold {what}; got something else ({type(error).__name__}: {error!s:.200}). "
-            "Resume from another checkpoint."
-        ) from None
 
 
 class TreeDecoder:

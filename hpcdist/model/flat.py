@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist.errors import ConfigError
-from hpcdist.model.buckets import Bucket, check_caps
+from hpcdist.model.buckets import check_caps
 from hpcdist.model.flat_buffers import FlatBuffers
 from hpcdist.model.gradients import Gradients
 from hpcdist.model.passes import Passes
-from hpcdist.model.pieces import some_values, sum_and_norm, sums
+from hpcdist.model.pieces import some_values, sums
 from hpcdist.model.slots import (
     Structure,
+    bind,
     check_flattenable,
     check_memory,
     check_parameters,
@@ -27,7 +28,8 @@ from hpcdist.model.slots import (
     flatten,
 )
 
-__all__ = ["Bucket", "FlatModel", "describe_difference"]
+__all__ = ["FlatModel", "describe_difference"]
+_MOVED = " (by module.to(), .half(), p.data = ... or the like)"
 
 
 class FlatModel:
@@ -43,10 +45,10 @@ class FlatModel:
     Gradients: `p.grad` is a view of `grads`. After `zero_grad(set_to_none=True)` autograd makes a new tensor, which a
     hook copies into the flat gradient: one read and one write for each element. `set_to_none=False` zeroes the view and
     adds to it: two reads and two writes. Both accumulate over several backward passes. Sparse gradients
-    (`nn.Embedding(sparse=True)`) become dense, so use a dense optimiser. At a step call `refresh()`, `collect()` or
-    `flush()`, communicate `grads`, then `release(used)`, the optimiser's step and `passes.done()`. If only the
-    optimiser reads gradients, they need not be flat: call `leave_gradients()` once, and at a step `settle()` in place
-    of `collect()`, `flush()` and `release()`.
+    (`nn.Embedding(sparse=True)`) become dense, so use a dense optimiser. At a step call `refresh()`,
+    `gradients.collect()` or `gradients.flush()`, communicate `grads`, then `gradients.release(used)`, the optimiser's
+    step and `passes.done()`. If only the optimiser reads gradients, they need not be flat: call `gradients.leave()`
+    once, and at a step `gradients.settle()` in place of `collect()`, `flush()` and `release()`.
 
     Autograd does not notice writes to flat memory between a forward pass and its backward pass.
 
@@ -55,6 +57,8 @@ class FlatModel:
         frozen: flat parameters with requires_grad=False, integer ones included.
         names: names of the trainable parameters, in the order of `module.parameters()`.
         n_params, n_bytes: elements and bytes of all trainable parameters.
+        gradients: the trainable parameters' gradients, and their buckets.
+        flat_buffers: the buffers, with what a batch of weight 0 has changed in them.
         passes: the backward passes since the last step.
         is_swapped: the module has other values for the moment, see `swapped`.
         moves: the number of parameters that had to be moved back from other memory so far.
@@ -91,7 +95,7 @@ class FlatModel:
         self.is_swapped = False
         self.moves = 0
         check_flattenable(self._named(), module.named_buffers())
-        self._buffers = FlatBuffers(module if rest else nn.Module())
+        self.flat_buffers = FlatBuffers(module if rest else nn.Module())
         self._lay_out(flat=True)
 
     def _lay_out(self, flat: bool) -> None:
@@ -106,7 +110,7 @@ class FlatModel:
         self.n_params = sum(slot.tensor.numel() for slot in self._slots)
         self.n_bytes = sum(flat.numel() * flat.element_size() for flat in self.params)
         self.passes.watch(self.parameters())
-        self._gradients = Gradients(self._slots, self.params, self.passes, self._caps, self.refresh, flat=flat)
+        self.gradients = Gradients(self._slots, self.params, self.passes, self._caps, self.refresh, flat=flat)
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         """Return this view's parameters, in the module's order."""
@@ -129,8 +133,8 @@ class FlatModel:
         Raises:
             ConfigError: a buffer is new, gone, of another shape, dtype or device, or no longer tied.
         """
-        self._buffers.sync()
-        return self._buffers.flats
+        self.flat_buffers.sync()
+        return self.flat_buffers.flats
 
     # --- batches --------------------------------------------------------------------------------------------------
     def begin_batch(self, weight: float = 1.0, *, ends_epoch: bool = False) -> None:
@@ -141,32 +145,15 @@ class FlatModel:
                 gradients or buffers.
             ends_epoch: it is the last batch of an epoch, so that an accumulation may be incomplete.
         """
-        self._buffers.restore()
+        self.flat_buffers.restore()
         if weight == 0.0:
-            self._buffers.keep()
+            self.flat_buffers.keep()
         self.passes.begin_batch(weight, ends_epoch=ends_epoch)
 
     def end_batches(self) -> None:
         """End the last batch of a loop: later backward passes weigh 1 and belong to no new batch."""
-        self._buffers.restore()
+        self.flat_buffers.restore()
         self.passes.end_batches()
-
-    @property
-    def weight(self) -> float:
-        """The weight of the latest batch."""
-        return self.passes.weight
-
-    def restore_buffers(self) -> None:
-        """Undo what a batch of weight 0 has changed in the buffers."""
-        self._buffers.restore()
-
-    def accept_buffers(self) -> None:
-        """Keep the buffers as they are now: they come from all ranks, and a batch of weight 0 has added nothing."""
-        self._buffers.forget()
-
-    def exempt_buffers(self, tensors: Iterable[Tensor]) -> None:
-        """Let these buffers change also in a batch of weight 0, because they come from all ranks' batches."""
-        self._buffers.exempt(tensors)
 
     def admit(self, parameters: Iterable[nn.Parameter]) -> None:
         """Train these parameters too, as soon as they are not frozen.
@@ -186,93 +173,10 @@ class FlatModel:
     # --- gradients ------------------------------------------------------------------------------------------------
     @property
     def grads(self) -> tuple[Tensor, ...]:
-        """The flat gradients, like `params`; zero at first. Empty after `leave_gradients`."""
-        return self._gradients.flats
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Ranges of `grads`, in the order in which the backward pass completes them."""
-        return self._gradients.buckets
-
-    def leave_gradients(self) -> None:
-        """Leave gradients where autograd makes them: nothing is copied, and there are no `grads` or buckets."""
-        self._gradients.leave()
-
-    def move_gradients(self, flats: Sequence[Tensor]) -> None:
-        """Keep gradients in `flats`, zeros like `params`. Call it before the first batch."""
-        self._gradients.move(flats)
-
-    def settle(self) -> None:
-        """Hide gradients of batches of weight 0 from the optimiser."""
-        self._gradients.settle()
-
-    def collect(self) -> Tensor:
-        """Make every element of `grads` valid: zeros for a parameter without a gradient.
-
-        Gradients of batches of weight 0 do not count.
-
-        Returns:
-            bool tensor on the CPU, one for each trainable parameter: True if it has a gradient.
-
-        Raises:
-            ConfigError: a gradient was replaced after its bucket was announced, so that other ranks got the old one.
-        """
-        return self._gradients.collect()
-
-    def release(self, used: Tensor | Sequence[bool]) -> None:
-        """Give its view as gradient to each parameter with a True in `used`, and None to the others.
-
-        `used`, in the order of `names`, is the result of `collect()` or'ed over the ranks. Then an optimiser skips the
-        same parameters as in a plain run on the ranks' joint batch.
-        """
-        self._gradients.release(used)
-
-    def reveal(self) -> None:
-        """Set hidden gradients, those of batches of weight 0, to zeros that the loop can read."""
-        self._gradients.reveal()
-
-    def unscale(self, factor: float) -> None:
-        """Multiply the gradients; this does not count as a change by the loop."""
-        self._gradients.unscale(factor)
-
-    def changed_since_backward(self) -> bool:
-        """Tell whether the loop has changed gradients since the last backward pass, such as by clipping."""
-        return self.passes.changed_since() or (bool(self.passes) and self._gradients.some_replaced())
-
-    def nonfinite(self, bucket: Bucket | None = None) -> list[str]:
-        """Name the parameters whose gradient holds NaN or infinity.
-
-        Reads the gradients once (those of `bucket`, or all), as NaN and infinity survive in a sum. Only if the sum is
-        not finite (it may also overflow) is each gradient looked at. Waits for the device.
-        """
-        return self._gradients.nonfinite(bucket)
-
-    # --- buckets --------------------------------------------------------------------------------------------------
-    def on_bucket_ready(self, callback: Callable[[Bucket], None] | None) -> None:
-        """Call `callback` for each bucket, in order, as soon as all of its parameters have their gradient.
-
-        It runs during the backward pass, on autograd's thread, with the stream that the gradient was written on.
-        """
-        self._gradients.on_bucket_ready(callback)
-
-    def begin(self, announce: bool = True, passes: int = 1) -> None:
-        """Begin a step of `passes` backward passes; the last one announces buckets if `announce`."""
-        self._gradients.announcer.begin(announce, passes)
-
-    def flush(self) -> Tensor:
-        """Collect, announce all remaining buckets, and return the flags of parameters with a gradient.
-
-        Further gradients are refused until the next `begin()`.
-        """
-        used = self.collect()
-        self._gradients.announcer.flush()
-        return used
+        """The flat gradients, like `params`; zero at first. Empty after `gradients.leave()`."""
+        return self.gradients.flats
 
     # --- values ---------------------------------------------------------------------------------------------------
-    def copy_params(self) -> tuple[Tensor, ...]:
-        """Return copies of `params`."""
-        return tuple(flat.clone() for flat in self.params)
-
     def load_params(self, tensors: Sequence[Tensor]) -> None:
         """Copy `tensors`, like `params` and on any device, into `params`."""
         check_values("tensors", tensors, self.params)
@@ -293,16 +197,18 @@ class FlatModel:
         new_params = own_params if params is None else tuple(params)
         new_buffers = own_buffers if buffers is None else tuple(buffers)
         check_memory("params", new_params, own_params, self._slots)
-        check_memory("buffers", new_buffers, own_buffers, self._buffers.slots)
+        check_memory("buffers", new_buffers, own_buffers, self.flat_buffers.slots)
         try:
             self.is_swapped = True
-            self._bind_params(new_params)
-            self._buffers.bind(new_buffers)
+            self.params = new_params
+            bind(self._slots, new_params)
+            self.flat_buffers.bind(new_buffers)
             yield
         finally:
             self.is_swapped = False
-            self._bind_params(own_params)
-            self._buffers.bind(own_buffers)
+            self.params = own_params
+            bind(self._slots, own_params)
+            self.flat_buffers.bind(own_buffers)
 
     def named_slices(self) -> Iterator[tuple[str, int, int, int, torch.Size]]:
         """Yield (name, group, start, stop, shape) of each trainable parameter in `params[group]`."""
@@ -326,10 +232,6 @@ class FlatModel:
         """Tell whether the parameters have changed since `mark`."""
         return self._marked != sums(self.params)
 
-    def sketch(self) -> list[tuple[float, float]]:
-        """Return the sum and the 2-norm of each of `params`; those of equal replicas differ only by rounding."""
-        return [sum_and_norm(flat) for flat in self.params]
-
     def changes(self) -> list[int | bytes]:
         """Return values that differ after changes of parameters: torch's counts, memory addresses, some of the values.
 
@@ -340,12 +242,6 @@ class FlatModel:
         for slot in self._slots:
             counts += slot.tensor._version, slot.tensor.data_ptr()
         return [*counts, *map(some_values, self.params)]
-
-    # --- memory ---------------------------------------------------------------------------------------------------
-    def _bind_params(self, flats: tuple[Tensor, ...]) -> None:
-        self.params = flats
-        for slot in self._slots:
-            slot.bind(flats[slot.group])
 
     # --- agreement ------------------------------------------------------------------------------------------------
     def refresh(self) -> None:
@@ -361,7 +257,8 @@ class FlatModel:
             self._check_structure()
         for slot in self._all_slots:
             if slot.moved():
-                slot.move_back((self.params if slot.trainable else self.frozen)[slot.group])
+                flat = (self.params if slot.trainable else self.frozen)[slot.group]
+                slot.move_in(slot.tensor, flat, "parameter", _MOVED, "Move or convert the module first, wrap it after.")
                 self.moves += 1
 
     def _check_structure(self) -> None:
@@ -376,10 +273,6 @@ class FlatModel:
         thawed = (slot for slot in self._frozen_slots if slot.tensor.requires_grad and self.trains(slot.tensor))
         return next((slot.name for slot in thawed), None)
 
-    def buffer_tensors(self) -> list[Tensor]:
-        """Return the module's own buffers, each once, in a fixed order."""
-        return self._buffers.tensors()
-
     def lay_out_again(self) -> None:
         """Make unfrozen parameters trainable: `params`, `grads`, `buckets` and `names` become new objects.
 
@@ -389,16 +282,16 @@ class FlatModel:
         new = {id(slot.tensor) for slot in self._frozen_slots if slot.tensor.requires_grad}
         held = [(slot.tensor, slot.tensor.grad) for slot in self._all_slots]
         check_flattenable(self._named(), [])
-        before = self._gradients
+        before = self.gradients
         before.remove_hooks()
         self._lay_out(before.flat)
-        self._gradients.on_bucket_ready(before.callback)
-        views = {id(parameter): view for parameter, view in self._gradients.views()}
+        self.gradients.on_bucket_ready(before.callback)
+        views = {id(parameter): view for parameter, view in self.gradients.views()}
         for tensor, grad in held:
             if grad is None:
                 continue
             if self.passes.weighs and id(tensor) in new:
-                tensor.grad = grad = grad * self.weight
+                tensor.grad = grad = grad * self.passes.weight
             if id(tensor) in views:
                 tensor.grad = views[id(tensor)].copy_(grad)
 
@@ -408,13 +301,13 @@ class FlatModel:
         `also` maps further names of tied tensors to the name used here; `beside` names tensors that the module's state
         dict lacks, such as parameters of a loss.
         """
-        names = {id(slot.tensor): slot.name for slot in (*self._all_slots, *self._buffers.slots)}
+        names = {id(slot.tensor): slot.name for slot in (*self._all_slots, *self.flat_buffers.slots)}
         module, known = self.module, self.module.state_dict(keep_vars=True)
         all_names = [
             *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)
         ]  # fmt: skip
         also = {name: names[id(t)] for name, t in all_names if id(t) in names and name != names[id(t)]}
-        slots = {"params": self._slots, "frozen": self._frozen_slots, "buffers": self._buffers.slots}
+        slots = {"params": self._slots, "frozen": self._frozen_slots, "buffers": self.flat_buffers.slots}
         beside = [name for name in names.values() if name not in known]
         return {key: [slot.place() for slot in own] for key, own in slots.items()} | {"also": also, "beside": beside}
 
@@ -424,7 +317,7 @@ class FlatModel:
 
     def description(self) -> str:
         """Describe each tensor in a line: name, role, dtype, shape, group."""
-        return describe(self._all_slots, self._buffers.slots)
+        return describe(self._all_slots, self.flat_buffers.slots)
 
     def signature(self) -> str:
         """Return the description's sha256; it is equal on ranks with the same layout of flat memory."""
@@ -432,7 +325,7 @@ class FlatModel:
 
     def close(self) -> None:
         """Remove the hooks. The module goes on alone, in the same memory. May be called twice."""
-        self._gradients.remove_hooks()
+        self.gradients.remove_hooks()
         self.passes.end_batches()
-        self.passes.on_end(None)
-        self._gradients.on_bucket_ready(None)
+        self.passes.on_end = None
+        self.gradients.on_bucket_ready(None)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor, nn
 
 from hpcdist.errors import ConfigError
-from hpcdist.model.slots import Slot, flatten, kind
+from hpcdist.model.slots import bind, flatten
 
 
 class FlatBuffers:
@@ -55,26 +55,15 @@ class FlatBuffers:
                     "Change them in place (copy_), or untie them first and wrap after."
                 )
         for slot in self.slots:
-            self._move_in(slot, current[slot.name])
+            if current[slot.name] is not slot.tensor or slot.moved():
+                flat = self.flats[slot.group]
+                slot.move_in(current[slot.name], flat, "buffer", "", "Change it first, wrap after.")
         self._restore_places()
-
-    def _move_in(self, slot: Slot, tensor: Tensor) -> None:
-        if tensor is slot.tensor and not slot.moved():
-            return
-        flat = self.flats[slot.group]
-        if tensor.shape != slot.shape or tensor.dtype != slot.dtype or tensor.device != flat.device:
-            raise ConfigError(
-                f"buffer {slot.name!r} must stay {slot.dtype} of shape {tuple(slot.shape)} on {flat.device}; got "
-                f"{kind(tensor)} on {tensor.device}. Change it first, wrap after."
-            )
-        slot.view(flat).copy_(tensor.detach())
-        slot.bind(flat)
 
     def bind(self, flats: tuple[Tensor, ...]) -> None:
         """Make `flats` the buffers' memory."""
         self.flats = flats
-        for slot in self.slots:
-            slot.bind(flats[slot.group])
+        bind(self.slots, flats)
         self._restore_places()
 
     # --- batches of weight 0 --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from hpcdist.model.slots import Slot
 
 
 class Gradients:
-    """The gradients of the trainable parameters; `FlatModel` explains how to use them.
+    """The gradients of the trainable parameters of a `FlatModel`, which says what to call in a step.
 
     A hook on each parameter copies a gradient that autograd has made elsewhere into its flat slice. Flat memory is made
     at the first use, unless `leave` or `move` has been called before. Gradients that only batches of weight 0 have made
@@ -72,23 +72,22 @@ class Gradients:
         """Ranges of `flats`, in the order in which the backward pass completes them."""
         return self._laid_out().buckets
 
-    @property
-    def announcer(self) -> Announcer:
-        """Counts arrivals and announces buckets."""
-        return self._laid_out()
-
     def on_bucket_ready(self, callback: Callable[[Bucket], None] | None) -> None:
+        """Call `callback` for each bucket, in order, as soon as all of its parameters have their gradient.
+
+        It runs during the backward pass, on autograd's thread, with the stream that the gradient was written on.
+        """
         self.callback = callback
         if self._announcer is not None:
             self._announcer.callback = callback
 
     def leave(self) -> None:
-        """Leave gradients where autograd makes them."""
+        """Leave gradients where autograd makes them: nothing is copied, and there is no flat memory."""
         self.flat = False
         self._lay_out(())
 
     def move(self, flats: Sequence[Tensor]) -> None:
-        """Keep gradients in `flats`, zeros like `params`."""
+        """Keep gradients in `flats`, zeros like `params`. Call it before the first batch."""
         self.flat = True
         self._lay_out(tuple(flats))
 
@@ -126,7 +125,7 @@ class Gradients:
                 self._move_in(position, grad)
             if passes.weight != 0.0:
                 blank[position] = False
-            elif passes.is_first(parameter):
+            elif id(parameter) in passes.first:
                 blank[position] = True
             if announcer.armed and not passes.more_follow:
                 announcer.arrive(position)
@@ -164,7 +163,11 @@ class Gradients:
         self._laid_out()
         return [(slot.tensor, view) for slot, view in zip(self._slots, self._views)]
 
-    def some_replaced(self) -> bool:
+    def changed_since_backward(self) -> bool:
+        """Tell whether the loop has changed gradients since the last backward pass, such as by clipping."""
+        return self._passes.changed_since() or (bool(self._passes) and self._some_replaced())
+
+    def _some_replaced(self) -> bool:
         """Tell whether a gradient is not in its slice, as after `p.grad = ...`."""
         return any(map(self._replaced, range(len(self._views))))
 
@@ -173,8 +176,21 @@ class Gradients:
         return grad is not None and (grad is not self._views[position] or grad.data_ptr() != self._pointers[position])
 
     # --- a step ---------------------------------------------------------------------------------------------------
+    def begin(self, announce: bool = True, passes: int = 1) -> None:
+        """Begin a step of `passes` backward passes; the last one announces buckets if `announce`."""
+        self._laid_out().begin(announce, passes)
+
     def collect(self) -> Tensor:
-        """Make every element of `flats` valid; see `FlatModel.collect`."""
+        """Make every element of `flats` valid: zeros for a parameter without a gradient.
+
+        Gradients of batches of weight 0 do not count.
+
+        Returns:
+            bool tensor on the CPU, one for each trainable parameter: True if it has a gradient.
+
+        Raises:
+            ConfigError: a gradient was replaced after its bucket was announced, so that other ranks got the old one.
+        """
         announcer = self._laid_out()
         self._hide()
         used = [True] * len(self._slots)
@@ -193,8 +209,17 @@ class Gradients:
         self._weigh_by_hand()
         return torch.tensor(used, dtype=torch.bool)
 
+    def flush(self) -> Tensor:
+        """Collect, announce all remaining buckets, and return the flags of parameters with a gradient.
+
+        Further gradients are refused until the next `begin()`.
+        """
+        used = self.collect()
+        self._laid_out().flush()
+        return used
+
     def settle(self) -> None:
-        """Hide gradients that do not count; see `FlatModel.settle`."""
+        """Hide gradients of batches of weight 0 from the optimiser."""
         if self.flat:
             self.release(self.collect())
             return
@@ -206,7 +231,7 @@ class Gradients:
         """Remove gradients that do not count from their parameters."""
         # Gradients of earlier passes, or of the last step, may be the mean of all ranks.
         passes = self._passes
-        used_before = passes.used and not self.some_replaced()
+        used_before = passes.used and not self._some_replaced()
         stays = passes.contributes or (passes.weighs and (bool(passes) or used_before))
         if stays and not any(self._blank):
             return
@@ -239,7 +264,11 @@ class Gradients:
                 tensor.mul_(passes.weight)
 
     def release(self, used: Tensor | Sequence[bool]) -> None:
-        """See `FlatModel.release`."""
+        """Give its view as gradient to each parameter with a True in `used`, and None to the others.
+
+        `used`, in the order of the parameters, is the result of `collect()` or'ed over the ranks. Then an optimiser
+        skips the same parameters as in a plain run on the ranks' joint batch.
+        """
         flags = torch.as_tensor(used).tolist()
         if len(flags) != len(self._slots):
             raise ConfigError(f"used must be {len(self._slots)} flags, one per trainable parameter; got {len(flags)}.")
@@ -248,7 +277,7 @@ class Gradients:
         self._blank[:] = [False] * len(self._blank)
 
     def reveal(self) -> None:
-        """See `FlatModel.reveal`."""
+        """Set hidden gradients, those of batches of weight 0, to zeros that the loop can read."""
         hidden, self._hidden = self._hidden, []
         for position in hidden:
             slot = self._slots[position]
@@ -256,14 +285,18 @@ class Gradients:
                 slot.tensor.grad = self._view(position).zero_() if self.flat else torch.zeros_like(slot.tensor)
 
     def unscale(self, factor: float) -> None:
-        """See `FlatModel.unscale`."""
+        """Multiply the gradients; this does not count as a change by the loop."""
         for slot in self._slots:
             if slot.tensor.grad is not None:
                 slot.tensor.grad.mul_(factor)
         self._passes.note()
 
     def nonfinite(self, bucket: Bucket | None = None) -> list[str]:
-        """See `FlatModel.nonfinite`."""
+        """Name the parameters whose gradient holds NaN or infinity.
+
+        Reads the gradients once (those of `bucket`, or all), as NaN and infinity survive in a sum. Only if the sum is
+        not finite (it may also overflow) is each gradient looked at. Waits for the device.
+        """
         if all(cmath.isfinite(t.sum().item()) for t in (self._tensors() if bucket is None else (bucket.grads,))):
             return []
         within = None if bucket is None else set(bucket.params)

@@ -21,27 +21,32 @@ class Passes:
     those of other batches are multiplied by the weight as they arrive, before autograd adds them to earlier ones.
 
     Attributes:
-        weighs: gradients are multiplied by the weight.
+        weighs: gradients are multiplied by the weight. Set it before the first batch.
+        looks_closely: also notice changes through `p.grad.data`, which torch does not count. Costs a read of all
+            gradients at the end of a pass, and another one at the step. Set it before the first batch.
         weight: of the latest batch; 1 if no loop announces batches.
         batch: the number of batches so far, by which ranks see that they are at the same one.
         batches_used: the number of batches that a step has followed.
         ends_epoch: the latest batch is the last of an epoch, so that an accumulation may be incomplete.
         more_follow: more gradients will be added to those that arrive now, see `joined`.
         grads: the flat gradients, if any.
+        on_end: is called at the end of each pass, on the thread of `backward()`, which raises its errors. With
+            reentrant checkpointing inner passes end too, and it is called more than once.
+        first: ids of parameters that had no gradient before a batch of weight 0 gave them one.
     """
 
     def __init__(self) -> None:
-        self.weighs = self._looks_closely = False
+        self.weighs = self.looks_closely = False
         self.weight = 1.0
         self.batch = 0
         self.batches_used = self._used_last = 0
         self.ends_epoch = self.more_follow = False
-        self._on_end: Callable[[], None] | None = None
+        self.on_end: Callable[[], None] | None = None
         self._weights: list[float] = []  # of the passes since the last step
         self._hooks: list[RemovableHandle] = []  # only while the weight needs them
         self._parameters: Sequence[nn.Parameter] = ()
         self.grads: Sequence[Tensor] = ()
-        self._first: set[int] = set()  # ids of parameters that had no gradient before a batch of weight 0
+        self.first: set[int] = set()
         self._lock = threading.Lock()
         self._used: list[int] = []  # versions of the gradients after the last step
         self._seen: list[str] = []  # versions, and perhaps sums, of the gradients at the end of the last pass
@@ -55,23 +60,6 @@ class Passes:
         self._set_weight(1.0)  # removes the hooks
         self._parameters, self.grads = parameters, ()
         self._set_weight(weight)
-
-    def configure(self, *, weighs: bool, looks_closely: bool) -> None:
-        """Set how gradients are weighed and watched, before the first batch.
-
-        Args:
-            weighs: gradients are multiplied by their batch's weight.
-            looks_closely: also notice changes through `p.grad.data`, which torch does not count. Costs a read of all
-                gradients at the end of a pass, and another one at the step.
-        """
-        self.weighs, self._looks_closely = weighs, looks_closely
-
-    def on_end(self, callback: Callable[[], None] | None) -> None:
-        """Call `callback` at the end of each pass, on the thread of `backward()`, which raises its errors.
-
-        With reentrant checkpointing inner passes end too, and it is called more than once.
-        """
-        self._on_end = callback
 
     # --- batches --------------------------------------------------------------------------------------------------
     def begin_batch(self, weight: float = 1.0, *, ends_epoch: bool = False) -> None:
@@ -103,12 +91,8 @@ class Passes:
 
     def _weigh(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
         self.weighed = True
-        (self._first.add if parameter.grad is None else self._first.discard)(id(parameter))
+        (self.first.add if parameter.grad is None else self.first.discard)(id(parameter))
         return grad * self.weight if self.weight else torch.zeros_like(grad)  # zero times infinity is not zero
-
-    def is_first(self, parameter: Tensor) -> bool:
-        """Tell whether the batch of weight 0 has given the parameter its first gradient."""
-        return id(parameter) in self._first
 
     # --- passes ---------------------------------------------------------------------------------------------------
     def __bool__(self) -> bool:
@@ -156,8 +140,8 @@ class Passes:
 
     def _end(self) -> None:
         self.current = _NONE
-        if self._on_end is not None:
-            self._on_end()
+        if self.on_end is not None:
+            self.on_end()
         self.note()
 
     def note(self) -> None:
@@ -174,7 +158,7 @@ class Passes:
         return bool(self._weights) and self._seen != self._versions()
 
     def _versions(self) -> list[str]:
-        sums = [flat.sum().item() for flat in self.grads] if self._looks_closely else []
+        sums = [flat.sum().item() for flat in self.grads] if self.looks_closely else []
         return [str(value) for value in (*(flat._version for flat in self.grads), *sums)]  # changes of views count too
 
     def done(self) -> None:

@@ -48,17 +48,25 @@ class Slot:
         """Tell whether the tensor was given other memory or another dtype."""
         return self.tensor.data_ptr() != self.pointer or self.tensor.dtype != self.dtype
 
-    def move_back(self, flat: Tensor) -> None:
-        """Move the tensor back from other memory, with its values; raise ConfigError if its shape or dtype differ."""
-        tensor = self.tensor
+    def move_in(self, tensor: Tensor, flat: Tensor, role: str, how: str, remedy: str) -> None:
+        """Copy the values of `tensor` into the slot, and bind the slot's own tensor to it again.
+
+        Raises:
+            ConfigError: shape, dtype or device differ. The message names the role, how it happens and the remedy.
+        """
         if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != flat.device:
             raise ConfigError(
-                f"parameter {self.name!r} must stay {self.dtype} of shape {tuple(self.shape)} on {flat.device}; got "
-                f"{kind(tensor)} on {tensor.device} (by module.to(), .half(), p.data = ... or the like). Move or "
-                "convert the module first, wrap it after."
+                f"{role} {self.name!r} must stay {self.dtype} of shape {tuple(self.shape)} on {flat.device}; got "
+                f"{kind(tensor)} on {tensor.device}{how}. {remedy}"
             )
         self.view(flat).copy_(tensor.detach())
         self.bind(flat)
+
+
+def bind(slots: Iterable[Slot], flats: Sequence[Tensor]) -> None:
+    """Make `flats` the memory of the slots' tensors."""
+    for slot in slots:
+        slot.bind(flats[slot.group])
 
 
 def flatten(named: Iterable[tuple[str, Tensor]]) -> tuple[list[Slot], tuple[Tensor, ...]]:
@@ -80,7 +88,7 @@ def flatten(named: Iterable[tuple[str, Tensor]]) -> tuple[list[Slot], tuple[Tens
     )
     for slot in slots:
         slot.view(flats[slot.group]).copy_(slot.tensor.detach())
-        slot.bind(flats[slot.group])
+    bind(slots, flats)
     return slots, flats
 
 

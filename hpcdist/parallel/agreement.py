@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpcdist import collectives
 from hpcdist.comm.communicator import Communicator, Traffic
-from hpcdist.model.pieces import pieces
+from hpcdist.model.pieces import as_real, pieces
 from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.layers import Chain
 
@@ -21,17 +21,13 @@ class Agreement:
     """Agrees on gradients with the other ranks that hold parts of the model, by a few numbers in every step.
 
     Args:
-        comm: the ranks of a replica, for this object alone, which closes it.
+        comm: the ranks of a replica, for this object alone; whoever closes the model closes it.
         repeated: tied weights, which count in an earlier stage that has them too.
         announces: gradients are announced in buckets before the last of them is computed.
     """
 
     def __init__(self, comm: Communicator, repeated: Iterable[nn.Parameter] = (), *, announces: bool = False):
-        self._comm, self._repeated, self.announces = comm, set(map(id, repeated)), announces
-
-    @property
-    def count(self) -> int:
-        return self._comm.size
+        self.comm, self._repeated, self.announces = comm, set(map(id, repeated)), announces
 
     def nonfinite(self, names_of: Mapping[int, list[str]]) -> dict[int, list[str]]:
         """Collective in the replica. Join the names of parameters whose gradient is not finite, over all stages.
@@ -39,11 +35,11 @@ class Agreement:
         Messages: one number, and the names if there are any.
         """
         word = torch.tensor([len(names_of)], dtype=torch.int64)
-        self._comm.allreduce(word)
+        self.comm.allreduce(word)
         if not word.item():
             return {}
         joined: dict[int, list[str]] = {}
-        for of_stage in self._comm.gather(list(names_of.items())):
+        for of_stage in self.comm.gather(list(names_of.items())):
             for key, names in of_stage:
                 known = joined.setdefault(key, [])
                 known += [name for name in names if name not in known]
@@ -57,20 +53,13 @@ class Agreement:
         grads = list(grads)
         here = any(not torch.isfinite(grad).all() for grad in grads)
         word = torch.tensor([here], dtype=torch.int64)
-        self._comm.allreduce(word)
+        self.comm.allreduce(word)
         if grads and not here and word.item():
             grads[0].fill_(torch.nan)
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Collective in the replica. Compute the 2-norm of all stages' gradients together."""
-        return global_norm(parameters, self._comm, self._repeated)
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._comm.trace.traffic
-
-    def close(self) -> None:
-        self._comm.close()
+        return global_norm(parameters, self.comm, self._repeated)
 
 
 class PartOfModel(nn.Module, abc.ABC):
@@ -108,15 +97,11 @@ def global_norm(parameters: Iterable[nn.Parameter], comm: Communicator, repeated
         repeated: ids of parameters that another rank counts.
     """
     grads = [p.grad for p in parameters if p.grad is not None and id(p) not in repeated]
-    squares = [float(torch.linalg.vector_norm(piece, dtype=_wide(piece))) ** 2 for piece in pieces(grads)]
+    squares = [float(torch.linalg.vector_norm(as_real(piece), dtype=torch.float64)) ** 2 for piece in pieces(grads)]
     places = torch.zeros(comm.size, dtype=torch.float64)  # one for each rank: sums of one number and zeros are exact
     places[comm.rank] = math.fsum(squares) if all(map(math.isfinite, squares)) else math.nan
     comm.allreduce(places)
     return torch.tensor(math.sqrt(sum(places.tolist())), dtype=torch.float64)
-
-
-def _wide(grad: Tensor) -> torch.dtype:
-    return torch.complex128 if grad.is_complex() else torch.float64
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:

@@ -27,9 +27,6 @@ class Described(NamedTuple):
     shape: tuple[int, ...]
     grad: bool
 
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
@@ -75,14 +72,11 @@ class Boundary:
         self._comm, self._stage, self._other, self._device = comm, stage, other, device
         self._layouts: dict[Hashable, Layout] = {}
         self._sending: list[tuple[Request, Tensor]] = []
-        self._posted: dict[int, deque[tuple[list[Tensor], list[Request]]]] = {tag: deque() for tag in self._tags}
+        self._values_tag, self._gradients_tag = tags = 2 * stage, 2 * stage + 1
+        self._posted: dict[int, deque[tuple[list[Tensor], list[Request]]]] = {tag: deque() for tag in tags}
         self._here: dict[int, deque[list[Tensor]]] | None = None
         if other == comm.rank:
-            self._here = {tag: deque() for tag in self._tags}
-
-    @property
-    def _tags(self) -> tuple[int, int]:
-        return 2 * self._stage, 2 * self._stage + 1  # of values, of gradients
+            self._here = {tag: deque() for tag in tags}
 
     # --- the stage before -----------------------------------------------------------------------------------------
     def send(self, key: Hashable, values: Values) -> list[Tensor]:
@@ -99,14 +93,14 @@ class Boundary:
         known = self._layouts.setdefault(key, layout)
         if known is layout and self._here is None:
             header = torch.frombuffer(bytearray(layout.encode()), dtype=torch.uint8)
-            self._isend(torch.tensor([len(header)]), self._tags[0])
-            self._isend(header, self._tags[0])
+            self._isend(torch.tensor([len(header)]), self._values_tag)
+            self._isend(header, self._values_tag)
         elif known != layout:
             raise ConfigError(
                 f"shapes and types of what stage {self._stage} returns must follow from those of the batch; got "
                 f"{layout}, and {known} before for a batch of the same shapes. Pad to a length that the batch tells."
             )
-        self._send([leaf for leaf in leaves if leaf is not None], self._tags[0])
+        self._send([leaf for leaf in leaves if leaf is not None], self._values_tag)
         return [leaf for leaf, tensor in zip(leaves, layout.tensors, strict=True) if tensor is not None and tensor.grad]
 
     def _describe(self, leaf: Any) -> Described | None:
@@ -123,33 +117,33 @@ class Boundary:
     def post_gradients(self, key: Hashable) -> None:
         """Start receiving the gradients of the next micro-batch, after its values have been sent."""
         if key in self._layouts:
-            self._post(self._tags[1], self._layouts[key].with_gradient)
+            self._post(self._gradients_tag, self._layouts[key].with_gradient)
 
     def receive_gradients(self, key: Hashable) -> list[Tensor]:
         """Receive the gradients of the tensors that `send` has returned."""
-        return self._receive(self._tags[1], self._layouts[key].with_gradient)
+        return self._receive(self._gradients_tag, self._layouts[key].with_gradient)
 
     # --- the stage behind -----------------------------------------------------------------------------------------
     def post(self, key: Hashable) -> None:
         """Start receiving the values of the next micro-batch, if their layout is known."""
         if key in self._layouts:
-            self._post(self._tags[0], [tensor for tensor in self._layouts[key].tensors if tensor is not None])
+            self._post(self._values_tag, [tensor for tensor in self._layouts[key].tensors if tensor is not None])
 
     def receive(self, key: Hashable) -> tuple[list[Tensor | None], Layout]:
         """Receive the values of a micro-batch: the tensors, with None where None was sent, and their layout."""
         if key not in self._layouts:
             length = torch.empty(1, dtype=torch.int64)
-            self._comm.irecv(length, self._other, self._tags[0]).wait()
+            self._comm.irecv(length, self._other, self._values_tag).wait()
             header = torch.empty(int(length), dtype=torch.uint8)
-            self._comm.irecv(header, self._other, self._tags[0]).wait()
+            self._comm.irecv(header, self._other, self._values_tag).wait()
             self._layouts[key] = Layout.decode(header.numpy().tobytes())
         layout = self._layouts[key]
-        tensors = iter(self._receive(self._tags[0], [tensor for tensor in layout.tensors if tensor is not None]))
+        tensors = iter(self._receive(self._values_tag, [tensor for tensor in layout.tensors if tensor is not None]))
         return [None if tensor is None else next(tensors) for tensor in layout.tensors], layout
 
     def send_gradients(self, gradients: list[Tensor]) -> None:
         """Start sending the gradients of the values that have one, in order."""
-        self._send(gradients, self._tags[1])
+        self._send(gradients, self._gradients_tag)
 
     # --- messages -------------------------------------------------------------------------------------------------
     def _send(self, tensors: list[Tensor], tag: int) -> None:
@@ -169,7 +163,7 @@ class Boundary:
     def _post(self, tag: int, described: list[Described]) -> None:
         if self._here is not None:
             return
-        tensors = [one.empty(self._device) for one in described]
+        tensors = [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in described]
         requests = [self._comm.irecv(t.view(-1), self._other, tag) for t in tensors if t.numel()]
         self._posted[tag].append((tensors, requests))
 

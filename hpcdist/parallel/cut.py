@@ -112,7 +112,10 @@ def balance(
             "fewer stages, or cut the model into more layers."
         )
     time, useful = _sum(costs), _sum(needed)
-    sizes = _of_range(memory) if callable(memory) else _sum(memory or [0] * layers)
+    if callable(memory):
+        sizes: Weight = lambda stage, first, end: memory(stage, range(first, end))  # noqa: E731
+    else:
+        sizes = _sum(memory or [0] * layers)
     limit = math.inf if limit_bytes is None else limit_bytes
     _need_room(sizes, useful, layers, stages, limit)
 
@@ -132,10 +135,6 @@ def _sum(weights: Sequence[float]) -> Weight:
     """Weigh a stage by the sum over its layers."""
     totals = [0, *accumulate(weights)]
     return lambda stage, first, end: totals[end] - totals[first]
-
-
-def _of_range(memory: Callable[[int, range], int]) -> Weight:
-    return lambda stage, first, end: memory(stage, range(first, end))
 
 
 def _best(weight: Weight, combine: Callable[[Any, Any], Any], layers: int, stages: int) -> tuple[Any, tuple[int, ...]]:

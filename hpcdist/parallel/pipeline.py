@@ -23,12 +23,9 @@ from hpcdist.parallel.layers import Make, build, outline, unwrapped
 from hpcdist.parallel.schedules import Operation, Table
 from hpcdist.parallel.stage import Stage
 
+Scale = Callable[[Tensor], Tensor] | None  # of a GradScaler
 _LOSS = TAG_LIMIT - 1
 _THIRDS = {"F": 1, "B": 2, "I": 1, "W": 1}  # of a step: a backward pass takes twice as long as a forward pass
-
-
-def _as_it_is(loss: Tensor) -> Tensor:
-    return loss
 
 
 class Pipeline(PartOfModel):
@@ -56,6 +53,7 @@ class Pipeline(PartOfModel):
     Attributes:
         cut: the layers of each stage.
         stages: the numbers of this rank's stages.
+        n_stages: the number of stages on all ranks together.
         is_first, is_last: this rank has the first stage, the last stage.
 
     Raises:
@@ -98,7 +96,7 @@ class Pipeline(PartOfModel):
         own = build(make, of_ranks[comm.rank], self._device)
         for name, layer in own._modules.items():
             self.add_module(name, layer)
-        self.stages = tuple(range(comm.rank, parts, ranks))
+        self.stages, self.n_stages = tuple(range(comm.rank, parts, ranks)), parts
         self.is_first, self.is_last = self.stages[0] == 0, self.stages[-1] == parts - 1
         self._chain = (own,)  # a tuple hides it from nn.Module: its layers are here already
         numbers = {number: place for place, number in enumerate(of_ranks[comm.rank])}
@@ -113,11 +111,6 @@ class Pipeline(PartOfModel):
         self.tied = TiedParameters(comm, whole, of_ranks, own)
         once = len(list(own.parameters())) == sum(len(stage.parameters) for stage in self._stages.values())
         self.agreement = Agreement(comm.split(0), self.tied.repeated, announces=once and not self.tied)
-
-    @property
-    def n_stages(self) -> int:
-        """The number of stages on all ranks together."""
-        return self.grid.inner.size * self._chunks
 
     # --- training -------------------------------------------------------------------------------------------------
     def step(self, x: Any, y: Any, *, scaler: torch.amp.GradScaler | None = None) -> Tensor:
@@ -138,7 +131,7 @@ class Pipeline(PartOfModel):
             )
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        loss = self.forward_backward(x, y, scaled=_as_it_is if scaler is None else scaler.scale)
+        loss = self.forward_backward(x, y, scaled=None if scaler is None else scaler.scale)
         for optimizer in self.optimizers:
             optimizer.step() if scaler is None else scaler.step(optimizer)
         if scaler is not None:
@@ -155,14 +148,12 @@ class Pipeline(PartOfModel):
         clip_gradients(parameters, max_norm, norm)
         return norm
 
-    def forward_backward(
-        self, x: Any, y: Any, *, scaled: Callable[[Tensor], Tensor] = _as_it_is, micro_batches: int | None = None
-    ) -> Tensor:
+    def forward_backward(self, x: Any, y: Any, *, scaled: Scale = None, micro_batches: int | None = None) -> Tensor:
         """Collective in the replica. Add a batch's gradients to those of the parameters; return its mean loss.
 
         Args:
             x, y: as for `step`.
-            scaled: multiplies the loss by the scale of a GradScaler before its backward pass.
+            scaled: multiplies the loss by the scale of a GradScaler before its backward pass; None leaves it.
             micro_batches: their number in this batch, such as the smaller last one of an epoch.
 
         Returns:
@@ -171,20 +162,21 @@ class Pipeline(PartOfModel):
         batch = _Batch(x, y, micro_batches or self._micro_batches, self._device)
         operations = self._operations(batch.parts)
         total = torch.zeros(1, dtype=torch.float64)
-        scaled(torch.zeros((), device=self._device))  # a GradScaler starts with the first loss, which only one rank has
+        if scaled is not None:
+            scaled(torch.zeros((), device=self._device))  # it starts with the first loss, which only one rank has
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.strategy.model.passes.joined())
             stack.enter_context(overlapping(self.grid.inner))
             self.tied.begin_gradients()
             for operation, following in zip_longest(operations, operations[1:]):
-                received = self._receive(operation, batch)
+                received = self._incoming(operation)[1](batch.keys[operation.micro_batch])
                 if following is not None:
-                    self._post(following, batch)
+                    self._incoming(following)[0](batch.keys[following.micro_batch])
                 self._run(operation, received, batch, total, scaled)
             self._wait()
             self.tied.sum_gradients()
-            if scaled is not _as_it_is:
+            if scaled is not None:
                 self.agreement.spread_overflow(p.grad for p in self.parameters() if p.grad is not None)
             return self._spread(total)
 
@@ -193,15 +185,11 @@ class Pipeline(PartOfModel):
             self._tables[parts] = schedules.make(self._schedule, self.grid.inner.size, parts, self._chunks)
         return self._tables[parts][self.grid.inner.rank]
 
-    def _receive(self, operation: Operation, batch: _Batch) -> Any:
-        """Receive what the operation needs: (tensors, layout), gradients, or None."""
-        return self._incoming(operation)[1](batch.keys[operation.micro_batch])
-
-    def _post(self, operation: Operation, batch: _Batch) -> None:
-        self._incoming(operation)[0](batch.keys[operation.micro_batch])
-
     def _incoming(self, operation: Operation) -> tuple[Callable[[Hashable], None], Callable[[Hashable], Any]]:
-        """Return two functions: one starts receiving what an operation needs, the other one receives it."""
+        """Return two functions: one starts receiving what an operation needs, the other one receives it.
+
+        What it needs is (tensors, layout), gradients, or None.
+        """
         kind, stage, _ = operation
         if kind == "F" and stage > 0:
             return self._boundaries[stage - 1].post, self._boundaries[stage - 1].receive
@@ -210,14 +198,19 @@ class Pipeline(PartOfModel):
         return (lambda key: None), (lambda key: None)
 
     def _run(
-        self, operation: Operation, received: Any, batch: _Batch, total: Tensor, scaled: Callable[[Tensor], Tensor]
+        self,
+        operation: Operation,
+        received: Any,
+        batch: _Batch,
+        total: Tensor,
+        scaled: Scale,
     ) -> None:
         kind, number, part = operation
         stage = self._stages[number]
         thirds = _THIRDS[kind] + (kind in "BI" and self._recompute)
         last = kind in "BW" and part == batch.parts - 1  # then the gradients of the stage's weights are complete
         for optimizer in self.optimizers:
-            optimizer.strategy.model.passes.more_follow = not last or scaled is not _as_it_is
+            optimizer.strategy.model.passes.more_follow = not last or scaled is not None
         self.grid.inner.compute(thirds / 3 / self.n_stages * batch.shares[part])
         if kind == "F":
             values = stage.forward(self._values(stage, received, batch, part, grads=True))
@@ -239,17 +232,17 @@ class Pipeline(PartOfModel):
         batch: _Batch,
         part: int,
         total: Tensor,
-        scaled: Callable[[Tensor], Tensor],
+        scaled: Scale,
     ) -> None:
         """Compute a micro-batch's part of the loss, add it to `total` and keep it for the backward pass."""
-        loss = self._loss(unwrapped(values), batch.targets(part)) * batch.shares[part]
+        loss = self._loss(unwrapped(values), batch.part_of(batch.y, part)) * batch.shares[part]
         total += loss.detach().to(total)
-        stage.leave(part, [scaled(loss)])
+        stage.leave(part, [loss if scaled is None else scaled(loss)])
 
     def _values(self, stage: Stage, received: Any, batch: _Batch, part: int, grads: bool) -> Values:
         """Return a stage's input: that of the batch, or what the stage before has sent."""
         if stage.number == 0:
-            return self._chain[0].values(batch.inputs(part))
+            return self._chain[0].values(batch.part_of(batch.x, part))
         tensors, layout = received
         with_gradient = [grads and tensor is not None and tensor.grad for tensor in layout.tensors]
         return stage.enter(part, tensors, layout.tree, with_gradient)
@@ -290,7 +283,8 @@ class Pipeline(PartOfModel):
                 if kind != "F":
                     continue
                 stage = self._stages[number]
-                values = stage.forward(self._values(stage, self._receive(operation, batch), batch, part, grads=False))
+                received = self._incoming(operation)[1](batch.keys[part])
+                values = stage.forward(self._values(stage, received, batch, part, grads=False))
                 if number < self.n_stages - 1:
                     self._boundaries[number].send(batch.keys[part], values)
                 else:
@@ -300,7 +294,7 @@ class Pipeline(PartOfModel):
 
     def traffic(self) -> Traffic:
         """Return all that this rank has exchanged with its replica so far."""
-        return self.grid.inner.trace.traffic + self.agreement.traffic + self.tied.traffic
+        return self.grid.inner.trace.traffic + self.agreement.comm.trace.traffic + self.tied.traffic
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """Copy the layers, for a moving average; communicators are shared, and no optimiser trains the copy."""
@@ -314,7 +308,7 @@ class Pipeline(PartOfModel):
         self.tied.share_values()
 
     def close(self) -> None:
-        self.agreement.close()
+        self.agreement.comm.close()
         self.tied.close()
 
 
@@ -322,13 +316,14 @@ class _Batch:
     """A batch in micro-batches.
 
     Attributes:
+        x, y: inputs and targets of the whole batch.
         parts: their number.
         shares: the part of the batch's samples in each.
         keys: shapes and types of each one's inputs, which determine those at the boundaries.
     """
 
     def __init__(self, x: Any, y: Any, micro_batches: int, device: torch.device):
-        self._x, self._y, self._device = x, y, device
+        self.x, self.y, self._device = x, y, device
         samples = _samples(x)
         self.parts = min(micro_batches, samples)
         starts = [samples * part // self.parts for part in range(self.parts + 1)]
@@ -342,13 +337,8 @@ class _Batch:
             for part in self._slices
         ]
 
-    def inputs(self, part: int) -> Any:
-        return self._part_of(self._x, part)
-
-    def targets(self, part: int) -> Any:
-        return self._part_of(self._y, part)
-
-    def _part_of(self, tensors: Any, part: int) -> Any:
+    def part_of(self, tensors: Any, part: int) -> Any:
+        """Return the samples of a micro-batch in `x` or `y`, on the device."""
         piece, device = self._slices[part], self._device
         return pytree.tree_map(lambda leaf: leaf[piece].to(device) if isinstance(leaf, Tensor) else leaf, tensors)
 

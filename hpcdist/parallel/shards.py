@@ -149,14 +149,12 @@ class Shards(PartOfModel):
         def arrive(tensor: Tensor) -> None:
             if not self._arrived:
                 # Not `_deliver` yet: FSDP's own callback, with the last gradients, may follow this one.
-                torch.autograd.Variable._execution_engine.queue_callback(self._at_the_end)
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(lambda: engine.queue_callback(self._deliver))
             grad, earlier = part.take_gradient(), self._arrived.get(part)
             self._arrived[part] = grad if earlier is None else earlier + grad
 
         return arrive
-
-    def _at_the_end(self) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(self._deliver)
 
     def _deliver(self) -> None:
         """Give the gradients to the parts by a backward pass of their own, with its hooks."""

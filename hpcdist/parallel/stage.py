@@ -261,7 +261,7 @@ class Recomputation:
                 set_device_states(self._devices, self._random_there)
             self._run(*self._inputs)
         self._inputs.clear()
-        if list(map(_kind, found)) != self._kinds:
+        if [(tensor.dtype, tensor.shape) for tensor in found] != self._kinds:
             raise ConfigError(
                 "layers must compute the same from the same inputs each time with recompute = True; got "
                 f"{len(self._kinds)} tensors kept for the backward pass, and {len(found)} or others when computed "
@@ -271,9 +271,5 @@ class Recomputation:
     def _drop(self, tensor: Tensor) -> _Holder:
         place = _Holder()
         self._places.append(ref(place))
-        self._kinds.append(_kind(tensor))
+        self._kinds.append((tensor.dtype, tensor.shape))
         return place
-
-
-def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
-    return tensor.dtype, tensor.shape

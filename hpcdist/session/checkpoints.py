@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +111,24 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
     found = checkpoint.latest_together(session.comm, path)
     if found is None:
         return None
-    newest, manifest = found
-    objects, saved = _Objects(state), SavedWorld(newest, manifest)
-    with checkpoint.understood(newest, "the state of these objects"):
-        _require_same(objects, saved, manifest.meta)
-        return _load(objects, saved)
-
-
-def _load(objects: _Objects, saved: SavedWorld) -> dict[str, Any]:
-    """Collective. Load objects, and return the plain values."""
-    session, path = current(), saved.path
+    objects, saved = _Objects(state), SavedWorld(*found)
+    together = partial(saved.together, session)
+    together(lambda: _require_same(objects, saved))
     same = saved.is_same(session, {name: (each, ("state", name)) for name, each in objects.trained.items()})
+    states, plain = together(lambda: _read(objects, saved, same))
+    for name, optimizer in objects.trained.items():
+        restore(optimizer, states[name], together)
+    together(lambda: _load_others(objects, states))
+    return plain
+
+
+def _read(objects: _Objects, saved: SavedWorld, same: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the saved state of each object, and the plain values.
+
+    Args:
+        same: each rank has now what the same rank had when it saved.
+    """
+    session = current()
     if same:
         mine = session.comm.rank
         checkpoint.set_random_state(saved.rank(mine).at("random"))
@@ -131,26 +139,33 @@ def _load(objects: _Objects, saved: SavedWorld) -> dict[str, Any]:
     names = set(saved.rank(mine).names("state"))
     for name in (*objects.trained, *objects.others):
         if name not in names:
-            raise CheckpointError(f"{path} must hold {name!r}; got {', '.join(sorted(names))}. Load what was saved.")
+            raise CheckpointError(
+                f"{saved.path} must hold {name!r}; got {', '.join(sorted(names))}. Load what was saved."
+            )
+    states: dict[str, Any] = {}
     for name, optimizer in objects.trained.items():
-        state = saved.rank(mine).at("state", name) if same else saved.of("state", name).reshard(optimizer)
-        restore(optimizer, state)
+        states[name] = saved.rank(mine).at("state", name) if same else saved.of("state", name).reshard(optimizer)
     for name, value in objects.others.items():
         if same or not isinstance(value, nn.Module) or saved.stages == 1:
-            value.load_state_dict(saved.rank(mine).at("state", name))
+            states[name] = saved.rank(mine).at("state", name)
         else:
             joined = saved.module_state(mine // saved.stages, "state", name)
-            value.load_state_dict({key: joined[key] for key in value.state_dict() if key in joined})
+            states[name] = {key: joined[key] for key in value.state_dict() if key in joined}
     plain = sorted(names - {*objects.trained, *objects.others})
-    return {name: saved.rank(mine).at("state", name) for name in plain}
+    return states, {name: saved.rank(mine).at("state", name) for name in plain}
 
 
-def _require_same(objects: _Objects, saved: SavedWorld, meta: Mapping[str, Any]) -> None:
+def _load_others(objects: _Objects, states: Mapping[str, Any]) -> None:
+    for name, value in objects.others.items():
+        value.load_state_dict(states[name])
+
+
+def _require_same(objects: _Objects, saved: SavedWorld) -> None:
     """Check that a checkpoint is of such a loop, and log which settings differ.
 
     Models in stages are compared name by name later.
     """
-    session, path, kinds = current(), saved.path, meta.get("kinds", {})
+    session, path, kinds = current(), saved.path, saved.meta.get("kinds", {})
     for name, own in objects.kinds().items():
         if kinds.get(name, own) != own:
             raise CheckpointError(
@@ -158,7 +173,7 @@ def _require_same(objects: _Objects, saved: SavedWorld, meta: Mapping[str, Any])
                 "it out."
             )
     for name, mine in objects.settings().items():
-        theirs = meta.get("loop", {}).get(name, {})
+        theirs = saved.meta.get("loop", {}).get(name, {})
         model = mine.pop("model")
         if max(saved.stages, session.stages) == 1:
             require_saved("model", theirs.get("model"), model, path)

@@ -14,6 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.hyperparameters import unequal_steps
+from hpcdist.model.pieces import sum_and_norm
 from hpcdist.session import rules
 from hpcdist.strategies import Strategy
 
@@ -35,7 +36,7 @@ def begin_epoch(optimizer: Any) -> None:
     replicates = rules.forbids("replicas differ", strategy)
     strategy.model.refresh()
     looks = first or takes_up or replicates
-    mine = [strategy.model.touched(), strategy.model.sketch()] if looks else [False, []]
+    mine = [strategy.model.touched(), list(map(sum_and_norm, strategy.model.params))] if looks else [False, []]
     found = _gathered(strategy.comm, "at an epoch's start", mine)
     touched = any(touched for touched, _ in found.values())
     if replicates or (first and touched):
@@ -56,7 +57,7 @@ def require_same_steps(strategy: Strategy, place: str) -> None:
     if strategy.comm.size == 1:
         return
     replicates = rules.forbids("replicas differ", strategy)
-    sketch = strategy.model.sketch() if replicates else []
+    sketch = list(map(sum_and_norm, strategy.model.params)) if replicates else []
     found = _gathered(strategy.comm, place, [strategy.model.passes.batches_used, sketch])
     workers = [rank for rank in strategy.config.workers(strategy.comm.size) if rank in found]
     if strategy.contract.synchronous:

@@ -297,7 +297,7 @@ def _require_allowed(strategy: Strategy) -> None:
     if strategy.model.unfrozen:
         rules.refuse("a frozen layer is unfrozen", strategy, name=strategy.model.unfrozen)
     habit = "gradients are changed between backward() and step()"
-    if rules.forbids(habit, strategy) and strategy.model.changed_since_backward():
+    if rules.forbids(habit, strategy) and strategy.model.gradients.changed_since_backward():
         raise rules.error(habit, strategy)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from hpcdist.strategies.base import name_of
 from hpcdist.strategies.common.state import Along, Anew, first, mean_of_ranks
 
 Combine = Callable[..., Any]
+T = TypeVar("T")
 
 
 class SavedValues(Protocol):
@@ -40,11 +41,12 @@ class SavedWorld:
     """The states in a checkpoint, by rank.
 
     Attributes:
-        stages, replicas: numbers of them; one stage where each rank has saved a whole model.
+        meta: what `save` was given to be read first.
+        stages, replicas: numbers of them; one stage if each rank has saved a whole model.
     """
 
     def __init__(self, path: Path, manifest: checkpoint.Manifest):
-        self.path, self.stages = path, int(manifest.meta.get("stages", 1))
+        self.path, self.meta, self.stages = path, manifest.meta, int(manifest.meta.get("stages", 1))
         self.replicas = manifest.ranks // self.stages
         self.rank = cache(lambda rank: checkpoint.SavedRank(path, rank))
 
@@ -62,7 +64,21 @@ class SavedWorld:
         """
         if (self.stages, self.replicas) != (session.stages, session.outer.size):
             return False
-        return all(session.comm.gather(all(self._has_same(session, *state) for state in states.values())))
+        has_same = self.together(session, lambda: all(self._has_same(session, *state) for state in states.values()))
+        return all(session.comm.gather(has_same))
+
+    def together(self, session: Session, work: Callable[[], T]) -> T:
+        """Collective. Return the result of `work`, which depends on what was saved.
+
+        Raises:
+            CheckpointError: it has failed on some rank; on all ranks.
+        """
+
+        def understood() -> T:
+            with checkpoint.understood(self.path, "the state of such a run"):
+                return work()
+
+        return checkpoint.together(session.comm, understood)
 
     def _has_same(self, session: Session, optimizer: Any, keys: tuple[str, ...]) -> bool:
         saved, own = _Below(self.rank(session.comm.rank), keys), capture(optimizer)

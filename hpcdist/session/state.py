@@ -28,6 +28,7 @@ _log = logging.getLogger("hpcdist")
 _NOTHING = object()
 KINDS = ("params", "frozen", "buffers")
 Named = dict[str, Slice]
+Together = Callable[[Callable[[], None]], None]
 
 
 @dataclass(frozen=True)
@@ -212,14 +213,22 @@ def places_of(state: Callable[..., Any]) -> list[SlicePlace]:
 
 
 # --- restore ----------------------------------------------------------------------------------------------------------
-def restore(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Collective. Restore the result of `capture`, or of `SavedState.reshard`."""
+def restore(optimizer: Any, state: Mapping[str, Any], together: Together) -> None:
+    """Collective. Restore the result of `capture`, or of `SavedState.reshard`.
+
+    Args:
+        together: Collective. Runs a function on all ranks, and raises an error on all of them if it fails on one.
+    """
     model = optimizer.strategy.model
     layout = ParameterLayout(model)
-    for kind, own in (("params", model.params), ("frozen", model.frozen), ("buffers", model.buffers)):
-        layout.fill(kind, own, state[kind])
-    optimizer.load_state_dict(_numbered(optimizer, layout, state["optimizer"]))
-    restore_strategy(optimizer.strategy, state["strategy"])
+
+    def restore_here() -> None:
+        for kind, own in (("params", model.params), ("frozen", model.frozen), ("buffers", model.buffers)):
+            layout.fill(kind, own, state[kind])
+        optimizer.load_state_dict(_numbered(optimizer, layout, state["optimizer"]))
+
+    together(restore_here)
+    together(lambda: restore_strategy(optimizer.strategy, state["strategy"]))
     model.mark()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcdist.collectives.tuning.background import Trial
 from hpcdist.compress import JointCompression, Reduction, spans
 from hpcdist.errors import ConfigError
-from hpcdist.model.flat import Bucket
+from hpcdist.model.buckets import Bucket
 from hpcdist.model.hyperparameters import difference, digests, sums_are_of_equals
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
@@ -122,11 +122,11 @@ class AllReduce(Strategy):
         )
         self._alone = comm.size == 1 and not config.provider
         if self._alone:
-            model.leave_gradients()
+            model.gradients.leave()
         elif not (config.provider or config.compression):
             shared = self._channel.memory.shared_like(model.params)
             if shared is not None:
-                model.move_gradients(shared)
+                model.gradients.move(shared)
         self._compressed: Reduction | None = None
         if config.compression and comm.size > 1:
             self._compressed = Reduction(self._channel, config.compression, model.grads, spans(model))
@@ -139,8 +139,8 @@ class AllReduce(Strategy):
         announces = self.stages is None or self.stages.announces
         overlaps = self._averaging.beside and self._compressed is None and announces
         self._trial = Trial(comm) if config.overlap == "auto" and overlaps else None
-        model.on_bucket_ready(self._bucket_ready)
-        model.passes.on_end(self._backward_ended)
+        model.gradients.on_bucket_ready(self._bucket_ready)
+        model.passes.on_end = self._backward_ended
         self._arm(overlapped=config.overlap == "on" and overlaps)
 
     def _forget_used(self) -> None:
@@ -150,19 +150,19 @@ class AllReduce(Strategy):
     def _arm(self, overlapped: bool) -> None:
         """Choose whether the next gradients are reduced during the backward pass."""
         self._overlapped = overlapped
-        self.model.begin(announce=overlapped and not self._accumulates, passes=self.config.accumulation)
+        self.model.gradients.begin(announce=overlapped and not self._accumulates, passes=self.config.accumulation)
 
     def _bucket_ready(self, bucket: Bucket) -> None:
         self._averaging.begin(bucket, self._note_nonfinite)
 
     def _nonfinite_here(self) -> list[str]:
         """Name the parameters whose gradient on this rank is not finite, unless that is to be ignored."""
-        return [] if self.gradients.ignores_nonfinite else self.model.nonfinite()
+        return [] if self.gradients.ignores_nonfinite else self.model.gradients.nonfinite()
 
     def _note_nonfinite(self, bucket: Bucket) -> None:
         """Note gradients that are not finite before they are averaged."""
         if self.config.on_nonfinite != "ignore":
-            self._bad += self.model.nonfinite(bucket)
+            self._bad += self.model.gradients.nonfinite(bucket)
 
     # --- backward passes ------------------------------------------------------------------------------------------
     def _backward_ended(self) -> None:
@@ -195,7 +195,7 @@ class AllReduce(Strategy):
             return bad
         if self.model.unfrozen:
             self._unfreeze()
-        self.model.settle()
+        self.model.gradients.settle()
         names = self._nonfinite_here()
         return {0: names} if names else {}
 
@@ -205,7 +205,7 @@ class AllReduce(Strategy):
         Raises:
             ConfigError: it has.
         """
-        if self._passes and self.comm.size > 1 and self.model.changed_since_backward():
+        if self._passes and self.comm.size > 1 and self.model.gradients.changed_since_backward():
             raise ConfigError(
                 f"gradients must be averaged before they are changed; got some that were changed after {self._passes} "
                 f"backward passes, with strategy.accumulation = {self.config.accumulation} or in no_sync(). Call "
@@ -217,7 +217,7 @@ class AllReduce(Strategy):
             self._unfreeze()
         self._require_averaged()
         bad = self._averaged()
-        if self.model.changed_since_backward() or self.gradients.overflow_skips:
+        if self.model.gradients.changed_since_backward() or self.gradients.overflow_skips:
             names = self._nonfinite_here()  # the loop may have mended them, or spoilt them, alike on all ranks
             bad = (bad or {self.comm.rank: names}) if names else {}
         if self.stages is not None and not self.gradients.ignores_nonfinite:
@@ -256,9 +256,9 @@ class AllReduce(Strategy):
             return self._mean(loss)
 
         self.model.refresh()
-        contributes = self.model.weight > 0
+        contributes = self.model.passes.weight > 0
         result = solve(evaluate)
-        self.model.restore_buffers()
+        self.model.flat_buffers.restore()
         self.updates += 1
         self.steps += 1
         self.model.passes.done()
@@ -268,7 +268,7 @@ class AllReduce(Strategy):
     def _mean(self, loss: float) -> Tensor:
         """Collective. Average the loss as gradients are, the same to the bit on all ranks."""
         losses = torch.zeros(self.comm.size, dtype=torch.float64)  # one place each: a sum of zeros and one is exact
-        losses[self.comm.rank] = self.model.weight * loss if self.model.weight else 0.0
+        losses[self.comm.rank] = self.model.passes.weight * loss if self.model.passes.weight else 0.0
         self.comm.allreduce(losses)
         return torch.tensor(sum(losses.tolist()) / self.comm.size, dtype=torch.float64)
 
@@ -286,7 +286,7 @@ class AllReduce(Strategy):
             used, bad = self._average_compressed()
         else:
             used, bad = self._agree(self._average_beside() if self._overlapped else self._average_now())
-        self.model.release(used)
+        self.model.gradients.release(used)
         if self._trial is not None and not self._trial.decided:
             self._trial.step()
         self._arm(self._trial.way if self._trial is not None else self._overlapped)
@@ -294,19 +294,19 @@ class AllReduce(Strategy):
 
     def _unfreeze(self) -> None:
         if self._overlapped:
-            self.model.flush()
+            self.model.gradients.flush()
             self._averaging.wait()
         self.model.lay_out_again()  # what is averaged already stays so when it is averaged again
         self._forget_used()
         self._arm(overlapped=False)
 
     def _average_now(self) -> torch.Tensor:
-        used = self.model.collect()
-        self._averaging.now(self.model.buckets, self._note_nonfinite)
+        used = self.model.gradients.collect()
+        self._averaging.now(self.model.gradients.buckets, self._note_nonfinite)
         return used
 
     def _average_compressed(self) -> tuple[torch.Tensor, dict[int, list[str]]]:
-        used, self._bad = self.model.collect(), self.gradients.nonfinite()
+        used, self._bad = self.model.gradients.collect(), self.gradients.nonfinite()
         used, bad = self._agree(used)  # before: what is not finite must not get into what is left to be sent
         if bad:
             for flat in self.model.grads:  # so that all ranks see that it was not
@@ -318,7 +318,7 @@ class AllReduce(Strategy):
         return used, bad
 
     def _average_beside(self) -> torch.Tensor:
-        used = self.model.flush()
+        used = self.model.gradients.flush()
         start = self.comm.now()
         with self.comm.trace.span("wait for buckets", "wait"):
             self._averaging.wait()

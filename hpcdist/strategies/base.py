@@ -119,9 +119,9 @@ class Strategy(abc.ABC):
         self.steps = 0
         self._meetings = 0  # steps in which ranks might have compared hyper-parameters
         looks_closely = not self.contract.uses_changed_gradients and comm.size > 1
-        model.passes.configure(weighs=self.contract.weighs, looks_closely=looks_closely)
+        model.passes.weighs, model.passes.looks_closely = self.contract.weighs, looks_closely
         if not self.contract.reads_gradients:
-            model.leave_gradients()
+            model.gradients.leave()
         spread_model(comm, model)
         if comm.trace.timeline is not None:
             comm.trace.timeline.role = "worker" if self.is_worker else "server"
@@ -212,17 +212,17 @@ class Strategy(abc.ABC):
         """
         self.gradients.begin(self.steps + 1, skips)
         self.model.refresh()
-        self.model.restore_buffers()
+        self.model.flat_buffers.restore()
         self.before_step()
         if unscale is not None:
-            self.model.unscale(unscale)
+            self.model.gradients.unscale(unscale)
         if self._compares():
             require_equal_values(self.comm, self.hyperparameters, self.steps + 1, self.model.passes.batch)
         with self.comm.trace.span(type(self).__name__, "strategy") as details:
             outcome = self.advance(update)
             if details is not None and outcome.waited_for:
                 details["held up, s"] = {f"by rank {rank}": seconds for rank, seconds in outcome.waited_for.items()}
-        self.model.reveal()
+        self.model.gradients.reveal()
         self.model.passes.done()
         self.steps += 1
         return self.records.record(self.steps, outcome)

@@ -180,7 +180,7 @@ class _Worker(Worker):
         elif fetches:
             self._request(FETCH)
         if not skipped:
-            self.model.release(used)
+            self.model.gradients.release(used)
             update()
         if fetches:
             self._take()

@@ -55,7 +55,7 @@ class SGP(Strategy):
         super().__init__(config, comm, model, **given)
         self._mixing = Mixing(comm, topology, overlap=config.overlap)
         self._biased = not topology.doubly_stochastic
-        self._x = model.copy_params() if self._biased else ()
+        self._x = tuple(flat.clone() for flat in model.params) if self._biased else ()
         self._wire = Wire(config.compression, model.params)
         self._weight = torch.ones(1, dtype=torch.float64)
 

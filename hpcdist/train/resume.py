@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +77,23 @@ def load(trainer: Trainer, path: Path) -> None:
     Raises:
         CheckpointError: it is damaged, or of another model, or of another class of optimiser or schedule.
     """
-    session, comm = current(), trainer.comm
-    manifest = checkpoint.verify_together(comm, path)
-    with checkpoint.understood(path, "the state of such a run"):
-        saved, told = SavedWorld(path, manifest), comm.rank == comm.failures.living[0]
-        states.compare_settings(manifest.meta.get("settings", {}), _settings(trainer), path, told=told)
-        if max(saved.stages, session.stages) == 1:  # models in stages are compared by names
-            states.require_saved("model", manifest.meta.get("model"), trainer.model.signature(), path)
-        if saved.is_same(session, {"": (trainer.optimizer, ())}):
-            state = saved.rank(comm.rank).at()
-            checkpoint.set_random_state(state["random"])
-        else:
-            state = _resharded(trainer, saved.of(), saved)
-        _apply(trainer, state)
+    session, saved = current(), SavedWorld(path, checkpoint.verify_together(trainer.comm, path))
+    together = partial(saved.together, session)
+    together(lambda: _require_same(trainer, saved))
+    same = saved.is_same(session, {"": (trainer.optimizer, ())})
+    state = together(lambda: saved.rank(trainer.comm.rank).at() if same else _resharded(trainer, saved.of(), saved))
+    together(lambda: _apply(trainer, state, same))
+    states.restore(trainer.optimizer, state, together)
+    factor = together(lambda: trainer.rate_factor / state.get("rate_factor", trainer.rate_factor))
+    rescale(trainer.optimizer, trainer.schedule, factor)
+
+
+def _require_same(trainer: Trainer, saved: SavedWorld) -> None:
+    comm, meta = trainer.comm, saved.meta
+    told = comm.rank == comm.failures.living[0]
+    states.compare_settings(meta.get("settings", {}), _settings(trainer), saved.path, told=told)
+    if max(saved.stages, current().stages) == 1:  # models in stages are compared by names
+        states.require_saved("model", meta.get("model"), trainer.model.signature(), saved.path)
 
 
 def _resharded(trainer: Trainer, values: SavedState, saved: SavedWorld) -> dict[str, Any]:
@@ -112,7 +117,10 @@ def _average(trainer: Trainer) -> dict[str, Any] | None:
     return {"steps": average.steps, **named}
 
 
-def _apply(trainer: Trainer, state: dict[str, Any]) -> None:
+def _apply(trainer: Trainer, state: dict[str, Any], same: bool) -> None:
+    """Restore all but the optimiser and its strategy."""
+    if same:
+        checkpoint.set_random_state(state["random"])
     if trainer.schedule is not None:
         trainer.schedule.load_state_dict(state["schedule"])
     if state["precision"]:
@@ -124,5 +132,3 @@ def _apply(trainer: Trainer, state: dict[str, Any]) -> None:
     vars(trainer.position).update(state["position"])
     trainer.log.train_s = state["train_s"]
     trainer.log.energy.load_state(state.get("energy"))
-    states.restore(trainer.optimizer, state)
-    rescale(trainer.optimizer, trainer.schedule, trainer.rate_factor / state.get("rate_factor", trainer.rate_factor))

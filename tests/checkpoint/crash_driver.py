@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from states import loaded
 
 from hpcdist.checkpoint import folder as folders
-from hpcdist.checkpoint import latest, load_all, save, verify
+from hpcdist.checkpoint import latest, save, verify
 from hpcdist.comm.virtual import run_virtual
 
 CHANGES = {"open", "write", "flush", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir"}
@@ -84,13 +85,13 @@ def crash_everywhere(folder: Path, scenario: Scenario) -> int:
 def check(folder: Path, scenario: Scenario, survived: bool) -> None:
     """Every checkpoint in the folder is whole, the latest is of one save, and saving goes on and tidies up."""
     found = latest(folder)
-    values = {state[0] for state in load_all(found)}
+    values = {state[0] for state in loaded(found)}
     assert len(values) == 1 and values <= {"before", "new"}, values
     assert not survived or (values == {"new"} and folders.step_of(found) == scenario.step), (found, values)
     for path in folders.listing(folder):
         verify(path)
     save_on_all(folder, scenario.size, 100, "after")
-    assert {state[0] for state in load_all(latest(folder))} == {"after"}
+    assert {state[0] for state in loaded(latest(folder))} == {"after"}
     left = [path.name for path in folder.iterdir() if "abandoned" not in path.name]
     assert left == ["step-00000100"], left
     assert all(

@@ -1,20 +1,25 @@
-"""Damage of every kind is noticed, and the message says which file, what, and where an older checkpoint is."""
+"""Damage of every kind is noticed: the message says which file, what, and where an older checkpoint is."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
+import threading
 import warnings
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from states import bits, names, state_of
+from states import bits, loaded, names, state_of
 
-from hpcdist.checkpoint import latest, load, load_all, read_manifest, save, verify
+from harness.cases import each
+from hpcdist.checkpoint import latest, read_manifest, save, verify, verify_together
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import CheckpointError
+from train import tiny
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +45,7 @@ def test_a_flipped_bit_anywhere_is_noticed(two_checkpoints, data):
     try:
         file.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << bit]) + whole[position + 1 :])
         try:
-            states = load_all(path)
+            states = loaded(path)
         except CheckpointError as error:
             assert file.name in str(error) and str(error).endswith("An older checkpoint is at " + str(path)[:-1] + "1.")
         else:  # in the manifest's white space or in the case of an escape
@@ -66,34 +71,34 @@ def into_folder(file):
     file.mkdir()
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "message"),
-    [
-        ("rank-0001.safetensors", cut, r"rank-0001.safetensors must be \d+ bytes long; got \d+\."),
-        ("rank-0001.safetensors", empty, r"rank-0001.safetensors must be \d+ bytes long; got 0\."),
-        ("rank-0001.safetensors", lengthen, r"rank-0001.safetensors must be \d+ bytes long; got \d+\."),
-        ("rank-0001.safetensors", Path.unlink, r"rank-0001.safetensors must be readable; got No such file or dir"),
-        ("rank-0001.json", cut, r"rank-0001.json must be \d+ bytes long"),
-        ("rank-0001.json", Path.unlink, r"rank-0001.json must be readable; got No such file"),
-        ("rank-0001.json", into_folder, r"rank-0001.json must be (\d+ bytes long|readable)"),
-        ("manifest.json", cut, r"manifest.json must be JSON; got damaged content"),
-        ("manifest.json", empty, r"manifest.json must be JSON; got damaged content"),
-        ("manifest.json", lengthen, r"manifest.json must be JSON; got damaged content"),
-        ("manifest.json", Path.unlink, r"step-00000002 must be a checkpoint, a folder with a manifest.json; got a f"),
-    ],
-)  # fmt: skip
-def test_a_damaged_file_is_named_with_what_is_wrong_and_an_older_checkpoint(folder, name, damage, message):
+DAMAGES = [
+    ("rank-0001.safetensors", cut, r"must be \d+ bytes long; got \d+\."),
+    ("rank-0001.safetensors", empty, r"must be \d+ bytes long; got 0\."),
+    ("rank-0001.safetensors", lengthen, r"must be \d+ bytes long; got \d+\."),
+    ("rank-0001.safetensors", Path.unlink, "must be readable; got No such file or directory"),
+    ("rank-0001.json", cut, r"must be \d+ bytes long"),
+    ("rank-0001.json", Path.unlink, "must be readable; got No such file"),
+    ("rank-0001.json", into_folder, r"must be (\d+ bytes long|readable)"),
+    ("manifest.json", cut, "must be JSON; got damaged content"),
+    ("manifest.json", empty, "must be JSON; got damaged content"),
+    ("manifest.json", lengthen, "must be JSON; got damaged content"),
+    ("manifest.json", Path.unlink, ".*step-00000002 must be a checkpoint, a folder with a manifest.json; got a folder"),
+]
+
+
+@each("damage", DAMAGES)
+def test_a_damaged_file_is_named_with_what_is_wrong_and_an_older_checkpoint(two_checkpoints, tmp_path_factory, damage):
+    name, change, message = damage
+    folder = shutil.copytree(two_checkpoints, tmp_path_factory.mktemp("damaged") / "copy")
     path = folder / "step-00000002"
-    damage(path / name)
-    for action in (verify, load_all, lambda path: load(path, 1)):
-        with pytest.raises(CheckpointError, match=f"{message}.* An older checkpoint is at .*step-00000001.$"):
-            action(path)
-    if "rank-0001" in name:
-        assert bits(load(path, 0)[0]) == bits(state_of(0, 2)), "a rank reads its own files alone"
+    change(path / name)
+    where = "" if message.startswith(".*") else f"{name} "
+    with pytest.raises(CheckpointError, match=f"{where}{message}.* An older checkpoint is at .*step-00000001.$"):
+        verify(path)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
+@each(
+    "case",
     [
         (b"\xff\xfe\x00", "must be JSON; got damaged content"),
         (b"[" * 100_000, "must be JSON; got damaged content"),
@@ -106,13 +111,12 @@ def test_a_damaged_file_is_named_with_what_is_wrong_and_an_older_checkpoint(fold
         (b'{"format": "hpcdist checkpoint", "version": 2}', "must match its checksum; got damaged content"),
     ],
 )
-def test_a_manifest_of_something_else_is_refused(folder, content, message):
+def test_a_manifest_of_something_else_is_refused(folder, case):
+    content, message = case
     file = folder / "step-00000002" / "manifest.json"
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=f"manifest.json {message}"):
         read_manifest(file.parent)
-    with pytest.raises(CheckpointError, match=f"manifest.json {message}.* An older checkpoint is at"):
-        load(file.parent, 0)
 
 
 def test_an_edited_manifest_is_refused(folder):
@@ -125,49 +129,105 @@ def test_an_edited_manifest_is_refused(folder):
 
 
 def test_a_place_that_is_no_checkpoint_is_refused(folder):
-    for place, what in ((folder / "absent", "nothing there"), (folder / "step-00000001" / "manifest.json", "a file")):
-        with pytest.raises(CheckpointError, match=f"must be a checkpoint, a folder with a manifest.json; got {what}"):
-            load(place, 0)
-    with pytest.raises(
-        CheckpointError, match="a folder without one. It holds checkpoints: give one of them, as latest"
+    for place, what in (
+        (folder / "absent", "nothing there"),
+        (folder / "step-00000001" / "manifest.json", "a file"),
+        (folder, "a folder without one. It holds checkpoints: give one of them, as latest"),
     ):
-        load(folder, 0)
+        with pytest.raises(CheckpointError, match=f"must be a checkpoint, a folder with a manifest.json; got {what}"):
+            verify(place)
 
 
 def test_the_oldest_checkpoint_has_no_older_one(folder):
     cut(folder / "step-00000001" / "rank-0000.json")
     with pytest.raises(CheckpointError, match=r"rank-0000.json must be \d+ bytes long; got \d+.$"):
-        load(folder / "step-00000001", 0)
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_that_did_not_save_is_refused(folder, rank):
-    with pytest.raises(CheckpointError, match=f"rank must be one of the 2 that saved .*; got {rank}. .* with load_all"):
-        load(folder / "step-00000002", rank)
+        verify(folder / "step-00000001")
 
 
 def test_a_damaged_latest_checkpoint_is_passed_over_only_when_told(folder):
     path = folder / "step-00000002"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert latest(folder, fallback=True) == latest(folder) == path
     data = path / "rank-0001.safetensors"
     data.write_bytes(bytes(data.stat().st_size))
     assert latest(folder) == path
-    with pytest.raises(
-        CheckpointError, match=r"rank-0001.safetensors must have sha256 \w{12}...; got .* An older checkpoint"
-    ):
-        load(path, 1)
-    with pytest.warns(
-        UserWarning, match="passed over in favour of step-00000001: .*rank-0001.safetensors must have sha256"
-    ):
+    with pytest.raises(CheckpointError, match=r"rank-0001.safetensors must have sha256 \w{12}...; got .* An older"):
+        verify(path)
+    message = "passed over in favour of step-00000001: .*rank-0001.safetensors must have sha256"
+    with pytest.warns(UserWarning, match=message):
         assert latest(folder, fallback=True) == folder / "step-00000001"
     (folder / "step-00000001" / "rank-0000.json").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"must hold a checkpoint that is whole; got 2 damaged. .*step-00000002.*step-00"
-    ):
+    message = r"must hold a checkpoint that is whole; got 2 damaged. .*step-00000002.*step-00"
+    with pytest.raises(CheckpointError, match=message):
         latest(folder, fallback=True)
     assert latest(folder / "absent", fallback=True) is None
 
 
-def test_a_whole_latest_checkpoint_is_taken_without_a_word(folder):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert latest(folder, fallback=True) == latest(folder) == folder / "step-00000002"
+# --- by all ranks together --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("saved", "size"), [(3, 3), (3, 2), (5, 2), (2, 4), (1, 3), (3, 1)])
+def test_each_file_is_checked_once_and_by_the_rank_that_reads_it(tmp_path, monkeypatch, saved, size):
+    (path, *_) = run_virtual(lambda comm: save(comm, tmp_path, 1, state_of(comm.rank, 1)), saved)
+    module = sys.modules["hpcdist.checkpoint.load"]
+    check, rank_of, checked = module.check_file, {}, defaultdict(list)
+
+    def noted(file, stamp):
+        checked[rank_of[threading.get_ident()]].append(file.name)
+        check(file, stamp)
+
+    def body(comm):
+        rank_of[threading.get_ident()] = comm.rank
+        return verify_together(comm, path)
+
+    monkeypatch.setattr(module, "check_file", noted)
+    assert run_virtual(body, size) == [read_manifest(path)] * size
+    every = sorted(name for found in checked.values() for name in found)
+    assert every == [name for name in names(path) if name != "manifest.json"]
+    if saved == size:
+        assert checked == {r: [f"rank-{r:04d}.json", f"rank-{r:04d}.safetensors"] for r in range(size)}
+
+
+def test_damage_is_one_error_on_all_ranks_that_names_the_files(ranks, shared_tmp_path):
+    last = ranks.size - 1
+    damages = [
+        (damage, file) for damage in (cut, Path.unlink) for file in (f"{last:04d}.safetensors", f"{last:04d}.json")
+    ]
+
+    def body(comm):
+        messages = []
+        for number, damage in enumerate([*damages, "manifest", "all"]):
+            folder = shared_tmp_path / str(number)
+            for step in (1, 2):
+                path = save(comm, folder, step, state_of(comm.rank, step))
+            if damage == "all":
+                cut(path / f"rank-{comm.rank:04d}.json")
+            elif comm.rank == 0:
+                cut(path / "manifest.json") if damage == "manifest" else damage[0](path / f"rank-{damage[1]}")
+            comm.barrier()
+            with pytest.raises(CheckpointError) as caught:
+                verify_together(comm, path)
+            messages.append(str(caught.value))
+        return messages
+
+    for messages in ranks(body):
+        for number, text in enumerate(messages):
+            assert text.endswith(f"An older checkpoint is at {shared_tmp_path / str(number) / 'step-00000001'}.")
+        assert all(text.count(f"rank-{file}") == 1 for (_, file), text in zip(damages, messages))
+        assert messages[-2].count("manifest.json must be") == 1
+        assert all(f"rank-{rank:04d}.json must be" in messages[-1] for rank in range(ranks.size))
+
+
+@pytest.mark.parametrize(("saved", "size"), [(2, 2), (2, 3), (3, 2)])
+def test_a_run_does_not_resume_from_a_damaged_checkpoint(tmp_path, saved, size):
+    def body(comm, resume=None):
+        trainer = tiny.trainer(comm, tmp_path, "epochs=1", "checkpoint.every_steps=4", "checkpoint.keep=1")
+        try:
+            trainer.run(resume)
+        finally:
+            trainer.close()
+
+    run_virtual(body, saved)
+    path = latest(tmp_path / "run" / "checkpoints")
+    cut(path / "rank-0001.safetensors")
+    with pytest.raises(CheckpointError, match=r"rank-0001.safetensors must be \d+ bytes long; got \d+\."):
+        run_virtual(lambda comm: body(comm, path), size)

@@ -7,9 +7,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from states import bits, save_alone, through_a_file
+from states import bits, loaded, save_alone, through_a_file
 
-from hpcdist.checkpoint import load, random_state, set_random_state, verify
+from harness.cases import each
+from hpcdist.checkpoint import random_state, set_random_state, verify
 from hpcdist.config import OptimizerConfig, ScheduleConfig, optimizers
 from hpcdist.errors import CheckpointError
 
@@ -45,7 +46,7 @@ def goes_on_as_if_nothing_had_happened(folder, name, schedule):
     path = save_alone(folder, 3, state)
     train(*parts, 4)
     resumed = model_and(name, schedule)
-    state = load(path, 0)[0]
+    state = loaded(path)[0]
     for part, its in zip(resumed, state["parts"], strict=True):
         part.load_state_dict(its)
     set_random_state(state["random"])
@@ -53,12 +54,12 @@ def goes_on_as_if_nothing_had_happened(folder, name, schedule):
     assert bits([part.state_dict() for part in resumed]) == bits([part.state_dict() for part in parts])
 
 
-@pytest.mark.parametrize("name", sorted(optimizers()))
+@each("name", sorted(optimizers()))
 def test_every_optimizer_resumes_to_the_bit(tmp_path, name):
     goes_on_as_if_nothing_had_happened(tmp_path, name, ScheduleConfig(name="ExponentialLR", gamma=0.9))
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
     [
         {"name": "StepLR", "step_size": 2}, {"name": "MultiStepLR", "milestones": [2, 4, 5]}, {"name": "ConstantLR"},
@@ -67,7 +68,6 @@ def test_every_optimizer_resumes_to_the_bit(tmp_path, name):
         {"name": "CyclicLR", "base_lr": 0.01, "max_lr": 0.1, "step_size_up": 2},
         {"name": "OneCycleLR", "max_lr": 0.1, "total_steps": 10},
     ],
-    ids=lambda options: options["name"],
 )  # fmt: skip
 def test_every_schedule_resumes_to_the_bit(tmp_path, options):
     goes_on_as_if_nothing_had_happened(tmp_path, "Adam", ScheduleConfig(**options))
@@ -93,7 +93,7 @@ def test_saving_and_loading_draw_no_random_numbers(tmp_path):
     assert bits(random_state()) == before
 
 
-@pytest.mark.parametrize("broken", [{}, {"python": 3}, "drop", "shorten"])
+@each("broken", [{}, {"python": 3}, "drop", "shorten"])
 def test_a_state_of_something_else_is_refused(broken):
     state = random_state()
     wrong = {"drop": {k: v for k, v in state.items() if k != "torch"}, "shorten": state | {"torch": state["torch"][:5]}}

@@ -130,17 +130,13 @@ def test_an_error_reaches_the_consumer_in_its_place(prefetch):
     assert seen == list(range(20)) and not threads()
 
 
-def test_no_thread_is_left_after_a_break():
+def test_no_thread_is_left_after_a_break_or_an_error_of_the_consumer():
     loader = Loader(Numbers(), 5, prefetch=2)
     for _ in loader:
         break
-    assert not threads()
-    assert len(read(loader)) == 10
-
-
-def test_no_thread_is_left_after_an_error_of_the_consumer():
+    assert not threads() and len(read(loader)) == 10
     with pytest.raises(KeyError):
-        for _ in Loader(Numbers(), 5, prefetch=2):
+        for _ in loader:
             raise KeyError
     assert not threads()
 

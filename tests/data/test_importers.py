@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
+from harness.cases import each
 from hpcdist.data import HDF5Dataset, describe, importers
-from hpcdist.data.importers import _common
 from hpcdist.errors import ConfigError, DataError, UnknownNameError
 
 RNG = np.random.default_rng(0)
@@ -48,31 +48,26 @@ def test_options_have_a_type_a_default_and_a_description(name):
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(UnknownNameError, match="importer must be one of cifar10, digits, .*; got 'cats'."):
         importers.load("cats")
-    with pytest.raises(UnknownNameError, match="got '_common'."):
-        importers.load("_common")
 
 
 # --- splitting ----------------------------------------------------------------------------------------------------
 def test_split_is_whole_even_per_class_and_drawn_from_the_seed():
     labels = np.repeat([0, 1, 2], [50, 100, 30])
-    train, test = _common.split_indices(180, 0.2, 3, labels)
-    assert np.sort(np.concatenate([train, test])).tolist() == list(range(180))
-    assert np.bincount(labels[test]).tolist() == [10, 20, 6]
-    assert (_common.split_indices(180, 0.2, 3, labels)[1] == test).all()
-    assert (_common.split_indices(180, 0.2, 4, labels)[1] != test).any()
-    assert [len(part) for part in _common.split_indices(5, 0, 0)] == [5, 0]
+    splits = importers.draw_splits(180, 0.2, 3, labels)
+    assert np.sort(np.concatenate([splits["train"], splits["test"]])).tolist() == list(range(180))
+    assert np.bincount(labels[splits["test"]]).tolist() == [10, 20, 6]
+    assert (importers.draw_splits(180, 0.2, 3, labels)["test"] == splits["test"]).all()
+    assert (importers.draw_splits(180, 0.2, 4, labels)["test"] != splits["test"]).any()
+    assert {name: len(part) for name, part in importers.draw_splits(5, 0, 0).items()} == {"train": 5}
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
-def test_a_bad_fraction_is_refused(fraction):
-    with pytest.raises(ConfigError, match=f"test_fraction must be at least 0 and below 1; got {fraction}."):
-        _common.split_indices(10, fraction, 0)
-
-
-@pytest.mark.parametrize(("samples", "labels"), [(1, None), (3, [0, 0, 1])])
-def test_too_few_samples_to_split(samples, labels):
-    with pytest.raises(DataError, match=f"{samples} samples can't be split with test_fraction 0.5 .* Take another"):
-        _common.split_indices(samples, 0.5, 0, labels)
+def test_splits_that_cannot_be_drawn_are_refused():
+    for fraction in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ConfigError, match=f"test_fraction must be at least 0 and below 1; got {fraction}."):
+            importers.draw_splits(10, fraction, 0)
+    for samples, labels in ((1, None), (3, [0, 0, 1])):
+        with pytest.raises(DataError, match=f"{samples} samples can't be split with test_fraction 0.5 .* Take another"):
+            importers.draw_splits(samples, 0.5, 0, labels)
 
 
 # --- digits -------------------------------------------------------------------------------------------------------
@@ -146,63 +141,52 @@ def test_mnist_gzipped_and_with_dots(mnist):
     assert describe(path)["classes"] == classes.split(",")
 
 
-def spoil_mnist(folder, how):
-    images, labels = folder / "train-images-idx3-ubyte", folder / "train-labels-idx1-ubyte"
-    data = images.read_bytes()
-    if how == "missing":
-        images.unlink()
-    elif how == "magic":
-        images.write_bytes(labels.read_bytes())
-    elif how == "floats":
-        images.write_bytes(idx(np.zeros((4, 2, 2), ">f4"), 0x0D))
-    elif how == "truncated":
-        images.write_bytes(data[:-7])
-    elif how == "no dimensions":
-        images.write_bytes(data[:9])
-    elif how == "zero":
-        images.write_bytes(idx(np.zeros((5000, 0, 4), np.uint8)))
-    elif how == "huge":
-        images.write_bytes(struct.pack(">HBB3I", 0, 8, 3, 2**32 - 1, 2**32 - 1, 2**32 - 1) + b"\0" * 100)
-    elif how == "longer":
-        images.write_bytes(data + b"\0")
-    elif how == "labels longer":
-        labels.write_bytes(labels.read_bytes() + b"\0")
-    elif how == "fewer labels":
-        labels.write_bytes(idx(np.zeros(4999, np.uint8)))
-    elif how == "unknown label":
-        labels.write_bytes(idx(np.full(5000, 10, np.uint8)))
-    else:
-        packed = gzip.compress(data)
-        images.unlink()
-        spoilt = {"gz cut": packed[:-20], "no gz": data, "gz flipped": packed[:50] + b"\xff" * 50 + packed[100:]}
-        images.with_name(images.name + ".gz").write_bytes(spoilt[how])
+IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+HUGE = struct.pack(">HBB3I", 0, 8, 3, 2**32 - 1, 2**32 - 1, 2**32 - 1) + b"\0" * 100
+MNIST_DAMAGES = [  # a file, what becomes of its bytes (None: it is removed), the message
+    (IMAGES, None, "must have one of the files train-images-idx3-ubyte, .*; it has none. Download it again."),
+    (IMAGES, lambda data: idx(np.zeros(5000, np.uint8)), "IDX magic number 00000803 .*; got 00000801. Download it"),
+    (IMAGES, lambda data: idx(np.zeros((4, 2, 2), ">f4"), 0x0D), r"00000803 \(unsigned bytes, 3 dim.*; got 00000d03."),
+    (IMAGES, lambda data: data[:-7], "is truncated: 7 bytes are missing."),
+    (IMAGES, lambda data: data[:9], "is truncated: 7 bytes are missing."),
+    (
+        IMAGES,
+        lambda data: idx(np.zeros((5000, 0, 4), np.uint8)),
+        r"least 1 sample, .*1\.\.4096; got \(5000, 0, 4\).",
+    ),
+    (IMAGES, lambda data: HUGE, r"rows and columns in 1\.\.4096; got \(4294967295, 4294967295, 4294967295\)."),
+    (IMAGES, lambda data: data + b"\0", "images-idx3-ubyte must end after 5000 samples but goes on."),
+    (LABELS, lambda data: data + b"\0", "labels-idx1-ubyte must end after 5000 samples but goes on."),
+    (LABELS, lambda data: idx(np.zeros(4999, np.uint8)), "has 5000 images but .* has 4999 labels. Take both from the"),
+    (
+        LABELS,
+        lambda data: idx(np.full(5000, 10, np.uint8)),
+        r"one integer in 0\.\.9 per sample; got .* 10 to 10.",
+    ),
+    (IMAGES + ".gz", lambda data: gzip.compress(data)[:-20], "must be a whole gzip file .*. Download it again."),
+    (IMAGES + ".gz", lambda data: data, "must be a whole gzip file .*. Download it again."),
+    (IMAGES + ".gz", lambda data: flipped(gzip.compress(data)), "must be a whole gzip file .*. Download it again."),
+]
 
 
-@pytest.mark.parametrize(
-    ("how", "match"),
-    [
-        ("missing", "must have one of the files train-images-idx3-ubyte, .*; it has none. Download it again."),
-        ("magic", r"must begin with the IDX magic number 00000803 .*; got 00000801. Download it again."),
-        ("floats", r"must begin with the IDX magic number 00000803 \(unsigned bytes, 3 dimensions\); got 00000d03."),
-        ("truncated", "is truncated: 7 bytes are missing."),
-        ("no dimensions", "is truncated: 7 bytes are missing."),
-        ("zero", r"must have at least 1 sample, and rows and columns in 1\.\.4096; got \(5000, 0, 4\)."),
-        ("huge", r"rows and columns in 1\.\.4096; got \(4294967295, 4294967295, 4294967295\)."),
-        ("longer", "images-idx3-ubyte must end after 5000 samples but goes on."),
-        ("labels longer", "labels-idx1-ubyte must end after 5000 samples but goes on."),
-        ("fewer labels", "has 5000 images but .* has 4999 labels. Take both from the same release."),
-        ("unknown label", r"train/y must be labels, one integer in 0\.\.9 per sample; got .* 10 to 10."),
-        ("gz cut", "must be a whole gzip file .*. Download it again."),
-        ("no gz", "must be a whole gzip file .*. Download it again."),
-        ("gz flipped", "must be a whole gzip file .*. Download it again."),
-    ],
-)
-def test_damaged_mnist(mnist, how, match):
+def flipped(data):
+    return data[:50] + b"\xff" * 50 + data[100:]
+
+
+@each("damage", MNIST_DAMAGES)
+def test_damaged_mnist(mnist, damage):
     folder, _ = mnist
-    spoil_mnist(folder, how)
+    name, edit, match = damage
+    path = folder / name.removesuffix(".gz")
+    whole = path.read_bytes()
+    path.unlink()
+    if edit is not None:
+        (folder / name).write_bytes(edit(whole))
     with pytest.raises(DataError, match=match):
         importers.load("mnist")(folder, folder / "out" / "a.h5")
     assert not [*folder.glob("out/*"), *folder.glob("out/.*")]
+    (folder / name).unlink(missing_ok=True)
+    path.write_bytes(whole)
 
 
 @pytest.mark.parametrize("name", ["mnist", "cifar10", "images"])

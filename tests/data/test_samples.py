@@ -13,7 +13,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 import hpcdist as hd
 from hpcdist.data import HDF5Dataset, Split, create
-from hpcdist.data.samples import Samples
+from hpcdist.data.loader import Samples
 
 N, SIZE = 21, 8
 X = np.arange(N * 12, dtype=np.uint8).reshape(N, 3, 4)

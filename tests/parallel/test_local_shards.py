@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hpcdist as hd
-from hpcdist.checkpoint.slices import SlicePlace, cut, join
 from hpcdist.errors import CheckpointError, NonFiniteError
 from hpcdist.session.world import init
 
-EXAMPLES = Path(__file__).parents[2] / "jobs" / "examples"
+pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.sizes(4, exact=True)]
 FEATURES, HIDDEN, CLASSES, BATCH, STEPS = 6, 10, 5, 8, 5
 
 
@@ -105,8 +103,6 @@ def close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 
 # --- equal to one process ---------------------------------------------------------------------------------------------
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.sizes(4, exact=True)
 @pytest.mark.parametrize("share", [halved, parallel])
 @pytest.mark.parametrize("clip_norm, overlap", [(None, "on"), (0.2, "off")])
 def test_training_equals_one_process(ranks, share, clip_norm, overlap):
@@ -128,8 +124,6 @@ def test_training_equals_one_process(ranks, share, clip_norm, overlap):
     ranks(body)
 
 
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.sizes(4, exact=True)
 def test_gradients_of_several_passes_add_up(ranks):
     def body(comm):
         with session(comm):
@@ -145,8 +139,6 @@ def test_gradients_of_several_passes_add_up(ranks):
 
 
 # --- strategies that let replicas differ ------------------------------------------------------------------------------
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.sizes(4, exact=True)
 @pytest.mark.parametrize("share, strategy", [(halved, "gossip_pull"), (parallel, "gossip_pull"), (parallel, "dpsgd")])
 def test_ranks_of_a_replica_hold_one_model(ranks, share, strategy):
     """Whole parameters are equal on them after each step; and the model is the consensus inside the context."""
@@ -173,8 +165,6 @@ def test_ranks_of_a_replica_hold_one_model(ranks, share, strategy):
 
 
 # --- gradients that are not finite ------------------------------------------------------------------------------------
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.sizes(4, exact=True)
 def test_a_gradient_that_is_not_finite_counts_in_all_shards(ranks):
     def body(comm):
         with session(comm):
@@ -191,8 +181,6 @@ def test_a_gradient_that_is_not_finite_counts_in_all_shards(ranks):
     assert all(event.startswith("skipped: NaN or infinite gradient") for event in events[:2]) and not any(events[2:])
 
 
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.sizes(4, exact=True)
 def test_one_shard_that_is_not_finite_stops_all(ranks):
     def body(comm):
         with session(comm):
@@ -207,8 +195,6 @@ def test_one_shard_that_is_not_finite_stops_all(ranks):
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.sizes(4, exact=True)
 def test_training_is_resumed_to_the_bit(ranks, shared_tmp_path):
     def body(comm):
         with session(comm):
@@ -230,8 +216,6 @@ def test_training_is_resumed_to_the_bit(ranks, shared_tmp_path):
     ranks(body)
 
 
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.sizes(4, exact=True)
 @pytest.mark.parametrize("share", [halved, parallel])
 @pytest.mark.parametrize("strategy", ["allreduce", "gossip_sync"])
 def test_a_checkpoint_is_the_whole_model_for_one_process(ranks, share, strategy, shared_tmp_path):
@@ -252,8 +236,6 @@ def test_a_checkpoint_is_the_whole_model_for_one_process(ranks, share, strategy,
     ranks(body)
 
 
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.sizes(4, exact=True)
 def test_one_of_a_mesh_of_two_dimensions_is_put_together(ranks, shared_tmp_path):
     """Of the second plan rows of one matrix are cut by tensor parallelism, and then again by fully_shard."""
 
@@ -336,8 +318,6 @@ def parallel_in_two(model: nn.Sequential) -> tuple[nn.Module, int, int]:
     return parallel(model, hd.device_mesh(2)), 1, 0
 
 
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.sizes(4, exact=True)
 @pytest.mark.parametrize("share", [quartered, hybrid, crossed])
 def test_training_goes_on_on_another_mesh_and_on_one_process(ranks, share, shared_tmp_path):
     """Parameters and moments are the saved ones to the bit: on two ranks, on one, and from there on four again."""
@@ -370,8 +350,6 @@ def test_training_goes_on_on_another_mesh_and_on_one_process(ranks, share, share
     ranks(body)
 
 
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.sizes(4, exact=True)
 def test_replicas_go_on_as_others(ranks, shared_tmp_path):
     """Two replicas of two ranks become one of four; what a strategy keeps along the parameters is cut as these are."""
 
@@ -405,8 +383,6 @@ def test_replicas_go_on_as_others(ranks, shared_tmp_path):
     ranks(body)
 
 
-@pytest.mark.mpi(min_size=4)
-@pytest.mark.sizes(4, exact=True)
 def test_shards_become_stages_and_stages_shards(ranks, shared_tmp_path):
     def body(comm):
         with session(comm):
@@ -460,11 +436,3 @@ def test_what_cannot_be_cut_is_refused(ranks, shared_tmp_path):
         pair.close()
 
     ranks(body)
-
-
-def test_parts_of_an_unknown_placement_are_refused():
-    place = SlicePlace("weight", (4,), None, (2,), (2,))
-    with pytest.raises(CheckpointError, match="parts of parameters must lie one behind the other .*; got 'weight'"):
-        join({place: torch.zeros(2)}, "folder")
-    with pytest.raises(CheckpointError, match="parameters must be cut one part behind the other .*; got 'weight'"):
-        cut(torch.zeros(4), place, "folder")

@@ -7,8 +7,9 @@ import pytest
 from hpcdist.errors import ConfigError
 from hpcdist.parallel import by_hand, schedules
 from hpcdist.parallel.cost import LayerCost
-from hpcdist.parallel.plan import compare, plan_rows, predict, rank_rows, stage_rows
+from hpcdist.parallel.plan import compare, predict
 from hpcdist.parallel.schedules.base import gantt
+from hpcdist.tools.cli.plan import plan_rows, rank_rows, stage_rows
 
 LAYER = LayerCost("0 Linear", 0.001, 0.002, 0.001, 1000, 500, 100)
 EIGHT = [*[LAYER] * 7, replace(LAYER, boundary_bytes=0)]

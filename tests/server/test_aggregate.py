@@ -37,7 +37,7 @@ def test_a_weighted_sum_in_the_order_of_addition_is_divided_once(apart):
     module, model = _model()
     local, aggregate = torch.optim.SGD(module.parameters(), lr=1.0), Aggregate(model, _whole(model), apart=apart)
     requests = [_request(model, _whole(model), seed, weight) for seed, weight in enumerate((1.0, 0.7, 1.3))]
-    (before,) = model.copy_params()
+    (before,) = [flat.clone() for flat in model.params]
     for request in requests:
         aggregate.add(request)
     assert aggregate.total_weight() == 3.0 and aggregate.clocks == [0, 0, 0]
@@ -94,7 +94,7 @@ def test_a_shard_is_updated_as_in_the_whole_and_the_rest_stays(count, apart):
     for shard in shards:
         module, model = _model()
         local = torch.optim.Adam(module.parameters(), lr=0.1, weight_decay=0.1)
-        aggregates.append((Aggregate(model, shard, apart=apart), local, model, model.copy_params()[0]))
+        aggregates.append((Aggregate(model, shard, apart=apart), local, model, model.params[0].clone()))
     for step in range(5):
         reference_aggregate.add(_request(whole, everything, step))
         reference_aggregate.apply(optimizer.step, 1.0)
@@ -116,7 +116,7 @@ def test_half_a_rate_is_half_a_step(make):
     for rate in (1.0, 0.5):
         module, model = _model()
         local, aggregate = make(module.parameters(), lr=0.1), Aggregate(model, _whole(model), apart=False)
-        (before,) = model.copy_params()
+        (before,) = [flat.clone() for flat in model.params]
         aggregate.add(_request(model, _whole(model), 1))
         aggregate.apply(local.step, 1.0, rate)
         steps.append(model.params[0] - before)

@@ -76,7 +76,7 @@ def same_when_taken_up(comm: Communicator, name: str, options: dict, optimizer: 
     """Collective. Whether a strategy made anew, with the state after step `at`, takes the same steps to the bit."""
     strategy, local = make(comm, name, options, optimizer)
     go(strategy, local, range(at))
-    saved = HeldRank([strategy.model.copy_params(), local.state_dict(), strategy.state()])
+    saved = HeldRank([[flat.clone() for flat in strategy.model.params], local.state_dict(), strategy.state()])
     params, of_local, of_strategy = saved.at()
     expected, _ = go(strategy, local, range(at, steps))
     end(strategy)

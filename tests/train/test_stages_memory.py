@@ -36,7 +36,7 @@ def test_looks_at_all_parameters_make_no_copy_of_them():
     def body(comm):
         model = FlatModel(nn.Linear(1 << 12, 1 << 12, bias=False))  # 64 MiB
         model.grads[0].fill_(1.0)
-        model.release([True])
+        model.gradients.release([True])
         cls = strategies.load("allreduce")
         strategy, agreement = cls(cls.Config(), comm, model), Agreement(comm.split(0))
         looks = {
@@ -46,7 +46,7 @@ def test_looks_at_all_parameters_make_no_copy_of_them():
         }
         peaks = {name: peak_bytes(look, torch.device("cpu")) for name, look in looks.items()}
         strategy.close()
-        agreement.close()
+        agreement.comm.close()
         return model.n_bytes, peaks
 
     ((n_bytes, peaks),) = run_virtual(body, 1)

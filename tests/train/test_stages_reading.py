@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from hpcdist.data import importers
-from hpcdist.data.rows import StoredRows
+from hpcdist.data.hdf5 import StoredRows
 from train import staged
 
 # Compressed: all that is read goes through `StoredRows`. Read on the rank's own thread.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcdist.data.importers._common import need_folder
+from hpcdist.data.importers import need_folder
 from hpcdist.data.writer import Block, Split, create
 from hpcdist.errors import DataError
 

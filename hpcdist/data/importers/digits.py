@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from sklearn.datasets import load_digits
 
-from hpcdist.data.importers._common import split_indices
+from hpcdist.data.importers import draw_splits
 from hpcdist.data.writer import Split, create
 from hpcdist.errors import ConfigError
 
@@ -39,10 +39,9 @@ def convert(
     digits = load_digits()
     x = digits.images.astype(np.uint8)[:, np.newaxis]  # whole numbers in 0..16
     y = digits.target.astype(np.int64)
-    train, test = split_indices(len(y), test_fraction, seed, y)
     return create(
         destination,
-        {name: Split.of(x[chosen], y[chosen]) for name, chosen in (("train", train), ("test", test)) if len(chosen)},
+        {name: Split.of(x[own], y[own]) for name, own in draw_splits(len(y), test_fraction, seed, y).items()},
         task="classification",
         source="scikit-learn, load_digits",
         classes=[str(name) for name in digits.target_names],

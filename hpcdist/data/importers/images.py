@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
-from hpcdist.data.importers._common import need_folder, split_indices
+from hpcdist.data.importers import draw_splits, need_folder
 from hpcdist.data.writer import Block, Split, create
 from hpcdist.errors import ConfigError, DataError
 
@@ -53,8 +53,8 @@ def convert(
     else:
         everything = _list_images(folder, classes)
         labels = np.array([label for _, label in everything])
-        chosen = split_indices(len(everything), test_fraction, seed, labels)
-        parts = {name: [everything[i] for i in part] for name, part in zip(("train", "test"), chosen) if len(part)}
+        drawn_parts = draw_splits(len(everything), test_fraction, seed, labels)
+        parts = {name: [everything[i] for i in own] for name, own in drawn_parts.items()}
     drawn = {} if separate else {"test_fraction": test_fraction, "seed": seed}
     return create(
         destination,

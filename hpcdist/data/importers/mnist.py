@@ -13,7 +13,7 @@ from typing import BinaryIO, cast
 
 import numpy as np
 
-from hpcdist.data.importers._common import need_folder
+from hpcdist.data.importers import need_folder
 from hpcdist.data.writer import Block, Split, create
 from hpcdist.errors import DataError
 

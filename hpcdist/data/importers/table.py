@@ -10,7 +10,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from hpcdist.data.importers._common import split_indices
+from hpcdist.data.importers import draw_splits
 from hpcdist.data.writer import Split, create
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import open_regular
@@ -63,19 +63,19 @@ def convert(
             raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}.")
     path = Path(source)
     table = _read(path, target, delimiter)
-    train, test = split_indices(len(table.x), test_fraction, seed)
+    splits = draw_splits(len(table.x), test_fraction, seed)
     notes: dict = {"features": table.features, "targets": table.targets, "test_fraction": test_fraction, "seed": seed}
     columns = {"x": table.x, "y": table.y}
     for name in {"none": "", "features": "x", "all": "xy"}[standardise]:
         values = columns[name]
-        mean, std = values[train].mean(axis=0), values[train].std(axis=0)
+        mean, std = values[splits["train"]].mean(axis=0), values[splits["train"]].std(axis=0)
         std[std == 0] = 1
         columns[name] = (values - mean) / std
         notes |= {f"{name}_mean": mean, f"{name}_std": std}
     x, y = (_cast(path, values, dtype) for values in columns.values())
     return create(
         destination,
-        {name: Split.of(x[chosen], y[chosen]) for name, chosen in (("train", train), ("test", test)) if len(chosen)},
+        {name: Split.of(x[own], y[own]) for name, own in splits.items()},
         task="regression",
         source=f"table {path.name}",
         notes=notes,

@@ -63,7 +63,7 @@ class LocalGradients:
         """
         if self.ignores_nonfinite:
             return []
-        names = self._model.nonfinite()
+        names = self._model.gradients.nonfinite()
         return names if self._stages is None else self._stages.nonfinite({0: names} if names else {}).get(0, [])
 
     def leave_out(self, names_of: dict[int, list[str]]) -> str:
@@ -91,7 +91,7 @@ class LocalGradients:
 
     def step_alone(self, update: Callable[[], None]) -> Outcome:
         """Take the local optimiser's step on this rank's own gradient, left out where that is not finite."""
-        self._model.settle()
+        self._model.gradients.settle()
         bad = self.nonfinite()
         event = self.leave_out({self._comm.rank: bad}) if bad else None
         if not bad:

@@ -231,5 +231,5 @@ class PortionWorker:
             with torch.random.fork_rng(self._devices):
                 torch.manual_seed(hash((self._seed, self.clock, index)) % 2**63)  # of whole numbers: alike everywhere
                 loss = torch.as_tensor(closure(portion), dtype=torch.float64).item()
-        self._model.collect()
+        self._model.gradients.collect()
         return loss

@@ -55,7 +55,7 @@ class ElasticWorker(Worker):
 
     def step(self, update: Update) -> Outcome:
         strategy, exchanges = self.strategy, self.strategy.steps % self.config.period == 0
-        self.model.settle()
+        self.model.gradients.settle()
         bad = strategy.gradients.nonfinite()
         skipped = strategy.gradients.leave_out({self.rank: bad}) if bad else None
         heads = []

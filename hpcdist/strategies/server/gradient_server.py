@@ -105,7 +105,7 @@ class Aggregate:
             for grad in self._shard.of(self._model.grads):
                 grad.div_(divisor)
         had = [parameter.grad is not None for parameter in self._model.parameters()] if self._apart else []
-        self._model.release(self.used & self._owned)
+        self._model.gradients.release(self.used & self._owned)
         if clip is not None:
             clip()
         params = self._shard.of(self._model.params) if rate != 1.0 else []
@@ -115,7 +115,7 @@ class Aggregate:
         saved = [view.clone() for view in outside]
         update()
         if self._apart:  # the worker's loop may look at its gradients
-            self._model.release(had)
+            self._model.gradients.release(had)
         for view, values in zip(outside, saved, strict=True):
             view.copy_(values)
         for old, new in zip(before, params):

@@ -119,7 +119,7 @@ class ServerStrategy(Strategy):
         roles = config.roles(comm.size)
         super().__init__(config, comm, model, **given)
         self.roles = roles
-        if self.stages is not None and self.stages.count > 1:
+        if self.stages is not None and self.stages.comm.size > 1:
             self._check_stages()
         self.place = place = Placement(comm.rank, roles, model, split_parameters=config.split_parameters)
         self.shards, self.shard = place.shards, place.shard
@@ -129,7 +129,7 @@ class ServerStrategy(Strategy):
         self.update_clip: UpdateClip | None = None
         self.worker: Worker | None = None
         if place.alone:
-            model.leave_gradients()
+            model.gradients.leave()
             return
         clocks = max(1, len(roles.workers)) if roles.aggregators else 1
         values = len(self.hyperparameters) * self.sends_hyperparameters + self.contract.synchronous

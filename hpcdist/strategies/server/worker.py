@@ -74,7 +74,7 @@ class Worker(abc.ABC):
             NonFiniteError: a gradient is not finite, and the run is to end then.
         """
         gradients = self.strategy.gradients
-        used, bad = self.model.collect(), gradients.nonfinite()
+        used, bad = self.model.gradients.collect(), gradients.nonfinite()
         return used, gradients.leave_out({self.rank: bad}) if bad else None
 
 

@@ -16,7 +16,8 @@ from hpcdist.comm.communicator import Communicator, concurrent, mpi_of
 from hpcdist.comm.external.base import OutsideSum, Pending
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
-from hpcdist.model.flat import Bucket, FlatModel
+from hpcdist.model.buckets import Bucket
+from hpcdist.model.flat import FlatModel
 
 OWN = "hpcdist"
 

@@ -28,10 +28,10 @@ class ChangingBuffers:
 
     def _note(self) -> None:
         self._seen = self._stamps()
-        self._values = [t.detach().clone() if _is_compared(t) else None for t in self._model.buffer_tensors()]
+        self._values = [t.detach().clone() if _is_compared(t) else None for t in self._model.flat_buffers.tensors()]
 
     def _stamps(self) -> list[tuple[int, int]]:
-        return [(id(tensor), tensor._version) for tensor in self._model.buffer_tensors()]
+        return [(id(tensor), tensor._version) for tensor in self._model.flat_buffers.tensors()]
 
     def look(self) -> int:
         """Look for changed buffers; return this rank's part of a sum over all ranks, for `average`."""
@@ -39,7 +39,7 @@ class ChangingBuffers:
         return int(bool(changed)) + _UNKNOWN * (not set(changed) <= set(self._agreed))
 
     def _changed(self) -> list[int]:
-        tensors, now = self._model.buffer_tensors(), self._stamps()
+        tensors, now = self._model.flat_buffers.tensors(), self._stamps()
         changed = []
         for i, (tensor, old, new, values) in enumerate(zip(tensors, self._seen, now, self._values, strict=True)):
             if tensor.is_floating_point() and (old != new or (values is not None and not torch.equal(values, tensor))):
@@ -58,9 +58,9 @@ class ChangingBuffers:
             mine = [*self._agreed, *self._changed()]
             self._agreed = sorted(set().union(*self._comm.gather(mine)))
         self._model.buffers  # noqa: B018 (takes in those that were replaced)
-        tensors = self._model.buffer_tensors()
+        tensors = self._model.flat_buffers.tensors()
         self._mean([tensors[position] for position in self._agreed])
-        self._model.accept_buffers()
+        self._model.flat_buffers.forget()
         self._note()
 
     def _mean(self, tensors: list[Tensor]) -> None:

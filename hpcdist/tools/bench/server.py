@@ -132,7 +132,7 @@ class _Place:
         self.shards = [self.strategy.shards[rank] for rank in range(servers)]
         self._parameters = list(module)
         self.model.grads[0].fill_(1e-3)
-        self.model.release([True] * servers)
+        self.model.gradients.release([True] * servers)
 
     def update(self) -> None:
         with torch.no_grad():

@@ -101,7 +101,6 @@ def plan(
 
 def _show(chosen: Plan, others: Sequence[Plan], alone_s: float) -> None:
     """Show a plan, a drawing of it, and other plans. `alone_s`: seconds of a step on one rank."""
-    from hpcdist.parallel.plan import plan_rows, rank_rows, stage_rows
     from hpcdist.parallel.schedules.base import gantt
 
     step_s, ranks = chosen.timing.makespan_s, len(chosen.table)
@@ -114,3 +113,39 @@ def _show(chosen: Plan, others: Sequence[Plan], alone_s: float) -> None:
         f"{chosen.equal_bubble:.1%}.\n"
     )
     console.rows("All schedules, each with its own cut", plan_rows(others))
+
+
+def stage_rows(plan: Plan) -> list[dict[str, Any]]:
+    return [
+        {
+            "stage": stage.stage,
+            "rank": stage.rank,
+            "layers": " to ".join(str(n) for n in dict.fromkeys((stage.layers[0], stage.layers[-1]))),
+            "forward\nms": stage.forward_s * 1e3,
+            "backward\nms": stage.backward_s * 1e3,
+            "parameters\nMB": stage.parameter_bytes / 1e6,
+            "activations\nMB": stage.activation_bytes / 1e6,
+            "sends\nkB": stage.sent_bytes / 1e3,
+        }
+        for stage in plan.stages
+    ]
+
+
+def rank_rows(plan: Plan) -> list[dict[str, Any]]:
+    return [
+        {"rank": rank, "idle": f"{idle:.1%}", "micro-batches\nkept": kept, "memory\nMB": n_bytes / 1e6}
+        for rank, (idle, kept, n_bytes) in enumerate(zip(plan.timing.bubbles, plan.timing.peaks, plan.memory_bytes))
+    ]
+
+
+def plan_rows(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    return [
+        {
+            "schedule": plan.schedule,
+            "stages\nper rank": plan.cut.stages // len(plan.table),
+            "step\nms": plan.timing.makespan_s * 1e3,
+            "idle": f"{plan.timing.bubble:.1%}",
+            "fullest rank's\nmemory MB": max(plan.memory_bytes) / 1e6,
+        }
+        for plan in plans
+    ]

@@ -1,0 +1,66 @@
+"""Errors with a checkpoint: whatever goes wrong, on whichever ranks, becomes one CheckpointError on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import CheckpointError, CommunicationError, HpcdistError
+
+T = TypeVar("T")
+
+
+def together(comm: Communicator, work: Callable[[], T], rule: str = "") -> T:
+    """Collective. Run `work` on every rank, and return its result here, once it has succeeded on all ranks.
+
+    Args:
+        rule: begins the message of the error.
+
+    Raises:
+        CheckpointError: `work` has failed on some ranks; the same on all ranks, with each reason.
+    """
+    failure = None
+    try:
+        result = work()
+    except CommunicationError:
+        raise
+    except Exception as error:  # of any kind, because the other ranks wait to hear of it
+        failure = error
+    reasons = dict(enumerate(comm.gather("" if failure is None else _reason(failure))))
+    ranks: dict[str, list[int]] = {}
+    for rank in comm.failures.living:
+        ranks.setdefault(reasons[rank], []).append(rank)
+    succeeded = ranks.pop("", [])
+    if not ranks:
+        return result
+    everywhere = not succeeded and len(ranks) == 1
+    where = {reason: "" if everywhere else f"on rank {', '.join(map(str, own))}: " for reason, own in ranks.items()}
+    raise CheckpointError(rule + " ".join(f"{place}{reason}" for reason, place in where.items())) from failure
+
+
+def _reason(failure: Exception) -> str:
+    if isinstance(failure, HpcdistError):
+        return str(failure)
+    if isinstance(failure, OSError):
+        return f"{failure}. Is there space, and may you read and write there?"
+    return f"{type(failure).__name__}: {failure}."
+
+
+@contextmanager
+def understood(where: object, what: str = "what hpcdist has saved") -> Iterator[None]:
+    """Turn any error about content that somebody else may have written into one sentence.
+
+    Raises:
+        CheckpointError: an error of another kind within the context.
+    """
+    try:
+        yield
+    except HpcdistError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{where} must hold {what}; got something else ({type(error).__name__}: {error!s:.200}). "
+            "Resume from another checkpoint."
+        ) from None

@@ -119,7 +119,9 @@ def measure(
     with default_group(comm):
         for number in [number for number in stages if number <= comm.size]:
             ways |= _variants(comm, number, load)
-        rows = _timed(comm, ways, rounds)
+        sides = [Side(name, partial(_run, make()), columns) for name, (columns, make) in ways.items()]
+        runner.warm_up(comm, sides, WARM_UP, meet=meet_asleep)
+        rows = runner.measure(comm, sides, rounds, STEPS, meet_asleep)
         for row in rows:
             row["peak_bytes"] = _peak(comm, ways[row["name"]][1], load.device)
     return table(_compared(rows, load), COLUMNS)
@@ -136,13 +138,6 @@ def _variants(comm: Communicator, number: int, load: Workload) -> Ways:
         return _ours(grid, variant, load) if variant.peer is None else _torch(group, variant, load)
 
     return {f"{number}/{c.name}": ({"stages": number, "chunks": c.chunks}, partial(make, c)) for c in VARIANTS}
-
-
-def _timed(comm: Communicator, ways: Ways, rounds: int) -> list[Row]:
-    """Collective. Time all ways together."""
-    sides = [Side(name, partial(_run, make()), columns) for name, (columns, make) in ways.items()]
-    runner.warm_up(comm, sides, WARM_UP, meet=meet_asleep)
-    return runner.measure(comm, sides, rounds, STEPS, meet_asleep)
 
 
 def _run(step: Step | None, steps: int) -> dict[str, float]:

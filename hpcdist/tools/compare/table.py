@@ -11,7 +11,7 @@ from typing import Any
 from hpcdist.records import Summary
 from hpcdist.tools.compare.plan import ComparedCell, Declaration, PlannedRun
 from hpcdist.tools.runs import Run, is_done
-from hpcdist.tools.statistics import Effect, first_reaching, interval, ratio_of
+from hpcdist.tools.statistics import first_reaching, interval, ratio_of
 
 
 class Measured:
@@ -97,15 +97,15 @@ def _times(reached: Sequence[float | None]) -> str:
 
 def _virtual(found: Sequence[Summary], cost_s: dict[int, float], alone_s: dict[int, float]) -> dict[str, Any]:
     """Return the columns of virtual ranks. `alone_s`: the costs by seed on one rank."""
+    speed_up = "none"
+    if alone_s and cost_s:
+        ratio = ratio_of(alone_s, cost_s)
+        speed_up, low, high = (f"{value:.2f}" for value in (ratio.mean, ratio.low, ratio.high))
+        if ratio.low < ratio.high and low != high:  # the interval is known
+            speed_up += f" ({low} to {high})"
     return {
-        "speed-up": _speed_up(ratio_of(alone_s, cost_s)) if alone_s and cost_s else "none",
+        "speed-up": speed_up,
         "staleness\nmean": fmean(summary.staleness.mean for summary in found) if found else None,
         "max": max((summary.staleness.max for summary in found), default=None),
         "kB/step": fmean(summary.bytes_per_step / 1e3 for summary in found) if found else None,
     }
-
-
-def _speed_up(found: Effect) -> str:
-    """Write a speed-up, with its interval where that is known and not none."""
-    text, low, high = (f"{value:.2f}" for value in (found.mean, found.low, found.high))
-    return f"{text} ({low} to {high})" if found.low < found.high and low != high else text

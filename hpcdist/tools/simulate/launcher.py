@@ -8,7 +8,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,20 +118,18 @@ class VirtualLauncher:
             failure = _train(self._simulation, run, folder)
         else:
             try:
-                failure = self._submit(self._pool, run, folder).result()
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # processes that begin here inherit it
+                try:
+                    ended = self._pool.submit(_train, self._simulation, run, folder)
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                failure = ended.result()
             except BrokenProcessPool:
                 if self._ended:
                     raise KeyboardInterrupt from None
                 failure = "its process was killed: is there enough memory for so many virtual ranks? Give --workers 1"
         if failure is not None:
             raise RunError(f"run {run.folder} on virtual ranks failed: {failure}")
-
-    def _submit(self, pool: ProcessPoolExecutor, run: PlannedRun, folder: Path) -> Future[str | None]:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # processes that begin here inherit it
-        try:
-            return pool.submit(_train, self._simulation, run, folder)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def __enter__(self) -> VirtualLauncher:
         return self

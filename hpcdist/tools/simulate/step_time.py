@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -81,15 +79,12 @@ def on_cluster(declared: Declaration, cluster: ClusterConfig, output: Path) -> D
         own = config.batch_size * config.accumulation
         cluster.steps(lambda given_s: given_s or 1.0).check(max(declared.ranks))
         described = {**cluster.model_dump(), "samples": own}
-        step_s = _known(output, described) if MEASURED in cluster.compute else {}
-        if step_s is None:
+        step_s: dict[str, float] = {}
+        known = (read(output) or {}).get("virtual") or {}
+        if MEASURED in cluster.compute and described.items() <= known.items():
+            step_s = known["step_s"]
+        elif MEASURED in cluster.compute:
             stages = config.parallel.stages
             sizes = {own, *(own * max(1, ranks // stages) for ranks in declared.ranks if declared.controls)}
             step_s = {str(size): float(f"{measure_step(job, config, size):.3g}") for size in sorted(sizes)}
     return replace(declared, virtual={**described, "step_s": step_s})
-
-
-def _known(output: Path, described: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the times that were measured for the comparison in a folder, if that is on the same cluster."""
-    found = (read(output) or {}).get("virtual") or {}
-    return found.get("step_s") if described.items() <= found.items() else None

@@ -157,7 +157,7 @@ done
 VERDICTS=()
 STATUS=0
 PLAIN=(--numprocesses 3 --dist loadfile --no-loadscope-reorder) # more processes than cores: many tests wait for jobs
-PLAIN_QUIET_S=480                                               # what they take on 2 quiet cores
+PLAIN_QUIET_S=700                                               # what they take on 2 quiet cores
 
 # run [LAUNCHER...] [-- OPTION...]: pytest with these options and the script's, under that launcher or without one
 run() {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Literal, final
+from typing import Any, Literal, final
 
 import torch
 from pydantic import Field, model_validator
@@ -135,6 +135,7 @@ class Downpour(ServerStrategy):
             return replace(super().narrow(contract, size), parameters="kept" if size == 1 else "replaced")
 
     steps_on_workers = True  # with Adagrad on the servers
+    config: Config
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
@@ -160,14 +161,15 @@ class _Worker(Worker):
         super().__init__(strategy)
         self._sum = [torch.zeros_like(grad) for grad in self.model.grads]
         self._used = torch.zeros(len(self.model.names), dtype=torch.bool)
-        first = self.rank == self.place.roles.workers[0]
-        self._begins_late = self.config.warm_start > 0 and not first
+        self._config = strategy.config
+        first = self.place.rank == self.place.roles.workers[0]
+        self._begins_late = self._config.warm_start > 0 and not first
 
     def step(self, update: Update) -> Outcome:
-        strategy, config = self.strategy, self.config
+        strategy, config = self.strategy, self._config
         if self._begins_late and strategy.steps == 0:
             return self._begin_late()
-        used, skipped = self.collect()
+        used, skipped = self.model.gradients.collect(), self.left_out()
         if not skipped:
             strategy.gradients.clip()
             for total, grad in zip(self._sum, self.model.grads, strict=True):
@@ -184,7 +186,7 @@ class _Worker(Worker):
             update()
         if fetches:
             self._take()
-        return Outcome(strategy.clock, self.loop.take_applied() if self.loop else (), skipped)
+        return Outcome(self.replica.clock, self.replica.take_applied(), skipped)
 
     def finish(self) -> None:
         self.client.wait()  # for the reply to a push, whose slot the pause takes
@@ -193,7 +195,7 @@ class _Worker(Worker):
         """Drop the first gradient, and begin with the parameters at the end of the warm start."""
         self._request(FETCH)
         self._take()
-        return Outcome(self.strategy.clock, event="dropped: the gradient of before the warm start", dropped=1)
+        return Outcome(self.replica.clock, event="dropped: the gradient of before the warm start", dropped=1)
 
     def _push(self, kind: int) -> None:
         """Push the sum, and begin a new one."""
@@ -202,16 +204,16 @@ class _Worker(Worker):
             total.zero_()
         self._used.zero_()
 
-    def _request(self, kind: int, **whole) -> None:
+    def _request(self, kind: int, **whole: Any) -> None:
         """Push a request, once the last one's slot is free."""
         self.client.wait()
-        self.client.push(kind, **self.strategy.stamps(), **whole)
+        self.client.push(kind, **self.stamps(), **whole)
 
     def _take(self) -> None:
         """Replace the parameters by those of the reply."""
         self.replica.take(self.client.wait(), self.channel.down.arrived)
         if self.place.colocated:  # this server's master copy lies beside its worker's model
-            self.loop.show()
+            self.strategy.loop.show()
 
     def entries(self) -> list[Entry]:
         none_used = [False] * len(self._used)
@@ -228,21 +230,23 @@ class _Server(Handler):
     """Apply pushes one at a time, and reply to fetches with the parameters as they are."""
 
     def __init__(self, strategy: Downpour, warm_start: WarmStart):
-        self._loop, self._warm_start, self._model = strategy.loop, warm_start, strategy.model
-        self._shard, self._hyperparameters = strategy.shard, strategy.hyperparameters
+        self._loop, self._replica, self._warm_start = strategy.loop, strategy.replica, warm_start
+        self._model, self._shard, config = strategy.model, strategy.place.shard, strategy.config
+        self._hyperparameters = strategy.hyperparameters
         self._waiting: list[ServerRequest] = []  # for the end of the warm start
-        if strategy.config.server_rule == "optimizer":
-            self._rule, self._sum = None, Aggregate(self._model, self._shard, apart=False)
+        self._rule: ShardAdagrad | Aggregate  # the latter for the job's own optimiser
+        if config.server_rule == "optimizer":
+            self._rule = Aggregate(self._model, self._shard, apart=False)
         else:
-            given = strategy.config.rate, strategy.optimizer, strategy.hyperparameters
-            self._rule = ShardAdagrad(self._model, self._shard, *given)
+            given = strategy.optimizer, strategy.hyperparameters
+            self._rule = ShardAdagrad(self._model, self._shard, config.rate, *given)
 
     def master(self) -> list[Tensor]:
-        return self._shard.of(self._model.params) if self._rule is None else self._rule.params
+        return self._rule.params if isinstance(self._rule, ShardAdagrad) else self._shard.of(self._model.params)
 
     def receive(self, request: ServerRequest) -> None:
         """Handle a request at once, unless it has to wait for the end of the warm start."""
-        if not self._warm_start.may_go(request.source, self._loop.clock, self._loop.active()):
+        if not self._warm_start.may_go(request.source, self._replica.clock, self._loop.active()):
             self._waiting.append(request)
             return
         self._deal(request)
@@ -251,7 +255,7 @@ class _Server(Handler):
     def settle(self) -> None:
         """Handle the requests that have waited for the end of the warm start, if it is over."""
         waiting, loop = self._waiting, self._loop
-        if waiting and self._warm_start.may_go(waiting[0].source, loop.clock, loop.active()):
+        if waiting and self._warm_start.may_go(waiting[0].source, self._replica.clock, loop.active()):
             self._waiting = []
             for request in waiting:
                 self._deal(request)
@@ -262,18 +266,18 @@ class _Server(Handler):
             self._apply(request)
         parameters = () if request.kind == PUSH else self.master()
         rounded = [new.to(own.dtype) for new, own in zip(parameters, self._model.params)]
-        self._loop.reply(Reply(request, self._loop.clock, rounded))
+        self._loop.reply(Reply(request, self._replica.clock, rounded))
 
     def _apply(self, request: ServerRequest) -> None:
         """Make an update of a push."""
-        staleness, values = self._loop.clock - request.clocks[0], request.values.tolist()
-        if self._rule is None:
-            self._hyperparameters.set(values)
-            self._sum.add(request)
-            self._sum.apply(self._loop.update, 1.0)
-        else:
+        staleness, values = self._replica.clock - request.clocks[0], request.values.tolist()
+        if isinstance(self._rule, ShardAdagrad):
             self._rule.step(request.tensors, values)
+        else:
+            self._hyperparameters.set(values)
+            self._rule.add(request)
+            self._rule.apply(self._loop.update, 1.0)
         self._loop.count_update([staleness])
 
     def entries(self) -> Iterable[Entry]:
-        return () if self._rule is None else self._rule.entries()
+        return self._rule.entries() if isinstance(self._rule, ShardAdagrad) else ()

@@ -70,4 +70,4 @@ class EAMSGD(ServerStrategy):
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
-        tie_to_centre(self, lambda: Nesterov(model, config.momentum))
+        tie_to_centre(self, config, lambda: Nesterov(model, config.momentum))

@@ -53,4 +53,4 @@ class EASGD(ServerStrategy):
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
-        tie_to_centre(self, lambda: Plain(model))
+        tie_to_centre(self, config, lambda: Plain(model))

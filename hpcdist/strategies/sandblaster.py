@@ -11,7 +11,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
+from hpcdist.model.flat import FlatModel
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
@@ -30,7 +32,8 @@ from hpcdist.strategies.server.channel import (
     ServerRequest,
     require_living,
 )
-from hpcdist.strategies.server.placement import Roles, Shard, broadcast_shards
+from hpcdist.strategies.server.placement import Shard, broadcast_shards
+from hpcdist.strategies.server.roles import Roles
 
 OPERATIONS, ASK = 6, 7  # kinds of requests, beside those of servers: to a shard, and to the coordinator
 NUMBERS = 8  # in a worker's request to the coordinator
@@ -115,39 +118,41 @@ class Sandblaster(Strategy):
         deaths="others go on",
     )  # fmt: skip
 
-    def __init__(self, config: Config, comm, model, **given):
-        roles = assign_lbfgs(comm.size, config.servers)
+    config: Config
+    coordinator: Coordinator  # on rank 0
+    shard: HistoryShard  # on ranks that have a range of the vectors
+    worker: PortionWorker  # on workers
+    sums: RequestChannel  # to the shards, where there is more than one rank
+    work: RequestChannel  # to the coordinator
+
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **given: Any):
+        self.roles = roles = assign_lbfgs(comm.size, config.servers)
         super().__init__(config, comm, model, **given)
-        self.roles = roles
+        self.coordinates, self.has_shard = comm.rank == COORDINATOR, comm.rank in roles.shards
         self.joint: JointBatch | None = None  # the loop says of which batch the next step is
         self.point = SharedPoint(comm, roles.shards, model.params)
-        self.sums, self.work = self._open_channels()
+        if comm.size > 1:
+            self.sums, self.work = self._open_channels()
         self._asked: dict[int, ServerRequest] = {}  # by worker, what the coordinator has not replied to
         self._dead: set[int] = set()
         portions = config.portions * len(roles.workers)
-        own = self.point.shards.get(comm.rank)
-        self.shard = None if own is None else HistoryShard(self.point, own, model)
-        self.coordinator: Coordinator | None = None
-        self.worker: PortionWorker | None = None
-        if comm.rank == COORDINATOR:
+        self._event: str | None = None  # of the step of one rank alone
+        if self.has_shard:
+            self.shard = HistoryShard(self.point, self.point.shards[comm.rank], model)
+        if self.coordinates:
             vectors = RemoteVectors(self._operate)
             self.coordinator = Coordinator(Lbfgs(self._settings(), vectors), vectors, portions, self._report)
             self._warn_of_unused()
         if self.is_worker:
             self.worker = PortionWorker(comm, model, self.point, portions, config.seed, self._push, self._ask)
 
-    def _open_channels(self) -> tuple[RequestChannel | None, RequestChannel | None]:
+    def _open_channels(self) -> tuple[RequestChannel, RequestChannel]:
         """Collective. Open the channel to the shards, and that to the coordinator.
 
-        They are one where rank 0 is both, since a rank waits for one channel at a time; one rank alone has none.
+        They are one where rank 0 is both, since a rank waits for one channel at a time.
         """
-        if self.comm.size == 1:
-            return None, None
-        roles, needed, results = (
-            self.roles,
-            self.config.needed(self.comm.size),
-            [torch.zeros(MOST, dtype=torch.float64)],
-        )
+        roles, needed = self.roles, self.config.needed(self.comm.size)
+        results = [torch.zeros(MOST, dtype=torch.float64)]
         one_rank_serves = COORDINATOR in roles.shards
         pushing = roles.workers if one_rank_serves else (COORDINATOR, *roles.workers)
         sums = RequestChannel(
@@ -211,11 +216,11 @@ class Sandblaster(Strategy):
                 "hpcdist.shard(loader). Iterate over that."
             )
         self.model.refresh()
-        if self.coordinator is not None:  # one rank alone: nobody else begins a period
+        if self.coordinates:  # one rank alone: nobody else begins a period
             self.coordinator.begin()
         with self.comm.trace.span(type(self).__name__, "strategy"):
             loss = self.worker.step(closure, self.joint)
-        if self.coordinator is not None:
+        if self.coordinates:
             self.coordinator.finish()
         else:
             self.steps += 1
@@ -225,11 +230,9 @@ class Sandblaster(Strategy):
         record = self.records.record(self.steps, Outcome(self.worker.clock, staleness, event))
         return record, torch.tensor(loss, dtype=torch.float64)
 
-    _event: str | None = None  # of the step of one rank alone
-
     def _ask(self, message: Sequence[float]) -> list[float]:
         """Send a message to the coordinator, and wait for its reply."""
-        if self.coordinator is not None:
+        if self.coordinates:
             self.coordinator.receive(self.comm.now(), self.comm.rank, *message)
             ((_, reply),) = self.coordinator.take_replies(self.comm.now())
             return reply
@@ -239,7 +242,7 @@ class Sandblaster(Strategy):
 
     def _push(self, evaluation: int, portion: int, weight: float) -> None:
         """Push the gradients in the model to all shards, and wait until they are counted."""
-        if self.shard is not None:
+        if self.has_shard:
             self.shard.push(evaluation, portion, weight, self.model.grads)
             return
         clocks = [[evaluation, portion]] * len(self.roles.shards)
@@ -247,7 +250,7 @@ class Sandblaster(Strategy):
         self.sums.client.wait()
 
     def pause(self) -> None:
-        if self.coordinator is None:
+        if not self.coordinates:
             self.work.client.push(PAUSE)
             (reply,) = self.work.client.wait()
             self.worker.clock = reply.clock
@@ -256,7 +259,7 @@ class Sandblaster(Strategy):
     # --- ranks that serve -----------------------------------------------------------------------------------------
     def serve(self, update: Update) -> None:
         self.model.refresh()
-        if self.coordinator is not None:
+        if self.coordinates:
             self._coordinate()
         else:
             self._serve_shard()
@@ -284,10 +287,9 @@ class Sandblaster(Strategy):
 
     def _next_request(self, channel: RequestChannel, patience_s: float | None = None) -> ServerRequest | None:
         """Block until there is a request; None after `patience_s`, and now and then where ranks may die."""
-        limits = [
-            limit for limit in (patience_s, CHECK_S if self.comm.failures.tolerant else None) if limit is not None
-        ]
-        request = channel.inbox.next(min(limits, default=None))
+        if self.comm.failures.tolerant:
+            patience_s = CHECK_S if patience_s is None else min(patience_s, CHECK_S)
+        request = channel.inbox.next(patience_s)
         if request is None:
             require_living(self.comm, self.config.needed(self.comm.size))
         return request
@@ -315,12 +317,13 @@ class Sandblaster(Strategy):
 
     def _count(self, request: ServerRequest) -> None:
         """Count a gradient that a worker has pushed, and tell it so."""
-        self.shard.push(*request.clocks, request.weight, request.tensors)
+        evaluation, portion = request.clocks
+        self.shard.push(evaluation, portion, request.weight, list(request.tensors))
         self.sums.inbox.reply(Reply(request, 0))
 
     def _operate(self, words: Sequence[float]) -> list[float]:
         """Let all shards run operations; return the sums of their results."""
-        if self.shard is not None:
+        if self.has_shard:
             return self.shard.run(words)
         shards, count = self.roles.shards, sum(code in RETURNING for code in words[::WORDS])
         self.sums.client.push(OPERATIONS, [[len(words)]] * len(shards), values=words)
@@ -334,8 +337,7 @@ class Sandblaster(Strategy):
         if self.is_worker:
             self._event = event
         else:
-            clock = 0 if self.coordinator is None else self.coordinator.clock
-            self.records.report(self.steps, Outcome(clock, event=event))
+            self.records.report(self.steps, Outcome(self.coordinator.clock if self.coordinates else 0, event=event))
 
     # --- common ---------------------------------------------------------------------------------------------------
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -346,8 +348,8 @@ class Sandblaster(Strategy):
 
     def close(self) -> None:
         self.point.close()
-        for channel in dict.fromkeys((self.sums, self.work)):  # in the same order on all ranks
-            if channel is not None:
+        if self.comm.size > 1:
+            for channel in dict.fromkeys((self.sums, self.work)):  # in the same order on all ranks
                 channel.close()
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
@@ -355,25 +357,24 @@ class Sandblaster(Strategy):
         return [
             *super().entries(),
             Entry("clock", self._clock, self._load_clock, max),
-            Entry("lbfgs", self._coordinator_state, self._load_coordinator, _only),
-            *([] if self.shard is None else self.shard.entries(self.config.history)),
+            Entry("lbfgs", lambda: self.coordinator.state() if self.coordinates else {}, self._load_coordinator, _only),
+            *(self.shard.entries(self.config.history) if self.has_shard else ()),
         ]
 
     def masters(self) -> Flats | None:
-        return None if self.shard is None else Flats(self.shard.of_model(), self.shard.ranges)
+        return Flats(self.shard.of_model(), self.shard.ranges) if self.has_shard else None
 
     def _clock(self) -> int:
-        return self.coordinator.clock if self.coordinator is not None else self.worker.clock if self.worker else 0
+        if self.coordinates:
+            return self.coordinator.clock
+        return self.worker.clock if self.is_worker else 0
 
     def _load_clock(self, saved: int) -> None:
-        if self.worker is not None:
+        if self.is_worker:
             self.worker.clock = saved
 
-    def _coordinator_state(self) -> dict[str, Any]:
-        return {} if self.coordinator is None else self.coordinator.state()
-
     def _load_coordinator(self, saved: dict[str, Any]) -> None:
-        if self.coordinator is not None:
+        if self.coordinates:
             self.coordinator.load_state(saved)
 
 

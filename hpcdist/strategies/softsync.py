@@ -69,7 +69,7 @@ class Softsync(ServerStrategy):
                 "splits, or more ranks."
             )
         quota = _quota(config, workers)
-        if self.roles.aggregators:
+        if config.fan_in is not None and self.roles.aggregators:
             _check_tree(config)
             if self.place.aggregates:
                 quota = _group(quota, config.fan_in, self.roles.height(comm.rank))

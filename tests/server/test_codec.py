@@ -10,7 +10,8 @@ from hpcdist.compress import CompressionConfig, Span
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, SUM, Reply, RequestChannel
 from hpcdist.strategies.server.codec import Codec
-from hpcdist.strategies.server.placement import Shard, assign, cut
+from hpcdist.strategies.server.placement import Shard, cut
+from hpcdist.strategies.server.roles import assign
 
 pytestmark = pytest.mark.computes
 

@@ -62,7 +62,9 @@ def _scripted(name, options, requests, workers, optimizer):
             strategy.loop.update = local.step  # as `serve` hands it over; the period is the script
             for worker, clock, gradient in requests:
                 used = torch.ones(1, dtype=torch.bool)
-                strategy.handler.receive(ServerRequest(1 + worker, GRADIENT, 1.0, (clock,), [gradient.clone()], used))
+                strategy.loop.handler.receive(
+                    ServerRequest(1 + worker, GRADIENT, 1.0, (clock,), [gradient.clone()], used)
+                )
                 found.append(strategy.model.params[0].clone())
         comm.barrier()
         strategy.close()
@@ -167,7 +169,7 @@ def test_each_server_divides_by_what_it_has_found_itself_and_saves_it():
         module = torch.nn.Linear(SIZE - 1, 2, bias=False, dtype=torch.float64)
         cls = strategies.load("parameter_server")
         strategy = cls(cls.Config(servers=2, modulation="measured"), comm.split(0), FlatModel(module))
-        policy = strategy.handler.policy if comm.rank < 2 else AsynchronousPolicy(strategy.config, 1)
+        policy = strategy.loop.handler.policy if comm.rank < 2 else AsynchronousPolicy(strategy.config, 1)
         policy.updated([2 + 6 * comm.rank])
         found = policy.factor(0)
         state = strategy.state()

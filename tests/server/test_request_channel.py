@@ -8,7 +8,8 @@ import torch
 from hpcdist.comm.virtual import Constant, Exponential, Network, Straggler, run_virtual
 from hpcdist.errors import DeadlineError, DeadlockError
 from hpcdist.strategies.server.channel import FETCH, GRADIENT, NOBODY, PAUSE, PUSH, Reply, RequestChannel
-from hpcdist.strategies.server.placement import COLOCATED, assign, cut
+from hpcdist.strategies.server.placement import cut
+from hpcdist.strategies.server.roles import assign
 
 NAMES = 3
 
@@ -235,7 +236,7 @@ def test_a_rank_that_serves_itself_and_others(ranks):
     rounds = 15
 
     def body(comm):
-        channel, _roles, shards = _channel(comm, COLOCATED)
+        channel, _roles, shards = _channel(comm, "colocated")
         taken, own = [], shards[comm.rank]
         for step in range(rounds):
             channel.client.push(GRADIENT, [[step]] * comm.size, _filled(10 * comm.rank + step), _used(7))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hpcdist import strategies
 from hpcdist.errors import ConfigError
-from hpcdist.strategies.server.placement import COLOCATED, Roles, assign
+from hpcdist.strategies.server.roles import Roles, assign
 
 
 def _height(roles, rank):
@@ -60,10 +60,10 @@ def test_as_many_ranks_work_as_can(size, fan_in, aggregators, workers):
 @given(size=st.integers(2, 200))
 def test_colocated_everybody_is_everything(size):
     everyone = tuple(range(size))
-    assert assign(size, COLOCATED) == Roles(everyone, (), everyone, dict.fromkeys(everyone, everyone))
+    assert assign(size, "colocated") == Roles(everyone, (), everyone, dict.fromkeys(everyone, everyone))
 
 
-@pytest.mark.parametrize("servers", [1, 3, COLOCATED])
+@pytest.mark.parametrize("servers", [1, 3, "colocated"])
 def test_one_rank_works_alone(servers):
     assert assign(1, servers) == Roles((), (), (0,), {})
 
@@ -75,7 +75,7 @@ def test_a_rank_must_be_left_to_work(size, servers):
 
 
 @pytest.mark.parametrize("name", ["hardsync", "softsync"])
-@pytest.mark.parametrize("servers", [2, COLOCATED])
+@pytest.mark.parametrize("servers", [2, "colocated"])
 @pytest.mark.parametrize("size", [1, 5])
 def test_a_tree_has_one_root(name, servers, size):
     cls = strategies.load(name)

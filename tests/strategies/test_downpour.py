@@ -32,7 +32,7 @@ def _noting():
 
         def __init__(self, *args, **given):
             super().__init__(*args, **given)
-            if self.loop is not None:
+            if self.place.children:
                 self._deal, self.loop._deal = self.loop._deal, self._note
 
         def _note(self, request):
@@ -92,7 +92,9 @@ def test_the_local_optimiser_of_colocated_servers_cannot_be_theirs_too():
 # --- half precision ---------------------------------------------------------------------------------------------------
 def _masters(again, strategy):
     """What both have on this server, pair by pair; nothing where this rank doesn't serve."""
-    return zip(again.handler.master(), strategy.handler.master(), strict=True) if strategy.handler else ()
+    return (
+        zip(again.loop.handler.master(), strategy.loop.handler.master(), strict=True) if strategy.place.children else ()
+    )
 
 
 HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -234,13 +236,13 @@ def test_a_fetch_brings_a_colocated_worker_its_own_shard_too(ranks):
         cls = strategies.load(NAME)
         channel = comm.split(0)
         strategy = cls(cls.Config(servers="colocated"), channel, FlatModel(module))
-        local, own = torch.optim.SGD(module.parameters(), lr=0.3), strategy.shard.of(strategy.model.params)
+        local, own = torch.optim.SGD(module.parameters(), lr=0.3), strategy.place.shard.of(strategy.model.params)
         found = []
         for _ in range(3):
             module(torch.full((2, 7), comm.rank + 1.0)).square().sum().backward()
             strategy.step(local.step)
             local.zero_grad()
-            master = strategy.handler.master()
+            master = strategy.loop.handler.master()
             found.append([(part.clone(), new.clone()) for part, new in zip(own, master, strict=True)])
         strategy.pause()
         strategy.close()

@@ -178,7 +178,7 @@ def test_all_at_once_who_ends_early_holds_nobody_up_and_the_last_to_come_is_name
             strategy.pause()
         else:
             strategy.serve(local.step)
-        clock = strategy.clock
+        clock = strategy.replica.clock
         strategy.close()
         channel.close()
         return clock, records

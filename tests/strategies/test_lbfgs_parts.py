@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from harness.cases import each
-from hpcdist.strategies.lbfgs.algorithm import CurvaturePairs
+from hpcdist.strategies.lbfgs.algorithm import CurvaturePairs, Lbfgs, LbfgsSettings
 from hpcdist.strategies.lbfgs.line_search import strong_wolfe
 from hpcdist.strategies.lbfgs.portions import JointBatch, Pace, Portions, divide
 from hpcdist.strategies.lbfgs.vectors import DIRECTION, GRADIENT, HistoryShard, LocalVectors, RemoteVectors, X
@@ -52,6 +52,16 @@ def test_the_recursion_is_the_product_with_the_bfgs_matrix(count):
         left = identity - torch.outer(s, y) / (s @ y)
         matrix = left @ matrix @ left.T + torch.outer(s, s) / (s @ y)
     torch.testing.assert_close(found, -matrix @ gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_pairs_beyond_a_smaller_history_are_dropped_with_a_warning(caplog):
+    """So is the one in the making, whose s would be missing."""
+    saved = [[place, 1.0, 2.0] for place in (2, 3, 4, 0)]
+    algorithm = Lbfgs(LbfgsSettings(history=2, c1=1e-4, c2=0.9, max_evaluations=9), RemoteVectors(lambda words: []))
+    algorithm.load_state({"pairs": saved, "known": None, "pending": 5, "spare": 5})
+    state = algorithm.state()
+    assert (state["pairs"], state["pending"], state["spare"]) == ([saved[0], saved[3]], 0, 1)
+    assert "strategy.history is 2, less than in the run that saved the checkpoint: 2 of its 4 pairs" in caplog.text
 
 
 @each("count", [1, 3, 5])

@@ -88,6 +88,11 @@ class Loop:
         self.strategy.comm.close()
 
 
+def _pairs(loop):
+    """The coordinator's pairs; None on other ranks."""
+    return loop.strategy.coordinator.state()["pairs"] if loop.strategy.coordinates else None
+
+
 def _full(params, samples=problem.SAMPLES):
     module = problem.model()
     problem.load(module, [params])
@@ -290,9 +295,8 @@ def test_with_overlap_y_is_of_the_samples_that_two_batches_share():
         for batch in batches:
             loop.steps(1, [batch])
             points.append(loop.params())
-            coordinator = loop.strategy.coordinator
-            vectors = loop.strategy.shard.vectors if loop.strategy.shard else None
-            kept = comm.gather(coordinator.state()["pairs"] if coordinator else None)[0]
+            vectors = loop.strategy.shard.vectors if loop.strategy.has_shard else None
+            kept = comm.gather(_pairs(loop))[0]
             places = [PAIRS + 2 * int(place) for place, *_ in kept] if vectors else []
             pairs.append([[vectors[s][0].clone(), vectors[s + 1][0].clone()] for s in places])
             assert vectors is None or vectors[KEPT][0].abs().sum() > 0
@@ -329,8 +333,7 @@ def test_no_pair_is_made_of_other_shared_samples_than_were_foreseen(head, added)
     def body(comm):
         loop = Loop(comm)
         loop.steps(2, batches)
-        coordinator = loop.strategy.coordinator
-        return coordinator and len(coordinator.state()["pairs"])
+        return len(_pairs(loop) or ())
 
     assert run_virtual(body, 3)[0] == added
 
@@ -359,7 +362,7 @@ def test_coordinator_and_shards_exchange_a_few_numbers_whatever_the_models_lengt
         for _ in range(steps):
             sent.append(0)
             loop.steps(1)
-        evaluations = loop.strategy.coordinator.evaluations if loop.strategy.coordinator else 0
+        evaluations = loop.strategy.coordinator.evaluations if loop.strategy.coordinates else 0
         return sent, evaluations
 
     for width in (3, 300):
@@ -440,7 +443,7 @@ def test_a_slow_worker_delays_an_evaluation_by_at_most_a_portion(factor):
     def body(comm, portions):
         loop = Loop(comm, portions=portions)
         loop.steps(6)
-        evaluations = loop.strategy.coordinator.evaluations if loop.strategy.coordinator else 0
+        evaluations = loop.strategy.coordinator.evaluations if loop.strategy.coordinates else 0
         return evaluations, loop.computed
 
     (evaluations, _), *_ = without = run_virtual(lambda comm: body(comm, 5), 6, compute=Constant(1.0))
@@ -520,7 +523,7 @@ def test_on_another_number_of_ranks_it_goes_on_with_its_history(tmp_path, before
                     part.copy_(strategy.shard.vectors[number][0])
                 comm.broadcast(part, rank)
             whole.append(flat)
-        state = strategy.coordinator.state() if strategy.coordinator else None
+        state = strategy.coordinator.state() if strategy.coordinates else None
         trainer.close()
         return whole, state
 
@@ -668,7 +671,7 @@ def test_a_step_along_which_the_gradient_stays_leaves_no_pair(size):
     def body(comm):
         loop = Loop(comm, loss=lambda module, indices: sum(p.sum() for p in module.parameters()), max_evaluations=3)
         losses = loop.steps(3)
-        return losses, loop.strategy.coordinator and loop.strategy.coordinator.state()["pairs"]
+        return losses, _pairs(loop)
 
     found = run_virtual(body, size)
     losses, pairs = found[-1][0], found[0][1]

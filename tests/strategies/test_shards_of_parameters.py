@@ -101,7 +101,7 @@ def test_compressed_letters_go_to_servers_without_parameters_too(name):
 def _shards(split, servers):
     def body(comm):
         strategy = problem.make(comm, "hardsync", problem.model(), servers=servers, split_parameters=split)
-        found = [strategy.shards[rank] for rank in range(servers)]
+        found = [strategy.place.shards[rank] for rank in range(servers)]
         slices = [(start, stop) for _, _, start, stop, _ in strategy.model.named_slices()]
         strategy.close()
         return found, slices

@@ -92,14 +92,14 @@ class Sources(strategies.load(NAME)):
     def __init__(self, *args, **given):
         super().__init__(*args, **given)
         self.sources, self.updates = [], []
-        if self.handler is not None:
-            self._receive, self.handler.receive = self.handler.receive, self._note
+        if self.place.children:
+            self._receive, self.loop.handler.receive = self.loop.handler.receive, self._note
 
     def _note(self, request):
         self.sources += [request.source] * (request.weight > 0)
-        before = self.clock
+        before = self.replica.clock
         self._receive(request)
-        if self.clock > before:
+        if self.replica.clock > before:
             self.updates.append(self.sources)
             self.sources = []
 
@@ -209,11 +209,11 @@ def test_the_rate_is_divided_by_the_staleness_that_each_server_measures(options)
 
         def __init__(self, *args, **given):
             super().__init__(*args, **given)
-            if self.handler is not None:
-                self._updated, self.handler.policy.updated = self.handler.policy.updated, self._note
+            if self.place.children:
+                self._updated, self.loop.handler.policy.updated = self.loop.handler.policy.updated, self._note
 
         def _note(self, staleness):
-            policy = self.handler.policy
+            policy = self.loop.handler.policy
             self.rates.append((policy.factor(0), _mean(policy.measured.state() or [0])))
             self._updated(staleness)
 

@@ -30,8 +30,8 @@ def _watched():
         def __init__(self, *args, **given):
             super().__init__(*args, **given)
             self.clocks = dict.fromkeys(self.roles.workers, 0)
-            if self.handler is not None:
-                self._receive, self.handler.receive = self.handler.receive, self._note_step
+            if self.place.children:
+                self._receive, self.loop.handler.receive = self.loop.handler.receive, self._note_step
                 self._reply, self.loop.reply = self.loop.reply, self._note_reads
 
         def _note_step(self, request):

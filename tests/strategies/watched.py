@@ -9,8 +9,8 @@ def watched(cls, note):
     class Watched(cls):
         def __init__(self, *args, **given):
             super().__init__(*args, **given)
-            if self.handler is not None:
-                self._receive, self.handler.receive = self.handler.receive, self._note
+            if self.place.children:
+                self._receive, self.loop.handler.receive = self.loop.handler.receive, self._note
 
         def _note(self, request):
             note(self, request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from hpcdist.strategies.lbfgs.line_search import SearchPoint, strong_wolfe
 from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.strategies.lbfgs.vectors import PAIRS, RemoteVectors, Vectors
 
+_log = logging.getLogger("hpcdist")
 LEAST_CURVATURE = 1e-10  # of a pair's s·y over |s||y|
 
 
@@ -42,7 +44,7 @@ class CurvaturePairs:
     """
 
     def __init__(self, vectors: Vectors, limit: int):
-        self._vectors, self._limit = vectors, limit
+        self._vectors, self.limit = vectors, limit
         self.kept: list[CurvaturePair] = []
         self.spare = CurvaturePair(0, 0.0, 0.0)
 
@@ -52,7 +54,7 @@ class CurvaturePairs:
         new.sy, new.yy, ss = vectors.dot(new.s, new.y), vectors.dot(new.y, new.y), vectors.dot(new.s, new.s)
         if not new.sy > LEAST_CURVATURE * math.sqrt(ss * new.yy):  # neither is NaN
             return False
-        self.kept = [*self.kept, new][-self._limit :]
+        self.kept = [*self.kept, new][-self.limit :]
         self._choose_spare()
         return True
 
@@ -80,13 +82,20 @@ class CurvaturePairs:
         return [[pair.place, pair.sy, pair.yy] for pair in self.kept]
 
     def load_state(self, state: list[list[float]]) -> None:
-        kept = [CurvaturePair(int(place), sy, yy) for place, sy, yy in state if place <= self._limit]
-        self.kept = kept[-self._limit :]
+        """Take up saved pairs. Their vectors are read up to the limit's places, so a smaller limit drops pairs."""
+        kept = [CurvaturePair(int(place), sy, yy) for place, sy, yy in state if place <= self.limit]
+        self.kept = kept[-self.limit :]
+        if len(self.kept) < len(state):
+            _log.warning(
+                "strategy.history is %d, less than in the run that saved the checkpoint: %d of its %d pairs (s, y) "
+                "are dropped, and the next steps may be shorter.",
+                self.limit, len(state) - len(self.kept), len(state),
+            )  # fmt: skip
         self._choose_spare()
 
     def _choose_spare(self) -> None:
         taken = {pair.place for pair in self.kept}
-        self.spare = CurvaturePair(min(set(range(self._limit + 1)) - taken), 0.0, 0.0)
+        self.spare = CurvaturePair(min(set(range(self.limit + 1)) - taken), 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -256,4 +265,5 @@ class Lbfgs:
     def load_state(self, state: dict[str, Any]) -> None:
         self._known = state["known"]
         self._pairs.load_state(state["pairs"])
-        self._pending, self._pairs.spare.place = state["pending"], state["spare"]
+        if state["spare"] <= self._pairs.limit:  # else the s of the pair in the making is dropped, too
+            self._pending, self._pairs.spare.place = state["pending"], state["spare"]

@@ -47,6 +47,16 @@ def assign_lbfgs(size: int, servers: int) -> LbfgsRoles:
 WORK, DONE = range(2)  # replies to workers
 
 
+@dataclass
+class Evaluation:
+    """One evaluation of the loss for a step: its portions, and the losses of those that are computed."""
+
+    steps: Steps
+    division: Division
+    portions: Portions
+    losses: list[float]
+
+
 class Coordinator:
     """Hand out to workers the portions of every evaluation that the algorithm asks for.
 
@@ -67,11 +77,8 @@ class Coordinator:
         self._algorithm, self._vectors, self._count, self._report = algorithm, vectors, count, report
         self.clock = self.evaluations = 0
         self._batch = JointBatch(1)
-        self._steps: Steps | None = None
-        self._division = Division((0, 1), 0, 0)
-        self._portions: Portions | None = None
+        self._under_way: Evaluation | None = None  # of the step under way; None between steps
         self._pace = Pace()
-        self._losses: list[float] = []
         self._idle: dict[int, int] = {}  # workers that wait: the step that they are in
         self._done: list[float] = [DONE, 0.0, 0.0]
 
@@ -87,31 +94,31 @@ class Coordinator:
         """
         self._idle[worker] = int(clock)
         self._pace.end(worker, now)
-        if self._steps is None and clock == self.clock:
+        if self._under_way is None and clock == self.clock:
             samples, head, tail, whole = map(int, batch)
             self._batch = JointBatch(samples, head=head, tail=tail, whole=bool(whole))
-            self._steps = self._algorithm.step(self._batch, self.clock + 1)
-            self._go_on(None)
-        current = evaluation == self.evaluations and self._portions is not None
-        if evaluation and current and self._portions.take(int(portion)):
-            self._losses[int(portion)] = loss * self._division.weight(int(portion))
-            if self._portions.is_complete:
-                self._portions = None
-                self._go_on(math.fsum(self._losses) if all(map(math.isfinite, self._losses)) else math.nan)
+            self._go_on(self._algorithm.step(self._batch, self.clock + 1), None)
+        here, index = self._under_way, int(portion)
+        if here is None or not evaluation or evaluation != self.evaluations or not here.portions.take(index):
+            return
+        here.losses[index] = loss * here.division.weight(index)
+        if here.portions.is_complete:
+            self._go_on(here.steps, math.fsum(here.losses) if all(map(math.isfinite, here.losses)) else math.nan)
 
     def patience_s(self, now: float) -> float | None:
         """Return the seconds after which to `take_replies` again, although no message has come; None: never."""
-        if not self._idle or self._portions is None:
+        if not self._idle or self._under_way is None:
             return None
         return min(self._pace.due(now).values(), default=math.inf) - now
 
     def take_replies(self, now: float) -> list[tuple[int, list[float]]]:
         """Return replies to those of the idle workers that have something to do, or whose step is done."""
         replies: list[tuple[int, list[float]]] = []
+        portions = None if self._under_way is None else self._under_way.portions
         for worker, clock in sorted(self._idle.items(), key=lambda item: self._pace.mean_s(item[0])):
             if clock < self.clock:
                 replies.append((worker, [*self._done]))
-            elif self._portions is not None and (portion := self._portions.give(worker, now)) is not None:
+            elif portions is not None and (portion := portions.give(worker, now)) is not None:
                 replies.append((worker, [WORK, self.evaluations, portion]))
             else:
                 continue
@@ -123,28 +130,25 @@ class Coordinator:
         for worker in workers:
             self._idle.pop(worker, None)
         self._pace.forget(workers)
-        if self._portions is not None:
-            self._portions.forget(workers)
+        if self._under_way is not None:
+            self._under_way.portions.forget(workers)
 
-    def _go_on(self, loss: float | None) -> None:
+    def _go_on(self, steps: Steps, loss: float | None) -> None:
         """Go on with the step, once an evaluation has the loss that it asked for, to the next one or to its end."""
         try:
-            next(self._steps) if loss is None else self._steps.send(loss)
+            next(steps) if loss is None else steps.send(loss)
         except StopIteration as end:
-            self._steps = None
+            self._under_way = None
             self.clock += 1
             self._done = [DONE, end.value.loss, 0 if end.value.returned else self.evaluations]
             self._report(1, end.value.event)
-        else:
-            self._evaluate()
-
-    def _evaluate(self) -> None:
-        """Begin to hand out the portions of the batch at POINT."""
-        self._division = division = divide(self._batch, self._count)
+            return
+        division = divide(self._batch, self._count)
         self.evaluations += 1
         self._vectors.queue(ops.GATHER, self.evaluations, division.count, division.heads, division.tails)
         self._vectors.flush()
-        self._portions, self._losses = Portions(division.count, self._pace), [0.0] * division.count
+        portions = Portions(division.count, self._pace)
+        self._under_way = Evaluation(steps, division, portions, [0.0] * division.count)
 
     # --- periods of service, checkpoints --------------------------------------------------------------------------
     def begin(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -25,7 +26,8 @@ from hpcdist.comm.communicator import Communicator, Put
 from hpcdist.errors import DeadlineError, RankFailedError
 from hpcdist.strategies.common.state import Entry
 from hpcdist.strategies.server.codec import Codec, Coding
-from hpcdist.strategies.server.placement import Roles, Shard
+from hpcdist.strategies.server.placement import Shard
+from hpcdist.strategies.server.roles import Roles
 from hpcdist.strategies.server.slots import Ends, TensorSlots
 
 # Kinds of requests: a gradient, or a sum of weighted ones, whose reply brings parameters; a push without; a fetch of
@@ -121,7 +123,7 @@ class RequestChannel:
     ):
         self.comm, self.shards, self._roles, rank = comm, shards, roles, comm.rank
         self.parents, self.needed = roles.parents.get(rank, ()), roles.needed
-        self._siblings = {parent: roles.children(parent) for parent in self.parents}
+        self.own_slot = {parent: roles.children(parent).index(rank) for parent in self.parents}  # this rank's there
         self.children = roles.children(rank)
         count = len(self.children)
 
@@ -163,10 +165,6 @@ class RequestChannel:
     def slot_at(self, slot: int) -> int:
         """Return where a slot's words begin in its parent's window."""
         return COUNTER + slot * self._words_per_slot
-
-    def own_slot(self, parent: int) -> int:
-        """Return the number of this rank's slot at a parent."""
-        return self._siblings[parent].index(self.comm.rank)
 
     def reply_at(self, child: int) -> int:
         """Return where this rank's words lie in a child's window."""
@@ -224,7 +222,7 @@ class Client:
 
     def __init__(self, channel: RequestChannel):
         self._channel, self._comm = channel, channel.comm
-        self._places = [(p, channel.own_slot(p), channel.slot_at(channel.own_slot(p))) for p in channel.parents]
+        self._places = [(p, channel.own_slot[p], channel.slot_at(channel.own_slot[p])) for p in channel.parents]
         self._awaited = f"the reply of server rank {', '.join(map(str, channel.parents))}"
         self._last_used: Tensor | None = None  # what lies in this rank's slots
         self._last_values: Sequence[float] = ()
@@ -297,29 +295,17 @@ class Client:
         return [ReplyHead(w[CLOCK], w[BLOCKER], w[HELD_US] * 1e-6) for w in replies.tolist()]
 
     def _block(self) -> None:
-        """Block until every parent has replied."""
-        if self._comm.failures.tolerant:
-            self._look_for_deaths()
+        """Block until every parent has replied; raise an error if a server has died meanwhile."""
+        channel, failures = self._channel, self._comm.failures
+        until = self._comm.now() + failures.deadline_s
+        while failures.tolerant and not self.replied() and self._comm.now() < until:
+            with suppress(DeadlineError):
+                channel.words.wait(lambda _: self.replied(), offset=channel.replies_at, deadline_s=CHECK_S)
+            if not self.replied():
+                # Not parents alone: MPI tells of a rank that was killed, not of an aggregator that ended because of it.
+                require_living(self._comm, channel.needed)
         if not self.replied():
-            self._channel.words.wait(lambda _: self.replied(), offset=self._channel.replies_at, what=self._awaited)
-
-    def _look_for_deaths(self) -> None:
-        """Block until every parent has replied, or the deadline has passed; raise an error if a server has died."""
-        until = self._comm.now() + self._comm.failures.deadline_s
-        while not self._wait_for(min(CHECK_S, until - self._comm.now())):
-            # Not parents alone: MPI tells of a rank that was killed, not of an aggregator that ended because of it.
-            require_living(self._comm, self._channel.needed)
-            if self._comm.now() > until:
-                break
-
-    def _wait_for(self, timeout_s: float) -> bool:
-        """Block until every parent has replied, but no longer than that; return whether they have."""
-        try:
-            at, limit_s = self._channel.replies_at, max(0.0, timeout_s)
-            self._channel.words.wait(lambda _: self.replied(), offset=at, deadline_s=limit_s)
-        except DeadlineError:
-            return self.replied()
-        return True
+            channel.words.wait(lambda _: self.replied(), offset=channel.replies_at, what=self._awaited)
 
 
 class Inbox:

@@ -18,6 +18,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.strategies.common.state import Entry, dropped, held_tensors, mean_of_workers
 from hpcdist.strategies.server.placement import Shard
 
+Content = Literal["gradients", "values", "moves"]  # of the tensors that go one way, see `Codec`
 WHOLE, NOTHING = -1, -2  # in the place of a message's length: uncompressed; none
 _ALIGNED = 8  # bytes at whose multiples messages lie, so that they can be read as any dtype
 
@@ -43,7 +44,7 @@ class Codec:
     """
 
     config: CompressionConfig
-    content: Literal["gradients", "values", "moves"]
+    content: Content
     spans: Sequence[Sequence[Span]]
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import Entry, dropped, held_tensors
-from hpcdist.strategies.server.channel import FETCH, NOBODY, Reply, ServerRequest, waited_for
+from hpcdist.strategies.server.channel import FETCH, NOBODY, Reply, ReplyHead, ServerRequest, waited_for
 from hpcdist.strategies.server.loop import Handler
 from hpcdist.strategies.server.strategy import ServerStrategy
 from hpcdist.strategies.server.worker import Worker
@@ -49,18 +49,17 @@ class Motion(abc.ABC):
 class ElasticWorker(Worker):
     """Push x every `period` steps, and subtract the pull of the reply; the own step is the one from the old x."""
 
-    def __init__(self, strategy: ServerStrategy, motion: Motion):
+    def __init__(self, strategy: ServerStrategy, motion: Motion, period: int):
         super().__init__(strategy)
-        self._motion = motion
+        self._motion, self._period = motion, period
 
     def step(self, update: Update) -> Outcome:
-        strategy, exchanges = self.strategy, self.strategy.steps % self.config.period == 0
+        strategy = self.strategy
+        exchanges = strategy.steps % self._period == 0
         self.model.gradients.settle()
-        bad = strategy.gradients.nonfinite()
-        skipped = strategy.gradients.leave_out({self.rank: bad}) if bad else None
-        heads = []
+        skipped, heads = self.left_out(), list[ReplyHead]()
         if exchanges:
-            self.client.push(FETCH, tensors=self._motion.position(), **strategy.stamps())
+            self.client.push(FETCH, tensors=self._motion.position(), **self.stamps())
             heads = self.client.wait()
         if not skipped:
             strategy.gradients.clip()
@@ -82,13 +81,6 @@ class ElasticWorker(Worker):
         return self._motion.entries()
 
 
-class LoneExplorer(Worker):
-    """Run the local optimiser on the only rank, which has no centre."""
-
-    def step(self, update: Update) -> Outcome:
-        return self.strategy.gradients.step_alone(update)
-
-
 class Centre(Handler):
     """Hold one shard of the centre c: reply to x with e = a(x − c), and add e, so that c gains what x loses.
 
@@ -100,13 +92,11 @@ class Centre(Handler):
     what C leaves out pulls again next time.
     """
 
-    def __init__(self, strategy: ServerStrategy):
-        self._config, self._loop, self._now, self._down = (
-            strategy.config, strategy.loop, strategy.comm.now, strategy.channel.down
-        )  # fmt: skip
-        self._strength = strategy.config.beta / len(strategy.roles.workers)  # a
-        self._shard = strategy.shard
-        self._centre = [part.clone() for part in strategy.shard.of(strategy.model.params)]
+    def __init__(self, strategy: ServerStrategy, config: ElasticConfig):
+        self._config, self._loop, self._replica = config, strategy.loop, strategy.replica
+        self._now, self._down, self._shard = strategy.comm.now, strategy.channel.down, strategy.place.shard
+        self._strength = config.beta / len(strategy.roles.workers)  # a
+        self._centre = [part.clone() for part in self._shard.of(strategy.model.params)]
         self._held: list[tuple[ServerRequest, float]] = []  # requests to be replied to together, and when they came
 
     def master(self) -> list[Tensor]:
@@ -140,7 +130,7 @@ class Centre(Handler):
         ends = zip(request.tensors, self._centre, strict=True)
         pulls = [(x.to(c.device) - c).mul_(self._strength).to(c.dtype) for x, c in ends]
         waited = (NOBODY, 0.0) if request is last else (last.source, self._now() - since_s)
-        self._loop.reply(Reply(request, self._loop.clock, pulls, *waited))
+        self._loop.reply(Reply(request, self._replica.clock, pulls, *waited))
         sent = self._down.sent(request.source, pulls)
         if self._config.compression:  # else it lies in the worker's slot, which is the worker's again
             for known, pull in zip(request.tensors, sent, strict=True):
@@ -152,6 +142,6 @@ class Centre(Handler):
         return [held_tensors("centre", self._centre, dropped([]), self._shard.ranges)]
 
 
-def tie_to_centre(strategy: ServerStrategy, motion: Callable[[], Motion]) -> None:
+def tie_to_centre(strategy: ServerStrategy, config: ElasticConfig, motion: Callable[[], Motion]) -> None:
     """Compose a strategy whose workers move so, on springs to a centre."""
-    strategy.compose(lambda: ElasticWorker(strategy, motion()), lambda: Centre(strategy), LoneExplorer)
+    strategy.compose(lambda: ElasticWorker(strategy, motion(), config.period), lambda: Centre(strategy, config))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -138,6 +139,14 @@ class Aggregate:
         self.used = torch.tensor(state["used"], dtype=torch.bool)
 
 
+@dataclass(eq=False)
+class HeldRequest(Held):
+    """Hold a gradient with its request, since `since_s`."""
+
+    request: ServerRequest = field(kw_only=True)
+    since_s: float = field(kw_only=True)
+
+
 class GradientServer(Handler):
     """Serve a shard: hold gradients until their workers may go on, and update with the sum of those that make one.
 
@@ -150,21 +159,21 @@ class GradientServer(Handler):
         self._channel, self._replica, self._clip = strategy.channel, strategy.replica, strategy.update_clip
         self._of_all_workers, self._workers = strategy.contract.synchronous, len(strategy.roles.workers)
         self.aggregate = Aggregate(self._model, self._place.shard, apart=self._place.colocated)
-        self._held: list[Held] = []
+        self._held: list[HeldRequest] = []
 
     def master(self) -> list[Tensor]:
         return self._place.shard.of(self._model.params)
 
     def receive(self, request: ServerRequest) -> None:
         """Refuse a gradient, or hold it until its worker may go on."""
-        staleness = self._loop.clock - min(request.clocks) if request.weight else 0
+        staleness = self._replica.clock - min(request.clocks) if request.weight else 0
         reason = self.policy.arrived(request.source, staleness)
         if reason is not None:
-            self._loop.reply(Reply(request, self._loop.clock, self.master()))
+            self._loop.reply(Reply(request, self._replica.clock, self.master()))
             self._loop.drop(request, reason)
             return
-        nothing_to_add = request.weight == 0.0
-        self._held.append(Held(request.source, request.clocks, nothing_to_add, request=request, since_s=self._now()))
+        nothing_to_add, since_s = request.weight == 0.0, self._now()
+        self._held.append(HeldRequest(request.source, request.clocks, nothing_to_add, request=request, since_s=since_s))
         self.settle()
 
     def settle(self) -> None:
@@ -175,7 +184,7 @@ class GradientServer(Handler):
         for gradient in sorted(self._held, key=attrgetter("source")) if due else self._held:
             if not gradient.added and (due or policy.may_go(gradient, active)):
                 gradient.added = True
-                staleness = self._loop.clock - gradient.clocks[0]  # an aggregator doesn't know it yet
+                staleness = self._replica.clock - gradient.clocks[0]  # an aggregator doesn't know it yet
                 self.aggregate.add(gradient.request, 1.0 if self._place.aggregates else policy.factor(staleness))
             gradient.applied |= due
         if due and self._place.aggregates:
@@ -186,7 +195,7 @@ class GradientServer(Handler):
         for gradient in self._held:
             if policy.may_go(gradient, active):
                 held_s = self._now() - gradient.since_s if gradient.blocker != NOBODY else 0.0
-                going.append(Reply(gradient.request, self._loop.clock, parameters, gradient.blocker, held_s))
+                going.append(Reply(gradient.request, self._replica.clock, parameters, gradient.blocker, held_s))
             else:
                 if gradient.blocker == NOBODY:
                     gradient.blocker = policy.blocker(active)
@@ -200,7 +209,7 @@ class GradientServer(Handler):
     def _update(self) -> None:
         """Run the optimiser on the sum, with the workers' hyper-parameters."""
         policy, aggregate, loop = self.policy, self.aggregate, self._loop
-        staleness = [loop.clock - clock for clock in aggregate.clocks]
+        staleness = [self._replica.clock - clock for clock in aggregate.clocks]
         # Weights of an average times one rate: gradients keep their proportions, and an optimiser that undoes a
         # constant factor of its gradients, as Adam does, is modulated all the same.
         rate = sum(aggregate.factors) / len(aggregate.factors)
@@ -230,12 +239,11 @@ class GradientServer(Handler):
         if aggregate.weights:
             if self._of_all_workers:
                 self._require_equal_values()
-            whole = {"tensors": aggregate.sums, "used": aggregate.used, "weight": math.fsum(aggregate.weights)}
-            client.push(SUM, [aggregate.clocks], values=aggregate.mean_values(), **whole)
+            weight, values = math.fsum(aggregate.weights), aggregate.mean_values()
+            client.push(SUM, [aggregate.clocks], aggregate.sums, aggregate.used, weight, values)
         else:
             client.push(GRADIENT, [[]])  # it arrives, and counts for nothing
         self._replica.take(client.wait(), self._channel.down.arrived)
-        self._loop.clock = self._replica.clock
         aggregate.forget()
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
@@ -256,7 +264,9 @@ class GradientServer(Handler):
         self.aggregate.forget()
         if saved is not None:
             self.aggregate.load_state(saved)
-            self.aggregate.factors = [self.policy.factor(self._loop.clock - clock) for clock in self.aggregate.clocks]
+            self.aggregate.factors = [
+                self.policy.factor(self._replica.clock - clock) for clock in self.aggregate.clocks
+            ]
 
 
 def exchange_gradients(strategy: ServerStrategy, policy: Policy, *, overlap: bool = False) -> None:

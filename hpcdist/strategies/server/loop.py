@@ -3,71 +3,18 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hpcdist.comm.communicator import Communicator
-from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import Entry
-from hpcdist.strategies.server.channel import CHECK_S, PAUSE, Inbox, Reply, ServerRequest
-from hpcdist.strategies.server.placement import Placement
+from hpcdist.strategies.server.channel import PAUSE, Reply, ServerRequest
+from hpcdist.strategies.server.liveness import Liveness
 
-
-class Liveness:
-    """Remember since when each worker owes a request, and who is evicted because of that. Holds no clock of its own.
-
-    Args:
-        deadline_s: how long a worker may be silent; None: for ever.
-    """
-
-    def __init__(self, workers: Iterable[int], deadline_s: float | None):
-        self.deadline_s = deadline_s
-        self.evicted: set[int] = set()
-        self._since: dict[int, float] = dict.fromkeys(workers, 0.0)
-        self._heard: set[int] = set()  # whose request waits for its reply
-
-    def expect(self, workers: Iterable[int], now: float) -> None:
-        """Expect a request of each of these workers, from `now` on."""
-        self._since.update(dict.fromkeys(workers, now))
-
-    def heard(self, worker: int) -> bool:
-        """Remember that a request has come; return whether the worker had been evicted, which it no longer is."""
-        self._heard.add(worker)
-        if worker not in self.evicted:
-            return False
-        self.evicted.remove(worker)
-        return True
-
-    def replied(self, worker: int, now: float) -> None:
-        """Remember that the worker has its reply, so that it owes the next request."""
-        self._heard.discard(worker)
-        self._since[worker] = now
-
-    def patience_s(self, active: Iterable[int], now: float, watches: bool) -> float | None:
-        """Return the seconds after which to `evict` again; None: no request is ever too late.
-
-        Args:
-            watches: whether a rank's death would be survived, so that it is worth looking for.
-        """
-        owed = [self._since[worker] for worker in active if worker not in self._heard]
-        if self.deadline_s is None or not owed:
-            return CHECK_S if watches else None
-        left_s = max(0.0, min(owed) + self.deadline_s - now)
-        return min(CHECK_S, left_s) if watches else left_s
-
-    def evict(self, active: Iterable[int], dead: Iterable[int], now: float) -> dict[int, str]:
-        """Evict those of the active workers that are dead or silent for too long; return why."""
-        found = {}
-        for worker in active:
-            silent_s = 0.0 if worker in self._heard else now - self._since[worker]
-            if worker in dead:
-                found[worker] = "it has died"
-            elif self.deadline_s is not None and silent_s >= self.deadline_s * (1 - 1e-9):  # clocks round
-                found[worker] = f"it was silent for {silent_s:.3g} s (learner_deadline_s is {self.deadline_s:g})"
-        self.evicted.update(found)
-        return found
+if TYPE_CHECKING:
+    from hpcdist.strategies.server.strategy import ServerStrategy
 
 
 class Handler(abc.ABC):
@@ -100,41 +47,41 @@ class Handler(abc.ABC):
 class ServerLoop:
     """Give requests to a handler one by one. A request of a worker's next period waits until that begins here too.
 
-    Args:
-        deadline_s: how long a worker may push nothing before the others go on without it; None: for ever.
-        report: writes a record of this rank, which has taken so many steps since the last one.
-
     Attributes:
-        clock: updates of this rank's shard.
-        applied: staleness of the gradients applied since this rank's last step, if it is a worker too.
+        handler: deals with requests.
         update: runs the local optimiser on the gradients in the model.
     """
 
     handler: Handler
 
-    def __init__(
-        self,
-        comm: Communicator,
-        place: Placement,
-        inbox: Inbox,
-        model: FlatModel,
-        deadline_s: float | None,
-        report: Callable[..., None],
-    ):
-        self._comm, self._place, self._inbox, self._model, self._report = comm, place, inbox, model, report
-        self.liveness = Liveness(place.children, deadline_s)
-        self._watches = comm.failures.tolerant or deadline_s is not None
-        self.clock, self.applied = 0, []
-        self.update: Update = _none_yet
-        self._stepping = list(place.children)  # those that have not paused in this period
+    def __init__(self, strategy: ServerStrategy):
+        deadline_s = strategy.config.learner_deadline_s
+        self._strategy, self._comm, self._model = strategy, strategy.comm, strategy.model
+        self._place, self._inbox, self._client = strategy.place, strategy.channel.inbox, strategy.channel.client
+        self.replica = strategy.replica
+        self.liveness = Liveness(self._place.children, deadline_s)
+        self._watches = self._comm.failures.tolerant or deadline_s is not None
+        self.update: Update = lambda: None  # until the first step hands over the local optimiser's
+        self._stepping = list(self._place.children)  # those that have not paused in this period
         self._early: list[ServerRequest] = []  # of children that have begun the next period
 
     # --- a period of service --------------------------------------------------------------------------------------
-    def serve_until_paused(self, update: Update) -> None:
-        """Serve one period, but for its end."""
+    def serve(self, update: Update) -> None:
+        """Serve one period, on a rank that only serves."""
         self.begin(update)
         while self.serve_next():
             pass
+        self.end()
+
+    def serve_between_steps(self) -> None:
+        """Serve the end of one period, on a rank that serves inside its steps, and begin the next one at once."""
+        self.begin(self.update)
+        while self.serve_next():
+            pass
+        self._stepping = list(self._place.children)
+        self._deal_early()
+        if self.replica.applied:
+            self._report(Outcome(self.replica.clock, staleness=self.replica.take_applied()))
 
     def begin(self, update: Update) -> None:
         """Begin a period of service."""
@@ -167,14 +114,15 @@ class ServerLoop:
             self._deal(request)
 
     def end(self) -> None:
-        """End a period of service. The model gets what is served, for loops whose rank 0 evaluates or saves it."""
+        """End a period of service. The model gets what is served, for loops whose rank 0 evaluates or saves it.
+
+        Requests that came early wait for the next period.
+        """
         self._stepping = list(self._place.children)
         self.show()
-
-    def begin_next(self) -> None:
-        """Go over to the next period at once: on a rank that serves inside its steps."""
-        self._stepping = list(self._place.children)
-        self._deal_early()
+        if self._place.aggregates:
+            self._client.push(PAUSE)
+            self._client.wait()
 
     def take_up(self) -> None:
         """Serve the parameters that are in the model."""
@@ -196,16 +144,16 @@ class ServerLoop:
         """Count a pause, keep a request of the next period, and give all others to the handler."""
         child = request.source
         if self._watches and self.liveness.heard(child):
-            self._report(Outcome(self.clock, event=f"rank {child} is back"))
+            self._report(Outcome(self.replica.clock, event=f"rank {child} is back"))
             self.handler.returned(child)
         if child not in self._stepping:
             self._early.append(request)
         elif request.kind == PAUSE:
             self._stepping.remove(child)
-            self.reply(Reply(request, self.clock))
+            self.reply(Reply(request, self.replica.clock))
             self.handler.settle()
         else:
-            with self._comm.trace.span(f"request of rank {child}", "server", clock=self.clock):
+            with self._comm.trace.span(f"request of rank {child}", "server", clock=self.replica.clock):
                 self.handler.receive(request)
 
     # --- who takes part -------------------------------------------------------------------------------------------
@@ -219,7 +167,7 @@ class ServerLoop:
         stepping = [child for child in self._stepping if child not in self.liveness.evicted]
         found = self.liveness.evict(stepping, self._comm.failures.failed(), self._comm.now())
         for child, reason in found.items():
-            self._report(Outcome(self.clock, event=f"goes on without rank {child}: {reason}"))
+            self._report(Outcome(self.replica.clock, event=f"goes on without rank {child}: {reason}"))
         if found:
             self.handler.settle()
 
@@ -232,21 +180,17 @@ class ServerLoop:
 
     def drop(self, request: ServerRequest, reason: str) -> None:
         """Record that a request's gradients are not applied."""
-        self._report(Outcome(self.clock, event=reason, dropped=len(request.clocks)))
+        self._report(Outcome(self.replica.clock, event=reason, dropped=len(request.clocks)))
 
     def count_update(self, staleness: Sequence[int] = ()) -> None:
         """Count an update of gradients of that staleness, and record it where no step of this rank will."""
-        self.clock += 1
+        self.replica.clock += 1
         if self._place.colocated:
-            self.applied += staleness
+            self.replica.applied += staleness
         else:
-            self._report(Outcome(self.clock, staleness=tuple(staleness)), steps=1)
+            self._report(Outcome(self.replica.clock, staleness=tuple(staleness)), steps=1)
 
-    def take_applied(self) -> tuple[int, ...]:
-        """Return the staleness of the gradients applied here since this rank's last step."""
-        applied, self.applied = tuple(self.applied), []
-        return applied
-
-
-def _none_yet() -> None:
-    """Do nothing, in the place of the local optimiser, until the first step hands it over."""
+    def _report(self, outcome: Outcome, steps: int = 0) -> None:
+        """Write a record of this rank, which has taken so many steps since the last one."""
+        self._strategy.steps += steps
+        self._strategy.records.report(self._strategy.steps, outcome)

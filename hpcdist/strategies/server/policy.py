@@ -7,14 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hpcdist.strategies.common.state import Entry
-from hpcdist.strategies.server.channel import NOBODY, ServerRequest
+from hpcdist.strategies.server.channel import NOBODY
 
 
 @dataclass(eq=False)
 class Held:
     """Hold a gradient whose worker has no reply yet.
 
-    `clocks` has one entry per gradient that it is the sum of. A policy looks at the first four fields only.
+    `clocks` has one entry per gradient that it is the sum of.
     """
 
     source: int
@@ -22,8 +22,6 @@ class Held:
     added: bool = False  # to the sum of the next update; so is what has no gradient to add
     applied: bool = False  # an update, or a sum that was passed on, has taken all gradients up to this one
     blocker: int = NOBODY  # the rank it waits for
-    since_s: float = 0.0
-    request: ServerRequest | None = None
 
 
 class Policy(abc.ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from pydantic import Field, model_validator
@@ -16,12 +17,13 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.replicas import with_buffers
-from hpcdist.strategies.common.state import Entry, Flats, dropped
-from hpcdist.strategies.server.channel import PAUSE, RequestChannel
-from hpcdist.strategies.server.codec import Codec
+from hpcdist.strategies.common.state import Entry, Flats
+from hpcdist.strategies.server.channel import RequestChannel
+from hpcdist.strategies.server.codec import Codec, Content
 from hpcdist.strategies.server.loop import Handler, ServerLoop
-from hpcdist.strategies.server.placement import Placement, Roles, Servers, assign, broadcast_shards
-from hpcdist.strategies.server.worker import LoneWorker, Replica, Worker
+from hpcdist.strategies.server.placement import Placement, broadcast_shards
+from hpcdist.strategies.server.roles import Roles, Servers, assign
+from hpcdist.strategies.server.worker import Replica, Worker
 
 
 class ServerStrategy(Strategy):
@@ -48,10 +50,10 @@ class ServerStrategy(Strategy):
 
     Attributes:
         place: what this rank serves, and for which ranks.
-        channel: requests and replies; None on one rank alone.
-        replica: a worker's parameters, and their clocks.
-        loop: serves; None on ranks that don't.
-        worker: takes steps; None on ranks that only serve.
+        replica: this rank's parameters, and their clocks.
+        channel: requests and replies, where there is more than one rank.
+        worker: takes steps, on a worker that has servers.
+        loop: serves, on a server or aggregator.
         update_clip: clips the gradient of an update, where not the workers clip theirs.
     """
 
@@ -112,22 +114,23 @@ class ServerStrategy(Strategy):
         averages="nothing", meets="never", updates="on servers", parameters="replaced", ranks="some serve",
         deaths="others go on",
     )  # fmt: skip
-    up, down = "gradients", "values"  # what requests and replies carry, see `Codec`
+    up: Content = "gradients"  # what requests carry, see `Codec`
+    down: Content = "values"  # and replies
     steps_on_workers = False  # workers run their local optimiser
 
-    def __init__(self, config: Config, comm, model, **given):
-        roles = config.roles(comm.size)
+    config: Config
+    channel: RequestChannel
+    worker: Worker
+    loop: ServerLoop
+
+    def __init__(self, config: Config, comm: Communicator, model: FlatModel, **given: Any):
+        self.roles = roles = config.roles(comm.size)
         super().__init__(config, comm, model, **given)
-        self.roles = roles
         if self.stages is not None and self.stages.comm.size > 1:
             self._check_stages()
         self.place = place = Placement(comm.rank, roles, model, split_parameters=config.split_parameters)
-        self.shards, self.shard = place.shards, place.shard
         self.replica = Replica(place, model)
-        self.channel: RequestChannel | None = None
-        self.loop: ServerLoop | None = None
         self.update_clip: UpdateClip | None = None
-        self.worker: Worker | None = None
         if place.alone:
             model.gradients.leave()
             return
@@ -137,28 +140,22 @@ class ServerStrategy(Strategy):
             comm, roles, place.shards, model.params, len(model.names), clocks, *self._codecs(), values=values
         )
         if place.children:
-            deadline_s = config.learner_deadline_s
-            self.loop = ServerLoop(comm, place, self.channel.inbox, model, deadline_s, self._report)
+            self.loop = ServerLoop(self)
         if place.colocated:
             self.channel.client.meanwhile = self.loop.serve_waiting
-        if self._clips_updates:
-            self.update_clip = UpdateClip(comm, model, place, self.gradients.clip_norm)
+        if (norm := self._update_norm) is not None:
+            self.update_clip = UpdateClip(comm, model, place, norm)
 
-    def compose(
-        self, worker: Callable[[], Worker], handler: Callable[[], Handler], lone: type[Worker] = LoneWorker
-    ) -> None:
-        """Make the parts of this rank.
+    def compose(self, worker: Callable[[], Worker], handler: Callable[[], Handler]) -> None:
+        """Make the parts of this rank. On one rank alone the local optimiser steps, and there are none.
 
         Args:
             worker: makes the part that takes a worker's steps.
             handler: makes the part that deals with a server's requests.
-            lone: takes the steps of one rank alone.
         """
-        if self.place.alone:
-            self.worker = lone(self)
-        elif self.is_worker:
+        if self.is_worker and not self.place.alone:
             self.worker = worker()
-        if self.loop is not None:
+        if self.place.children:
             self.loop.handler = handler()
 
     @property
@@ -167,17 +164,17 @@ class ServerStrategy(Strategy):
         return self.contract.updates == "on servers"
 
     @property
-    def _clips_updates(self) -> bool:
-        """Whether the gradient of an update is clipped, which is of all workers, and not each worker's own."""
-        contract = self.contract
-        return contract.synchronous and contract.averages == "gradients" and self.gradients.clip_norm is not None
+    def _update_norm(self) -> float | None:
+        """The largest norm of an update's gradient, which is of all workers; None: it is not clipped as a whole."""
+        clips = self.contract.synchronous and self.contract.averages == "gradients"
+        return self.gradients.clip_norm if clips else None
 
     def _check_stages(self) -> None:
         """Raise ConfigError where an option does not suit servers that have one stage of the model each."""
-        if self._clips_updates:
+        if self._update_norm is not None:
             raise ConfigError(
                 f"clip_norm must be None with {name_of(self)} and several stages, whose servers see one stage's "
-                f"gradient; got {self.gradients.clip_norm}. Use allreduce, which clips by the norm of all stages."
+                f"gradient; got {self._update_norm}. Use allreduce, which clips by the norm of all stages."
             )
         if self.config.servers == "colocated" and not self.contract.synchronous and self.comm.size > 1:
             raise ConfigError(
@@ -202,88 +199,38 @@ class ServerStrategy(Strategy):
             codec.check()
         return up, down
 
-    @property
-    def handler(self) -> Handler | None:
-        """Return what deals with this server's requests; None on ranks that don't serve."""
-        return None if self.loop is None else self.loop.handler
-
-    @property
-    def clock(self) -> int:
-        """Count the updates of this rank's shard; on a rank that only works, those of the parameters it has."""
-        return self.replica.clock if self.loop is None else self.loop.clock
-
-    def stamps(self) -> dict:
-        """Return what goes along with a request: the clock of the parameters in the model for each parent, and numbers.
-
-        These are the hyper-parameters, and where every update is of the same batches how many of them no step has
-        followed.
-        """
-        own, parents = self.comm.rank, zip(self.place.parents, self.replica.clocks, strict=True)
-        clocks = [[self.loop.clock if parent == own else clock] for parent, clock in parents]
-        values = self.hyperparameters.values() if self.sends_hyperparameters else []
-        if self.contract.synchronous:
-            values.append(float(self.model.passes.left_out))
-        return {"clocks": clocks, "values": values}
-
-    # --- workers --------------------------------------------------------------------------------------------------
+    # --- workers and servers --------------------------------------------------------------------------------------
     def advance(self, update: Update) -> Outcome:
+        if self.place.alone:
+            outcome = self.gradients.step_alone(update)
+            self.replica.clock += outcome.event is None
+            return replace(outcome, clock=self.replica.clock)
         if self.place.colocated:
             self.loop.update = update
         return self.worker.step(update)
 
     def pause(self) -> None:
-        if self.place.alone:
-            return
-        self.worker.finish()
-        self._push_pause()
-        if self.place.colocated:
-            self.loop.serve_until_paused(self.loop.update)
-            self.loop.begin_next()
-            if self.loop.applied:
-                self._report(Outcome(self.clock, staleness=self.loop.take_applied()))
-
-    def _push_pause(self) -> None:
-        """Push that no request of this period follows, and wait for the reply."""
-        self.channel.client.push(PAUSE, **self.stamps())
-        self.channel.client.wait()
-
-    # --- servers --------------------------------------------------------------------------------------------------
-    def serve(self, update: Update) -> None:
         if not self.place.alone:
-            self.loop.serve_until_paused(update)
-            self.end_serving()
+            self.worker.pause()
+        if self.place.colocated:
+            self.loop.serve_between_steps()
 
-    def begin_serving(self, update: Update) -> None:
-        """Begin a period of service, for a rank that serves several strategies by turns; see `serve_together`."""
-        self.loop.begin(update)
+    def serve(self, update: Update) -> None:
+        if self.place.children:
+            self.loop.serve(update)
 
-    def serve_next(self, timeout_s: float | None = None) -> bool:
-        """Handle the next request, if one comes in time; return False once every worker has paused."""
-        return self.loop.serve_next(timeout_s)
-
-    def end_serving(self) -> None:
-        """End a period of service. Requests that came early wait for the next one; the loop may load values before."""
-        self.loop.end()
-        if self.place.parents:  # an aggregator is a child too
-            self._push_pause()
-
-    def _report(self, outcome: Outcome, steps: int = 0) -> None:
-        """Write a server's record, after so many steps."""
-        self.steps += steps
-        self.records.report(self.steps, outcome)
-
-    # --- common ---------------------------------------------------------------------------------------------------
     @property
     def pending(self) -> int:
-        return 0 if self.handler is None else self.handler.pending
+        return self.loop.handler.pending if self.place.children else 0
 
+    # --- common ---------------------------------------------------------------------------------------------------
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Take the servers' parameters; average buffers, which only workers compute, over the workers."""
         params = [flat.clone() for flat in self.model.params]
         if self.comm.rank in self.roles.servers:
-            for part, own in zip(self.shard.of(params), self.handler.master(), strict=True):
+            for part, own in zip(self.place.shard.of(params), self.loop.handler.master(), strict=True):
                 part.copy_(own)
-        broadcast_shards(self.comm, ((server, self.shards[server]) for server in self.roles.servers), params)
+        broadcast_shards(self.comm, ((server, self.place.shards[server]) for server in self.roles.servers), params)
         return with_buffers(self, params)
 
     def take_up(self) -> None:
@@ -292,42 +239,31 @@ class ServerStrategy(Strategy):
     def close(self) -> None:
         if self.update_clip is not None:
             self.update_clip.close()
-        if self.channel is not None:
+        if not self.place.alone:
             self.channel.close()
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:
-        entries = [
-            *super().entries(),
-            Entry("clock", lambda: self.clock, self._load_clock, max),
-            Entry("clocks", lambda: self.replica.clocks, self._load_clocks, dropped([])),
-        ]
-        owners = [each for each in (self.channel, self.worker, self.handler) if each is not None]
-        return entries + [entry for each in owners for entry in each.entries()]
+        found = [*super().entries(), *self.replica.entries()]
+        if not self.place.alone:
+            found += self.channel.entries()
+            found += self.worker.entries() if self.is_worker else ()
+        return found + list(self.loop.handler.entries() if self.place.children else ())
 
     def masters(self) -> Flats | None:
         if self.place.alone:
             return Flats(self.model.params)
         serves = self.comm.rank in self.roles.servers
-        return Flats(self.handler.master(), self.shard.ranges) if serves else None
+        return Flats(self.loop.handler.master(), self.place.shard.ranges) if serves else None
 
-    def _load_clock(self, saved: int) -> None:
-        self.replica.clock = saved
-        if self.loop is not None:
-            self.loop.clock = saved
-
-    def _load_clocks(self, saved: Sequence[int]) -> None:
-        """Take up the clock of each parent; on another number of ranks all have the largest one that was saved."""
-        self.replica.clocks = list(saved) or [self.replica.clock] * len(self.place.parents)
-
-    def load_state(self, saved: dict) -> None:
+    def load_state(self, saved: dict[str, Any]) -> None:
         self._forget_moments_of_others()
-        if self.loop is not None:
+        if self.place.children:
             self.loop.take_up()  # which stays so where the checkpoint has no master copy for this rank
-        if self.channel is not None:
+        if not self.place.alone:
             self.channel.begin(self.model.params)
         super().load_state(saved)
-        if self.channel is not None:
+        if not self.place.alone:
             self.channel.agree()
 
     def _forget_moments_of_others(self) -> None:
@@ -337,7 +273,7 @@ class ServerStrategy(Strategy):
             return
         parameters = (parameter for parameter, _ in self.model.views(self.model.params))
         for parameter, (_, group, start, stop, _) in zip(parameters, self.model.named_slices()):
-            if not (serves and self.shard.overlaps(group, start, stop)):
+            if not (serves and self.place.shard.overlaps(group, start, stop)):
                 self.optimizer.state.pop(parameter, None)
 
 
@@ -347,8 +283,8 @@ class UpdateClip:
     def __init__(self, comm: Communicator, model: FlatModel, place: Placement, clip_norm: float):
         self._model, self._shard, self._clip_norm = model, place.shard, clip_norm
         self._norms: Communicator | None = None  # of the servers, where there are several
-        if len(place.roles.servers) > 1:
-            self._norms = comm.split(0 if place.shard is not None else 1)
+        if len(servers := place.roles.servers) > 1:
+            self._norms = comm.split(0 if place.rank in servers else 1)
 
     def __call__(self) -> None:
         """Collective among the servers. Scale the gradients down where the norm of all of them is too large."""
@@ -380,9 +316,10 @@ def serve_together(served: Sequence[tuple[ServerStrategy, Update]]) -> None:
         strategy.serve(update)
         return
     for strategy, update in served:
-        strategy.begin_serving(update)
-    waiting = [strategy for strategy, _ in served]
+        strategy.loop.begin(update)
+    loops = [strategy.loop for strategy, _ in served]
+    waiting = loops
     while waiting:
-        waiting = [strategy for strategy in waiting if strategy.serve_next(TURN_S)]
-    for strategy, _ in served:
-        strategy.end_serving()
+        waiting = [loop for loop in waiting if loop.serve_next(TURN_S)]
+    for loop in loops:
+        loop.end()

@@ -94,8 +94,10 @@ class _Distributed:
         Called by a GradScaler it unscales gradients, and leaves the update out where some have overflowed.
         """
         self._require_own_step()
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         at_once = self.strategy.contract.sends == "between steps"
         with self._scaled() as how:
             step = self._step_and_share if at_once else self.attachment.local_step

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset
 
 import hpcdist as hd
 from harness import loops
@@ -86,55 +85,6 @@ def test_the_loop_equals_the_plain_one_on_one_rank_and_serial_batches_on_more(ra
         torch.testing.assert_close(params, expected, rtol=0, atol=2e-6)
 
 
-@pytest.mark.sizes(2, 3)
-def test_other_samplers_are_followed_as_rank_0_draws_them(ranks):
-    def body(comm):
-        torch.manual_seed(comm.rank)  # ranks would draw differently
-        sampler = WeightedRandomSampler([float(i % 3 == 0) for i in range(N)], 50)
-        return _loop(comm, "allreduce", epochs=1, loader=DataLoader(_data(), batch_size=4, sampler=sampler))
-
-    together = [i for seen, *_ in ranks(body) for i in seen[0]]
-    assert len(together) == 50 and all(i % 3 == 0 for i in together)
-
-
-@pytest.mark.sizes(2, 3)
-def test_drop_last_leaves_out_the_steps_that_are_not_full(ranks):
-    loader = DataLoader(_data(), batch_size=4, drop_last=True)
-    found = ranks(lambda comm: _loop(comm, "allreduce", epochs=1, loader=loader))
-    assert all(len(seen[0]) == N // (4 * len(found)) * 4 for seen, *_ in found)
-
-
-@pytest.mark.virtual
-@pytest.mark.sizes(2)
-def test_dataloader_workers_read_each_sample_once(ranks):
-    loader = DataLoader(_data(), batch_size=4, num_workers=1)
-    found = ranks(lambda comm: _loop(comm, "allreduce", epochs=2, loader=loader))
-    for epoch in range(2):
-        assert sorted(i for seen, *_ in found for i in seen[epoch]) == list(range(N))
-
-
-@every
-@pytest.mark.sizes(3)
-def test_an_epoch_may_be_left_early_by_all_ranks(ranks, name):
-    def body(comm):
-        hd.init(comm=comm)
-        model = torch.nn.Linear(5, 1)
-        optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model, strategy=name)
-        loader, steps = hd.shard(DataLoader(_data(), batch_size=4)), 0
-        for _ in range(2):
-            for batch, (x, y, _) in enumerate(loader):
-                optimizer.zero_grad()
-                mse_loss(model(x), y).backward()
-                optimizer.step()
-                steps += 1
-                if batch == 2:
-                    break
-        optimizer.strategy.close()
-        return steps, optimizer.strategy.is_worker
-
-    assert all(steps == (6 if is_worker else 0) for steps, is_worker in ranks(body))
-
-
 @pytest.mark.sizes(1, 3)
 def test_an_evaluation_is_shared_without_an_optimiser(ranks):
     def body(comm):
@@ -142,36 +92,6 @@ def test_an_evaluation_is_shared_without_an_optimiser(ranks):
         return [i for *_, index in hd.shard(DataLoader(_data(), batch_size=8), training=False) for i in index.tolist()]
 
     assert sorted(i for part in ranks(body) for i in part) == list(range(N))
-
-
-@pytest.mark.parametrize("scheduled_first", [True, False])
-@pytest.mark.sizes(2)
-def test_learning_rate_schedules_work_made_before_or_after(ranks, scheduled_first):
-    def body(comm):
-        hd.init(comm=comm)
-        model = torch.nn.Linear(5, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        if scheduled_first:
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        distributed = hd.DistributedOptimizer(optimizer, model)
-        if not scheduled_first:
-            schedule = torch.optim.lr_scheduler.StepLR(distributed, 1, 0.5)
-        rates = []
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(3):
-                model(torch.full((1, 5), float(comm.rank))).sum().backward()
-                distributed.step()
-                schedule.step()
-                distributed.zero_grad()
-                rates.append(distributed.param_groups[0]["lr"])
-        weights = model.weight.detach().clone()
-        distributed.strategy.close()
-        return rates, weights
-
-    found = ranks(body)
-    assert all(rates == [0.5, 0.25, 0.125] for rates, _ in found)
-    assert torch.equal(found[0][1], found[1][1]), "steps were not averaged"
 
 
 @pytest.mark.sizes(1, 2)
@@ -192,27 +112,6 @@ def test_hooks_run_once_for_each_update_also_when_a_state_was_loaded(ranks):
         return counts
 
     assert all(counts == [1, 2] for counts in ranks(body))
-
-
-@pytest.mark.sizes(2)
-def test_gradients_are_clipped_where_the_update_is_made(ranks):
-    def body(comm):
-        hd.init(comm=comm)
-        model = torch.nn.Linear(4, 1, bias=False)
-        torch.nn.init.zeros_(model.weight)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = hd.DistributedOptimizer(optimizer, model, clip_norm=0.5)
-        loss = optimizer.step(lambda: _backward(model, 100.0 * (comm.rank + 1)))
-        norm = model.weight.norm().item()
-        optimizer.strategy.close()
-        return loss.item(), norm
-
-    def _backward(model, scale):
-        loss = model(torch.full((1, 4), scale)).sum()
-        loss.backward()
-        return loss
-
-    assert all(norm == pytest.approx(0.5) and loss == 0.0 for loss, norm in ranks(body))
 
 
 @pytest.mark.sizes(1, 2, 3)

@@ -54,6 +54,7 @@ def _numbered(name, make, seen, *, lr=0.1, shares=False, **given):
     def loop(run):
         model = net()
         optimizer = sgd(run, model, lr)
+        torch.manual_seed(run.rank)  # ranks would draw differently
         found = _train_numbered(run, model, optimizer, make(run))
         assert seen(found) is not False, found
         if shares:

@@ -144,11 +144,6 @@ class Strategy(abc.ABC):
         """Return a context in which backward passes only add to this rank's gradients."""
         return nullcontext()
 
-    @property
-    def pending(self) -> int:
-        """Count the gradients that this rank has taken and no update has applied yet."""
-        return 0
-
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Compute the parameters and buffers that the ranks stand for: the exact mean over all ranks.
 

@@ -340,7 +340,7 @@ class Trainer:
         self.log.flush()
         params, _ = self.strategy.consensus()
         sha256 = self.replica.digest(self.model, params)
-        pending = torch.tensor([self.strategy.pending if self.replica.speaks else 0])
+        pending = torch.tensor([self.strategy.records.pending() if self.replica.speaks else 0])
         self.comm.allreduce(pending)
         self.comm.barrier()  # all records are in the files
         return self.log.summarise(sha256, int(pending), workers=len(self.workers), cut=list(self.replica.cut))

@@ -15,13 +15,13 @@ pytestmark = survivable
 @pytest.mark.parametrize(
     "options",
     [
-        ["strategy=hardsync"],
+        pytest.param(["strategy=hardsync"], marks=pytest.mark.extended),
         ["strategy=hardsync", "strategy.servers=2"],
-        ["strategy=softsync", "strategy.splits=1"],
-        ["strategy=parameter_server"],
+        pytest.param(["strategy=softsync", "strategy.splits=1"], marks=pytest.mark.extended),
+        pytest.param(["strategy=parameter_server"], marks=pytest.mark.extended),
         ["strategy=ssp", "strategy.bound=1"],
         ["strategy=downpour"],
-        ["strategy=easgd"],
+        pytest.param(["strategy=easgd"], marks=pytest.mark.extended),
     ],
     ids=" ".join,
 )

@@ -9,14 +9,19 @@ from hpcdist import strategies
 from hpcdist.records import load_summary
 
 pytestmark = survivable
-every = pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name in strategies.available()
-        if (cls := strategies.load(name)).contract.deaths == "others go on" and "servers" not in cls.Config.model_fields
-    ],
-)
+NAMES = [
+    name
+    for name in strategies.available()
+    if (cls := strategies.load(name)).contract.deaths == "others go on" and "servers" not in cls.Config.model_fields
+]
+
+
+def some(*first: str) -> pytest.MarkDecorator:
+    """These strategies; all others with --all."""
+    marks = {name: () if name in first else pytest.mark.extended for name in NAMES}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in NAMES])
+
+
 STEPS = 23  # in an epoch of 4 ranks; in the last of them ranks 0 and 1 have samples
 
 
@@ -24,7 +29,7 @@ def gone(*ranks: int) -> list[str]:
     return [f"goes on without rank {rank}: it has died" for rank in ranks]
 
 
-@every
+@some("adpsgd", "gossip_push", "gossip_sync")
 def test_ranks_that_die_one_after_the_other_are_gone_on_without(tmp_path, name):
     """One in mid-epoch, the next in the first step after; as many as are left go on from their checkpoint."""
     options = [f"strategy={name}", "checkpoint.every_steps=40"]
@@ -42,7 +47,7 @@ def test_ranks_that_die_one_after_the_other_are_gone_on_without(tmp_path, name):
     assert summary.metrics["accuracy"] > 0.5
 
 
-@every
+@some("gossip_pull", "strom")
 def test_rank_0_may_die_in_the_first_step_on_another_node(tmp_path, name):
     done = job(tmp_path, 4, f"strategy={name}", "epochs=2", deaths={0: 1}, apart=True)
     assert done.returncode == 0, done.stderr
@@ -53,7 +58,7 @@ def test_rank_0_may_die_in_the_first_step_on_another_node(tmp_path, name):
     assert summary.metrics["accuracy"] > 0.5
 
 
-@every
+@some("adpsgd", "gossip_sync")
 def test_a_rank_may_die_in_the_last_step_while_the_others_wait_for_it(tmp_path, name):
     done = job(tmp_path, 4, f"strategy={name}", "epochs=1", deaths={1: STEPS}, nap_s=0.5)
     assert done.returncode == 0, done.stderr
@@ -70,7 +75,7 @@ def test_a_rank_may_die_in_the_last_step_while_the_others_wait_for_it(tmp_path, 
         ("gossip_sync", "strategy.comm.isend"),  # has begun to receive
     ],
 )
-@pytest.mark.parametrize("apart", [False, True], ids=["node", "apart"])
+@pytest.mark.parametrize("apart", [pytest.param(False, marks=pytest.mark.extended), True], ids=["node", "apart"])
 def test_a_rank_may_die_within_a_transfer(tmp_path, name, inside, apart):
     done = job(tmp_path, 4, f"strategy={name}", "epochs=2", deaths={1: 5}, inside=inside, apart=apart, hidden=3000)
     assert done.returncode == 0, done.stderr

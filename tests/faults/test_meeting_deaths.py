@@ -19,7 +19,9 @@ STEP = 10  # after which the next meeting is looked for
         ("gossip_pull", "strategy.shrink", 1, 0.0),  # alive on one communicator, not on the other
         ("gossip_pull", "strategy.comm.allreduce", 1, 0.3),  # in the consensus
         ("gossip_pull", "comm.allreduce", 1, 0.0),  # at the end of an evaluation
-        ("gossip_pull", "comm.calls.communicate", 2, 0.0),  # in the middle of what tells whether to leave
+        pytest.param(
+            "gossip_pull", "comm.calls.communicate", 2, 0.0, marks=pytest.mark.extended
+        ),  # amid what tells to leave
         ("parameter_server", "strategy.comm.broadcast", 1, 0.0),  # the server goes on, a worker waits
     ],
 )

@@ -48,7 +48,13 @@ def test_a_rank_that_dies_before_mpi_is_up_is_not_waited_for_for_ever(tmp_path):
 
 
 @needs_mpirun
-@pytest.mark.parametrize("action", ["time.sleep(600)", "os.kill(os.getpid(), signal.SIGSTOP)"], ids=["late", "stopped"])
+@pytest.mark.parametrize(
+    "action",
+    [
+        pytest.param("time.sleep(600)", id="late"),
+        pytest.param("os.kill(os.getpid(), signal.SIGSTOP)", id="stopped", marks=pytest.mark.extended),
+    ],
+)
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(tmp_path, action):
     job = run(tmp_path, BEGIN + f"if rank == 2:\n    {action}\n" + AT_ONCE, 3)
     assert job.returncode != 0

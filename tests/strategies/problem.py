@@ -81,7 +81,7 @@ class Run:
         self.consensus = [p.clone() for p in strategy.consensus()[0]]
         self.records = records
         self.is_worker = strategy.is_worker
-        self.pending = strategy.pending
+        self.pending = strategy.records.pending()
         self.seconds = strategy.comm.now()
 
     @property

@@ -29,8 +29,11 @@ def _mean(values):
 
 
 # --- staleness --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("workers", [1, 2, 4, 15])
-@pytest.mark.parametrize("compute", [Constant(0.1), Exponential(0.1)], ids=repr)
+@pytest.mark.parametrize(
+    ("workers", "compute"),
+    [(1, Constant(0.1)), (2, Exponential(0.1)), (4, Constant(0.1)), (9, Exponential(0.1))],
+    ids=str,
+)
 def test_the_mean_staleness_is_the_number_of_workers_minus_one(workers, compute):
     # Every update falls into every other worker's gradient under way; only the first and last gradients see fewer.
     samples = workers * 4 * 60
@@ -71,7 +74,7 @@ def test_a_bound_of_staleness_drops_and_counts(bound):
     assert "a gradient of rank 1 was" in dropped[-1].event
 
 
-@pytest.mark.parametrize("workers", [1, 4, 10])
+@pytest.mark.parametrize("workers", [1, 6])
 def test_overlap_costs_as_many_updates_of_staleness_as_there_are_workers(workers):
     """A gradient is of the parameters that came with the last reply but one: two rounds of all, less itself."""
     network = Network(latency_s=1e-5, bandwidth_bytes_s=1e9)

@@ -81,9 +81,8 @@ def test_on_these_ranks_too(ranks, optimizer):
 
 
 @served
-@pytest.mark.parametrize("split", [False, True])
-def test_every_strategy_learns_with_fewer_parameters_than_servers(name, split):
-    runs = _train({"servers": 7, "split_parameters": split}, 10, name=name, optimizer="sgd", epochs=2)
+def test_every_strategy_learns_with_fewer_parameters_than_servers(name):
+    runs = _train({"servers": 7}, 10, name=name, optimizer="sgd", epochs=2)
     assert all(torch.equal(run.consensus[0], runs[0].consensus[0]) for run in runs)
     module = problem.model()
     start = problem.loss(module, range(problem.SAMPLES)).item()
@@ -94,7 +93,7 @@ def test_every_strategy_learns_with_fewer_parameters_than_servers(name, split):
 @served
 def test_compressed_letters_go_to_servers_without_parameters_too(name):
     density = {"name": "topk", "ratio": 0.5}
-    runs = _train({"servers": 6, "compression": density}, 8, name=name, optimizer="sgd", epochs=1)
+    runs = _train({"servers": 6, "compression": density}, 8, name=name, optimizer="sgd", samples=80, epochs=1)
     assert all(torch.isfinite(run.consensus[0]).all() for run in runs)
 
 
@@ -149,8 +148,7 @@ def _resumed(folder, size, overrides, resume=None):
     return checkpoint.latest(folder / "run" / "checkpoints"), found[0][0], [states for _, states in found]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("worlds", [(1, 2, 3), (2, 5, 1)], ids=str)
+@pytest.mark.parametrize(("optimizer", "worlds"), [("Adafactor", (1, 2, 3)), ("AdamW", (2, 5, 1))], ids=str)
 def test_a_run_goes_on_to_the_bit_on_other_numbers_of_servers(tmp_path, optimizer, worlds):
     """An epoch on each number of servers, two workers always: as three epochs on one server."""
     common = ("strategy=hardsync", f"optimizer={OPTIMIZERS[optimizer]}", EACH_EPOCH)

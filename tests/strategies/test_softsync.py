@@ -104,7 +104,7 @@ class Sources(strategies.load(NAME)):
             self.sources = []
 
 
-@pytest.mark.parametrize(("workers", "splits", "quota"), [(4, 1, 4), (7, 2, 3), (7, 3, 2), (7, 7, 1)])
+@pytest.mark.parametrize(("workers", "splits", "quota"), [(4, 1, 4), (7, 3, 2), (7, 7, 1)])
 def test_an_update_takes_its_quota_from_whoever_comes(workers, splits, quota):
     def body(comm):
         updates = []
@@ -149,10 +149,10 @@ def test_gradients_without_an_update_wait_for_the_next_epoch(servers):
     assert (once[0].pending, twice[0].pending) == (1, 0)
 
 
-@pytest.mark.parametrize("modulation", ["none", "average", "measured", "per-gradient", "plus-one", "exponential"])
+@pytest.mark.parametrize("modulation", ["average", "measured", "exponential"])
 def test_a_modulated_run_learns(modulation):
     start = problem.loss(problem.model(), range(problem.SAMPLES)).item()
-    runs = _train({"splits": 4, "modulation": modulation}, 9, optimizer="sgd", epochs=5, compute=Jitter(0.1, 0.2))
+    runs = _train({"splits": 4, "modulation": modulation}, 9, optimizer="sgd", epochs=4, compute=Jitter(0.1, 0.2))
     module = problem.model()
     problem.load(module, runs[0].consensus)
     assert problem.loss(module, range(problem.SAMPLES)).item() < 0.95 * start
@@ -161,7 +161,7 @@ def test_a_modulated_run_learns(modulation):
 # --- trees ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("size", "fan_in", "splits", "group"),
-    [(7, 2, 1, 2), (7, 2, 4, 1), (15, 2, 1, 4), (15, 2, 2, 4), (13, 3, 3, 3), (13, 3, 4, 2), (16, 4, 2, 3)],
+    [(7, 2, 4, 1), (15, 2, 1, 4), (15, 2, 2, 4), (13, 3, 4, 2), (16, 4, 2, 3)],
 )
 def test_aggregators_sum_as_many_as_make_up_an_update(size, fan_in, splits, group):
     found = []  # of how many gradients the requests are that the root gets
@@ -180,7 +180,7 @@ def test_aggregators_sum_as_many_as_make_up_an_update(size, fan_in, splits, grou
     assert len(_staleness(runs)) + sum(run.pending for run in runs) == gradients
 
 
-@pytest.mark.parametrize(("size", "fan_in", "splits", "levels"), [(7, 2, 1, 1), (15, 2, 1, 2), (15, 2, 2, 2)])
+@pytest.mark.parametrize(("size", "fan_in", "splits", "levels"), [(7, 2, 1, 1), (15, 2, 2, 2)])
 def test_a_tree_adds_less_than_n_of_staleness_per_level(size, fan_in, splits, levels):
     settings = {"batch": 1, "epochs": 1, "compute": Jitter(0.1, 0.1)}
     runs = _train({"splits": splits, "fan_in": fan_in}, size, **settings)
@@ -217,7 +217,7 @@ def test_the_rate_is_divided_by_the_staleness_that_each_server_measures(options)
             self.rates.append((policy.factor(0), _mean(policy.measured.state() or [0])))
             self._updated(staleness)
 
-    settings = {"batch": 1, "epochs": 2, "compute": Jitter(0.1, 0.1)}
+    settings = {"batch": 1, "epochs": 1, "compute": Jitter(0.1, 0.1)}
     size = 8 if options.get("servers") == "colocated" else 9 + options.get("servers", 1)
     _train({"splits": 4, "modulation": "measured", **options}, size, name=Noting, **settings)
     assert len(Noting.rates) > 100

@@ -159,7 +159,7 @@ def _interrupt(comm, folder, step, *overrides) -> int:
         trainer._steps = interrupted
         with pytest.raises(KeyboardInterrupt):
             trainer.run()
-        return trainer.strategy.pending
+        return trainer.strategy.records.pending()
 
 
 @every

@@ -34,11 +34,13 @@ class Recorder:
     Attributes:
         write: receives records that are made outside of `step`, as on servers; None drops them.
         remarks: returns events to add to the next record.
+        pending: counts the gradients that this rank, a server, has taken and that no update has applied yet.
     """
 
     def __init__(self, comm: Communicator, write: Callable[[StepRecord], None] | None = None):
         self.write = write
         self.remarks: Callable[[], list[str]] = list
+        self.pending: Callable[[], int] = int
         self._comm = comm
         self._channels = [comm]
         self._since, self._before = comm.now(), Traffic()

@@ -160,6 +160,8 @@ class GradientServer(Handler):
         self._of_all_workers, self._workers = strategy.contract.synchronous, len(strategy.roles.workers)
         self.aggregate = Aggregate(self._model, self._place.shard, apart=self._place.colocated)
         self._held: list[HeldRequest] = []
+        # A checkpoint includes these gradients; another number of ranks begins without, and the run's end loses them.
+        strategy.records.pending = lambda: len(self.aggregate.clocks)
 
     def master(self) -> list[Tensor]:
         return self._place.shard.of(self._model.params)
@@ -247,14 +249,6 @@ class GradientServer(Handler):
         aggregate.forget()
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
-    @property
-    def pending(self) -> int:
-        """Count the gradients in the sum that no update has applied yet.
-
-        A checkpoint includes them; another number of ranks begins without, and the run's end loses them.
-        """
-        return len(self.aggregate.clocks)
-
     def entries(self) -> list[Entry]:
         store = Entry("store", self.aggregate.state, self._load_aggregate, dropped(), optional=True)
         return [*self.policy.entries(), store]

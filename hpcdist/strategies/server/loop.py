@@ -34,11 +34,6 @@ class Handler(abc.ABC):
     def master(self) -> Sequence[Tensor]:
         """Return the parameters of this server's shard, one flat tensor per group."""
 
-    @property
-    def pending(self) -> int:
-        """Count the gradients that have been taken and that no update has applied yet."""
-        return 0
-
     def entries(self) -> Iterable[Entry]:
         """Declare the server's state, beside the parameters in its model."""
         return ()

@@ -219,10 +219,6 @@ class ServerStrategy(Strategy):
         if self.place.children:
             self.loop.serve(update)
 
-    @property
-    def pending(self) -> int:
-        return self.loop.handler.pending if self.place.children else 0
-
     # --- common ---------------------------------------------------------------------------------------------------
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Take the servers' parameters; average buffers, which only workers compute, over the workers."""

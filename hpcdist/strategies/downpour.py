@@ -19,8 +19,7 @@ from hpcdist.strategies.server.channel import FETCH, GRADIENT, PUSH, Reply, Serv
 from hpcdist.strategies.server.gradient_server import Aggregate
 from hpcdist.strategies.server.loop import Handler
 from hpcdist.strategies.server.placement import Shard
-from hpcdist.strategies.server.strategy import ServerStrategy
-from hpcdist.strategies.server.worker import Worker
+from hpcdist.strategies.server.strategy import ServerStrategy, Worker
 
 
 class ShardAdagrad:
@@ -44,7 +43,11 @@ class ShardAdagrad:
     ):
         self._shard, self._rate = shard, rate
         self._first_rate, self._hyperparameters = _reference_rate(optimizer), hyperparameters
-        self._parameters = [torch.nn.Parameter(_precise(part)) for part in shard.of(model.params)]
+        # In float32 at least: in float16 Adagrad's eps is 0, and in bfloat16 a sum soon stops growing.
+        self._parameters = [
+            torch.nn.Parameter(part.to(torch.promote_types(part.dtype, torch.float32), copy=True))
+            for part in shard.of(model.params)
+        ]
         self.params = [parameter.detach() for parameter in self._parameters]
         self._adagrad = torch.optim.Adagrad(self._parameters, lr=rate)
 
@@ -74,11 +77,6 @@ def _reference_rate(optimizer: torch.optim.Optimizer | None) -> float:
     """Return the learning rate before any schedule, or a schedule's largest."""
     group = {} if optimizer is None else optimizer.param_groups[0]
     return float(group.get("max_lr", group.get("initial_lr", group.get("lr", 0.0))))
-
-
-def _precise(part: Tensor) -> Tensor:
-    """Copy to float32 at least: in float16 Adagrad's eps is 0, and in bfloat16 a sum soon stops growing."""
-    return part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
 
 
 @final
@@ -216,14 +214,14 @@ class _Worker(Worker):
             self.strategy.loop.show()
 
     def entries(self) -> list[Entry]:
+        def load(saved: Sequence[bool]) -> None:
+            self._used.copy_(torch.tensor(saved))
+
         none_used = [False] * len(self._used)
         return [
             held_tensors("sum", self._sum, zeros(self._sum)),
-            Entry("used", self._used.tolist, self._load_used, dropped(none_used), optional=True),
+            Entry("used", self._used.tolist, load, dropped(none_used), optional=True),
         ]
-
-    def _load_used(self, saved: Sequence[bool]) -> None:
-        self._used.copy_(torch.tensor(saved))
 
 
 class _Server(Handler):

@@ -362,7 +362,10 @@ class Sandblaster(Strategy):
         ]
 
     def masters(self) -> Flats | None:
-        return Flats(self.shard.of_model(), self.shard.ranges) if self.has_shard else None
+        if not self.has_shard:
+            return None
+        shard = self.point.shards[self.comm.rank]
+        return Flats(shard.of(self.model.params), shard.ranges)
 
     def _clock(self) -> int:
         if self.coordinates:

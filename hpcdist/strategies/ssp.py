@@ -51,10 +51,10 @@ class SSPPolicy(Policy):
         self._completed[worker] = max(self._completed[worker], min(others, default=0))
 
     def entries(self) -> Iterable[Entry]:
-        return [Entry("completed", self._save_completed, self._completed.update, dropped([]), optional=True)]
+        def save() -> list[list[int]]:
+            return [[worker, steps] for worker, steps in self._completed.items()]
 
-    def _save_completed(self) -> list[list[int]]:
-        return [[worker, steps] for worker, steps in self._completed.items()]
+        return [Entry("completed", save, self._completed.update, dropped([]), optional=True)]
 
 
 @final

@@ -58,10 +58,6 @@ class CurvaturePairs:
         self._choose_spare()
         return True
 
-    def clear(self) -> None:
-        """Forget all pairs."""
-        self.kept.clear()
-
     def direction(self, into: int, gradient: int) -> None:
         """Compute −H·gradient, where H stands for the inverse Hessian: algorithm 7.4 of Nocedal and Wright.
 
@@ -148,7 +144,7 @@ class Lbfgs:
     def take_up(self) -> None:
         """Take up parameters that the loop has changed, and forget what they were."""
         if self._vectors.result(ops.TAKE_UP):
-            self._pairs.clear()
+            self._pairs.kept.clear()
             self._known, self._pending = None, 0
 
     def step(self, batch: JointBatch, number: int) -> Steps:
@@ -184,12 +180,12 @@ class Lbfgs:
         pairs.direction(ops.DIRECTION, ops.GRADIENT)
         slope = vectors.dot(ops.GRADIENT, ops.DIRECTION)
         if not slope < 0.0:  # rounding, or a history of other batches
-            pairs.clear()
+            pairs.kept.clear()
             pairs.direction(ops.DIRECTION, ops.GRADIENT)
             slope = -square
         found = yield from self._search(batch, loss, slope, math.sqrt(square))
         if found is None:
-            pairs.clear()
+            pairs.kept.clear()
             vectors.copy(ops.POINT, ops.X)
             vectors.flush()
             return False

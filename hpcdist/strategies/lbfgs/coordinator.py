@@ -48,7 +48,7 @@ WORK, DONE = range(2)  # replies to workers
 
 
 @dataclass
-class Evaluation:
+class LossEvaluation:
     """One evaluation of the loss for a step: its portions, and the losses of those that are computed."""
 
     steps: Steps
@@ -77,7 +77,7 @@ class Coordinator:
         self._algorithm, self._vectors, self._count, self._report = algorithm, vectors, count, report
         self.clock = self.evaluations = 0
         self._batch = JointBatch(1)
-        self._under_way: Evaluation | None = None  # of the step under way; None between steps
+        self._under_way: LossEvaluation | None = None  # of the step under way; None between steps
         self._pace = Pace()
         self._idle: dict[int, int] = {}  # workers that wait: the step that they are in
         self._done: list[float] = [DONE, 0.0, 0.0]
@@ -148,7 +148,7 @@ class Coordinator:
         self._vectors.queue(ops.GATHER, self.evaluations, division.count, division.heads, division.tails)
         self._vectors.flush()
         portions = Portions(division.count, self._pace)
-        self._under_way = Evaluation(steps, division, portions, [0.0] * division.count)
+        self._under_way = LossEvaluation(steps, division, portions, [0.0] * division.count)
 
     # --- periods of service, checkpoints --------------------------------------------------------------------------
     def begin(self) -> None:

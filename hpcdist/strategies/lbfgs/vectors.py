@@ -253,10 +253,6 @@ class HistoryShard:
     def ranges(self) -> Ranges:
         return self._shard.ranges
 
-    def of_model(self) -> list[Tensor]:
-        """Return the shard's part of the model's parameters."""
-        return self._shard.of(self._model.params)
-
     def entries(self, history: int) -> list[Entry]:
         """Declare the vectors that later steps need, of so many pairs and one that is being made."""
         numbers = [number for number in range(PAIRS + 2 * (history + 1)) if number not in PASSING]

@@ -13,8 +13,7 @@ from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.common.state import Entry, dropped, held_tensors
 from hpcdist.strategies.server.channel import FETCH, NOBODY, Reply, ReplyHead, ServerRequest, waited_for
 from hpcdist.strategies.server.loop import Handler
-from hpcdist.strategies.server.strategy import ServerStrategy
-from hpcdist.strategies.server.worker import Worker
+from hpcdist.strategies.server.strategy import ServerStrategy, Worker
 
 
 class ElasticConfig(ServerStrategy.Config):

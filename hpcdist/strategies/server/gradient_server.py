@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,10 +17,8 @@ from hpcdist.strategies.server.channel import GRADIENT, NOBODY, SUM, Reply, Serv
 from hpcdist.strategies.server.loop import Handler
 from hpcdist.strategies.server.placement import Shard
 from hpcdist.strategies.server.policy import Held, Policy
+from hpcdist.strategies.server.strategy import ServerStrategy
 from hpcdist.strategies.server.worker import GradientWorker
-
-if TYPE_CHECKING:
-    from hpcdist.strategies.server.strategy import ServerStrategy
 
 
 class Aggregate:

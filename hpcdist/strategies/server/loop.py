@@ -3,18 +3,69 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
+from hpcdist.comm.communicator import Communicator
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.common.state import Entry
-from hpcdist.strategies.server.channel import PAUSE, Reply, ServerRequest
+from hpcdist.strategies.common.state import Entry, dropped
+from hpcdist.strategies.server.channel import PAUSE, Reply, ReplyHead, RequestChannel, ServerRequest
 from hpcdist.strategies.server.liveness import Liveness
+from hpcdist.strategies.server.placement import Placement
 
-if TYPE_CHECKING:
-    from hpcdist.strategies.server.strategy import ServerStrategy
+
+class Replica:
+    """Count the updates of the parameters in the model, and take new ones from replies, shard by shard.
+
+    The shard of a rank that is worker and server lies in the model already: replies don't change it.
+
+    Attributes:
+        clock: updates of this rank's own shard on a server; else of the parameters in the model, of the first shard's.
+        clocks: for each parent, updates of the parameters that have come from it.
+        applied: staleness of the gradients applied here since this rank's last step, if it is worker and server.
+    """
+
+    def __init__(self, place: Placement, model: FlatModel):
+        self._place, self.model = place, model
+        others = [place.shards[parent] for parent in place.parents if parent != place.rank]
+        self._shards = others if place.colocated else [place.everything]
+        self.clock, self.clocks = 0, [0] * len(place.parents)
+        self.applied: list[int] = []
+
+    def stamps(self) -> list[list[int]]:
+        """Return for each parent the clock of its parameters in the model, which goes along with a gradient."""
+        parents = zip(self._place.parents, self.clocks, strict=True)
+        return [[self.clock if parent == self._place.rank else clock] for parent, clock in parents]
+
+    def take(self, heads: Sequence[ReplyHead], arrived: Sequence[Tensor]) -> None:
+        """Copy what has arrived from all parents into the model."""
+        for shard in self._shards:
+            for params, values in zip(shard.of(self.model.params), shard.of(arrived), strict=True):
+                params.copy_(values)
+        self.clocks = [head.clock for head in heads]
+        if not self._place.colocated:
+            self.clock = self.clocks[0]
+
+    def take_applied(self) -> tuple[int, ...]:
+        """Return the staleness of the gradients applied here since the last call."""
+        applied, self.applied = tuple(self.applied), []
+        return applied
+
+    def entries(self) -> list[Entry]:
+        """Declare the clocks; on another number of ranks all parents have the largest one that was saved."""
+
+        def load(clock: int) -> None:
+            self.clock = clock
+
+        def load_clocks(saved: Sequence[int]) -> None:
+            self.clocks = list(saved) or [self.clock] * len(self._place.parents)
+
+        return [
+            Entry("clock", lambda: self.clock, load, max),
+            Entry("clocks", lambda: self.clocks, load_clocks, dropped([])),
+        ]
 
 
 class Handler(abc.ABC):
@@ -42,6 +93,10 @@ class Handler(abc.ABC):
 class ServerLoop:
     """Give requests to a handler one by one. A request of a worker's next period waits until that begins here too.
 
+    Args:
+        deadline_s: how long a worker may push nothing before the others go on without it; None: for ever.
+        report: writes a record of this rank, which has taken so many steps since the last one.
+
     Attributes:
         handler: deals with requests.
         update: runs the local optimiser on the gradients in the model.
@@ -49,15 +104,21 @@ class ServerLoop:
 
     handler: Handler
 
-    def __init__(self, strategy: ServerStrategy):
-        deadline_s = strategy.config.learner_deadline_s
-        self._strategy, self._comm, self._model = strategy, strategy.comm, strategy.model
-        self._place, self._inbox, self._client = strategy.place, strategy.channel.inbox, strategy.channel.client
-        self.replica = strategy.replica
-        self.liveness = Liveness(self._place.children, deadline_s)
-        self._watches = self._comm.failures.tolerant or deadline_s is not None
+    def __init__(
+        self,
+        comm: Communicator,
+        place: Placement,
+        channel: RequestChannel,
+        replica: Replica,
+        deadline_s: float | None,
+        report: Callable[..., None],
+    ):
+        self._comm, self._place, self._inbox, self._client = comm, place, channel.inbox, channel.client
+        self._report, self.replica = report, replica
+        self.liveness = Liveness(place.children, deadline_s)
+        self._watches = comm.failures.tolerant or deadline_s is not None
         self.update: Update = lambda: None  # until the first step hands over the local optimiser's
-        self._stepping = list(self._place.children)  # those that have not paused in this period
+        self._stepping = list(place.children)  # those that have not paused in this period
         self._early: list[ServerRequest] = []  # of children that have begun the next period
 
     # --- a period of service --------------------------------------------------------------------------------------
@@ -80,7 +141,7 @@ class ServerLoop:
 
     def begin(self, update: Update) -> None:
         """Begin a period of service."""
-        self._model.refresh()
+        self.replica.model.refresh()
         if not self._place.colocated:  # what the loop has done to the parameters, such as loading others, it did here
             self.take_up()
         self.update = update
@@ -121,12 +182,12 @@ class ServerLoop:
 
     def take_up(self) -> None:
         """Serve the parameters that are in the model."""
-        for served, own in zip(self.handler.master(), self._place.shard.of(self._model.params), strict=True):
+        for served, own in zip(self.handler.master(), self._place.shard.of(self.replica.model.params), strict=True):
             served.copy_(own)
 
     def show(self) -> None:
         """Copy the parameters that are served into the model."""
-        for own, served in zip(self._place.shard.of(self._model.params), self.handler.master(), strict=True):
+        for own, served in zip(self._place.shard.of(self.replica.model.params), self.handler.master(), strict=True):
             own.copy_(served)
 
     def _deal_early(self) -> None:
@@ -184,8 +245,3 @@ class ServerLoop:
             self.replica.applied += staleness
         else:
             self._report(Outcome(self.replica.clock, staleness=tuple(staleness)), steps=1)
-
-    def _report(self, outcome: Outcome, steps: int = 0) -> None:
-        """Write a record of this rank, which has taken so many steps since the last one."""
-        self._strategy.steps += steps
-        self._strategy.records.report(self._strategy.steps, outcome)

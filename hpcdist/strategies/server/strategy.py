@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import abc
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +19,11 @@ from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.replicas import with_buffers
 from hpcdist.strategies.common.state import Entry, Flats
-from hpcdist.strategies.server.channel import RequestChannel
+from hpcdist.strategies.server.channel import PAUSE, RequestChannel
 from hpcdist.strategies.server.codec import Codec, Content
-from hpcdist.strategies.server.loop import Handler, ServerLoop
+from hpcdist.strategies.server.loop import Handler, Replica, ServerLoop
 from hpcdist.strategies.server.placement import Placement, broadcast_shards
 from hpcdist.strategies.server.roles import Roles, Servers, assign
-from hpcdist.strategies.server.worker import Replica, Worker
 
 
 class ServerStrategy(Strategy):
@@ -140,7 +140,8 @@ class ServerStrategy(Strategy):
             comm, roles, place.shards, model.params, len(model.names), clocks, *self._codecs(), values=values
         )
         if place.children:
-            self.loop = ServerLoop(self)
+            deadline_s = config.learner_deadline_s
+            self.loop = ServerLoop(comm, place, self.channel, self.replica, deadline_s, self._report)
         if place.colocated:
             self.channel.client.meanwhile = self.loop.serve_waiting
         if (norm := self._update_norm) is not None:
@@ -219,6 +220,11 @@ class ServerStrategy(Strategy):
         if self.place.children:
             self.loop.serve(update)
 
+    def _report(self, outcome: Outcome, steps: int = 0) -> None:
+        """Write a record of this rank, which has taken so many steps since the last one."""
+        self.steps += steps
+        self.records.report(self.steps, outcome)
+
     # --- common ---------------------------------------------------------------------------------------------------
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Take the servers' parameters; average buffers, which only workers compute, over the workers."""
@@ -271,6 +277,56 @@ class ServerStrategy(Strategy):
         for parameter, (_, group, start, stop, _) in zip(parameters, self.model.named_slices()):
             if not (serves and self.place.shard.overlaps(group, start, stop)):
                 self.optimizer.state.pop(parameter, None)
+
+
+class Worker(abc.ABC):
+    """Take the steps of a worker that has servers.
+
+    Args:
+        strategy: whose worker this is.
+    """
+
+    def __init__(self, strategy: ServerStrategy):
+        self.strategy, self.model, self.place = strategy, strategy.model, strategy.place
+        self.channel, self.client, self.replica = strategy.channel, strategy.channel.client, strategy.replica
+
+    @abc.abstractmethod
+    def step(self, update: Update) -> Outcome:
+        """Take one step on the gradients in `model.grads`; decide when `update` runs."""
+
+    def finish(self) -> None:
+        """Complete what is under way, before a pause."""
+
+    def entries(self) -> Iterable[Entry]:
+        """Declare the worker's state, beside its parameters."""
+        return ()
+
+    def pause(self) -> None:
+        """Push that no request of this period follows, and wait for the reply."""
+        self.finish()
+        self.client.push(PAUSE)
+        self.client.wait()
+
+    def stamps(self) -> dict[str, Any]:
+        """Return what goes along with a request: clocks and numbers, as arguments of `Client.push`.
+
+        The numbers are the hyper-parameters, and where every update is of the same batches how many of them no step has
+        followed.
+        """
+        strategy = self.strategy
+        values = strategy.hyperparameters.values() if strategy.sends_hyperparameters else []
+        if strategy.contract.synchronous:
+            values.append(float(self.model.passes.left_out))
+        return {"clocks": self.replica.stamps(), "values": values}
+
+    def left_out(self) -> str | None:
+        """Return the event where this step's gradients are left out because they are not finite.
+
+        Raises:
+            NonFiniteError: they are not, and the run is to end then.
+        """
+        bad = self.strategy.gradients.nonfinite()
+        return self.strategy.gradients.leave_out({self.place.rank: bad}) if bad else None
 
 
 class UpdateClip:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from hpcdist.comm.transfer import (
     Neighbourhood,
     Request,
     addable,
-    check_color,
     check_flat,
     check_rank,
     check_tag,
@@ -94,14 +92,7 @@ class Alone(Communicator):
     def barrier(self) -> None:
         pass
 
-    @overload
-    def split(self, color: int, key: int = 0, *, traffic: Traffic | None = None) -> Alone: ...
-
-    @overload
-    def split(self, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> Alone | None: ...
-
-    def split(self, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> Alone | None:
-        check_color(color)
+    def _split(self, color: int | None, key: int, traffic: Traffic | None) -> Alone | None:
         return None if color is None else Alone(self.failures.deadline_s, traffic)
 
     def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:

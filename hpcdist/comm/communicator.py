@@ -29,7 +29,7 @@ from hpcdist.comm.transfer import (
     check_tag,
 )
 from hpcdist.comm.window import Memory, Put, Window
-from hpcdist.errors import HpcdistError
+from hpcdist.errors import CommunicationError, HpcdistError
 
 __all__ = [
     "ANY",
@@ -52,6 +52,7 @@ __all__ = [
     "overlapping",
 ]
 T = TypeVar("T")
+C = TypeVar("C", bound="Communicator")
 
 
 class Communicator(abc.ABC):
@@ -134,13 +135,12 @@ class Communicator(abc.ABC):
         """Collective. Return once every rank has called it."""
 
     @overload
-    def split(self, color: int, key: int = 0, *, traffic: Traffic | None = None) -> Communicator: ...
+    def split(self: C, color: int, key: int = 0, *, traffic: Traffic | None = None) -> C: ...
 
     @overload
-    def split(self, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> Communicator | None: ...
+    def split(self: C, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> C | None: ...
 
-    @abc.abstractmethod
-    def split(self, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> Communicator | None:
+    def split(self: C, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> C | None:
         """Collective. Make one communicator per colour, ranks ordered by (key, rank); None where color is None.
 
         `split(0)` duplicates: messages on the copy never mix with those on the original.
@@ -148,6 +148,13 @@ class Communicator(abc.ABC):
         Args:
             traffic: the account to which its transfers are added; by default a new one.
         """
+        if color is not None and color < 0:
+            raise CommunicationError(f"color must be an integer of at least 0, or None; got {color}.")
+        return self._split(color, key, traffic)
+
+    @abc.abstractmethod
+    def _split(self: C, color: int | None, key: int, traffic: Traffic | None) -> C | None:
+        """Do what `split` says."""
 
     @abc.abstractmethod
     def neighbourhood(self, sources: Sequence[int], destinations: Sequence[int]) -> Neighbourhood:

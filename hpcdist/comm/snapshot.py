@@ -49,32 +49,29 @@ class Publication:
         self._words.put(torch.tensor([self._count]), rank, _DONE)
 
     def read(self, out: Sequence[Tensor], rank: int) -> int:
-        """Copy `rank`'s last publication into `out` (overwritten), whole; return its clock.
+        """Copy `rank`'s last publication into `out` (overwritten), whole; return its clock. See `use`."""
 
-        Raises DeadlineError if writers overtake every attempt until the communicator's deadline.
-        """
-        return self._whole(lambda: self.read_torn(out, rank), rank)
+        def copy(tensors: Sequence[Tensor]) -> None:
+            for own, theirs in zip(out, tensors, strict=True):
+                own.copy_(theirs)
+
+        return self.use(copy, out, rank, lambda: None)
 
     def use(
         self, function: Callable[[Sequence[Tensor]], object], out: Sequence[Tensor], rank: int, undo: Callable[[], None]
     ) -> int:
-        """Let `function` read `rank`'s last publication, whole, where it lies; return its clock. See `read`.
+        """Let `function` read `rank`'s last publication, whole, where it lies; return its clock.
 
         Elements that are not mapped here are copied into `out` first. `undo` is called after a reading that a writer
         has overtaken, or that has failed, and `function` again after the former.
-        """
-        return self._whole(lambda: self.use_torn(function, out, rank), rank, undo)
 
-    def _whole(self, attempt: Callable[[], int], rank: int, undo: Callable[[], None] = lambda: None) -> int:
-        """Let `attempt` read `rank`'s last publication until that was whole; return its clock.
-
-        `attempt` returns its number. `undo` is called after each attempt that was overtaken or failed.
+        Raises DeadlineError if writers overtake every attempt until the communicator's deadline.
         """
         limit_s = self._comm.failures.deadline_s
         until = self._comm.now() + limit_s
         while True:
             try:
-                done = attempt()
+                done = self.use_torn(function, out, rank)
                 clock = self._word(rank, _CLOCK + done % 2)
                 # Read last, and each word by a call of its own: elements of one call may be of different moments.
                 overtaken = self._word(rank, _BEGUN) > done + 1
@@ -94,20 +91,11 @@ class Publication:
                     f"{limit_s:g} s and {self.retries} attempts. Publish less often, or read torn."
                 )
 
-    def read_torn(self, out: Sequence[Tensor], rank: int) -> int:
-        """Copy the last publication without a check: elements of later ones may be among them.
-
-        Returns the number of the publication (1 for the first) that was the last when the copy began; 0 if none was.
-        """
-        done = self._word(rank, _DONE)
-        for window, tensor in zip(self._copies, out, strict=True):
-            window.get(tensor, rank, done % 2 * tensor.numel())
-        return done
-
     def use_torn(self, function: Callable[[Sequence[Tensor]], object], out: Sequence[Tensor], rank: int) -> int:
-        """Let `function` read the last publication where it lies, without a check; return its number. See `read_torn`.
+        """Let `function` read the last publication where it lies, without a check: it may hold elements of later ones.
 
-        Elements that are not mapped here are copied into `out` first.
+        Elements that are not mapped here are copied into `out` first. Returns the number of the publication (1 for the
+        first) that was the last when the reading began; 0 if none was.
         """
         done = self._word(rank, _DONE)
         function([w.read(rank, done % 2 * t.numel(), t.numel(), t) for w, t in zip(self._copies, out, strict=True)])

@@ -171,14 +171,12 @@ class TracedCommunicator(Communicator):
     )
     close: Any = Noted("close", COLLECTIVE, lambda comm: comm._numbered())
 
-    def split(self, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> Any:
+    def _split(self, color: int | None, key: int, traffic: Traffic | None) -> TracedCommunicator | None:
         self._splits += 1
         with self.trace.span("split", COLLECTIVE, **self._numbered()):
             made = self.plain.split(color, key, traffic=traffic)
         name = f"{self._name}/{self._splits}.{color}"
-        return (
-            None if made is None or self.trace.timeline is None else TracedCommunicator(made, self.trace.timeline, name)
-        )
+        return None if made is None else TracedCommunicator(made, self._timeline, name)
 
     def now(self) -> float:
         return self.plain.now()

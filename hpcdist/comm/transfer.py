@@ -64,12 +64,6 @@ def check_wanted(source: int, tag: int, size: int) -> None:
         check_tag(tag)
 
 
-def check_color(color: int | None) -> None:
-    """Check the colour of a rank in `split`; raise CommunicationError otherwise."""
-    if color is not None and color < 0:
-        raise CommunicationError(f"color must be an integer of at least 0, or None; got {color}.")
-
-
 # torch adds these under another name only: two's complement addition knows no sign.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _ADDABLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16}

@@ -108,7 +108,7 @@ class Running:
                 "Horovod must not have been started by this program already: hpcdist starts it on the ranks and with "
                 "the settings it is told. Leave out hvd.init(), or shut it down before."
             )
-        self.comm = comm.split(0, name="horovod")
+        self.comm = comm.split(0)
         self.users, self.made, self.broken = 0, 0, False
         self._groups: dict[tuple[int, ...], Any] = {}  # by ranks in `comm`: Horovod's process set
         self._start()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast, overload
+from typing import cast
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from hpcdist.comm.transfer import (
     Envelope,
     Neighbourhood,
     Request,
-    check_color,
     check_flat,
     check_rank,
     check_tag,
@@ -222,20 +221,7 @@ class MpiCommunicator(Communicator):
             self.calls.attempt("barrier", EVERYONE, self.members.alive.Barrier)
         self.traffic.waiting_s += clock() - start
 
-    @overload
-    def split(
-        self, color: int, key: int = 0, *, traffic: Traffic | None = None, name: str | None = None
-    ) -> MpiCommunicator: ...
-
-    @overload
-    def split(
-        self, color: int | None, key: int = 0, *, traffic: Traffic | None = None, name: str | None = None
-    ) -> MpiCommunicator | None: ...
-
-    def split(
-        self, color: int | None, key: int = 0, *, traffic: Traffic | None = None, name: str | None = None
-    ) -> MpiCommunicator | None:
-        check_color(color)
+    def _split(self, color: int | None, key: int, traffic: Traffic | None) -> MpiCommunicator | None:
         wanted = self.gather([None if color is None else int(color), int(key)])
         mpi = cast(MPI.Intracomm, self.mpi.Split(MPI.UNDEFINED if color is None else color, key))
         if color is None:
@@ -243,7 +229,7 @@ class MpiCommunicator(Communicator):
         members = sorted((choice[1], r) for r, choice in enumerate(wanted) if choice and choice[0] == color)
         nodes = [self.memory.nodes[r] for _, r in members]
         index = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
-        name = name or f"{self.name}/{color}"
+        name = f"{self.name}/{color}"
         return self._made(mpi, tuple(index[node] for node in nodes), self.memory.wanted, name, traffic)
 
     def apart(self, internode: str = "auto", nodes: tuple[int, ...] | None = None) -> MpiCommunicator:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from hpcdist.comm.transfer import (
     Neighbourhood,
     Request,
     addable,
-    check_color,
     check_flat,
     check_rank,
     check_tag,
@@ -66,7 +64,7 @@ class VirtualCommunicator(Communicator):
         path = self._member.path_to(dest)
         duration_s = path.duration_s(tensor.nbytes)
         start_s, end_s = path.out.reserve(self.clock.now_s, duration_s)
-        message = Message.copy_of(tensor, self.rank, tag)
+        message = Message(self.rank, tag, tensor.itemsize, tensor.detach().clone().view(torch.uint8))
         self.clock.spawn(self._group.arrivals[dest].carry(message, path, start_s, duration_s))
         self._traffic.sent(tensor.nbytes)
         return SendRequest(self._member, end_s)
@@ -134,16 +132,7 @@ class VirtualCommunicator(Communicator):
     def barrier(self) -> None:
         self._member.meet("barrier")
 
-    @overload
-    def split(self, color: int, key: int = 0, *, traffic: Traffic | None = None) -> VirtualCommunicator: ...
-
-    @overload
-    def split(
-        self, color: int | None, key: int = 0, *, traffic: Traffic | None = None
-    ) -> VirtualCommunicator | None: ...
-
-    def split(self, color: int | None, key: int = 0, *, traffic: Traffic | None = None) -> VirtualCommunicator | None:
-        check_color(color)
+    def _split(self, color: int | None, key: int, traffic: Traffic | None) -> VirtualCommunicator | None:
 
         def conclude(choices: list[tuple[int | None, int]]) -> tuple[list, float]:
             taken: list[tuple[Group, int] | None] = [None] * self.size

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hpcdist.comm.capabilities import Failures, Traffic
@@ -43,7 +42,8 @@ class Group:
         ranks = [cluster.clock.ranks[member] for member in members]
         self.gathering = Gathering(cluster.clock, ranks)
         self.arrivals = [Arrivals(rank, cluster.clock) for rank in ranks]
-        self.latency_s, self.bandwidth_bytes_s = cluster.wiring.slowest(members)
+        wiring = cluster.wiring  # collectives are bounded by the links inside a node if all ranks are on one
+        self.latency_s, self.bandwidth_bytes_s = wiring.network.slowest([wiring.nodes[member] for member in members])
 
     def rounds_s(self, n_bytes: int = 0) -> float:
         """Compute the seconds of log2 p rounds, each of one message of n bytes."""
@@ -120,10 +120,6 @@ class Message:
     tag: int
     itemsize: int
     data: Tensor  # bytes
-
-    @classmethod
-    def copy_of(cls, tensor: Tensor, source: int, tag: int) -> Message:
-        return cls(source, tag, tensor.itemsize, tensor.detach().clone().view(torch.uint8))
 
     def fits(self, source: int, tag: int) -> bool:
         return source in (ANY, self.source) and tag in (ANY, self.tag)

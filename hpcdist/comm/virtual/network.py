@@ -114,7 +114,3 @@ class Wiring:
         if ours == theirs:
             return Path(*self._intra, self._intra_links[source][0], self._intra_links[dest][1])
         return Path(*self._inter, self._inter_links[ours][0], self._inter_links[theirs][1])
-
-    def slowest(self, ranks: list[int]) -> tuple[float, float]:
-        """Return latency and bandwidth that bound a collective of `ranks`: those inside a node if all are on one."""
-        return self.network.slowest([self.nodes[rank] for rank in ranks])

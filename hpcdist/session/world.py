@@ -137,8 +137,7 @@ def _join_world(deadline_s: float | None, gpu_aware_mpi: bool | None, internode:
         if reason := library.missing():
             return _join_alone(deadline_s, reason)
         # These start MPI: not at import, so that `import hpcdist` works without it.
-        from hpcdist.comm.mpi.fault_tolerance import all_needed
-        from hpcdist.comm.mpi.world import world
+        from hpcdist.comm.mpi.world import all_needed, world
 
         with all_needed(tolerant):
             comm = world(tolerant=tolerant, **_given(deadline_s=deadline_s, internode=internode))

@@ -26,7 +26,7 @@ torch.nn.Linear(1, 1)(torch.ones(1, 1)).sum().backward()  # torch's first one ta
 optimizer = hd.DistributedOptimizer(optimizer, model, {options})
 comm.barrier()
 for calls in comm.process.calls_in_use():
-    calls.deadline_s = 1  # from here on: a busy machine may take longer to start
+    calls.failures.deadline_s = 1  # from here on: a busy machine may take longer to start
 data = torch.utils.data.TensorDataset(torch.randn(120, 4), torch.randint(0, 2, (120,)))
 for step, (x, y) in enumerate(hd.shard(torch.utils.data.DataLoader(data, batch_size=4))):  # the loop
     if step == 3 and hd.rank() == 2:
@@ -100,7 +100,7 @@ def loss(outputs, targets):
     calls += 1
     if calls == 5:
         for own in hd.init().process.calls_in_use():
-            own.deadline_s = 1  # from here on: a busy machine may take longer to start
+            own.failures.deadline_s = 1  # from here on: a busy machine may take longer to start
         if hd.rank() == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
     return tiny.job.loss(outputs, targets)

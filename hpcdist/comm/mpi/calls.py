@@ -1,23 +1,28 @@
-"""The ranks of a communicator that live, and this rank's blocking calls to them.
+"""This rank's blocking calls of MPI, and going on without ranks that died.
 
-Each call leaves a note of its peer and its deadline, for messages and for the watchdog.
+Each call leaves a note of its peer and its deadline, for messages and for the watchdog. Deaths are survived by
+User-Level Failure Mitigation, as Open MPI 5 has it (`mpirun --with-ft ulfm`).
 """
 
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from mpi4py import MPI
 
-from hpcdist.comm.capabilities import Trace
+from hpcdist.comm.capabilities import Failures, Trace
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, DeadlineError, RankFailedError
 
+T = TypeVar("T")
+GIVE_WAY_S = 2.0  # how long mpirun may take to end the other ranks of a job
 NEWS_S = 30.0  # how much later than a broken connection MPI may tell of the death behind it
 
 
@@ -33,51 +38,6 @@ def meet(mpi: MPI.Intracomm) -> None:
         except MPI.Exception as error:
             if error.Get_error_class() != MPI.ERR_PROC_FAILED:  # somebody knew of another death
                 raise
-
-
-class Members:
-    """The ranks of a communicator that live, and those known to have died.
-
-    Messages between the living, and windows, work on the communicator that a rank died in; only collectives need one
-    of the living alone.
-
-    Args:
-        mpi: MPI's communicator of all of them.
-        tolerant: the library survives a rank that dies, and tells.
-    """
-
-    def __init__(self, mpi: MPI.Intracomm, tolerant: bool):
-        self.all, self.tolerant = mpi, tolerant
-        self.alive: MPI.Intracomm = mpi.Dup() if tolerant else mpi  # for collectives; messages outlive its revocation
-        self.living = tuple(range(mpi.Get_size()))
-        self.lost: tuple[int, ...] = ()
-
-    def failed(self) -> tuple[int, ...]:
-        """Return the ranks that are known to have died. Never blocks."""
-        if not self.tolerant:
-            return ()
-        with suppress(MPI.Exception):  # it notices a death by making progress, and may complain of it
-            self.all.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
-        dead, everyone = self.all.Get_failed(), self.all.Get_group()
-        ranks = MPI.Group.Translate_ranks(dead, None, everyone)
-        dead.Free()
-        everyone.Free()
-        return tuple(sorted(ranks))
-
-    def has_died(self, rank: int) -> bool:
-        """Tell whether a connection to `rank` broke because it died, which MPI may report a moment later."""
-        with suppress(DeadlineError):
-            wait_until(lambda: rank in self.failed(), NEWS_S if self.tolerant else 0.0, str)
-            return True
-        return False
-
-    def shrink(self) -> None:
-        """Collective among the living. Remove the dead from collectives."""
-        before, self.alive = self.living, cast(MPI.Intracomm, self.all.Shrink())
-        meet(self.all)  # Open MPI 5.0 crashes where a communicator is revoked that another rank is still making
-        group = self.alive.Get_group()
-        self.living = tuple(MPI.Group.Translate_ranks(group, None, self.all.Get_group()))
-        self.lost += tuple(rank for rank in before if rank not in self.living)
 
 
 clock = time.perf_counter  # of real ranks
@@ -110,24 +70,19 @@ class Calls:
     """Make the calls of MPI for one communicator, and note the one that this rank is blocked in.
 
     Args:
-        members: the communicator's ranks.
+        failures: the communicator's ranks, and its deadline.
         name: how messages call the communicator.
-        deadline_s: seconds after which a blocking call ends the run with a message.
-        places: tells where each rank of the job is, by its number there; nothing where nobody can.
         trace: with the ranks' numbers in the job, and the account of traffic.
     """
 
     def __init__(
         self,
-        members: Members,
+        failures: FaultTolerance,
         name: str,
-        deadline_s: float,
-        places: Callable[[], Mapping[int, Place]],
         trace: Trace,
     ):
-        self._members, self._places = members, places
-        self.name, self.deadline_s = name, deadline_s
-        self.rank = members.all.Get_rank()
+        self.failures, self.name = failures, name
+        self.rank = failures.all.Get_rank()
         self.traffic, self.world_ranks = trace.traffic, trace.world_ranks
         self.current: Call | None = None  # what this rank is blocked in
         self.count = 0  # collective calls begun; ranks in step have equal counts
@@ -144,7 +99,7 @@ class Calls:
     def communicate(self, what: str, peer: int, function: Callable, *args: Any) -> None:
         """Make a call that moves data; its time counts as communicating."""
         start = clock()
-        outer, self.current = self.current, Call(what, peer, start, self.deadline_s)
+        outer, self.current = self.current, Call(what, peer, start, self.failures.deadline_s)
         try:
             function(*args)
         except MPI.Exception as error:
@@ -177,43 +132,29 @@ class Calls:
             deadline_s: by default the communicator's, past which the error says where all ranks are.
             sleep: see `wait_until`.
         """
-        limit_s = self.deadline_s if deadline_s is None else deadline_s
+        limit_s = self.failures.deadline_s if deadline_s is None else deadline_s
         with self.blocked(call, peer, math.inf):
             try:
                 self.traffic.waiting_s += wait_until(ready, limit_s, lambda: f"rank {self.rank}: {what}", sleep=sleep)
             except DeadlineError as error:
                 if deadline_s is not None:
                     raise
-                raise DeadlineError(f"{error}{self.whereabouts()}") from None
+                raise DeadlineError(f"{error}{self.failures.whereabouts()}") from None
 
     # --- messages -------------------------------------------------------------------------------------------------
-    def whereabouts(self) -> str:
-        """Describe where all ranks of the communicator are. See Failures.whereabouts."""
-        places = self._places()
-        if not places:
-            return ""
-        lines = []
-        for rank, number in enumerate(self.world_ranks):
-            as_launched = "" if rank == number else f" (rank {number} of the job)"
-            lines.append((places[number].answers, f"  rank {rank}{as_launched}: {places[number].text}"))
-        lines.sort(key=lambda line: line[0])  # first those that say nothing
-        shown = [text for _, text in lines[:SHOWN]]
-        shown += [f"  and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)
-        return "\n".join(["", "Where the ranks are:", *shown])
-
     def failure(self, what: str, peer: int, error: MPI.Exception) -> CommunicationError:
         """Convert an error of MPI to one of the seam's."""
-        died = self._members.tolerant and error.Get_error_class() in _DEATHS
+        died = self.failures.tolerant and error.Get_error_class() in _DEATHS
         return (RankFailedError if died else CommunicationError)(self._explain(what, peer, error))
 
     def _explain(self, what: str, peer: int, error: MPI.Exception) -> str:
-        if self._members.all == MPI.COMM_NULL:
+        if self.failures.all == MPI.COMM_NULL:
             return "a communicator must not be used once it is closed. Close it after its last use."
         whom = "" if peer < 0 else f" with rank {peer}"
         hint = ""
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
             hint = " A message was longer than the tensor it was received into: lengths and dtypes must agree."
-        if dead := self._members.failed():
+        if dead := self.failures.failed():
             ranks = f"ranks {', '.join(map(str, dead))} have" if len(dead) > 1 else f"rank {dead[0]} has"
             hint = f" {ranks} died; this call needs all of them. Resume from the last checkpoint."
         return f"{what}{whom} on {self.name} failed on rank {self.rank}: {error.Get_error_string()}.{hint}"
@@ -236,3 +177,133 @@ def world_ranks(mpi: MPI.Intracomm) -> tuple[int, ...]:
     group.Free()
     world.Free()
     return tuple(ranks)
+
+
+class FaultTolerance(Failures):
+    """The ranks of a communicator that live, and what is done where one dies: agreement, and repetition of calls.
+
+    A transfer with a rank that has died raises RankFailedError. A collective does so on some ranks only, and others
+    wait for these (whoever fails revokes the communicator of the living, so that all leave) or get what is incomplete
+    without an error, as from Open MPI 5.0's MPI_Allgatherv. So nothing counts before all agree that none has died.
+    Messages between the living, and windows, work on the communicator that a rank died in; only collectives need one
+    of the living alone.
+
+    Args:
+        mpi: MPI's communicator of all ranks.
+        tolerant: the library survives a rank that dies, and tells.
+        deadline_s: seconds after which a blocking call ends the run with a message.
+        name: how messages call the communicator.
+        places: tells where each rank of the job is, by its number there; nothing where nobody can.
+        trace: with the ranks' numbers in the job, and the account of traffic.
+
+    Reference: Wesley Bland et al., "Post-failure recovery of MPI communication capability: design and rationale", 2013.
+    """
+
+    def __init__(
+        self,
+        mpi: MPI.Intracomm,
+        tolerant: bool,
+        deadline_s: float,
+        name: str,
+        places: Callable[[], Mapping[int, Place]],
+        trace: Trace,
+    ):
+        super().__init__(mpi.Get_size(), deadline_s)
+        self.all, self.tolerant = mpi, tolerant
+        self.alive: MPI.Intracomm = mpi.Dup() if tolerant else mpi  # for collectives; messages outlive its revocation
+        self.calls, self._places = Calls(self, name, trace), places
+
+    def failed(self) -> tuple[int, ...]:
+        if not self.tolerant:
+            return ()
+        with suppress(MPI.Exception):  # it notices a death by making progress, and may complain of it
+            self.all.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        dead, everyone = self.all.Get_failed(), self.all.Get_group()
+        ranks = MPI.Group.Translate_ranks(dead, None, everyone)
+        dead.Free()
+        everyone.Free()
+        return tuple(sorted(ranks))
+
+    def has_died(self, rank: int) -> bool:
+        """Tell whether a connection to `rank` broke because it died, which MPI may report a moment later."""
+        with suppress(DeadlineError):
+            wait_until(lambda: rank in self.failed(), NEWS_S if self.tolerant else 0.0, str)
+            return True
+        return False
+
+    def whereabouts(self) -> str:
+        places = self._places()
+        if not places:
+            return ""
+        lines = []
+        for rank, number in enumerate(self.calls.world_ranks):
+            as_launched = "" if rank == number else f" (rank {number} of the job)"
+            lines.append((places[number].answers, f"  rank {rank}{as_launched}: {places[number].text}"))
+        lines.sort(key=lambda line: line[0])  # first those that say nothing
+        shown = [text for _, text in lines[:SHOWN]]
+        shown += [f"  and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN)
+        return "\n".join(["", "Where the ranks are:", *shown])
+
+    def shrink(self) -> None:
+        if self.tolerant:
+            self._agree(True)
+
+    def retry_on_failure(self, action: Callable[[], T], *others: Failures) -> T:
+        if not self.tolerant:
+            return action()
+        self.shrink()
+        while True:
+            before, error = self.living, None
+            try:
+                result = action()
+            except Exception as failure:  # whatever it is: incomplete data may have been used
+                error = failure
+                for failures in (self, *others):
+                    if isinstance(failures, FaultTolerance):
+                        failures.alive.Revoke()
+            done = self._agree(error is None)
+            if self.living == before:
+                break
+        if not done:
+            raise error or CommunicationError(
+                f"a call of all ranks on {self.calls.name} succeeded on rank {self.calls.rank} and failed on "
+                "another, though none has died. That rank's message says why."
+            )
+        return result
+
+    def end_alone(self, status: int) -> None:
+        """End this rank alone where another one has died; ranks that fail alike do the same, others go on.
+
+        Where none has, leave it to lower ranks for a while to end the job, and to news of a death to come. For Open
+        MPI's mpirun hangs, or has the exit status 0, where several ranks end a job at once, or one in which another has
+        died.
+        """
+        with suppress(DeadlineError):
+            wait_until(lambda: bool(self.failed()), GIVE_WAY_S * min(self.calls.rank, 3), str)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def _agree(self, done: bool) -> bool:
+        """Collective among the living. Tell whether all are `done`, and shrink the group to the living."""
+        calls = self.calls
+        calls.count += 1
+        with calls.blocked("shrink", EVERYONE, self.deadline_s):
+            while True:
+                dead = self.failed()
+                self.all.Ack_failed(len(dead))
+                whole = not set(dead) & set(self.living) and not self.alive.Is_revoked()
+                try:
+                    agreed = self.all.Agree(done | whole << 1)  # of each bit whether all ranks have it
+                    break
+                except MPI.Exception as error:  # somebody knew of another death
+                    if error.Get_error_class() != MPI.ERR_PROC_FAILED:
+                        raise calls.failure("shrink", EVERYONE, error) from error
+            if not agreed & 2:
+                before, self.alive = self.living, cast(MPI.Intracomm, self.all.Shrink())
+                meet(self.all)  # Open MPI 5.0 crashes where a communicator is revoked that another rank is still making
+                group = self.alive.Get_group()
+                self.living = tuple(MPI.Group.Translate_ranks(group, None, self.all.Get_group()))
+                self.lost += tuple(rank for rank in before if rank not in self.living)
+                calls.count = 0  # ranks may have failed in different ones
+        return bool(agreed & 1)

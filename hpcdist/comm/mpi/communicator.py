@@ -19,8 +19,7 @@ from torch import Tensor
 from hpcdist.comm.capabilities import Trace, Traffic
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.attached import find_nodes
-from hpcdist.comm.mpi.calls import ANYONE, EVERYONE, Call, Calls, Members, clock, world_ranks
-from hpcdist.comm.mpi.fault_tolerance import FaultTolerance
+from hpcdist.comm.mpi.calls import ANYONE, EVERYONE, Call, FaultTolerance, clock, world_ranks
 from hpcdist.comm.mpi.library import end, version
 from hpcdist.comm.mpi.messages import NUMBERS, MpiNeighbourhood, MpiRequest, Staging, memory_at, message, numbers
 from hpcdist.comm.mpi.process import Process
@@ -45,7 +44,7 @@ _IN_PLACE = MPI.IN_PLACE
 class MpiCommunicator(Communicator):
     """Collective. Implement the seam over one MPI communicator, which it owns and frees.
 
-    It has `members` (who lives) and `calls` (what it is blocked in).
+    It has `calls`: what it is blocked in.
 
     Args:
         mpi: an intracommunicator.
@@ -76,11 +75,10 @@ class MpiCommunicator(Communicator):
     ):
         self.mpi, self.process, self.name = mpi, process, name
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
-        self.members = Members(mpi, process.tolerant)
         self.trace = Trace(version(), world_ranks(mpi), traffic=traffic)
         self.traffic = self.trace.traffic
-        self.calls = Calls(self.members, name, deadline_s, process.places, self.trace)
-        self.failures = FaultTolerance(self.members, self.calls)
+        self.failures = FaultTolerance(mpi, process.tolerant, deadline_s, name, process.places, self.trace)
+        self.calls = self.failures.calls
         self._summing, self._hops = Call("allreduce", EVERYONE, 0.0, deadline_s), 2 * (self.size - 1)
         nodes = _checked_nodes(nodes, self.size) if nodes is not None else find_nodes(mpi)
         self.staging = Staging(device_aware)
@@ -158,12 +156,12 @@ class MpiCommunicator(Communicator):
         # call here is a fiftieth and each object made a tenth.
         calls, call, n_bytes = self.calls, self._summing, tensor.nbytes
         outer = calls.current
-        call.deadline_s = calls.deadline_s
+        call.deadline_s = self.failures.deadline_s
         call.since = start = clock()
         calls.current = call
         calls.count += 1
         try:
-            self.members.alive.Allreduce(_IN_PLACE, (memory_at(tensor.data_ptr(), n_bytes), kind))
+            self.failures.alive.Allreduce(_IN_PLACE, (memory_at(tensor.data_ptr(), n_bytes), kind))
         except MPI.Exception as error:
             raise calls.failure("allreduce", EVERYONE, error) from error
         finally:
@@ -183,7 +181,7 @@ class MpiCommunicator(Communicator):
         elif tensor.dtype in NUMBERS:
             with self.staging.host(tensor) as host:
                 self.calls.count += 1
-                self.calls.communicate("allreduce", EVERYONE, self.members.alive.Allreduce, _IN_PLACE, numbers(host))
+                self.calls.communicate("allreduce", EVERYONE, self.failures.alive.Allreduce, _IN_PLACE, numbers(host))
                 self.traffic.sent(self._hops * tensor.nbytes // self.size, self._hops)
         else:
             raise CommunicationError(f"dtype of a sum must be a number; got {tensor.dtype}. Convert the tensor first.")
@@ -194,13 +192,13 @@ class MpiCommunicator(Communicator):
         self.calls.count += 1
         with self.staging.host(tensor, read=self.rank == root, write=self.rank != root) as host:
             self.calls.communicate(
-                "broadcast", root, self.members.alive.Bcast, message(host), self.members.living.index(root)
+                "broadcast", root, self.failures.alive.Bcast, message(host), self.failures.living.index(root)
             )
         if self.rank == root and self.size > 1:
             self.traffic.sent(tensor.nbytes)
 
     def _gather(self, data: bytes) -> list[bytes | None]:
-        alive, living = self.members.alive, self.members.living
+        alive, living = self.failures.alive, self.failures.living
         lengths = np.zeros(len(living), np.int64)
         self.calls.count += 1
         self.calls.communicate("gather", EVERYONE, alive.Allgather, np.array([len(data)], np.int64), lengths)
@@ -217,8 +215,8 @@ class MpiCommunicator(Communicator):
     def barrier(self) -> None:
         start = clock()
         self.calls.count += 1
-        with self.calls.blocked("barrier", EVERYONE, self.calls.deadline_s):
-            self.calls.attempt("barrier", EVERYONE, self.members.alive.Barrier)
+        with self.calls.blocked("barrier", EVERYONE, self.failures.deadline_s):
+            self.calls.attempt("barrier", EVERYONE, self.failures.alive.Barrier)
         self.traffic.waiting_s += clock() - start
 
     def _split(self, color: int | None, key: int, traffic: Traffic | None) -> MpiCommunicator | None:
@@ -247,7 +245,7 @@ class MpiCommunicator(Communicator):
         return MpiCommunicator(
             mpi,
             self.process,
-            deadline_s=self.calls.deadline_s,
+            deadline_s=self.failures.deadline_s,
             nodes=nodes,
             device_aware=self.staging.device_aware,
             internode=internode,

@@ -141,7 +141,7 @@ class MpiNeighbourhood(Neighbourhood):
         self.sources, self.destinations = tuple(sources), tuple(destinations)
         self._comm = comm
         places = [[comm.failures.living.index(rank) for rank in ranks] for ranks in (sources, destinations)]
-        self._graph = comm.members.alive.Create_dist_graph_adjacent(*places, reorder=False)
+        self._graph = comm.failures.alive.Create_dist_graph_adjacent(*places, reorder=False)
 
     def _start(self, send: Tensor, received: Tensor) -> Request:
         comm = self._comm

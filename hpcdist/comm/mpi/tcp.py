@@ -191,7 +191,7 @@ class Server:
                 f"did not happen within {comm.failures.deadline_s:g} s.{places}"
             ) from error
         except OSError as error:
-            if comm.members.has_died(rank):
+            if comm.failures.has_died(rank):
                 raise RankFailedError(
                     f"rank {comm.rank} can't reach rank {rank} in a window {what} on {comm.name} ({error}): "
                     f"rank {rank} has died; this call needs all of them. Resume from the last checkpoint."

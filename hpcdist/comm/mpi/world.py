@@ -8,15 +8,22 @@ last of them ends, however that happens: so the names are removed while the job 
 
 from __future__ import annotations
 
+import os
 import re
-from contextlib import suppress
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from mpi4py import MPI
 
+from hpcdist import log
 from hpcdist.comm.mpi import library
 from hpcdist.comm.mpi.attached import allow_peers
+from hpcdist.comm.mpi.calls import GIVE_WAY_S, meet
 from hpcdist.comm.mpi.communicator import DEADLINE_S, MpiCommunicator
 from hpcdist.comm.mpi.process import Process
+from hpcdist.errors import RankFailedError
 
 SEGMENT = re.compile(r"(?:(?:sm|vader)_segment\.|mpich_shm_)\S+")  # Open MPI's, MPICH's; without a name no more
 
@@ -61,3 +68,42 @@ def finalise() -> None:
     if _process is not None:
         _process.close()
         MPI.Finalize()
+
+
+@contextmanager
+def all_needed(tolerant: bool) -> Iterator[None]:
+    """Collective. End every rank where one dies inside the context; one of them prints the reason.
+
+    Args:
+        tolerant: the library survives a rank that dies, and tells; else the launcher ends all of them.
+    """
+    try:
+        if tolerant:
+            meet(MPI.COMM_WORLD)  # before collectives that complain of a death in words of their own
+        if not tolerant or not _dead():
+            yield
+            return
+    except (MPI.Exception, RankFailedError):
+        if not tolerant or not _dead():
+            raise
+    _end_where_all_are_needed(_dead())
+
+
+def _dead() -> list[int]:
+    """Return the ranks of the job that are known to have died."""
+    dead, everyone = MPI.COMM_WORLD.Get_failed(), MPI.COMM_WORLD.Get_group()
+    return sorted(MPI.Group.Translate_ranks(dead, None, everyone))
+
+
+def _end_where_all_are_needed(dead: Sequence[int]) -> None:
+    rank = MPI.COMM_WORLD.Get_rank()
+    if rank == min(set(range(MPI.COMM_WORLD.Get_size())) - set(dead)):
+        who = f"rank {dead[0]} has" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))} have"
+        log.before_end(
+            f"{who} died before all ranks had met in hpcdist.init(), where each of them is needed. See what it said "
+            "last, and start the job again. Ending the job.",
+        )
+    else:
+        time.sleep(GIVE_WAY_S)  # or that rank would count this one among the dead
+    sys.stdout.flush()
+    os._exit(1)

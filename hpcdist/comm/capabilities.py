@@ -21,10 +21,9 @@ class Traffic:
     """One rank's transfers, in bytes, messages and seconds, and its seconds of waiting, since the communicator exists.
 
     `bytes_sent` and `messages_sent` count what this rank put on the network, one-sided puts and accumulates
-    included; `bytes_fetched` and `messages_fetched` count what it took by one-sided gets; calls on a rank's own window
-    move nothing and count nothing. `communicating_s` are the
-    seconds inside calls that move data, `waiting_s` those spent until another rank acts (barrier, `Window.wait`,
-    `probe`); the two don't overlap.
+    included; `bytes_fetched` and `messages_fetched` count what it took by one-sided gets. Calls on a rank's own window
+    move nothing and count nothing. `communicating_s` are the seconds inside calls that move data, `waiting_s` those
+    spent until another rank acts (barrier, `Window.wait`, `probe`); the two don't overlap.
     """
 
     bytes_sent: int = 0

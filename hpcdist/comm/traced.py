@@ -1,6 +1,6 @@
 """A communicator that notes its calls in a timeline: around one of any kind, and with it around what that one makes.
 
-Without a timeline nothing of this is there, and calls cost what they cost.
+Without a timeline this wrapper does not exist, and calls cost nothing more.
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ def test_a_thousand_splits_leave_nothing_behind(ranks):
     ranks(body)
 
 
-def test_what_is_closed_can_not_be_used(ranks):
+def test_closed_communicators_and_windows_can_not_be_used(ranks):
     def body(comm):
         copy = comm.split(0)
         window = copy.window(2)

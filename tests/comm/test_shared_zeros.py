@@ -22,7 +22,7 @@ def shared_by(comm, count: int, dtype: torch.dtype = torch.float32) -> torch.Ten
 
 
 @pytest.mark.mpi(min_size=1)
-def test_others_read_and_write_it_in_place(ranks):
+def test_others_read_and_write_shared_zeros_in_place(ranks):
     def body(comm):
         tensor = shared_by(comm, 6)
         assert tensor.tolist() == [0.0] * 6
@@ -54,7 +54,7 @@ def test_others_read_and_write_it_in_place(ranks):
 
 
 @pytest.mark.mpi(min_size=1)
-def test_it_outlives_the_communicator(ranks):
+def test_shared_zeros_outlive_the_communicator(ranks):
     def body(comm):
         own = comm.split(0)
         tensor = shared_by(own, 1000, torch.float64)
@@ -67,7 +67,7 @@ def test_it_outlives_the_communicator(ranks):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_only_what_lies_in_it_is_shared(ranks):
+def test_only_tensors_in_shared_zeros_are_shared(ranks):
     def body(comm):
         first, second = shared_by(comm, 5), shared_by(comm, 3, torch.bfloat16)
         assert (
@@ -84,7 +84,7 @@ def test_only_what_lies_in_it_is_shared(ranks):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_where_one_rank_can_not_map_it_all_have_memory_of_their_own(ranks, monkeypatch):
+def test_where_one_rank_can_not_map_the_memory_of_others_all_have_their_own(ranks, monkeypatch):
     def body(comm):
         mapped = node_memory._mapped
 
@@ -105,7 +105,7 @@ def test_where_one_rank_can_not_map_it_all_have_memory_of_their_own(ranks, monke
 
 
 @pytest.mark.skipif(not hasattr(node_memory.os, "memfd_create"), reason="the system has no files without a name")
-def test_memory_that_there_is_not_is_refused_with_its_length():
+def test_more_memory_than_the_system_has_is_refused_with_its_length():
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # as where there is no memory left
     try:
@@ -117,7 +117,7 @@ def test_memory_that_there_is_not_is_refused_with_its_length():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_elsewhere_it_is_a_tensor_like_any_other():
+def test_without_mpi_shared_zeros_are_a_tensor_like_any_other():
     def body(comm):
         tensor = comm.memory.shared_zeros(3, torch.int64)
         return tensor.tolist(), tensor.dtype, comm.memory.is_shared(tensor)

@@ -44,12 +44,6 @@ THE_STEP = r"at \S+script.py:\d+ in <module>: .*# the step"
     ("options", "awaited", "at_rank_0", "at_rank_1"),
     [
         (
-            "'parameter_server'",
-            r"a request from any worker .*\. Requests are missing of rank 2 \(silent for \d+\.\d s\)\.",
-            THE_LOOP,
-            "in exit on world .*at the end of its script",
-        ),
-        (
             "'hardsync'",
             r"a request from any worker .*\. Requests are missing of rank 2 \(silent for \d+\.\d s\)\.",
             THE_LOOP,
@@ -69,7 +63,7 @@ THE_STEP = r"at \S+script.py:\d+ in <module>: .*# the step"
             f"({THE_LOOP}|at the end of its script)",
         ),
     ],
-    ids=["parameter_server", "hardsync", "colocated", "strom"],
+    ids=["hardsync", "colocated", "strom"],
 )
 def test_who_is_waited_for_is_named_and_the_line_of_each_rank(tmp_path, options, awaited, at_rank_0, at_rank_1):
     job = run(tmp_path, LOOP.format(options=options), 3)

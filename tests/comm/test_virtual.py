@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist.comm.virtual import Constant, Exponential, Jitter, Network, Straggler, run_virtual
 from hpcdist.errors import CommunicationError, ConfigError
 
@@ -17,12 +18,12 @@ SIZES = (1, 2, 3, 4, 7, 16)
 
 
 # --- who runs when ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("size", [*SIZES, 128])
+@each("size", [*SIZES, 128])
 def test_results_come_in_rank_order(size):
     assert run_virtual(lambda comm: (comm.rank, comm.size, comm.now()), size) == [(r, size, 0.0) for r in range(size)]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@each("size", SIZES)
 def test_one_rank_runs_at_a_time_and_always_the_earliest(size):
     running, times = [], []
 
@@ -63,7 +64,7 @@ def test_the_earliest_rank_goes_on_without_a_switch():
     assert slices == [0, 1, 0, 0, 0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@each("size", SIZES)
 def test_an_effect_is_seen_by_all_actions_at_its_time_or_later_and_by_none_before(size):
     network = Network(0.5, float("inf"))
 
@@ -133,6 +134,7 @@ def test_compute_advances_the_clock_of_its_rank_by_what_it_returns():
     assert runs == [[0.5 * k for k in range(6)]] * 2 + [[2.0 * k for k in range(6)]]
     assert len({times[-1] for times in run_virtual(body, 8, compute=Jitter(1.0, 0.1))}) == 8
     assert run_virtual(body, 2) == [[0.0] * 6] * 2
+    assert run_virtual(lambda comm: comm.compute(), 2, compute=Jitter(0.3, 0.0)) == [0.3, 0.3]
 
 
 @pytest.mark.parametrize("model, mean_s, cv", [(Jitter(0.3, 0.2), 0.3, 0.2), (Exponential(2.0), 2.0, 1.0)])
@@ -144,10 +146,6 @@ def test_compute_models_have_the_mean_and_the_variation_they_promise(model, mean
     assert not np.array_equal(draws[0], draws[1])
 
 
-def test_no_jitter_is_constant():
-    assert run_virtual(lambda comm: comm.compute(), 2, compute=Jitter(0.3, 0.0)) == [0.3, 0.3]
-
-
 def test_a_sub_communicator_draws_from_the_same_model():
     def body(comm):
         return comm.split(0, key=-comm.rank).compute()
@@ -156,36 +154,37 @@ def test_a_sub_communicator_draws_from_the_same_model():
 
 
 # --- refused arguments ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: Constant(-1), "seconds must be a finite number of at least 0; got -1"),
-        (lambda: Constant(float("nan")), "seconds must be .* got nan"),
-        (lambda: Constant("1"), "seconds must be .* got '1'"),
-        (lambda: Jitter(0, 0.1), "mean_s must be a finite number above 0; got 0"),
-        (lambda: Jitter(1, -0.1), "cv must be a finite number of at least 0 .*; got -0.1"),
-        (lambda: Exponential(float("inf")), "mean_s must be a finite number above 0; got inf"),
-        (lambda: Straggler(1.0, 0, 2), "base must be a compute model; got 1.0"),
-        (lambda: Straggler(Constant(1), -1, 2), "rank must be an integer of at least 0; got -1"),
-        (lambda: Straggler(Constant(1), 0, 0), "factor must be a finite number above 0; got 0"),
-        (lambda: Network(-1e-6, 1), "latency_s must be a finite number of at least 0; got -1e-06"),
-        (lambda: Network(None, 1), "latency_s must be .* got None"),
-        (lambda: Network(0, 0), "bandwidth_bytes_s must be a number above 0 .*; got 0"),
-        (lambda: Network(0, 1, 0), "ranks_per_node must be an integer of at least 1, or None; got 0"),
-        (lambda: Network(0, 1, 2, -1.0), "intra_latency_s must be a finite number of at least 0; got -1.0"),
-        (lambda: Network(0, 1, 2, 0, -2), "intra_bandwidth_bytes_s must be a number above 0 .*; got -2"),
-        (lambda: run_virtual(print, 0), "size must be an integer of at least 1; got 0"),
-        (lambda: run_virtual(print, 2.0), "size must be an integer of at least 1; got 2.0"),
-        (lambda: run_virtual(print, 2, seed=-1), "seed must be an integer of at least 0; got -1"),
-        (lambda: run_virtual(print, 2, network=1e-6), "network must be a Network or None; got 1e-06"),
-        (lambda: run_virtual(print, 2, compute=1.0), "compute must be a compute model or None; got 1.0"),
-        (
-            lambda: run_virtual(print, 2, compute=Straggler(Straggler(Constant(1), 2, 2), 0, 2)),
-            r"rank of Straggler must be one of the run's 2 ranks, 0\.\.1; got 2",
-        ),
-    ],
-)
-def test_arguments_that_break_a_rule_are_refused(make, message):
+REFUSED = [
+    (lambda: Constant(-1), "seconds must be a finite number of at least 0; got -1"),
+    (lambda: Constant(float("nan")), "seconds must be .* got nan"),
+    (lambda: Constant("1"), "seconds must be .* got '1'"),
+    (lambda: Jitter(0, 0.1), "mean_s must be a finite number above 0; got 0"),
+    (lambda: Jitter(1, -0.1), "cv must be a finite number of at least 0 .*; got -0.1"),
+    (lambda: Exponential(float("inf")), "mean_s must be a finite number above 0; got inf"),
+    (lambda: Straggler(1.0, 0, 2), "base must be a compute model; got 1.0"),
+    (lambda: Straggler(Constant(1), -1, 2), "rank must be an integer of at least 0; got -1"),
+    (lambda: Straggler(Constant(1), 0, 0), "factor must be a finite number above 0; got 0"),
+    (lambda: Network(-1e-6, 1), "latency_s must be a finite number of at least 0; got -1e-06"),
+    (lambda: Network(None, 1), "latency_s must be .* got None"),
+    (lambda: Network(0, 0), "bandwidth_bytes_s must be a number above 0 .*; got 0"),
+    (lambda: Network(0, 1, 0), "ranks_per_node must be an integer of at least 1, or None; got 0"),
+    (lambda: Network(0, 1, 2, -1.0), "intra_latency_s must be a finite number of at least 0; got -1.0"),
+    (lambda: Network(0, 1, 2, 0, -2), "intra_bandwidth_bytes_s must be a number above 0 .*; got -2"),
+    (lambda: run_virtual(print, 0), "size must be an integer of at least 1; got 0"),
+    (lambda: run_virtual(print, 2.0), "size must be an integer of at least 1; got 2.0"),
+    (lambda: run_virtual(print, 2, seed=-1), "seed must be an integer of at least 0; got -1"),
+    (lambda: run_virtual(print, 2, network=1e-6), "network must be a Network or None; got 1e-06"),
+    (lambda: run_virtual(print, 2, compute=1.0), "compute must be a compute model or None; got 1.0"),
+    (
+        lambda: run_virtual(print, 2, compute=Straggler(Straggler(Constant(1), 2, 2), 0, 2)),
+        r"rank of Straggler must be one of the run's 2 ranks, 0\.\.1; got 2",
+    ),
+]
+
+
+@each("case", REFUSED)
+def test_arguments_that_break_a_rule_are_refused(case):
+    make, message = case
     with pytest.raises(ConfigError, match=message):
         make()
 

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist.comm.virtual import Constant, run_virtual
 from hpcdist.errors import DeadlineError, DeadlockError
 
@@ -68,7 +69,7 @@ def test_ranks_of_sub_communicators_are_named_by_their_number_in_the_run():
         run_virtual(body, 4)
 
 
-@pytest.mark.parametrize("size", [1, 2, 16, 128])
+@each("size", [1, 2, 16, 128])
 def test_a_deadlock_of_all_is_seen_at_any_size(size):
     with pytest.raises(DeadlockError, match=f"rank {size - 1} waits since 0 s for a message from any rank"):
         run_virtual(lambda comm: comm.irecv(torch.zeros(1)).wait(), size)
@@ -104,17 +105,17 @@ def test_a_rank_that_spins_where_nothing_takes_time_is_ended_with_its_line():
 
 
 # --- deadlines --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "call, whom",
-    [
-        (lambda comm: comm.irecv(torch.zeros(1), 1, 2).wait(), "a message from rank 1, tag 2"),
-        (lambda comm: comm.probe(1), "a message from rank 1, any tag"),
-        (lambda comm: comm.barrier(), "barrier: rank 1 missing"),
-        (lambda comm: comm.allreduce(torch.zeros(3)), "allreduce of 3 x torch.float32: rank 1 missing"),
-    ],
-)
-def test_a_wait_past_the_deadline_is_an_error_at_that_time(call, whom):
-    times = []
+WAITS = [
+    (lambda comm: comm.irecv(torch.zeros(1), 1, 2).wait(), "a message from rank 1, tag 2"),
+    (lambda comm: comm.probe(1), "a message from rank 1, any tag"),
+    (lambda comm: comm.barrier(), "barrier: rank 1 missing"),
+    (lambda comm: comm.allreduce(torch.zeros(3)), "allreduce of 3 x torch.float32: rank 1 missing"),
+]
+
+
+@each("case", WAITS)
+def test_a_wait_past_the_deadline_is_an_error_at_that_time(case):
+    (call, whom), times = case, []
 
     def body(comm):
         if comm.rank == 0:
@@ -165,8 +166,8 @@ def test_a_rank_that_catches_its_deadline_goes_on():
 
 
 # --- exceptions -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("size", [1, 2, 5, 128])
-@pytest.mark.parametrize("error", [ValueError, SystemExit, pytest.fail.Exception])
+@each("size", [1, 2, 5, 128])
+@each("error", [ValueError, SystemExit, pytest.fail.Exception])
 def test_the_first_exception_ends_all_ranks_and_is_raised_with_its_rank(size, error):
     failing, ended = size - 1, []
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.cases import each
 from hpcdist.comm.virtual import Constant, Network, Straggler, run_virtual
 
 LATENCY_S, BANDWIDTH = 2.0**-10, 2.0**20  # powers of two: sums are exact
@@ -158,7 +159,7 @@ def ring_allreduce(comm, tensor):
         comm.sendrecv(parts[(comm.rank + 1 - k) % comm.size], right, parts[(comm.rank - k) % comm.size], left)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 16, 40])
+@each("size", [1, 2, 3, 4, 5, 8, 16, 40])
 def test_a_ring_of_messages_takes_the_time_of_its_formula_and_so_does_allreduce(size):
     count = 64 * size
 
@@ -222,17 +223,19 @@ def test_a_collective_call_inside_a_node_takes_the_nodes_time():
 
 
 # --- windows ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "call, seconds",
-    [
-        (lambda window, peer: window.get(data(), peer), 2 * LATENCY_S + WIRE_S),
-        (lambda window, peer: window.put(data(), peer), 2 * LATENCY_S + WIRE_S),
-        (lambda window, peer: window.accumulate(data(), peer), 2 * LATENCY_S + WIRE_S),
-        (lambda window, peer: window.wait(lambda e: True, rank=peer), 2 * LATENCY_S),
-        (lambda window, peer: window.wait(lambda e: True), 0.0),
-    ],
-)
-def test_window_calls_take_the_time_of_their_formula(call, seconds):
+CALLS = [
+    (lambda window, peer: window.get(data(), peer), 2 * LATENCY_S + WIRE_S),
+    (lambda window, peer: window.put(data(), peer), 2 * LATENCY_S + WIRE_S),
+    (lambda window, peer: window.accumulate(data(), peer), 2 * LATENCY_S + WIRE_S),
+    (lambda window, peer: window.wait(lambda e: True, rank=peer), 2 * LATENCY_S),
+    (lambda window, peer: window.wait(lambda e: True), 0.0),
+]
+
+
+@each("case", CALLS)
+def test_window_calls_take_the_time_of_their_formula(case):
+    call, seconds = case
+
     def body(comm):
         window = comm.window(N_BYTES, torch.uint8)
         start = comm.now()
@@ -275,7 +278,7 @@ def test_gets_from_one_owner_queue_at_its_outgoing_link_and_puts_at_its_incoming
 
 
 # --- accounts ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 16])
+@each("size", [1, 2, 3, 4, 7, 16])
 def test_traffic_is_that_of_the_formulas(size):
     lg, tree = math.ceil(math.log2(size)), []
 

@@ -64,7 +64,7 @@ def device_obstacle() -> str:
 
 
 def explain(devices: int, supported: bool | None) -> str:
-    """Say so, given the number of CUDA devices, and whether MPI reads their memory (None: unknown)."""
+    """Say why MPI can't use device memory: `devices` CUDA devices, which MPI reads or not (None: unknown)."""
     if devices == 0:
         return "torch finds no CUDA device"
     return f"{version()} was built or started without CUDA support" if supported is False else ""

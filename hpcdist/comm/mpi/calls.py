@@ -75,12 +75,7 @@ class Calls:
         trace: with the ranks' numbers in the job, and the account of traffic.
     """
 
-    def __init__(
-        self,
-        failures: FaultTolerance,
-        name: str,
-        trace: Trace,
-    ):
+    def __init__(self, failures: FaultTolerance, name: str, trace: Trace):
         self.failures, self.name = failures, name
         self.rank = failures.all.Get_rank()
         self.traffic, self.world_ranks = trace.traffic, trace.world_ranks

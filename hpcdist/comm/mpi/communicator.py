@@ -80,7 +80,9 @@ class MpiCommunicator(Communicator):
         self.failures = FaultTolerance(mpi, process.tolerant, deadline_s, name, process.places, self.trace)
         self.calls = self.failures.calls
         self._summing, self._hops = Call("allreduce", EVERYONE, 0.0, deadline_s), 2 * (self.size - 1)
-        nodes = _checked_nodes(nodes, self.size) if nodes is not None else find_nodes(mpi)
+        nodes = find_nodes(mpi) if nodes is None else tuple(nodes)
+        if len(nodes) != self.size:
+            raise CommunicationError(f"nodes must have one index for each of the {self.size} ranks; got {len(nodes)}.")
         self.staging = Staging(device_aware)
         self.pids = [int.from_bytes(pid, "little") for pid in self.gather(os.getpid().to_bytes(8, "little"))]
         self.memory = Transports(self, nodes, self.staging, internode)
@@ -289,9 +291,3 @@ class MpiCommunicator(Communicator):
         self.memory.close()
         if not self.failures.tolerant:  # freeing is collective, and any rank may be dead by now; the job's end does it
             self.mpi.Free()
-
-
-def _checked_nodes(nodes: tuple[int, ...], size: int) -> tuple[int, ...]:
-    if len(nodes) != size:
-        raise CommunicationError(f"nodes must have one index for each of the {size} ranks; got {len(nodes)}.")
-    return tuple(nodes)

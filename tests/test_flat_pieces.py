@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcdist.model.pieces import CACHED, alongside
+from hpcdist.comm.pieces import CACHED, alongside
 
 
 @pytest.mark.parametrize("count", [0, 1, CACHED, 2 * CACHED + 3])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from harness.cases import each
 from hpcdist import topology
 from hpcdist.errors import ConfigError, UnknownNameError
-from hpcdist.topology.graphs.description import adjacency, describe, draw, spectral_gap, steps
+from hpcdist.tools.topology import adjacency, describe, draw, spectral_gap, steps
 
 SIZES = st.integers(1, 40)
 CLOSE = {"rtol": 0, "atol": 1e-12}

@@ -10,9 +10,9 @@ from hpcdist import topology
 from hpcdist.comm.virtual import Network, run_virtual
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.strategies.adpsgd import two_sides
+from hpcdist.tools.topology import spectral_gap
 from hpcdist.topology import make_topology
-from hpcdist.topology.graphs.description import spectral_gap
-from hpcdist.topology.graphs.structure import two_sides
 
 
 def chosen(size: int, ranks_per_node: int | None = None, **option) -> topology.Topology:

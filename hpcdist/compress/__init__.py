@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hpcdist.compress.base import Compressor, Linear, Recoded, Span, spans
-from hpcdist.compress.coding.config import CompressionConfig, JointCompression
-from hpcdist.compress.coding.feedback import Feedback
+from hpcdist.compress.coding.feedback import CompressionConfig, Feedback, JointCompression
 from hpcdist.compress.coding.reduction import Reduction
 from hpcdist.registry import catalogue
 

@@ -6,7 +6,7 @@ from typing import final
 
 import torch
 
-from hpcdist.compress.coding.casting import Cast
+from hpcdist.compress.fp16 import Cast
 
 
 @final

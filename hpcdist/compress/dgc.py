@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.compress.base import Span
-from hpcdist.compress.coding.pieces import mean
+from hpcdist.compress.coding.elements import mean
 from hpcdist.compress.topk import Largest
 
 _FIRST_RATIO = 0.25  # of the warm-up, as in the paper

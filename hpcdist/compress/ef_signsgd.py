@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.compress.base import Compressor, Span
-from hpcdist.compress.coding import signs
-from hpcdist.compress.coding.pieces import mean
+from hpcdist.compress.coding.elements import add_signs, mean
 
 _MOST = float(np.finfo(np.float32).max)
 
@@ -47,13 +46,13 @@ class EfSignSgd(Compressor):
             values = tensor.numpy()[elements]
             scales[place] = min(mean(tensor[elements]), _MOST)
             bits[packed] = np.packbits(values > 0)
-            signs.add(bits[packed], values, -float(scales[place]))
+            add_signs(bits[packed], values, -float(scales[place]))
         return torch.from_numpy(message)
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         scales, bits = self._open(message.numpy())
         for scale, (elements, packed) in zip(scales.tolist(), self._parts, strict=True):
-            signs.add(bits[packed], out.numpy()[elements], weight * scale)
+            add_signs(bits[packed], out.numpy()[elements], weight * scale)
 
     def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return views of a message: the mean magnitudes and the bits."""

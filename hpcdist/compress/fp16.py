@@ -1,12 +1,78 @@
-"""fp16: half precision, 11 significant bits."""
+"""fp16: half precision, 11 significant bits; and the base of it and bf16, which rounds to a shorter type."""
 
 from __future__ import annotations
 
-from typing import final
+from typing import ClassVar, final
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from hpcdist.compress.coding.casting import Cast
+from hpcdist.comm.pieces import slices
+from hpcdist.compress.base import Recoded
+
+
+class Cast(Recoded):
+    """Rounds every element to the nearest number of a shorter type; beyond its range, to its largest number.
+
+    An all-reduce adds in full precision and rounds the sum once. With error feedback, the rank that rounded an element
+    or a sum adds the rounding error to the next one, so that nothing is lost.
+    """
+
+    faithful = True
+
+    dtype: ClassVar[torch.dtype]  # that elements are rounded to
+
+    def encode_residual_(self, tensor: Tensor) -> Tensor:
+        return self._encode_(tensor, 1)
+
+    def encode_sum_(self, residual: Tensor, tensor: Tensor) -> Tensor:
+        return self._encode_(residual, 1, tensor)
+
+    def decode(self, message: Tensor, out: Tensor) -> None:
+        out.copy_(self._open(message))
+
+    def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
+        short = self._open(message)
+        for piece in slices(len(out)):
+            out[piece].add_(short[piece], alpha=weight)
+
+    def share(self, tensor: Tensor, ranks: int) -> Tensor:
+        return self._encode_(tensor, ranks)
+
+    def begin(self, own: Tensor, ranks: int) -> Tensor:
+        return own  # exact: it is rounded with the sum
+
+    def combine(self, total: Tensor, ranks: int) -> Tensor:
+        return self.encode_residual_(total)
+
+    def _open(self, message: Tensor) -> Tensor:
+        aligned = message if message.storage_offset() % self.dtype.itemsize == 0 else message.clone()
+        return aligned.view(self.dtype)
+
+    def _encode_(self, tensor: Tensor, ranks: int, addend: Tensor | None = None) -> Tensor:
+        """Add `addend` to `tensor` and encode it for a sum over `ranks` messages; leave the error in `tensor`."""
+        info, wide = torch.finfo(self.dtype), torch.finfo(tensor.dtype)
+        # The sum over the ranks must be finite, with every addend rounded up.
+        most = min(info.max, wide.max / ranks / (1 + info.eps)) if ranks > 1 else info.max
+        bound = int(torch.tensor([most], dtype=self.dtype).view(torch.int16)) - 1  # `most` may be rounded up here
+        short = torch.empty(tensor.shape, dtype=self.dtype)
+        for piece in slices(len(tensor)):
+            part, rounded = tensor[piece], short[piece]
+            if addend is not None:
+                self.accumulate(part, addend[piece])
+            rounded.copy_(part)
+            if not _all_below(rounded, bound):
+                part.clamp_(-wide.max, wide.max)  # a sum may be infinite
+                rounded.copy_(part.clamp(-most, most))
+            part -= rounded
+        return short.view(torch.uint8)
+
+
+def _all_below(short: Tensor, bound: int) -> bool:
+    """Tell whether the bits of all magnitudes are below `bound`; those of infinity and NaN never are."""
+    bits = short.view(torch.int16).numpy()  # half the bytes of the elements, and NumPy's maximum of them is fast
+    return bool(bits.max() < bound and bits.view(np.uint16).max() < bound + (1 << 15))
 
 
 @final

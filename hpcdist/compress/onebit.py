@@ -10,9 +10,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.comm.pieces import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
-from hpcdist.compress.coding import signs
-from hpcdist.compress.coding.pieces import PIECE, slices
+from hpcdist.compress.coding.elements import BITS, add_by_bit
 
 _MOST = float(np.finfo(np.float32).max)
 
@@ -30,7 +30,7 @@ class _Part(NamedTuple):
         """Cut the matrix into pieces of whole bytes; yield the rows and the elements of each."""
         if self.rows == 1:
             return ((slice(0, 1), elements) for elements in slices(self.columns))
-        pieces = slices(self.rows, max(8, PIECE // self.columns // 8 * 8))
+        pieces = slices(self.rows, max(8, CACHED // self.columns // 8 * 8))
         return ((rows, slice(rows.start * self.columns, rows.stop * self.columns)) for rows in pieces)
 
 
@@ -100,8 +100,8 @@ class OneBit(Compressor):
         with np.errstate(over="ignore"):
             apart = np.isfinite(high - low).all()
         if part.rows == 1:
-            table = signs.BITS.astype(out.dtype) * (high - low) + low if apart else np.where(signs.BITS, high, low)
-            signs.add_values(bits, out, table)
+            table = BITS.astype(out.dtype) * (high - low) + low if apart else np.where(BITS, high, low)
+            add_by_bit(bits, out, table)
             return
         for rows, elements in part.blocks():
             packed, columns = bits[elements.start // 8 : -(-elements.stop // 8)], (rows.stop - rows.start, -1)

@@ -11,8 +11,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.comm.pieces import CACHED, slices
 from hpcdist.compress.base import Linear, Span
-from hpcdist.compress.coding.pieces import PIECE, slices
 
 
 class _Matrix(NamedTuple):
@@ -185,7 +185,7 @@ def _reject(vector: np.ndarray, basis: np.ndarray) -> None:
 def add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
     """Add leftᵀ · right to a matrix."""
     matrix, columns, rows = out.numpy(), left.numpy()[..., None], right.numpy()
-    for piece in slices(len(matrix), max(1, PIECE // matrix.shape[1])):
+    for piece in slices(len(matrix), max(1, CACHED // matrix.shape[1])):
         product = np.empty_like(matrix[piece])
         for column, row in zip(columns, rows, strict=True):
             matrix[piece] += np.multiply(column[piece], row, out=product)

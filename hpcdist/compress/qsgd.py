@@ -11,8 +11,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.comm.pieces import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
-from hpcdist.compress.coding.pieces import PIECE, slices
 
 _RANDOM_BITS = 16
 _SURE = 16  # up to so many levels rounding stays in range: it exceeds the largest level by 2s·2⁻²⁴, less than 2⁻¹⁷
@@ -64,7 +64,7 @@ class Qsgd(Compressor):
         super().__init__(config, count, spans)
         self._bits = (2 * config.levels).bit_length()
         self._bucket = max(8, min(config.bucket, -(-count // 8) * 8))
-        self._chunk = self._bucket * max(1, PIECE // self._bucket)
+        self._chunk = self._bucket * max(1, CACHED // self._bucket)
         self._buckets = -(-count // self._bucket)
         self._taken = 0  # messages so far
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.compress.base import Recoded, Span
-from hpcdist.compress.coding import signs
+from hpcdist.compress.coding.elements import add_signs
 
 _HEAD = 4  # bytes: the value of a set bit
 
@@ -63,13 +63,13 @@ class SignSgd(Recoded):
         if not values.any():
             return torch.empty(0, dtype=torch.uint8)
         bits = np.packbits(values >= 0 if self._turn else values > 0)
-        signs.add(bits, values, -size)
+        add_signs(bits, values, -size)
         return torch.from_numpy(np.concatenate([np.array([size], np.float32).view(np.uint8), bits]))
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         if len(message):
             size = message[:_HEAD].numpy().copy().view(np.float32).item()
-            signs.add(message[_HEAD:].numpy(), out.numpy(), weight * size)
+            add_signs(message[_HEAD:].numpy(), out.numpy(), weight * size)
 
     def state(self) -> dict:
         return {"turn": self._turn}

@@ -10,8 +10,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.comm.pieces import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
-from hpcdist.compress.coding.pieces import PIECE, mean, slices
+from hpcdist.compress.coding.elements import mean
 
 _RANDOM_BITS = 16
 _LEAST = 1e-30  # smaller scales are sent as 0, because their inverse may be infinite
@@ -84,7 +85,7 @@ class TernGrad(Compressor):
         if not scale:
             return
         one = 1 << _RANDOM_BITS
-        work = torch.empty(min(PIECE, len(values)), dtype=values.dtype)
+        work = torch.empty(min(CACHED, len(values)), dtype=values.dtype)
         for piece in slices(len(values)):
             part, sign = values[piece], signs[piece]
             sums = work[: len(part)]
@@ -99,7 +100,7 @@ class TernGrad(Compressor):
         scales, packed = self._open(message.numpy())
         signs = torch.from_numpy(_unpack(packed))
         for scale, part in zip(scales.tolist(), self._parts, strict=True):
-            for piece in slices(part.stop - part.start, PIECE):
+            for piece in slices(part.stop - part.start):
                 place = slice(part.start + piece.start, part.start + piece.stop)
                 out[place].add_(signs[place], alpha=weight * scale)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding import sparse
-from hpcdist.compress.coding.pieces import mean
+from hpcdist.compress.coding.elements import mean
 from hpcdist.compress.coding.sparse import Sample
 
 _PAYLOAD = ((np.float32, 1), (np.uint8, -8))  # the threshold, and a bit per index, set where it is positive

@@ -10,12 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from hpcdist.comm.pieces import some_values, sums
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import check_caps
 from hpcdist.model.flat_buffers import FlatBuffers
 from hpcdist.model.gradients import Gradients
 from hpcdist.model.passes import Passes
-from hpcdist.model.pieces import some_values, sums
 from hpcdist.model.slots import (
     Structure,
     bind,

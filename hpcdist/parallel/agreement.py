@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpcdist import collectives
 from hpcdist.comm.communicator import Communicator, Traffic
-from hpcdist.model.pieces import as_real, pieces
+from hpcdist.comm.pieces import as_real, pieces
 from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.layers import Chain
 

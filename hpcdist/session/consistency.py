@@ -14,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.hyperparameters import unequal_steps
-from hpcdist.model.pieces import sum_and_norm
+from hpcdist.comm.pieces import sum_and_norm
 from hpcdist.session import rules
 from hpcdist.strategies import Strategy
 

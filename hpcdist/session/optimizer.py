@@ -50,7 +50,7 @@ class Attachment:
         peers: those of them that have the same stage of the model; all of them where each has the whole model.
         counts: number of parameters in each group.
         record: the record of the last step.
-        looks: servers replace parameters, so that the loop must not change them between steps.
+        looks: the loop must not change parameters between steps, in which they are replaced, or sent meanwhile.
         begun: an epoch has begun.
         seen: the model's `changes` after the last step, where it `looks`.
     """
@@ -67,7 +67,7 @@ class Attachment:
     seen: list[int | bytes] | None = None
 
     def look(self) -> None:
-        """Remember how often the parameters have been changed, and some of them, where servers replace them."""
+        """Remember counts of changes and some values of the parameters, where the loop must not change them."""
         if self.looks:
             self.seen = self.strategy.model.changes()
 

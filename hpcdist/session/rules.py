@@ -128,10 +128,10 @@ RULES = {
     ),
     # --- parameters ---------------------------------------------------------------------------------------------------
     "parameters are changed between steps": Rule(
-        lambda contract: contract.parameters == "replaced",
-        "parameters must be changed by the optimiser's step alone with {strategy}, whose servers replace them in their "
-        "steps; got some that the loop has changed since the last one. Change them between epochs on all ranks, or use "
-        "allreduce.",
+        lambda contract: contract.parameters == "replaced" or contract.sends == "between steps",
+        "parameters must be changed by the optimiser's step alone with {strategy} and these options: they are replaced "
+        "in steps, or sent between them; got some that the loop has changed since the last step. Change them between "
+        "epochs on all ranks, or use allreduce; with dpsgd and sgp overlap = false allows it, too.",
     ),
     "a frozen layer is unfrozen": Rule(
         lambda contract: contract.frozen == "before" or contract.ranks == "some serve",  # these don't see it

@@ -230,6 +230,7 @@ def restore(optimizer: Any, state: Mapping[str, Any], together: Together) -> Non
     together(restore_here)
     together(lambda: restore_strategy(optimizer.strategy, state["strategy"]))
     model.mark()
+    optimizer.attachment.look()
 
 
 def restore_strategy(strategy: Strategy, saved: Mapping[str, Any]) -> None:

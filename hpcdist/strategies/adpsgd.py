@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
+import networkx as nx
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from hpcdist.comm.pieces import alongside
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError, RankFailedError
-from hpcdist.model.pieces import alongside
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.replicas import mean_over, with_buffers
 from hpcdist.strategies.common.state import Along, Entry, Flats, dropped
 from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, Peers
-from hpcdist.topology import make_topology
-from hpcdist.topology.graphs.structure import two_sides
+from hpcdist.topology import Topology, make_topology
 
 _FREE = 0  # in place of who holds it
 
@@ -185,3 +185,29 @@ def _take_in(shared: Tensor, own: Tensor, before: Tensor) -> None:
     shared.add_(torch.sub(own, before, out=before))
     own.copy_(shared)
     before.copy_(own)
+
+
+def two_sides(topology: Topology) -> tuple[frozenset[int], frozenset[int]]:
+    """Split the ranks of a bipartite graph into its two sides: neighbours are on different sides.
+
+    Rank 0 is on the first side, and so is a rank without neighbours.
+
+    Args:
+        topology: static and symmetric.
+
+    Raises:
+        ConfigError: the graph has an odd cycle, which the message names.
+    """
+    graph = nx.Graph((a, b) for a in range(topology.size) for b in topology.in_neighbours(a, 0) if a != b)
+    graph.add_nodes_from(range(topology.size))
+    if not nx.is_bipartite(graph):
+        odd = next(cycle for cycle in nx.cycle_basis(graph, min(graph)) if len(cycle) % 2)
+        raise ConfigError(
+            f"the topology must have no odd cycle; got {'-'.join(map(str, [*odd, odd[0]]))}, of {len(odd)} ranks. Take "
+            "one whose ranks fall into two sides, such as bipartite, or a ring of an even number."
+        )
+    second: set[int] = set()
+    for part in nx.connected_components(graph):
+        first = nx.single_source_shortest_path_length(graph, min(part))
+        second |= {rank for rank, distance in first.items() if distance % 2}
+    return frozenset(set(graph) - second), frozenset(second)

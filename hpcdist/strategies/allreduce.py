@@ -11,7 +11,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hpcdist.collectives.tuning.background import Trial
 from hpcdist.compress import JointCompression, Reduction, spans
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Bucket
@@ -20,7 +19,7 @@ from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, attribute, reduction
-from hpcdist.strategies.synchronous.averaging import Averaging, OutsideAveraging, OwnAveraging, ProviderConfig
+from hpcdist.strategies.synchronous.averaging import Averaging, OutsideAveraging, OwnAveraging, ProviderConfig, Trial
 from hpcdist.strategies.synchronous.buffers import ChangingBuffers
 
 
@@ -108,6 +107,7 @@ class AllReduce(Strategy):
                     f"{self.provider.compression!r}. Leave them out."
                 )
 
+    config: Config
     contract = Contract(averages="gradients", meets="every step", closure="often", frozen="at any time")
 
     def __init__(self, config: Config, comm, model, **given):
@@ -116,9 +116,9 @@ class AllReduce(Strategy):
         self._channel = comm.split(0)  # the thread's own
         self.records.count(self._channel)
         self._averaging: Averaging = (
-            OutsideAveraging(self._channel, config.provider, model)
+            OutsideAveraging(self._channel, config.provider, model, self._note_nonfinite)
             if config.provider
-            else OwnAveraging(self._channel, config.algorithm)
+            else OwnAveraging(self._channel, config.algorithm, self._note_nonfinite)
         )
         self._alone = comm.size == 1 and not config.provider
         if self._alone:
@@ -139,7 +139,7 @@ class AllReduce(Strategy):
         announces = self.stages is None or self.stages.announces
         overlaps = self._averaging.beside and self._compressed is None and announces
         self._trial = Trial(comm) if config.overlap == "auto" and overlaps else None
-        model.gradients.on_bucket_ready(self._bucket_ready)
+        model.gradients.on_bucket_ready(self._averaging.begin)
         model.passes.on_end = self._backward_ended
         self._arm(overlapped=config.overlap == "on" and overlaps)
 
@@ -151,13 +151,6 @@ class AllReduce(Strategy):
         """Choose whether the next gradients are reduced during the backward pass."""
         self._overlapped = overlapped
         self.model.gradients.begin(announce=overlapped and not self._accumulates, passes=self.config.accumulation)
-
-    def _bucket_ready(self, bucket: Bucket) -> None:
-        self._averaging.begin(bucket, self._note_nonfinite)
-
-    def _nonfinite_here(self) -> list[str]:
-        """Name the parameters whose gradient on this rank is not finite, unless that is to be ignored."""
-        return [] if self.gradients.ignores_nonfinite else self.model.gradients.nonfinite()
 
     def _note_nonfinite(self, bucket: Bucket) -> None:
         """Note gradients that are not finite before they are averaged."""
@@ -191,35 +184,29 @@ class AllReduce(Strategy):
         """Collective. Average what is not averaged yet; return the names of gradients that are not finite, by rank."""
         if not self._alone:
             self.synchronize()
-            bad, self._merged = self._merged, None
+            bad, self._merged = self._merged or {}, None
             return bad
-        if self.model.unfrozen:
-            self._unfreeze()
+        self._unfreeze()
         self.model.gradients.settle()
-        names = self._nonfinite_here()
-        return {0: names} if names else {}
+        return self._nonfinite_here()
 
-    def _require_averaged(self) -> None:
-        """Check that the loop has not changed this rank's gradients before they were averaged.
+    def _nonfinite_here(self) -> dict[int, list[str]]:
+        """Name the parameters whose gradient on this rank is not finite, unless that is to be ignored."""
+        names = [] if self.gradients.ignores_nonfinite else self.model.gradients.nonfinite()
+        return {self.comm.rank: names} if names else {}
 
-        Raises:
-            ConfigError: it has.
-        """
+    def advance(self, update: Update) -> Outcome:
+        self._unfreeze()
         if self._passes and self.comm.size > 1 and self.model.gradients.changed_since_backward():
             raise ConfigError(
                 f"gradients must be averaged before they are changed; got some that were changed after {self._passes} "
                 f"backward passes, with strategy.accumulation = {self.config.accumulation} or in no_sync(). Call "
                 "optimizer.synchronize() first, where fewer passes make a step."
             )
-
-    def advance(self, update: Update) -> Outcome:
-        if self.model.unfrozen:
-            self._unfreeze()
-        self._require_averaged()
         bad = self._averaged()
         if self.model.gradients.changed_since_backward() or self.gradients.overflow_skips:
-            names = self._nonfinite_here()  # the loop may have mended them, or spoilt them, alike on all ranks
-            bad = (bad or {self.comm.rank: names}) if names else {}
+            found = self._nonfinite_here()  # the loop may have mended them, or spoilt them, alike on all ranks
+            bad = found and (bad or found)
         if self.stages is not None and not self.gradients.ignores_nonfinite:
             bad = self.stages.nonfinite(bad)
         event = self.gradients.leave_out(bad) if bad else None
@@ -280,12 +267,11 @@ class AllReduce(Strategy):
                 "strategy.accumulation must be the number of backward passes before a step with strategy.provider.op "
                 f"{self.config.provider.op!r}, whose result can't be added to; got one more. Set it, or use average."
             )
-        if self.model.unfrozen:
-            self._unfreeze()
+        self._unfreeze()
         if self._compressed is not None:
-            used, bad = self._average_compressed()
+            used, bad = self._average_compressed(self._compressed)
         else:
-            used, bad = self._agree(self._average_beside() if self._overlapped else self._average_now())
+            used, bad = self._agree(self._average())
         self.model.gradients.release(used)
         if self._trial is not None and not self._trial.decided:
             self._trial.step()
@@ -293,6 +279,9 @@ class AllReduce(Strategy):
         return bad
 
     def _unfreeze(self) -> None:
+        """Train parameters that the loop has unfrozen since the last step."""
+        if not self.model.unfrozen:
+            return
         if self._overlapped:
             self.model.gradients.flush()
             self._averaging.wait()
@@ -300,24 +289,12 @@ class AllReduce(Strategy):
         self._forget_used()
         self._arm(overlapped=False)
 
-    def _average_now(self) -> torch.Tensor:
-        used = self.model.gradients.collect()
-        self._averaging.now(self.model.gradients.buckets, self._note_nonfinite)
-        return used
-
-    def _average_compressed(self) -> tuple[torch.Tensor, dict[int, list[str]]]:
-        used, self._bad = self.model.gradients.collect(), self.gradients.nonfinite()
-        used, bad = self._agree(used)  # before: what is not finite must not get into what is left to be sent
-        if bad:
-            for flat in self.model.grads:  # so that all ranks see that it was not
-                flat.fill_(torch.nan)
-        else:
-            ranks = self._compressed(self.model.grads)
-            for flat in self.model.grads:
-                flat.div_(ranks)
-        return used, bad
-
-    def _average_beside(self) -> torch.Tensor:
+    def _average(self) -> Tensor:
+        """Collective. Average gradients, or wait for the thread that does; tell which parameters have one here."""
+        if not self._overlapped:
+            used = self.model.gradients.collect()
+            self._averaging.now(self.model.gradients.buckets)
+            return used
         used = self.model.gradients.flush()
         start = self.comm.now()
         with self.comm.trace.span("wait for buckets", "wait"):
@@ -325,7 +302,19 @@ class AllReduce(Strategy):
         self.comm.trace.traffic.waiting_s += self.comm.now() - start
         return used
 
-    def _agree(self, used: torch.Tensor) -> tuple[torch.Tensor, dict[int, list[str]]]:
+    def _average_compressed(self, sum_up: Reduction) -> tuple[Tensor, dict[int, list[str]]]:
+        used, self._bad = self.model.gradients.collect(), self.gradients.nonfinite()
+        used, bad = self._agree(used)  # before: what is not finite must not get into what is left to be sent
+        if bad:
+            for flat in self.model.grads:  # so that all ranks see that it was not
+                flat.fill_(torch.nan)
+        else:
+            ranks = sum_up(self.model.grads)
+            for flat in self.model.grads:
+                flat.div_(ranks)
+        return used, bad
+
+    def _agree(self, used: Tensor) -> tuple[Tensor, dict[int, list[str]]]:
         """Find which parameters had a gradient on any rank, and which were not finite, by rank.
 
         Raises:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
-from typing import Any, final
+from typing import final
 
+import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from hpcdist import compress
-from hpcdist.compress import CompressionConfig
+from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.compress import CompressionConfig, spans
+from hpcdist.compress.coding.reduction import TAG, cut, join, receive
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
+from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Along, Entry, dropped
-from hpcdist.strategies.decentralised.choco import CompressedMixing
 from hpcdist.strategies.decentralised.mixing import Mixing
-from hpcdist.topology import make_topology
+from hpcdist.topology import Topology, make_topology
 
 
 @final
@@ -71,7 +76,8 @@ class DPSGD(Strategy):
             return self.consensus_rate or (1.0 if faithful else 0.05)
 
         def narrow(self, contract: Contract, size: int) -> Contract:
-            return replace(contract, sends="between steps" if self.overlap else "within steps")
+            alters = self.overlap and not self.compression  # a change then gets into what is being sent
+            return replace(contract, sends="between steps" if alters else "within steps")
 
     config: Config
     contract = Contract(averages="parameters", meets="every step")
@@ -84,8 +90,8 @@ class DPSGD(Strategy):
                 "torus, complete, hierarchical or graph; or strategy sgp, which goes with any topology."
             )
         super().__init__(config, comm, model, **given)
-        self._compressed = bool(config.compression) and comm.size > 1
-        if self._compressed:
+        self._mixing: Mixing | CompressedMixing
+        if config.compression and comm.size > 1:
             self._mixing = CompressedMixing(comm, topology, model, config.compression, config.rate)
         else:
             self._mixing = Mixing(comm, topology, overlap=config.overlap)
@@ -93,44 +99,140 @@ class DPSGD(Strategy):
     def advance(self, update: Update) -> Outcome:
         if not self._mixing.under_way:  # at the first step of an epoch, or without overlap
             self._mixing.start(self.model.params, self.steps)
-        elif not self._compressed and self._versions != self.model.changes():
-            raise ConfigError(
-                "parameters must be changed by the optimiser's step alone where strategy.overlap of dpsgd is true, for "
-                "they are being sent meanwhile; got some that were changed between steps. Set overlap=False, or change "
-                "them between epochs."
-            )
         self._mixing.finish(self.model.params)
         outcome = self.gradients.step_alone(update)
         if self.config.overlap:
             self._mixing.start(self.model.params, self.steps + 1)
-            self._versions = self.model.changes()
         return outcome
 
     def pause(self) -> None:
         """Collective. Drop the exchange under way: changes before the next epoch are averaged then."""
-        if not self._compressed:
+        if isinstance(self._mixing, Mixing):
             self._mixing.drop()
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:
-        if not self._compressed:
-            return super().entries()
-        loaded: dict[str, Any] = {}
-
-        def load(coders: Sequence[Any] | None) -> None:  # in another world ranks send each other their values
-            self._mixing.load_state(None if coders is None else {**loaded, "coders": coders}, self.model.params)
-
-        return [
-            *super().entries(),
-            Along("copies", lambda: self._mixing.state()["copies"], lambda v: loaded.update(copies=v), dropped([])),
-            Along("mixed", lambda: self._mixing.state()["mixed"], lambda v: loaded.update(mixed=v), dropped([])),
-            Entry("coders", lambda: self._mixing.state()["coders"], load, dropped()),
-        ]
+        own = self._mixing.entries() if isinstance(self._mixing, CompressedMixing) else []
+        return [*super().entries(), *own]
 
     def load_state(self, saved: dict) -> None:
+        self._mixing.drop()  # what was sent is not what is loaded
         super().load_state(saved)
-        if not self._compressed:
-            self._mixing.drop()  # what was sent is not what was loaded
 
     def close(self) -> None:
         self._mixing.close()
+
+
+class CompressedMixing:
+    """Collective. Mix parameters by the neighbours' public copies x̂ alone: x ← x + γ(Wx̂ − x̂).
+
+    Each rank sends the difference of its x to its own public copy x̂, compressed; it and its neighbours add the decoded
+    message to that copy. The error of the message is in the next difference by itself. Kept are x̂ and Wx̂, two
+    parameter vectors however many neighbours there are. The mean of all x stays the same, to rounding.
+
+    Args:
+        rate: γ, at most 1. The larger the error of a message the smaller it must be, or x follows copies that are far
+            behind, and diverges.
+
+    Raises:
+        ConfigError: the topology changes from step to step.
+
+    Reference: Anastasia Koloskova, Sebastian Stich, Martin Jaggi, "Decentralized stochastic optimization and gossip
+    algorithms with compressed communication", 2019, CHOCO-SGD in its form with two vectors.
+    """
+
+    def __init__(
+        self, comm: Communicator, topology: Topology, model: FlatModel, config: CompressionConfig, rate: float
+    ):
+        if not topology.static:
+            raise ConfigError(
+                "strategy.topology must have the same neighbours at every step with strategy.compression, for they "
+                "follow each other; got one that changes. Take ring, torus, exponential, complete or graph."
+            )
+        self._comm, self._topology, self._params, self._rate = comm, topology, model.params, rate
+        self._warmup_steps = config.warmup_steps
+        self._weights = topology.in_neighbours(comm.rank, 0)
+        self._own_weight = self._weights.pop(comm.rank)
+        self._dests = [peer for peer in topology.out_neighbours(comm.rank, 0) if peer != comm.rank]
+        self._feedbacks = config.feedbacks(comm, model.params, spans(model))
+        self._public = [_on_host(flat) for flat in model.params]  # x̂
+        self._public_mixed = [_on_host(flat) for flat in model.params]  # Wx̂: all ranks begin with the same parameters
+        self._sends: list[Request] = []
+        self._sent: list[Tensor] = []  # the messages under way
+        self._whole = False  # whether they are not compressed
+        self._before: list[dict] = []  # the compressors' states before it
+
+    @property
+    def under_way(self) -> bool:
+        """Tell whether an exchange has been started and not finished."""
+        return bool(self._sent)
+
+    def start(self, tensors: Sequence[Tensor], step: int) -> None:
+        """Collective. Start sending the differences of `tensors` to their public copies. Never blocks."""
+        self._whole = step < self._warmup_steps
+        self._before = self._coders()
+        for tensor, copy, feedback in zip(tensors, self._public, self._feedbacks, strict=True):
+            feedback.residual.zero_()  # nothing but the difference is to be sent
+            self._sent.append(feedback.encode(_on_host(tensor).sub_(copy), self._whole))
+        message = join(self._sent)
+        self._sends = [self._comm.isend(message, peer, TAG) for peer in self._dests]
+
+    def finish(self, tensors: Sequence[Tensor]) -> None:
+        """Collective. Wait for the exchange and mix `tensors`, which were sent, in place."""
+        sent, messages, rate = self._sent, self._receive(), 1.0 if self._whole else self._rate
+        for i, feedback in enumerate(self._feedbacks):
+            copy, mixed = self._public[i], self._public_mixed[i]
+            feedback.add(sent[i], copy, self._whole)
+            feedback.add(sent[i], mixed, self._whole, self._own_weight)
+            for peer, weight in self._weights.items():
+                feedback.add(messages[peer][i], mixed, self._whole, weight)
+            with torch.no_grad():
+                tensors[i].add_(torch.sub(mixed, copy).to(tensors[i].device, tensors[i].dtype), alpha=rate)
+
+    def drop(self) -> None:
+        """Collective. Wait for the exchange under way, if there is one, and drop its result."""
+        if self.under_way:
+            self._receive()
+
+    close = drop
+
+    def _receive(self) -> dict[int, list[Tensor]]:
+        """Collective. Receive each neighbour's messages."""
+        messages = {peer: cut(receive(self._comm, peer), len(self._public)) for peer in self._weights}
+        for send in self._sends:
+            send.wait()
+        self._sends, self._sent = [], []
+        return messages
+
+    def entries(self) -> list[Entry]:
+        """Declare the public copies of before the exchange under way, which is started again from there.
+
+        In another world each rank's copy is what it has, which it sends to its neighbours whole.
+        """
+        return [
+            Along("copies", lambda: self._public, self._load_copies, dropped([])),
+            Along("mixed", lambda: self._public_mixed, self._load_mixed, dropped([])),
+            Entry("coders", lambda: self._before if self.under_way else self._coders(), self._load_coders, dropped([])),
+        ]
+
+    def _coders(self) -> list[dict]:
+        return [deepcopy(feedback.compressor.state()) for feedback in self._feedbacks]
+
+    def _load_copies(self, saved: Sequence[Tensor]) -> None:
+        self._public = [_on_host(flat) for flat in saved or self._params]
+
+    def _load_mixed(self, saved: Sequence[Tensor]) -> None:
+        self._public_mixed = [_on_host(flat) for flat in saved or self._public]
+        if not saved:
+            mixing = Mixing(self._comm, self._topology, overlap=False)
+            mixing.start(self._public_mixed, 0)
+            mixing.finish(self._public_mixed)
+            mixing.close()
+
+    def _load_coders(self, saved: Sequence[dict]) -> None:
+        for feedback, state in zip(self._feedbacks, saved):
+            feedback.compressor.load_state(deepcopy(state))
+
+
+def _on_host(flat: Tensor) -> Tensor:
+    """Copy a flat tensor to the host, as float32 or float64."""
+    return flat.detach().to("cpu", torch.float64 if flat.dtype == torch.float64 else torch.float32, copy=True)

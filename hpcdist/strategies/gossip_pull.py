@@ -12,9 +12,7 @@ from hpcdist.comm.snapshot import Publication
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry
-from hpcdist.strategies.decentralised.half_precision import Wire
-from hpcdist.strategies.decentralised.mixing import average_in
-from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, MixingConfig, Peers, check_count
+from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, MixingConfig, Peers, Wire, average_in, check_count
 
 
 @final

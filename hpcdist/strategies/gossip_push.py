@@ -19,9 +19,7 @@ from torch import Tensor
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, dropped
-from hpcdist.strategies.decentralised.half_precision import Wire
-from hpcdist.strategies.decentralised.mixing import average_in
-from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, MixingConfig, Peers, check_count
+from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, MixingConfig, Peers, Wire, average_in, check_count
 
 _WRITING = -1  # in place of a count
 

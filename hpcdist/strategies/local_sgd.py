@@ -76,25 +76,23 @@ class LocalSGD(Periodic):
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
-        self._node = self._reduce_inside = None
+        self._inside: collectives.AllReduce | None = None  # this rank's node
         if config.node_period is not None:
-            self._node = comm.split(comm.memory.nodes[comm.rank])
-            self.records.count(self._node)
-            self._reduce_inside = collectives.load(config.algorithm)(self._node)
+            node = comm.split(comm.memory.nodes[comm.rank])
+            self.records.count(node)
+            self._inside = collectives.load(config.algorithm)(node)
         self._moments = Moments(comm, model)
-
-    def _due_inside(self, step: int) -> bool:
-        return self._node is not None and (step - self.config.warmup_steps) % self.config.node_period == 0
 
     def advance(self, update: Update) -> Outcome:
         outcome = super().advance(update)
+        step, node_period = self.steps + 1, self.config.node_period
         if self.alone:
             return outcome
-        if self.config.meets(self.steps + 1):
+        if self.config.meets(step):
             self._average_state(self._reduce)
-        elif self._due_inside(self.steps + 1):
-            average(self.model.params, self._reduce_inside)
-            self._average_state(self._reduce_inside)
+        elif self._inside and node_period and (step - self.config.warmup_steps) % node_period == 0:
+            average(self.model.params, self._inside)
+            self._average_state(self._inside)
         return outcome
 
     def move(self, mean: Sequence[Tensor]) -> None:
@@ -117,7 +115,7 @@ class LocalSGD(Periodic):
         self._moments.reset()
 
     def close(self) -> None:
-        if self._node is not None:
-            self._reduce_inside.close()
-            self._node.close()
+        if self._inside is not None:
+            self._inside.close()
+            self._inside.comm.close()
         super().close()

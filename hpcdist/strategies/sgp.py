@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -14,9 +15,9 @@ from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.replicas import mean_over, with_buffers
 from hpcdist.strategies.common.state import Along, Entry, Flats, dropped
-from hpcdist.strategies.decentralised.half_precision import Wire, WireConfig
 from hpcdist.strategies.decentralised.mixing import Mixing
-from hpcdist.topology import make_topology
+from hpcdist.strategies.decentralised.peers import Wire, WireConfig
+from hpcdist.topology import load, make_topology
 
 
 @final
@@ -47,6 +48,14 @@ class SGP(Strategy):
         )
         overlap: bool = Field(False, description="messages arrive while the next gradient is computed, a step later")
 
+        def narrow(self, contract: Contract, size: int) -> Contract:
+            kept = load(self.topology.name).doubly_stochastic  # else parameters are made of x in each step
+            return replace(
+                contract,
+                parameters="kept" if kept else "replaced",
+                sends="between steps" if self.overlap else "within steps",
+            )
+
     config: Config
     contract = Contract(averages="parameters", meets="every step")
 
@@ -58,11 +67,6 @@ class SGP(Strategy):
         self._x = tuple(flat.clone() for flat in model.params) if self._biased else ()
         self._wire = Wire(config.compression, model.params)
         self._weight = torch.ones(1, dtype=torch.float64)
-
-    @property
-    def _pushed(self) -> tuple[Tensor, ...]:
-        """Return the tensors that are sent, and mixed."""
-        return (*self._x, self._weight) if self._biased else self.model.params
 
     def _rounded(self) -> tuple[Tensor, ...]:
         """Return the same tensors as they are sent, rounded with half precision."""
@@ -83,7 +87,7 @@ class SGP(Strategy):
         """Collective. Mix and debias: x ← Px, w ← Pw, z ← x/w."""
         if not self._mixing.under_way:  # without overlap, or at the first step
             self._mixing.start(self._rounded(), self.steps)
-        self._mixing.finish(self._pushed)
+        self._mixing.finish((*self._x, self._weight) if self._biased else self.model.params)
         self._debias()
 
     def _debias(self) -> None:
@@ -103,37 +107,39 @@ class SGP(Strategy):
         self._debias()
         return outcome
 
+    def pause(self) -> None:
+        """Collective. Drop the exchange under way; the next epoch begins with it."""
+        self._mixing.drop()
+
+    def take_up(self) -> None:
+        self._load_x(())
+        self._set_weight(1.0)
+
     def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
         """Collective. Compute the mean of x, which messages conserve, and of the buffers."""
-        return with_buffers(
-            self, mean_over(self.comm, self._pushed[: len(self.model.params)], self.comm.failures.living)
-        )
+        return with_buffers(self, mean_over(self.comm, self.masters().tensors, self.comm.failures.living))
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:
         return [
             *super().entries(),
-            Along("x", self._save_x, self._load_x, dropped([])),
-            Entry("weight", self._weight.item, self._load_weight, dropped(1.0)),
+            Along("x", lambda: [x.clone() for x in self._x], self._load_x, dropped([])),
+            Entry("weight", self._weight.item, self._set_weight, dropped(1.0)),
         ]
 
     def masters(self) -> Flats:
-        return Flats(self._x if self._biased else self.model.params)
+        return Flats(self._x or self.model.params)
 
     def load_state(self, saved: dict) -> None:
         super().load_state(saved)
         self._mixing.drop()  # what was sent is not what was loaded
 
-    def _save_x(self) -> list[Tensor]:
-        return [x.clone() for x in self._x] if self._biased else []
-
     def _load_x(self, saved: Sequence[Tensor]) -> None:
-        for x, value in zip(self._x, (saved or self.model.params) if self._biased else (), strict=True):
+        for x, value in zip(self._x, saved or self.model.params):
             x.copy_(value)
 
-    def _load_weight(self, saved: float) -> None:
-        if self._biased:
-            self._weight.fill_(saved)
+    def _set_weight(self, weight: float) -> None:
+        self._weight.fill_(weight)
 
     def close(self) -> None:
         self._mixing.close()

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from dataclasses import dataclass
+from typing import NamedTuple, final
 
+import networkx as nx
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hpcdist.comm.communicator import Envelope, Request
+from hpcdist.comm.communicator import ANY, Request
+from hpcdist.comm.pieces import alongside
 from hpcdist.compress import CompressionConfig, Feedback, spans
 from hpcdist.compress.coding.reduction import cut, join
 from hpcdist.config import Named
-from hpcdist.model.flat import FlatModel
-from hpcdist.model.pieces import alongside
+from hpcdist.errors import RankFailedError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, dropped, feedbacks, spread
 from hpcdist.strategies.decentralised.peers import Peers, PeersConfig
-from hpcdist.topology import load, make_topology
-from hpcdist.topology.graphs.structure import spanning_tree
+from hpcdist.topology import Topology, load, make_topology
 
 _CODED, _WHOLE, _END = 1, 2, 3  # tags; the last message of a period is empty
+
+
+class _Arriving(NamedTuple):
+    """A message on its way."""
+
+    request: Request
+    message: Tensor
+    source: int
+    whole: bool
+
+
+@dataclass
+class _Link:
+    """A link to ranks that get the same messages, with the residuals: the part of the updates not sent to them yet."""
+
+    peers: list[int]
+    feedbacks: list[Feedback]
 
 
 class Updates(CompressionConfig):
@@ -83,16 +101,17 @@ class Strom(Strategy):
         self._period = 0  # paused so often; every peer says when it has
         self._ended = dict.fromkeys(range(comm.size), 0)
         self._sending: list[Request] = []
-        self._arriving: list[tuple[Request, Tensor, int, int]] = []  # with source and tag
+        self._arriving: list[_Arriving] = []
         self._old = [torch.empty_like(flat) for flat in model.params]
 
     def _make_links(self) -> list[_Link]:
-        config, comm = self.config, self.comm
-        others = [rank for rank in comm.failures.living if rank != comm.rank]
+        comm, living, choice = self.comm, self.comm.failures.living, self.config.compression
         if self._floods:
-            return [_Link(others, config.compression, self.model, comm.rank)] if others else []
-        tree = spanning_tree(make_topology(config.topology, comm), comm.failures.living)
-        return [_Link([peer], config.compression, self.model, comm.rank) for peer in tree[comm.rank]]
+            groups = [[rank for rank in living if rank != comm.rank]] if len(living) > 1 else []
+        else:
+            tree = spanning_tree(make_topology(self.config.topology, comm), living)
+            groups = [[peer] for peer in tree[comm.rank]]
+        return [_Link(peers, choice.feedbacks(comm, self.model.params, spans(self.model))) for peers in groups]
 
     # --- a step ---------------------------------------------------------------------------------------------------
     def advance(self, update: Update) -> Outcome:
@@ -139,38 +158,40 @@ class Strom(Strategy):
 
     def _add_arrived(self) -> None:
         """Add messages that have come in full; wait for none."""
-        while (envelope := self._probe()) is not None:
-            self._begin(envelope)
+        while self._begin(ANY, block=False):
+            pass
         arriving, self._arriving = self._arriving, []
-        for request, *message in arriving:
-            if self.peers.survives(request.done):  # else its sender died while sending it
-                if request.done():
-                    self._add(*message)
+        for each in arriving:
+            if self.peers.survives(each.request.done):  # else its sender died while sending it
+                if each.request.done():
+                    self._add(each)
                 else:
-                    self._arriving.append((request, *message))
+                    self._arriving.append(each)
 
-    def _probe(self) -> Envelope | None:
-        envelopes: list[Envelope | None] = []
-        self.peers.survives(lambda: envelopes.append(self.comm.probe(block=False)))
-        return envelopes[0] if envelopes else None
+    def _begin(self, source: int, block: bool) -> bool:
+        """Begin to receive a message; return False if none has come, or its sender has died."""
+        try:
+            envelope = self.comm.probe(source, block=block)
+            if envelope is None:
+                return False
+            message = torch.empty(envelope.n_bytes, dtype=torch.uint8)
+            request = self.comm.irecv(message, envelope.source, envelope.tag)
+            if envelope.tag == _END:  # all earlier messages of this source have been begun: none overtakes another
+                request.wait()
+                self._ended[envelope.source] += 1
+            else:
+                self._arriving.append(_Arriving(request, message, envelope.source, envelope.tag == _WHOLE))
+        except RankFailedError:
+            return False
+        return True
 
-    def _begin(self, envelope: Envelope) -> None:
-        message = torch.empty(envelope.n_bytes, dtype=torch.uint8)
-        request = self.comm.irecv(message, envelope.source, envelope.tag)
-        if envelope.tag == _END:  # all earlier messages of this source have been begun: they don't overtake each other
-            request.wait()
-            self._ended[envelope.source] += 1
-        else:
-            self._arriving.append((request, message, envelope.source, envelope.tag))
-
-    def _add(self, message: Tensor, source: int, tag: int) -> None:
-        parts = cut(message, len(self.model.params))
+    def _add(self, arrived: _Arriving) -> None:
+        parts = cut(arrived.message, len(self.model.params))
         for link in self._links:
             for feedback, part, own in zip(link.feedbacks, parts, self.model.params, strict=True):
-                if source in link.peers:
-                    feedback.add(part, own, whole=tag == _WHOLE)
-                else:
-                    feedback.add(part, feedback.residual, whole=tag == _WHOLE)  # passed on with the next message
+                # What came from elsewhere is passed on along this link with the next message.
+                out = own if arrived.source in link.peers else feedback.residual
+                feedback.add(part, out, arrived.whole)
 
     def pause(self) -> None:
         """Collective. Wait for all messages that the others have sent in this period."""
@@ -179,10 +200,10 @@ class Strom(Strategy):
         self._send(torch.empty(0, dtype=torch.uint8), peers, _END)
         for peer in peers:
             while peer in self.peers.present and self._ended[peer] < self._period:
-                self.peers.survives(lambda of=peer: self._begin(self.comm.probe(of)))
-        for request, *message in self._arriving:
-            if self.peers.survives(request.wait):
-                self._add(*message)
+                self._begin(peer, block=True)
+        for each in self._arriving:
+            if self.peers.survives(each.request.wait):
+                self._add(each)
         for request in self._sending:
             self.peers.survives(request.wait)
         self._sending, self._arriving = [], []
@@ -191,15 +212,10 @@ class Strom(Strategy):
         living = self.comm.failures.living
         super().shrink()
         if self.comm.failures.living != living:
-            self._links = self._keep(self._links, self._make_links())
-
-    def _keep(self, old: list[_Link], new: list[_Link]) -> list[_Link]:
-        """Move the residuals of the old links to the new links to the same ranks."""
-        for link in new:
-            for before in old:
-                if self._floods or before.peers == link.peers:
-                    link.feedbacks = before.feedbacks
-        return new
+            before, self._links = self._links, self._make_links()
+            for link in self._links:  # to the same ranks as an old one, or to all that are left: residuals stay
+                same = (old.feedbacks for old in before if self._floods or old.peers == link.peers)
+                link.feedbacks = next(same, link.feedbacks)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:
@@ -218,12 +234,25 @@ class Strom(Strategy):
                 feedback.load_state(state)
 
 
-class _Link:
-    """A link to ranks that get the same messages, with the residuals: the part of the updates not sent to them yet."""
+def spanning_tree(topology: Topology, ranks: Sequence[int] | None = None) -> list[list[int]]:
+    """Find a tree that takes a message of any rank to every other exactly once, breadth first from the first rank.
 
-    def __init__(self, peers: Sequence[int], config: CompressionConfig, model: FlatModel, stream: int):
-        self.peers = peers
-        self.feedbacks = [
-            Feedback(config.make(flat.numel(), own, stream), flat, config.error_feedback)
-            for flat, own in zip(model.params, spans(model), strict=True)
-        ]
+    Args:
+        ranks: the ranks in the tree; all by default. Parts of the graph that are cut off because ranks are missing
+            are linked to the first rank.
+
+    Returns:
+        Each rank's neighbours in the tree, ascending; the same on all ranks.
+    """
+    ranks = range(topology.size) if ranks is None else ranks
+    left = nx.DiGraph()
+    left.add_nodes_from(ranks)
+    for step in range(topology.period or 1):
+        left.add_edges_from((a, b) for a in ranks for b in topology.out_neighbours(a, step) if b in ranks)
+    tree = nx.empty_graph(topology.size)
+    for root in ranks:
+        if root in left:
+            links = list(nx.bfs_edges(left, root, sort_neighbors=sorted))
+            tree.add_edges_from(links if root == ranks[0] else [(ranks[0], root), *links])
+            left.remove_nodes_from([root, *(reached for _, reached in links)])
+    return [sorted(tree[rank]) for rank in range(topology.size)]

@@ -226,7 +226,7 @@ def _print_text(text: str, hanging: bool = False) -> None:
 
 def topology(found: Topology) -> None:
     """Show facts about a topology, and a table of its neighbours for each step that differs."""
-    from hpcdist.topology.graphs.description import adjacency, describe, steps
+    from hpcdist.tools.topology import adjacency, describe, steps
 
     facts(describe(found))
     for step in steps(found):

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import addend, bits, make, summed_in_rank_order
 
+from harness.cases import each
 from hpcdist import collectives
 from hpcdist.collectives import allreduce, available, direct, hierarchical, load, ring, shared_memory
 from hpcdist.comm.virtual import Network, run_virtual
@@ -29,7 +30,7 @@ def lengths(size: int) -> list[int]:
 
 
 @UP_TO_9
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_sum_equals_numpys(ranks, name, cache_dir):
     def body(comm):
         reduce = make(name, comm, cache_dir)
@@ -48,7 +49,7 @@ def test_sum_equals_numpys(ranks, name, cache_dir):
 
 
 @SOME
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_integers_are_exact_and_wrap_around(ranks, name, cache_dir):
     def body(comm):
         reduce = make(name, comm, cache_dir)
@@ -68,7 +69,7 @@ def test_integers_are_exact_and_wrap_around(ranks, name, cache_dir):
 
 
 @SOME
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_floats_have_the_same_bits_on_all_ranks(ranks, name, cache_dir):
     def body(comm):
         reduce = make(name, comm, cache_dir)
@@ -91,7 +92,7 @@ def test_floats_have_the_same_bits_on_all_ranks(ranks, name, cache_dir):
 
 
 @SOME
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"native", "auto"}))  # MPI promises nothing about NaN
+@each("name", sorted({*NAMES} - {"native", "auto"}))  # MPI promises nothing about NaN
 def test_nan_and_infinity_have_the_same_bits_on_all_ranks(ranks, name, cache_dir):
     def body(comm):
         tensor = addend(comm.rank, 40, torch.float32)
@@ -113,7 +114,7 @@ def test_nan_and_infinity_have_the_same_bits_on_all_ranks(ranks, name, cache_dir
 
 
 @UP_TO_9
-@pytest.mark.parametrize("name", ["direct", "hierarchical", "shared_memory"])
+@each("name", ["direct", "hierarchical", "shared_memory"])
 def test_shared_memory_sums_in_rank_order_to_the_bit(ranks, name):
     def body(comm):
         reduce = load(name)(comm)
@@ -129,7 +130,7 @@ def test_shared_memory_sums_in_rank_order_to_the_bit(ranks, name):
 
 @pytest.mark.virtual
 @UP_TO_9
-@pytest.mark.parametrize("name", ["native", "auto"])
+@each("name", ["native", "auto"])
 def test_virtual_native_sums_in_rank_order_to_the_bit(ranks, name):
     def body(comm):
         tensor = addend(comm.rank, 1009, torch.float32)
@@ -177,7 +178,7 @@ def test_any_ranks_nodes_lengths_dtypes_and_segments(
 
 
 @FEW
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_long_tensors_pass_in_several_segments(ranks, name, cache_dir):
     count = 1_500_001  # 6 MB: several segments per chunk, the last ones shorter
 
@@ -192,8 +193,8 @@ def test_long_tensors_pass_in_several_segments(ranks, name, cache_dir):
 
 
 @FEW
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@each("name", NAMES)
+@each("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_the_mean_is_the_sum_divided_to_the_bit(ranks, name, dtype, cache_dir):
     def body(comm):
         total, mean = (addend(comm.rank, 70_001, dtype) for _ in range(2))
@@ -207,8 +208,8 @@ def test_the_mean_is_the_sum_divided_to_the_bit(ranks, name, dtype, cache_dir):
 
 
 @UP_TO_9
-@pytest.mark.parametrize("name", ["auto", "direct"])
-@pytest.mark.parametrize("count", [3, 1009, 700_001])
+@each("name", ["auto", "direct"])
+@each("count", [3, 1009, 700_001])
 def test_tensors_that_all_have_mapped_are_summed_in_place_to_the_same_bits(ranks, name, count, cache_dir):
     def body(comm):
         reduce = make(name, comm, cache_dir)
@@ -230,7 +231,7 @@ def test_tensors_that_all_have_mapped_are_summed_in_place_to_the_same_bits(ranks
 
 
 @FEW
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_a_view_inside_a_longer_tensor_is_summed_and_its_surroundings_are_left_alone(ranks, name, cache_dir):
     def body(comm):
         tensor = torch.full((30,), float(comm.rank + 1))
@@ -245,7 +246,7 @@ def test_a_view_inside_a_longer_tensor_is_summed_and_its_surroundings_are_left_a
         assert (tensor[:7] == rank + 1).all() and (tensor[23:] == rank + 1).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_one_rank_keeps_its_tensor_to_the_bit_and_sends_nothing(name, cache_dir):
     def body(comm):
         tensor = addend(0, 100, torch.float32)
@@ -256,7 +257,7 @@ def test_one_rank_keeps_its_tensor_to_the_bit_and_sends_nothing(name, cache_dir)
 
 
 @FEW
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_other_messages_on_the_communicator_are_left_alone(ranks, name, cache_dir):
     def body(comm):
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -296,8 +297,8 @@ def test_allreduce_chooses_by_itself(ranks):
 
 # --- refusals -----------------------------------------------------------------------------------------------------
 @FEW
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn])
+@each("name", NAMES)
+@each("dtype", [torch.bool, torch.float8_e4m3fn])
 def test_what_has_no_sum_is_refused(ranks, name, dtype, cache_dir):
     def body(comm):
         reduce = make(name, comm, cache_dir)
@@ -309,8 +310,8 @@ def test_what_has_no_sum_is_refused(ranks, name, dtype, cache_dir):
 
 
 @FEW
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("tensor", [torch.zeros(2, 3), torch.zeros(10)[::2], torch.tensor(1.0)])
+@each("name", NAMES)
+@each("tensor", [torch.zeros(2, 3), torch.zeros(10)[::2], torch.tensor(1.0)])
 def test_what_is_not_flat_is_refused(ranks, name, tensor, cache_dir):
     def body(comm):
         reduce = make(name, comm, cache_dir)
@@ -348,7 +349,7 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 # --- the catalogue ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_every_algorithm_is_documented_and_named_after_its_module(name):
     algorithm = load(name)
     assert algorithm.__module__ == f"{collectives.__name__}.{name}"

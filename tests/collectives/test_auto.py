@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.cases import each
 from hpcdist.collectives import load
 from hpcdist.collectives.auto import Auto
 from hpcdist.collectives.tuning import table as table_module
@@ -42,38 +43,41 @@ def test_ranges_end_half_way_between_sizes_and_join_neighbours():
     assert found == [(2048.0, "ring"), (8192.0, "native"), (math.inf, "ring")]
 
 
-def test_native_is_kept_unless_another_is_clearly_faster():
-    assert table(native=(1.0, 1.0, 1.0), ring=(0.9, 0.85, 0.9)).choice() == ["native"] * 3
-    assert table(native=(1.0, 1.0, 1.0), ring=(0.7, 0.7, 0.7)).choice() == ["ring"] * 3
+CHOICES = {
+    "native is kept unless another is clearly faster": [
+        ({"native": (1.0, 1.0, 1.0), "ring": (0.9, 0.85, 0.9)}, "native native native"),
+        ({"native": (1.0, 1.0, 1.0), "ring": (0.7, 0.7, 0.7)}, "ring ring ring"),
+    ],
+    "no other is chosen where native was faster": [
+        ({"native": (2.0, 1.0, 2.0), "ring": (1.0, 1.01, 1.0)}, "ring native ring"),
+        ({"native": (2.0, 1.0, 1.0), "ring": (1.0, 1.01, 1.01)}, "ring native native"),
+    ],
+    "the last size counts for all longer ones": [
+        ({"native": (1.0, 1.0, 1.0), "ring": (1.5, 1.5, 0.8)}, "native native ring"),
+        ({"native": (1.0, 1.0, 1.0), "ring": (1.5, 0.8, 1.5)}, "native native native"),
+    ],
+    "one lucky measurement changes nothing": [
+        ({"native": (1.0, 1.0, 1.0), "tree": (2.0, 0.7, 2.0)}, "native native native"),
+        ({"native": (1.0, 1.0, 1.0), "tree": (2.0, 0.4, 2.0)}, "native tree native"),
+    ],
+    "one disturbed measurement changes nothing": [
+        ({"native": (1.0, 4.0, 4.0), "ring": (3.0, 2.0, 2.0), "tree": (9.0, 1.9, 9.0)}, "native ring ring"),
+        ({"native": (2.0, 2.0, 2.0), "ring": (1.0, None, 1.0)}, "ring native ring"),
+    ],
+    "without native the fastest counts": [
+        ({"ring": (2.0, 2.0, 1.0), "tree": (1.9, 2.0, 2.0)}, "ring ring ring"),
+        ({"ring": (9.0, 4.0, 1.0), "tree": (1.9, 2.0, 2.0)}, "tree tree ring"),
+    ],
+    "times of zero choose native": [
+        ({"ring": (0.0, 0.0, 0.0), "native": (0.0, 0.0, 0.0)}, "native native native"),
+    ],
+}
 
 
-def test_no_other_is_chosen_where_native_was_faster():
-    assert table(native=(2.0, 1.0, 2.0), ring=(1.0, 1.01, 1.0)).choice() == ["ring", "native", "ring"]
-    assert table(native=(2.0, 1.0, 1.0), ring=(1.0, 1.01, 1.01)).choice() == ["ring", "native", "native"]
-
-
-def test_the_last_size_counts_for_all_longer_ones():
-    assert table(native=(1.0, 1.0, 1.0), ring=(1.5, 1.5, 0.8)).choice() == ["native", "native", "ring"]
-    assert table(native=(1.0, 1.0, 1.0), ring=(1.5, 0.8, 1.5)).choice() == ["native"] * 3
-
-
-def test_one_lucky_measurement_changes_nothing():
-    assert table(native=(1.0, 1.0, 1.0), tree=(2.0, 0.7, 2.0)).choice() == ["native"] * 3
-    assert table(native=(1.0, 1.0, 1.0), tree=(2.0, 0.4, 2.0)).choice() == ["native", "tree", "native"]
-
-
-def test_one_disturbed_measurement_changes_nothing():
-    assert table(native=(1.0, 4.0, 4.0), ring=(3.0, 2.0, 2.0), tree=(9.0, 1.9, 9.0)).choice()[1:] == ["ring"] * 2
-    assert table(native=(2.0, 2.0, 2.0), ring=(1.0, None, 1.0)).choice() == ["ring", "native", "ring"]
-
-
-def test_without_native_the_fastest_counts():
-    assert table(ring=(2.0, 2.0, 1.0), tree=(1.9, 2.0, 2.0)).choice() == ["ring"] * 3
-    assert table(ring=(9.0, 4.0, 1.0), tree=(1.9, 2.0, 2.0)).choice() == ["tree", "tree", "ring"]
-
-
-def test_times_of_zero_choose_native():
-    assert table(ring=(0.0, 0.0, 0.0), native=(0.0, 0.0, 0.0)).choice() == ["native"] * 3
+@each("rule", CHOICES)
+def test_the_choice_follows_what_is_fast_over_a_range_of_sizes(rule):
+    for seconds, expected in CHOICES[rule]:
+        assert table(**seconds).choice() == expected.split()
 
 
 @given(st.data())
@@ -92,8 +96,8 @@ def test_no_other_choice_costs_less(data):
     assert cost(found.choice()) == pytest.approx(best)
 
 
-@pytest.mark.parametrize(
-    "text, rule",
+@each(
+    "case",
     [
         ('{"sizes": [4, 2], "seconds": {"ring": [1, 1]}}', r"sizes of a table must ascend; got \[4, 2\]"),
         ('{"sizes": [], "seconds": {"ring": []}}', r"sizes of a table must ascend; got \[\]"),
@@ -105,7 +109,8 @@ def test_no_other_choice_costs_less(data):
         ('{"sizes": [2], "sec', "Invalid JSON"),
     ],
 )
-def test_a_broken_table_is_refused(text, rule):
+def test_a_broken_table_is_refused(case):
+    text, rule = case
     with pytest.raises(ValueError, match=rule):
         TimingTable.model_validate_json(text)
 
@@ -235,13 +240,17 @@ def test_a_machine_is_measured_once(ranks, tmp_path, measurements):
     assert len(measurements) > 0
 
 
-def test_refreshing_measures_although_there_is_a_file(tmp_path, measurements):
-    run_virtual(lambda comm: once(comm, tmp_path), 2, network=NETWORK)
+@each("refresh", [True, False])
+def test_refreshing_measures_although_there_is_a_file_and_a_table_of_other_algorithms_is_out_of_date(
+    tmp_path, measurements, refresh
+):
+    good = run_virtual(lambda comm: once(comm, tmp_path), 2, network=NETWORK)
     (path,) = tmp_path.iterdir()
-    path.write_text('{"sizes": [2], "seconds": {"ring": [1.0]}}')
+    if not refresh:
+        path.write_text('{"sizes": [2], "seconds": {"ring": [1.0]}}')
     measurements.clear()
-    run_virtual(lambda comm: once(comm, tmp_path, refresh=True), 2, network=NETWORK)
-    assert len(measurements) == 2 and "native" in path.read_text()
+    found = run_virtual(lambda comm: once(comm, tmp_path, refresh=refresh), 2, network=NETWORK)
+    assert len(measurements) == 2 and "recursive_doubling" in path.read_text() and found == good
 
 
 def test_a_file_per_ranks_and_nodes_and_library(tmp_path, measurements):
@@ -254,7 +263,7 @@ def test_a_file_per_ranks_and_nodes_and_library(tmp_path, measurements):
     assert all(path.suffix == ".json" for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"sizes": [2], "seconds": {}}'])
+@each("content", [b"", b"{", b"\xff\xfe", b'{"sizes": [2], "seconds": {}}'])
 def test_a_corrupt_file_is_measured_anew_with_a_warning(tmp_path, measurements, content):
     good = run_virtual(lambda comm: once(comm, tmp_path), 2, network=NETWORK)[0]
     (path,) = tmp_path.iterdir()
@@ -264,15 +273,6 @@ def test_a_corrupt_file_is_measured_anew_with_a_warning(tmp_path, measurements, 
         assert run_virtual(lambda comm: once(comm, tmp_path), 2, network=NETWORK) == [good, good]
     assert len(measurements) == 2
     assert json.loads(path.read_text()) == json.loads(good)
-
-
-def test_a_table_of_other_algorithms_is_out_of_date(tmp_path, measurements):
-    run_virtual(lambda comm: once(comm, tmp_path), 2, network=NETWORK)
-    (path,) = tmp_path.iterdir()
-    path.write_text('{"sizes": [2], "seconds": {"ring": [1.0]}}')
-    measurements.clear()
-    found = run_virtual(lambda comm: once(comm, tmp_path), 2, network=NETWORK)[0]
-    assert len(measurements) == 2 and "recursive_doubling" in found
 
 
 def test_a_folder_that_can_not_be_written_costs_only_a_warning(tmp_path, measurements):

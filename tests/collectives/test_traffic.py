@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist.collectives import available, hierarchical, load
 from hpcdist.collectives.base import Algorithm, segment_count
 from hpcdist.comm.virtual import Network, run_virtual
@@ -33,21 +34,21 @@ def counted(name, size, count, ranks_per_node=1):
     return *traffic, max(seconds for _, seconds in results)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 12, 16])
-@pytest.mark.parametrize("name", [*POINT_TO_POINT, "native"])
+@each("size", [2, 3, 4, 5, 7, 8, 12, 16])
+@each("name", [*POINT_TO_POINT, "native"])
 def test_bytes_and_messages_equal_the_formula_where_p_divides_n(name, size):
     count = 16 * size * (1 << size.bit_length())
     assert counted(name, size, count)[:2] == load(name).traffic(4 * count, size)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@each("size", [2, 3, 4, 7])
 def test_direct_writes_its_share_to_every_other_rank(size):
     bytes_sent, messages = load("direct").traffic(4 * 16 * size, size)
     synchronisation = 2 * (size - 1).bit_length()  # attach and barrier: empty messages on virtual ranks
     assert counted("direct", size, 16 * size)[:2] == (bytes_sent, messages + synchronisation)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@each("size", [2, 3, 4, 7])
 def test_shared_memory_is_read_and_nothing_sent(size):
     def body(comm):
         reduce = load("shared_memory")(comm)
@@ -88,23 +89,20 @@ def test_the_closed_forms():
     for name in WITH_FORMULAS:
         assert load(name).traffic(n, 1) == (0, 0)
         assert load(name).cost_s(n, 1, 1.0, 1.0, 1.0) == 0.0
+    for n_bytes, messages_of_chunk in ((1 << 20, 1), (2 << 20, 1), (4 << 20, 2), (64 << 20, 32)):  # one per segment
+        assert load("ring").traffic(n_bytes, 2) == (n_bytes, 2 * messages_of_chunk)
 
 
-@pytest.mark.parametrize("n_bytes, chunk_messages", [(1 << 20, 1), (2 << 20, 1), (4 << 20, 2), (64 << 20, 32)])
-def test_ring_counts_a_message_per_segment(n_bytes, chunk_messages):
-    assert load("ring").traffic(n_bytes, 2) == (n_bytes, 2 * chunk_messages)
-
-
-@pytest.mark.parametrize("size", [2, 3, 5, 8])
-@pytest.mark.parametrize("name", ["ring", "native"])
+@each("size", [2, 3, 5, 8])
+@each("name", ["ring", "native"])
 def test_time_of_a_ring_is_the_formulas(name, size):
     for count in (size, 1000 * size):
         seconds = counted(name, size, count)[2]
         assert seconds == pytest.approx(load(name).cost_s(4 * count, size, LATENCY_S, BYTE_S))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 6, 8, 13, 16])
-@pytest.mark.parametrize("name", ["recursive_doubling", "halving_doubling", "tree"])
+@each("size", [2, 3, 4, 6, 8, 13, 16])
+@each("name", ["recursive_doubling", "halving_doubling", "tree"])
 def test_time_of_logarithmic_algorithms_is_the_formulas(name, size):
     count = 1000 * size * (1 << size.bit_length())
     seconds = counted(name, size, count)[2]
@@ -150,7 +148,7 @@ def test_hierarchical_is_faster_than_a_flat_ring_where_nodes_are_far_apart():
 
 
 @pytest.mark.sizes(1, 2, 4)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_messages_of_the_librarys_own_are_a_rings_over_any_network(ranks, dtype):
     def body(comm):
         before = comm.trace.traffic.copy()
@@ -161,7 +159,7 @@ def test_messages_of_the_librarys_own_are_a_rings_over_any_network(ranks, dtype)
 
 
 @pytest.mark.sizes(1, 2, 4)
-@pytest.mark.parametrize("name", WITH_FORMULAS)
+@each("name", WITH_FORMULAS)
 def test_bytes_are_the_same_over_any_network(ranks, name):
     count = 4096 * ranks.size
 

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from vectors import make, normal
 
-from hpcdist.compress import CompressionConfig
+from harness.cases import each
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-either = pytest.mark.parametrize("name", DTYPES)
-
-
-def make(name: str, count: int):
-    return CompressionConfig.from_mapping({"name": name}).make(count)
+RELATIVE = {"fp16": 2**-11, "bf16": 2**-8}
+either = each("name", DTYPES)
 
 
 @either
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("dtype", [torch.float32, torch.float64])
 def test_elements_are_rounded_to_nearest(name, dtype):
-    tensor = torch.randn(200_003, generator=torch.Generator().manual_seed(1), dtype=dtype) * 100
+    tensor = normal(200_003, 1, dtype) * 100
     left, out = tensor.clone(), torch.zeros_like(tensor)
     compressor = make(name, len(tensor))
     message = compressor.encode_residual_(left)
     compressor.add(message, out, weight=0.5)
     assert len(message) == 2 * len(tensor)
     assert torch.equal(2 * out, tensor.to(DTYPES[name]).to(dtype)) and torch.equal(left, tensor - 2 * out)
-    relative, least = {"fp16": (2**-11, 3e-8), "bf16": (2**-8, 0)}[name]
-    assert (left.abs() <= (relative * tensor.abs()).clamp(min=least)).all()
+    assert (left.abs() <= (RELATIVE[name] * tensor.abs()).clamp(min=3e-8 if name == "fp16" else 0)).all()
+    total = tensor.clone()
+    make(name, len(tensor)).combine(total, 3)  # a sum is rounded once, too
+    assert torch.equal(total, left)
 
 
 def test_what_is_too_large_waits():
@@ -39,7 +38,7 @@ def test_what_is_too_large_waits():
 
 
 @either
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 64, 200])
+@each("size", [1, 2, 3, 5, 7, 64, 200])
 def test_sums_over_ranks_are_finite(name, size):
     """Of the largest numbers on all ranks, each of which may be rounded up; what is too large for the sum waits."""
     compressor, tensor, out = make(name, 1), torch.tensor([3.4e38]), torch.zeros(1)
@@ -56,8 +55,8 @@ def test_sums_over_ranks_are_finite(name, size):
 
 
 @either
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-@pytest.mark.parametrize("sign", [1, -1])
+@each("size", [1, 2, 3, 7])
+@each("sign", [1, -1])
 def test_elements_near_the_largest_are_cut_there_and_no_others(name, size, sign):
     info = torch.finfo(DTYPES[name])
     most = min(info.max, torch.finfo(torch.float32).max / size / (1 + info.eps)) if size > 1 else info.max
@@ -67,11 +66,3 @@ def test_elements_near_the_largest_are_cut_there_and_no_others(name, size, sign)
         before, compressor = tensor.clone(), make(name, 1)
         compressor.decode(compressor.share(tensor, size), out)
         assert torch.equal(out, cut) and torch.equal(tensor, before - cut)
-
-
-@either
-def test_what_is_left_of_elements_and_of_sums_is_at_most_a_rounding(name):
-    values = torch.randn(1000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    total, compressor = values.clone(), make(name, 1000)
-    compressor.combine(total, 3)
-    assert (total.abs() <= {"fp16": 2**-11, "bf16": 2**-8}[name] * values.abs().clamp(min=1e-4)).all()

@@ -4,53 +4,40 @@ from __future__ import annotations
 
 import pytest
 import torch
+import vectors
 
-from hpcdist.compress import Feedback, Span, load
+from harness.cases import each
+from hpcdist.compress import Feedback
 
-SHAPES = [(7, 13), (5,), (3, 100_001), (), (0, 4)]
-
-
-def spans() -> list[Span]:
-    found, at = [], 0
-    for shape in SHAPES:
-        size = torch.Size(shape).numel()
-        found.append(Span(at, at + size, shape))
-        at += size
-    return found
-
-
-def make():
-    cls = load("ef_signsgd")
-    return cls(cls.Config(), spans()[-1].stop, spans())
+SPANS = vectors.spans_of((7, 13), (5,), (3, 100_001), (), (0, 4))
+COUNT = SPANS[-1].stop
 
 
 def normal(seed: int, dtype=torch.float64) -> torch.Tensor:
-    return torch.randn(spans()[-1].stop, generator=torch.Generator().manual_seed(seed), dtype=dtype) + 0.2
+    return vectors.normal(COUNT, seed, dtype) + 0.2
 
 
 def test_it_is_the_papers_algorithm_by_layers():
     """p = g + e; Δ = (‖p‖₁/d) sign(p); e = p − Δ."""
-    feedback = Feedback(make(), normal(0))
+    feedback = Feedback(vectors.make("ef_signsgd", COUNT, SPANS), normal(0))
     error = torch.zeros_like(normal(0))
     for step in range(5):
         p = normal(step) + error
         out = torch.zeros_like(p)
         feedback.add(feedback.encode(normal(step)), out)
-        for span in spans():
-            part = p[span.start : span.stop]
-            torch.testing.assert_close(
-                out[span.start : span.stop], part.sign() * part.abs().mean(), rtol=1e-6, atol=1e-12
-            )
+        for span in SPANS:
+            part, found = p[span.start : span.stop], out[span.start : span.stop]
+            torch.testing.assert_close(found, part.sign() * part.abs().mean(), rtol=1e-6, atol=1e-12)
         error = p - out
         torch.testing.assert_close(feedback.residual, error, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("dtype", [torch.float32, torch.float64])
 def test_the_error_is_that_of_the_docstring(dtype):
     left = normal(1, dtype)
-    message = make().encode_residual_(left)
-    assert len(message) == sum(-(-(s.stop - s.start) // 8) for s in spans()) + 4 * 4
-    for span in spans()[:-1]:
+    message = vectors.make("ef_signsgd", COUNT, SPANS).encode_residual_(left)
+    assert len(message) == sum(-(-(s.stop - s.start) // 8) for s in SPANS) + 4 * 4
+    for span in SPANS[:-1]:
         x, rest = (tensor[span.start : span.stop].double() for tensor in (normal(1, dtype), left))
         share = x.abs().sum() ** 2 / (len(x) * x.square().sum())
         torch.testing.assert_close(rest.square().sum(), (1 - share) * x.square().sum(), rtol=1e-4, atol=1e-9)
@@ -61,9 +48,8 @@ def test_it_converges_where_signs_alone_do_not():
     found = {}
     for enabled in (True, False):
         x = torch.tensor([1.0, 1.0], dtype=torch.float64)
-        cls = load("ef_signsgd")
-        feedback = Feedback(cls(cls.Config(), 2), x, enabled)
-        for step in range(4000):
+        feedback = Feedback(vectors.make("ef_signsgd", 2), x, enabled)
+        for step in range(2000):
             a, b = 0.5 * torch.sign(x.sum()), torch.sign(x[0] - x[1]) or 1.0
             gradient = torch.stack([a + b, a - b])
             feedback.add(feedback.encode(gradient), x, weight=-0.05 / (1 + step) ** 0.5)

@@ -9,56 +9,50 @@ import sys
 
 import pytest
 import torch
+import vectors
+from vectors import decoded
 
 from harness.cases import each
 from hpcdist.checkpoint import tree
-from hpcdist.compress import Feedback, Span, available, load
+from hpcdist.compress import Feedback, available, load
 from hpcdist.errors import ConfigError
 
-# Options where the defaults suit larger tensors.
-OPTIONS = {"dgc": {"ratio": 0.01}}
-every = pytest.mark.parametrize("name", available())
+# By name: options where the defaults suit larger tensors, and those that lead another way through the code.
+OPTIONS = {"dgc": {"ratio": 0.01, "ramp_steps": 6}}
+VARIANTS = {
+    **{name: (name, OPTIONS.get(name, {})) for name in available()},
+    "qsgd 2-norm": ("qsgd", {"norm": "2-norm"}),
+    "onebit row": ("onebit", {"means": "row"}),
+    "threshold tau": ("threshold", {"tau": 0.7}),
+    "topk fp16": ("topk", {"ratio": 0.3, "values": "fp16"}),
+}
+each_variant, each_name = each("variant", VARIANTS), each("name", available())
 dtypes = each("dtype", [torch.float32, torch.float64])
 
 # A matrix, a vector, a convolution's weights, and another matrix.
-SHAPES = ((24, 16), (7,), (6, 4, 3, 3), (32, 9))
-COUNT = sum(torch.Size(shape).numel() for shape in SHAPES)
+SPANS = vectors.spans_of((24, 16), (7,), (6, 4, 3, 3), (32, 9))
+COUNT = SPANS[-1].stop
 
 
-def spans() -> list[Span]:
-    found, start = [], 0
-    for shape in SHAPES:
-        stop = start + torch.Size(shape).numel()
-        found.append(Span(start, stop, shape))
-        start = stop
-    return found
-
-
-def make(name: str, count: int = COUNT, split: bool = True):
-    cls = load(name)
-    return cls(cls.Config(**OPTIONS.get(name, {})), count, spans() if split and count == COUNT else ())
+def make(variant: str, count: int = COUNT, split: bool = True):
+    name, options = VARIANTS[variant]
+    return vectors.make(name, count, SPANS if split and count == COUNT else (), **options)
 
 
 def gradient(step: int, dtype: torch.dtype, count: int = COUNT) -> torch.Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(step), dtype=torch.float64).to(dtype)
-
-
-def decoded(compressor, message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    out = torch.full((compressor.count,), 7.0, dtype=dtype)
-    compressor.decode(message, out)
-    return out
+    return vectors.normal(count, step, dtype)
 
 
 def error(dtype: torch.dtype, size: float = 8.0) -> dict:
     return {"rtol": 0, "atol": size * (1e-6 if dtype == torch.float32 else 1e-13)}
 
 
-@every
+@each_variant
 @dtypes
 @each("split", [True, False])
-def test_what_a_message_lacks_is_left(name, dtype, split):
+def test_what_a_message_lacks_is_left(variant, dtype, split):
     """before = message + after, at every step."""
-    compressor = make(name, split=split)
+    compressor = make(variant, split=split)
     residual = torch.zeros(COUNT, dtype=dtype)
     for step in range(8):
         residual += gradient(step, dtype)
@@ -69,11 +63,11 @@ def test_what_a_message_lacks_is_left(name, dtype, split):
         assert not torch.equal(residual, before)
 
 
-@every
+@each_variant
 @dtypes
 @each("count", [0, 1, COUNT, (1 << 18) + 7])
-def test_accumulating_piece_by_piece_changes_no_bit(name, dtype, count):
-    once, apart = make(name, count), make(name, count)
+def test_accumulating_piece_by_piece_changes_no_bit(variant, dtype, count):
+    once, apart = make(variant, count), make(variant, count)
     residual, other = torch.zeros(2, count, dtype=dtype)
     for step in range(2):
         tensor = gradient(step, dtype, count)
@@ -83,11 +77,11 @@ def test_accumulating_piece_by_piece_changes_no_bit(name, dtype, count):
         assert torch.equal(tensor, gradient(step, dtype, count))
 
 
-@every
+@each_variant
 @dtypes
 @each("whole", [False, True])
-def test_a_change_taken_back_is_encoded_as_a_tensor_is(name, dtype, whole):
-    once, apart = (Feedback(make(name), torch.zeros(COUNT, dtype=dtype)) for _ in range(2))
+def test_a_change_taken_back_is_encoded_as_a_tensor_is(variant, dtype, whole):
+    once, apart = (Feedback(make(variant), torch.zeros(COUNT, dtype=dtype)) for _ in range(2))
     for step in range(3):
         old = gradient(step, dtype)
         new = gradient(step + 10, dtype)
@@ -97,11 +91,11 @@ def test_a_change_taken_back_is_encoded_as_a_tensor_is(name, dtype, whole):
         assert torch.equal(new, old) and torch.equal(old, gradient(step, dtype))
 
 
-@every
+@each_variant
 @dtypes
-def test_feedback_loses_nothing(name, dtype):
+def test_feedback_loses_nothing(variant, dtype):
     """Σ of what was accumulated = Σ messages + residual; a compressor may accumulate more than gradients."""
-    feedback = Feedback(make(name), torch.zeros(COUNT, dtype=dtype))
+    feedback = Feedback(make(variant), torch.zeros(COUNT, dtype=dtype))
     accumulated, sent = torch.zeros(2, COUNT, dtype=dtype)
     plain = feedback.compressor.accumulate
 
@@ -117,11 +111,11 @@ def test_feedback_loses_nothing(name, dtype):
     assert feedback.residual.isfinite().all()
 
 
-@every
+@each_variant
 @dtypes
 @each("weight", [1.0, -1.0, 0.5, 1 / 3])
-def test_messages_are_added_with_a_weight(name, dtype, weight):
-    compressor = make(name)
+def test_messages_are_added_with_a_weight(variant, dtype, weight):
+    compressor = make(variant)
     message = compressor.encode(gradient(0, dtype))
     alone = decoded(compressor, message, dtype)
     out = gradient(1, dtype)
@@ -129,10 +123,10 @@ def test_messages_are_added_with_a_weight(name, dtype, weight):
     torch.testing.assert_close(out, gradient(1, dtype) + weight * alone, **error(dtype))
 
 
-@every
+@each_variant
 @dtypes
-def test_encoding_leaves_the_tensor_and_reading_the_message(name, dtype):
-    compressor, values = make(name), gradient(0, dtype)
+def test_encoding_leaves_the_tensor_and_reading_the_message(variant, dtype):
+    compressor, values = make(variant), gradient(0, dtype)
     message = compressor.encode(values)
     kept = message.clone()
     assert torch.equal(values, gradient(0, dtype))
@@ -140,11 +134,11 @@ def test_encoding_leaves_the_tensor_and_reading_the_message(name, dtype):
     assert torch.equal(message, kept)
 
 
-@every
+@each_variant
 @dtypes
-def test_messages_and_what_they_stand_for_are_the_same_at_each_run(name, dtype):
+def test_messages_and_what_they_stand_for_are_the_same_at_each_run(variant, dtype):
     """On every rank the same bits are decoded, by a compressor that has seen other gradients."""
-    first, second, reader = make(name), make(name), make(name)
+    first, second, reader = make(variant), make(variant), make(variant)
     reader.encode(gradient(99, dtype))
     for step in range(4):
         messages = [compressor.encode(gradient(step, dtype)) for compressor in (first, second)]
@@ -152,31 +146,31 @@ def test_messages_and_what_they_stand_for_are_the_same_at_each_run(name, dtype):
         assert torch.equal(decoded(first, messages[0], dtype), decoded(reader, messages[0], dtype))
 
 
-@every
+@each_variant
 @dtypes
-def test_a_message_may_have_come_among_others(name, dtype):
-    compressor = make(name)
+def test_a_message_may_have_come_among_others(variant, dtype):
+    compressor = make(variant)
     message = compressor.encode(gradient(0, dtype))
     for before in (1, 4, 8):  # bytes of a message in front
         inside = torch.cat([torch.zeros(before, dtype=torch.uint8), message])[before:]
         assert torch.equal(decoded(compressor, inside, dtype), decoded(compressor, message, dtype))
 
 
-@every
+@each_variant
 @dtypes
-def test_zeros_stay_zeros(name, dtype):
-    compressor, values = make(name), torch.zeros(COUNT, dtype=dtype)
+def test_zeros_stay_zeros(variant, dtype):
+    compressor, values = make(variant), torch.zeros(COUNT, dtype=dtype)
     for _ in range(3):
         message = compressor.encode_residual_(values)
         assert not values.any() and not decoded(compressor, message, dtype).any()
     assert decoded(compressor, compressor.encode_residual_(gradient(0, dtype)), dtype).any(), "it goes on working"
 
 
-@every
+@each_variant
 @dtypes
 @each("count", [0, 1, 2, 9])
-def test_short_tensors(name, dtype, count):
-    compressor = make(name, count)
+def test_short_tensors(variant, dtype, count):
+    compressor = make(variant, count)
     values = gradient(0, dtype, count)
     for _ in range(3):
         before = values.clone()
@@ -184,11 +178,11 @@ def test_short_tensors(name, dtype, count):
         torch.testing.assert_close(decoded(compressor, message, dtype) + values, before, **error(dtype))
 
 
-@every
+@each_variant
 @dtypes
 @each("size", [1e-30, 1e-12, 1e12, 1e30])
-def test_sizes_of_any_order_stay_finite(name, dtype, size):
-    compressor, values = make(name), size * gradient(0, dtype)
+def test_sizes_of_any_order_stay_finite(variant, dtype, size):
+    compressor, values = make(variant), size * gradient(0, dtype)
     before = values.clone()
     message = compressor.encode_residual_(values)
     out = decoded(compressor, message, dtype)
@@ -197,11 +191,11 @@ def test_sizes_of_any_order_stay_finite(name, dtype, size):
     torch.testing.assert_close(out + values, before, **error(dtype, 8 * max(size, 1e-25, out.abs().max().item())))
 
 
-@every
+@each_variant
 @dtypes
 @each("kind", ["largest", "signs", "one", "negative", "mixed", "least", "beyond float32", "row", "half"])
 @each("split", [True, False])
-def test_what_is_finite_stays_finite(name, dtype, kind, split):
+def test_what_is_finite_stays_finite(variant, dtype, kind, split):
     """Messages, what they stand for, and what they leave, up to the largest numbers; in float32 sums overflow there.
 
     What can't be sent waits: before = message + after, but for powersgd, whose products must not overflow: where even
@@ -229,62 +223,71 @@ def test_what_is_finite_stays_finite(name, dtype, kind, split):
         values[:16], values[16:32] = most, -most
     else:
         values.copy_(drawn.clamp(-1, 1) * (most / 2))
-    compressor, before = make(name, split=split), values.clone()
+    compressor, before = make(variant, split=split), values.clone()
     for _ in range(3):
         message = compressor.encode_residual_(values)
         out = decoded(compressor, message, dtype)
         assert out.isfinite().all() and values.isfinite().all()
-        if name != "powersgd":
+        if variant != "powersgd":
             tolerance = 64 * info.eps * torch.maximum(before.abs(), out.abs()).max().item()
             torch.testing.assert_close(out / 2 + values / 2, before / 2, rtol=0, atol=tolerance)
         before = values.clone()
 
 
-@every
+@each_variant
 @dtypes
-def test_it_goes_on_to_the_bit_from_a_state(name, dtype):
+def test_it_goes_on_to_the_bit_from_a_state(variant, dtype):
     like = torch.zeros(COUNT, dtype=dtype)
-    first = Feedback(make(name), like)
-    for step in range(5):
-        first.encode(gradient(step, dtype))
-    saved = copy.deepcopy(first.state())
-    second = Feedback(make(name), like)
-    second.load_state(saved)
-    for step in range(5, 9):
-        assert torch.equal(first.encode(gradient(step, dtype)), second.encode(gradient(step, dtype)))
-        assert torch.equal(first.residual, second.residual)
+    for taken in (0, 3):  # a state from before the first step is one, too
+        first, second = Feedback(make(variant), like), Feedback(make(variant), like)
+        for step in range(taken):
+            first.encode(gradient(step, dtype))
+        second.load_state(copy.deepcopy(first.state()))
+        for step in range(taken, taken + 4):
+            assert torch.equal(first.encode(gradient(step, dtype)), second.encode(gradient(step, dtype)))
+            assert torch.equal(first.residual, second.residual)
 
 
-@every
-def test_its_state_is_what_checkpoints_hold(name):
-    feedback = Feedback(make(name), torch.zeros(COUNT))
+@each_variant
+def test_its_state_is_what_checkpoints_hold(variant):
+    feedback = Feedback(make(variant), torch.zeros(COUNT))
     for step in range(3):
         values, tensors, places = tree.encode(feedback.state())
         kept = {key: tensor.clone() for key, tensor in tensors.items()}
-        again = Feedback(make(name), torch.zeros(COUNT))
+        again = Feedback(make(variant), torch.zeros(COUNT))
         again.load_state(tree.TreeDecoder(kept.__getitem__, places, "memory").decode(values))
         assert torch.equal(again.encode(gradient(step, torch.float32)), feedback.encode(gradient(step, torch.float32)))
 
 
-@every
-def test_options_are_described_checked_and_named_where_wrong(name):
-    config = load(name).Config
-    assert all(field.description for field in config.model_fields.values())
-    with pytest.raises(ConfigError, match="speling"):
-        config(speling=1)
+WRONG = [
+    *[("dgc", options) for options in ({"momentum": 1.0}, {"ramp_steps": -1}, {"clip_norm": 0.0})],
+    *[("threshold", options) for options in ({"tau": 0.0}, {"tau": -1.0}, {"density": 0.0}, {"density": 1.5})],
+    *[("topk", options) for options in ({"ratio": 0.0}, {"ratio": 1.01}, {"values": "fp8"})],
+    *[("terngrad", {"clip": clip}) for clip in (0.0, -1.0)],
+]
 
 
-@every
-def test_the_docstring_gives_bytes_error_and_source(name):
+@each("wrong", WRONG)
+def test_options_are_checked(wrong):
+    name, options = wrong
+    with pytest.raises(ConfigError, match="must be"):
+        load(name).Config(**options)
+
+
+@each_name
+def test_options_and_docstrings_are_whole(name):
     cls = load(name)
+    assert all(field.description for field in cls.Config.model_fields.values())
+    with pytest.raises(ConfigError, match="speling"):
+        cls.Config(speling=1)
     text = inspect.getdoc(cls)
     assert "Bytes" in text and "Error" in text
     assert re.search(r'Reference: [^"]+, "[^"]+", [\d-]*\d{4}', re.sub(r"\s+", " ", text))
     assert sys.modules[cls.__module__].__doc__
 
 
-@pytest.mark.parametrize("name", [name for name in available() if name != "none"])
+@each_name
 def test_it_sends_less_than_float32(name):
-    cls = load(name)
-    compressor = cls(cls.Config(), 4096, [Span(0, 4096, (64, 64))])
-    assert len(compressor.encode(gradient(0, torch.float32, 4096))) <= 4 * 4096 / 2
+    if name != "none":
+        compressor = vectors.make(name, 4096, vectors.spans_of((64, 64)))
+        assert len(compressor.encode(gradient(0, torch.float32, 4096))) <= 4 * 4096 / 2

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+import vectors
 
+from harness.cases import each
 from hpcdist import strategies
-from hpcdist.compress import CompressionConfig, JointCompression, Reduction, Span
+from hpcdist.compress import CompressionConfig, JointCompression, Reduction
 from hpcdist.errors import ConfigError
 
 COUNT = 203
-SPANS = [[Span(0, COUNT, (COUNT,))]]
+SPANS = [vectors.spans_of((COUNT,))]
 
 
 def given(rank: int, step: int = 0) -> torch.Tensor:
-    return torch.randn(COUNT, generator=torch.Generator().manual_seed(100 * rank + step), dtype=torch.float64)
+    return vectors.normal(COUNT, 100 * rank + step)
 
 
 def votes(comm, tensors, **more) -> list[torch.Tensor]:
@@ -72,7 +74,7 @@ def test_a_bit_per_element_goes_each_way(ranks):
 
     def body(comm):
         config, like = JointCompression.model_validate("signsgd"), torch.ones(count)
-        reduction = Reduction(comm, config, [like], [[Span(0, count, (count,))]])
+        reduction = Reduction(comm, config, [like], [vectors.spans_of((count,))])
         comm.barrier()
         before = comm.trace.traffic.bytes_sent
         reduction([like])
@@ -83,7 +85,7 @@ def test_a_bit_per_element_goes_each_way(ranks):
     assert ranks(body) == [2 * (ranks.size - 1) * (10 + 4)] * ranks.size
 
 
-@pytest.mark.parametrize("name", ["hardsync", "parameter_server", "easgd", "local_sgd", "diloco", "dpsgd", "strom"])
+@each("name", ["hardsync", "parameter_server", "easgd", "local_sgd", "diloco", "dpsgd", "strom"])
 def test_where_ranks_do_not_meet_there_is_nothing_to_vote_on(name):
     with pytest.raises(ConfigError, match="name must be a compressor whose messages are averaged.*; got signsgd. Take"):
         strategies.load(name).Config(compression="signsgd")

@@ -73,7 +73,7 @@ def test_gradients_leave_while_the_last_micro_batch_is_on_its_way_back(ranks, sc
         model = pipeline(comm, 2, schedule=schedule, micro_batches=4)
         optimizer = hd.DistributedOptimizer(sgd(model.parameters()), model, overlap="on", bucket_bytes=256)
         strategy, passes_ended = optimizer.strategy, []
-        begin = strategy._bucket_ready
+        begin = strategy._averaging.begin
 
         def note(bucket):
             passes_ended.append(strategy._passes)

@@ -10,7 +10,7 @@ from hpcdist import strategies, topology
 from hpcdist.comm.virtual import Constant, Network, run_virtual
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
-from hpcdist.topology.graphs.description import spectral_gap
+from hpcdist.tools.topology import spectral_gap
 from strategies import mixed, problem
 
 pytestmark = pytest.mark.computes

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from harness.worlds import params, resharded, saved
-from hpcdist import topology
+from hpcdist import strategies, topology
 from hpcdist.comm.virtual import Network, run_virtual
-from hpcdist.topology.graphs.description import spectral_gap
+from hpcdist.tools.topology import spectral_gap
 from strategies import mixed, problem
 
 pytestmark = pytest.mark.computes
@@ -178,6 +178,37 @@ def test_a_state_is_taken_up_whatever_was_being_sent(ranks, shared_tmp_path, nam
         return torch.equal(*ends)
 
     assert all(ranks(body))
+
+
+@overlapping
+def test_parameters_that_the_loop_sets_between_epochs_are_what_is_mixed(shared_tmp_path, overlap):
+    """Along a digraph, where x and w are kept apart from what the model holds, and what is under way is dropped."""
+
+    def body(comm):
+        chosen = mixed.option("digraph", comm.size, shared_tmp_path)
+        strategy, fresh = (mixed.linear(comm, NAME, topology=chosen, overlap=overlap) for _ in range(2))
+        for _ in range(3):
+            strategy.step(lambda: strategy.model.params[0].add_(comm.rank))
+        strategy.pause()
+        for each in (strategy, fresh):
+            each.model.params[0].fill_(2.0)
+            each.take_up()
+            each.steps = 3  # digraphs are the same at each step
+            each.step(lambda each=each: each.model.params[0].add_(comm.rank))
+        return torch.equal(strategy.model.params[0], fresh.model.params[0])
+
+    assert all(run_virtual(body, 3))
+
+
+def test_the_loop_may_not_change_parameters_that_are_sent_meanwhile_or_made_of_x():
+    for options, parameters, sends in (
+        ({}, "kept", "within steps"),
+        ({"overlap": True}, "kept", "between steps"),
+        ({"topology": {"name": "digraph", "path": "edges"}}, "replaced", "within steps"),
+    ):
+        cls = strategies.load(NAME)
+        contract = cls.Config.from_mapping(options, "strategy").narrow(cls.contract, 2)
+        assert (contract.parameters, contract.sends) == (parameters, sends)
 
 
 def test_on_another_number_of_ranks_it_goes_on_from_the_mean_of_x(tmp_path):

@@ -11,8 +11,8 @@ from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtu
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.session.state import restore_strategy
+from hpcdist.strategies.strom import spanning_tree
 from hpcdist.topology import load as topology
-from hpcdist.topology.graphs.structure import spanning_tree
 from strategies import problem
 
 pytestmark = pytest.mark.computes

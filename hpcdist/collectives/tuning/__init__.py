@@ -1,1 +1,1 @@
-"""Tuning of the all-reduce: timing, the measured table, running one beside the computation."""
+"""Tuning of the all-reduce: timing, and the measured table."""

@@ -20,9 +20,8 @@ from hpcdist.comm.mpi.calls import clock
 from hpcdist.comm.mpi.messages import CARRIERS, Staging, memory_at, message
 from hpcdist.comm.mpi.node_memory import LockedMemory, NodeMemory, OwnedMemory
 from hpcdist.comm.mpi.tcp import TcpTransfers
+from hpcdist.comm.pieces import alongside
 from hpcdist.comm.window import Predicate, Window, check_count
-
-_PIECE = 1 << 18  # elements that are changed under one lock, of a few tensors that a core's caches hold
 
 
 class MpiWindow(Window):
@@ -143,8 +142,8 @@ class MpiWindow(Window):
         if rank in self._served or not all(tensor.is_cpu for tensor in beside):
             return False
         memory, target, start = self._memory[rank], self._node_rank[rank], clock()
-        for parts in zip(*(tensor.split(_PIECE) for tensor in (memory, *beside)), strict=True):
-            with self._shared.locks[target]:  # not for all of them, so that nobody waits for long
+        for parts in alongside(memory, *beside):
+            with self._shared.locks[target]:  # for one piece at a time, so that nobody waits for long
                 function(*parts)
         self.wake(rank)
         self.comm.traffic.communicating_s += clock() - start

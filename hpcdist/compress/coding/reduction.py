@@ -13,8 +13,7 @@ from hpcdist import collectives
 from hpcdist.collectives.base import bounds
 from hpcdist.comm.communicator import Communicator, Envelope, Request
 from hpcdist.compress.base import Linear, Recoded, Span
-from hpcdist.compress.coding.config import CompressionConfig
-from hpcdist.compress.coding.feedback import Feedback
+from hpcdist.compress.coding.feedback import CompressionConfig
 
 TAG = 1 << 14  # strategies and collectives use smaller ones
 
@@ -43,10 +42,7 @@ class Reduction:
         self, comm: Communicator, config: CompressionConfig, like: Sequence[Tensor], spans: Sequence[Sequence[Span]]
     ):
         self._comm, self._config = comm, config
-        self.feedbacks = [
-            Feedback(config.make(flat.numel(), own, place * comm.size + comm.rank), flat, config.error_feedback)
-            for place, (flat, own) in enumerate(zip(like, spans, strict=True))
-        ]
+        self.feedbacks = config.feedbacks(comm, like, spans)
         self._sums = [torch.empty_like(feedback.residual) for feedback in self.feedbacks]
         self._allreduce = collectives.load("auto")(comm)
         self.calls = 0
@@ -121,14 +117,14 @@ def recode(comm: Communicator, compressor: Recoded, tensor: Tensor, out: Tensor,
     mine = tensor[own]
     total = compressor.begin(mine, comm.size)
     for source in reversed(ahead):
-        compressor.add(_receive(comm, source), total)
+        compressor.add(receive(comm, source), total)
     message = compressor.combine(total, senders)
     if total is not mine:
         mine.add_(total)
     sends += [_send(comm, message, dest) for dest in ahead]
     compressor.decode(message, out[own])
     for source in reversed(ahead):
-        compressor.decode(_receive(comm, source), out[pieces[source]])
+        compressor.decode(receive(comm, source), out[pieces[source]])
     for request, _ in sends:
         request.wait()
 
@@ -138,7 +134,8 @@ def _send(comm: Communicator, message: Tensor, dest: int) -> tuple[Request, Tens
     return comm.isend(message, dest, TAG), message
 
 
-def _receive(comm: Communicator, source: int) -> Tensor:
+def receive(comm: Communicator, source: int) -> Tensor:
+    """Receive a message of any length."""
     envelope = cast(Envelope, comm.probe(source, TAG))  # None only without waiting
     message = torch.empty(envelope.n_bytes, dtype=torch.uint8)
     comm.irecv(message, source, TAG).wait()
@@ -172,7 +169,7 @@ def gather(comm: Communicator, messages: Sequence[Tensor], count: int, senders: 
     for step in range(1, comm.size):
         source = (comm.rank - step) % comm.size
         if source in senders:
-            joined[source] = _receive(comm, source)
+            joined[source] = receive(comm, source)
     for send in sends:
         send.wait()
     return [cut(joined[source], count) for source in senders]

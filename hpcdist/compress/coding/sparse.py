@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcdist.compress.coding.pieces import PIECE, slices
+from hpcdist.comm.pieces import CACHED, slices
 
 AnsCoder: TypeAlias = constriction.stream.stack.AnsCoder
 Categorical: TypeAlias = constriction.stream.model.Categorical
@@ -117,7 +117,7 @@ def _pop(coder: AnsCoder, size: int, limit: int) -> np.ndarray:
 # --- the search for large elements ------------------------------------------------------------------------------------
 def above(values: np.ndarray, bound: float | np.floating) -> np.ndarray:
     """Find the indices of the elements greater than `bound` in magnitude, ascending, int64."""
-    size = max(1, min(PIECE, len(values)))
+    size = max(1, min(CACHED, len(values)))
     magnitude, exceeds = np.empty(size, values.dtype), np.empty(size, bool)
     parts = []
     for place in slices(len(values), size):

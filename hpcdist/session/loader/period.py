@@ -54,8 +54,9 @@ def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when
     finally:
         for strategy in strategies:
             strategy.model.end_batches()
-        for strategy in strategies if pauses else ():
-            strategy.pause()
+        for optimizer in optimizers if pauses else ():
+            optimizer.strategy.pause()
+            optimizer.attachment.seen = None  # until the next epoch the loop may change parameters
 
 
 def joint_batch(plan: EpochPlan, step: int, worker: int, config: Any) -> tuple[np.ndarray, JointBatch]:

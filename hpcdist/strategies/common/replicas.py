@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.pieces import PIECE, sums
 from hpcdist.errors import MismatchError
 from hpcdist.model.flat import FlatModel
-from hpcdist.model.pieces import PIECE, sums
 from hpcdist.model.slots import describe_difference
 from hpcdist.strategies.common.gradients import shorten
 

@@ -10,23 +10,8 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator, Request, overlapping
 from hpcdist.comm.messages import Messages
-from hpcdist.comm.transfer import Neighbourhood
-from hpcdist.model.pieces import alongside
+from hpcdist.comm.pieces import alongside
 from hpcdist.topology import Topology
-
-
-def average_in(own: Sequence[Tensor], total: Sequence[Tensor], count: int, weight: int) -> None:
-    """Average the own parameters, which count `weight` times, with those of `count` others, in place.
-
-    Args:
-        own, total: flat tensors of the same lengths; `total` is the others' sum, of any type and on any device.
-    """
-    with torch.no_grad():
-        for params, others in zip(own, total, strict=True):
-            for mine, theirs in alongside(params, others.to(params.device, non_blocking=True)):
-                if weight > 1:
-                    mine.mul_(weight)
-                mine.add_(theirs).div_(weight + count)
 
 
 class Mixing:
@@ -45,8 +30,8 @@ class Mixing:
         self._static = comm.neighbourhood(*self._peers(0)) if topology.static else None
         self._received: list[Tensor] = []
         self._sent: Sequence[Tensor] = ()
-        self._requests: list[Request] = []
-        self._step: int | None = None  # whose exchange is under way
+        self._requests: list[Request] = []  # of the exchange under way
+        self._step = 0  # that it is of
         self._context = ExitStack()
         if overlap and comm.size > 1:
             self._context.enter_context(overlapping(comm))
@@ -54,14 +39,14 @@ class Mixing:
     @property
     def under_way(self) -> bool:
         """Tell whether an exchange has been started and not finished."""
-        return self._step is not None
+        return bool(self._requests)
 
     def start(self, tensors: Sequence[Tensor], step: int) -> None:
         """Collective. Start sending `tensors`, flat ones, to the neighbours of `step`.
 
         Never blocks. The tensors must not change until `finish`.
         """
-        around = self._neighbourhood(step)
+        around = self._static or Messages(self._comm, *self._peers(step))
         wanted = [len(around.sources) * tensor.numel() for tensor in tensors]
         types = [tensor.dtype for tensor in tensors]
         if wanted != [r.numel() for r in self._received] or types != [r.dtype for r in self._received]:
@@ -75,9 +60,8 @@ class Mixing:
 
         They were sent, or rounded copies of them; rounding errors then stay, so that sums are conserved.
         """
-        step = self._step
         self.drop()
-        weights = self._topology.in_neighbours(self._comm.rank, step)
+        weights = self._topology.in_neighbours(self._comm.rank, self._step)
         own = weights.pop(self._comm.rank)
         with torch.no_grad():
             for tensor, sent, received in zip(tensors, self._sent, self._received, strict=True):
@@ -93,7 +77,7 @@ class Mixing:
         """Collective. Wait for the exchange under way, if there is one, and drop its result."""
         for request in self._requests:
             request.wait()
-        self._requests, self._step = [], None
+        self._requests = []
 
     def close(self) -> None:
         """Collective. Wait for the exchange under way, and release the neighbourhood."""
@@ -101,9 +85,6 @@ class Mixing:
         if self._static is not None:
             self._static.close()
         self._context.close()
-
-    def _neighbourhood(self, step: int) -> Neighbourhood:
-        return self._static or Messages(self._comm, *self._peers(step))
 
     def _peers(self, step: int) -> tuple[list[int], list[int]]:
         """Return the ranks received from at `step`, in the order of their weights, and those sent to."""

@@ -1,4 +1,4 @@
-"""Deal with the other ranks of a strategy without servers: who lives, transfers that outlive a rank, random draws.
+"""Deal with the other ranks of a strategy without servers: who lives, random draws, transfers, half precision, means.
 
 All ranks are alike, and the others go on without one that dies. That needs a launcher that lets them live, `mpirun
 --with-ft ulfm`. A rank finds out about a death by itself, so different ranks may know of it from different steps on.
@@ -12,15 +12,18 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
+from hpcdist import compress
 from hpcdist.comm.communicator import Communicator, Request
+from hpcdist.comm.pieces import alongside
+from hpcdist.compress import CompressionConfig
+from hpcdist.compress.fp16 import Cast
 from hpcdist.errors import ConfigError, RankFailedError
 from hpcdist.strategies.base import Strategy
 from hpcdist.strategies.common.records import Recorder
 from hpcdist.strategies.common.state import Entry, dropped
-from hpcdist.strategies.decentralised.half_precision import WireConfig
 
 
 class PeersConfig(Strategy.Config):
@@ -34,6 +37,29 @@ class DrawConfig(PeersConfig):
     """Options of random draws of ranks."""
 
     seed: int = Field(0, ge=0, description="of the draw of peers; each rank draws from (seed, rank)")
+
+
+class WireConfig(Strategy.Config):
+    """Options of strategies whose ranks send their parameters themselves."""
+
+    compression: CompressionConfig = Field(
+        CompressionConfig(), description="fp16 or bf16: parameters travel in half precision"
+    )
+
+    @model_validator(mode="after")
+    def _stands_for_itself(self):
+        chosen = self.compression
+        if chosen and not issubclass(compress.load(chosen.name), Cast):
+            raise ValueError(
+                "strategy.compression must be none, fp16 or bf16 where ranks send their parameters to others that "
+                f"remember nothing of them; got {chosen.name}. For other compressors take dpsgd, local_sgd or strom."
+            )
+        if chosen.warmup_steps or not chosen.error_feedback:
+            raise ValueError(
+                "strategy.compression must be without warmup_steps and error_feedback = false where parameters travel "
+                f"in half precision; got {chosen.warmup_steps} and {chosen.error_feedback}. Leave them out."
+            )
+        return self
 
 
 class MixingConfig(WireConfig, PeersConfig):
@@ -97,6 +123,43 @@ class Peers:
         for request in leaving:
             self.survives(request.wait)
         return all(begun) and all(come)
+
+
+class Wire:
+    """Round parameters to the type in which they are sent.
+
+    Attributes:
+        like: flat tensors of the lengths and the type in which parameters are sent, on the host. Of arbitrary content.
+    """
+
+    def __init__(self, config: CompressionConfig, params: Sequence[Tensor]):
+        cast = compress.load(config.name) if config else None
+        self.like = [torch.empty_like(p, device="cpu") for p in params]
+        self._packed: list[Tensor] = []
+        if cast is not None and issubclass(cast, Cast):
+            self.like = [flat.to(cast.dtype) for flat in self.like]
+            self._packed = [torch.empty_like(p, dtype=cast.dtype) for p in params]
+
+    def pack(self, params: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the message: `params` themselves, or rounded copies that are valid until the next call."""
+        for packed, own in zip(self._packed, params):
+            most = torch.finfo(packed.dtype).max
+            packed.copy_(own.detach().clamp(-most, most))
+        return self._packed or params
+
+
+def average_in(own: Sequence[Tensor], total: Sequence[Tensor], count: int, weight: int) -> None:
+    """Average the own parameters, which count `weight` times, with those of `count` others, in place.
+
+    Args:
+        own, total: flat tensors of the same lengths; `total` is the others' sum, of any type and on any device.
+    """
+    with torch.no_grad():
+        for params, others in zip(own, total, strict=True):
+            for mine, theirs in alongside(params, others.to(params.device, non_blocking=True)):
+                if weight > 1:
+                    mine.mul_(weight)
+                mine.add_(theirs).div_(weight + count)
 
 
 class Draw:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import abc
+import queue
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Literal
+from statistics import median
+from typing import Any, Literal, cast
 
 from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
 from hpcdist import collectives
-from hpcdist.collectives.tuning.background import Background
 from hpcdist.comm.communicator import Communicator, concurrent, mpi_of
 from hpcdist.comm.external.base import OutsideSum, Pending
 from hpcdist.config import Named
@@ -19,7 +21,8 @@ from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Bucket
 from hpcdist.model.flat import FlatModel
 
-OWN = "hpcdist"
+WARM_UP, MEASURED = 3, 7  # steps of each way that are left out and that count
+WORTH = 0.95  # the second way must take less than this part of the first one's time: the rest is noise
 
 
 class ProviderConfig(Named):
@@ -28,7 +31,7 @@ class ProviderConfig(Named):
     model_config = ConfigDict(extra="forbid")
 
     name: Literal["hpcdist", "horovod", "nccl", "gloo"] = Field(
-        OWN, description="what sums gradients: hpcdist over MPI, horovod, or torch.distributed's nccl or gloo"
+        "hpcdist", description="what sums gradients: hpcdist over MPI, horovod, or torch.distributed's nccl or gloo"
     )
     op: Literal["average", "sum", "adasum"] = Field(
         "average", description="horovod: the mean of gradients, their sum, or Adasum, another mathematics"
@@ -52,7 +55,7 @@ class ProviderConfig(Named):
 
     def __bool__(self) -> bool:
         """Tell whether another library than hpcdist itself is chosen."""
-        return self.name != OWN
+        return self.name != "hpcdist"
 
     @property
     def exact(self) -> bool:
@@ -73,11 +76,12 @@ class ProviderConfig(Named):
                 f"strategy.provider must be hpcdist on virtual ranks, which no other library knows; got {self.name}. "
                 "Leave it out, or launch real ranks with mpirun."
             )
+        real = cast(Any, comm)
         if self.name == "horovod":
             from hpcdist.comm.external.horovod import Horovod
 
             reduce: OutsideSum = Horovod(
-                comm,
+                real,
                 op="adasum" if self.op == "adasum" else "sum",  # the mean's division is done where ours is
                 compression=self.compression,
                 fusion_bytes=None if self.fusion_mb is None else self.fusion_mb << 20,
@@ -86,27 +90,101 @@ class ProviderConfig(Named):
         else:
             from hpcdist.comm.external.torch_distributed import ProcessGroup
 
-            reduce = ProcessGroup(comm, self.name, self.interface or "")
+            reduce = ProcessGroup(real, self.name, self.interface or "")
         for flat in grads:
             reduce.check(flat)
         return reduce
 
 
-Prepare = Callable[[Bucket], None]  # called with a bucket before its gradients are averaged
+# --- a thread beside the computation ----------------------------------------------------------------------------------
+class Background:
+    """Run functions one after the other on a thread, which owns the communicators that they use."""
+
+    def __init__(self, name: str = "hpcdist-allreduce"):
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._lock, self._pending = threading.Lock(), 0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queue a task and return at once."""
+        with self._lock:
+            self._pending += 1
+            self._idle.clear()
+        self._tasks.put(task)
+
+    def wait(self) -> None:
+        """Block until all tasks are done; raise the first one's error, if any has failed."""
+        self._idle.wait()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        """End the thread once all tasks are done."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                if self._error is None:
+                    task()
+            except BaseException as error:
+                self._error = error
+            with self._lock:
+                self._pending -= 1
+                if self._pending == 0:
+                    self._idle.set()
 
 
+class Trial:
+    """Measure which of two ways makes steps shorter: `way` False, then True; the ranks agree on the faster one.
+
+    Each way is used for WARM_UP + MEASURED steps; the medians of the slowest rank decide.
+    """
+
+    def __init__(self, comm: Communicator):
+        self._comm, self._last = comm, comm.now()
+        self._taken_s: dict[bool, list[float]] = {False: [], True: []}
+        self.way = False
+        self.decided = False
+
+    def step(self) -> None:
+        """End a step, and set `way` for the next one. Collective at the step that decides."""
+        now = self._comm.now()
+        self._taken_s[self.way].append(now - self._last)
+        self._last = now
+        if len(self._taken_s[self.way]) < WARM_UP + MEASURED:
+            return
+        if not self.way:
+            self.way = True
+            return
+        medians = [median(self._taken_s[way][WARM_UP:]) for way in (False, True)]
+        apart_s, beside_s = (max(of_ranks) for of_ranks in zip(*self._comm.gather(medians), strict=True))
+        self.way, self.decided = beside_s < WORTH * apart_s, True
+
+
+# --- averaging --------------------------------------------------------------------------------------------------------
 class Averaging(abc.ABC):
-    """Replace the gradients of buckets by their means over the ranks of a communicator."""
+    """Replace the gradients of buckets by their means over the ranks of a communicator.
+
+    Args of subclasses:
+        prepare: called with each bucket before its gradients are averaged.
+    """
 
     beside: bool  # `begin` can do so while this rank computes
     repeats = True  # what is the same on all ranks stays so, and may be averaged again
 
     @abc.abstractmethod
-    def now(self, buckets: Iterable[Bucket], prepare: Prepare) -> None:
+    def now(self, buckets: Iterable[Bucket]) -> None:
         """Collective. Prepare and average the buckets."""
 
     @abc.abstractmethod
-    def begin(self, bucket: Bucket, prepare: Prepare) -> None:
+    def begin(self, bucket: Bucket) -> None:
         """Collective. Start to prepare and average one bucket; `wait` waits for it."""
 
     @abc.abstractmethod
@@ -121,24 +199,29 @@ class Averaging(abc.ABC):
 class OwnAveraging(Averaging):
     """Average by one of hpcdist's all-reduce algorithms; beside the computation on a thread, which then owns `comm`."""
 
-    def __init__(self, comm: Communicator, algorithm: str):
+    def __init__(self, comm: Communicator, algorithm: str, prepare: Callable[[Bucket], None]):
         self.beside = comm.size > 1 and concurrent(comm)
-        self._all_reduce = collectives.load(algorithm)(comm)
-        self._average = comm.trace.noted("average a bucket", "collective", self._average, _described)
+        self._prepare, self._all_reduce = prepare, collectives.load(algorithm)(comm)
+        self._average = comm.trace.noted(
+            "average a bucket",
+            "collective",
+            self._average_one,
+            lambda bucket: {"bucket": bucket.index, "bytes": bucket.grads.nbytes},
+        )
         self._thread: Background | None = None
 
-    def now(self, buckets: Iterable[Bucket], prepare: Prepare) -> None:
-        for bucket in buckets:  # not the whole at once: sums must not depend on `overlap`
-            self._average(bucket, prepare)
+    def _average_one(self, bucket: Bucket) -> None:
+        self._prepare(bucket)
+        self._all_reduce.mean(bucket.grads)
 
-    def begin(self, bucket: Bucket, prepare: Prepare) -> None:
+    def now(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:  # not the whole at once: sums must not depend on `overlap`
+            self._average(bucket)
+
+    def begin(self, bucket: Bucket) -> None:
         if self._thread is None:
             self._thread = Background()
-        self._thread.submit(partial(self._average, bucket, prepare))
-
-    def _average(self, bucket: Bucket, prepare: Prepare) -> None:
-        prepare(bucket)
-        self._all_reduce.mean(bucket.grads)
+        self._thread.submit(partial(self._average, bucket))
 
     def wait(self) -> None:
         if self._thread is not None:
@@ -150,10 +233,6 @@ class OwnAveraging(Averaging):
         self._all_reduce.close()
 
 
-def _described(bucket: Bucket, prepare: Prepare) -> dict[str, int]:
-    return {"bucket": bucket.index, "bytes": bucket.grads.nbytes}
-
-
 class OutsideAveraging(Averaging):
     """Average by another library, which has its own thread or device to communicate beside the computation.
 
@@ -163,30 +242,28 @@ class OutsideAveraging(Averaging):
 
     beside = True
 
-    def __init__(self, comm: Communicator, config: ProviderConfig, model: FlatModel):
-        self._comm, self._sum = comm, config.make(comm, model.grads)
+    def __init__(self, comm: Communicator, config: ProviderConfig, model: FlatModel, prepare: Callable[[Bucket], None]):
+        self._comm, self._prepare, self._sum = comm, prepare, config.make(comm, model.grads)
         self._divisor = comm.size if config.op == "average" else 1
         self.repeats = config.op == "average"
         self._slices = list(model.named_slices()) if config.op == "adasum" else None
         self._under_way: list[tuple[Bucket, list[Pending]]] = []
 
-    def now(self, buckets: Iterable[Bucket], prepare: Prepare) -> None:
+    def now(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:
-            self.begin(bucket, prepare)
+            self.begin(bucket)
         start = self._comm.now()
         self.wait()
         self._comm.trace.traffic.communicating_s += self._comm.now() - start
 
-    def begin(self, bucket: Bucket, prepare: Prepare) -> None:
-        prepare(bucket)
-        parts = enumerate(self._parts(bucket))
-        self._under_way.append((bucket, [self._sum.start(t, f"bucket {bucket.index}.{i}") for i, t in parts]))
-
-    def _parts(self, bucket: Bucket) -> list[Tensor]:
-        if self._slices is None:
-            return [bucket.grads]
-        within = (s for s in self._slices if s[1] == bucket.group and bucket.start <= s[2] < bucket.stop)
-        return [bucket.grads[start - bucket.start : stop - bucket.start] for _, _, start, stop, _ in within]
+    def begin(self, bucket: Bucket) -> None:
+        self._prepare(bucket)
+        parts = [bucket.grads]
+        if self._slices is not None:
+            within = [s for s in self._slices if s[1] == bucket.group and bucket.start <= s[2] < bucket.stop]
+            parts = [bucket.grads[start - bucket.start : stop - bucket.start] for _, _, start, stop, _ in within]
+        started = [self._sum.start(part, f"bucket {bucket.index}.{i}") for i, part in enumerate(parts)]
+        self._under_way.append((bucket, started))
 
     def wait(self) -> None:
         under_way, self._under_way = self._under_way, []

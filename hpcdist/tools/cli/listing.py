@@ -64,10 +64,10 @@ def topology(
     """Examine a topology: checks of its weights, its spectral gap, each rank's neighbours. Give options with --set."""
     from hpcdist import topology as catalogue
     from hpcdist.config import checked_options, load
-    from hpcdist.topology.graphs import description
+    from hpcdist.tools.topology import draw
 
     make = catalogue.load(name)
     chosen = make(ranks, **checked_options(make.__init__, load({}, None, overrides or [])))
     if output is not None:
-        description.draw(chosen, output)
+        draw(chosen, output)
     console.topology(chosen)

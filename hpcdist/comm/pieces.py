@@ -1,4 +1,4 @@
-"""Flat tensors piece by piece, because torch converts a whole tensor to a wider type before it sums."""
+"""Flat tensors piece by piece: results between stay in the caches, and no whole tensor is converted to a wider type."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ import torch
 from torch import Tensor
 
 PIECE = 1 << 20  # elements
-CACHED = 1 << 18  # elements; pieces of a few tensors fit into a core's caches
+CACHED = 1 << 18  # elements; pieces of a few tensors fit into a core's caches, and shorter ones cost more calls
 
 
 def pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield flat parts of at most 2^20 elements; views if the tensors are contiguous."""
     for tensor in tensors:
         yield from tensor.reshape(-1).split(PIECE)
+
+
+def slices(count: int, size: int = CACHED) -> Iterator[slice]:
+    """Cut the range 0..count into slices of `size` elements; the last slice may be shorter."""
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def alongside(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,0 +1,63 @@
+"""Elements of long tensors: values that their bits choose, and means of their magnitudes."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist.comm.pieces import CACHED, slices
+
+BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # the bits of each byte, as numbers
+_LEAST = {torch.float32: 1e-17, torch.float64: 1e-140}  # squares of smaller numbers lose bits
+
+
+def add_signs(bits: np.ndarray, out: np.ndarray, step: float) -> None:
+    """Add `step` to the elements whose bit is 1, and subtract it from the others.
+
+    Args:
+        bits: as by NumPy's packbits, uint8, one bit for each element of `out`.
+        out: float32 or float64. Overwritten.
+    """
+    add_by_bit(bits, out, np.where(BITS, step, -step))
+
+
+def add_by_bit(bits: np.ndarray, out: np.ndarray, table: np.ndarray) -> None:
+    """Add the value of each bit to an element of `out`.
+
+    Args:
+        table: the values of the 8 bits of each byte, shape (256, 8).
+    """
+    table = table.astype(out.dtype)
+    # One array for all pieces: the pages of fresh memory would take as long as the sum.
+    work = np.empty((-(-min(CACHED, len(out)) // 8), 8), out.dtype)
+    for piece in slices(len(out)):  # pieces begin at whole bytes
+        packed, part = bits[piece.start // 8 : -(-piece.stop // 8)], out[piece]
+        values = work[: len(packed)]
+        np.take(table, packed, axis=0, out=values, mode="clip")  # "raise" would go through a buffer
+        part += values.reshape(-1)[: len(part)]
+
+
+def mean(values: Tensor, order: int = 1) -> float:
+    """Compute the power mean of magnitudes, (Σ|x|^order / n)^(1/order), even if powers overflow or vanish.
+
+    Args:
+        values: float32 or float64, of any shape; the result is as exact as sums in that type.
+        order: 1 (mean magnitude) or 2 (root mean square).
+    """
+    count = values.numel()
+    if not count:
+        return 0.0
+    total = _norm(values, order)
+    if _LEAST[values.dtype] < total < math.inf:
+        return total / count ** (1 / order)
+    scale = values.abs().max().item()
+    return min(1.0, _norm(values.double() / scale, order) / count ** (1 / order)) * scale if scale else 0.0
+
+
+def _norm(values: Tensor, order: int) -> float:
+    """Compute a norm piece by piece, which is faster than in float64 and almost as exact."""
+    parts = [torch.linalg.vector_norm(part, order).item() for part in values.split(CACHED)]
+    return sum(parts) if order == 1 else math.sqrt(sum(part * part for part in parts))

@@ -1,1 +1,0 @@
-"""Parts of topologies, and their description: edges, weights, spectra, drawings."""

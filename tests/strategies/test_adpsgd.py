@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.cases import each
 from harness.worlds import params as params_in
 from harness.worlds import resharded, saved
 from hpcdist import strategies
@@ -45,7 +46,7 @@ def _mix(comm, steps, update=lambda: None, **options):
     return before, after, x, records
 
 
-@pytest.mark.parametrize("simulation", [{}, SLOW, {"compute": Jitter(0.1, 0.5)}], ids=["at once", "slow", "jitter"])
+@each("simulation", [{}, SLOW, {"compute": Jitter(0.1, 0.5)}])
 @pytest.mark.sizes(2, 3, 4, 7, 16)
 def test_the_mean_is_conserved_to_rounding_and_ranks_agree_in_the_end(ranks, simulation):
     found = ranks(lambda comm: _mix(comm, 150), **simulation)
@@ -76,7 +77,7 @@ def test_the_mean_is_conserved_where_every_rank_is_on_a_node_of_its_own(ranks):
     assert (values - values[0]).abs().max() < (values[0] - mixed.drawn(0)).abs().max()
 
 
-@pytest.mark.parametrize("simulation", [{}, SLOW], ids=["at once", "slow"])
+@each("simulation", [{}, SLOW])
 @pytest.mark.sizes(2, 3, 4, 7)
 def test_the_mean_follows_the_mean_of_the_local_updates(ranks, simulation):
     """Whether made by an active rank or by a passive one while others average with it."""
@@ -117,7 +118,7 @@ def test_a_pair_averages_before_the_update_at_the_gradient_of_before():
     assert run_virtual(body, 2) == [(5.0, 5.0, 5.0), (8.0, 6.0, 6.5)]
 
 
-@pytest.mark.parametrize("slow", [0, 1], ids=["active", "passive"])
+@each("slow", [0, 1])
 def test_nobody_waits_for_a_straggler(slow):
     def body(comm):
         strategy = _make(comm)
@@ -160,8 +161,8 @@ def test_only_active_ranks_send_and_a_vector_each_way():
     assert sum(record.bytes_fetched for record in runs[0].records) > 0
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
+@each(
+    "case",
     [
         ({"name": "ring"}, r"topology must have no odd cycle; got (\d)(-\d){4}-\1, of 5 ranks. Take one whose"),
         ({"name": "complete"}, r"topology must have no odd cycle; got (\d)-\d-\d-\1, of 3 ranks"),
@@ -169,13 +170,14 @@ def test_only_active_ranks_send_and_a_vector_each_way():
         ({"name": "hierarchical"}, "topology of adpsgd must be symmetric and the same at every step; got hierarchical"),
     ],
 )
-def test_topologies_that_are_refused(option, message):
+def test_topologies_that_are_refused(case):
+    option, message = case
     with pytest.raises(ConfigError, match=message):
         run_virtual(lambda comm: mixed.linear(comm, NAME, topology=option), 5)
 
 
 @pytest.mark.sizes(2, 4, exact=True)
-@pytest.mark.parametrize("name", ["ring", "graph"])
+@each("name", ["ring", "graph"])
 def test_other_graphs_without_odd_cycles(ranks, shared_tmp_path, name):
     """The graph is a path."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist import collectives, strategies
 from hpcdist.comm.virtual import Constant, Jitter, Network, run_virtual
 from hpcdist.model.flat import FlatModel
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.computes
 
 
 @pytest.mark.sizes(1, 2, 5, 16)
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@each("optimizer", ["momentum", "adam"])
 def test_it_equals_one_process_with_the_global_batch(ranks, optimizer):
     # 240 samples in batches of 4: uneven last steps on most sizes, so samples are weighted too.
     runs = ranks(lambda comm: problem.train(comm, "allreduce", optimizer=optimizer))
@@ -25,7 +26,7 @@ def test_it_equals_one_process_with_the_global_batch(ranks, optimizer):
 
 
 @pytest.mark.sizes(2, 3, 4)
-@pytest.mark.parametrize("samples", [1, 5, 7, 9])
+@each("samples", [1, 5, 7, 9])
 def test_an_epoch_smaller_than_a_step_is_weighted_by_samples(ranks, samples):
     runs = ranks(lambda comm: problem.train(comm, "allreduce", samples=samples, epochs=5))
     (expected,) = problem.serial(len(runs), samples=samples, epochs=5)
@@ -33,7 +34,7 @@ def test_an_epoch_smaller_than_a_step_is_weighted_by_samples(ranks, samples):
         torch.testing.assert_close(run.params[0], expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@each("size", [2, 3, 4, 8])
 def test_it_equals_the_sum_in_rank_order_to_the_bit(size):
     """The same gradients added one after the other, rank 0 first, as a server would."""
     runs = run_virtual(lambda comm: problem.train(comm, "allreduce", {"algorithm": "native"}, epochs=1), size)
@@ -56,7 +57,7 @@ def test_it_equals_the_sum_in_rank_order_to_the_bit(size):
 
 
 @pytest.mark.sizes(2, 3, 4)
-@pytest.mark.parametrize("algorithm", collectives.available())
+@each("algorithm", collectives.available())
 def test_every_algorithm_gives_the_same_training(ranks, algorithm):
     if algorithm == "direct" and not all(ranks(lambda comm: comm.memory.can_attach)):
         pytest.skip("the ranks of this job can't read each other's memory")
@@ -68,7 +69,7 @@ def test_every_algorithm_gives_the_same_training(ranks, algorithm):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("dtype", [torch.float32, torch.float64])
 def test_overlap_changes_no_bit(ranks, dtype):
     def body(comm):
         return [
@@ -82,7 +83,7 @@ def test_overlap_changes_no_bit(ranks, dtype):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("overlap", ["off", "on"])
+@each("overlap", ["off", "on"])
 def test_long_gradients_are_averaged_where_all_ranks_have_mapped_them(ranks, overlap):
     """They are still there once the strategy is closed."""
 
@@ -140,8 +141,8 @@ def _accumulate(comm, overlap, passes, set_to_none):
 
 
 @pytest.mark.sizes(1, 2, 4)
-@pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@each("overlap", ["off", "on"])
+@each("set_to_none", [True, False])
 def test_gradients_accumulate_over_several_passes(ranks, overlap, set_to_none):
     passes = 3
     found = ranks(lambda comm: _accumulate(comm, overlap, passes, set_to_none))
@@ -169,7 +170,7 @@ class _Branches(torch.nn.Module):
 
 
 @pytest.mark.sizes(1, 2, 3)
-@pytest.mark.parametrize("overlap", ["off", "on"])
+@each("overlap", ["off", "on"])
 def test_parameters_that_only_some_ranks_use(ranks, overlap):
     """As in a plain run on all samples: used ones are averaged, unused ones get no update, not even weight decay."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hpcdist as hd
+from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
 from strategies import problem
 
@@ -72,7 +73,7 @@ def _trained(comm, strategy, **options):
     return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3, "colocated"])
+@each("servers", [1, 2, 3, "colocated"])
 @pytest.mark.sizes(4)
 def test_hardsync_clips_the_mean_gradient_by_the_norm_of_all_of_it(ranks, servers):
     count = 4 if servers == "colocated" else 4 - servers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.cases import each
 from harness.worlds import HeldRank
 from hpcdist import compress
 from hpcdist.comm.virtual import run_virtual
@@ -15,9 +16,7 @@ from strategies import mixed, problem
 pytestmark = pytest.mark.computes
 
 OPTIONS = {"threshold": {"density": 0.2}, "topk": {"ratio": 0.2}, "dgc": {"ratio": 0.2, "momentum": 0.0}}
-every = pytest.mark.parametrize(
-    "compressor", [name for name in compress.available() if name != "none" and compress.load(name).feeds_back]
-)
+every = each("compressor", [name for name in compress.available() if name != "none" and compress.load(name).feeds_back])
 
 
 def _options(compressor: str, **more) -> dict:
@@ -75,8 +74,8 @@ def test_bytes_are_those_of_the_messages(ranks):
         assert sent[0] == 2 * 2 * 2 * n  # the first exchange, and the one under way
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("compressor", ["topk", "qsgd", "powersgd"])
+@each("overlap", [True, False])
+@each("compressor", ["topk", "qsgd", "powersgd"])
 @pytest.mark.sizes(3)
 def test_a_saved_state_goes_on_to_the_same_bits(ranks, compressor, overlap):
     def body(comm):
@@ -119,7 +118,7 @@ def test_a_topology_that_changes_is_refused():
     assert all(run_virtual(body, 4, network=mixed.NODES))
 
 
-@pytest.mark.parametrize("options", [{"error_feedback": False}, {"warmup_steps": 3, "warmup_ranks": 1}])
+@each("options", [{"error_feedback": False}, {"warmup_steps": 3, "warmup_ranks": 1}])
 def test_copies_must_follow_every_rank(options):
     with pytest.raises(ConfigError, match="compression of dpsgd must be with error_feedback and without warmup_ranks"):
         load("dpsgd").Config(compression={"name": "topk", **options})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist import compress
 from strategies import problem, replicas
 
@@ -16,8 +17,8 @@ OPTIONS = {
     "dgc": {"ratio": 0.1, "momentum": 0.0, "ramp_steps": 0},
 }
 averaged = [name for name in compress.available() if compress.load(name).combines == "mean"]
-every = pytest.mark.parametrize("compressor", averaged)
-conserving = pytest.mark.parametrize("compressor", [name for name in averaged if compress.load(name).feeds_back])
+every = each("compressor", averaged)
+conserving = each("compressor", [name for name in averaged if compress.load(name).feeds_back])
 STEPS = 12
 
 
@@ -26,7 +27,7 @@ def _options(compressor: str, **more) -> dict:
 
 
 @every
-@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+@each("name", ["local_sgd", "diloco"])
 @pytest.mark.sizes(4)
 def test_replicas_are_equal_to_the_bit_after_each_exchange(ranks, name, compressor):
     found = ranks(lambda comm: replicas.train(comm, name, _options(compressor), "momentum", STEPS)[0])
@@ -67,15 +68,15 @@ def test_nothing_of_the_differences_is_lost(ranks, compressor):
 
 
 @every
-@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+@each("name", ["local_sgd", "diloco"])
 @pytest.mark.sizes(4)
 def test_it_learns(ranks, name, compressor):
     options = _options(compressor) | ({"outer_momentum": 0.5} if name == "diloco" else {})
     problem.learns(ranks, name, options, epochs=8)
 
 
-@pytest.mark.parametrize("compressor", ["threshold", "powersgd", "qsgd"])
-@pytest.mark.parametrize("overlap", [False, True])
+@each("compressor", ["threshold", "powersgd", "qsgd"])
+@each("overlap", [False, True])
 @pytest.mark.sizes(2)
 def test_a_run_taken_up_inside_a_period_ends_on_the_same_bits(ranks, compressor, overlap):
     options = _options(compressor, overlap=overlap)

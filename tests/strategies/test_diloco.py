@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from harness import worlds
+from harness.cases import each
 from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.model.flat import FlatModel
@@ -53,8 +54,8 @@ def _by_hand(size, optimizer, period, outer_lr=0.7, outer_momentum=0.9, nesterov
     return torch.stack(values)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize(
+@each("optimizer", ["sgd", "adam"])
+@each(
     "options",
     [
         {"period": 3},
@@ -63,7 +64,6 @@ def _by_hand(size, optimizer, period, outer_lr=0.7, outer_momentum=0.9, nesterov
         {"period": 4, "outer_momentum": 0.0},
         {"period": 3, "overlap": True},
     ],
-    ids=str,
 )
 @pytest.mark.sizes(2, 3)
 def test_it_does_what_is_done_by_hand(ranks, optimizer, options):
@@ -76,7 +76,7 @@ def test_it_does_what_is_done_by_hand(ranks, optimizer, options):
             assert equal == (step % options["period"] == 0), "equal to the bit after outer steps, and not between"
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@each("overlap", [False, True])
 @pytest.mark.sizes(1, 2, 3, 4)
 def test_with_an_outer_rate_of_1_and_no_momentum_it_is_parameter_averaging_to_the_bit(ranks, overlap):
     same = {"period": 3, "overlap": overlap}
@@ -90,7 +90,7 @@ def test_with_an_outer_rate_of_1_and_no_momentum_it_is_parameter_averaging_to_th
     assert all(ranks(body))
 
 
-@pytest.mark.parametrize("optimizer", problem.OPTIMIZERS)
+@each("optimizer", problem.OPTIMIZERS)
 @pytest.mark.sizes(1, exact=True)
 def test_on_one_rank_there_is_no_outer_step(ranks, optimizer):
     (run,) = ranks(lambda comm: problem.train(comm, NAME, {"period": 2}, optimizer=optimizer))
@@ -112,8 +112,8 @@ def test_bytes_are_those_of_one_all_reduce_per_period(ranks):
 
 
 # --- taken up again ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"outer_momentum": 0.0}], ids=str)
-@pytest.mark.parametrize("at", [2, 3, 7])
+@each("options", [{}, {"overlap": True}, {"outer_momentum": 0.0}])
+@each("at", [2, 3, 7])
 @pytest.mark.sizes(1, 3)
 def test_a_run_taken_up_inside_a_period_ends_on_the_same_bits(ranks, options, at):
     def body(comm):
@@ -131,9 +131,9 @@ def test_a_resumed_job_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_p
     assert all(ranks(body))
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": True}], ids=str)
-@pytest.mark.parametrize("after", [1, 2, 5])
-@pytest.mark.parametrize("at", [3, 4])
+@each("options", [{}, {"overlap": True}])
+@each("after", [1, 2, 5])
+@each("at", [3, 4])
 def test_another_number_of_ranks_goes_on_with_the_outer_momentum_and_what_was_done_in_the_period(options, after, at):
     """Where no rank moves from then on, both worlds make the same outer steps. One rank alone makes none."""
 

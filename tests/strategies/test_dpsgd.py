@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist import strategies, topology
 from hpcdist.comm.virtual import Constant, Network, run_virtual
 from hpcdist.errors import ConfigError
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.computes
 
 NAME = "dpsgd"
 SYMMETRIC = [name for name in topology.available() if topology.load(name).symmetric]
-overlapping = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
+overlapping = each("overlap", [True, False])
 
 
 def _mix(comm, steps, **options):
@@ -36,7 +37,7 @@ def _mix(comm, steps, **options):
 
 
 @overlapping
-@pytest.mark.parametrize("name", SYMMETRIC)
+@each("name", SYMMETRIC)
 @pytest.mark.sizes(2, 3, 4)
 def test_it_is_the_recursion(ranks, shared_tmp_path, name, overlap):
     """In one process: all gradients at the rows of x, x ← Wx, then each row's optimiser steps along its gradient.
@@ -88,7 +89,7 @@ def test_from_a_common_start_the_first_mean_is_that_of_all_reduce(ranks):
 
 
 @overlapping
-@pytest.mark.parametrize("name", SYMMETRIC)
+@each("name", SYMMETRIC)
 @pytest.mark.sizes(2, 4, 7)
 def test_the_mean_is_conserved_to_rounding_and_the_distance_from_it_shrinks(ranks, shared_tmp_path, name, overlap):
     def body(comm):
@@ -112,7 +113,7 @@ def test_the_mean_is_conserved_to_rounding_and_the_distance_from_it_shrinks(rank
         assert shrinks == pytest.approx((1 - spectral_gap(graph)) ** 30, abs=1e-13)
 
 
-@pytest.mark.parametrize("name", ["ring", "torus", "bipartite"])
+@each("name", ["ring", "torus", "bipartite"])
 def test_the_slowest_mode_shrinks_by_one_minus_the_gap(name):
     size, steps = 12, 20
     graph = topology.load(name)(size)
@@ -132,7 +133,7 @@ def test_the_slowest_mode_shrinks_by_one_minus_the_gap(name):
     assert np.linalg.norm(found) == pytest.approx((1 - spectral_gap(graph)) ** steps, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["exponential", "one_peer_exponential", "random_permutation", "digraph"])
+@each("name", ["exponential", "one_peer_exponential", "random_permutation", "digraph"])
 def test_weights_that_are_not_symmetric_are_refused(name, tmp_path):
     message = f"topology of dpsgd must be symmetric and doubly stochastic; got {name}. Take ring, .* strategy sgp"
     with pytest.raises(ConfigError, match=message):
@@ -140,16 +141,16 @@ def test_weights_that_are_not_symmetric_are_refused(name, tmp_path):
 
 
 # --- the exchange -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("compute_s", "exchange_s"), [(3.0, 2.0), (1.0, 2.0)])
+@each("compute_s", [3.0, 1.0])
 @overlapping
-def test_a_step_takes_the_longer_of_computing_and_exchanging(compute_s, exchange_s, overlap):
-    """Two messages to the neighbours on the ring."""
-    network = Network(0.5, 2 * mixed.LINEAR_BYTES / (exchange_s - 0.5))
-    mixed.takes(NAME, overlap, compute_s, exchange_s, network)
+def test_a_step_takes_the_longer_of_computing_and_exchanging(compute_s, overlap):
+    """Two messages to the neighbours on the ring, of two seconds together."""
+    mixed.takes(NAME, overlap, compute_s, 2.0, Network(0.5, 2 * mixed.LINEAR_BYTES / (2.0 - 0.5)))
 
 
-@pytest.mark.parametrize(("name", "messages"), [("ring", 2), ("complete", 4), ("hierarchical", 2)])
-def test_bytes_are_a_parameter_vector_per_neighbour(name, messages):
+@each("case", [("ring", 2), ("complete", 4), ("hierarchical", 2)])
+def test_bytes_are_a_parameter_vector_per_neighbour(case):
+    name, messages = case
     options = {"topology": name, "overlap": False}
     runs = run_virtual(lambda comm: problem.train(comm, NAME, options, tells=False), 5)
     n_bytes = runs[0].params[0].nbytes
@@ -158,7 +159,7 @@ def test_bytes_are_a_parameter_vector_per_neighbour(name, messages):
     assert sent == (expected | {(0, 0)} if name == "hierarchical" else expected), "alone on its node every other step"
 
 
-@pytest.mark.parametrize("name", ["ring", "hierarchical"])
+@each("name", ["ring", "hierarchical"])
 @pytest.mark.sizes(2, 4)
 def test_a_state_is_taken_up_whatever_was_being_sent(ranks, name):
     """The exchange under way is of other parameters than those loaded."""
@@ -179,7 +180,7 @@ def test_a_state_is_taken_up_whatever_was_being_sent(ranks, name):
     assert all(ranks(body, network=mixed.NODES))
 
 
-@pytest.mark.parametrize("name", ["ring", "hierarchical"])
+@each("name", ["ring", "hierarchical"])
 @pytest.mark.sizes(2, 4)
 def test_no_message_is_left_over(ranks, name):
     def body(comm):
@@ -196,7 +197,7 @@ def test_no_message_is_left_over(ranks, name):
 
 
 @pytest.mark.sizes(2, 3, 4)
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)], ids=str)
+@each("dtypes", [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)])
 def test_parameters_of_several_dtypes(ranks, dtypes):
     def body(comm):
         module = torch.nn.ParameterList(torch.zeros(5 + i, dtype=dtype) for i, dtype in enumerate(dtypes))

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist import strategies
 from hpcdist.comm.virtual import Jitter, Network, run_virtual
 from hpcdist.errors import ConfigError, MismatchError, NonFiniteError, UnknownNameError
@@ -15,9 +16,9 @@ from hpcdist.model.flat import FlatModel
 from strategies import problem
 
 pytestmark = pytest.mark.computes
-every = pytest.mark.parametrize("name", strategies.available())
+every = each("name", strategies.available())
 SERVED = [name for name in problem.stepping() if "servers" in strategies.load(name).Config.model_fields]
-stepping = pytest.mark.parametrize("name", problem.stepping())
+stepping = each("name", problem.stepping())
 
 
 def test_an_unknown_strategy_is_refused_with_the_known_ones():
@@ -40,7 +41,7 @@ def test_an_unknown_option_is_refused(name):
 
 
 @stepping
-@pytest.mark.parametrize("optimizer", problem.OPTIMIZERS)
+@each("optimizer", problem.OPTIMIZERS)
 @pytest.mark.sizes(1, exact=True)
 def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit(ranks, name, optimizer):
     (run,) = ranks(lambda comm: problem.train(comm, name, optimizer=optimizer, samples=80))
@@ -55,8 +56,8 @@ def test_it_learns_on_any_number_of_ranks(ranks, name):
     problem.learns(ranks, name, {}, epochs=3 if ranks.size == 2 or name == "sandblaster" else 5)
 
 
-@pytest.mark.parametrize("name", SERVED)
-@pytest.mark.parametrize("servers", [2, "colocated"])
+@each("name", SERVED)
+@each("servers", [2, "colocated"])
 @pytest.mark.sizes(5)
 def test_it_learns_with_several_servers(ranks, name, servers):
     timing = {"compute": Jitter(0.1, 0.2), "network": Network(1e-4, 1e9)}
@@ -152,7 +153,7 @@ def test_a_nan_gradient_is_left_out_when_told_so(ranks, name):
 
 
 @stepping
-@pytest.mark.parametrize("size", [1, 2, 3])
+@each("size", [1, 2, 3])
 def test_a_nan_gradient_ends_the_run_and_names_rank_parameter_and_step(name, size):
     where = f"gradients must be finite; got NaN or infinite gradient at step 2, rank {size - 1}: 0.bias"
     with pytest.raises(NonFiniteError, match=where):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist import strategies
 from hpcdist.comm.virtual import Jitter, Network, run_virtual
 from hpcdist.errors import ConfigError
@@ -13,7 +14,7 @@ from strategies import problem
 
 pytestmark = pytest.mark.computes
 
-every = pytest.mark.parametrize("name", ["gossip_pull", "gossip_push", "gossip_sync"])
+every = each("name", ["gossip_pull", "gossip_push", "gossip_sync"])
 COUNT = {"gossip_pull": "pulls", "gossip_push": "pushes"}
 FEATURES, RATE, STEPS = 5, 0.3, 12
 
@@ -85,11 +86,12 @@ def _mixed(name, x, drawn):
     return mixed
 
 
-@pytest.mark.parametrize("name", COUNT)
-@pytest.mark.parametrize("order", ["after", "before"])
-@pytest.mark.parametrize(("interval", "count", "draw_self"), [(1, 1, True), (3, 1, True), (1, 2, False), (2, 3, True)])
-def test_steps_are_those_of_a_simulation_with_the_same_peers(name, order, interval, count, draw_self):
+@each("name", COUNT)
+@each("order", ["after", "before"])
+@each("case", [(1, 1, True), (3, 1, True), (1, 2, False), (2, 3, True)])
+def test_steps_are_those_of_a_simulation_with_the_same_peers(name, order, case):
     """Every step: mix and then descend along the gradient of before, or the other way round."""
+    interval, count, draw_self = case
     options = {"order": order, "interval": interval, COUNT[name]: count, "draw_self": draw_self}
     found = run_virtual(lambda comm: _steps(comm, name, options), 4)
     targets = np.stack([_target(rank) for rank in range(4)])
@@ -128,9 +130,9 @@ def _draws(comm, options, steps=60):
     return found
 
 
-@pytest.mark.parametrize("order", ["after", "before"])
-@pytest.mark.parametrize("pairing", ["permutation", "matching"])
-@pytest.mark.parametrize("interval", [1, 3])
+@each("order", ["after", "before"])
+@each("pairing", ["permutation", "matching"])
+@each("interval", [1, 3])
 @pytest.mark.sizes(2, 3, 4)
 def test_synchronous_steps_are_those_of_a_simulation_with_the_same_draws(ranks, order, pairing, interval):
     options = {"seed": 3, "pairing": pairing}
@@ -150,7 +152,7 @@ def test_synchronous_steps_are_those_of_a_simulation_with_the_same_draws(ranks, 
 
 
 # --- who is drawn -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@each("size", [2, 3, 4, 5])
 def test_a_matching_is_of_random_disjoint_pairs_and_leaves_one_out_of_an_odd_number(size):
     steps, met = 60, np.zeros((size, size))
     for values in zip(*run_virtual(lambda comm: _draws(comm, {"pairing": "matching"}, steps), size), strict=True):
@@ -164,7 +166,7 @@ def test_a_matching_is_of_random_disjoint_pairs_and_leaves_one_out_of_an_odd_num
     assert (np.abs(possible - steps * chance) <= 5 * (steps * chance * (1 - chance)) ** 0.5).all()
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@each("size", [2, 3, 5])
 def test_a_permutation_leaves_nobody_alone_without_draw_self(size):
     alone, met = 0, np.zeros((size, size))
     for values in zip(*run_virtual(lambda comm: _draws(comm, {"draw_self": False}), size), strict=True):
@@ -189,7 +191,7 @@ def _mix(comm, options, steps=20):
     return torch.stack(values)
 
 
-@pytest.mark.parametrize("interval", [1, 4])
+@each("interval", [1, 4])
 @pytest.mark.sizes(2, 3, 4, 7)
 def test_a_matching_conserves_the_mean_and_makes_pairs_equal_to_the_bit(ranks, interval):
     values = torch.stack(ranks(lambda comm: _mix(comm, {"pairing": "matching", "interval": interval})))
@@ -205,9 +207,10 @@ def test_a_matching_conserves_the_mean_and_makes_pairs_equal_to_the_bit(ranks, i
             assert step > interval or not torch.equal(before, after)
 
 
-@pytest.mark.parametrize(("name", "option"), COUNT.items())
-@pytest.mark.parametrize(("options", "most"), [({}, 3), ({"draw_self": False}, 2)], ids=str)
-def test_more_peers_than_there_are_ranks_are_refused(name, option, options, most):
+@each("name", COUNT)
+@each("case", [({}, 3), ({"draw_self": False}, 2)])
+def test_more_peers_than_there_are_ranks_are_refused(name, case):
+    (options, most), option = case, COUNT[name]
     message = f"strategy.{option} must be at most the number of ranks to draw from, {most}; got {most + 1}"
     with pytest.raises(ConfigError, match=message):
         run_virtual(lambda comm: problem.make(comm, name, problem.model(), **options, **{option: most + 1}), 3)
@@ -227,22 +230,24 @@ BY_NAME = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), BY_NAME, ids=str)
+@each("case", BY_NAME)
 @pytest.mark.sizes(1, exact=True)
-def test_on_one_rank_it_is_the_plain_optimiser_whatever_is_set(ranks, name, options):
+def test_on_one_rank_it_is_the_plain_optimiser_whatever_is_set(ranks, case):
+    name, options = case
     (run,) = ranks(lambda comm: problem.train(comm, name, options))
     assert torch.equal(run.params[0], problem.serial(1)[0])
 
 
-@pytest.mark.parametrize(("name", "options"), BY_NAME, ids=str)
+@each("case", BY_NAME)
 @pytest.mark.sizes(4)
-def test_it_learns_with_each_setting(ranks, name, options):
+def test_it_learns_with_each_setting(ranks, case):
+    name, options = case
     problem.learns(ranks, name, options, epochs=8)
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
 @every
-@pytest.mark.parametrize("interval", [1, 4])
+@each("interval", [1, 4])
 def test_bytes_are_moved_in_the_steps_that_mix(name, interval):
     options = {"interval": interval, "draw_self": False, **({COUNT[name]: 2} if name in COUNT else {})}
     runs = run_virtual(lambda comm: problem.train(comm, name, options, epochs=1), 4)
@@ -275,7 +280,7 @@ def test_a_message_pushed_in_between_is_averaged_in_the_next_step_whatever_the_i
     assert run_virtual(body, 2) == [0.5, 1.0]
 
 
-@pytest.mark.parametrize("name", COUNT)
+@each("name", COUNT)
 def test_with_an_interval_ranks_at_their_own_pace_come_to_agree(name):
     def body(comm):
         strategy = problem.make(comm, name, torch.nn.Linear(3, 2, dtype=torch.float64), seed=5, interval=3)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist.comm.virtual import Constant, Straggler, run_virtual
 from hpcdist.model.flat import FlatModel
 from strategies import problem
@@ -91,7 +92,7 @@ def test_a_step_averages_along_one_uniform_permutation(ranks):
     assert ((counts - steps / size).abs() < 5 * deviation).all()
 
 
-@pytest.mark.parametrize("size", [3, 6, 16])
+@each("size", [3, 6, 16])
 def test_the_squared_distance_to_the_mean_is_halved_in_expectation(size):
     """With x the distances and P the permutation, E‖(I + P)x/2‖² = ‖x‖²/2, for E[P] = 11ᵀ/p."""
     ratios = []

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hpcdist as hd
+from harness.cases import each
 from hpcdist import strategies
 from hpcdist.comm.virtual import Jitter, run_virtual
 from hpcdist.errors import ConfigError
@@ -25,8 +26,8 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize("state", [False, True])
-@pytest.mark.parametrize("optimizer", LINEAR)
+@each("state", [False, True])
+@each("optimizer", LINEAR)
 @pytest.mark.sizes(2, 3)
 def test_with_a_period_of_1_and_momentum_it_is_synchronous_sgd(ranks, optimizer, state):
     """Where batches are equal: every rank counts alike."""
@@ -86,8 +87,8 @@ def _by_hand(size, optimizer, period=1, warmup_steps=0, node_period=None, averag
     return torch.stack(values)
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-@pytest.mark.parametrize(
+@each("optimizer", ["momentum", "adam"])
+@each(
     "options",
     [
         {"period": 4},
@@ -99,7 +100,6 @@ def _by_hand(size, optimizer, period=1, warmup_steps=0, node_period=None, averag
         {"period": 1, "overlap": True},
         {"period": 6, "node_period": 2, "overlap": True, "warmup_steps": 2},
     ],
-    ids=str,
 )
 @pytest.mark.sizes(2, 5)
 def test_it_does_what_is_done_by_hand(ranks, optimizer, options):
@@ -135,8 +135,8 @@ def test_the_mean_follows_the_mean_of_the_local_updates(ranks):
         torch.testing.assert_close(consensus, expected, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("optimizer", problem.OPTIMIZERS)
-@pytest.mark.parametrize("options", [{"overlap": True}, {"average_optimizer_state": True, "warmup_steps": 3}], ids=str)
+@each("optimizer", problem.OPTIMIZERS)
+@each("options", [{"overlap": True}, {"average_optimizer_state": True, "warmup_steps": 3}])
 @pytest.mark.sizes(1, exact=True)
 def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit(ranks, optimizer, options):
     (run,) = ranks(lambda comm: problem.train(comm, NAME, {"period": 2, **options}, optimizer=optimizer))
@@ -164,7 +164,7 @@ STATEFUL = {
 }
 
 
-@pytest.mark.parametrize("optimizer", STATEFUL)
+@each("optimizer", STATEFUL)
 @pytest.mark.sizes(2, 3)
 def test_the_state_that_a_rank_lacks_counts_as_zeros_and_is_made(ranks, optimizer):
     steps = 4
@@ -261,7 +261,7 @@ def test_the_optimiser_is_known_in_the_users_own_loop(ranks):
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"warmup_steps": 4}], ids=str)
+@each("options", [{}, {"overlap": True}, {"warmup_steps": 4}])
 @pytest.mark.sizes(2)
 def test_bytes_are_those_of_one_all_reduce_per_period(ranks, options):
     """Of a ring, in records without anything out of the ordinary. With overlap some count in the next record."""
@@ -323,7 +323,7 @@ def test_ranks_wait_for_each_other_only_at_averages():
 
 
 # --- taken up again ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
+@each(
     "options",
     [
         {"period": 4},
@@ -331,9 +331,8 @@ def test_ranks_wait_for_each_other_only_at_averages():
         {"period": 4, "overlap": True},
         {"period": 6, "node_period": 2, "overlap": True},
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("at", [3, 4, 5])
+@each("at", [3, 4, 5])
 @pytest.mark.sizes(1, 4)
 def test_a_run_taken_up_inside_a_period_ends_on_the_same_bits(ranks, options, at):
     def body(comm):

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 
+from harness.cases import each
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, run_virtual
 from strategies import problem
@@ -44,7 +45,7 @@ def _turns(group) -> Callable:
 
 @pytest.mark.mpi
 @pytest.mark.sizes(1, 2, 3, 4)
-@pytest.mark.parametrize("name", strategies.available())
+@each("name", strategies.available())
 def test_a_strategy_takes_the_same_steps_on_real_and_on_virtual_ranks(ranks, name):
     """On one node, and where each rank is on a node of its own: windows are then read and written over the network."""
 

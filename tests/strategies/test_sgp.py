@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.cases import each
 from harness.worlds import params, resharded, saved
 from hpcdist import strategies, topology
 from hpcdist.comm.virtual import Network, run_virtual
@@ -14,7 +15,7 @@ from strategies import mixed, problem
 pytestmark = pytest.mark.computes
 
 NAME = "sgp"
-overlapping = pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "plain"])
+overlapping = each("overlap", [True, False])
 
 
 def _push(comm, steps, **options):
@@ -57,7 +58,7 @@ def test_on_an_uneven_directed_graph_z_goes_to_the_mean_and_x_does_not(ranks, sh
 
 
 @overlapping
-@pytest.mark.parametrize("name", topology.available())
+@each("name", topology.available())
 @pytest.mark.sizes(2, 3, 4)
 def test_it_is_the_recursion(ranks, shared_tmp_path, name, overlap):
     """In one process. With ranks that have no sample in the last step of an epoch."""
@@ -100,7 +101,7 @@ def test_on_the_default_topology_powers_of_two_agree_exactly_after_so_many_steps
     assert all((w == 1).all() for _, _, w, _ in found)
 
 
-@pytest.mark.parametrize("name", ["exponential", "one_peer_exponential", "random_permutation", "ring"])
+@each("name", ["exponential", "one_peer_exponential", "random_permutation", "ring"])
 def test_the_distance_from_the_mean_shrinks_as_the_gap_has_it(name):
     size, steps = 12, 60
     graph = topology.load(name)(size)
@@ -123,14 +124,13 @@ def test_the_weight_is_sent_only_where_it_is_not_1(tmp_path):
     assert sent(mixed.option("digraph", 4, tmp_path)) == {(8, 2), (24, 6)}, "rank 0 sends to three, the others to one"
 
 
-@pytest.mark.parametrize(("compute_s", "exchange_s"), [(3.0, 2.0), (1.0, 2.0)])
+@each("compute_s", [3.0, 1.0])
 @overlapping
-def test_with_overlap_a_step_takes_the_longer_of_computing_and_exchanging(compute_s, exchange_s, overlap):
-    network = Network(0.5, mixed.LINEAR_BYTES / (exchange_s - 0.5))
-    mixed.takes(NAME, overlap, compute_s, exchange_s, network)
+def test_with_overlap_a_step_takes_the_longer_of_computing_and_exchanging(compute_s, overlap):
+    mixed.takes(NAME, overlap, compute_s, 2.0, Network(0.5, mixed.LINEAR_BYTES / (2.0 - 0.5)))
 
 
-@pytest.mark.parametrize("name", ["digraph", "one_peer_exponential"])
+@each("name", ["digraph", "one_peer_exponential"])
 @overlapping
 @pytest.mark.sizes(2, 4)
 def test_no_message_is_left_over(ranks, shared_tmp_path, name, overlap):
@@ -150,7 +150,7 @@ def test_no_message_is_left_over(ranks, shared_tmp_path, name, overlap):
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["digraph", "random_permutation"])
+@each("name", ["digraph", "random_permutation"])
 @overlapping
 @pytest.mark.sizes(2, 3, 4)
 def test_a_state_is_taken_up_whatever_was_being_sent(ranks, shared_tmp_path, name, overlap):
@@ -190,11 +190,10 @@ def test_parameters_that_the_loop_sets_between_epochs_are_what_is_mixed(shared_t
         for _ in range(3):
             strategy.step(lambda: strategy.model.params[0].add_(comm.rank))
         strategy.pause()
-        for each in (strategy, fresh):
-            each.model.params[0].fill_(2.0)
-            each.take_up()
-            each.steps = 3  # digraphs are the same at each step
-            each.step(lambda each=each: each.model.params[0].add_(comm.rank))
+        for one in (strategy, fresh):
+            one.model.params[0].fill_(2.0)
+            one.take_up()
+            one.step(lambda one=one: one.model.params[0].add_(comm.rank))
         return torch.equal(strategy.model.params[0], fresh.model.params[0])
 
     assert all(run_virtual(body, 3))

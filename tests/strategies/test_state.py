@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from harness.cases import each
 from harness.worlds import HeldRank
 from hpcdist.errors import CheckpointError
 from hpcdist.model.flat import FlatModel
@@ -99,10 +100,9 @@ def _line(*, times=1.0, of=slice(None)):
     return [(torch.arange(13.0) * times)[of].clone()]
 
 
-@pytest.mark.parametrize(
-    ("combine", "factor"), [(mean_of_ranks, 2.0), (first, 1.0), (mean_of_workers, 3.0), (spread, 6 / 4)]
-)
-def test_tensors_of_several_ranks_are_combined(combine, factor):
+@each("case", [(mean_of_ranks, 2.0), (first, 1.0), (mean_of_workers, 3.0), (spread, 6 / 4)])
+def test_tensors_of_several_ranks_are_combined(case):
+    combine, factor = case
     ranks = [Held(_line(times=t), steps=t).saved(works=t > 1) for t in (1, 2, 3)]
     now = Held(_line(), combine, size=4)
     found = now.found(ranks)
@@ -110,16 +110,16 @@ def test_tensors_of_several_ranks_are_combined(combine, factor):
     assert found["steps"] == 1 and "fresh" not in found
 
 
-@pytest.mark.parametrize("saved_at", [(0, 13), (0, 6, 13), (0, 4, 9, 13)], ids=str)
-@pytest.mark.parametrize("now_at", [(0, 13), (0, 5, 13), (0, 6, 6, 9, 13)], ids=str)
+@each("saved_at", [(0, 13), (0, 6, 13), (0, 4, 9, 13)])
+@each("now_at", [(0, 13), (0, 5, 13), (0, 6, 6, 9, 13)])
 def test_shards_are_cut_anew_also_inside_a_parameter(saved_at, now_at):
     def held(borders):
         return [Held(_line(of=slice(a, b)), first, [(a, b)]) for a, b in pairwise(borders)]
 
-    ranks = [each.saved() for each in held(saved_at)]
-    for each in held(now_at):
-        (found,) = each.found(ranks)["vector"] or [torch.zeros(0)]
-        assert torch.equal(found, each.vector[0])
+    ranks = [shard.saved() for shard in held(saved_at)]
+    for shard in held(now_at):
+        (found,) = shard.found(ranks)["vector"] or [torch.zeros(0)]
+        assert torch.equal(found, shard.vector[0])
 
 
 def test_means_of_integers_are_rounded_and_of_equal_tensors_exact():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.cases import each
 from harness.worlds import saved, take_up
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Jitter, Network, Straggler, run_virtual
@@ -72,8 +73,8 @@ def _together(comm, options, steps=9):
 
 
 @pytest.mark.sizes(2, 7)
-@pytest.mark.parametrize("compression", COMPRESSIONS, ids=str)
-@pytest.mark.parametrize("add_up", [False, True])
+@each("compression", COMPRESSIONS)
+@each("add_up", [False, True])
 def test_parameters_and_residuals_together_have_every_update(ranks, compression, add_up):
     found = ranks(lambda comm: _together(comm, {"compression": compression, "add_up": add_up}))
     start = found[0][3]
@@ -88,7 +89,7 @@ def test_parameters_and_residuals_together_have_every_update(ranks, compression,
 
 
 @pytest.mark.sizes(2, 3, 4, 7)
-@pytest.mark.parametrize("graph", ["ring", "exponential", "random_permutation"])
+@each("graph", ["ring", "exponential", "random_permutation"])
 def test_along_a_tree_what_a_rank_lacks_is_held_by_the_links_towards_it(ranks, graph):
     options = {"compression": {"name": "threshold", "density": 0.1}, "topology": graph}
     found = ranks(lambda comm: _together(comm, options))
@@ -109,8 +110,8 @@ def test_a_spanning_tree_goes_round_ranks_that_are_left_out():
     assert tree == [[2, 5], [], [0, 3], [2], [], [0]]
 
 
-@pytest.mark.parametrize("graph", ["ring", "torus", "exponential", "one_peer_exponential", "random_permutation"])
-@pytest.mark.parametrize("size", [1, 2, 3, 8, 12])
+@each("graph", ["ring", "torus", "exponential", "one_peer_exponential", "random_permutation"])
+@each("size", [1, 2, 3, 8, 12])
 def test_a_spanning_tree_reaches_every_rank_once(graph, size):
     if graph == "torus" and size == 3:
         size = 9
@@ -161,13 +162,13 @@ def test_on_a_slow_network_messages_arrive_steps_later_and_none_is_lost():
         torch.testing.assert_close(params + held, wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS, ids=str)
+@each("compression", COMPRESSIONS)
 @pytest.mark.sizes(4)
 def test_it_learns(ranks, compression):
     problem.learns(ranks, "strom", {"compression": compression}, epochs=8)
 
 
-@pytest.mark.parametrize("graph", ["complete", "ring"])
+@each("graph", ["complete", "ring"])
 def test_a_saved_state_goes_on_to_the_same_parameters(graph):
     """Where every message arrives in the step after it was sent, but for the order of additions."""
     cluster = {"network": Network(latency_s=1e-3, bandwidth_bytes_s=1e12), "compute": Constant(0.1)}

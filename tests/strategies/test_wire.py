@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist import strategies
 from hpcdist.errors import ConfigError
 from strategies import mixed, problem
@@ -23,8 +24,8 @@ def _moved(comm, name, compression) -> int:
     return sum(moved)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+@each("name", NAMES)
+@each("compression", ["fp16", "bf16"])
 @pytest.mark.sizes(4)
 def test_it_sends_half_and_learns(ranks, name, compression):
     problem.learns(ranks, name, {"compression": compression}, epochs=8)
@@ -36,9 +37,9 @@ def test_it_sends_half_and_learns(ranks, name, compression):
         assert 0.5 * whole <= half < 0.6 * whole  # beside the 296 bytes of the parameters are versions and counts
 
 
-@pytest.mark.parametrize("options", [{}, {"topology": "ring"}, {"topology": "digraph"}], ids=str)
-@pytest.mark.parametrize("name", ["gossip_sync", "sgp"])
-@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+@each("options", [{}, {"topology": "ring"}, {"topology": "digraph"}])
+@each("name", ["gossip_sync", "sgp"])
+@each("compression", ["fp16", "bf16"])
 @pytest.mark.sizes(2, 3, 4, 7)
 def test_the_mean_is_conserved_although_all_is_rounded(ranks, tmp_path_factory, name, options, compression):
     if name == "gossip_sync" and options:
@@ -68,7 +69,7 @@ def test_the_mean_is_conserved_although_all_is_rounded(ranks, tmp_path_factory, 
         torch.testing.assert_close(own, wanted, rtol=0, atol=0.5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_what_does_not_stand_for_itself_is_refused(name):
     config = strategies.load(name).Config
     with pytest.raises(ConfigError, match="compression must be none, fp16 or bf16 where ranks send .*; got topk"):

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from harness.cases import each
 from hpcdist.errors import ConfigError
-from hpcdist.model.buckets import Announcer, Bucket
+from hpcdist.model.gradients.buckets import Announcer, Bucket
 from hpcdist.model.flat import FlatModel
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -33,6 +34,13 @@ class Bag(nn.Module):
         for position in order:
             total = total * 0.5 + (self.weights[position] ** 2).sum()
         return total
+
+
+def announced(model: FlatModel) -> list[int]:
+    """The indices of the buckets that are announced from now on, in that order."""
+    seen: list[int] = []
+    model.gradients.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    return seen
 
 
 @few
@@ -77,19 +85,11 @@ def test_buckets_run_from_the_last_parameter_to_the_first(specs, cap):
     assert completed_by == sorted(completed_by, reverse=True)
 
 
-def test_buckets_are_filled_up_to_their_cap():
+def test_buckets_are_filled_up_to_their_cap_and_a_larger_tensor_is_one_by_itself():
     model = FlatModel(Bag([(2, torch.float32)] * 7), bucket_bytes=24, first_bucket_bytes=16)
     assert [len(bucket.params) for bucket in model.gradients.buckets] == [2, 3, 2]
-
-
-def test_a_tensor_larger_than_the_cap_is_a_bucket_by_itself():
-    specs = [(1, torch.float32), (0, torch.float32), (100, torch.float32), (1, torch.float32)]
-    model = FlatModel(Bag(specs), bucket_bytes=16)
-    assert [bucket.params for bucket in model.gradients.buckets] == [
-        ("weights.3",),
-        ("weights.2",),
-        ("weights.1", "weights.0"),
-    ]
+    model = FlatModel(Bag([(length, torch.float32) for length in (1, 0, 100, 1)]), bucket_bytes=16)
+    assert [bucket.params for bucket in model.gradients.buckets] == [("weights.3",), ("weights.2",), ("weights.1", "weights.0")]
 
 
 @few
@@ -118,8 +118,7 @@ def test_announced_in_order_and_complete_whatever_the_order_of_arrival(data):
 
 def test_two_passes_before_a_step_announce_once_and_send_the_sum():
     model = FlatModel(Bag([(3, torch.float32)] * 3), bucket_bytes=12)
-    seen: list[int] = []
-    model.gradients.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    seen = announced(model)
     model.gradients.begin(announce=False)
     model.module([0, 1]).backward()
     assert seen == []
@@ -137,8 +136,7 @@ def test_two_passes_before_a_step_announce_once_and_send_the_sum():
 def test_passes_of_one_step_are_counted():
     module = Bag([(3, torch.float32)] * 3)
     model = FlatModel(module, bucket_bytes=12)
-    seen: list[int] = []
-    model.gradients.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    seen = announced(model)
     for _ in range(2):
         seen.clear()
         module.zero_grad()
@@ -154,8 +152,7 @@ def test_passes_of_one_step_are_counted():
 
 def test_a_step_after_fewer_passes_than_announced_for_still_sends_everything():
     model = FlatModel(Bag([(3, torch.float32)] * 2), bucket_bytes=12)
-    seen: list[int] = []
-    model.gradients.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    seen = announced(model)
     model.gradients.begin(announce=False)  # the epoch ends here, in the middle of an accumulation
     model.module([0, 1]).backward()
     assert model.gradients.flush().all() and seen == [0, 1]
@@ -190,8 +187,7 @@ def test_reentrant_checkpointing_brings_a_shared_weight_in_parts():
     expected = [p.grad.clone() for p in module.parameters()]
     module.zero_grad()
     model = FlatModel(module)
-    seen: list[int] = []
-    model.gradients.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    seen = announced(model)
     model.gradients.begin()
     forward().backward()
     assert seen == [0]
@@ -216,8 +212,8 @@ def test_an_error_in_the_callback_ends_the_backward_pass():
 
 
 def test_of_passes_that_are_joined_the_last_one_completes_buckets():
-    model, seen = FlatModel(Bag([(4, torch.float32)] * 2), bucket_bytes=4), []
-    model.gradients.on_bucket_ready(lambda bucket: seen.append(bucket.index))
+    model = FlatModel(Bag([(4, torch.float32)] * 2), bucket_bytes=4)
+    seen = announced(model)
     model.gradients.begin()
     with model.passes.joined():
         model.module([0, 1]).backward()
@@ -253,8 +249,8 @@ def test_arrivals_on_several_threads_keep_the_order():
     assert seen == list(range(count))
 
 
-@pytest.mark.parametrize("setting", ["bucket_bytes", "first_bucket_bytes"])
-@pytest.mark.parametrize("value", [0, -5, 1.5, "4", True, None])
+@each("setting", ["bucket_bytes", "first_bucket_bytes"])
+@each("value", [0, -5, 1.5, "4", True, None])
 def test_caps_are_positive_integers(setting, value):
     module = nn.Linear(2, 2)
     pointer = module.weight.data_ptr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -14,8 +15,12 @@ from hypothesis import strategies as st
 
 from harness.cases import each
 from hpcdist import topology
+from hpcdist.comm.virtual import Network, run_virtual
+from hpcdist.config import Named
 from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.strategies.adpsgd import two_sides
 from hpcdist.tools.topology import adjacency, describe, draw, spectral_gap, steps
+from hpcdist.topology import make_topology
 
 SIZES = st.integers(1, 40)
 CLOSE = {"rtol": 0, "atol": 1e-12}
@@ -44,7 +49,7 @@ def with_options(name: str, size: int, folder: Path):
 
 
 # --- every topology ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", topology.available())
+@each("name", topology.available())
 @each("size", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 25])
 def test_weights_are_what_the_topology_says_of_itself(name, size, tmp_path):
     found = with_options(name, size, tmp_path)
@@ -62,7 +67,7 @@ def test_weights_are_what_the_topology_says_of_itself(name, size, tmp_path):
     assert found.static == (found.period == 1)
 
 
-@pytest.mark.parametrize("name", topology.available())
+@each("name", topology.available())
 def test_every_topology_is_final_and_names_its_source(name):
     cls = topology.load(name)
     own, file = cls.__name__.lower(), name.replace("_", "")
@@ -70,7 +75,7 @@ def test_every_topology_is_final_and_names_its_source(name):
     assert any(f", {year}" in cls.__doc__.partition("Reference:")[2] for year in range(1951, 2030))
 
 
-@pytest.mark.parametrize("name", topology.available())
+@each("name", topology.available())
 def test_ranks_agree_in_the_end(name, tmp_path):
     """On the mean where W is doubly stochastic; else on it once divided by what push-sum carries along."""
     found = with_options(name, 7, tmp_path)
@@ -86,7 +91,7 @@ def test_an_unknown_name():
         topology.load("rign")
 
 
-@pytest.mark.parametrize("size", [0, -1, 2.0])
+@each("size", [0, -1, 2.0])
 def test_a_size_that_is_none(size):
     with pytest.raises(ConfigError, match="the number of ranks must be an integer of at least 1; got"):
         make("ring", size)
@@ -147,7 +152,7 @@ def test_the_gap_of_the_one_peer_exponential_graph(size):
     assert spectral_gap(found) == pytest.approx(1 if size & (size - 1) == 0 else expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 16, 40])
+@each("size", [2, 3, 5, 16, 40])
 def test_random_permutations_contract_as_expected(size):
     found = make("random_permutation", size, seed=5)
     expected = 1 - math.sqrt((size - 2) / (2 * (size - 1)))
@@ -156,8 +161,9 @@ def test_random_permutations_contract_as_expected(size):
     assert 1 - math.sqrt(max(np.linalg.eigvalsh(mean)[-2], 0)) == pytest.approx(expected, abs=0.04)
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (2, 3), (5, 2), (7, 1), (4, 4)])
-def test_the_gap_of_a_hierarchy_is_that_of_a_ring_of_nodes(nodes, per_node):
+@each("case", [(1, 4), (2, 3), (5, 2), (7, 1), (4, 4)])
+def test_the_gap_of_a_hierarchy_is_that_of_a_ring_of_nodes(case):
+    nodes, per_node = case
     size = nodes * per_node
     found = make("hierarchical", size, nodes=tuple(rank % nodes for rank in range(size)))
     assert (1 - spectral_gap(found)) ** 2 == pytest.approx(1 - spectral_gap(make("ring", nodes)), abs=1e-9)
@@ -224,8 +230,8 @@ def test_the_torus_is_as_square_as_can_be():
     assert make("torus", 12).out_neighbours(0, 0) == dict.fromkeys([0, 1, 3, 4, 8], 1 / 5)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
+@each(
+    "case",
     [
         ("torus", {"rows": 4}, "rows must be a divisor of the number of ranks, 6; got 4. Leave it out."),
         ("torus", {"rows": 0}, "rows must be a divisor of the number of ranks, 6; got 0."),
@@ -233,7 +239,8 @@ def test_the_torus_is_as_square_as_can_be():
         ("hierarchical", {"nodes": (0, 1)}, "nodes must be one node per rank, 6; got 2. Give those of all ranks."),
     ],
 )
-def test_options_that_are_refused(name, options, message):
+def test_options_that_are_refused(case):
+    name, options, message = case
     with pytest.raises(ConfigError, match=message):
         make(name, 6, **options)
 
@@ -267,9 +274,9 @@ def test_a_directed_graph_has_columns_that_sum_to_one(tmp_path):
     assert np.allclose(w, [[third, 0, 0, 0.5], [third, 0.5, 0, 0], [third, 0.5, 0.5, 0], [0, 0, 0.5, 0.5]], **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["graph", "digraph"])
-@pytest.mark.parametrize(
-    ("text", "message"),
+@each("name", ["graph", "digraph"])
+@each(
+    "case",
     [
         ("0 1\n1 2 3\n", r"edges.txt, line 2 must be two ranks from 0 to 3; got '1 2 3'. Write 'a b' for each edge."),
         ("# a\n\n0 4 # b\n", r"edges.txt, line 3 must be two ranks from 0 to 3; got '0 4'."),
@@ -283,8 +290,9 @@ def test_a_directed_graph_has_columns_that_sum_to_one(tmp_path):
         (b"\xff\xfe", r"path must be a text file with an edge per line; got .*edges.txt: .*can't decode"),
     ],
 )
-def test_files_that_are_refused(name, text, message, tmp_path):
-    path = tmp_path / "edges.txt"
+def test_files_that_are_refused(name, case, tmp_path):
+    (text, message), path = case, tmp_path / "edges.txt"
+    path.unlink(missing_ok=True)
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=message):
@@ -315,16 +323,10 @@ def test_adjacency():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", topology.available())
-@pytest.mark.parametrize(("suffix", "start"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
-def test_pictures(name, suffix, start, tmp_path):
-    path = tmp_path / f"it{suffix}"
-    draw(with_options(name, 5, tmp_path), path)
-    assert path.read_bytes().startswith(start) and path.stat().st_size > 2000
-
-
 def test_a_picture_has_an_arrow_per_message(tmp_path):
     """A line for what goes both ways; a shaft and a head for what goes one way."""
+    draw(with_options("digraph", 5, tmp_path), tmp_path / "it.png")
+    assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "it.png").stat().st_size > 2000
 
     def strokes(name: str) -> int:
         draw(make(name, 6), tmp_path / "it.svg")
@@ -334,19 +336,88 @@ def test_a_picture_has_an_arrow_per_message(tmp_path):
     assert strokes("one_peer_exponential") == 3 * 6 * 2
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_pictures_that_are_refused(tmp_path, monkeypatch):
+    for name, message in (
         ("it.pdf", "--output must end in .svg or .png; got .*it.pdf. Rename it."),
         ("none/it.svg", "--output must be a file that can be written; got .*: No such file"),
-    ],
-)
-def test_pictures_that_are_refused(name, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        draw(make("ring", 4), tmp_path / name)
-
-
-def test_a_picture_without_matplotlib(tmp_path, monkeypatch):
+    ):
+        with pytest.raises(ConfigError, match=message):
+            draw(make("ring", 4), tmp_path / name)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as where it is not installed
     with pytest.raises(ConfigError, match="--output must be given where matplotlib is installed; got none. Run: pip"):
         draw(make("ring", 4), tmp_path / "it.svg")
+
+
+# --- the choice of a strategy -----------------------------------------------------------------------------------------
+def chosen(size: int, ranks_per_node: int | None = None, **option) -> topology.Topology:
+    network = Network(0.0, 1e9, ranks_per_node=ranks_per_node)
+    return run_virtual(lambda comm: make_topology(Named(**option), comm), size, network=network)[0]
+
+
+def test_options_reach_the_topology():
+    assert chosen(6, name="torus", rows=3).rows == 3 and chosen(6, name="torus").rows == 2
+    assert chosen(4, name="random_permutation", seed=7).seed == 7
+
+
+def test_a_hierarchy_is_that_of_the_ranks_nodes_unless_the_user_says_them():
+    assert chosen(4, 2, name="hierarchical").in_neighbours(0, 0) == {0: 0.5, 1: 0.5}
+    assert chosen(4, 2, name="hierarchical", nodes=[0, 1, 0, 1]).in_neighbours(0, 0) == {0: 0.5, 2: 0.5}
+
+
+@each(
+    "case",
+    [
+        ({"name": "rign"}, UnknownNameError, "topology must be one of bipartite, complete, .*; got 'rign'"),
+        ({"name": "torus", "row": 2}, ConfigError, "strategy.topology setting must be one of rows; got 'row'. Did you"),
+        ({"name": "torus", "rows": "2"}, ConfigError, "strategy.topology.rows must be an integer; got '2'"),
+        ({"name": "graph"}, ConfigError, "strategy.topology.path must be given; got nothing"),
+    ],
+)
+def test_a_choice_that_is_refused(case):
+    option, error, message = case
+    with pytest.raises(error, match=message):
+        chosen(4, **option)
+
+
+# --- two sides --------------------------------------------------------------------------------------------------------
+@each("size", range(1, 12))
+def test_bipartite_has_edges_between_even_and_odd_ranks_only(size):
+    found = make("bipartite", size)
+    for rank, peer in itertools.product(range(size), repeat=2):
+        assert (peer in found.in_neighbours(rank, 0)) == (rank == peer or (rank - peer) % 2 == 1)
+    assert two_sides(found) == (frozenset(range(0, size, 2)), frozenset(range(1, size, 2)))
+
+
+@each("size", [2, 4, 6, 7, 8, 9, 12, 25, 128])
+def test_the_gap_of_bipartite(size):
+    """The Laplacian of a graph between a and b ranks has eigenvalues 0, a, b and a + b."""
+    expected = 4 / (size + 2) if size % 2 == 0 else 6 / (size + 3)
+    assert spectral_gap(make("bipartite", size)) == pytest.approx(expected, abs=1e-9)
+
+
+@each("case", [("ring", 2), ("ring", 4), ("ring", 10), ("torus", 16), ("complete", 2)])
+def test_two_sides_have_no_edge_inside(case):
+    name, size = case
+    found = make(name, size)
+    sides = two_sides(found)
+    assert sides[0] | sides[1] == set(range(size)) and not sides[0] & sides[1] and 0 in sides[0]
+    for side in sides:
+        assert all(side & set(found.in_neighbours(rank, 0)) == {rank} for rank in side)
+
+
+@each("case", [("ring", 3), ("ring", 9), ("complete", 4), ("torus", 6), ("torus", 25)])
+def test_an_odd_cycle_is_named(case):
+    name, size = case
+    found = make(name, size)
+    with pytest.raises(ConfigError, match="the topology must have no odd cycle; got .* ranks. Take one whose") as error:
+        two_sides(found)
+    cycle = [int(rank) for rank in str(error.value).split("got ")[1].split(",")[0].split("-")]
+    assert cycle[0] == cycle[-1] and len(set(cycle)) == len(cycle) - 1 and len(set(cycle)) % 2 == 1
+    assert f"of {len(set(cycle))} ranks" in str(error.value)
+    assert all(b in found.in_neighbours(a, 0) for a, b in itertools.pairwise(cycle))
+
+
+def test_an_odd_cycle_far_from_rank_0(tmp_path):
+    (tmp_path / "edges").write_text("0 1\n1 2\n2 3\n3 4\n4 5\n5 6\n6 7\n7 3\n")
+    with pytest.raises(ConfigError, match=r"no odd cycle; got 4-5-6-7-3-4, of 5 ranks"):
+        two_sides(make("graph", 8, path=tmp_path / "edges"))

@@ -93,6 +93,7 @@ class Algorithm(AllReduce):
 
     def __init__(self, comm: Communicator):
         super().__init__(comm)
+        self.inbox = Scratch()
         if comm.trace.timeline is not None:
             name = f"all-reduce by {type(self).__module__.rpartition('.')[2]}"
             self._sum = comm.trace.timeline.noted(name, "collective", self._sum)  # type: ignore[method-assign]

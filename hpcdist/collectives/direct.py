@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor
 
-from hpcdist.collectives.base import Algorithm, Scratch, bounds, chunks, segment_count, sum_in_rank_order
+from hpcdist.collectives.base import Algorithm, bounds, chunks, segment_count, sum_in_rank_order
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 
@@ -35,7 +35,6 @@ class Direct(Algorithm):
                 f"memory; got {comm.size} ranks on {len(set(comm.memory.nodes))} nodes that can't. "
                 "Use another algorithm, or auto."
             )
-        self._inbox = Scratch()
 
     @staticmethod
     def suits(comm: Communicator) -> bool:
@@ -60,7 +59,7 @@ class Direct(Algorithm):
         for segment in chunks(tensor[start:end], segment_count((end - start) * tensor.itemsize, SEGMENT_BYTES)):
             offset, count = int(segment.storage_offset() - tensor.storage_offset()), segment.numel()
             if count > 0:
-                memory = self._inbox.like(segment, 2 * count)
+                memory = self.inbox.like(segment, 2 * count)
                 first, theirs = memory[:count], memory[count:]
 
                 def read(peer: int) -> Tensor:

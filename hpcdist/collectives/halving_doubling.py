@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor
 
-from hpcdist.collectives.base import TAG, Algorithm, Folding, Scratch, bounds, core_steps
+from hpcdist.collectives.base import TAG, Algorithm, Folding, bounds, core_steps
 from hpcdist.comm.communicator import Communicator
 
 
@@ -24,11 +24,10 @@ class HalvingDoubling(Algorithm):
     def __init__(self, comm: Communicator):
         super().__init__(comm)
         self._core = Folding(comm)
-        self._inbox = Scratch()
 
     def _sum(self, tensor: Tensor) -> None:
         core, count = self._core, tensor.numel()
-        theirs = self._inbox.like(tensor, count if core.size < self.comm.size else -(-count // 2))
+        theirs = self.inbox.like(tensor, count if core.size < self.comm.size else -(-count // 2))
         core.fold(tensor, theirs)
         if not core.outside:
             halves = self._halves(tensor)

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hpcdist.collectives.base import Algorithm, Scratch, bounds, chunks, segment_count, sum_in_rank_order
+from hpcdist.collectives.base import Algorithm, bounds, chunks, segment_count, sum_in_rank_order
 from hpcdist.collectives.recursive_doubling import RecursiveDoubling
 from hpcdist.collectives.ring import Ring
 from hpcdist.comm.communicator import Communicator
@@ -43,7 +43,6 @@ class Hierarchical(Algorithm):
             self._ring, self._doubling = Ring(self._internode), RecursiveDoubling(self._internode)
         self._window = self._node.window(SLOTS * SEGMENT_BYTES, torch.uint8)
         self._turn = 0  # slots go on in turn from call to call, as others may still collect from the last one
-        self._inbox = Scratch()
 
     @staticmethod
     def suits(comm: Communicator) -> bool:
@@ -85,7 +84,7 @@ class Hierarchical(Algorithm):
 
         if own.numel() == 0:
             return
-        sum_in_rank_order(own, node.rank, node.size, read, lambda: self._inbox.like(own, own.numel()))
+        sum_in_rank_order(own, node.rank, node.size, read, lambda: self.inbox.like(own, own.numel()))
         if self._internode is not None and self._internode.size > 1:
             (self._doubling if own.nbytes <= SHORT_BYTES else self._ring)(own)
         self._window.local[start : start + own.nbytes].copy_(own.view(torch.uint8))

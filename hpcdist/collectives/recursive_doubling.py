@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hpcdist.collectives.base import TAG, Algorithm, Folding, Scratch, core_steps
+from hpcdist.collectives.base import TAG, Algorithm, Folding, core_steps
 from hpcdist.comm.communicator import Communicator
 
 
@@ -25,10 +25,9 @@ class RecursiveDoubling(Algorithm):
     def __init__(self, comm: Communicator):
         super().__init__(comm)
         self._core = Folding(comm)
-        self._inbox = Scratch()
 
     def _sum(self, tensor: Tensor) -> None:
-        core, theirs = self._core, self._inbox.like(tensor, tensor.numel())
+        core, theirs = self._core, self.inbox.like(tensor, tensor.numel())
         core.fold(tensor, theirs)
         distance = 1
         while distance < core.size and not core.outside:

@@ -6,8 +6,7 @@ from typing import final
 
 from torch import Tensor
 
-from hpcdist.collectives.base import TAG, Algorithm, Scratch, chunks, segment_count
-from hpcdist.comm.communicator import Communicator
+from hpcdist.collectives.base import TAG, Algorithm, chunks, segment_count
 
 SEGMENT_BYTES = 1 << 20  # fits the second-level cache of current cores together with the memory it is added to
 AHEAD = 2  # segments under way: the latency of one is hidden by the transfer of the other
@@ -24,20 +23,8 @@ class Ring(Algorithm):
     Reference: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
 
-    def __init__(self, comm: Communicator):
-        super().__init__(comm)
-        self._inbox = Scratch()
-
     def _sum(self, tensor: Tensor) -> None:
-        self.reduce_scatter(tensor)
-        self.allgather(tensor)
-
-    def reduce_scatter(self, tensor: Tensor) -> None:
-        """Collective. Sum chunk r of `tensor` on rank r; the other chunks hold partial sums afterwards."""
-        self._pass_round(tensor, first=self.comm.rank - 1, add=True)
-
-    def allgather(self, tensor: Tensor) -> None:
-        """Collective. Copy chunk r of `tensor` from rank r to all others."""
+        self._pass_round(tensor, first=self.comm.rank - 1, add=True)  # then chunk r is summed on rank r
         self._pass_round(tensor, first=self.comm.rank, add=False)
 
     def _pass_round(self, tensor: Tensor, first: int, add: bool) -> None:
@@ -68,7 +55,7 @@ class Ring(Algorithm):
 
     def _landing(self, tensor: Tensor, arriving: list[Tensor], longest: int) -> list[Tensor]:
         """List the buffers that the segments to be added arrive in: one is added while the others fill."""
-        inbox = self._inbox.like(tensor, AHEAD * longest)
+        inbox = self.inbox.like(tensor, AHEAD * longest)
         return [inbox[i % AHEAD * longest :][: segment.numel()] for i, segment in enumerate(arriving)]
 
     @staticmethod

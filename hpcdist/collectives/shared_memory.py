@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from hpcdist.collectives.base import Algorithm, Scratch, chunks, segment_count, sum_in_rank_order
+from hpcdist.collectives.base import Algorithm, chunks, segment_count, sum_in_rank_order
 from hpcdist.comm.communicator import Communicator
 
 SEGMENT_BYTES = 1 << 21  # two slots of it per rank in shared memory: small enough for 64 MiB of /dev/shm
@@ -32,7 +32,6 @@ class SharedMemory(Algorithm):
         super().__init__(comm)
         self._window = comm.window(SLOTS * SEGMENT_BYTES, torch.uint8)
         self._turn = 0  # slots go on in turn from call to call, as others may still read the last one
-        self._inbox = Scratch()
 
     @staticmethod
     def suits(comm: Communicator) -> bool:
@@ -54,7 +53,7 @@ class SharedMemory(Algorithm):
 
         self._window.put(segment.view(torch.uint8), comm.rank, start)
         comm.barrier()
-        sum_in_rank_order(segment, comm.rank, comm.size, read, lambda: self._inbox.like(segment, segment.numel()))
+        sum_in_rank_order(segment, comm.rank, comm.size, read, lambda: self.inbox.like(segment, segment.numel()))
 
     def close(self) -> None:
         self._window.close()

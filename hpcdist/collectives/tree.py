@@ -6,7 +6,7 @@ from typing import final
 
 from torch import Tensor
 
-from hpcdist.collectives.base import TAG, Algorithm, Scratch
+from hpcdist.collectives.base import TAG, Algorithm
 from hpcdist.comm.communicator import Communicator
 
 
@@ -23,14 +23,13 @@ class Tree(Algorithm):
 
     def __init__(self, comm: Communicator):
         super().__init__(comm)
-        self._inbox = Scratch()
         lowest_bit = comm.rank & -comm.rank or comm.size  # a rank's subtree: the ranks that differ below that bit
         self._parent = comm.rank - lowest_bit  # unused on the root
         distances = (1 << k for k in range(comm.size.bit_length()))
         self._children = [comm.rank + d for d in distances if d < lowest_bit and comm.rank + d < comm.size]
 
     def _sum(self, tensor: Tensor) -> None:
-        comm, theirs = self.comm, self._inbox.like(tensor, tensor.numel())
+        comm, theirs = self.comm, self.inbox.like(tensor, tensor.numel())
         for child in self._children:
             comm.irecv(theirs, child, TAG).wait()
             tensor.add_(theirs)

@@ -113,30 +113,24 @@ def test_feedback_loses_nothing(variant, dtype):
 
 @each_variant
 @dtypes
-@each("weight", [1.0, -1.0, 0.5, 1 / 3])
-def test_messages_are_added_with_a_weight(variant, dtype, weight):
-    compressor = make(variant)
-    message = compressor.encode(gradient(0, dtype))
-    alone = decoded(compressor, message, dtype)
-    out = gradient(1, dtype)
-    compressor.add(message, out, weight)
-    torch.testing.assert_close(out, gradient(1, dtype) + weight * alone, **error(dtype))
-
-
-@each_variant
-@dtypes
-def test_encoding_leaves_the_tensor_and_reading_the_message(variant, dtype):
+def test_messages_are_added_with_a_weight_wherever_they_lie_in_memory(variant, dtype):
     compressor, values = make(variant), gradient(0, dtype)
     message = compressor.encode(values)
-    kept = message.clone()
-    assert torch.equal(values, gradient(0, dtype))
-    assert torch.equal(decoded(compressor, message, dtype), decoded(compressor, message, dtype))
+    kept, alone = message.clone(), decoded(compressor, message, dtype)
+    assert torch.equal(values, gradient(0, dtype)), "encoding has changed the tensor"
+    for weight in (1.0, -1.0, 0.5, 1 / 3):
+        out = gradient(1, dtype)
+        compressor.add(message, out, weight)
+        torch.testing.assert_close(out, gradient(1, dtype) + weight * alone, **error(dtype))
+    for before in (0, 1, 4, 8):  # bytes of another message in front
+        inside = torch.cat([torch.zeros(before, dtype=torch.uint8), message])[before:]
+        assert torch.equal(decoded(compressor, inside, dtype), alone)
     assert torch.equal(message, kept)
 
 
 @each_variant
 @dtypes
-def test_messages_and_what_they_stand_for_are_the_same_at_each_run(variant, dtype):
+def test_messages_are_the_same_at_each_run_and_for_each_reader(variant, dtype):
     """On every rank the same bits are decoded, by a compressor that has seen other gradients."""
     first, second, reader = make(variant), make(variant), make(variant)
     reader.encode(gradient(99, dtype))
@@ -144,16 +138,6 @@ def test_messages_and_what_they_stand_for_are_the_same_at_each_run(variant, dtyp
         messages = [compressor.encode(gradient(step, dtype)) for compressor in (first, second)]
         assert torch.equal(*messages)
         assert torch.equal(decoded(first, messages[0], dtype), decoded(reader, messages[0], dtype))
-
-
-@each_variant
-@dtypes
-def test_a_message_may_have_come_among_others(variant, dtype):
-    compressor = make(variant)
-    message = compressor.encode(gradient(0, dtype))
-    for before in (1, 4, 8):  # bytes of a message in front
-        inside = torch.cat([torch.zeros(before, dtype=torch.uint8), message])[before:]
-        assert torch.equal(decoded(compressor, inside, dtype), decoded(compressor, message, dtype))
 
 
 @each_variant
@@ -168,27 +152,17 @@ def test_zeros_stay_zeros(variant, dtype):
 
 @each_variant
 @dtypes
-@each("count", [0, 1, 2, 9])
-def test_short_tensors(variant, dtype, count):
-    compressor = make(variant, count)
-    values = gradient(0, dtype, count)
+@each("case", [*((count, 1.0) for count in (0, 1, 2, 9)), *((COUNT, size) for size in (1e-30, 1e-12, 1e12, 1e30))])
+def test_short_tensors_and_numbers_of_any_size(variant, dtype, case):
+    count, size = case
+    compressor, values = make(variant, count), size * gradient(0, dtype, count)
     for _ in range(3):
         before = values.clone()
-        message = compressor.encode_residual_(values)
-        torch.testing.assert_close(decoded(compressor, message, dtype) + values, before, **error(dtype))
-
-
-@each_variant
-@dtypes
-@each("size", [1e-30, 1e-12, 1e12, 1e30])
-def test_sizes_of_any_order_stay_finite(variant, dtype, size):
-    compressor, values = make(variant), size * gradient(0, dtype)
-    before = values.clone()
-    message = compressor.encode_residual_(values)
-    out = decoded(compressor, message, dtype)
-    assert out.isfinite().all() and values.isfinite().all()
-    # What stands for elements may be larger than they are, as ±1 is.
-    torch.testing.assert_close(out + values, before, **error(dtype, 8 * max(size, 1e-25, out.abs().max().item())))
+        out = decoded(compressor, compressor.encode_residual_(values), dtype)
+        assert out.isfinite().all() and values.isfinite().all()
+        # What stands for elements may be larger than they are, as ±1 is.
+        most = max([size, 1e-25, *out.abs().tolist()])
+        torch.testing.assert_close(out + values, before, **error(dtype, 8 * most))
 
 
 @each_variant

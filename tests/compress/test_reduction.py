@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +11,6 @@ from vectors import spans_of
 from harness.cases import each
 from hpcdist.compress import JointCompression, Linear, Recoded, Reduction, available, load
 from hpcdist.compress.coding.reduction import cut, gather, join
-from hpcdist.strategies.common.state import Along, load_entries, save_entries
-from hpcdist.strategies.common.state import reduction as declared
 
 pytestmark = pytest.mark.computes
 
@@ -156,60 +153,6 @@ def test_in_the_first_steps_fewer_ranks_may_send(ranks, name):
         if not issubclass(load(name), Recoded):  # what the code of a sum lacks is left to any rank
             assert rank < senders or all((part == 0).all() for part in left)
         assert all(torch.equal(a, b) for x, y in zip(sums, found[0][0], strict=True) for a, b in zip(x, y, strict=True))
-
-
-@every
-@pytest.mark.sizes(1, 2, 4)
-def test_a_saved_state_goes_on_with_the_same_bits(ranks, name):
-    def body(comm):
-        one, other = make(comm, name, warmup_steps=1), make(comm, name, warmup_steps=1)
-        for step in range(3):
-            one(inputs(comm.rank, step))
-        load_entries(declared("sum", other), save_entries(declared("sum", one)))
-        found = [inputs(comm.rank, 3), inputs(comm.rank, 3)]
-        assert one(found[0]) == other(found[1]) and one.calls == other.calls == 4
-        one.close()
-        other.close()
-        return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-    assert all(ranks(body))
-
-
-@every
-@pytest.mark.sizes(2, 4)
-def test_a_world_of_another_size_sends_the_mean_of_what_was_left(ranks, name):
-    def body(comm):
-        before = make(comm, name)
-        before(inputs(comm.rank, 0))
-        state = copy.deepcopy(save_entries(declared("sum", before)))
-        before.close()
-        return state
-
-    states = ranks(body)
-
-    def go_on(comm):
-        after = make(comm, name)
-        entries = declared("sum", after)
-        combined = {}
-        for entry in entries:
-            values = [state[entry.name] for state in states]
-            along = isinstance(entry, Along)
-            combined[entry.name] = [entry.combine(c, 1, 1) for c in zip(*values)] if along else entry.combine(values)
-        load_entries(entries, combined)
-        own = save_entries(entries)
-        own = {entry.name: [t.clone() for t in own[entry.name]] for entry in entries if isinstance(entry, Along)}
-        after(found := inputs(comm.rank, 1))
-        after.close()
-        return after.calls, found, own
-
-    results = ranks(go_on)
-    for key, tensors in results[0][2].items():
-        for place, tensor in enumerate(tensors):
-            each = [state[key][place] for state in states]
-            assert key.endswith("velocity") <= (not torch.equal(each[0], each[1])), "every rank has one of its own"
-            torch.testing.assert_close(tensor, torch.stack(each).mean(dim=0), rtol=1e-15, atol=0)
-    assert all(calls == 2 for calls, *_ in results)
-    assert all(torch.equal(a, b) for _, found, _ in results for a, b in zip(found, results[0][1], strict=True))
 
 
 # --- sums that are coded again ----------------------------------------------------------------------------------------

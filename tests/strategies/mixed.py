@@ -117,3 +117,22 @@ def step_without_samples(strategy):
     """Takes part in a step without a gradient."""
     strategy.model.begin_batch(0.0)
     strategy.step(lambda: None)
+
+
+def sources(run: Callable, steps: int, **options) -> list[list[int]]:
+    """Of each step of gossip_sync: from whom each rank receives; its own number if it is left alone.
+
+    Each rank brings 2^rank to every mixing, so that the average tells whose it is. `run` runs a body on all ranks.
+    """
+
+    def body(comm):
+        strategy, found = linear(comm, "gossip_sync", **options), []
+        for _ in range(steps):
+            strategy.model.params[0].fill_(2.0**comm.rank)
+            strategy.step(lambda: None)
+            found.append(strategy.model.params[0][0].item())
+        strategy.close()
+        return found
+
+    of_steps = zip(*run(body), strict=True)
+    return [[round(np.log2(2 * value - 2.0**rank)) for rank, value in enumerate(values)] for values in of_steps]

@@ -9,8 +9,7 @@ from harness import worlds
 from harness.cases import each
 from hpcdist import strategies
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.model.flat import FlatModel
-from strategies import mixed, problem, replicas
+from strategies import mixed, replicas
 
 pytestmark = pytest.mark.computes
 
@@ -90,47 +89,7 @@ def test_with_an_outer_rate_of_1_and_no_momentum_it_is_parameter_averaging_to_th
     assert all(ranks(body))
 
 
-@each("optimizer", problem.OPTIMIZERS)
-@pytest.mark.sizes(1, exact=True)
-def test_on_one_rank_there_is_no_outer_step(ranks, optimizer):
-    (run,) = ranks(lambda comm: problem.train(comm, NAME, {"period": 2}, optimizer=optimizer))
-    assert torch.equal(run.params[0], problem.serial(1, optimizer=optimizer)[0])
-    assert sum(record.bytes_sent for record in run.records) == 0
-
-
-@pytest.mark.sizes(2, 8)
-def test_it_learns(ranks):
-    problem.learns(ranks, NAME, {"period": 5}, epochs=8, below=0.7)
-
-
-@pytest.mark.sizes(2)
-def test_bytes_are_those_of_one_all_reduce_per_period(ranks):
-    found = ranks(lambda comm: replicas.train(comm, NAME, {"period": 4}, "adam", STEPS)[1])
-    n_bytes = FlatModel(problem.model()).n_bytes
-    expected = [n_bytes if step % 4 == 0 else 0 for step in range(1, STEPS + 1)]
-    assert all([record.bytes_sent for record in records] == expected for records in found)
-
-
 # --- taken up again ---------------------------------------------------------------------------------------------------
-@each("options", [{}, {"overlap": True}, {"outer_momentum": 0.0}])
-@each("at", [2, 3, 7])
-@pytest.mark.sizes(1, 3)
-def test_a_run_taken_up_inside_a_period_ends_on_the_same_bits(ranks, options, at):
-    def body(comm):
-        return replicas.same_when_taken_up(comm, NAME, {"period": 3, **options}, "adam", at, STEPS)
-
-    assert all(ranks(body))
-
-
-@pytest.mark.parametrize(("options", "at"), [([], 7), (["overlap=true"], 5)], ids=str)
-@pytest.mark.sizes(3)
-def test_a_resumed_job_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_path, options, at):
-    def body(comm):
-        return replicas.same_when_resumed(comm, shared_tmp_path, NAME, ("period=5", *options), at)
-
-    assert all(ranks(body))
-
-
 @each("options", [{}, {"overlap": True}])
 @each("after", [1, 2, 5])
 @each("at", [3, 4])

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from harness.cases import each
-from hpcdist import strategies, topology
+from hpcdist import topology
 from hpcdist.comm.virtual import Constant, Network, run_virtual
 from hpcdist.errors import ConfigError
-from hpcdist.model.flat import FlatModel
 from hpcdist.tools.topology import spectral_gap
 from strategies import mixed, problem
 
@@ -178,39 +177,3 @@ def test_a_state_is_taken_up_whatever_was_being_sent(ranks, name):
         return torch.equal(again, values[9])
 
     assert all(ranks(body, network=mixed.NODES))
-
-
-@each("name", ["ring", "hierarchical"])
-@pytest.mark.sizes(2, 4)
-def test_no_message_is_left_over(ranks, name):
-    def body(comm):
-        strategy = mixed.linear(comm, NAME, topology=name)
-        for _ in range(3):
-            strategy.step(lambda: None)
-        strategy.close()
-        strategy.comm.barrier()
-        left = strategy.comm.probe(block=False)
-        strategy.comm.close()
-        return left
-
-    assert set(ranks(body, network=mixed.NODES)) == {None}
-
-
-@pytest.mark.sizes(2, 3, 4)
-@each("dtypes", [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)])
-def test_parameters_of_several_dtypes(ranks, dtypes):
-    def body(comm):
-        module = torch.nn.ParameterList(torch.zeros(5 + i, dtype=dtype) for i, dtype in enumerate(dtypes))
-        cls = strategies.load(NAME)
-        strategy = cls(cls.Config(topology="complete"), comm.split(0), FlatModel(module))
-        for params in strategy.model.params:
-            params.fill_(comm.rank)
-        strategy.step(lambda: None)
-        strategy.close()
-        return [params.tolist() for params in strategy.model.params]
-
-    found = ranks(body)
-    mean = (len(found) - 1) / 2
-    for params in found:
-        assert [len(values) for values in params] == [5, 6]
-        assert all(value == pytest.approx(mean, rel=1e-2) for values in params for value in values)

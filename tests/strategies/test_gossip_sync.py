@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import math
-
+import numpy as np
 import pytest
 import torch
 
 from harness.cases import each
+from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Straggler, run_virtual
-from hpcdist.model.flat import FlatModel
-from strategies import problem
+from hpcdist.errors import ConfigError
+from strategies import mixed, problem
 
 pytestmark = pytest.mark.computes
 
 NAME = "gossip_sync"
 
 
-def _make(comm, **options):
-    return problem.make(comm, NAME, torch.nn.Linear(3, 2, dtype=torch.float64), **options)
-
-
-def _mix(comm, steps, seed=0):
+def _mix(comm, steps, seed=0, **options):
     """Gossip without learning: each rank's parameters at the start and after each step, and the consensus."""
-    strategy = _make(comm, seed=seed)
+    strategy = mixed.linear(comm, NAME, seed=seed, **options)
     (params,) = strategy.model.params
-    generator = torch.Generator().manual_seed(100 * seed + comm.rank)
-    params.copy_(torch.randn(len(params), generator=generator, dtype=params.dtype))
+    params.copy_(mixed.drawn(100 * seed + comm.rank))
     values = [params.clone()]
     for _ in range(steps):
         strategy.step(lambda: None)
@@ -37,59 +32,45 @@ def _mix(comm, steps, seed=0):
     return torch.stack(values), consensus
 
 
+@each("options", [{}, {"pairing": "matching"}, {"pairing": "matching", "interval": 4}])
 @pytest.mark.sizes(1, 2, 3, 4, 7)
-def test_the_mean_is_conserved_to_rounding(ranks):
-    found = ranks(lambda comm: _mix(comm, 30))
-    mean = sum(values for values, _ in found) / len(found)
+def test_the_mean_is_conserved_to_rounding_and_pairs_become_equal_to_the_bit(ranks, options):
+    found = ranks(lambda comm: _mix(comm, 20, **options))
+    values, interval = torch.stack([values for values, _ in found]), options.get("interval", 1)
+    mean = values.mean(dim=0)
     assert (mean - mean[0]).abs().max() < 1e-14
-    for values, consensus in found:
-        assert torch.allclose(consensus, mean[0], rtol=0, atol=1e-14)
-        assert len(found) == 1 or not torch.equal(values[-1], values[0])
+    assert all(torch.allclose(consensus, mean[0], rtol=0, atol=1e-14) for _, consensus in found)
+    for step, sources in enumerate(mixed.sources(ranks, 20, **options) if len(found) > 1 else (), 1):
+        before, after = values[:, step - 1], values[:, step]
+        if step % interval:
+            assert torch.equal(before, after)
+        else:
+            assert torch.equal(after, (before + before[sources]) * 0.5)
+            assert "pairing" not in options or torch.equal(after, after[sources])
+            assert step > interval or not torch.equal(before, after)
 
 
-@pytest.mark.sizes(2, 3, 4, 7)
-def test_the_mean_follows_the_mean_of_the_local_updates(ranks):
-    """Ranks without samples in the last step of an epoch included: those do not move, but take part."""
-
-    def body(comm):
-        noting, moved = problem.noting(lr=0.1)
-        run = problem.train(comm, NAME, optimizer=noting, samples=50)
-        return run.params[0], run.consensus[0], moved
-
-    found = ranks(body)
-    start = FlatModel(problem.model()).params[0]
-    expected = start + sum(moved for *_, moved in found) / len(found)
-    assert (expected - start).abs().max() > 0.1
-    assert torch.allclose(sum(params for params, *_ in found) / len(found), expected, rtol=0, atol=1e-13)
-    for params, consensus, _ in found:
-        assert torch.allclose(consensus, expected, rtol=0, atol=1e-13)
-        assert (params - expected).abs().max() > 1e-6, "replicas agree: nothing was local"
-
-
-@pytest.mark.sizes(2, 3, 4, 5)
-def test_a_step_averages_along_one_uniform_permutation(ranks):
-    """Rank r brings 2^r, so that the average tells whose it is."""
-    steps = 200
-
-    def body(comm):
-        strategy, found = _make(comm), []
-        for _ in range(steps):
-            strategy.model.params[0].fill_(2.0**comm.rank)
-            strategy.step(lambda: None)
-            found.append(strategy.model.params[0][0].item())
-        strategy.close()
-        return found
-
-    found = ranks(body)
-    size = len(found)
-    counts = torch.zeros(size, size)
-    for averages in zip(*found, strict=True):
-        sources = [round(math.log2(2 * average - 2.0**rank)) for rank, average in enumerate(averages)]
+@each("options", [{}, {"pairing": "matching"}, {"draw_self": False}])
+@each("size", [2, 3, 4, 5])
+def test_a_step_averages_along_one_uniform_permutation_or_in_disjoint_pairs(size, options):
+    """A matching leaves one out of an odd number; a permutation leaves nobody alone without `draw_self`."""
+    steps, met = 120, np.zeros((size, size))
+    for sources in mixed.sources(lambda body: run_virtual(body, size), steps, **options):
         assert sorted(sources) == list(range(size))
-        for rank, source in enumerate(sources):
-            counts[rank, source] += 1
-    deviation = (steps / size * (1 - 1 / size)) ** 0.5
-    assert ((counts - steps / size).abs() < 5 * deviation).all()
+        if "pairing" in options:
+            assert all(sources[source] == rank for rank, source in enumerate(sources))
+            assert sum(source == rank for rank, source in enumerate(sources)) == size % 2
+        met[np.arange(size), sources] += 1
+    alone = {"pairing": size % 2 == 1, "draw_self": False}[next(iter(options))] if options else True
+    chance = 1 / (size if alone else size - 1)
+    possible = met[~np.eye(size, dtype=bool) | alone]
+    assert alone or not met.diagonal().any()
+    assert (np.abs(possible - steps * chance) <= 5 * (steps * chance * (1 - chance)) ** 0.5).all()
+
+
+def test_pairs_with_oneself_are_no_setting_of_matchings():
+    with pytest.raises(ConfigError, match="draw_self must be true with strategy.pairing 'matching'"):
+        strategies.load(NAME).Config(pairing="matching", draw_self=False)
 
 
 @each("size", [3, 6, 16])
@@ -110,7 +91,7 @@ def test_the_squared_distance_to_the_mean_is_halved_in_expectation(size):
 def test_a_run_taken_up_draws_the_permutations_that_it_would_have_drawn(ranks):
     def body(comm):
         values, _ = _mix(comm, 9, seed=2)
-        strategy = _make(comm, seed=2)
+        strategy = mixed.linear(comm, NAME, seed=2)
         strategy.model.params[0].copy_(values[5])
         strategy.load_state({"steps": 5})
         for _ in range(4):
@@ -126,7 +107,7 @@ def test_all_ranks_go_at_the_pace_of_the_slowest():
     """Given a few steps, for a permutation that leaves a rank alone lets it go ahead."""
 
     def body(comm):
-        strategy = _make(comm)
+        strategy = mixed.linear(comm, NAME)
         start = comm.now()
         for _ in range(20):
             comm.compute()
@@ -149,7 +130,7 @@ def test_bytes_are_one_parameter_vector_per_foreign_draw():
 
 def test_the_living_go_on_without_a_rank_that_has_died():
     def body(comm):
-        strategy = _make(comm)
+        strategy = mixed.linear(comm, NAME)
         strategy.model.params[0].fill_(comm.rank)
         strategy.comm.failures.living = (0, 2, 3)
         if comm.rank != 1:

@@ -120,29 +120,6 @@ def test_replicas_are_equal_to_the_bit_after_each_average_and_not_between(ranks)
         assert distinct == expected, f"after step {step}"
 
 
-@pytest.mark.sizes(2, 3, 4, 7)
-def test_the_mean_follows_the_mean_of_the_local_updates(ranks):
-    """Every rank counts alike, those included that have no samples in the last step of an epoch."""
-
-    def body(comm):
-        noting, moved = problem.noting(lr=0.1)
-        run = problem.train(comm, NAME, {"period": 3}, optimizer=noting, samples=50)
-        return run.consensus[0], moved
-
-    found = ranks(body)
-    expected = FlatModel(problem.model()).params[0] + sum(moved for _, moved in found) / len(found)
-    for consensus, _ in found:
-        torch.testing.assert_close(consensus, expected, rtol=0, atol=1e-13)
-
-
-@each("optimizer", problem.OPTIMIZERS)
-@each("options", [{"overlap": True}, {"average_optimizer_state": True, "warmup_steps": 3}])
-@pytest.mark.sizes(1, exact=True)
-def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit(ranks, optimizer, options):
-    (run,) = ranks(lambda comm: problem.train(comm, NAME, {"period": 2, **options}, optimizer=optimizer))
-    assert torch.equal(run.params[0], problem.serial(1, optimizer=optimizer)[0])
-
-
 # --- the optimiser's state --------------------------------------------------------------------------------------------
 class _Late(torch.nn.Module):
     """A rank has a gradient of a layer from some step on, which is not the same on all; of the last one never."""
@@ -322,48 +299,14 @@ def test_ranks_wait_for_each_other_only_at_averages():
     assert taken[0] > 1.15 * taken[1] > 1.15 * 1.05 * taken[2]
 
 
-# --- taken up again ---------------------------------------------------------------------------------------------------
-@each(
-    "options",
-    [
-        {"period": 4},
-        {"period": 4, "average_optimizer_state": True},
-        {"period": 4, "overlap": True},
-        {"period": 6, "node_period": 2, "overlap": True},
-    ],
-)
-@each("at", [3, 4, 5])
-@pytest.mark.sizes(1, 4)
-def test_a_run_taken_up_inside_a_period_ends_on_the_same_bits(ranks, options, at):
-    def body(comm):
-        return replicas.same_when_taken_up(comm, NAME, options, "adam", at, STEPS)
-
-    assert all(ranks(body, network=replicas.PAIRS))
-
-
-@pytest.mark.parametrize(
-    ("options", "at"), [(["overlap=true"], 5), (["average_optimizer_state=true", "node_period=3"], 7)], ids=str
-)
-@pytest.mark.sizes(3)
-def test_a_resumed_job_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_path, options, at):
-    def body(comm):
-        return replicas.same_when_resumed(comm, shared_tmp_path, NAME, ("period=5", *options), at)
-
-    assert all(ranks(body, network=replicas.PAIRS))
-
-
 # --- settings ---------------------------------------------------------------------------------------------------------
-def test_nodes_must_average_more_often():
+def test_settings_that_are_refused():
+    cls = strategies.load(NAME)
     with pytest.raises(ConfigError, match=r"strategy.node_period must be less than strategy.period, 4; got 4\. Avera"):
-        strategies.load(NAME).Config(period=4, node_period=4)
-
-
-def test_the_state_is_not_averaged_late():
+        cls.Config(period=4, node_period=4)
     with pytest.raises(ConfigError, match="strategy.average_optimizer_state must be false where strategy.overlap is"):
-        strategies.load(NAME).Config(overlap=True, average_optimizer_state=True)
+        cls.Config(overlap=True, average_optimizer_state=True)
 
-
-def test_the_optimiser_must_be_known_where_its_state_is_averaged():
     def body(comm):
         strategy, local = replicas.make(comm, NAME, {"period": 1, "average_optimizer_state": True}, "adam")
         strategy.optimizer = None

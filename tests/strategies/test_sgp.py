@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from harness.cases import each
-from harness.worlds import params, resharded, saved
 from hpcdist import strategies, topology
 from hpcdist.comm.virtual import Network, run_virtual
 from hpcdist.tools.topology import spectral_gap
@@ -130,25 +129,6 @@ def test_with_overlap_a_step_takes_the_longer_of_computing_and_exchanging(comput
     mixed.takes(NAME, overlap, compute_s, 2.0, Network(0.5, mixed.LINEAR_BYTES / (2.0 - 0.5)))
 
 
-@each("name", ["digraph", "one_peer_exponential"])
-@overlapping
-@pytest.mark.sizes(2, 4)
-def test_no_message_is_left_over(ranks, shared_tmp_path, name, overlap):
-    def body(comm):
-        chosen = mixed.option(name, comm.size, shared_tmp_path)
-        comm.barrier()
-        strategy = mixed.linear(comm, NAME, topology=chosen, overlap=overlap)
-        for _ in range(3):
-            strategy.step(lambda: None)
-        strategy.close()
-        strategy.comm.barrier()
-        left = strategy.comm.probe(block=False)
-        strategy.comm.close()
-        return left
-
-    assert set(ranks(body)) == {None}
-
-
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 @each("name", ["digraph", "random_permutation"])
 @overlapping
@@ -208,20 +188,3 @@ def test_the_loop_may_not_change_parameters_that_are_sent_meanwhile_or_made_of_x
         cls = strategies.load(NAME)
         contract = cls.Config.from_mapping(options, "strategy").narrow(cls.contract, 2)
         assert (contract.parameters, contract.sends) == (parameters, sends)
-
-
-def test_on_another_number_of_ranks_it_goes_on_from_the_mean_of_x(tmp_path):
-    def body(comm):
-        strategy = mixed.linear(comm, NAME, topology=mixed.option("digraph", comm.size, tmp_path))
-        strategy.model.params[0].copy_(mixed.drawn(comm.rank))
-        strategy.load_state({"steps": 0, "x": None, "weight": 1.0})
-        strategy.step(lambda: None)
-        return strategy, strategy.model.params[0].clone(), saved(strategy), strategy.consensus()[0][0]
-
-    found = run_virtual(body, 4)
-    strategy, states = found[0][0], [state for _, _, state, _ in found]
-    state = resharded(strategy, states)
-    mean = torch.cat([tensor.view(-1) for tensor in params(state).values()])
-    assert torch.allclose(mean, found[0][3], rtol=0, atol=1e-15)
-    assert (mean - sum(z for _, z, *_ in found) / 4).abs().max() > 1e-3, "the mean of z is another one"
-    assert state["strategy"] == {"steps": 1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -154,7 +154,8 @@ class _Race:
 
     def __init__(self, comm: Communicator, sides: Mapping[str, AllReduce], tensor: Tensor):
         self._comm, self._tensor = comm, tensor
-        self._racing = {name: sides[name] for name in _plausible(list(sides), tensor.nbytes, comm)}
+        cost_s = _costs_s(comm, list(sides), tensor.nbytes, LATENCY_S, BYTE_S)
+        self._racing = {name: sides[name] for name in _near(cost_s, PLAUSIBLE)}
         self._once_s: dict[str, float] = {}
         self._taken_s: dict[str, list[float]] = {}
 
@@ -195,27 +196,20 @@ def _near(seconds: Mapping[str, float], factor: float) -> list[str]:
     return [name for name, each_s in seconds.items() if name == "native" or each_s <= limit_s]
 
 
-def _plausible(names: list[str], size: int, comm: Communicator) -> list[str]:
-    """List those that may be the fastest by their cost formulas, and in any case the library's own."""
+def _costs_s(
+    comm: Communicator, names: Sequence[str], n_bytes: int, latency_s: float, byte_s: float
+) -> dict[str, float]:
+    """Predict the seconds of a call of each algorithm by its formula."""
     ranks_per_node = min(Counter(comm.memory.nodes).values())
-    cost_s = {n: _cost_s(n)(size, comm.size, LATENCY_S, BYTE_S, 0.0, ranks_per_node) for n in names}
-    return _near(cost_s, PLAUSIBLE)
-
-
-def _cost_s(name: str) -> Callable[..., float]:
-    """Return the cost formula of an algorithm of this name."""
-    return cast(type[Algorithm], load(name)).cost_s
+    formulas = {name: cast(type[Algorithm], load(name)).cost_s for name in names}
+    return {n: cost_s(n_bytes, comm.size, latency_s, byte_s, 0.0, ranks_per_node) for n, cost_s in formulas.items()}
 
 
 def predict_table(comm: Communicator, latency_s: float, byte_s: float) -> TimingTable:
     """Make the table from the algorithms' cost formulas, for links of that latency and that time per byte."""
-    sizes = tuple(1 << exponent for exponent in range(6, 31))
-    ranks_per_node = min(Counter(comm.memory.nodes).values())
-    seconds: dict[str, tuple[float | None, ...]] = {}
-    for name in candidates(comm):
-        cost_s = _cost_s(name)
-        seconds[name] = tuple(cost_s(size, comm.size, latency_s, byte_s, 0.0, ranks_per_node) for size in sizes)
-    return TimingTable(sizes=sizes, seconds=seconds)
+    sizes, names = tuple(1 << exponent for exponent in range(6, 31)), candidates(comm)
+    columns = [_costs_s(comm, names, size, latency_s, byte_s) for size in sizes]
+    return TimingTable(sizes=sizes, seconds={name: tuple(column[name] for column in columns) for name in names})
 
 
 def cached_table(comm: Communicator, cache_dir: Path = DEFAULT_CACHE, *, refresh: bool = False) -> TimingTable:

@@ -1,4 +1,4 @@
-"""local_sgd and diloco with compressed differences: what an exchange lacks comes with a later one."""
+"""local_sgd and diloco alike: alone, taken up again, in bytes; compressed, what an exchange lacks comes later."""
 
 from __future__ import annotations
 
@@ -26,6 +26,62 @@ def _options(compressor: str, **more) -> dict:
     return {"period": 3, "compression": {"name": compressor, **OPTIONS.get(compressor, {})}, **more}
 
 
+# Options, and steps after which a run is taken up again.
+TAKEN_UP = [
+    ("local_sgd", {"period": 4}, (3, 4, 5)),
+    ("local_sgd", {"period": 4, "average_optimizer_state": True}, (3, 4, 5)),
+    ("local_sgd", {"period": 4, "overlap": True}, (3, 4, 5)),
+    ("local_sgd", {"period": 6, "node_period": 2, "overlap": True}, (3, 5)),
+    ("diloco", {"period": 3}, (2, 3, 7)),
+    ("diloco", {"period": 3, "overlap": True}, (2, 3)),
+    ("diloco", {"period": 3, "outer_momentum": 0.0}, (2, 3)),
+    *[
+        ("local_sgd", _options(name, overlap=overlap), (4,))
+        for name in ("threshold", "powersgd", "qsgd")
+        for overlap in (False, True)
+    ],
+]
+RESUMED = [
+    ("local_sgd", ["overlap=true"], 5),
+    ("local_sgd", ["average_optimizer_state=true", "node_period=3"], 7),
+    ("diloco", [], 7),
+    ("diloco", ["overlap=true"], 5),
+]
+
+
+@each("case", TAKEN_UP)
+@pytest.mark.sizes(1, 4)
+def test_a_run_taken_up_inside_a_period_ends_on_the_same_bits(ranks, case):
+    name, options, places = case
+
+    def body(comm):
+        return [replicas.same_when_taken_up(comm, name, options, "adam", at, STEPS) for at in places]
+
+    assert all(all(same) for same in ranks(body, network=replicas.PAIRS))
+
+
+@pytest.mark.parametrize("case", RESUMED, ids=str)
+@pytest.mark.sizes(3)
+def test_a_resumed_job_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_path, case):
+    name, options, at = case
+
+    def body(comm):
+        return replicas.same_when_resumed(comm, shared_tmp_path, name, ("period=5", *options), at)
+
+    assert all(ranks(body, network=replicas.PAIRS))
+
+
+@each("optimizer", problem.OPTIMIZERS)
+@each("case", [("local_sgd", {"overlap": True}), ("local_sgd", {"average_optimizer_state": True}), ("diloco", {})])
+@pytest.mark.sizes(1, exact=True)
+def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit_and_sends_nothing(ranks, optimizer, case):
+    name, options = case
+    (run,) = ranks(lambda comm: problem.train(comm, name, {"period": 2, **options}, optimizer=optimizer, samples=80))
+    assert torch.equal(run.params[0], problem.serial(1, optimizer=optimizer, samples=80)[0])
+    assert sum(record.bytes_sent for record in run.records) == 0
+
+
+# --- compressed -------------------------------------------------------------------------------------------------------
 @every
 @each("name", ["local_sgd", "diloco"])
 @pytest.mark.sizes(4)
@@ -67,20 +123,12 @@ def test_nothing_of_the_differences_is_lost(ranks, compressor):
     torch.testing.assert_close(end - held, wanted, rtol=0, atol=1e-12)
 
 
-@every
-@each("name", ["local_sgd", "diloco"])
+@each("case", [*[("local_sgd", name) for name in averaged], ("diloco", "topk"), ("diloco", "bf16")])
 @pytest.mark.sizes(4)
-def test_it_learns(ranks, name, compressor):
+def test_it_learns(ranks, case):
+    name, compressor = case
     options = _options(compressor) | ({"outer_momentum": 0.5} if name == "diloco" else {})
     problem.learns(ranks, name, options, epochs=8)
-
-
-@each("compressor", ["threshold", "powersgd", "qsgd"])
-@each("overlap", [False, True])
-@pytest.mark.sizes(2)
-def test_a_run_taken_up_inside_a_period_ends_on_the_same_bits(ranks, compressor, overlap):
-    options = _options(compressor, overlap=overlap)
-    assert all(ranks(lambda comm: replicas.same_when_taken_up(comm, "local_sgd", options, "momentum", 4, 9)))
 
 
 @pytest.mark.sizes(2, 4)

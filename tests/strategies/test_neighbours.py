@@ -1,0 +1,103 @@
+"""What strategies without servers have in common: the mean, dtypes, messages that are all received, other worlds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.cases import each
+from harness.worlds import params, resharded, saved
+from hpcdist.comm.virtual import Constant, Exponential, Network, run_virtual
+from hpcdist.model.flat import FlatModel
+from strategies import mixed, problem
+
+pytestmark = pytest.mark.computes
+
+FRESH = {"steps": 0, "peers": None, "shared": None, "x": None, "weight": 1.0}  # what a rank begins with
+# Transfers that tear, and last longer than a step: many happen at once.
+SLOW = {"network": Network(0.02, 800.0), "compute": Exponential(0.1)}
+
+
+@each("case", [("gossip_sync", {}, {}), ("local_sgd", {"period": 3}, {}), ("adpsgd", {}, {}), ("adpsgd", {}, SLOW)])
+@pytest.mark.sizes(2, 3, 4, 7)
+def test_the_mean_follows_the_mean_of_the_local_updates(ranks, case):
+    """Ranks without samples in the last step of an epoch included: those do not move, but take part."""
+    name, options, simulation = case
+
+    def body(comm):
+        noting, moved = problem.noting(lr=0.1)
+        run = problem.train(comm, name, options, optimizer=noting, samples=50)
+        return run.params[0], run.consensus[0], moved
+
+    found = ranks(body, **simulation)
+    start = FlatModel(problem.model()).params[0]
+    expected = start + sum(moved for *_, moved in found) / len(found)
+    assert (expected - start).abs().max() > 0.1
+    for own, consensus, _ in found:
+        assert torch.allclose(consensus, expected, rtol=0, atol=1e-13)
+        assert (own - expected).abs().max() > 1e-6, "replicas agree: nothing was local"
+
+
+@each("name", ["dpsgd", "adpsgd", "sgp", "gossip_sync"])
+@each("dtypes", [(torch.float32, torch.float64), (torch.bfloat16, torch.float32)])
+@pytest.mark.sizes(2, 3)
+def test_parameters_of_several_dtypes(ranks, name, dtypes):
+    def body(comm):
+        module = torch.nn.ParameterList(torch.zeros(5 + i, dtype=dtype) for i, dtype in enumerate(dtypes))
+        strategy = problem.make(comm, name, module)
+        for own in strategy.model.params:
+            own.fill_(comm.rank)
+        strategy.load_state(FRESH)
+        for _ in range(60):
+            strategy.step(lambda: None)
+        found = [own.tolist() for own in strategy.consensus()[0]]
+        strategy.close()
+        return found
+
+    found = ranks(body)
+    for consensus in found:
+        assert [len(values) for values in consensus] == [5, 6]
+        assert all(value == pytest.approx((len(found) - 1) / 2, abs=2e-2) for values in consensus for value in values)
+
+
+@each("case", [("dpsgd", "ring"), ("dpsgd", "hierarchical"), ("sgp", "digraph"), ("sgp", "one_peer_exponential")])
+@each("overlap", [True, False])
+@pytest.mark.sizes(2, 4)
+def test_no_message_is_left_over(ranks, shared_tmp_path, case, overlap):
+    name, graph = case
+
+    def body(comm):
+        chosen = mixed.option(graph, comm.size, shared_tmp_path)
+        comm.barrier()
+        strategy = mixed.linear(comm, name, topology=chosen, overlap=overlap)
+        for _ in range(3):
+            strategy.step(lambda: None)
+        strategy.close()
+        strategy.comm.barrier()
+        left = strategy.comm.probe(block=False)
+        strategy.comm.close()
+        return left
+
+    assert set(ranks(body, network=mixed.NODES)) == {None}
+
+
+@each("name", ["sgp", "adpsgd"])
+def test_on_another_number_of_ranks_it_goes_on_from_the_mean_of_x(tmp_path, name):
+    """With sgp that is another one than the mean of what the models hold."""
+
+    def body(comm):
+        options = {"topology": mixed.option("digraph", comm.size, tmp_path)} if name == "sgp" else {}
+        strategy = mixed.linear(comm, name, **options)
+        strategy.model.params[0].copy_(mixed.drawn(comm.rank))
+        strategy.load_state(FRESH)
+        strategy.step(lambda: None)
+        comm.barrier()
+        return strategy, strategy.model.params[0].clone(), saved(strategy), strategy.consensus()[0][0]
+
+    found = run_virtual(body, 4, compute=Constant(0.1))
+    strategy, states = found[0][0], [state for _, _, state, _ in found]
+    state = resharded(strategy, states)
+    mean = torch.cat([tensor.view(-1) for tensor in params(state).values()])
+    assert torch.allclose(mean, found[0][3], rtol=0, atol=1e-15)
+    assert name != "sgp" or (mean - sum(z for _, z, *_ in found) / 4).abs().max() > 1e-3
+    assert state["strategy"] == {"steps": 1}

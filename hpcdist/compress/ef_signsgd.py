@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.compress.base import Compressor, Span
-from hpcdist.compress.coding.elements import add_signs, mean
+from hpcdist.compress.coding.elements import add_signs, mean, views
 
 _MOST = float(np.finfo(np.float32).max)
 
@@ -41,7 +41,7 @@ class EfSignSgd(Compressor):
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
         message = np.empty(4 * len(self._parts) + self._bytes, np.uint8)
-        scales, bits = self._open(message)
+        scales, bits = views(message, len(self._parts))
         for place, (elements, packed) in enumerate(self._parts):
             values = tensor.numpy()[elements]
             scales[place] = min(mean(tensor[elements]), _MOST)
@@ -50,11 +50,6 @@ class EfSignSgd(Compressor):
         return torch.from_numpy(message)
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
-        scales, bits = self._open(message.numpy())
+        scales, bits = views(message.numpy(), len(self._parts))
         for scale, (elements, packed) in zip(scales.tolist(), self._parts, strict=True):
             add_signs(bits[packed], out.numpy()[elements], weight * scale)
-
-    def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of a message: the mean magnitudes and the bits."""
-        head = 4 * len(self._parts)
-        return message[:head].view(np.float32), message[head:]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcdist.comm.pieces import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
-from hpcdist.compress.coding.elements import BITS, add_by_bit
+from hpcdist.compress.coding.elements import BITS, add_by_bit, views
 
 _MOST = float(np.finfo(np.float32).max)
 
@@ -80,8 +80,8 @@ class OneBit(Compressor):
 
     def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return views of a message: means of shape (2, number), those of positive elements last; and the bits."""
-        head = 8 * self._means
-        return message[:head].view(np.float32).reshape(2, -1), message[head:]
+        means, bits = views(message, 2 * self._means)
+        return means.reshape(2, -1), bits
 
     @staticmethod
     def _code(part: _Part, values: Tensor, bits: np.ndarray) -> np.ndarray:

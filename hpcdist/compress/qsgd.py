@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpcdist.comm.pieces import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
+from hpcdist.compress.coding.elements import views
 
 _RANDOM_BITS = 16
 _SURE = 16  # up to so many levels rounding stays in range: it exceeds the largest level by 2s·2⁻²⁴, less than 2⁻¹⁷
@@ -80,7 +81,7 @@ class Qsgd(Compressor):
         self._taken += 1
         values = tensor.numpy()
         message = np.empty(4 * self._buckets + self._bits * -(-self.count // 8), np.uint8)
-        norms, codes = self._open(message)
+        norms, codes = views(message, self._buckets)
         work = np.empty((2, self._chunk), values.dtype)
         for piece in slices(self.count, self._chunk):
             buckets, packed, size = self._places(piece)
@@ -92,7 +93,7 @@ class Qsgd(Compressor):
         return torch.from_numpy(message)
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
-        norms, codes = self._open(message.numpy())
+        norms, codes = views(message.numpy(), self._buckets)
         work = np.empty(self._chunk, out.numpy().dtype)
         for piece in slices(self.count, self._chunk):
             buckets, packed, size = self._places(piece)
@@ -100,10 +101,6 @@ class Qsgd(Compressor):
             levels.reshape(-1)[size:] = 0
             _unpack(codes[packed], self._bits, levels.reshape(-1)[:size])
             self._add_levels(out[piece], weight, levels, norms[buckets], work)
-
-    def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of a message: the norms and the packed levels."""
-        return message[: 4 * self._buckets].view(np.float32), message[4 * self._buckets :]
 
     def _places(self, piece: slice) -> tuple[slice, slice, int]:
         """Return the places of a piece's norms and packed levels, and its number of levels, a multiple of 8."""

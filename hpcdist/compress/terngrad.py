@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcdist.comm.pieces import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
-from hpcdist.compress.coding.elements import mean
+from hpcdist.compress.coding.elements import mean, views
 
 _RANDOM_BITS = 16
 _LEAST = 1e-30  # smaller scales are sent as 0, because their inverse may be infinite
@@ -64,7 +64,7 @@ class TernGrad(Compressor):
         source = np.random.SFC64((self.config.seed, self.stream, self._taken))
         self._taken += 1
         message = np.empty(4 * len(self._parts) + self._bytes, np.uint8)
-        scales, packed = self._open(message)
+        scales, packed = views(message, len(self._parts))
         signs = np.zeros(_PER_BYTE * self._bytes, np.int8)
         for place, part in enumerate(self._parts):
             scales[place] = self._scale(tensor[part])
@@ -97,17 +97,12 @@ class TernGrad(Compressor):
             part.add_(sums.copy_(torch.from_numpy(sign)), alpha=-scale)  # faster than to add bytes
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
-        scales, packed = self._open(message.numpy())
+        scales, packed = views(message.numpy(), len(self._parts))
         signs = torch.from_numpy(_unpack(packed))
         for scale, part in zip(scales.tolist(), self._parts, strict=True):
             for piece in slices(part.stop - part.start):
                 place = slice(part.start + piece.start, part.start + piece.stop)
                 out[place].add_(signs[place], alpha=weight * scale)
-
-    def _open(self, message: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of a message: the scales and the packed elements."""
-        head = 4 * len(self._parts)
-        return message[:head].view(np.float32), message[head:]
 
     def state(self) -> dict:
         return {"taken": self._taken}

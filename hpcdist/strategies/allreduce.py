@@ -130,7 +130,8 @@ class AllReduce(Strategy):
         self._compressed: Reduction | None = None
         if config.compression and comm.size > 1:
             self._compressed = Reduction(self._channel, config.compression, model.grads, spans(model))
-        self._forget_used()
+        # Which parameters had a gradient in the last step, here and on any rank.
+        self._used = (torch.ones(len(model.names), dtype=torch.bool),) * 2
         self._bad: list[str] = []
         self._passes = 0  # backward passes whose gradients have not been averaged
         self._merged: dict[int, list[str]] | None = None  # what was not finite, once all have been averaged
@@ -142,10 +143,6 @@ class AllReduce(Strategy):
         model.gradients.on_bucket_ready(self._averaging.begin)
         model.passes.on_end = self._backward_ended
         self._arm(overlapped=config.overlap == "on" and overlaps)
-
-    def _forget_used(self) -> None:
-        """Forget which parameters had a gradient in the last step, here and on any rank."""
-        self._used = (torch.ones(len(self.model.names), dtype=torch.bool),) * 2
 
     def _arm(self, overlapped: bool) -> None:
         """Choose whether the next gradients are reduced during the backward pass."""
@@ -286,7 +283,7 @@ class AllReduce(Strategy):
             self.model.gradients.flush()
             self._averaging.wait()
         self.model.lay_out_again()  # what is averaged already stays so when it is averaged again
-        self._forget_used()
+        self._used = (torch.ones(len(self.model.names), dtype=torch.bool),) * 2
         self._arm(overlapped=False)
 
     def _average(self) -> Tensor:

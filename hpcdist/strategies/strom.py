@@ -222,11 +222,12 @@ class Strom(Strategy):
         if self._floods:  # in another world all ranks together have the residuals that the saved ones had
             own = self._links[0].feedbacks if self._links else []
             return [*super().entries(), *feedbacks("link", own, spread)]
-        links = Entry("links", self._save_links, self._load_links, dropped([]))  # of a tree: others are between others
-        return [*super().entries(), links]
 
-    def _save_links(self) -> list[list[dict]]:
-        return [[feedback.state() for feedback in link.feedbacks] for link in self._links]
+        def save() -> list[list[dict]]:
+            return [[feedback.state() for feedback in link.feedbacks] for link in self._links]
+
+        # In another world a tree's links are between other ranks.
+        return [*super().entries(), Entry("links", save, self._load_links, dropped([]))]
 
     def _load_links(self, saved: Sequence[Sequence[dict]]) -> None:
         for link, states in zip(self._links, saved):

@@ -1,4 +1,4 @@
-"""Elements of long tensors: values that their bits choose, and means of their magnitudes."""
+"""Elements of long tensors: messages of scales and bits, values that bits choose, means of magnitudes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from hpcdist.comm.pieces import CACHED, slices
 
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # the bits of each byte, as numbers
 _LEAST = {torch.float32: 1e-17, torch.float64: 1e-140}  # squares of smaller numbers lose bits
+
+
+def views(message: np.ndarray, numbers: int) -> tuple[np.ndarray, np.ndarray]:
+    """View a message: so many float32 in front, and the bytes behind them."""
+    return message[: 4 * numbers].view(np.float32), message[4 * numbers :]
 
 
 def add_signs(bits: np.ndarray, out: np.ndarray, step: float) -> None:

@@ -139,3 +139,45 @@ class ByHand:
                 mean = sum(state[name] for state in of_parameter) / len(ranks)
                 for state in of_parameter:
                     state[name].copy_(mean)
+
+
+def by_hand(
+    size: int, optimizer: str, steps: int, *, period: int = 1, warmup_steps: int = 0, node_period: int | None = None,
+    average_optimizer_state: bool = False, overlap: bool = False, outer_lr: float = 1.0, outer_momentum: float = 0.0,
+    nesterov: bool = True,
+) -> Tensor:  # fmt: skip
+    """The parameters of all replicas after each step, [step, rank, parameter]; with the defaults they are averaged."""
+    hand, values, late = ByHand(size, optimizer), [], None
+    x = hand.params[0].clone()
+    velocity = torch.zeros_like(x)
+
+    def move(params: Sequence[Tensor]) -> None:
+        """Take one step of the outer optimiser, by the formulas of SGD."""
+        gradient = sum(x - own for own in params) / size
+        velocity.mul_(outer_momentum).add_(gradient)
+        x.sub_(outer_lr * (gradient + outer_momentum * velocity if nesterov else velocity))
+
+    for step in range(1, steps + 1):
+        hand.steps()
+        if late is not None:
+            move(late)
+            for own, then in zip(hand.params, late, strict=True):
+                own.copy_(x + (own - then))
+            late = None
+        after, groups = step - warmup_steps, []
+        if after <= 0 or after % period == 0:
+            if overlap:
+                late = [own.clone() for own in hand.params]
+            else:
+                move(hand.params)
+                for own in hand.params:
+                    own.copy_(x)
+                groups = [range(size)]
+        elif node_period and after % node_period == 0:
+            groups = [range(first, min(first + 2, size)) for first in range(0, size, 2)]
+            for group in groups:
+                hand.average(group)
+        for group in groups if average_optimizer_state else ():
+            hand.average_state(group)
+        values.append(torch.stack(hand.params))
+    return torch.stack(values)

@@ -1,4 +1,4 @@
-"""local_sgd and diloco alike: alone, taken up again, in bytes; compressed, what an exchange lacks comes later."""
+"""local_sgd and diloco: by hand, in bytes, alone, taken up again; compressed, what an exchange lacks comes later."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from harness.cases import each
 from hpcdist import compress
+from hpcdist.model.flat import FlatModel
 from strategies import problem, replicas
 
 pytestmark = pytest.mark.computes
@@ -24,6 +25,53 @@ STEPS = 12
 
 def _options(compressor: str, **more) -> dict:
     return {"period": 3, "compression": {"name": compressor, **OPTIONS.get(compressor, {})}, **more}
+
+
+BY_HAND = [
+    ("local_sgd", {"period": 4}),
+    ("local_sgd", {"period": 4, "average_optimizer_state": True}),
+    ("local_sgd", {"period": 3, "warmup_steps": 5}),
+    ("local_sgd", {"period": 6, "node_period": 2}),
+    ("local_sgd", {"period": 5, "node_period": 1, "warmup_steps": 3, "average_optimizer_state": True}),
+    ("local_sgd", {"period": 4, "overlap": True}),
+    ("local_sgd", {"period": 1, "overlap": True}),
+    ("local_sgd", {"period": 6, "node_period": 2, "overlap": True, "warmup_steps": 2}),
+    ("diloco", {"period": 3}),
+    ("diloco", {"period": 3, "nesterov": False}),
+    ("diloco", {"period": 2, "outer_lr": 0.4, "outer_momentum": 0.5}),
+    ("diloco", {"period": 4, "outer_momentum": 0.0}),
+    ("diloco", {"period": 3, "overlap": True}),
+]
+
+
+@each("case", BY_HAND)
+@each("optimizer", ["momentum", "adam"])
+@pytest.mark.sizes(2, 5)
+def test_it_does_what_is_done_by_hand(ranks, case, optimizer):
+    name, options = case
+    outer = {"outer_lr": 0.7, "outer_momentum": 0.9} if name == "diloco" else {}
+    found = ranks(lambda comm: replicas.train(comm, name, options, optimizer, STEPS)[0], network=replicas.PAIRS)
+    values = torch.stack(found, dim=1)
+    expected = replicas.by_hand(len(found), optimizer, STEPS, **outer | options)
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-12)
+    if name == "diloco" and "overlap" not in options:
+        equal = [bool((of_step == of_step[0]).all()) for of_step in values]
+        assert equal == [step % options["period"] == 0 for step in range(1, STEPS + 1)], "to the bit, and not between"
+
+
+@each("case", [("local_sgd", {}), ("local_sgd", {"overlap": True}), ("local_sgd", {"warmup_steps": 4}), ("diloco", {})])
+@pytest.mark.sizes(2)
+def test_bytes_are_those_of_one_all_reduce_per_period(ranks, case):
+    """Of a ring, in records without anything out of the ordinary. With overlap some count in the next record."""
+    name, options = case
+    warmup, late = options.get("warmup_steps", 0), options.get("overlap", False)
+    n_bytes = FlatModel(problem.model()).n_bytes
+    due = [step <= warmup or (step - warmup) % 3 == 0 for step in range(1, STEPS + 1)]
+    for records in ranks(lambda comm: replicas.train(comm, name, {"period": 3, **options}, "momentum", STEPS)[1]):
+        sent = [record.bytes_sent for record in records]
+        assert sum(sent) == sum(due) * n_bytes  # 2n(p − 1)/p
+        assert late or sent == [n_bytes * is_due for is_due in due]
+        assert all((r.event, r.staleness, r.clock) == (None, (0,), r.step) for r in records)
 
 
 # Options, and steps after which a run is taken up again.

@@ -57,20 +57,6 @@ def test_a_step_averages_the_own_parameters_with_every_message(ranks):
 
 
 @pytest.mark.sizes(2, 4)
-def test_the_own_parameters_weigh_1_for_who_drew_another_rank(ranks):
-    def body(comm):
-        strategy = _make(comm)
-        if comm.rank == 1:
-            _step(strategy, 0)
-        comm.barrier()
-        found = _step(strategy, 1)[0].item() if comm.rank == 0 else None
-        strategy.close()
-        return found
-
-    assert ranks(body)[0] == (0.0 + 1.0) / (1 + 1)
-
-
-@pytest.mark.sizes(2, 4)
 def test_a_slot_that_is_written_while_it_is_copied_is_left_for_the_next_step(ranks):
     """Rank 1 pushes 1, and 3 between rank 0's copy of the slot and its attempt to empty it."""
 

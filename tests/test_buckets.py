@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from hpcdist.model.gradients.buckets import Announcer, Bucket
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -14,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.cases import each
 from hpcdist.errors import ConfigError
-from hpcdist.model.gradients.buckets import Announcer, Bucket
 from hpcdist.model.flat import FlatModel
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -89,7 +89,11 @@ def test_buckets_are_filled_up_to_their_cap_and_a_larger_tensor_is_one_by_itself
     model = FlatModel(Bag([(2, torch.float32)] * 7), bucket_bytes=24, first_bucket_bytes=16)
     assert [len(bucket.params) for bucket in model.gradients.buckets] == [2, 3, 2]
     model = FlatModel(Bag([(length, torch.float32) for length in (1, 0, 100, 1)]), bucket_bytes=16)
-    assert [bucket.params for bucket in model.gradients.buckets] == [("weights.3",), ("weights.2",), ("weights.1", "weights.0")]
+    assert [bucket.params for bucket in model.gradients.buckets] == [
+        ("weights.3",),
+        ("weights.2",),
+        ("weights.1", "weights.0"),
+    ]
 
 
 @few

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.model.hyperparameters import unequal_steps
 from hpcdist.comm.pieces import sum_and_norm
+from hpcdist.model.hyperparameters import unequal_steps
 from hpcdist.session import rules
 from hpcdist.strategies import Strategy
 

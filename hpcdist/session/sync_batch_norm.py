@@ -49,7 +49,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         comm, flat = self.ranks.comm, self.ranks.flat
         if not uses_batch or comm is None or comm.size == 1:
             return self._normalise_alone(input, uses_batch)
-        weight = flat.weight if flat.passes.weighs else float(flat.weight > 0)
+        weighed = flat.passes.weight
+        weight = weighed if flat.passes.weighs else float(weighed > 0)
         how = self.weight, self.bias, self.eps, weight, comm
         output, mean, variance, count = _Normalise.apply(input, *how)  # type: ignore[no-untyped-call]
         if self.training and self.running_mean is not None:

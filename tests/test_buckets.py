@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-from hpcdist.model.gradients.buckets import Announcer, Bucket
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.cases import each
 from hpcdist.errors import ConfigError
+from hpcdist.model.buckets import Announcer, Bucket
 from hpcdist.model.flat import FlatModel
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
+from hpcdist.model.passes import Passes
 from hpcdist.session import rules
 from hpcdist.strategies import Strategy
 
@@ -16,9 +17,8 @@ from hpcdist.strategies import Strategy
 class _Ranks:
     """The ranks that a layer normalises over. Copies of the layer share them; a saved one has none."""
 
-    def __init__(self, comm: Communicator | None = None, flat: FlatModel | None = None):
-        self.comm = comm
-        self.flat = flat  # knows the batch's weight
+    def __init__(self, comm: Communicator | None = None, passes: Passes | None = None):
+        self.comm, self.passes = comm, passes  # the latter knows the batch's weight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Ranks:
         return self
@@ -41,16 +41,15 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     internal covariate shift", 2015; over ranks, Chao Peng et al., "MegDet: a large mini-batch object detector", 2018.
     """
 
-    ranks: Any = _Ranks()  # set by DistributedOptimizer
+    ranks: _Ranks = _Ranks()  # set by DistributedOptimizer
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         uses_batch = self.training or self.running_mean is None
-        comm, flat = self.ranks.comm, self.ranks.flat
-        if not uses_batch or comm is None or comm.size == 1:
+        comm, passes = self.ranks.comm, self.ranks.passes
+        if not uses_batch or comm is None or passes is None or comm.size == 1:
             return self._normalise_alone(input, uses_batch)
-        weighed = flat.passes.weight
-        weight = weighed if flat.passes.weighs else float(weighed > 0)
+        weight = passes.weight if passes.weighs else float(passes.weight > 0)
         how = self.weight, self.bias, self.eps, weight, comm
         output, mean, variance, count = _Normalise.apply(input, *how)  # type: ignore[no-untyped-call]
         if self.training and self.running_mean is not None:
@@ -135,4 +134,4 @@ def synchronise_batch_norms(flat: FlatModel, strategy: type[Strategy], workers: 
     flat.flat_buffers.exempt(tensor for _, layer in layers for tensor in layer.buffers())
     for _, layer in layers:
         layer.__class__ = SyncBatchNorm
-        layer.ranks = _Ranks(workers, flat)  # type: ignore[assignment]
+        layer.ranks = _Ranks(workers, flat.passes)  # type: ignore[assignment]

@@ -5,11 +5,12 @@ A checkpoint is a folder that appears under its name only once it is whole and d
     <folder>/step-00001234/
         manifest.json              format, step, ranks, meta; length and sha256 of every other file, and of itself
         rank-0000.json             this rank's state, as a tree
-        rank-0000.safetensors      its tensors, each named by its place in the tree; the header says of slices where
-        rank-0001.json ...         they lie in their whole tensors
+        rank-0000.safetensors      its tensors, named by their places in the tree; for a slice of a larger tensor the
+                                   header says where it lies there
+        rank-0001.json ...
 
-Why not torch.distributed.checkpoint: its metadata, and values that are no tensors, are pickles; without a process group
-it has no plan of several ranks; and it keeps no checksums.
+torch.distributed.checkpoint is not used: its metadata, and its values other than tensors, are pickles. It can't
+plan for several ranks without a process group, and has no checksums.
 """
 
 from hpcdist.checkpoint.generators import random_state, set_random_state

@@ -161,10 +161,10 @@ class SavedCheckpoint(NamedTuple):
 
     Attributes:
         written: when it was finished, in local time.
-        ranks, stages: that saved it; None if that can't be read.
-        n_bytes: of all files that are there.
-        version: of hpcdist, that wrote it.
-        damage: which file is missing or damaged; None if all are whole.
+        ranks, stages: the numbers of ranks that saved it and of stages of the model; None if they can't be read.
+        n_bytes: the length of all files together.
+        version: the version of hpcdist that wrote it.
+        damage: the message about missing or damaged files; None if all are whole.
     """
 
     path: Path

@@ -30,7 +30,7 @@ class Manifest:
     step: int
     ranks: int
     meta: Any  # data of the caller of `save`
-    version: str  # of hpcdist, that wrote it
+    version: str  # of the hpcdist that wrote it
     files: dict[str, Stamp]
 
 

@@ -1,8 +1,8 @@
-"""Slices of tensors along parameters: which part of which whole tensor a rank has, so that any world finds its own.
+"""Slices: the part of a whole tensor that a rank has, and its place there, by which any other ranks find theirs.
 
-A rank has a *part* of a parameter: all of it, or a box that a device mesh has cut out, perhaps padded at its ends. Of a
-part it may have a *span*, a run of its elements in row-major order, as a parameter server has. Complex numbers that lie
-in flat memory count as pairs: a last dimension of 2.
+A rank has a *part* of a parameter: all of it, or a box that a device mesh has cut out, perhaps padded at its ends. A
+parameter server has only a *span* of a part: a run of its elements in row-major order. Complex numbers in flat memory
+count as pairs: a last dimension of 2.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class SlicePlace:
     Attributes:
         name: of the parameter.
         shape: of the whole tensor.
-        offset: where the part begins; None where only a program on the same ranks knows how parts make the whole.
-        size: of the part, without padding.
-        part: its shape, with padding.
-        span: first element of the part that is there, and the one behind the last; None: the part is there.
+        offset: where the part begins; None if only torch on the same ranks knows how to join the parts.
+        size: the part's shape without padding.
+        part: the part's shape with padding.
+        span: the elements [first, last) of the part that the rank has, row-major; None if it has all of them.
     """
 
     name: str
@@ -39,7 +39,7 @@ class SlicePlace:
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...]) -> SlicePlace:
-        """Return the place of a tensor that a rank has whole."""
+        """Return the place of a tensor that a rank has completely."""
         return cls(name, shape, (0,) * len(shape), shape, shape)
 
     @property
@@ -48,7 +48,7 @@ class SlicePlace:
 
     @property
     def numel(self) -> int:
-        """The number of elements that are there."""
+        """The number of elements that the rank has."""
         return math.prod(self.part) if self.span is None else self.span[1] - self.span[0]
 
     def describe(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class SlicePlace:
 
     @classmethod
     def from_description(cls, given: Mapping[str, Any]) -> SlicePlace:
-        """Return the place that `describe` has described.
+        """Return the place from the result of `describe`.
 
         Raises:
             ValueError, TypeError: the description contradicts itself.
@@ -88,10 +88,10 @@ class Slice:
 
     @property
     def tensor(self) -> Tensor:
-        """The elements: in the part's shape, or flat where these are a span of it.
+        """The elements: in the part's shape, or flat if they are a span of it.
 
         Raises:
-            ValueError: a file has another number of them.
+            ValueError: the file holds another shape.
         """
         tensor = self.values if isinstance(self.values, Tensor) else self.values()
         expected = self.place.part if self.place.span is None else (self.place.numel,)
@@ -101,13 +101,13 @@ class Slice:
 
 
 def join(slices: Mapping[SlicePlace, Tensor], path: Any) -> Tensor:
-    """Return the whole tensor of which these are slices; zeros where there are none.
+    """Join slices to the whole tensor. Elements of which there is no slice are zero.
 
     Args:
         path: the checkpoint, for messages.
 
     Raises:
-        CheckpointError: nobody knows where they lie in the whole.
+        CheckpointError: the offset of a slice is not known.
     """
     (first, tensor), *_ = slices.items()
     if first.is_whole:
@@ -133,10 +133,10 @@ def join(slices: Mapping[SlicePlace, Tensor], path: Any) -> Tensor:
 
 
 def cut(whole: Tensor, place: SlicePlace, path: Any) -> Tensor:
-    """Return the slice of a whole tensor that lies at a place, padded with zeros.
+    """Cut the slice at a place out of a whole tensor, and pad it with zeros.
 
     Raises:
-        CheckpointError: nobody knows where it lies in the whole.
+        CheckpointError: the offset of the slice is not known.
     """
     if place.is_whole:
         return whole

@@ -34,9 +34,9 @@ _RULE = (
 def encode(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor], dict[str, SlicePlace]]:
     """Split a state into a tree for JSON, and tensors by their place in it, such as `state['model']['weight']`.
 
-    The last result has, of tensors that are slices, the places in their whole ones. Tensors are not copied. Tensors
-    that are the same view of the same memory are stored once, and are one tensor again when decoded; views that merely
-    overlap become independent ones. An OrderedDict is stored as a dict, a torch.Size as a tuple, a Parameter as a
+    The third result has the places of those tensors that are slices. Tensors are not copied. Tensors that are the same
+    view of the same memory are stored once, and are one tensor again when decoded; views that merely overlap become
+    independent tensors. An OrderedDict is stored as a dict, a torch.Size as a tuple, a Parameter as a
     tensor, an array in the machine's byte order.
 
     Raises:
@@ -123,11 +123,11 @@ class _Encoder:
 
 
 class TreeDecoder:
-    """Join trees and tensors of `encode` to states. Tensors are on the CPU; those of slices are read when needed.
+    """Make states from the trees and tensors of `encode`. Tensors are on the CPU; slices are read when needed.
 
     Args:
         read: returns a tensor by its name.
-        places: of the tensors that are slices.
+        places: the places of the tensors that are slices.
         where: the file, for messages.
     """
 
@@ -135,10 +135,10 @@ class TreeDecoder:
         self._read, self._places, self._where = read, places, where
 
     def decode(self, node: Any) -> Any:
-        """Return the state, or the part of one, that a node of the tree stands for.
+        """Return the state that a node of the tree stands for.
 
         Raises:
-            CheckpointError: `encode` has not made it.
+            CheckpointError: the node is none of `encode`'s.
         """
         with understood(self._where):
             return self._decode(node, cache(self._read))  # equal views are one tensor again

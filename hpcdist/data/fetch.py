@@ -1,4 +1,4 @@
-"""Data sets as their authors released them: IDX files from several places, verified by checksums."""
+"""Fetch data sets as their authors released them, verified by checksums: from a folder, Debian or a mirror."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
-from typing import NamedTuple
 
 from hpcdist.errors import DataError, UnknownNameError
 from hpcdist.records.files import open_regular, stamp, writing
@@ -34,9 +33,9 @@ class Release:
 
     Args:
         importer: writes the files as HDF5.
-        sha256: of each file, uncompressed.
-        mirrors: addresses of folders with the gzipped files, in the order in which to try them.
-        package: Debian's package, which has the same files in the folder `installed`.
+        sha256: the checksum of each file, uncompressed.
+        mirrors: addresses of folders with the gzipped files, tried in this order.
+        package: Debian's package with the same files, which it installs in the folder `installed`.
     """
 
     title: str
@@ -76,14 +75,7 @@ RELEASES = {  # the mirrors are those of torchvision
 
 
 class Unavailable(Exception):
-    """One place does not have the files; another may."""
-
-
-class Supplier(NamedTuple):
-    """A place that may have a data set's files; `copy_to` writes them to a folder."""
-
-    name: str
-    copy_to: Callable[[Path], None]
+    """A place does not have the files, so the next one is tried."""
 
 
 def fetch(name: str, folder: Path, *, source: Path | None = None, show: Show = lambda file, n, total: None) -> str:
@@ -110,12 +102,12 @@ def fetch(name: str, folder: Path, *, source: Path | None = None, show: Show = l
         if all(_is_original(folder / file, sha) for file, sha in release.sha256.items()):
             return f"{folder}, where they were already"
         reasons = []
-        for supplier in _suppliers(release, source, show):
+        for place, copy_to in _places(release, source, show):
             try:
-                supplier.copy_to(folder)
-                return supplier.name
+                copy_to(folder)
+                return place
             except Unavailable as reason:
-                reasons.append(f"{supplier.name}: {reason}")
+                reasons.append(f"{place}: {reason}")
     raise DataError(
         f"{release.title}'s four files must come from one of these places; none has them: {'; '.join(reasons)}. "
         "Download them where there is a network, and name their folder by --from."
@@ -142,17 +134,17 @@ def fetch_first(names: Sequence[str], folder: Path) -> str:
     raise DataError("\n".join(reasons))
 
 
-def _suppliers(release: Release, source: Path | None, show: Show) -> Iterator[Supplier]:
-    """Yield the places to try, the nearest first."""
+def _places(release: Release, source: Path | None, show: Show) -> Iterator[tuple[str, Callable[[Path], None]]]:
+    """Yield the places to try, the nearest first: a name, and a function that copies the files to a folder."""
     if source is not None:
-        yield Supplier(str(source), lambda folder: _copy(release, source, folder))
+        yield str(source), partial(_copy, release, source)
         return
     if release.package is not None and release.installed is not None:
         installed, package = release.installed, release.package
-        yield Supplier(f"Debian's package {package}, installed", lambda folder: _copy(release, installed, folder))
-        yield Supplier(f"Debian's package {package}", lambda folder: _unpack(release, package, installed, folder))
+        yield f"Debian's package {package}, installed", partial(_copy, release, installed)
+        yield f"Debian's package {package}", partial(_unpack, release, package, installed)
     for mirror in release.mirrors:
-        yield Supplier(mirror, partial(_download, release, mirror, show=show))
+        yield mirror, partial(_download, release, mirror, show)
 
 
 # --- a folder ---------------------------------------------------------------------------------------------------------
@@ -222,7 +214,7 @@ def _command(command: list[str], folder: str) -> None:
 
 
 # --- a mirror ---------------------------------------------------------------------------------------------------------
-def _download(release: Release, mirror: str, folder: Path, show: Show) -> None:
+def _download(release: Release, mirror: str, show: Show, folder: Path) -> None:
     """Download the files that are missing."""
     for file, sha in release.sha256.items():
         if _is_original(folder / file, sha):

@@ -1,4 +1,4 @@
-"""hpcdist's layout of HDF5 files, with functions that open them, find their faults and their chunks.
+"""hpcdist's layout of HDF5 files: open a file, check it, and find its chunks.
 
 ::
 

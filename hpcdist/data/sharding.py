@@ -20,9 +20,9 @@ from hpcdist.errors import ConfigError
 class EpochPlan:
     """The batches of one epoch, each sample in exactly one of them, uneven tails included.
 
-    In a full step every worker has `batch_size` samples. In the last step the first workers have full batches, one has
-    the rest, and the others have none. An even division could leave batches of one sample, which batch normalisation
-    refuses and which a server would apply as a whole step.
+    In a full step every worker has `batch_size` samples. In the last step the first workers have full batches, the next
+    one has the rest, and the others have none. Dividing the rest evenly could make batches of one sample. Batch
+    normalisation refuses these, and a parameter server would apply each as a whole step.
 
     Args:
         n_samples: Samples in the data set.

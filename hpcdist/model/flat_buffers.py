@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
@@ -15,12 +15,13 @@ class FlatBuffers:
 
     Attributes:
         flats: one tensor for each (dtype, device).
+        joint: buffers that may change in a batch of weight 0 too, because they come from all ranks' batches.
     """
 
     def __init__(self, module: nn.Module):
         self._module = module
         self._kept: list[Tensor] = []  # values from before a batch of weight 0
-        self._joint: list[Tensor] = []
+        self.joint: list[Tensor] = []
         self.slots, self.flats = flatten(module.named_buffers())
         slots = {id(slot.tensor): slot for slot in self.slots}
         # A buffer registered under several names has several places and one slot.
@@ -67,25 +68,21 @@ class FlatBuffers:
         self._restore_places()
 
     # --- batches of weight 0 --------------------------------------------------------------------------------------
-    def exempt(self, tensors: Iterable[Tensor]) -> None:
-        """Let these buffers change in a batch of weight 0 too, because they come from all ranks' batches."""
-        self._joint = list(tensors)
-
     def keep(self) -> None:
         """Remember the values for `restore`."""
         self.sync()
         self._kept = [flat.clone() for flat in self.flats]
 
     def restore(self) -> None:
-        """Restore the remembered values once, except those of exempt buffers."""
+        """Restore the remembered values once, except those of `joint`."""
         kept, self._kept = self._kept, []
         if not kept:
             return
         self.sync()
-        joint = [tensor.clone() for tensor in self._joint]
+        joint = [tensor.clone() for tensor in self.joint]
         for flat, values in zip(self.flats, kept, strict=True):
             flat.copy_(values)
-        for tensor, values in zip(self._joint, joint, strict=True):
+        for tensor, values in zip(self.joint, joint, strict=True):
             tensor.copy_(values)
 
     def forget(self) -> None:

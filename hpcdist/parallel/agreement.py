@@ -1,4 +1,4 @@
-"""What the ranks that hold one model together keep equal: decisions about gradients, and parameters that they share."""
+"""Agreement of the ranks that hold one model together: decisions about gradients, and parameters that stages share."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hpcdist.parallel.layers import Chain
 
 
 class Agreement:
-    """Agrees on gradients with the other ranks that hold parts of the model, by a few numbers in every step.
+    """Decisions about gradients, made with the other ranks that hold parts of the model by a few numbers in every step.
 
     Args:
         comm: the ranks of a replica, for this object alone; whoever closes the model closes it.
-        repeated: tied weights, which count in an earlier stage that has them too.
+        repeated: tied weights that an earlier stage has too and counts.
         announces: gradients are announced in buckets before the last of them is computed.
     """
 

@@ -159,9 +159,8 @@ class Pipeline(PartOfModel):
         Returns:
             The loss, not scaled, on all ranks of the replica; shape (), float64.
         """
-        batch = _Batch(x, y, micro_batches or self._micro_batches, self._device)
+        batch = _Batch(x, y, micro_batches or self._micro_batches, self._device, scaled)
         operations = self._operations(batch.parts)
-        total = torch.zeros(1, dtype=torch.float64)
         if scaled is not None:
             scaled(torch.zeros((), device=self._device))  # it starts with the first loss, which only one rank has
         with ExitStack() as stack:
@@ -173,12 +172,12 @@ class Pipeline(PartOfModel):
                 received = self._incoming(operation)[1](batch.keys[operation.micro_batch])
                 if following is not None:
                     self._incoming(following)[0](batch.keys[following.micro_batch])
-                self._run(operation, received, batch, total, scaled)
+                self._run(operation, received, batch)
             self._wait()
             self.tied.sum_gradients()
             if scaled is not None:
                 self.agreement.spread_overflow(p.grad for p in self.parameters() if p.grad is not None)
-            return self._spread(total)
+            return self._spread(batch.loss)
 
     def _operations(self, parts: int) -> list[Operation]:
         if parts not in self._tables:
@@ -197,47 +196,28 @@ class Pipeline(PartOfModel):
             return self._boundaries[stage].post_gradients, self._boundaries[stage].receive_gradients
         return (lambda key: None), (lambda key: None)
 
-    def _run(
-        self,
-        operation: Operation,
-        received: Any,
-        batch: _Batch,
-        total: Tensor,
-        scaled: Scale,
-    ) -> None:
+    def _run(self, operation: Operation, received: Any, batch: _Batch) -> None:
         kind, number, part = operation
         stage = self._stages[number]
         thirds = _THIRDS[kind] + (kind in "BI" and self._recompute)
         last = kind in "BW" and part == batch.parts - 1  # then the gradients of the stage's weights are complete
         for optimizer in self.optimizers:
-            optimizer.strategy.model.passes.more_follow = not last or scaled is not None
+            optimizer.strategy.model.passes.more_follow = not last or batch.scaled is not None
         self.grid.inner.compute(thirds / 3 / self.n_stages * batch.shares[part])
         if kind == "F":
             values = stage.forward(self._values(stage, received, batch, part, grads=True))
             if number < self.n_stages - 1:
                 stage.leave(part, self._boundaries[number].send(batch.keys[part], values))
             else:
-                self._leave_loss(stage, values, batch, part, total, scaled)
+                loss = self._loss(unwrapped(values), batch.part_of(batch.y, part)) * batch.shares[part]
+                batch.loss += loss.detach().to(batch.loss)
+                stage.leave(part, [loss if batch.scaled is None else batch.scaled(loss)])
         elif kind == "W":
             stage.backward_weights(part)
         else:
             gradients = (stage.backward if kind == "B" else stage.backward_inputs)(part, received)
             if number > 0:
                 self._boundaries[number - 1].send_gradients(gradients)
-
-    def _leave_loss(
-        self,
-        stage: Stage,
-        values: Values,
-        batch: _Batch,
-        part: int,
-        total: Tensor,
-        scaled: Scale,
-    ) -> None:
-        """Compute a micro-batch's part of the loss, add it to `total` and keep it for the backward pass."""
-        loss = self._loss(unwrapped(values), batch.part_of(batch.y, part)) * batch.shares[part]
-        total += loss.detach().to(total)
-        stage.leave(part, [loss if scaled is None else scaled(loss)])
 
     def _values(self, stage: Stage, received: Any, batch: _Batch, part: int, grads: bool) -> Values:
         """Return a stage's input: that of the batch, or what the stage before has sent."""
@@ -317,13 +297,16 @@ class _Batch:
 
     Attributes:
         x, y: inputs and targets of the whole batch.
+        scaled: multiplies a loss by a GradScaler's scale; None leaves it.
+        loss: the sum of the losses so far, not scaled.
         parts: their number.
         shares: the part of the batch's samples in each.
         keys: shapes and types of each one's inputs, which determine those at the boundaries.
     """
 
-    def __init__(self, x: Any, y: Any, micro_batches: int, device: torch.device):
-        self.x, self.y, self._device = x, y, device
+    def __init__(self, x: Any, y: Any, micro_batches: int, device: torch.device, scaled: Scale = None):
+        self.x, self.y, self.scaled, self._device = x, y, scaled, device
+        self.loss = torch.zeros(1, dtype=torch.float64)
         samples = _samples(x)
         self.parts = min(micro_batches, samples)
         starts = [samples * part // self.parts for part in range(self.parts + 1)]

@@ -131,7 +131,7 @@ def synchronise_batch_norms(flat: FlatModel, strategy: type[Strategy], workers: 
     if not layers:
         return
     rules.refuse("the model has SyncBatchNorm", strategy, name=layers[0][0])
-    flat.flat_buffers.exempt(tensor for _, layer in layers for tensor in layer.buffers())
+    flat.flat_buffers.joint = [tensor for _, layer in layers for tensor in layer.buffers()]
     for _, layer in layers:
         layer.__class__ = SyncBatchNorm
         layer.ranks = _Ranks(workers, flat.passes)  # type: ignore[assignment]

@@ -202,7 +202,7 @@ def test_forged_checkpoints_with_right_checksums_are_refused_by_a_sentence(world
             comm.barrier()
             try:
                 script.load(path)
-            except HpcdistError as error:
+            except CheckpointError as error:
                 text = str(error)
                 assert len(text) < 1500 and "Traceback" not in text, text
             else:

@@ -1,4 +1,4 @@
-"""What can lie in flat memory, what breaks it later, buffers that modules replace, and descriptions."""
+"""Tensors that can lie in flat memory, later changes that break it, replaced buffers, descriptions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from harness.cases import each
+from hpcdist.comm.pieces import CACHED, alongside
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel, describe_difference
 
@@ -268,3 +270,26 @@ def test_a_copy_of_the_module_is_independent():
     assert torch.equal(model.params[0], before[0]) and not (module[1].running_mean == 7).any()
     model.refresh()
     assert FlatModel(twin).signature() == model.signature()
+
+
+# --- parts of flat tensors --------------------------------------------------------------------------------------------
+@each("count", [0, 1, CACHED, 2 * CACHED + 3])
+def test_operations_on_parts_give_the_bits_of_those_on_the_whole(count):
+    own, other = torch.randn(count), torch.randn(count, dtype=torch.float64).float()
+    expected = own.clone().add_(other).div_(3)
+    parts = list(alongside(own, other))
+    for mine, theirs in parts:
+        assert len(mine) == len(theirs) <= CACHED
+        mine.add_(theirs).div_(3)
+    assert torch.equal(own, expected) and sum(len(mine) for mine, _ in parts) == count
+
+
+def test_tensors_of_other_lengths_are_no_parts_of_each_other():
+    with pytest.raises(ValueError, match="zip"):
+        list(alongside(torch.zeros(CACHED + 1), torch.zeros(CACHED)))
+
+
+def test_tensors_on_a_device_stay_whole():
+    own, other = torch.zeros(3 * CACHED, device="meta"), torch.zeros(3 * CACHED)
+    (parts,) = alongside(own, other)
+    assert parts[0] is own and parts[1] is other

@@ -1,4 +1,4 @@
-"""What a state may hold comes back to the bit; what it may not is refused with its place."""
+"""Values that a state may hold come back to the bit; others are refused, with their place."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_tensors_that_cannot_be_told_apart_by_their_place_are_kept_apart(tmp_pat
     assert bits(through_a_file(tmp_path, state)) == bits(state)
 
 
-def test_what_comes_back_as_its_plainer_kind(tmp_path):
+def test_subclasses_and_views_come_back_as_plain_values(tmp_path):
     state = [
         OrderedDict(b=1, a=2), torch.Size([2, 3]), torch.nn.Parameter(torch.ones(2)), np.arange(4)[::-1],
         np.arange(3, dtype=">f4"), torch.arange(6.0).reshape(2, 3).t(), torch.ones(1).expand(3),

@@ -328,7 +328,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_what_is_no_regular_file_is_refused_at_once(saved, tmp_path, monkeypatch, what):
+def test_a_file_that_is_not_regular_is_refused_at_once(saved, tmp_path, monkeypatch, what):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "step-00000001"
     for name in ("manifest.json", "rank-0000.json", "rank-0000.safetensors"):

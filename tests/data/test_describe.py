@@ -66,7 +66,7 @@ def test_every_layout(tmp_path, how):
     assert train["x"]["mean"] == pytest.approx(x.mean())
 
 
-def test_what_is_no_group_is_no_split(tmp_path):
+def test_a_dataset_at_the_top_is_no_split(tmp_path):
     path = write_layout(tmp_path / "a.h5", contiguous, *sample_data())
     with h5py.File(path, "r+") as file:
         file["table"] = np.arange(3)

@@ -108,7 +108,7 @@ def test_a_download_that_had_only_its_name_to_get(mirror, tmp_path):
     assert mirror.asked[0] == f"train-images-idx3-ubyte.gz:{len(whole)}" and written(tmp_path) == FILES
 
 
-def test_what_is_not_the_original_is_refused(mirror, tmp_path):
+def test_a_file_that_is_not_the_original_is_refused(mirror, tmp_path):
     mirror.broken = {"train-images-idx3-ubyte.gz": gzip.compress(b"another")}
     with pytest.raises(
         DataError, match=r"train-images-idx3-ubyte.gz is not the original: its sha256 is [0-9a-f]{64}, not"
@@ -174,7 +174,7 @@ def test_an_unknown_name_and_a_folder_that_can_not_be_made(mirror, tmp_path):
         fetch.fetch("tiny", tmp_path / "file")
 
 
-def test_as_a_command(mirror, tmp_path, monkeypatch):
+def test_the_command_names_origin_folder_and_next_step(mirror, tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
     from hpcdist.tools.cli import app

@@ -142,7 +142,7 @@ def test_a_batch_is_writable_and_apart_from_the_file(plain):
     assert path.read_bytes() == before
 
 
-def test_what_the_header_says(plain):
+def test_attributes_are_those_of_the_header(plain):
     path, _, _ = plain
     with HDF5Dataset(path) as dataset:
         assert (dataset.task, dataset.classes, dataset.notes) == ("classification", tuple(CLASSES), {})
@@ -263,7 +263,7 @@ def test_dataloader_that_fetches_whole_batches(files):
         assert step == plan.steps - 1
 
 
-def test_what_create_writes_is_one_array_in_the_file(tmp_path):
+def test_created_chunks_lie_side_by_side_in_the_file(tmp_path):
     """The fast way: all chunks side by side, so that one `take` serves."""
     x = np.arange(3000 * 300, dtype=np.uint16).view(np.int16).reshape(3000, 300)
     path = create(tmp_path / "a.h5", {"train": Split.of(x, np.zeros((3000, 1)))}, task="regression")

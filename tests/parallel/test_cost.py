@@ -28,7 +28,7 @@ def test_bytes_of_a_network():
     assert 30 * FLOAT <= last.activation_bytes <= 60 * FLOAT + 16, "softmax's output"
 
 
-def test_what_autograd_keeps_in_all():
+def test_activations_of_all_layers_are_those_that_autograd_keeps():
     """The sum over layers is the sum over the whole model, without inputs and parameters."""
     x, y = torch.randn(4, 3, 8, 8), torch.randint(0, 5, (4,))
     model = nn.Sequential(

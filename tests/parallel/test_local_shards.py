@@ -410,7 +410,7 @@ def test_shards_become_stages_and_stages_shards(ranks, shared_tmp_path):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.sizes(2, 4, exact=True)
-def test_what_cannot_be_cut_is_refused(ranks, shared_tmp_path):
+def test_state_that_cannot_be_cut_is_refused(ranks, shared_tmp_path):
     def body(comm):
         pair = comm.split(comm.rank // 2)
         folder = shared_tmp_path / str(comm.rank // 2)

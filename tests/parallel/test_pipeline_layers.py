@@ -1,4 +1,4 @@
-"""What layers may do at the boundary between two stages, and what dropout and batch norm mean in micro-batches."""
+"""Layers at the boundary between two stages; dropout and batch norm in micro-batches."""
 
 from __future__ import annotations
 

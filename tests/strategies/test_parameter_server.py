@@ -9,7 +9,6 @@ import torch
 
 from hpcdist import strategies
 from hpcdist.comm.virtual import Constant, Exponential, Jitter, Network, Straggler, run_virtual
-from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from strategies import problem
 from strategies.replay import asynchronous, logged
@@ -100,12 +99,6 @@ def test_overlap_hides_the_network():
         )
         seconds[overlap] = max(run.seconds for run in runs)
     assert seconds[True] < 0.85 * seconds[False]  # pushing takes its time; only the reply travels meanwhile
-
-
-def test_with_overlap_shards_that_move_only_inside_a_step_are_refused():
-    options = {"overlap": True, "servers": "colocated"}
-    with pytest.raises(ConfigError, match="strategy.overlap must be false where strategy.servers is 'colocated'"):
-        run_virtual(lambda comm: problem.train(comm, NAME, options), 2)
 
 
 # --- trajectories -----------------------------------------------------------------------------------------------------

@@ -16,13 +16,8 @@ from hpcdist.train import Progress
 
 
 def progress(samples: int = 500, epochs: int = 4, **changes) -> Progress:
-    given = {
-        "epoch": 0,
-        "epoch_samples": 250,
-        "seconds": 2.0,
-        "loss": 0.5,
-        "metrics": {"accuracy": 0.98765, "loss": 0.4},
-    }
+    given = {"epoch": 0, "epoch_samples": 250, "seconds": 2.0, "loss": 0.5}
+    given["metrics"] = {"accuracy": 0.98765, "loss": 0.4}
     return Progress(samples=samples, epochs=epochs, total_samples=1000, **given | changes)
 
 
@@ -31,24 +26,18 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    ("mode", "size", "terminal", "live"),
-    [
+def test_where_progress_is_live(monkeypatch):
+    for mode, size, terminal, live in (
         ("auto", 1, True, True),
         ("auto", 1, False, False),
         ("auto", 4, True, False),  # a launcher's terminal may end in a file
         ("live", 4, False, True),
         ("lines", 1, True, False),
-    ],
-)
-def test_where_progress_is_live(monkeypatch, mode, size, terminal, live):
-    monkeypatch.setattr(sys, "stdout", shown := Terminal() if terminal else io.StringIO())
-    console.progress(ProgressMode(mode), size)("gossip_pull", progress())
-    assert shown.getvalue().startswith("\r\x1b[2Kgossip_pull") == live
-    assert shown.getvalue().endswith("\n") != live
-
-
-def test_no_progress():
+    ):
+        monkeypatch.setattr(sys, "stdout", shown := Terminal() if terminal else io.StringIO())
+        console.progress(ProgressMode(mode), size)("gossip_pull", progress())
+        assert shown.getvalue().startswith("\r\x1b[2Kgossip_pull") == live, mode
+        assert shown.getvalue().endswith("\n") != live, mode
     assert console.progress(ProgressMode.off, 1) is None
 
 
@@ -85,16 +74,14 @@ def test_the_bar_suits_the_encoding(monkeypatch, encoding, bar):
     assert text.count(bar[0]) == 12 and text.count("░" if bar[0] == "█" else ".") >= 12
 
 
-def test_lines_before_the_first_figures(capsys):
-    """A server has no loss of its own, and nothing has been evaluated or timed yet."""
-    console.progress(ProgressMode.lines, 4)("parameter_server", progress(0, seconds=0.0, loss=None, metrics={}))
+def test_lines_have_the_epoch_that_is_under_way_or_has_just_ended(capsys):
+    """Before the first figures a server has no loss of its own, and nothing has been evaluated or timed yet."""
+    show = console.progress(ProgressMode.lines, 4)
+    show("parameter_server", progress(0, seconds=0.0, loss=None, metrics={}))
     assert capsys.readouterr().out == "parameter_server   0%  epoch 1/4\n"
-
-
-@pytest.mark.parametrize(("samples", "epoch"), [(0, 1), (1, 1), (250, 1), (251, 2), (750, 3), (1000, 4)])
-def test_the_epoch_is_the_one_under_way_or_just_ended(capsys, samples, epoch):
-    console.progress(ProgressMode.lines, 4)("allreduce", progress(samples))
-    assert f"epoch {epoch}/4" in capsys.readouterr().out
+    for samples, epoch in ((0, 1), (1, 1), (250, 1), (251, 2), (750, 3), (1000, 4)):
+        show("allreduce", progress(samples))
+        assert f"epoch {epoch}/4" in capsys.readouterr().out
 
 
 def test_errors_and_notes_go_to_standard_error(capsys):
@@ -103,9 +90,9 @@ def test_errors_and_notes_go_to_standard_error(capsys):
     assert capsys.readouterr() == ("", "hpcdist: error: it must be so; got otherwise.\nhpcdist: all is well\n")
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(5.4, "5 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
-def test_durations(seconds, text):
-    assert console.duration(seconds) == text
+def test_durations_and_bytes():
+    assert list(map(console.duration, (5.4, 200, 7500))) == ["5 s", "3 min 20 s", "2 h 05 min"]
+    assert list(map(console.amount, (999, 12345, 2.5e6, 3e9, 4e13))) == ["999 B", "12.3 kB", "2.5 MB", "3 GB", "40 TB"]
 
 
 def test_rows_of_measurements(capsys):

@@ -167,7 +167,7 @@ def test_only_the_first_process_of_a_node_takes_part_and_only_with_srun():
 
 def test_strangers_are_not_counted(monkeypatch):
     monkeypatch.setattr(startup, "ANSWER_S", 0.5)
-    with startup.listen(0) as listener:
+    with socket.create_server(("", 0)) as listener:
         port = listener.getsockname()[1]
         found: list[Result] = []
         first = startup.Tcp(listener, "here", "1.0", rank=0, size=2)
@@ -182,5 +182,5 @@ def test_strangers_are_not_counted(monkeypatch):
 
 def test_a_port_that_is_taken_is_left_alone():
     port = startup.FIRST_PORT + (4711 + 7 * 2) % startup.PORTS
-    with startup.listen(port):
+    with socket.create_server(("", port)):
         assert startup.check_here({**SRUN, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}, ["n1", "n2"]) == Result({})

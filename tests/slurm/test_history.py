@@ -14,7 +14,7 @@ from hpcdist.tools.slurm import history, queue
 from hpcdist.tools.slurm.history import Submission
 from hpcdist.tools.slurm.spec import JobSpec
 from hpcdist.tools.slurm.state import State, describe, read
-from hpcdist.tools.slurm.watch import facts
+from hpcdist.tools.slurm.watch import facts, watch
 
 
 @pytest.fixture(autouse=True)
@@ -237,3 +237,16 @@ def test_a_log_whose_path_has_blanks(stand_ins, tmp_path):
     (tmp_path / "answer").write_text(STDOUT.format(log))
     stand_ins(scontrol="cat answer")
     assert queue.logs("1") == [log]
+
+
+def test_a_job_is_shown_until_it_has_ended(stand_ins, monkeypatch, capsys):
+    monkeypatch.setattr(queue, "SHORTEST_S", 0.01)
+    with RecordWriter(record_path("runs/7", 0)) as writer:
+        writer.write(StepRecord(1, samples=16, loss=0.5))
+    runs, failed = (
+        LINE.format(state, "None", 0, code, "n1") for state, code in (("RUNNING", "0:0"), ("FAILED", "3:0"))
+    )
+    stand_ins(scontrol=f"[ -e asked ] && echo '{failed}' || {{ touch asked; echo '{runs}'; }}")
+    assert watch(entry("7")) == 3
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "job 7 is RUNNING" in shown and "with status 3" in shown and "step 1, 16 samples, loss 0.5000" in shown

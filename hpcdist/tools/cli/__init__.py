@@ -41,7 +41,8 @@ def main() -> None:
     traceback.
     """
     first = launched_rank() == 0
-    status = _run(sys.argv[1:], first) if first or _is_collective(sys.argv[1:]) else 0
+    is_collective = len(sys.argv) > 1 and sys.argv[1] in COLLECTIVE and "--help" not in sys.argv
+    status = _run(sys.argv[1:], first) if first or is_collective else 0
     if status == INTERRUPTED and first:
         console.note("interrupted")
     comm = _joined()
@@ -101,10 +102,6 @@ def _report(error: HpcdistError, first: bool) -> None:
         return
     if comm is None or comm.size == 1 or takes_turn(comm.rank):
         console.error(str(error))
-
-
-def _is_collective(arguments: list[str]) -> bool:
-    return bool(arguments) and arguments[0] in COLLECTIVE and "--help" not in arguments
 
 
 def launched_rank() -> int:

@@ -9,7 +9,10 @@ import typer
 
 from hpcdist.tools import console
 from hpcdist.tools.cli.base import Overrides
-from hpcdist.tools.slurm.spec import JobSpec, load_site, load_spec
+from hpcdist.tools.slurm import history, queue, watch
+from hpcdist.tools.slurm import render as rendering
+from hpcdist.tools.slurm.check import examine
+from hpcdist.tools.slurm.spec import JobSpec, Site, load_site, load_spec
 
 app = typer.Typer(
     name="slurm", no_args_is_help=True, help="Jobs under Slurm: from a specification to a script, a job, its log."
@@ -19,10 +22,12 @@ Spec = Annotated[Path | None, typer.Argument(metavar="[TOML]", help="File of the
 SiteName = Annotated[str | None, typer.Option("--site", metavar="NAME|TOML", help="Profile of the cluster.")]
 
 
-def specification(toml: Path | None, site: str | None, overrides: list[str] | None) -> JobSpec:
-    """Load the job that the arguments describe; flags win over the file."""
+def _load(toml: Path | None, site: str | None, overrides: list[str] | None) -> tuple[JobSpec, Site]:
+    """Load the job that the arguments describe, and its cluster's profile; flags win over the file."""
     spec = load_spec(toml, overrides or [])
-    return spec if site is None else spec.model_copy(update={"site": site})
+    if site is not None:
+        spec = spec.model_copy(update={"site": site})
+    return spec, load_site(spec.site)
 
 
 @app.command()
@@ -34,10 +39,7 @@ def render(
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there.")] = None,
 ) -> None:
     """Show the batch script of a job."""
-    from hpcdist.tools.slurm.render import render
-
-    spec = specification(toml, site, overrides)
-    script = render(spec, load_site(spec.site))
+    script = rendering.render(*_load(toml, site, overrides))
     text = script.with_reasons() if explain else script.text
     if output is None:
         print(text, end="")
@@ -48,10 +50,7 @@ def render(
 @app.command()
 def check(toml: Spec = None, site: SiteName = None, overrides: Overrides = None) -> None:
     """Check a job before it waits in the queue. Exit status 1 where there is an error."""
-    from hpcdist.tools.slurm.check import examine
-
-    spec = specification(toml, site, overrides)
-    findings = examine(spec, load_site(spec.site))
+    findings = examine(*_load(toml, site, overrides))
     for finding in findings:
         print(finding)
     errors = sum(finding.level == "error" for finding in findings)
@@ -71,31 +70,22 @@ def submit(
     wait: Annotated[bool, typer.Option("--wait", help="Show it until it ends; the exit status is the job's.")] = False,
 ) -> None:
     """Submit a job to Slurm, after the checks of `check`, and record it for the commands below."""
-    from hpcdist.tools.slurm import queue
-    from hpcdist.tools.slurm.check import examine
-    from hpcdist.tools.slurm.render import render
-
-    spec = specification(toml, site, overrides)
-    profile = load_site(spec.site)
+    spec, profile = _load(toml, site, overrides)
     findings = examine(spec, profile)
     for finding in findings:
         console.note(str(finding))
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
-    entry = queue.submit(spec, render(spec, profile).text)
+    entry = queue.submit(spec, rendering.render(spec, profile).text)
     print(entry.job)
     console.note(f"job {entry.job}: its run goes to {entry.output}, its log to {entry.log}")
     if wait:
-        from hpcdist.tools.slurm import watch
-
         raise typer.Exit(watch.watch(entry))
 
 
 @app.command()
 def status(job: Job = None) -> None:
     """Show a job's state, the progress of its run, its energy, and the script and commit that it was submitted from."""
-    from hpcdist.tools.slurm import history, queue, watch
-
     job = queue.newest(job)
     states = queue.states(job)
     console.facts(watch.facts(job, history.find(job), states))
@@ -109,16 +99,12 @@ def logs(
     job: Job = None, follow: Annotated[bool, typer.Option("--follow", help="Go on until the job has ended.")] = False
 ) -> None:
     """Show a job's log, or that of one task of an array, such as 12_3."""
-    from hpcdist.tools.slurm import queue, watch
-
     watch.show_logs(queue.newest(job), follow)
 
 
 @app.command()
 def cancel(job: Job = None) -> None:
     """End a job, or remove it from the queue."""
-    from hpcdist.tools.slurm import queue
-
     job = queue.newest(job)
     queue.cancel(job)
     console.note(f"job {job} is cancelled")
@@ -127,8 +113,6 @@ def cancel(job: Job = None) -> None:
 @app.command()
 def requeue(job: Job = None) -> None:
     """Restart a job under its number: its run goes on from its newest checkpoint."""
-    from hpcdist.tools.slurm import queue
-
     job = queue.newest(job)
     queue.requeue(job)
     console.note(f"job {job} is in the queue again")

@@ -131,26 +131,17 @@ def check_here(environ: Mapping[str, str], names: Sequence[str]) -> Result:
     step, node = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}", number(environ, "SLURM_NODEID")
     port = FIRST_PORT + (int(environ["SLURM_JOB_ID"]) + 7 * int(environ["SLURM_STEP_ID"])) % PORTS
     try:
-        listener = listen(port)
+        listener = socket.create_server(("", port), backlog=1024)
     except OSError:
         return NOTHING  # the port is another's
+    interface = environ.get("OMPI_MCA_btl_tcp_if_include", "")  # that MPI is told to use; else any address will do
+    address = next((str(a.ip.ip) for a in network.addresses() if a.interface == interface), "")
     with listener:  # the kernel answers those that try it
         transport = Tcp(listener, names[0], step, node, len(names))
-        found = check(transport, _wanted(environ), lambda came: combinations(sorted(came)[1:], 2))
+        found = check(transport, address, lambda came: combinations(sorted(came)[1:], 2))
     if node > 0 or len(found.absent) == len(names) - 1 > 1:  # of more than two nodes none came: they don't talk by TCP
         return NOTHING
     return found
-
-
-def listen(port: int) -> socket.socket:
-    """Open a socket that listens on that port of all addresses."""
-    return socket.create_server(("", port), backlog=1024)
-
-
-def _wanted(environ: Mapping[str, str]) -> str:
-    """Return this node's address on the interface that MPI is told to use; empty if none."""
-    name = environ.get("OMPI_MCA_btl_tcp_if_include", "")
-    return next((str(a.ip.ip) for a in network.addresses() if a.interface == name), "")
 
 
 class Tcp:

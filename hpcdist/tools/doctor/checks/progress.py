@@ -90,12 +90,8 @@ def judge(measured: dict, nodes: Nodes, required: Requirements) -> Iterator[Find
     mpi_s, window_s = measured["mpi_s"], measured["window_s"]
     where = "to another node" if measured["internode"] else "within the node"
     alone = "wait for an owner that computes" if mpi_s > WAITED * SPAN_S else "progress while the owner computes"
-    text = f"{measured['library']}: one-sided calls {where} {alone} (worst {_time(mpi_s)}); windows go by "
-    text += f"{measured['internode'] or 'shared memory'}, worst {_time(window_s)}"
+    text = f"{measured['library']}: one-sided calls {where} {alone} (worst {1e3 * mpi_s:.3g} ms); windows go by "
+    text += f"{measured['internode'] or 'shared memory'}, worst {1e3 * window_s:.3g} ms"
     slow = window_s > WAITED * SPAN_S
     advice = ". Leave a core free on each node, and try --set internode=tcp and rma in turn" * slow
     yield Finding(WARNING if slow else OK, text + advice)
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

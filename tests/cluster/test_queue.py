@@ -61,7 +61,7 @@ def test_progress_comes_from_the_records_of_the_run(workdir, prepared, slurm):
     prepared(command=[], job=SLOW, settings=["epochs=3"])
     done = slurm("submit", "job.toml", "--wait")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"100% .* step 69  loss \d\.\d{4}", done.stderr), done.stderr
+    assert re.search(r"100% .* step 69, 1077 samples, loss \d\.\d{4}", done.stderr), done.stderr
     assert re.search(r"run: runs/\d+: step 69, 1077 samples, loss \d\.\d+, has ended", slurm("status").stdout)
 
 

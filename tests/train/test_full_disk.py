@@ -29,7 +29,7 @@ from hpcdist.records import (
     record_path,
     write_summary,
 )
-from test_cli import SUMMARY
+from study import evidence
 from train import tiny
 
 TOO_LARGE = "must be written to its end; got 'File too large'. Make room"
@@ -63,11 +63,11 @@ def test_records_end_with_a_whole_line(tmp_path):
 
 def test_a_summary_is_the_old_one_or_the_new_one(tmp_path):
     with file_limit(100), pytest.raises(OutputError, match=f"summary.json {TOO_LARGE}"):
-        write_summary(tmp_path, SUMMARY)
+        write_summary(tmp_path, evidence.summary())
     assert list(tmp_path.iterdir()) == []
-    write_summary(tmp_path, SUMMARY)
+    write_summary(tmp_path, evidence.summary())
     with file_limit(100), pytest.raises(OutputError, match=f"summary.json {TOO_LARGE}"):
-        write_summary(tmp_path, {**SUMMARY, "seed": 5})
+        write_summary(tmp_path, evidence.summary(seed=5))
     assert load_summary(tmp_path).seed == 0 and len(list(tmp_path.iterdir())) == 1
 
 

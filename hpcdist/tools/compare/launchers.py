@@ -8,9 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
+
+import psutil
 
 from hpcdist.comm.launch import unlaunched
 from hpcdist.errors import LEFT, ConfigError, RunError
@@ -73,13 +77,40 @@ def _run(command: Sequence[str], variables: Mapping[str, str], log) -> int:
     try:
         return process.wait()
     except BaseException:
-        process.terminate()  # a launcher passes it on; killed, it would leave its ranks behind
-        try:
-            process.wait(ENDING_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        _end(process)
         raise
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a launcher and its ranks, which may save and leave; what still runs then is killed."""
+    process.terminate()  # a launcher passes it on; killed, it would leave its ranks behind
+    try:
+        process.wait(ENDING_S)
+    except subprocess.TimeoutExpired:
+        pass
+    else:  # one that was still starting its ranks may have ended before them
+        _signal(process.pid, signal.SIGTERM)
+        until_s = time.monotonic() + ENDING_S
+        while _processes_of(process.pid) and time.monotonic() < until_s:
+            time.sleep(0.05)
+    _signal(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _processes_of(session: int) -> list[psutil.Process]:
+    """List the processes of a session: a launcher gives each rank a process group of its own, but the same session."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _signal(session: int, number: signal.Signals) -> None:
+    for process in _processes_of(session):
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def find_launcher(chosen: str | None, path: str) -> list[str]:

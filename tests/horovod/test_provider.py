@@ -246,12 +246,12 @@ def test_ranks_of_one_host_meet_by_loopback(ranks):
 @pytest.mark.sizes(2, 3)
 def test_ranks_of_several_hosts_never_meet_by_loopback(ranks, monkeypatch):
     """Hosts that only say that they are others: their addresses are this one's, or there is none."""
-    from hpcdist.comm.external import rendezvous
+    from hpcdist.comm.external import torch_distributed
     from hpcdist.errors import CommunicationError
 
     def body(comm):
-        monkeypatch.setattr(rendezvous, "here", lambda: f"host of rank {comm.rank}")
-        if not all(comm.gather(b"yes" if rendezvous.addresses() else b"")):
+        monkeypatch.setattr(torch_distributed, "here", lambda: f"host of rank {comm.rank}")
+        if not all(comm.gather(b"yes" if torch_distributed.addresses() else b"")):
             with pytest.raises(CommunicationError, match="rank 0 must be reached by all ranks over TCP; rank 1 got no"):
                 meet(comm)
             return True
@@ -260,7 +260,7 @@ def test_ranks_of_several_hosts_never_meet_by_loopback(ranks, monkeypatch):
         comm.barrier()
         with pytest.raises(UnknownNameError, match="interface or network of this host must be one of .*; got 'nope0'"):
             meet(comm, "nope0")
-        monkeypatch.setattr(rendezvous, "addresses", lambda chosen="": [])
+        monkeypatch.setattr(torch_distributed, "addresses", lambda chosen="": [])
         with pytest.raises(CommunicationError, match="rank 1 got no answer from port .* has none but loopback"):
             meet(comm)
         return True

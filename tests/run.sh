@@ -71,7 +71,7 @@ build_horovod() {
 # Runs the tests on a Slurm cluster, most of whose time is waiting, beside those in one process.
 begin_cluster() {
     CLUSTER_LOG=$VENV/cluster-tests.log
-    local given=(-m cluster ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
+    local given=(-m cluster ${ALL:+--all} ${ARGUMENTS[@]+"${ARGUMENTS[@]}"})
     say "pytest ${given[*]}, meanwhile; its messages come after the others'"
     tested python -m pytest "$COLOR" "${given[@]}" >"$CLUSTER_LOG" 2>&1 &
     CLUSTER=$! CLUSTER_START=$SECONDS

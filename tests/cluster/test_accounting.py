@@ -10,7 +10,7 @@ import pytest
 
 from cluster import jobs
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.extended]  # a cluster of its own, with a database
 TINY = str(Path(__file__).parents[1] / "train" / "tiny.py")
 SCRIPTS = {  # with sbatch's options
     "requeued": ('test -z "$SLURM_RESTART_COUNT" || exit 3; scontrol requeue $SLURM_JOB_ID; sleep 100',),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from cluster import jobs
 from hpcdist.records import load_summary
 from hpcdist.tools.slurm import history
@@ -12,6 +14,7 @@ from hpcdist.tools.slurm import history
 WANTED = "--strategies allreduce,gossip_pull --ranks 2 --seeds 1 --no-controls --evaluations 1".split()
 
 
+@pytest.mark.extended
 def test_a_comparison_is_an_array_and_its_report(cluster, workdir, data):
     jobs.write_site(workdir, "mpirun")
     wanted = [*WANTED, "--budget", "samples=320", "--set", f"data.path={json.dumps(str(data))}", "--output", "out"]

@@ -105,7 +105,9 @@ def disconnected(cluster, one, other, *, silently):
         yield
 
 
-@pytest.mark.parametrize(("how", "silently"), [("srun-pmix", True), ("srun-pmi2", False)])
+@pytest.mark.parametrize(
+    ("how", "silently"), [("srun-pmix", True), pytest.param("srun-pmi2", False, marks=pytest.mark.extended)]
+)
 def test_a_job_goes_on_without_one_of_two_nodes_that_pass_each_other_nothing(cluster, workdir, how, silently):
     """MPI does not start there: one waits, the other ends the job."""
     with disconnected(cluster, "n2", "n3", silently=silently):
@@ -121,6 +123,7 @@ def test_with_nothing_to_spare_it_ends(cluster, workdir):
     assert found[0].startswith("the link n2-n3 passes nothing: ") and ran == [], said
 
 
+@pytest.mark.extended
 def test_a_job_goes_on_without_a_node_that_hangs(cluster, workdir):
     (workdir / "hang.sh").write_text(HANG)
     said, found, ran = job(cluster, workdir, "srun-pmi2", spare_nodes=1, site={"container": ["bash", "hang.sh"]})

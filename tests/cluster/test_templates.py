@@ -27,7 +27,7 @@ def run(cluster, workdir, how, data, **spec):
     ("how", "nodes", "ranks_per_node", "spec"),
     [
         ("srun-pmix", 2, 2, {"shape": "cpu", "doctor": True}),
-        ("mpiexec", 4, 2, {"shape": "cpu"}),
+        pytest.param("mpiexec", 4, 2, {"shape": "cpu"}, marks=pytest.mark.extended),
         ("mpirun", 2, 1, {"shape": "allreduce"}),  # GPUs are asked for and dealt out; there is none to compute on
         ("srun-pmi2", 3, 1, {"shape": "gossip"}),
     ],
@@ -60,6 +60,7 @@ def test_servers_run_where_the_job_says(cluster, workdir, data, servers_on, how,
     assert sorted(hosts.values()) == sorted(f"n{i // ranks_per_node + 1}" for i in range(nodes * ranks_per_node))
 
 
+@pytest.mark.extended
 def test_stages_inside_a_node_and_data_parallel_across(cluster, workdir, data):
     spec = {"shape": "hybrid", "nodes": 2, "ranks_per_node": 2, "command": ["python", str(HERE / "hybrid.py")]}
     _, folder = run(cluster, workdir, "srun-pmi2", data, gpus_per_rank=0, **spec)

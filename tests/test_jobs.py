@@ -20,7 +20,7 @@ APART = ["mnist", "fashion", "transformer"]  # see test_mnist.py and train/test_
 FILES = {path.stem: path for path in JOBS.glob("*.py") if "\njob = " in path.read_text() and path.stem not in APART}
 FILES["regression"] = JOBS / "studies" / "regression_job.py"  # the other studies' jobs are tested with them
 NAMES = sorted(FILES)
-EPOCHS = 2
+EPOCHS = 3
 STALENESS = {"parameter_server": 2, "downpour": 2, "ssp": 2, "softsync": 2 / 3}  # on 4 ranks
 STALENESS |= {"hardsync": 0, "easgd": 0, "eamsgd": 0}  # as of all that have no servers
 PERIODS = {"diloco": ["strategy.period=40"]}  # its own is longer than these runs

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from vectors import make, normal
 
+from compress.vectors import make, normal
 from harness.cases import each
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

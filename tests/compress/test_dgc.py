@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import vectors
-from vectors import normal
 
+from compress import vectors
+from compress.vectors import normal
 from harness.cases import each
 from hpcdist.compress import Feedback
 

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
-import vectors
-from vectors import decoded
 
+from compress import vectors
+from compress.vectors import decoded
 from harness.cases import each
 from hpcdist.checkpoint import tree
 from hpcdist.compress import Feedback, available, load

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vectors import make
 
+from compress.vectors import make
 from harness.cases import each
 from hpcdist.compress import CompressionConfig, Feedback, available, load
 from hpcdist.errors import ConfigError, UnknownNameError

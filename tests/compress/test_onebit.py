@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import vectors
 
+from compress import vectors
 from harness.cases import each
 
 SPANS = vectors.spans_of((7, 13), (5,), (3, 70_001), (), (2, 3, 4), (0, 4))  # whole bytes or not, pieces or not

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import vectors
 
+from compress import vectors
 from harness.cases import each
 from hpcdist.compress.powersgd import orthogonalised
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vectors import spans_of
 
+from compress.vectors import spans_of
 from harness.cases import each
 from hpcdist.compress import JointCompression, Linear, Recoded, Reduction, available, load
 from hpcdist.compress.coding.reduction import cut, gather, join

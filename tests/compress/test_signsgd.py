@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import vectors
 
+from compress import vectors
 from harness.cases import each
 from hpcdist import strategies
 from hpcdist.compress import CompressionConfig, JointCompression, Reduction

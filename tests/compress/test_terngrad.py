@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import vectors
-from vectors import normal
 
+from compress import vectors
+from compress.vectors import normal
 from harness.cases import each
 from hpcdist import strategies
 from hpcdist.compress import CompressionConfig, load

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import vectors
-from vectors import decoded, normal
 
+from compress import vectors
+from compress.vectors import decoded, normal
 from harness.cases import each
 from hpcdist.compress import Feedback
 from hpcdist.compress.coding import sparse

@@ -57,7 +57,8 @@ def test_parameters_of_several_dtypes(ranks, name, dtypes):
     found = ranks(body)
     for consensus in found:
         assert [len(values) for values in consensus] == [5, 6]
-        assert all(value == pytest.approx((len(found) - 1) / 2, abs=2e-2) for values in consensus for value in values)
+        mean = pytest.approx((len(found) - 1) / 2, rel=2e-2)  # in bfloat16 each of 60 steps rounds
+        assert all(value == mean for values in consensus for value in values)
 
 
 @each("case", [("dpsgd", "ring"), ("dpsgd", "hierarchical"), ("sgp", "digraph"), ("sgp", "one_peer_exponential")])

@@ -71,30 +71,28 @@ class MpiLauncher:
 
 def _run(command: Sequence[str], variables: Mapping[str, str], log) -> int:
     """Run a command to its end. It has a session of its own, so that a terminal's Ctrl-C does not reach it."""
-    process = subprocess.Popen(
-        command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-    )
+    others = psutil.Process().children()
     try:
-        return process.wait()
+        return subprocess.Popen(
+            command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        ).wait()
     except BaseException:
-        _end(process)
+        for child in psutil.Process().children():  # the interruption may come before Popen returns
+            if child not in others:
+                _end(child)
         raise
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(launcher: psutil.Process) -> None:
     """End a launcher and its ranks, which may save and leave; what still runs then is killed."""
-    process.terminate()  # a launcher passes it on; killed, it would leave its ranks behind
-    try:
-        process.wait(ENDING_S)
-    except subprocess.TimeoutExpired:
-        pass
-    else:  # one that was still starting its ranks may have ended before them
-        _signal(process.pid, signal.SIGTERM)
-        until_s = time.monotonic() + ENDING_S
-        while _processes_of(process.pid) and time.monotonic() < until_s:
-            time.sleep(0.05)
-    _signal(process.pid, signal.SIGKILL)
-    process.wait()
+    with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
+        launcher.terminate()  # which it passes on; killed, it would leave its ranks behind
+        launcher.wait(ENDING_S)
+    until_s = time.monotonic() + ENDING_S
+    _signal(launcher.pid, signal.SIGTERM)  # one that was still starting its ranks may have ended before them
+    while not launcher.is_running() and _processes_of(launcher.pid) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    _signal(launcher.pid, signal.SIGKILL)
 
 
 def _processes_of(session: int) -> list[psutil.Process]:

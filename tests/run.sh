@@ -124,10 +124,10 @@ run_other() {
 
 run_rest() {
     local kind
-    if fits 110 "tests marked extended"; then
+    if fits 300 "tests marked extended"; then
         run -- "${PLAIN[@]}" --all -m "extended and not cluster and not alone"
     fi
-    if fits 70 "tests marked alone"; then run -- --all -m alone; fi
+    if fits 80 "tests marked alone"; then run -- --all -m alone; fi
     use_mpich
     say "$(mpichversion --version | head -n 1)"
     if fits 220 "MPICH on 4 ranks"; then run mpiexec -n 4; fi
@@ -157,7 +157,7 @@ done
 VERDICTS=()
 STATUS=0
 PLAIN=(--numprocesses 3 --dist loadfile --no-loadscope-reorder) # more processes than cores: many tests wait for jobs
-PLAIN_QUIET_S=700                                               # what they take on 2 quiet cores
+PLAIN_QUIET_S=800                                               # what they take on 2 quiet cores
 
 # run [LAUNCHER...] [-- OPTION...]: pytest with these options and the script's, under that launcher or without one
 run() {

@@ -41,6 +41,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
+@pytest.mark.extended
 def test_every_command_is_accepted(tmp_path, monkeypatch, tables):
     monkeypatch.chdir(tmp_path)
     Path("jobs").symlink_to(ROOT / "jobs")

@@ -22,6 +22,7 @@ STUDY = "regression"
 pytestmark = pytest.mark.time_limit(studies.TIME_LIMIT_S)
 
 
+@pytest.mark.extended
 def test_every_run_is_a_whole_one(quick, study):
     runs = json.loads((quick[0] / "results.json").read_text())["runs"]
     assert len(runs) == len(studies.made(quick[0])) == 2 * (8 + len(study.JOB_SETUPS))
@@ -37,6 +38,7 @@ def test_every_run_is_a_whole_one(quick, study):
         assert (summary["staleness"]["max"] > 1) == asynchronous, "step times vary"
 
 
+@pytest.mark.extended
 def test_tables_and_answer_are_written(quick, study):
     folder, printed = quick
     found = json.loads((folder / "results.json").read_text())
@@ -55,6 +57,7 @@ def test_tables_and_answer_are_written(quick, study):
         assert words in found["answer"].replace("\n", " ")
 
 
+@pytest.mark.extended
 def test_all_reduce_is_one_process_with_the_whole_batch(quick):
     runs = [run for run in json.loads((quick[0] / "results.json").read_text())["runs"] if "epochs" in run["settings"]]
     four = [run["summary"]["metrics"]["rmse"] for run in runs if run["summary"]["ranks"] == 4][:2]
@@ -62,6 +65,7 @@ def test_all_reduce_is_one_process_with_the_whole_batch(quick):
     assert four == pytest.approx(one, rel=1e-4)
 
 
+@pytest.mark.extended
 def test_finished_runs_are_not_made_again(quick, go_on, capsys):
     folder, printed = quick
     before = studies.made(folder)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from comm.dtypes import DTYPES
 from harness.cases import each
 from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import ANY, TAG_LIMIT
@@ -22,14 +23,6 @@ from hpcdist.errors import (
     UnknownNameError,
 )
 
-DTYPES = [
-    *(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)),
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-]
 MOVED = [*DTYPES, torch.bool, torch.float8_e4m3fn]
 
 

@@ -7,20 +7,13 @@ import threading
 import pytest
 import torch
 
+from comm.dtypes import DTYPES
 from harness.cases import each
 from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import Put
 from hpcdist.comm.virtual import Exponential, Network, run_virtual
 from hpcdist.errors import CommunicationError, DeadlineError
 
-DTYPES = [
-    *(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)),
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-]
 REAL = pytest.mark.mpi(min_size=2)
 ways = pytest.mark.parametrize("way", ["node", pytest.param("tcp", marks=REAL), pytest.param("rma", marks=REAL)])
 SLOW = {"network": Network(2.0**-10, 2.0**20), "compute": Exponential(1e-3)}

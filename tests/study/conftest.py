@@ -32,7 +32,19 @@ def quick(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-def go_on(study: ModuleType, quick: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Goes on with the quick run in this process, without its figures."""
+def goes_on_alike(
+    study: ModuleType,
+    quick: tuple[Path, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Callable[[], None]:
+    """Goes on with the finished quick run in this process, without its figures: makes no run again, prints the same."""
     monkeypatch.setattr(Study, "draw", lambda *given: None)
-    return lambda: study.main(quick[0], quick=True, workers=1)
+    folder, printed = quick
+
+    def check() -> None:
+        before = studies.made(folder)
+        study.main(folder, quick=True, workers=1)
+        assert studies.made(folder) == before and capsys.readouterr().out == printed
+
+    return check

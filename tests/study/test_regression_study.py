@@ -66,11 +66,8 @@ def test_all_reduce_is_one_process_with_the_whole_batch(quick):
 
 
 @pytest.mark.extended
-def test_finished_runs_are_not_made_again(quick, go_on, capsys):
-    folder, printed = quick
-    before = studies.made(folder)
-    go_on()
-    assert studies.made(folder) == before and capsys.readouterr().out == printed
+def test_finished_runs_are_not_made_again(goes_on_alike):
+    goes_on_alike()
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------

@@ -98,11 +98,8 @@ def test_tables_figures_and_claims_are_written(quick, study):
 
 
 @pytest.mark.extended
-def test_finished_runs_are_not_made_again(quick, go_on, capsys):
-    folder, printed = quick
-    before = studies.made(folder)
-    go_on()
-    assert studies.made(folder) == before and capsys.readouterr().out == printed
+def test_finished_runs_are_not_made_again(goes_on_alike):
+    goes_on_alike()
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------

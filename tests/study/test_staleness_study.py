@@ -86,11 +86,8 @@ def test_tables_figures_and_claims_are_written(quick):
 
 
 @pytest.mark.extended
-def test_finished_runs_are_not_made_again(quick, go_on, capsys):
-    folder, printed = quick
-    before = studies.made(folder)
-    go_on()
-    assert studies.made(folder) == before and capsys.readouterr().out == printed
+def test_finished_runs_are_not_made_again(goes_on_alike):
+    goes_on_alike()
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------

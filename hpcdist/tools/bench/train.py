@@ -54,7 +54,7 @@ ALLREDUCE_WAYS = (
 HOROVOD = Way("allreduce_horovod", "allreduce", {"provider": "horovod"})  # apart: its thread is at work all the time
 
 
-def _without_servers() -> Iterator[Way]:
+def gossip_ways() -> Iterator[Way]:
     """Make a way of each strategy without servers, but for all-reduce."""
     for name in strategies.available():
         fields = strategies.load(name).Config.model_fields
@@ -69,7 +69,6 @@ def _without_servers() -> Iterator[Way]:
         yield Way(name, name, {"compression": configs[0]} if configs else {})
 
 
-GOSSIP_WAYS = tuple(_without_servers())
 COMPRESSED_WAYS = tuple(Way(name, "allreduce", {"compression": config}) for name, config in CONFIGS.items())
 
 

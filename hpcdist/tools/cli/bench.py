@@ -84,9 +84,9 @@ def server(
 @app.command()
 def gossip(rounds: Rounds = 7, json_path: Json = None) -> None:
     """Time a training step of each decentralised strategy beside all-reduce and the model alone. Collective."""
-    from hpcdist.tools.bench.train import GOSSIP_WAYS, compare
+    from hpcdist.tools.bench.train import compare, gossip_ways
 
-    _run("training step", compare, json_path, ways=GOSSIP_WAYS, rounds=rounds)
+    _run("training step", compare, json_path, ways=list(gossip_ways()), rounds=rounds)
 
 
 @app.command()

@@ -97,9 +97,9 @@ TEXT = (
     "AllocNode:Sid=ctl:0 ReqNodeList=(null) ExcNodeList=(null) NodeList=n1 BatchHost=n1 NumNodes=1 NumCPUs=1 "
     "NumTasks=1 CPUs/Task=1 ReqB:S:C:T=0:0:*:* TRES=cpu=1,node=1,billing=1 Socks/Node=* NtasksPerN:B:S:C=0:0:*:* "
     "CoreSpec=* MinCPUsNode=1 MinMemoryNode=0 MinTmpDiskNode=0 Features=(null) DelayBoot=00:00:00 OverSubscribe=OK "
-    "Contiguous=0 Licenses=(null) Network=(null) Command=(null) WorkDir=/work Comment=a ExitCode=0:9 "
-    "JobState=COMPLETED b  StdErr=/work/a StdErr=x JobState=FAILED.out StdIn=/dev/null "
-    "StdOut=/work/a StdErr=x JobState=FAILED.out Power= \n"
+    "Contiguous=0 Licenses=(null) Network=(null) Command=(null) WorkDir=/scratch Comment=a ExitCode=0:9 "
+    "JobState=COMPLETED b  StdErr=/scratch/a StdErr=x JobState=FAILED.out StdIn=/dev/null "
+    "StdOut=/scratch/a StdErr=x JobState=FAILED.out Power= \n"
 )
 STDOUT = "JobId=1 JobName=it\n   Comment=see StdOut=/none\n   StdOut={}\n   Power=\n"
 LINE = (

@@ -404,7 +404,7 @@ def test_always():
 @needs_mpirun
 @pytest.mark.parametrize(
     ("size", "failing", "always", "passes", "runs"),
-    [(2, 2, True, True, 2), (0, 1, False, False, 2), (0, 3, True, False, 1)],
+    [(2, 2, True, True, 2), (0, 1, False, False, 2), (0, 5, True, False, 1)],
     ids=["passes later", "fails again", "many"],
 )
 def test_the_script_runs_a_few_failures_once_more_and_names_them(write, size, failing, always, passes, runs):

@@ -57,9 +57,14 @@ def test_the_tests_bring_what_plots_need():
     assert set(EXTRAS["plots"]) <= set(EXTRAS["test"])
 
 
+def test_frameworks_are_tested_in_the_ranges_that_users_get():
+    assert {*EXTRAS["lightning"], *EXTRAS["hf"]} <= set(EXTRAS["frameworks"])
+
+
 @pytest.mark.parametrize("python", MARKED_PYTHONS)
 def test_every_dependency_is_pinned_within_its_range(python):
-    wanted = {**required(), **{r.name: r.specifier for r in map(Requirement, [*EXTRAS["mpich"], *EXTRAS["docs"]])}}
+    more = [name for extra in ("mpich", "frameworks", "docs") for name in EXTRAS[extra]]
+    wanted = {**required(), **{canonicalize_name(r.name): r.specifier for r in map(Requirement, more)}}
     if python != "3.10":
         del wanted["tomli"]
     pinned = pins(python)

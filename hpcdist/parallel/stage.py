@@ -9,7 +9,8 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge as gradient_edge
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import get_device_states, set_device_states
@@ -125,7 +126,7 @@ class Stage:
         """Return the gradients of the inputs that have one, and postpone those of the weights.
 
         torch's own pipelines divide backward passes in this way; their function, which walks autograd's graph, does it
-        here too. If an output does not depend on the inputs, the whole pass runs now.
+        here too. Where it can't, see `_divides`, the whole pass runs now.
 
         Reference: Penghui Qi, Xinyi Wan, Guangxing Huang, Min Lin, "Zero bubble pipeline parallelism", 2023.
         """
@@ -133,7 +134,7 @@ class Stage:
         if not entered:
             self._later[micro_batch] = partial(self.backward, micro_batch, gradients)
             return []
-        if not all(_depends(tensor, entered) for tensor in left if tensor.requires_grad):
+        if not _divides([tensor for tensor in left if tensor.requires_grad], entered, self.parameters):
             self._later[micro_batch] = None
             return self.backward(micro_batch, gradients)
         from torch.distributed.pipelining import _backward as torchs  # not at import: it takes a second
@@ -170,19 +171,20 @@ def _with_graph(tensors: list[Tensor], gradients: list[Tensor] | None) -> tuple[
     return [tensors[place] for place in kept], None if gradients is None else [gradients[place] for place in kept]
 
 
-def _depends(tensor: Tensor, inputs: list[Tensor]) -> bool:
-    """Tell whether a tensor's graph has one of the inputs as a leaf."""
-    leaves = {id(leaf) for leaf in inputs}
-    nodes, seen = [tensor.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if id(getattr(node, "variable", None)) in leaves:
-            return True
-        seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
-    return False
+def _divides(left: list[Tensor], entered: list[Tensor], parameters: list[nn.Parameter]) -> bool:
+    """Tell whether gradients of weights can be made later than those of the inputs.
+
+    Each output must depend on an input, and each weight must meet the way to the inputs at one place only. Where it
+    does so at two, torch's function may run twice through what lies between, which fails or counts gradients twice.
+    """
+    from torch.distributed.pipelining import _backward as torchs
+
+    above = torchs.construct_reverse_graph([tensor.grad_fn for tensor in left if tensor.grad_fn is not None])
+    on_the_way, _ = torchs.reverse_closure([gradient_edge(tensor).node for tensor in entered], set(), above)
+    if not all(tensor.grad_fn in on_the_way for tensor in left):
+        return False
+    leaves = [gradient_edge(parameter).node for parameter in parameters if parameter.requires_grad]
+    return all(len(torchs.reverse_closure([leaf], on_the_way, above)[1]) <= 1 for leaf in leaves)
 
 
 def _described(leaf: Any) -> str:

@@ -117,6 +117,82 @@ def test_gradients_of_weights_that_stages_share_are_summed(ranks, steps):
         assert_close(merged(outcomes), expected, 1e-12)
 
 
+class Offsets(nn.Module):
+    """Adds one weight at two places, each time together with another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.one, self.other = (nn.Parameter(torch.rand(4, dtype=torch.float64)) for _ in range(3))
+
+    def forward(self, x):
+        return 2 * (x + (self.both + self.one)) + x * x + (self.both + self.other)
+
+
+class Normalised(nn.Module):
+    """Normalises before a layer and after it by the same weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = linear(4, 4), nn.LayerNorm(4, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.norm(x + self.layer(self.norm(x)).relu())
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.RNNCell(4, 4, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.cell(x, self.cell(x, self.cell(x, x)))
+
+
+class Packed(nn.Module):
+    """Has three layers side by side in one weight, as attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(12, 4, dtype=torch.float64))
+
+    def forward(self, x):
+        q, k, v = (nn.functional.linear(x, part) for part in self.weight.chunk(3))
+        return q * k.tanh() + v
+
+
+def repeated(*kinds):
+    """A model that has the same layer wherever a kind is None."""
+    layer = linear(4, 4)
+    return nn.Sequential(*(layer if kind is None else kind() for kind in kinds))
+
+
+def plain():
+    return linear(4, 4)
+
+
+AT_SEVERAL_PLACES = {  # how the model is made, and the layers of each stage
+    "with a layer between": (lambda: repeated(plain, plain, None, plain, None), (2, 3)),
+    "three times": (lambda: repeated(plain, None, plain, None, nn.Tanh, plain, None), (1, 6)),
+    "one after the other": (lambda: repeated(plain, None, None), (1, 2)),
+    "in both stages": (lambda: repeated(None, plain, None, plain, None), (1, 4)),
+    "with others": (lambda: repeated(plain, Offsets), (1, 1)),
+    "as a normalisation": (lambda: repeated(plain, Normalised, plain), (1, 2)),
+    "as a recurrence": (lambda: repeated(plain, Recurrent), (1, 1)),
+    "side by side": (lambda: repeated(plain, Packed), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", AT_SEVERAL_PLACES)
+def test_a_stage_may_use_a_weight_at_several_places(name, recompute):
+    """Also where gradients of weights are made later than those of inputs."""
+    make, cut = AT_SEVERAL_PLACES[name]
+    options = {"schedule": "zero_bubble", "cut": cut, "micro_batches": 2, "recompute": recompute}
+    x, y = samples()
+    got = run_virtual(lambda comm: piped(comm, make, loss_of, x, y, **options), 2)
+    assert_close(merged(got), whole(make, loss_of, x, y), 1e-12)
+
+
 def frozen(*layers):
     for layer in layers:
         layer.requires_grad_(False)

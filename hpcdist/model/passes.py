@@ -27,6 +27,7 @@ class Passes:
         weight: of the latest batch; 1 if no loop announces batches.
         batch: the number of batches so far, by which ranks see that they are at the same one.
         batches_used: the number of batches that a step has followed.
+        changed_by_loop: the number of steps whose gradients the loop has changed, where ranks compare that.
         ends_epoch: the latest batch is the last of an epoch, so that an accumulation may be incomplete.
         more_follow: more gradients will be added to those that arrive now, see `joined`.
         grads: the flat gradients, if any.
@@ -39,7 +40,7 @@ class Passes:
         self.weighs = self.looks_closely = False
         self.weight = 1.0
         self.batch = 0
-        self.batches_used = self._used_last = 0
+        self.batches_used = self._used_last = self.changed_by_loop = 0
         self.ends_epoch = self.more_follow = False
         self.on_end: Callable[[], None] | None = None
         self._weights: list[float] = []  # of the passes since the last step

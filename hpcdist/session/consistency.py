@@ -6,7 +6,7 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def begin_epoch(optimizer: Any) -> None:
     replicates = rules.forbids("replicas differ", strategy)
     strategy.model.refresh()
     looks = first or takes_up or replicates
-    mine = [strategy.model.touched(), list(map(sum_and_norm, strategy.model.params))] if looks else [False, []]
+    mine = [strategy.model.touched(), _sketch(strategy)] if looks else [False, _Sketch()]
     found = _gathered(strategy.comm, "at an epoch's start", mine)
     touched = any(touched for touched, _ in found.values())
     if replicates or (first and touched):
@@ -57,7 +57,7 @@ def require_same_steps(strategy: Strategy, place: str) -> None:
     if strategy.comm.size == 1:
         return
     replicates = rules.forbids("replicas differ", strategy)
-    sketch = list(map(sum_and_norm, strategy.model.params)) if replicates else []
+    sketch = _sketch(strategy) if replicates else _Sketch()
     found = _gathered(strategy.comm, place, [strategy.model.passes.batches_used, sketch])
     workers = [rank for rank in strategy.config.workers(strategy.comm.size) if rank in found]
     if strategy.contract.synchronous:
@@ -84,14 +84,30 @@ def _gathered(comm: Communicator, place: str, value: Any) -> dict[int, Any]:
     return {rank: found[rank][1] for rank in comm.failures.living}
 
 
-def _require_replicas(strategy: Strategy, sketches: Mapping[int, Sequence[Sequence[float]]]) -> None:
+class _Sketch(NamedTuple):
+    """What tells replicas apart: sum and norm of each flat tensor, and in how many steps the loop changed gradients."""
+
+    parameters: Sequence[Sequence[float]] = ()
+    changed: int = 0
+
+
+def _sketch(strategy: Strategy) -> _Sketch:
+    return _Sketch(list(map(sum_and_norm, strategy.model.params)), strategy.model.passes.changed_by_loop)
+
+
+def _require_replicas(strategy: Strategy, sketches: Mapping[int, _Sketch]) -> None:
     """Raise MismatchError unless all ranks' parameters have the same sums, but for rounding."""
     first = min(sketches)
-    for rank, groups in sorted(sketches.items()):
-        for flat, (total, norm), (own, own_norm) in zip(strategy.model.params, sketches[first], groups, strict=True):
+    groups, own = sketches[first]
+    for rank, (others, theirs) in sorted(sketches.items()):
+        for flat, (total, norm), (other, other_norm) in zip(strategy.model.params, groups, others, strict=True):
             tolerance = math.sqrt(torch.finfo(flat.dtype).eps) * norm
-            if not (_near(total, own, tolerance) and _near(norm, own_norm, tolerance)):
-                raise rules.error("replicas differ", strategy, rank=rank, first=first)
+            if _near(total, other, tolerance) and _near(norm, other_norm, tolerance):
+                continue
+            if own != theirs:
+                habit = "gradients are changed on some ranks only"
+                raise rules.error(habit, strategy, rank=rank, first=first, own=own, theirs=theirs)
+            raise rules.error("replicas differ", strategy, rank=rank, first=first)
 
 
 def _near(one: float, other: float, tolerance: float) -> bool:

@@ -299,8 +299,11 @@ def _require_allowed(strategy: Strategy) -> None:
     if strategy.model.unfrozen:
         rules.refuse("a frozen layer is unfrozen", strategy, name=strategy.model.unfrozen)
     habit = "gradients are changed between backward() and step()"
-    if rules.forbids(habit, strategy) and strategy.model.gradients.changed_since_backward():
-        raise rules.error(habit, strategy)
+    refused = rules.forbids(habit, strategy)
+    if (refused or rules.forbids("replicas differ", strategy)) and strategy.model.gradients.changed_since_backward():
+        if refused:
+            raise rules.error(habit, strategy)
+        strategy.model.passes.changed_by_loop += 1
 
 
 def _refreshing(step: Callable[..., Any], flat: FlatModel) -> Callable[..., Any]:

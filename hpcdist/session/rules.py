@@ -146,6 +146,13 @@ RULES = {
         "gradients from the same seed.",
         MismatchError,
     ),
+    "gradients are changed on some ranks only": Rule(
+        lambda contract: contract.replicates,
+        "gradients must be changed alike on all ranks with {strategy}, which averages them in backward(); the loop has "
+        "changed them in {theirs} of rank {rank}'s steps and in {own} of rank {first}'s, and parameters now differ. "
+        "Change them on all ranks, or scale the loss before backward().",
+        MismatchError,
+    ),
     "embeddings are normalised in the forward pass": Rule(
         _always,
         "max_norm of embeddings must be None where ranks train one model; got {max_norm} in {name!r}, whose forward "

@@ -83,6 +83,18 @@ def noise_from_another_seed_on_each_rank(run):
     return run.finish(model)
 
 
+@habit(where=("allreduce",), ways=("joint",), exact=False, breaks=("gradients are changed on some ranks only", CHANGED))
+def gradients_scaled_on_one_rank(run):
+    model = net()
+
+    def halve():
+        if run.rank == run.size - 1:
+            model[0].weight.grad.mul_(0.5)
+
+    train(run, model, sgd(run, model), run.loader, change=halve)
+    return run.finish(model)
+
+
 @habit(breaks="synchronize() is called")
 def horovods_synchronize(run):
     model = net()

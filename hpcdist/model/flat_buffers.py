@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from hpcdist.errors import ConfigError
-from hpcdist.model.slots import bind, flatten
+from hpcdist.model.slots import bind, flatten, getter
 
 
 class FlatBuffers:
@@ -29,7 +29,7 @@ class FlatBuffers:
 
     def tensors(self) -> list[Tensor]:
         """Return the buffers as the module has them now, each once, with or without `sync`."""
-        now = {slot.name: owner._buffers.get(key) for _, owner, key, slot in self._places}
+        now = {slot.name: getter(owner._buffers)(key) for _, owner, key, slot in self._places}
         return [slot.tensor if (tensor := now[slot.name]) is None else tensor for slot in self.slots]
 
     def sync(self) -> None:

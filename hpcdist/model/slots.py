@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -123,19 +123,29 @@ def _flaw(tensor: Tensor) -> str | None:
     return None
 
 
+def getter(held: Any) -> Callable[[str], Tensor | None]:
+    """Return what finds a module's parameter or buffer by its name; None where there is none.
+
+    Args:
+        held: the dict of a module, or what a module of torch.jit.script has in its place, which lacks `get`.
+    """
+    return held.get if isinstance(held, dict) else lambda key: held[key] if key in held else None  # noqa: SIM401
+
+
 class Structure:
     """The places where a module keeps its parameters, to notice changes quickly."""
 
     def __init__(self, module: nn.Module):
         modules = list(module.modules())
-        self._places = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
+        held = [(getter(m._parameters), m._parameters) for m in modules]
+        self._places = [(get, key, p) for get, own in held for key, p in own.items() if p is not None]
         self.tensors = [tensor for _, _, tensor in self._places]
         self._counts = [(m._parameters, m._modules, len(m._parameters), len(m._modules)) for m in modules]
 
     def changed(self) -> bool:
         """Tell whether a parameter was replaced, added or removed, or a module added or removed."""
-        for parameters, key, tensor in self._places:
-            if parameters.get(key) is not tensor:
+        for get, key, tensor in self._places:
+            if get(key) is not tensor:
                 return True
         for parameters, modules, n_parameters, n_modules in self._counts:
             if len(parameters) != n_parameters or len(modules) != n_modules:

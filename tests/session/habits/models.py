@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 
 import torch
 from torch import nn
@@ -53,6 +54,20 @@ def compiled_before_it_is_wrapped(run):
     model = torch.compile(net(), backend="aot_eager")
     optimizer = sgd(run, model)
     return trained(run, model, optimizer, run.loader(), epochs=1)
+
+
+def scripted(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it deprecated with some versions of Python
+        return torch.jit.script(model)
+
+
+enter("scripted", model=lambda: scripted(net()), epochs=1)
+
+
+@habit(ways=("joint", "many"), exact=False, where=("allreduce", "gossip_sync"))
+def scripted_with_batch_norm(run):
+    return _train_and_evaluate(run, scripted(_batch_norm()), data(54))
 
 
 class Checkpointed(nn.Module):

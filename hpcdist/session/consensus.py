@@ -79,15 +79,22 @@ def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor] | None) -> Iter
 
 
 @normal_tensors()
-def finish(model: nn.Module) -> nn.Module:
-    """Collective. End the training of `model`, leave the trained one on every rank, and return it.
+def finish(*models: nn.Module) -> Any:
+    """Collective. End the training of the models, leave the trained ones on every rank, and return them.
 
-    Its parameters and buffers become those that the ranks stand for together. Its optimisers are plain ones again.
+    Their parameters and buffers become those that the ranks stand for together. Their optimisers are plain ones again.
+    One model is returned as it is, several as a tuple.
 
     Raises:
-        ConfigError: no DistributedOptimizer trains the model; or ranks that serve can't take part, inside the loop.
+        ConfigError: no DistributedOptimizer trains a model; or ranks that serve can't take part, inside the loop.
     """
     require_all_ranks("the end of training")
+    for model in models:
+        _finish(model)
+    return models[0] if len(models) == 1 else models
+
+
+def _finish(model: nn.Module) -> None:
     for optimizer in _holders(model):
         flat = optimizer.strategy.model
         require_same_steps(optimizer.strategy, "at the end of training")
@@ -100,7 +107,6 @@ def finish(model: nn.Module) -> nn.Module:
         release(optimizer)
         current().optimizers.remove(optimizer)
     share_tied(model)
-    return model
 
 
 def _holders(model: nn.Module) -> list[Any]:

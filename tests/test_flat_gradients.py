@@ -150,7 +150,9 @@ def test_gradients_taken_by_another_hook_are_refused():
     module = nn.Linear(2, 1, bias=False)
     module.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     FlatModel(module)
-    with pytest.raises(ConfigError, match="'weight' must be a plain tensor after backward.*; got none; let no other"):
+    with pytest.raises(
+        ConfigError, match="'weight' must be a plain tensor after backward.*; got none; register a hook"
+    ):
         module(torch.ones(1, 2)).sum().backward()
 
 

@@ -113,7 +113,9 @@ def test_gradients_that_are_no_plain_tensors_are_refused():
     single = nn.Linear(2, 1, bias=False)
     single.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     left(single)
-    with pytest.raises(ConfigError, match="'weight' must be a plain tensor after backward.*; got none; let no other"):
+    with pytest.raises(
+        ConfigError, match="'weight' must be a plain tensor after backward.*; got none; register a hook"
+    ):
         single(torch.ones(1, 2)).sum().backward()
 
 

@@ -145,7 +145,7 @@ class Gradients:
         """Return a gradient as a dense tensor; raise ConfigError if there is none, or if it has a graph."""
         if grad is None or grad.requires_grad:
             flaw = "one with a graph; use torch.autograd.grad(..., create_graph=True) for inner gradients"
-            taken = "none; let no other hook take it away (optimiser steps during the backward pass do)"
+            taken = "none; register a hook that takes it, such as an optimiser's step, after DistributedOptimizer"
             got = taken if grad is None else flaw
             name = self._slots[position].name
             raise ConfigError(f"the gradient of {name!r} must be a plain tensor after backward(); got {got}.")

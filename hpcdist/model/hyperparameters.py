@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -29,11 +29,16 @@ class Hyperparameters:
 
     Booleans, integers and NumPy's numbers count as numbers, tuples (Adam's betas) as several, tensors of one element (a
     learning rate for `capturable`) as one. Other values (None, names) do not change in training and are left out.
+
+    Attributes:
+        own: group and setting of numbers that the optimiser's step changes by itself, such as a count of steps. They
+            belong to the rank whose optimiser steps, and are neither set nor compared.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None):
         self._optimizer = optimizer
         self._places = list(self._find())
+        self.own: set[tuple[int, str]] = set()
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -75,9 +80,23 @@ class Hyperparameters:
             for number, key, index in self._places
         ]
 
+    def noting(self, update: Callable[[], None]) -> Callable[[], None]:
+        """Return an optimiser's step that notes which numbers it changes by itself."""
+
+        def noted() -> None:
+            before = self.values()
+            update()
+            for (number, key, _), old, new in zip(self._places, before, self.values(), strict=True):
+                if old != new:
+                    self.own.add((number, key))
+
+        return noted
+
     def set(self, values: Sequence[float]) -> None:
-        """Write the numbers into the param_groups, each in its old type if that can hold it."""
+        """Write the numbers into the param_groups, each in its old type if that can hold it; all but `own`."""
         for (number, key, index), value in zip(self._places, values, strict=True):
+            if (number, key) in self.own:
+                continue
             group = self._groups[number]
             old = group[key] if index is None else group[key][index]
             if isinstance(old, Tensor):
@@ -89,9 +108,14 @@ class Hyperparameters:
             else:
                 group[key] = type(group[key])(new if i == index else v for i, v in enumerate(group[key]))
 
+    def are_own(self) -> list[bool]:
+        """Tell of each number whether the optimiser's step changes it by itself."""
+        return [(number, key) in self.own for number, key, _ in self._places]
+
     def digest(self, *others: float) -> int:
-        """Return a checksum of the numbers and of `others`, 31 bits."""
-        values = [*self.values(), *others]
+        """Return a checksum of the numbers but `own`, and of `others`, 31 bits."""
+        compared = [value for value, is_own in zip(self.values(), self.are_own()) if not is_own]
+        values = [*compared, *others]
         return zlib.crc32(struct.pack(f"{len(values)}d", *values)) >> 1
 
 
@@ -145,8 +169,8 @@ def unequal(mine: Hyperparameters, values_of: Mapping[int, Sequence[float]], whe
     """Make the error that names the first number in which a rank differs from the lowest rank; None if none does."""
     first = min(values_of)
     for rank, values in sorted(values_of.items()):
-        for name, own, theirs in zip(mine.names(), values_of[first], values):  # more numbers may follow
-            if own != theirs:
+        for name, is_own, own, theirs in zip(mine.names(), mine.are_own(), values_of[first], values):  # more may follow
+            if own != theirs and not is_own:
                 return MismatchError(
                     f"hyper-parameters must be the same on {where}; {name} is {own:.6g} on rank {first} and "
                     f"{theirs:.6g} on rank {rank}. Step schedules alike everywhere: a ReduceLROnPlateau on the mean of "

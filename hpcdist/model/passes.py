@@ -141,6 +141,8 @@ class Passes:
 
     def _end(self) -> None:
         self.current = _NONE
+        if not self._weights:  # a step was taken inside the pass, in a hook on the last of its parameters
+            return
         if self.on_end is not None:
             self.on_end()
         self.note()
@@ -163,8 +165,9 @@ class Passes:
         return [str(value) for value in (*(flat._version for flat in self.grads), *sums)]  # changes of views count too
 
     def done(self) -> None:
-        """End the step: later passes belong to the next one."""
+        """End the step: later gradients, those that the same pass may still bring too, belong to the next one."""
         self._weights.clear()
+        self.current = _NONE
         self.batches_used += self.batch > self._used_last
         self._used_last = self.batch
         self._used = [flat._version for flat in self.grads]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -52,6 +54,7 @@ class Attachment:
         record: the record of the last step.
         looks: the loop must not change parameters between steps, in which they are replaced, or sent meanwhile.
         begun: an epoch has begun.
+        stepping: the local step is running.
         seen: the model's `changes` after the last step, where it `looks`.
     """
 
@@ -64,6 +67,7 @@ class Attachment:
     looks: bool
     record: StepRecord | None = None
     begun: bool = False
+    stepping: bool = False
     seen: list[int | bytes] | None = None
 
     def look(self) -> None:
@@ -132,6 +136,8 @@ class _Distributed:
         strategy, own = self.strategy, self.attachment
         if not strategy.is_worker:
             raise rules.error("a rank that serves takes a step", rank=strategy.comm.rank)
+        if torch._C._current_graph_task_id() != -1:
+            rules.refuse("an optimiser steps inside the backward pass", strategy)
         if strategy.model.is_swapped:
             raise rules.error("a step is taken in an evaluation")
         if own.counts != [len(group["params"]) for group in self.param_groups]:  # type: ignore[attr-defined]
@@ -169,16 +175,25 @@ class _Distributed:
         with self.strategy.no_sync():
             yield
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle or copy the plain optimiser, with this rank's state."""
+        self._warn_of_parts()
+        own: Any = self
+        return object.__new__, (type(self).__bases__[1],), own.__getstate__()
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state of the local optimiser; warn where each of several servers has a part of it only."""
+        self._warn_of_parts()
+        return self.attachment.local_state_dict()
+
+    def _warn_of_parts(self) -> None:
         holders = self.strategy.config.optimizer_ranks(self.strategy.comm.size)
         if self.strategy.comm.size > 1 and len(holders) > 1:
             warnings.warn(
                 f"The optimiser's state is in parts, on the servers, ranks {holders}; this is rank "
                 f"{self.strategy.comm.rank}'s. Save it by hpcdist.save(..., optimizer=optimizer).",
-                stacklevel=2,
+                stacklevel=3,
             )
-        return self.attachment.local_state_dict()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, such as a layer that is unfrozen later.
@@ -211,6 +226,10 @@ class _Evaluating(_Distributed):
         self._require_own_step()
         self.attachment.record, loss = self.strategy.minimise(self.attachment.local_step, closure)
         return loss
+
+
+class _Usual(_Distributed, torch.optim.Optimizer):
+    """Has the methods that every distributed optimiser has."""
 
 
 def DistributedOptimizer(
@@ -274,7 +293,7 @@ def DistributedOptimizer(
     workers = peers if stages == 1 else _split_off(session.comm, session.ranks_of(replicas))
     synchronise_batch_norms(flat, cls, peers)
     local_class = type(optimizer)
-    local_step = session.comm.trace.noted("update", "compute", _refreshing(local_class.step.__get__(optimizer), flat))
+    local_step = session.comm.trace.noted("update", "compute", _refreshing(optimizer, flat))
     vars(optimizer).pop("step", None)  # a learning-rate schedule puts its own there, which would pass by ours
     stages_agree = model.agreement if isinstance(model, PartOfModel) else None
     made = cls(config, outer.split(0), flat, optimizer=optimizer, clip_norm=clip_norm, stages=stages_agree)
@@ -283,7 +302,7 @@ def DistributedOptimizer(
     counts = [len(group["params"]) for group in optimizer.param_groups]
     added = _Evaluating if evaluating or cls.contract.batch == "portions" else _Distributed
     changed: Any = optimizer  # gets a class made here, which no checker of types knows
-    changed.__class__ = type(local_class.__name__, (added, local_class), {})
+    changed.__class__ = type(local_class.__name__, (added, local_class), _guarded_methods(local_class))
     local_state_dict = local_class.state_dict.__get__(optimizer)
     looks = rules.forbids("parameters are changed between steps", made)
     changed.attachment = Attachment(made, local_step, local_state_dict, workers, peers, counts, looks)
@@ -306,16 +325,54 @@ def _require_allowed(strategy: Strategy) -> None:
         strategy.model.passes.changed_by_loop += 1
 
 
-def _refreshing(step: Callable[..., Any], flat: FlatModel) -> Callable[..., Any]:
+def _refreshing(optimizer: Any, flat: FlatModel) -> Callable[..., Any]:
     """Return an optimiser's step after which its new values lie in flat memory, also where it has set `p.data`."""
+    step = type(optimizer).step.__get__(optimizer)
 
     @functools.wraps(step)
     def local_step(*given: Any) -> Any:
-        result = step(*given)
+        optimizer.attachment.stepping = True
+        try:
+            result = step(*given)
+        finally:
+            optimizer.attachment.stepping = False
         flat.refresh()
         return result
 
     return local_step
+
+
+def _guarded_methods(cls: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]:
+    """Return the methods that torch's optimisers lack, such as schedulefree's `eval`, by name: refused where needed."""
+    found: dict[str, Callable[..., Any]] = {}
+    for base in reversed(cls.__mro__):
+        public = {name: value for name, value in vars(base).items() if inspect.isfunction(value) and name[0] != "_"}
+        found |= {name: _guarded(name, value) for name, value in public.items() if not hasattr(_Usual, name)}
+    return found
+
+
+def _guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def guarded(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not optimizer.attachment.stepping:  # else the optimiser's own step calls it
+            _require_effective(optimizer, name)
+        return method(optimizer, *args, **kwargs)
+
+    return guarded
+
+
+def _require_effective(optimizer: Any, method: str) -> None:
+    """Raise ConfigError where a method of the optimiser's own would change parameters that nobody evaluates or saves.
+
+    Outside of the loop, servers run the same lines, and change the parameters and the state that they have.
+    """
+    strategy = optimizer.strategy
+    facts: dict[str, Any] = {"method": method, "optimizer": type(optimizer).__name__}
+    if strategy.model.is_swapped:
+        raise rules.error("a method of the optimiser's own is called in an evaluation", **facts)
+    rules.refuse("a method of the optimiser's own is called", strategy, **facts)
+    if current().loader is not None:
+        rules.refuse("a method of the optimiser's own is called in the loop", strategy, **facts)
 
 
 def release(optimizer: Any) -> None:
@@ -326,7 +383,7 @@ def release(optimizer: Any) -> None:
     strategy.model.close()
     if isinstance(model, PartOfModel):
         model.optimizers.remove(optimizer)
-    optimizer.__class__ = type(optimizer).__mro__[2]
+    optimizer.__class__ = type(optimizer).__bases__[1]
     del optimizer.attachment
 
 
@@ -335,7 +392,12 @@ def _checked_model(optimizer: object, model: nn.Module | None, clip_norm: float 
     if isinstance(optimizer, _Distributed):
         raise rules.error("an optimiser is distributed twice")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise rules.error("the optimiser is none of torch's", kind=type(optimizer).__name__)
+        kind = type(optimizer).__name__
+        held = getattr(optimizer, "__dict__", {}).items()
+        inside = [name for name, value in held if isinstance(value, torch.optim.Optimizer)]
+        if inside:
+            raise rules.error("the optimiser wraps one, and is none", kind=kind, name=inside[0])
+        raise rules.error("the optimiser is none of torch's", kind=kind)
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise rules.error("the optimiser takes sparse gradients")
     if not isinstance(model, nn.Module):
@@ -375,8 +437,27 @@ def _flat(optimizer: torch.optim.Optimizer, model: nn.Module, bucket_bytes: int,
 
 def _must_have_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether its step requires a closure, which it may then evaluate several times."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
+    step = type(optimizer).step
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and (closure.default is closure.empty or _insists(step))
+
+
+def _insists(step: Callable[..., Any]) -> bool:
+    """Tell whether a step declares `closure=None`, and then raises an error without one, as those of SAM do."""
+    if step.__module__.startswith("torch.optim."):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(step)))
+    except (OSError, TypeError, SyntaxError):  # there is no source
+        return False
+    demands = ("closure is not None", "closure")
+    misses = ("closure is None", "not closure")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert) and ast.unparse(node.test) in demands:
+            return True
+        if isinstance(node, ast.If) and ast.unparse(node.test) in misses and isinstance(node.body[-1], ast.Raise):
+            return True
+    return False
 
 
 def _check_evaluating(name: str, strategy: str, cls: type[Strategy], config: Any, clip_norm: float | None) -> None:

@@ -210,12 +210,30 @@ class SavedState:
                     held.append((replica, rank.at("optimizer", "state", name)))
             if replica == self.workers[0]:  # schedules change the workers' rates, which servers may be given late
                 groups += rank.at("optimizer", "param_groups")
+        self._take_own_numbers(groups)
         state = {}
         for name in order:
             if pieces := [values for _, values in saved.get(self._counted(name), [])]:
                 state[name] = self._state_of(layout.places[name], pieces)
         named = [{**group, "params": self._names(group["params"], order)} for group in groups]
         return {"state": state, "param_groups": named}
+
+    def _take_own_numbers(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Put into a worker's groups what steps change by themselves, such as a count, from the ranks that made them.
+
+        Args:
+            groups: of the first worker, one stage after the other.
+        """
+        begin = 0
+        for stage in range(self._stages):
+            ranks = self._ranks[stage :: self._stages]
+            for rank in ranks:
+                if own := rank.at("strategy", "own_numbers", default=()):
+                    stepped = rank.at("optimizer", "param_groups")
+                    for number, key in own:
+                        groups[begin + number][key] = stepped[number][key]
+                    break
+            begin += len(ranks[self.workers[0]].at("optimizer", "param_groups"))
 
     def _names(self, saved: Sequence[str], order: Sequence[str]) -> list[str]:
         """Return the names that parameters of a saved group have here."""

@@ -102,6 +102,12 @@ RULES = {
         "without, in which parameters have changed. An optimiser's other methods, and a step kept from before it "
         "became a DistributedOptimizer, pass the strategy by; allreduce allows that.",
     ),
+    "an optimiser steps inside the backward pass": Rule(
+        lambda contract: contract.updates == "on servers",
+        "optimizer.step() must be called after backward() with {strategy}, whose servers replace parameters that the "
+        "pass still needs; got a call inside the pass, by a hook on a parameter's gradient. Step one optimiser after "
+        "the pass; or use allreduce.",
+    ),
     "the optimiser evaluates its closure several times": Rule(
         lambda contract: contract.closure == "once",
         "strategy must be {others} with {optimizer}, whose steps evaluate the loss several times, on all ranks' "
@@ -116,7 +122,7 @@ RULES = {
     ),
     "such an optimiser's gradients are clipped": Rule(
         _always,
-        "clip_norm must be None with {optimizer}, whose line search and curvature need the loss's own gradient; got "
+        "clip_norm must be None with {optimizer}, which needs the loss's own gradient at each evaluation; got "
         "{clip_norm}. Leave it out.",
         alone=True,
     ),
@@ -166,6 +172,30 @@ RULES = {
         alone=True,
     ),
     # --- optimisers ---------------------------------------------------------------------------------------------------
+    "a method of the optimiser's own is called": Rule(
+        lambda contract: contract.consensus == "elsewhere",
+        "optimizer must be used by step() and what all of torch's have with {strategy}, for the parameters that are "
+        "evaluated and saved are not those of this rank's model; got {optimizer}.{method}(), which changes these. Use "
+        "allreduce, or another optimiser.",
+    ),
+    "a method of the optimiser's own is called in the loop": Rule(
+        lambda contract: contract.updates == "on servers",
+        "optimizer.{method}() must be called outside of the training loop with {strategy}, for its servers have the "
+        "state of {optimizer}; got a call inside. Call it between epochs, on all ranks; or use allreduce.",
+    ),
+    "a method of the optimiser's own is called in an evaluation": Rule(
+        _always,
+        "optimizer.{method}() must be called outside of an evaluation; got one in hpcdist.consensus, or in a loop over "
+        "hpcdist.shard(..., training=False), after which the model has its own parameters again. Call it before, and "
+        "its opposite after.",
+        alone=True,
+    ),
+    "the optimiser wraps one, and is none": Rule(
+        _always,
+        "optimizer must be a torch.optim.Optimizer; got {kind}, which wraps one. Distribute the one that it wraps, and "
+        "wrap the result: {kind}(hpcdist.DistributedOptimizer(optimizer, model), ...); here it is its {name!r}.",
+        alone=True,
+    ),
     "a group of parameters is added": Rule(
         lambda contract: contract.updates == "on servers",
         "param_groups must stay those that the DistributedOptimizer was made with, as its servers have them; got one "
@@ -277,8 +307,8 @@ RULES = {
     ),
     "the loader is iterated before an optimiser is distributed": Rule(
         _always,
-        "a sharded loader must be iterated after hpcdist.DistributedOptimizer, which says which ranks train; got none. "
-        "For an evaluation pass training=False.",
+        "a sharded loader must be iterated after hpcdist.DistributedOptimizer, which says which ranks train, and "
+        "before hpcdist.finish; got no optimiser that is distributed. For an evaluation pass training=False.",
         alone=True,
     ),
     "workers read different data": Rule(

@@ -52,7 +52,9 @@ class ADPSGD(Strategy):
 
         topology: Named = Field(Named(name="bipartite"), description="whose parameters may be averaged with whose")
 
-    contract = Contract(averages="parameters", meets="never", memory="read by others", deaths="others go on")
+    contract = Contract(
+        averages="parameters", meets="never", consensus="elsewhere", memory="read by others", deaths="others go on"
+    )
 
     def __init__(self, config: Config, comm, model, **given):
         topology = make_topology(config.topology, comm)

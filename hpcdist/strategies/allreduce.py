@@ -214,7 +214,7 @@ class AllReduce(Strategy):
         return Outcome(self.updates, staleness=self.gradients.staleness(bad), event=event)
 
     def minimise(
-        self, solve: Callable[[Callable[[], Tensor]], Any], closure: Callable[[], Any]
+        self, solve: Callable[[Callable[[], Tensor | None]], Any], closure: Callable[[], Any]
     ) -> tuple[StepRecord, Any]:
         """Collective. Take one step of an optimiser that evaluates the loss as often as it likes, such as L-BFGS.
 
@@ -232,12 +232,12 @@ class AllReduce(Strategy):
         Reference: Dong Liu, Jorge Nocedal, "On the limited memory BFGS method for large scale optimization", 1989.
         """
 
-        def evaluate() -> Tensor:
-            loss = torch.as_tensor(closure(), dtype=torch.float64).item()
+        def evaluate() -> Tensor | None:
+            loss = closure()
             bad = self._averaged()
             if bad:
                 self.gradients.leave_out(bad)
-            return self._mean(loss)
+            return None if loss is None else self._mean(torch.as_tensor(loss, dtype=torch.float64).item())
 
         self.model.refresh()
         contributes = self.model.passes.weight > 0

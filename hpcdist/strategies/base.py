@@ -213,6 +213,7 @@ class Strategy(abc.ABC):
             self.model.gradients.unscale(unscale)
         if self._compares():
             require_equal_values(self.comm, self.hyperparameters, self.steps + 1, self.model.passes.batch)
+            update = self.hyperparameters.noting(update)
         with self.comm.trace.span(type(self).__name__, "strategy") as details:
             outcome = self.advance(update)
             if details is not None and outcome.waited_for:

@@ -130,7 +130,8 @@ class Downpour(ServerStrategy):
             return super().optimizer_ranks(size) if self.server_rule == "optimizer" else ()
 
         def narrow(self, contract: Contract, size: int) -> Contract:
-            return replace(super().narrow(contract, size), parameters="kept" if size == 1 else "replaced")
+            contract = replace(super().narrow(contract, size), parameters="kept" if size == 1 else "replaced")
+            return contract if self.server_rule == "optimizer" else replace(contract, consensus="elsewhere")
 
     steps_on_workers = True  # with Adagrad on the servers
     config: Config
@@ -274,7 +275,7 @@ class _Server(Handler):
         else:
             self._hyperparameters.set(values)
             self._rule.add(request)
-            self._rule.apply(self._loop.update, 1.0)
+            self._rule.apply(self._hyperparameters.noting(self._loop.update), 1.0)
         self._loop.count_update([staleness])
 
     def entries(self) -> Iterable[Entry]:

@@ -65,7 +65,9 @@ class EAMSGD(ServerStrategy):
         momentum: float = Field(0.9, ge=0, lt=1, description="δ of each worker's Nesterov momentum; 0.99 in the paper")
 
     up, down = "values", "moves"
-    contract = replace(ServerStrategy.contract, averages="parameters", updates="here", parameters="kept")
+    contract = replace(
+        ServerStrategy.contract, averages="parameters", updates="here", parameters="kept", consensus="elsewhere"
+    )
     steps_on_workers = True
 
     def __init__(self, config: Config, comm, model, **given):

@@ -48,7 +48,9 @@ class EASGD(ServerStrategy):
         """Options of easgd."""
 
     up, down = "values", "moves"
-    contract = replace(ServerStrategy.contract, averages="parameters", updates="here", parameters="kept")
+    contract = replace(
+        ServerStrategy.contract, averages="parameters", updates="here", parameters="kept", consensus="elsewhere"
+    )
     steps_on_workers = True
 
     def __init__(self, config: Config, comm, model, **given):

@@ -115,6 +115,7 @@ class Sandblaster(Strategy):
 
     contract = Contract(
         averages="gradients", meets="never", updates="on servers", batch="portions", ranks="some serve",
+        consensus="elsewhere",
         deaths="others go on",
     )  # fmt: skip
 

@@ -57,7 +57,7 @@ class SGP(Strategy):
             )
 
     config: Config
-    contract = Contract(averages="parameters", meets="every step")
+    contract = Contract(averages="parameters", meets="every step", consensus="elsewhere")
 
     def __init__(self, config: Config, comm, model, **given):
         topology = make_topology(config.topology, comm)

@@ -8,8 +8,9 @@ import zlib
 import pytest
 import torch
 from habits import gradients, groups, models, optimizers, samples, schedules  # noqa: F401 (they enter themselves)
-from habits.run import HABITS, Alone, Together, copied, difference
+from habits.run import HABITS, Alone, Habit, Together, copied, difference
 
+from harness.cases import each
 from harness.ranks import VirtualRanks
 from hpcdist import strategies
 from hpcdist.errors import ConfigError, MismatchError
@@ -131,6 +132,16 @@ def examine(ranks, way, name, strategy):
 @pytest.mark.parametrize(("name", "way", "strategy"), list(cells()))
 def test_a_loop_trains_as_in_one_process_or_works_or_is_refused(name, way, strategy):
     examine(VirtualRanks(SIZES[way]), way, name, strategy)
+
+
+@quiet
+@each("cell", [("joint", "allreduce"), ("joint", "hardsync colocated"), ("one", "softsync"), ("same", "dpsgd")])
+def test_schedulefree_trains_as_in_one_process(cell):
+    pytest.importorskip("schedulefree")
+    way, strategy = cell
+    name = optimizers.schedulefree_adamw.__name__
+    HABITS.setdefault(name, Habit(optimizers.schedulefree_adamw, tolerance=1e-9))
+    assert examine(VirtualRanks(SIZES[way]), way, name, strategy) == "exact"
 
 
 # --- buckets that are averaged while the backward pass computes the rest, on real ranks -------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from habits.groups import GOSSIPS, SERVED, SERVERLESS, SYNCHRONOUS
+from habits.optimizers import Averaging
 from habits.run import copied, data, difference, mse, net, train
 from torch import nn
 from torch.optim import SGD, Adam, lr_scheduler
@@ -179,6 +180,34 @@ def test_every_strategy_goes_on_between_epochs(ranks, strategy, shared_tmp_path)
 
     found = ranks(body)
     assert all(difference(model, found[0]) == 0.0 for model in found)
+
+
+def test_counts_that_steps_change_in_param_groups_go_on_as_in_one_process(tmp_path):
+    """The server has them; workers, whose rates count, take no steps by themselves."""
+
+    def body(comm, begun=None, batch=8, strategy="hardsync", save=None):
+        hd.init(comm=comm)
+        model = net()
+        optimizer = hd.DistributedOptimizer(Averaging(model.parameters(), lr=0.1), model, strategy=strategy)
+        loader = hd.shard(DataLoader(data(48), batch_size=batch))
+        if begun is None:
+            train(None, model, optimizer, loader, 1)
+        else:
+            hd.load(begun, optimizer=optimizer)
+        if save is not None:
+            hd.save(save, optimizer=optimizer)
+        train(None, model, optimizer, loader, 1)
+        hd.finish(model)
+        return copied(model), optimizer.param_groups[0]["k"]
+
+    def rank_0(size, **given):
+        return run_virtual(lambda comm: body(comm, **given), size)[0]
+
+    expected, count = rank_0(1, batch=16, strategy="allreduce")
+    whole = rank_0(3, save=tmp_path)
+    for found, own in (whole, rank_0(3, begun=tmp_path), rank_0(2, begun=tmp_path, batch=16)):
+        assert difference(found, expected) <= 1e-12
+        assert own == count == 6
 
 
 @pytest.mark.sizes(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import warnings
 
 import pytest
@@ -29,6 +31,22 @@ class Compression:
 
     class fp16:
         pass
+
+
+class Wrapper:
+    """As schedulefree's: has an optimiser, and is none."""
+
+    def __init__(self, base):
+        self.base = base
+
+
+class Insisting(torch.optim.SGD):
+    """Declares that a closure may be left out, and raises an error without."""
+
+    def step(self, closure=None):
+        if closure is None:
+            raise RuntimeError("closure required")
+        return super().step(closure)
 
 
 def refused(body, message):
@@ -68,6 +86,15 @@ REFUSED = {
         lambda model, optimizer: hd.DistributedOptimizer(optimizer)
     ),
     "optimizer must be a torch.optim.Optimizer; got Linear": lambda model, optimizer: made(model, optimizer),
+    r"got Wrapper, which wraps one. Distribute the one .*: Wrapper\(hpcdist.DistributedOptimizer\(.* its 'base'": (
+        lambda model, optimizer: made(Wrapper(optimizer), model)
+    ),
+    "clip_norm must be None with Insisting, which needs the loss's own gradient at each evaluation; got 1.0": (
+        lambda model, optimizer: made(Insisting(model.parameters()), model, clip_norm=1.0)
+    ),
+    "closure must be given to each step of Insisting": (
+        lambda model, optimizer: made(Insisting(model.parameters()), model).step()
+    ),
     "optimizer must take dense gradients, .*; got SparseAdam. Use Adam or Adagrad": (
         lambda model, optimizer: made(torch.optim.SparseAdam(model.parameters()), model)
     ),
@@ -119,6 +146,41 @@ def test_a_model_of_another_wrapper_isrefused(tmp_path):
         )
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_several_models_are_finished_at_once_and_their_loader_keeps_its_length():
+    def alone(comm):
+        hd.init(comm=comm)
+        models = nn.Linear(2, 1), nn.Linear(2, 1)
+        optimizers = [made(torch.optim.SGD(model.parameters(), lr=0.1), model) for model in models]
+        shared = hd.shard(loader(), optimizers=optimizers)
+        before = [len(batch) for batch in shared], len(shared)
+        assert hd.finish(*models) == models
+        with pytest.raises(ConfigError, match="before hpcdist.finish; got no optimiser that is distributed"):
+            next(iter(shared))
+        return before, len(shared), type(optimizers[0])
+
+    assert run_virtual(alone, 2) == [(([2], 1), 1, torch.optim.SGD)] * 2
+
+
+def test_an_optimiser_is_pickled_and_copied_as_the_plain_one():
+    def alone(comm):
+        hd.init(comm=comm)
+        model = nn.Linear(2, 1)
+        optimizer = made(torch.optim.Adam(model.parameters(), lr=0.1), model)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        file = io.BytesIO()
+        torch.save(optimizer, file)
+        file.seek(0)
+        for plain in (torch.load(file, weights_only=False), copy.deepcopy(optimizer)):
+            assert type(plain) is torch.optim.Adam
+            found = plain.state_dict()
+            assert found["param_groups"] == optimizer.state_dict()["param_groups"]
+            torch.testing.assert_close(found["state"], optimizer.state_dict()["state"])
+        return True
+
+    assert all(run_virtual(alone, 2))
 
 
 def test_loops_of_strategies_with_other_workers_are_refused():

@@ -54,7 +54,8 @@ LOOPS = [
     "clip_grad_norm", "horovods_synchronize", "a_step_kept_from_before", "lbfgs", "values_changed_in_place",
     "a_layer_unfrozen_later", "a_layer_unfrozen_later_and_added_then", "sync_batch_norm_with_uneven_data",
     "state_loaded_within_an_epoch", "a_plain_loader_on_a_rank_that_serves", "consensus_in_the_loop",
-    "values_loaded_on_rank_0_only_between_epochs", "gradients_scaled_on_one_rank",
+    "values_loaded_on_rank_0_only_between_epochs", "gradients_scaled_on_one_rank", "averaged_by_hand_in_the_loop",
+    "a_step_inside_backward",
 ]  # fmt: skip
 FREE = Contract(averages="nothing", meets="never", frozen="at any time")
 WORDS = {

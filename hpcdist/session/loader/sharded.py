@@ -49,7 +49,7 @@ def shard(
     0: its body runs, and its gradients count for nothing.
 
     An iterable data set that gives all ranks the same batches is dealt out batch by batch; one that gives each rank
-    its own, of any number, is read to its end on every rank.
+    its own, of any number, is read to its end on every rank. In place of a loader it may give batches itself.
 
     With sandblaster every worker gets the joint batch of all of them, of which it computes portions; `hpcdist` says
     which, by calling the closure that `optimizer.step` is given with a slice of the batch.
@@ -75,6 +75,8 @@ def shard(
     """
     if isinstance(loader, ShardedLoader):
         raise rules.error("a loader is sharded twice")
+    if split and isinstance(loader, IterableDataset):  # a stream of batches, as webdataset's WebLoader
+        loader = DataLoader(loader, batch_size=None)
     if split and not isinstance(loader, DataLoader):
         raise rules.error("the loader is none of torch's", kind=type(loader).__name__)
     return ShardedLoader(loader, seed, training, split, optimizers)
@@ -103,6 +105,9 @@ class ShardedLoader:
         self._epoch, self._start, self._done = -1, 0, 0
         self.weight = 1.0
         self._compared = False
+        self._dealt_to: tuple[
+            int, ...
+        ] = ()  # the replicas that got batches last, for the length once training has ended
         if split and not self._iterable:
             self._order = order_of(loader, seed)
             self._batches: list[Any] = []  # the index lists of this worker in an epoch; the DataLoader keeps the list
@@ -127,7 +132,9 @@ class ShardedLoader:
         """Count the steps in an epoch: each worker's batches, the same on all ranks, those that only serve included."""
         if not self._split or self._iterable:
             return len(self._loader)
-        return self._steps(self._order.plan(len(self._replicas())))
+        if not (self._dealt_to and not self._training_ones()):  # else training has ended
+            self._dealt_to = self._replicas()
+        return self._steps(self._order.plan(len(self._dealt_to)))
 
     def __iter__(self) -> Iterator[Any]:
         return self._train() if self._training else self._evaluate()
@@ -149,20 +156,28 @@ class ShardedLoader:
         return ranks.pop()
 
     def _optimizers(self) -> Sequence[Any]:
-        optimizers = current().optimizers if self._given is None else self._given
+        optimizers = self._training_ones()
         if not optimizers:
             raise rules.error("the loader is iterated before an optimiser is distributed")
         return optimizers
 
+    def _training_ones(self) -> Sequence[Any]:
+        """Return the optimisers that the loop steps and that are not finished."""
+        distributed = current().optimizers
+        return distributed if self._given is None else [o for o in self._given if o in distributed]
+
     # --- an epoch of training -------------------------------------------------------------------------------------
     def _train(self) -> Iterator[Any]:
         session, optimizers, workers = current(), self._optimizers(), self._replicas()
+        self._dealt_to = workers
         self._begin_epoch()
         if session.loader is None:  # else beside another loader, which says when steps are taken
             for optimizer in optimizers:
                 begin_epoch(optimizer)
         if session.outer.rank not in workers:
             yield from period(optimizers, ())
+            for optimizer in optimizers:
+                optimizer.strategy.model.mark()
             return
         if session.loader is not None:
             yield from (batch for batch, _, _ in self._weighed([], workers))

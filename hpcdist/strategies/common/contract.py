@@ -26,6 +26,8 @@ class Contract:
         parameters: what becomes of a worker's parameters in a step: kept, and moved by the strategy's own arithmetic;
             or replaced by values of servers, so that changes which the loop has made are lost.
         frozen: when a frozen parameter may be unfrozen: at any time, or only before the optimiser is distributed.
+        consensus: where the parameters lie that are evaluated and saved: in the models of the ranks that make updates;
+            or elsewhere, in a centre or in copies that ranks exchange, which don't follow changes of a model.
         sends: when parameters travel: within steps, or between them too, while the loop runs.
         ranks: whether all ranks work, or some only serve the others, and run no step of the loop.
         memory: whether ranks of other nodes read this rank's memory while it computes, which a thread then answers.
@@ -39,6 +41,7 @@ class Contract:
     closure: Literal["once", "often"] = "once"
     parameters: Literal["kept", "replaced"] = "kept"
     frozen: Literal["at any time", "before"] = "before"
+    consensus: Literal["in models", "elsewhere"] = "in models"
     sends: Literal["within steps", "between steps"] = "within steps"
     ranks: Literal["all work", "some serve"] = "all work"
     memory: Literal["private", "read by others"] = "private"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hpcdist.compress import Feedback, Reduction
 from hpcdist.errors import CheckpointError
+from hpcdist.model.hyperparameters import Hyperparameters
 
 Ranges = Sequence[tuple[int, int]]  # elements [start, stop) of each flat tensor
 
@@ -143,6 +144,18 @@ def held_tensors(name: str, own: Sequence[Tensor], combine: Callable[..., Any], 
 def part(name: str, owned: Stateful | None, combine: Callable[..., Any]) -> Iterable[Entry]:
     """Declare the state of an object that the strategy owns; None has no entry."""
     return [] if owned is None else [Entry(name, owned.state, owned.load_state, combine, True)]
+
+
+def own_numbers(hyperparameters: Hyperparameters) -> Entry:
+    """Declare which numbers in param_groups the optimiser's step changes by itself, on the ranks that run it."""
+
+    def load(saved: Sequence[Sequence[Any]]) -> None:
+        hyperparameters.own = {(number, key) for number, key in saved}
+
+    def all_of(saved: Sequence[Any], *_: int) -> list[Any]:
+        return [pair for own in saved for pair in own]
+
+    return Entry("own_numbers", lambda: [list(pair) for pair in sorted(hyperparameters.own)], load, all_of, True)
 
 
 def save_entries(entries: Iterable[Entry]) -> dict[str, Any]:

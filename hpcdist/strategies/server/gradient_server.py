@@ -219,7 +219,7 @@ class GradientServer(Handler):
             self._hyperparameters.set(values)
         present = self._workers - len(loop.liveness.evicted)
         divisor = present if policy.divides_by_workers else aggregate.total_weight()
-        aggregate.apply(loop.update, divisor * rate, rate, self._clip)
+        aggregate.apply(self._hyperparameters.noting(loop.update), divisor * rate, rate, self._clip)
         policy.updated(staleness)
         loop.count_update(staleness)
 

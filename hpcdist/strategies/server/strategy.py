@@ -18,11 +18,11 @@ from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.replicas import with_buffers
-from hpcdist.strategies.common.state import Entry, Flats
+from hpcdist.strategies.common.state import Entry, Flats, own_numbers
 from hpcdist.strategies.server.channel import PAUSE, RequestChannel
 from hpcdist.strategies.server.codec import Codec, Content
 from hpcdist.strategies.server.loop import Handler, Replica, ServerLoop
-from hpcdist.strategies.server.placement import Placement, broadcast_shards
+from hpcdist.strategies.server.placement import Placement, Shard, broadcast_shards
 from hpcdist.strategies.server.roles import Roles, Servers, assign
 
 
@@ -232,11 +232,17 @@ class ServerStrategy(Strategy):
         if self.comm.rank in self.roles.servers:
             for part, own in zip(self.place.shard.of(params), self.loop.handler.master(), strict=True):
                 part.copy_(own)
-        broadcast_shards(self.comm, ((server, self.place.shards[server]) for server in self.roles.servers), params)
+        broadcast_shards(self.comm, self._shards_of_servers(), params)
         return with_buffers(self, params)
 
     def take_up(self) -> None:
-        self.loop.take_up()
+        if self.place.children:
+            self.loop.take_up()
+        if self.contract.updates == "on servers":
+            broadcast_shards(self.comm, self._shards_of_servers(), self.model.params)
+
+    def _shards_of_servers(self) -> list[tuple[int, Shard]]:
+        return [(server, self.place.shards[server]) for server in self.roles.servers]
 
     def close(self) -> None:
         if self.update_clip is not None:
@@ -248,7 +254,7 @@ class ServerStrategy(Strategy):
     def entries(self) -> list[Entry]:
         found = [*super().entries(), *self.replica.entries()]
         if not self.place.alone:
-            found += self.channel.entries()
+            found += [*self.channel.entries(), own_numbers(self.hyperparameters)]
             found += self.worker.entries() if self.is_worker else ()
         return found + list(self.loop.handler.entries() if self.place.children else ())
 

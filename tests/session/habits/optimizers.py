@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import optim
 
-from habits.run import EPOCHS, Table, enter, evaluation, habit, net, sgd, train, trained, using
+from habits.run import EPOCHS, Table, copied, enter, evaluation, habit, mean_loss, mse, net, sgd, train, trained, using
 
 ADAPTIVE = {"tolerance": 1e-9}  # a root of small numbers is less exact
 enter("nesterov", make=using(optim.SGD, lr=0.05, momentum=0.9, nesterov=True))
@@ -140,6 +140,190 @@ class SettingData(torch.optim.Optimizer):
 
 
 enter("an_optimizer_that_sets_data", make=using(SettingData, lr=0.1))
+
+
+# --- optimisers of other packages: counts in param_groups, own methods, closures, steps inside backward() -------------
+class Averaging(torch.optim.Optimizer):
+    """SGD that keeps a slow average of its parameters, and counts its steps in param_groups, as schedulefree does."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "k": 0, "averaged": False})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["k"] ** 0.5)
+        self.update_average()
+
+    @torch.no_grad()
+    def update_average(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state.setdefault("average", p.clone()).lerp_(p, 1.0 / group["k"] if group["k"] else 1.0)
+
+    @torch.no_grad()
+    def swap(self):
+        for group in self.param_groups:
+            group["averaged"] = not group["averaged"]
+            for p in group["params"]:
+                if "average" in self.state[p]:
+                    kept = p.clone()
+                    p.copy_(self.state[p]["average"])
+                    self.state[p]["average"] = kept
+
+
+averaging = using(Averaging, lr=0.1)
+METHOD = "a method of the optimiser's own is called"
+enter("counts_of_steps_in_param_groups", make=averaging)
+
+
+@habit(ways=("joint", "one", "same", "many"), breaks=METHOD)
+def evaluated_at_the_optimizers_average(run):
+    """Between epochs, as schedulefree's `eval` and `train`."""
+    model = net()
+    optimizer, loader = run.optimizer(averaging(model), model), run.loader()
+    for _ in range(EPOCHS):
+        train(run, model, optimizer, loader, 1)
+        optimizer.swap()
+        with run.consensus(model):
+            run.before.append(copied(model))
+        optimizer.swap()
+    optimizer.swap()
+    return run.finish(model)
+
+
+def schedulefree_adamw(run):
+    """The real package, where it is installed: see test_habits."""
+    import schedulefree
+
+    model = net()
+    optimizer = run.optimizer(schedulefree.AdamWScheduleFree(model.parameters(), lr=0.02, warmup_steps=3), model)
+    for _ in range(EPOCHS):
+        optimizer.train()
+        train(run, model, optimizer, run.loader(), 1)
+        optimizer.eval()
+        mean_loss(run, model, run.test())
+    return run.finish(model)
+
+
+@habit(breaks=METHOD)
+def parameters_set_to_the_optimizers_average(run):
+    """After each epoch, as Lookahead's `sync_lookahead`."""
+    model = net()
+    optimizer, loader = run.optimizer(averaging(model), model), run.loader()
+    for _ in range(EPOCHS):
+        train(run, model, optimizer, loader, 1)
+        optimizer.swap()
+    return run.finish(model)
+
+
+@habit(breaks=(METHOD, "a method of the optimiser's own is called in the loop"))
+def averaged_by_hand_in_the_loop(run):
+    model = net()
+    optimizer = run.optimizer(averaging(model), model)
+    train(run, model, optimizer, run.loader, after=optimizer.update_average)
+    optimizer.swap()
+    return run.finish(model)
+
+
+@habit(ways=("joint", "one"), breaks=(METHOD, "a method of the optimiser's own is called in an evaluation"))
+def averaged_within_an_evaluation(run):
+    model = net()
+    optimizer = run.optimizer(averaging(model), model)
+    train(run, model, optimizer, run.loader())
+    with run.consensus(model):
+        optimizer.swap()
+    return run.finish(model)
+
+
+class SAM(torch.optim.Optimizer):
+    """As https://github.com/davda54/sam: declares `closure=None`, and insists on one."""
+
+    def __init__(self, params, base_optimizer, rho=0.05, **options):
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base_optimizer(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            self.state[p]["old"] = p.data.clone()
+            p.add_(p.grad, alpha=0.05 / norm.item())
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old"]
+        self.base_optimizer.step()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is not None, "SAM requires a closure"
+        self.first_step()
+        torch.enable_grad()(closure)()
+        self.second_step()
+
+
+@habit(tolerance=1e-9, breaks="the optimiser evaluates its closure several times")
+def sam_with_a_closure(run):
+    model = net()
+    optimizer = run.optimizer(SAM(model.parameters(), optim.SGD, lr=0.1, momentum=0.9), model)
+    for _ in range(EPOCHS):
+        for x, y in run.loader():
+
+            def closure(x=x, y=y):
+                loss = mse(model(x), y)
+                loss.backward()
+                return loss
+
+            mse(model(x), y).backward()
+            optimizer.step(closure)
+            optimizer.zero_grad()
+    run.rates = []
+    return run.finish(model)
+
+
+@habit(breaks="an optimiser steps inside the backward pass")
+def a_step_inside_backward(run):
+    """Once all gradients are there."""
+    model = net()
+    optimizer = sgd(run, model, 0.05, momentum=0.9)
+
+    def step(_):
+        if all(p.grad is not None for p in model.parameters()):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    return trained(run, model, optimizer, run.loader, step=lambda: None)
+
+
+@habit(breaks="an optimiser steps inside the backward pass")
+def a_step_for_each_parameter_inside_backward(run):
+    """As torch's tutorial on saving memory: one optimiser for each parameter, stepped as its gradient arrives."""
+    model = net()
+    of = {p: run.optimizer(optim.SGD([p], lr=0.05, momentum=0.9), model) for p in model.parameters()}
+
+    def step(p):
+        of[p].step()
+        of[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for _ in range(EPOCHS):
+        for x, y in run.loader():
+            mse(model(x), y).backward()
+    return run.finish(model)
 
 
 @habit(breaks="an epoch trains without step()")

@@ -185,6 +185,22 @@ def _own(run, dataset):
     return hd.shard(DataLoader(dataset, batch_size=2), split=False)
 
 
+class Batches(IterableDataset):
+    """A stream of batches, as webdataset's WebLoader."""
+
+    def __init__(self, dataset, batch):
+        self.dataset, self.batch = dataset, batch
+
+    def __iter__(self):
+        return iter(DataLoader(self.dataset, batch_size=self.batch))
+
+
+def _stream_of_batches(run):
+    batches = Batches(Stream(53), BATCH * getattr(run, "joint", 1))
+    return hd.shard(batches) if run.size > 1 else batches
+
+
+_numbered("a_stream_of_batches", _stream_of_batches, _all_of(53), exact=True)
 _numbered("a_stream_that_knows_no_ranks", lambda run: run.loader(Stream(53)), _all_of(53), exact=True)
 _numbered("a_stream_split_by_rank", lambda run: run.loader(Stream(41, _worker(run), run.workers), batch=2), _all_of(41))
 

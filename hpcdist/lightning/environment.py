@@ -1,0 +1,80 @@
+"""Tell Lightning which ranks there are."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from lightning.fabric.plugins import ClusterEnvironment
+from typing_extensions import override
+
+from hpcdist.session import broadcast, init, local_rank
+
+
+class HpcdistEnvironment(ClusterEnvironment):
+    """Collective. Give Lightning the ranks that mpirun or srun started, as hpcdist has joined them.
+
+    Args:
+        order: ranks of hpcdist in the order in which Lightning counts them; None: the same. Lightning's rank 0 logs
+            and writes checkpoints, so it should be one that trains.
+    """
+
+    def __init__(self, order: Sequence[int] | None = None):
+        super().__init__()
+        self._comm = init()
+        self.order = list(range(self._comm.size) if order is None else order)
+        self._main: tuple[str, int] | None = None
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        """Return False: it is passed to a Trainer, or comes with an HpcdistStrategy."""
+        return False
+
+    @override
+    def world_size(self) -> int:
+        return self._comm.size
+
+    @override
+    def global_rank(self) -> int:
+        return self.order.index(self._comm.rank)
+
+    @override
+    def local_rank(self) -> int:
+        return local_rank()
+
+    @override
+    def node_rank(self) -> int:
+        nodes = list(dict.fromkeys(self._comm.memory.nodes))
+        return nodes.index(self._comm.memory.nodes[self._comm.rank])
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the launcher has set it."""
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the launcher has set it."""
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return self._rendezvous()[0]
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return self._rendezvous()[1]
+
+    def _rendezvous(self) -> tuple[str, int]:
+        """Collective at the first call. Return an address of the first rank, and a port that was free there."""
+        if self._main is None:
+            with socket.socket() as probe:
+                probe.bind(("", 0))
+                self._main = broadcast((socket.gethostname(), probe.getsockname()[1]), self.order[0])
+        return self._main

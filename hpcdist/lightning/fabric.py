@@ -1,0 +1,117 @@
+"""Train with Lightning's Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import ParallelStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from torch import nn
+from torch.utils.data import DataLoader
+
+from hpcdist.errors import ConfigError
+from hpcdist.lightning.ranks import AmongRanks, only_adding
+from hpcdist.session import broadcast, shard
+from hpcdist.session.consensus import consensus_of
+from hpcdist.session.world import current
+
+
+class HpcdistFabricStrategy(AmongRanks, ParallelStrategy):
+    """Collective. Train a loop of Fabric's by a strategy of hpcdist, on the ranks that mpirun or srun started::
+
+        fabric = Fabric(strategy=HpcdistFabricStrategy("gossip_pull"))
+        model, optimizer = fabric.setup(model, optimizer)
+        loader = fabric.setup_dataloaders(loader)
+
+    A loader is iterated for an evaluation where gradients are off or the model is in `eval()` mode: then each sample is
+    on one rank, and the model has the parameters that the ranks stand for together. `fabric.save` saves these. After
+    the loop `hpcdist.finish(model.module)` leaves them on every rank.
+
+    Args:
+        strategy: a name of `hpcdist.strategies.available()`, or `path/to/file.py:Class`.
+        clip_norm: see DistributedOptimizer. `fabric.clip_gradients` works where updates are made on each worker.
+        options: the strategy's own.
+
+    Raises:
+        ConfigError: the strategy's workers compute portions of a joint batch; or an option is none of the strategy's.
+    """
+
+    def __init__(self, strategy: str = "allreduce", *, clip_norm: float | None = None, **options: Any):
+        super().__init__()
+        self._join(strategy, clip_norm, options)
+        self._models: list[nn.Module] = []
+        self._backward_sync_control = _Accumulation()
+
+    def module_to_device(self, module: nn.Module) -> None:
+        module.to(self.root_device)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Collective. Give all ranks rank 0's parameters."""
+        self._share_metrics(module)
+        self._models.append(module)
+        return broadcast(module)
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Collective. Distribute an optimiser of a model that is set up already, or with it."""
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for model in self._models:
+            if own & set(map(id, model.parameters())):
+                self._distribute([optimizer], model, self.clip_norm)
+                return optimizer
+        raise ConfigError(
+            "optimizer must have parameters of a model that fabric.setup or setup_module was given before; got others. "
+            "Set the model up first."
+        )
+
+    def process_dataloader(self, dataloader: DataLoader[Any]) -> Any:
+        """Give this rank its share of the samples: of training, or of an evaluation."""
+        return _Loader(dataloader, self._models)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Collective. Return the state of the model that the ranks stand for together."""
+        with consensus_of([each for each in current().optimizers if each.strategy.model.module is module]):
+            state = module.state_dict()
+            return {name: value.detach().clone() for name, value in state.items()}
+
+    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of this rank's optimiser."""
+        held = any(optimizer is each for each in current().optimizers)
+        return optimizer.attachment.local_state_dict() if held else optimizer.state_dict()
+
+
+class _Loader:
+    """A loader that is sharded for training, and for an evaluation."""
+
+    def __init__(self, loader: DataLoader[Any], models: Sequence[nn.Module]):
+        self._loader, self._models = loader, models
+        self._shares = {training: shard(loader, training=training) for training in (True, False)}
+        self.dataset = loader.dataset
+        self.sampler = self  # for Fabric, which calls its set_epoch
+
+    def _share(self) -> Any:
+        models = [module for model in self._models for module in model.modules()]
+        return self._shares[torch.is_grad_enabled() and (not models or any(module.training for module in models))]
+
+    def set_epoch(self, epoch: int) -> None:
+        for each in self._shares.values():
+            each.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self._share())
+
+    def __iter__(self) -> Iterator[Any]:
+        share = self._share()
+        if share is self._shares[False]:
+            AmongRanks._require_shares(self._loader)
+        return iter(share)
+
+
+class _Accumulation(_BackwardSyncControl):
+    """What `fabric.no_backward_sync` calls."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        own = [each for each in current().optimizers if each.strategy.model.module is module]
+        return only_adding(own) if enabled else nullcontext()

@@ -1,0 +1,76 @@
+"""Tell ranks that serve what the workers have done in an epoch, so that their loops go on alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+
+class WorkersProgress:
+    """The steps of a Trainer on a worker, and on a rank that serves those that it is still to follow.
+
+    Attributes:
+        left: on a rank that serves, the Trainer's `global_step` after each batch that it has not followed yet.
+    """
+
+    def __init__(self, trainer: Trainer, reduce: Any):
+        self._trainer, self._reduce = trainer, reduce
+        self._before: list[int] = []
+        self.left: list[int] = []
+        self._stops = False
+
+    # --- on a worker --------------------------------------------------------------------------------------------------
+    def begin_batch(self) -> None:
+        self._before.append(self._trainer.global_step)
+
+    def report(self) -> dict[str, Any]:
+        """Describe the steps since the last report."""
+        steps = [*self._before[1:], self._trainer.global_step] if self._before else []
+        self._before = []
+        logged = [_described(metric) for metric in self._results.values() if metric.is_tensor]
+        return {"steps": steps, "stops": self._trainer.should_stop, "logged": logged}
+
+    # --- on a rank that serves ----------------------------------------------------------------------------------------
+    def receive(self, report: dict[str, Any]) -> None:
+        """Take up a worker's report."""
+        self.left, self._stops = report["steps"], report["stops"]
+        for described in report["logged"]:
+            self._log(**described)
+
+    def follow_step(self) -> None:
+        """Go one step further, as if it had been taken here."""
+        loop, step = self._trainer.fit_loop.epoch_loop, self.left.pop(0)
+        automatic = self._trainer.lightning_module.automatic_optimization
+        taken = loop.automatic_optimization.optim_progress.optimizer.step.total
+        if not automatic:
+            taken = loop.manual_optimization.optim_step_progress.total
+        taken.ready = taken.completed = step
+        if not self.left and self._stops:
+            self._trainer.should_stop = True
+
+    def _log(self, settings: dict[str, Any], reduce_fx: str, synced: bool, values: dict[str, Tensor]) -> None:
+        """Log what a worker has logged; of what is reduced over the ranks, nothing that would count."""
+        fn = getattr(torch, reduce_fx)
+        own = {"reduce_fx": fn, "sync_dist": synced, "sync_dist_fn": self._reduce, "batch_size": 1}
+        self._results.log(value=torch.tensor(0.0), **settings, **own)
+        metric = self._results[f"{settings['fx']}.{settings['name']}"]
+        for name, value in values.items():
+            setattr(metric, name, torch.full_like(value, metric._defaults[name].item()) if synced else value)
+
+    @property
+    def _results(self) -> Any:
+        return self._trainer.fit_loop.epoch_loop._results
+
+
+def _described(metric: Any) -> dict[str, Any]:
+    meta = metric.meta
+    names = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
+    return {
+        "settings": {name: getattr(meta, name) for name in names} | {"rank_zero_only": meta.sync.rank_zero_only},
+        "reduce_fx": meta.reduce_fx.__name__,
+        "synced": meta.sync.should,
+        "values": {name: getattr(metric, name) for name in metric._defaults},
+    }

@@ -1,0 +1,163 @@
+"""What the strategies of the Trainer and of Fabric share: ranks, their devices, and the calls among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from hpcdist import strategies
+from hpcdist.errors import ConfigError
+from hpcdist.lightning.environment import HpcdistEnvironment
+from hpcdist.session import DistributedOptimizer, allgather, allreduce, barrier, broadcast, init, local_rank, local_size
+from hpcdist.session.world import current
+
+_OPS = {"avg": "mean"}  # another word for one of hpcdist's
+
+
+class AmongRanks:
+    """A mix-in for Lightning's strategies.
+
+    Attributes:
+        strategy_class: hpcdist's.
+        clip_norm: see DistributedOptimizer.
+        serves, some_serve: this rank only serves the others; some rank does.
+        idle: this rank serves, and follows the workers through an epoch that they have trained: it takes part in
+            nothing that they have done among themselves.
+    """
+
+    parallel_devices: Any
+    cluster_environment: Any
+
+    def _join(self, strategy: str, clip_norm: float | None, options: dict[str, Any]) -> None:
+        """Collective. Join the ranks, and choose those that train."""
+        self._name, self.clip_norm, self._options = strategy, clip_norm, options
+        self.idle = False
+        self.strategy_class = strategies.load(strategy)
+        if self.strategy_class.contract.batch == "portions":
+            raise ConfigError(
+                f"strategy must compute gradients of whole batches with Lightning; got {strategy}, whose workers "
+                "compute portions of a joint batch. Use another one, or a loop of your own."
+            )
+        size = init().size
+        workers = self.strategy_class.Config.from_mapping(options, "strategy").workers(size)
+        self.cluster_environment = HpcdistEnvironment(sorted(range(size), key=lambda rank: rank not in workers))
+        self.serves, self.some_serve = init().rank not in workers, len(workers) < size
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning's tools of messages which rank this is, and check the devices that its user asks for."""
+        rank_zero_only.rank = self.cluster_environment.global_rank()  # type: ignore[attr-defined]
+        devices, ranks = self.parallel_devices or [], local_size()
+        on_gpus = bool(devices) and devices[0].type == "cuda"
+        fits = len(devices) >= min(ranks, torch.cuda.device_count()) if on_gpus else len(devices) in (0, 1, ranks)
+        if not fits:
+            raise ConfigError(
+                f"devices must be 'auto', or the number of ranks on this node, {ranks}, for mpirun or srun has started "
+                f"them; got {len(devices)}. Leave it out, or start as many ranks."
+            )
+
+    _set_world_ranks = set_world_ranks  # as Fabric calls it
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[local_rank() % len(devices)]
+
+    @property
+    def distributed_sampler_kwargs(self) -> Any:
+        """Return None: hpcdist.shard deals samples out, and Lightning adds no sampler."""
+
+    # --- calls of all ranks; inside an epoch with servers, of the workers ---------------------------------------------
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Collective. Return the mean (sum, min, max) of a tensor over the ranks; anything else as it is."""
+        if not isinstance(tensor, Tensor) or self.idle:
+            return tensor
+        op = str(reduce_op).rpartition(".")[2].lower()
+        op = _OPS.get(op, op)
+        whole = op == "mean" and not (tensor.is_floating_point() or tensor.is_complex())
+        return allreduce(tensor.double() if whole else tensor, op)  # type: ignore[arg-type]
+
+    all_reduce = reduce  # as Fabric calls it
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Collective. Stack the ranks' tensors along a new first dimension, in Lightning's order of ranks.
+
+        Args:
+            sync_grads: let gradients flow back to the tensors of all ranks.
+        """
+        if sync_grads and not self.idle:
+            return _Gather.apply(tensor, self)
+        return torch.stack(self.gathered(tensor))
+
+    def gathered(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        """Collective. Return the tensors of all ranks, which may differ in shape, in Lightning's order of ranks."""
+        if self.idle:
+            return [tensor]
+        found = [each.to(tensor.device) for (each,) in allgather((tensor.detach().cpu(),))]
+        return found if current().group is not None else [found[rank] for rank in self.cluster_environment.order]
+
+    def barrier(self, *_: Any, **__: Any) -> None:
+        """Collective. Wait for all ranks."""
+        if not self.idle:
+            barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Collective. Return what Lightning's rank `src` has."""
+        return obj if self.idle else broadcast(obj, self.cluster_environment.order[src])
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Collective. Tell whether all ranks say so, or any."""
+        return bool(self.reduce(torch.tensor(int(decision)), reduce_op="min" if all else "max"))
+
+    # --- what is trained ----------------------------------------------------------------------------------------------
+    def _distribute(self, optimizers: Sequence[Any], model: nn.Module, clip_norm: float | None) -> None:
+        """Collective. Make each optimiser train its part of the model together with the other ranks."""
+        for optimizer in optimizers:
+            DistributedOptimizer(optimizer, model, self._name, clip_norm=clip_norm, **self._options)
+
+    def _share_metrics(self, model: nn.Module) -> None:
+        """Have the metrics of torchmetrics in a model computed over all ranks, by calls of hpcdist."""
+        for metric in model.modules():
+            if isinstance(metric, Metric) and current().comm.size > 1:
+                metric.distributed_available_fn = lambda: True
+                metric.dist_sync_fn = self.gathered
+
+    @staticmethod
+    def _require_shares(loader: object) -> None:
+        """Raise ConfigError where an evaluation has no sample for some rank."""
+        size = current().comm.size
+        sized = isinstance(loader, DataLoader) and hasattr(loader.dataset, "__len__")
+        if sized and 0 < len(loader.dataset) < size:  # type: ignore[union-attr,attr-defined,arg-type]
+            raise ConfigError(
+                f"data of an evaluation must have a sample for each of {size} ranks, which log alike; got "
+                f"{len(loader.dataset)}. Use fewer ranks, or more samples."  # type: ignore[union-attr,attr-defined,arg-type]
+            )
+
+
+@contextmanager
+def only_adding(optimizers: Sequence[Any]) -> Iterator[None]:
+    """Let backward passes in the context only add to this rank's gradients."""
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(optimizer.no_sync())
+        yield
+
+
+class _Gather(torch.autograd.Function):
+    """Stack the tensors of all ranks; each gets back the sum of all ranks' gradients of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: AmongRanks) -> Tensor:
+        found = ranks.gathered(tensor)
+        ctx.place = ranks.cluster_environment.global_rank()  # workers come first
+        return torch.stack(found)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return allreduce(gradient, "sum")[ctx.place], None

@@ -1,0 +1,192 @@
+"""Lightning's Trainer and Fabric, on real ranks, beside what Lightning does by itself in one process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+import hpcdist.lightning
+from harness.cases import each
+from harness.launch import IMPORTS, launch
+from harness.pages import blocks
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "lightning.md"
+SAME = ("epochs", "accumulation", "clipping", "gan", "fabric")
+MORE = ("steps", "max_steps", "stops", "within", "early")
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None, reason="lightning is not installed: pip install -e '.[lightning]'"
+)
+
+
+def trained(size, folder, *cases):
+    """What each rank found, by case."""
+    found = {}
+    done = launch(size, [HERE / "by_lightning.py", folder, *cases], env=IMPORTS, timeout_s=150, compiler=True)
+    for line in done.stdout.splitlines():
+        if line.startswith("["):
+            rank, case, value = json.loads(line)
+            found.setdefault(case, {})[rank] = value
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {case: [ranks[rank] for rank in sorted(ranks)] for case, ranks in found.items()}
+
+
+def require_near(found, reference):
+    """Raises unless parameters, steps, rates and what was logged are the same."""
+    assert found["values"] == pytest.approx(reference["values"], rel=1e-11, abs=1e-12)
+    for name in {"steps", "rates", "logged"} & set(reference):
+        assert found[name] == pytest.approx(reference[name], rel=1e-9, abs=1e-9), name
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """All that is tried on two ranks."""
+    both = [f"{name}:{case}" for case in SAME for name in ("plain", "allreduce")]
+    others = ["gossip_pull:epochs", "local_sgd:gan", "allreduce:resume", "allreduce:refusals", "allreduce:environment"]
+    return trained(2, tmp_path_factory.mktemp("two"), *both, *others)
+
+
+@each("case", SAME)
+def test_allreduce_trains_as_one_process_does(found, case):
+    for own in found[f"allreduce:{case}"]:
+        require_near(own, found[f"plain:{case}"][0])
+
+
+@each("run", ["gossip_pull:epochs", "local_sgd:gan"])
+def test_other_strategies_end_with_one_model_and_the_same_schedule(found, run):
+    one, other = found[run]
+    assert one == other
+    assert one.get("rates") == found[f"plain:{run.partition(':')[2]}"][0].get("rates")
+
+
+def test_a_checkpoint_is_the_consensus_and_goes_on(found):
+    for own in found["allreduce:resume"]:
+        assert own["consensus"] and own["values"] == pytest.approx(own["whole"], abs=1e-12)
+        assert own["files"] == [".ckpt", ".ckpt"]
+
+
+def test_fabric_saves_what_the_ranks_stand_for(found):
+    assert all(own["alike"] for own in found["allreduce:fabric"])
+
+
+def test_lightning_is_imported_on_first_use(found):
+    assert all(own["lazy"] for own in found["import"])
+
+
+def test_the_environment_tells_the_ranks(found):
+    first, second = found["allreduce:environment"]
+    assert first["ranks"] == [0, 0, 0, 2] and second["ranks"] == [1, 1, 0, 2]
+    assert first["main"] == second["main"] and not first["starts"]
+
+
+@each(
+    "case",
+    [
+        ("portions", "ConfigError: strategy must compute gradients of whole batches with Lightning; got sandblaster"),
+        ("devices", "ConfigError: devices must be 'auto', or the number of ranks on this node, 2, for mpirun or srun"),
+        (
+            "samples",
+            "ConfigError: data of an evaluation must have a sample for each of 2 ranks, which log alike",
+        ),
+        ("stream", "ConfigError: data for training must be a map-style data set with Lightning, whose loop must know"),
+        ("module", "ConfigError: strategy must be used by a Trainer; got no LightningModule. Call trainer.fit(model)."),
+        (
+            "stranger",
+            "ConfigError: optimizer must have parameters of a model that fabric.setup or setup_module was",
+        ),
+        ("name", "AttributeError: module 'hpcdist.lightning' has no attribute 'strategy'"),
+    ],
+)
+def test_refusals(found, case):
+    name, message = case
+    assert all(own[name].startswith(message) for own in found["allreduce:refusals"]), found["allreduce:refusals"]
+
+
+def test_a_missing_package_is_told(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="lightning must be installed for HpcdistStrategy; got none"):
+        _ = hpcdist.lightning.HpcdistStrategy
+
+
+# --- servers ----------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """Two workers and a server."""
+    plain = [f"plain:{case}" for case in ("epochs", "clipping", "early", "within")]
+    ours = [case.replace("plain", "hardsync") for case in plain]
+    return trained(3, tmp_path_factory.mktemp("three"), *plain, *ours, "parameter_server:resume", "hardsync:resume")
+
+
+@each("case", ["epochs", "clipping", "early", "within"])
+def test_a_rank_that_serves_follows_the_loop(served, case):
+    for own in served[f"hardsync:{case}"]:
+        reference = served[f"plain:{case}"][0]
+        if case == "clipping":  # torch's own divides by the norm + 1e-6
+            assert own["values"] == pytest.approx(reference["values"], abs=1e-4)
+        else:
+            require_near(own, reference)
+
+
+@each("strategy", ["hardsync", "parameter_server"])
+def test_a_checkpoint_has_the_state_of_servers(served, strategy):
+    ranks = served[f"{strategy}:resume"]
+    assert all(own["values"] == ranks[0]["values"] and own["consensus"] for own in ranks)
+    assert ranks[0]["files"] == [".ckpt", ".ckpt", ".ranks", ".ranks"]
+    if strategy == "hardsync":
+        assert ranks[0]["values"] == pytest.approx(ranks[0]["whole"], abs=1e-12)
+
+
+# --- what is rarer ----------------------------------------------------------------------------------------------------
+@pytest.mark.extended
+@pytest.mark.time_limit(200)
+def test_rarer_loops(tmp_path):
+    both = [f"{name}:{case}" for case in (*MORE, "gathers") for name in ("plain", "allreduce")]
+    resumed = ["allreduce:resume_within", "local_sgd:resume"]
+    evaluated = ("plain:evaluates", "allreduce:evaluates")
+    runs = [*resumed, "allreduce:shuffled", "allreduce:mixed", "gossip_pull:within", "gossip_pull:mixed"]
+    found = trained(2, tmp_path, *both, *runs, "gossip_pull:fabric", "local_sgd:accumulation", *evaluated)
+    for case in MORE:
+        for own in found[f"allreduce:{case}"]:
+            require_near(own, found[f"plain:{case}"][0])
+    for run in runs:
+        one, other = found[run]
+        assert one["values"] == other["values"]
+    for own in sum((found[run] for run in resumed), []):
+        assert own["consensus"] and own["values"] == pytest.approx(own["whole"], abs=1e-12)
+    plain, *_ = found["plain:evaluates"]
+    assert sorted(sum((own["outputs"] for own in found["allreduce:evaluates"]), [])) == sorted(plain["outputs"])
+    assert all(own["logged"] == pytest.approx(plain["logged"]) for own in found["allreduce:evaluates"])
+
+
+@pytest.mark.extended
+@pytest.mark.time_limit(200)
+def test_rarer_loops_with_servers(tmp_path):
+    cases = ("steps", "accumulation", "max_steps", "stops", "unclipped")
+    both = (f"{name}:{case}" for case in cases for name in ("plain", "hardsync"))
+    found = trained(3, tmp_path, *both, "hardsync:resume_within")
+    for own in found["hardsync:resume_within"]:
+        assert own["consensus"] and own["values"] == pytest.approx(own["whole"], abs=1e-12)
+    for case in cases:
+        for own in found[f"hardsync:{case}"]:
+            require_near(own, found[f"plain:{case}"][0])
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+def test_the_script_of_the_page_trains_as_one_process_does(tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    script = next(block.code for block in blocks(PAGE.read_text()) if block.code.startswith("# train.py"))
+    Path("train.py").write_text(script)
+    models = []
+    for size in (1, 2):
+        done = launch(size, ["train.py"], env=IMPORTS, compiler=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+        assert done.stdout.count("accuracy 0.9") == 1, done.stdout
+        models.append(torch.load("model.pt"))
+    for name, value in models[0].items():
+        assert torch.allclose(models[1][name], value, rtol=1e-12, atol=1e-12), name

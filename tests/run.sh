@@ -125,7 +125,7 @@ run_other() {
 
 run_rest() {
     local kind
-    if fits 300 "tests marked extended"; then
+    if fits 330 "tests marked extended"; then
         run -- "${PLAIN[@]}" --all -m "extended and not cluster and not alone"
     fi
     if fits 80 "tests marked alone"; then run -- --all -m alone; fi

@@ -76,6 +76,7 @@ strategies.available = lambda: found
 """
 
 
+@pytest.mark.extended
 def test_the_strategy_in_contributing_does_all_that_is_asked_of_every_strategy(averaging, tmp_path):
     """As it stands on the page, from a file, by the tests that hold for our own."""
     (tmp_path / "beside.py").write_text(BESIDE.format(name=averaging))

@@ -27,7 +27,7 @@ PERIODS = {"diloco": ["strategy.period=40"]}  # its own is longer than these run
 TRAIN_SAMPLES = {"digits": 1437, "regression": 1000}
 SHOWN = ("allreduce", "parameter_server", "gossip_pull", "local_sgd")  # of the kinds of strategies one each
 CASES = [
-    pytest.param(name, strategy, marks=() if name == "digits" or strategy in SHOWN else pytest.mark.extended)
+    pytest.param(name, strategy, marks=() if strategy in SHOWN else pytest.mark.extended)
     for name in NAMES
     for strategy in problem.stepping()
 ]

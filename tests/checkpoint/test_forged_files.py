@@ -237,16 +237,12 @@ def _mutated(data: bytes, draw: random.Random) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("times", [200, pytest.param(1000, marks=pytest.mark.extended)])
 @pytest.mark.parametrize(
-    ("name", "size", "times"),
-    [
-        ("manifest.json", 2, 1000),
-        ("rank-0000.json", 1, 500),
-        ("rank-0000.json", 2, 500),
-        ("rank-0000.safetensors", 2, 1000),
-    ],
+    ("name", "size"),
+    [("manifest.json", 2), ("rank-0000.json", 1), ("rank-0000.json", 2), ("rank-0000.safetensors", 2)],
 )
-def test_a_thousand_mutations_of_a_checkpoint_are_refused_or_harmless(worlds, tmp_path, name, size, times):
+def test_hundreds_of_mutations_of_a_checkpoint_are_refused_or_harmless(worlds, tmp_path, name, size, times):
     path = tmp_path / "step-00000001"
     shutil.copytree(worlds[size], path)
     content, manifest = (path / name).read_bytes(), (path / checkpoint.MANIFEST).read_bytes()
@@ -284,10 +280,11 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("times", [200, pytest.param(1000, marks=pytest.mark.extended)])
 @pytest.mark.parametrize(
     "name", ["summary.json", "run.json", "evaluations.jsonl", "records-rank0000.jsonl", "settings.toml"]
 )
-def test_a_thousand_mutations_of_a_run_s_files_are_refused_or_harmless(run, tmp_path, name):
+def test_hundreds_of_mutations_of_a_run_s_files_are_refused_or_harmless(run, tmp_path, name, times):
     append_evaluation(tmp_path, Evaluation(1, 0, 2, 3.0, {"loss": 4.0}))
     written = {
         "run.json": b'{"starts": [{"command": ["a"], "started": "2026-01-01T00:00:00Z"}]}',
@@ -302,13 +299,13 @@ def test_a_thousand_mutations_of_a_run_s_files_are_refused_or_harmless(run, tmp_
         "records-rank0000.jsonl": read_records, "settings.toml": lambda folder: load_settings({}, folder / name, ()),
     }[name]  # fmt: skip
     draw, refused = random.Random(name), 0
-    for _ in range(1000):
+    for _ in range(times):
         (folder / name).write_bytes(_mutated(content, draw))
         try:
             read(folder)
         except HpcdistError:
             refused += 1
-    assert refused > 300
+    assert refused > 0.3 * times
 
 
 # --- no regular files -------------------------------------------------------------------------------------------------

@@ -29,10 +29,6 @@ class Interval:
     def high(self) -> float:
         return self.mean + self.half
 
-    def excludes(self, value: float) -> bool:
-        """Tell whether a value lies outside; never where the width is unknown."""
-        return self.low > value or self.high < value
-
     def __format__(self, spec: str) -> str:
         return (
             f"{self.mean:{spec}}" if math.isnan(self.half) else f"{self.mean:{spec}} ± {self.half:{spec.lstrip('+')}}"
@@ -48,16 +44,6 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
     if n < 2:
         return Interval(fmean(values), math.nan)
     return Interval(fmean(values), float(stdtrit(n - 1, (1 + confidence) / 2)) * stdev(values) / math.sqrt(n))
-
-
-def difference(values: Sequence[float], others: Sequence[float]) -> Interval:
-    """Estimate by how much values are above others, pair by pair: of runs of the same seed, what both share cancels."""
-    return interval([a - b for a, b in zip(values, others, strict=True)])
-
-
-def ratio(values: Sequence[float], others: Sequence[float]) -> Interval:
-    """Estimate how many times others values are, pair by pair: of runs of the same seed, what both share cancels."""
-    return interval([a / b for a, b in zip(values, others, strict=True)])
 
 
 def first_reaching(moments: Iterable[tuple[T, float]], target: float, higher_is_better: bool) -> T | None:

@@ -22,9 +22,10 @@ from typing import Annotated
 import typer
 
 from hpcdist.tools.compare.plan import ComparedCell
-from hpcdist.tools.statistics import Interval, difference, interval
+from hpcdist.tools.statistics import Interval, interval
 from kit.cells import CellRuns, EndedRun, declare_cell
 from kit.output import Study, markdown, start, wrap
+from kit.pairs import difference, excludes
 from regression_job import SAMPLES, job
 
 JOB = Path(__file__).with_name("regression_job.py")
@@ -186,7 +187,7 @@ class Results:
         if protocol is SERIAL:
             return text
         apart = self.apart(protocol, budget)
-        return f"{text} ({apart:+.3f}){'*' * apart.excludes(0)}"
+        return f"{text} ({apart:+.3f}){'*' * excludes(apart, 0)}"
 
 
 def curve(run: EndedRun) -> dict[int, float]:
@@ -213,21 +214,21 @@ def paragraph(results: Results, job: Mapping[Setup, Sequence[float]], epochs: in
 def job_row(setup: Setup, job: Mapping[Setup, Sequence[float]]) -> dict[str, str]:
     """Make a row of the job's table."""
     apart = difference(job[setup], job[JOB_REFERENCE])
-    marked = "" if setup is JOB_REFERENCE else f"{apart:+.3f}{'*' * apart.excludes(0)}"
+    marked = "" if setup is JOB_REFERENCE else f"{apart:+.3f}{'*' * excludes(apart, 0)}"
     return {"": setup.name, "RMSE": f"{interval(job[setup]):.3f}", f"minus {JOB_REFERENCE.name}": marked}
 
 
 def explanation(case: Sequence[float], reference: Sequence[float], controls: Mapping[str, Sequence[float]]) -> str:
     """Tell whether runs of a case and of a reference differ, and which controls differ from the reference alike."""
     apart = difference(case, reference)
-    if not apart.excludes(0):
+    if not excludes(apart, 0):
         return "cannot be told from 0"
     found = "more accurate, " if apart.mean < 0 else "less accurate, "
     rest = {name: difference(case, values) for name, values in controls.items()}
     own = {name: difference(values, reference) for name, values in controls.items()}
     nearest = sorted(rest, key=lambda name: abs(rest[name].mean))
-    alike = [name for name in nearest if own[name].excludes(0) and own[name].mean * apart.mean > 0]
-    matching = [name for name in alike if not rest[name].excludes(0)]
+    alike = [name for name in nearest if excludes(own[name], 0) and own[name].mean * apart.mean > 0]
+    matching = [name for name in alike if not excludes(rest[name], 0)]
     if not matching:
         name = nearest[0]
         left = f"the nearest, {name}: {own[name]:+.3f}, leaves {rest[name]:+.3f}"

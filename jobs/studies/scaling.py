@@ -54,10 +54,11 @@ from matplotlib.figure import Figure
 
 from hpcdist.tools.compare.comparison import FIRST_SEED
 from hpcdist.tools.compare.plan import ComparedCell
-from hpcdist.tools.statistics import Interval, interval, ratio
+from hpcdist.tools.statistics import Interval, interval
 from kit import plots
 from kit.cells import CellRuns, EndedRun, at_rate, declare_cell, search
 from kit.output import Claim, Study, paragraphs, start
+from kit.pairs import ratio
 from scaling_job import model_bytes
 
 SYNCHRONOUS = "allreduce"  # what the others are held against

@@ -39,10 +39,11 @@ from matplotlib.figure import Figure
 
 from hpcdist.tools.compare.comparison import FIRST_SEED
 from hpcdist.tools.compare.plan import ComparedCell
-from hpcdist.tools.statistics import Interval, difference, interval, ratio
+from hpcdist.tools.statistics import Interval, interval
 from kit import plots
 from kit.cells import TUNING, CellRuns, EndedRun, declare_cell
 from kit.output import Claim, Study, paragraphs, start
+from kit.pairs import difference, ratio
 
 RATES = tuple(2.0**power for power in range(-3, 4))  # α/(1 − β)
 TOLERANCE = 1.0  # points of error by which the rate's may be above the best one's

@@ -164,6 +164,7 @@ def test_a_job_is_simulated_and_goes_on(monkeypatch, capsys):
     assert read_evaluations("out/runs/allreduce-r4-s0")[-1].seconds == four.wall_s
     found = json.loads(Path("out/comparison.json").read_text())
     assert found["virtual"]["compute"] == "straggler:3,2,10ms" and found["virtual"]["samples"] == 16
+    assert "parameter_server" in Path("out/report/index.html").read_text()
 
     monkeypatch.setattr(run_all, "find_spec", lambda name: None)  # no report: it takes seconds
     made = Path("out/runs/serial-r1-s0/summary.json").stat().st_mtime_ns

@@ -101,9 +101,12 @@ def points(declared: SweepDeclaration) -> list[tuple[str, ...]]:
     """List the points, each by its settings KEY=VALUE: random ones, or the whole grid."""
     axes = [read_axis(text) for text in declared.over]
     if declared.points:
-        chance, draws = random.Random(0), 100 * declared.points  # there may be fewer different ones
-        drawn = (tuple(axis.draw(chance) for axis in axes) for _ in range(draws))
-        found = list(dict.fromkeys(drawn))[: declared.points]
+        chance, drawn = random.Random(0), dict[tuple[str, ...], None]()
+        for _ in range(100 * declared.points):  # there may be fewer different ones
+            drawn[tuple(axis.draw(chance) for axis in axes)] = None
+            if len(drawn) == declared.points:
+                break
+        found = list(drawn)
     else:
         found = list(itertools.product(*(axis.grid() for axis in axes)))
     return [tuple(f"{axis.key}={value}" for axis, value in zip(axes, values, strict=True)) for values in found]

@@ -13,12 +13,16 @@ pytestmark = pytest.mark.computes
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.time_limit(120)
-def test_it_has_a_row_for_each_schedule_beside_torchs_and_one_rank(ranks):
-    results = ranks(lambda comm: pipeline.measure(comm, rounds=1, blocks=8, width=8, batch=16, micro_batches=4))
+def test_it_has_a_row_for_each_schedule_beside_torchs_and_one_rank(ranks, monkeypatch):
+    """On as many stages as there are ranks for."""
+    monkeypatch.setattr(pipeline, "WARM_UP", 1)
+    monkeypatch.setattr(pipeline, "MEMORY_ROUNDS", 1)
+    stages = max(number for number in pipeline.STAGES if number <= ranks.size)
+    sizes = {"blocks": 8, "width": 8, "batch": 16, "micro_batches": 4}
+    results = ranks(lambda comm: pipeline.measure(comm, [stages], rounds=1, **sizes))
     assert results.count(results[0]) == len(results), "all ranks have the same rows"
     rows, size = {row["name"]: row for row in results[0]}, len(results)
-    numbers = [number for number in pipeline.STAGES if number <= size]
-    assert list(rows) == ["alone", *(f"{number}/{variant.name}" for number in numbers for variant in pipeline.VARIANTS)]
+    assert list(rows) == ["alone", *(f"{stages}/{variant.name}" for variant in pipeline.VARIANTS)]
     alone = rows["alone"]
     assert (alone["stages"], alone["bubble"], alone["times_alone"], alone["speedup"]) == (1, 0, 1, None)
     for name, row in rows.items():
@@ -30,8 +34,9 @@ def test_it_has_a_row_for_each_schedule_beside_torchs_and_one_rank(ranks):
         if name != "alone" and "torch" not in name:
             peer = rows[name.removesuffix(" recompute").replace("/", "/torch ")]
             assert row["speedup"] == pytest.approx(peer["median_s"] / row["median_s"])
-    assert rows["2/gpipe"]["bubble_limit"] == pytest.approx(1 / 5)
-    assert rows["2/interleaved"]["bubble_limit"] == pytest.approx(1 / 9)
+    for name, parts in (("gpipe", 4), ("interleaved", 8)):
+        limit = (stages - 1) / (parts + stages - 1)
+        assert rows[f"{stages}/{name}"]["bubble_limit"] == pytest.approx(limit)
 
 
 def test_memory_is_that_of_the_call_alone():

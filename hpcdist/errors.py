@@ -31,7 +31,13 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError; EFBIG: a 
 
 
 class HpcdistError(Exception):
-    """The base of all errors of hpcdist."""
+    """The base of all errors of hpcdist.
+
+    Attributes:
+        elsewhere: another rank has met it, and says so itself.
+    """
+
+    elsewhere = False
 
 
 class ConfigError(HpcdistError, ValueError):

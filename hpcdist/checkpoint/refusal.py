@@ -28,7 +28,8 @@ def together(comm: Communicator, work: Callable[[], T], rule: str = "") -> T:
         raise
     except Exception as error:  # of any kind, because the other ranks wait to hear of it
         failure = error
-    reasons = dict(enumerate(comm.gather("" if failure is None else _reason(failure))))
+    elsewhere = isinstance(failure, HpcdistError) and failure.elsewhere
+    reasons = dict(enumerate(comm.gather("" if failure is None or elsewhere else _reason(failure))))
     ranks: dict[str, list[int]] = {}
     for rank in comm.failures.living:
         ranks.setdefault(reasons[rank], []).append(rank)

@@ -67,7 +67,8 @@ class AllReduce(abc.ABC):
                 "Convert the tensor first."
             )
         if self.comm.size > 1 and tensor.numel() > 0:
-            with self.comm.memory.host(tensor if dtype is tensor.dtype else tensor.view(dtype)) as host:
+            view = tensor if dtype is tensor.dtype else tensor.view(dtype)
+            with self.comm.failures.collective, self.comm.memory.host(view) as host:
                 work(host)
 
     @abc.abstractmethod

@@ -155,12 +155,15 @@ class Failures:
         tolerant: the job goes on when a rank dies.
         living: the ranks that take part in collectives: all, less those that `shrink` found dead.
         lost: the dead, in the order in which they were found.
+        collective: a context for a collective call that is made of messages, so that a rank which does not come to it
+            is found as with any other one.
     """
 
     deadline_s: float
     living: tuple[int, ...]
     lost: tuple[int, ...] = ()
     tolerant: bool = False
+    collective: AbstractContextManager[None] = _NOTHING
 
     def __init__(self, size: int, deadline_s: float):
         self.living, self.deadline_s = tuple(range(size)), deadline_s

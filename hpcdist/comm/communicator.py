@@ -127,7 +127,9 @@ class Communicator(abc.ABC):
         for rank, other in enumerate(failures):
             if other is not None:
                 kind, message = other
-                raise getattr(errors, kind, HpcdistError)(f"on rank {rank}: {message}")
+                elsewhere: HpcdistError = getattr(errors, kind, HpcdistError)(f"on rank {rank}: {message}")
+                elsewhere.elsewhere = True
+                raise elsewhere
         return result
 
     @abc.abstractmethod

@@ -38,7 +38,7 @@ def begin_epoch(optimizer: Any) -> None:
     strategy.model.refresh()
     looks = first or takes_up or replicates
     mine = [strategy.model.touched(), _sketch(strategy)] if looks else [False, _Sketch()]
-    found = _gathered(strategy.comm, "at an epoch's start", mine)
+    found = _gathered(strategy, "at an epoch's start", mine)
     touched = any(touched for touched, _ in found.values())
     if replicates or (first and touched):
         _require_replicas(strategy, {rank: sketch for rank, (_, sketch) in found.items()})
@@ -59,7 +59,7 @@ def require_same_steps(strategy: Strategy, place: str) -> None:
         return
     replicates = rules.forbids("replicas differ", strategy)
     sketch = _sketch(strategy) if replicates else _Sketch()
-    found = _gathered(strategy.comm, place, [strategy.model.passes.batches_used, sketch])
+    found = _gathered(strategy, place, [strategy.model.passes.batches_used, sketch])
     workers = [rank for rank in strategy.config.workers(strategy.comm.size) if rank in found]
     if strategy.contract.synchronous:
         error = unequal_steps({rank: found[rank][0] for rank in workers}, "batches that steps were taken for")
@@ -69,19 +69,23 @@ def require_same_steps(strategy: Strategy, place: str) -> None:
         _require_replicas(strategy, {rank: sketch for rank, (_, sketch) in found.items()})
 
 
-def _gathered(comm: Communicator, place: str, value: Any) -> dict[int, Any]:
+def _gathered(strategy: Strategy, place: str, value: Any) -> dict[int, Any]:
     """Collective. Return each living rank's value, which it has at the same place in the loop.
 
     Raises:
         MismatchError: some rank is elsewhere.
     """
+    comm = strategy.comm
     found = comm.failures.retry_on_failure(partial(comm.gather, [place, value]))
     places = {rank: found[rank][0] for rank in comm.failures.living}
     first = comm.failures.living[0]
     odd = next((rank for rank in places if places[rank] != places[first]), None)
     if odd is not None:
         habit = "ranks are at different places in the loop"
-        raise rules.error(habit, first=first, place=places[first], rank=odd, other=places[odd])
+        serving = sorted(set(places).difference(strategy.config.workers(comm.size)))
+        takes_no_step = f" Rank {serving[0]} serves and takes no step: count epochs." if serving else ""
+        facts = {"first": first, "place": places[first], "rank": odd, "other": places[odd]}
+        raise rules.error(habit, serving=takes_no_step, **facts)
     return {rank: found[rank][1] for rank in comm.failures.living}
 
 

@@ -308,6 +308,7 @@ def DistributedOptimizer(
     changed.attachment = Attachment(made, local_step, local_state_dict, workers, peers, counts, looks)
     changed._opt_called = True  # ... and where they find none before their own; a server's worker never makes one
     session.optimizers.append(optimizer)
+    session.serves = session.serves or not made.is_worker
     if isinstance(model, PartOfModel):
         model.optimizers.append(changed)
     return optimizer

@@ -88,7 +88,8 @@ RULES = {
     "a rank that serves takes a step": Rule(
         lambda contract: contract.ranks == "some serve",
         "optimizer.step() must be called on workers only; rank {rank} serves them. Iterate over hpcdist.shard(loader), "
-        "which serves there and yields no batch.",
+        "which serves there and yields no batch; where there is no DataLoader, over hpcdist.shard(batches, "
+        "split=False), batches being any iterable, such as range(1000).",
     ),
     "a step is taken in an evaluation": Rule(
         _always,
@@ -322,7 +323,7 @@ RULES = {
     "ranks are at different places in the loop": Rule(
         _always,
         "ranks must go through the loop alike; rank {first} is {place} and rank {rank} {other}. Decide for all ranks "
-        "together when to stop or to evaluate: by hpcdist.metric, or what hpcdist.broadcast sends.",
+        "together when to stop or to evaluate: by hpcdist.metric, or what hpcdist.broadcast sends.{serving}",
         MismatchError,
     ),
     "a call of all ranks stands inside the loop": Rule(

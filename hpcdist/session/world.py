@@ -40,6 +40,7 @@ class Session:
         self.group: Communicator | None = None  # the ranks that iterate it, where others serve them meanwhile
         self.peers: Communicator | None = None  # those of them that have this rank's stage
         self.grid: Grid | None = None  # of the pipeline, where there is one
+        self.serves = False  # this rank serves, or has served, others that train
 
     @property
     def comm(self) -> Communicator:
@@ -143,12 +144,12 @@ def _join_world(deadline_s: float | None, gpu_aware_mpi: bool | None, internode:
             comm = world(tolerant=tolerant, **_given(deadline_s=deadline_s, internode=internode))
             check_world(comm.size, comm.trace.library, os.environ)
             if comm.size > 1:
-                excepthook.install(comm.rank, comm.abort)
+                excepthook.install(comm.rank, comm.abort, _advice)
             versions: dict[str, Any] = {"hpcdist": __version__, "torch": torch.__version__, "mpi": comm.trace.library}
             versions["python"] = ".".join(platform.python_version_tuple()[:2])
             versions["plug-ins"] = registry.installed()
             require_equal(comm, versions | {"gpu_aware_mpi": gpu_aware_mpi}, "versions and settings")
-            comm.watch()
+            comm.watch(lambda: "it serves" if _process.serves else "")
     return comm
 
 
@@ -165,6 +166,18 @@ def _join_alone(deadline_s: float | None, reason: str) -> Communicator:
             "/path/to/libmpich.so.12."
         )
     return Alone(**_given(deadline_s=deadline_s))
+
+
+def _advice() -> str:
+    """Explain errors that a script of several ranks meets on one that serves."""
+    if not _process.serves:
+        return ""
+    return (
+        "This rank serves the ranks that train: a loop over hpcdist.shard(loader) has no batch here, and its body does "
+        "not run. What the body sets is not there after it: set it before, as in `loss = None`, and use it where "
+        "optimizer.strategy.is_worker is true. Count epochs and not steps, which are not taken here. A loop without a "
+        "DataLoader serves where it goes over hpcdist.shard(batches, split=False), batches being any iterable."
+    )
 
 
 def _given(**settings: Any) -> dict[str, Any]:

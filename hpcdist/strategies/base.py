@@ -180,8 +180,12 @@ class Strategy(abc.ABC):
         return save_entries(self.entries())
 
     def load_state(self, saved: dict[str, Any]) -> None:
-        """Collective. Restore the result of `state`, after the model's parameters."""
-        load_entries(self.entries(), saved)
+        """Collective. Restore the result of `state`, after the model's parameters.
+
+        Raises:
+            CheckpointError: it is none of this strategy's, on some rank; on all ranks.
+        """
+        self.comm.together(lambda: load_entries(self.entries(), saved))  # before messages of a subclass
 
     def masters(self) -> Flats | None:
         """Return what this rank has of the parameters that the ranks stand for together, for a checkpoint.

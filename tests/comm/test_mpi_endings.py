@@ -12,6 +12,7 @@ import pytest
 from comm.jobs_here import LIMIT_S, clean_environment, run, run_alone, write
 from faults.deaths import ULFM, survivable
 from harness.launch import find_mpirun
+from hpcdist.comm.mpi.calls import MESSAGE_S
 
 pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
 
@@ -98,9 +99,17 @@ time.sleep(600)
 
 
 def test_a_rank_that_leaves_early_is_named(tmp_path):
-    shown = ends(tmp_path, "if comm.rank == 1:\n    sys.exit(0)\ncomm.barrier()", 2)
-    assert re.search(r"rank 0 waited [\d.]+ s for every rank in barrier on world", shown)
+    """At once: the deadline is the default one."""
+    shown = ends(tmp_path, "if comm.rank == 1:\n    sys.exit(0)\ncomm.barrier()", 2, START)
+    assert re.search(r"rank 0 waited [\d.]+ s for every rank in barrier on world.* It would wait for ever.", shown)
     assert re.search(r"  rank 1: in exit on world .*, at the end of its script", shown)
+
+
+@pytest.mark.extended
+def test_a_rank_that_is_named_by_a_message_has_had_time_to_send_it(tmp_path):
+    shown = ends(tmp_path, "comm.irecv(torch.zeros(1), 1).wait() if comm.rank == 0 else sys.exit(0)", 2, START)
+    waited_s = re.search(r"rank 0 waited ([\d.]+) s for rank 1 in irecv on world.*It would wait for ever", shown)
+    assert waited_s and float(waited_s[1]) >= MESSAGE_S
 
 
 # --- ranks that fail --------------------------------------------------------------------------------------------------

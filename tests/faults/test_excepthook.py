@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from hpcdist.errors import ConfigError
 from hpcdist.faults import excepthook, turns
 
 
@@ -19,7 +20,7 @@ def hook(monkeypatch):
         monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
         monkeypatch.setattr(turns, "claim", lambda name: True)  # other tests may run beside these
         monkeypatch.setattr(turns, "MOST_S", 0.0)  # tests/faults/test_turns.py waits
-        excepthook.install(rank, statuses.append)
+        excepthook.install(rank, statuses.append, lambda: "This rank serves.")
         try:
             raise error
         except Exception:
@@ -33,7 +34,7 @@ def test_every_line_is_labelled_and_the_job_ends(hook, capsys):
     assert hook(3, ValueError("two\nlines")) == [1]
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "[rank 3] Traceback (most recent call last):"
-    assert lines[-2:] == ["[rank 3] ValueError: two", "[rank 3] lines"]
+    assert lines[-3:] == ["[rank 3] ValueError: two", "[rank 3] lines", "[rank 3] This rank serves."]
     assert all(line.startswith("[rank 3] ") for line in lines)
 
 
@@ -42,6 +43,11 @@ def test_the_users_logging_has_it_too(hook, caplog):
     (record,) = caplog.records
     assert record.getMessage() == "rank 3 ends the job by an exception that nobody caught."
     assert (record.name, record.levelname, record.exc_info[1]) == ("hpcdist", "ERROR", error)
+
+
+def test_errors_of_hpcdist_say_themselves_what_to_do(hook, capsys):
+    hook(3, ConfigError("lr must be greater than 0"))
+    assert capsys.readouterr().err.splitlines()[-1] == "[rank 3] hpcdist.errors.ConfigError: lr must be greater than 0"
 
 
 def test_causes_are_shown(hook, capsys):

@@ -5,9 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from harness.cases import each
 from harness.worlds import HeldRank
+from hpcdist import strategies
+from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import CheckpointError
 from hpcdist.model.flat import FlatModel
 from hpcdist.session.resharding import SavedState
@@ -132,3 +135,30 @@ def test_what_begins_anew_does_so_though_no_rank_saved_it():
     velocity = [torch.ones(2), torch.ones(3)]
     load_entries([held_tensors("velocity", velocity, zeros(velocity)), Along("centre", list, print)], {})
     assert not any(tensor.any() for tensor in velocity)
+
+
+@each("name", strategies.available())
+def test_a_state_that_one_rank_can_not_restore_is_refused_on_all(name):
+    """Also where ranks send each other what they have restored."""
+
+    def body(comm):
+        cls, module = strategies.load(name), nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        options = {"compression": "fp16"} if name in ("hardsync", "parameter_server") else {}
+        strategy = cls(cls.Config(**options), comm.split(0), FlatModel(module), optimizer=optimizer)
+        state = strategy.state()
+        with pytest.raises(CheckpointError, match=r"the strategy's state must have 'steps'; got "):
+            strategy.load_state({k: v for k, v in state.items() if k != "steps"} if comm.rank == 1 else state)
+        with pytest.raises(CheckpointError, match="the strategy's 'steps' must be of type int; got 'x'") as got:
+            strategy.load_state(state | {"steps": "x"} if comm.rank == 1 else state)
+        strategy.load_state(state)
+        comm.barrier()
+        return got.value.elsewhere
+
+    assert run_virtual(body, 3) == [True, False, True]
+
+
+def test_a_value_that_an_entry_can_not_take_is_named():
+    short = Entry("x", list, lambda saved: torch.zeros(3).copy_(saved))
+    with pytest.raises(CheckpointError, match="the strategy's 'x' must be what such a strategy has saved"):
+        load_entries([short], {"x": torch.zeros(2)})

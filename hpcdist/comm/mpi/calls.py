@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from mpi4py import MPI
 
 from hpcdist.comm.capabilities import Failures, Trace
+from hpcdist.comm.mpi.stuck import State, Wait
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, DeadlineError, RankFailedError
 
@@ -42,6 +43,9 @@ def meet(mpi: MPI.Intracomm) -> None:
 
 clock = time.perf_counter  # of real ranks
 EVERYONE, ANYONE = -1, -2  # in place of the rank that a call waits for
+EXIT, BROADCAST = "exit", "broadcast"
+RECEIVES = ("irecv", "probe")
+MESSAGE_S = 5.0  # a message that is awaited for so long is no longer on its way: even one that was lost is sent again
 SHOWN = 16  # ranks that a message names one by one
 _DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 
@@ -64,6 +68,7 @@ class Place(NamedTuple):
 
     text: str
     answers: bool
+    state: State | None = None
 
 
 class Calls:
@@ -81,6 +86,16 @@ class Calls:
         self.traffic, self.world_ranks = trace.traffic, trace.world_ranks
         self.current: Call | None = None  # what this rank is blocked in
         self.count = 0  # collective calls begun; ranks in step have equal counts
+        self.inside = 0  # collective calls that are made of messages, and under way
+        self.sending = 0  # messages begun and not completed
+
+    def __enter__(self) -> None:
+        """Begin a collective call that is made of messages."""
+        self.count += 1
+        self.inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.inside -= 1
 
     @contextmanager
     def blocked(self, what: str, peer: int, deadline_s: float) -> Iterator[None]:
@@ -135,6 +150,24 @@ class Calls:
                 if deadline_s is not None:
                     raise
                 raise DeadlineError(f"{error}{self.failures.whereabouts()}") from None
+
+    def waits(self, patience_s: float) -> Wait | None:
+        """Return the call that this rank is blocked in, for so long at least, if it needs certain ranks to come.
+
+        Any thread may ask.
+        """
+        count, call = self.count, self.current  # in this order: a call that begins meanwhile has a higher number
+        if call is None or call.what == EXIT:
+            return None
+        together = self.inside > 0 or call.peer == EVERYONE or call.what == BROADCAST
+        if not together and (call.peer == ANYONE or call.what not in RECEIVES):
+            return None  # what is sent may be on its way into memory that the other rank has offered
+        waited_s = clock() - call.since
+        if waited_s < (patience_s if together else max(patience_s, MESSAGE_S)):
+            return None
+        what = "all-reduce" if self.inside and call.peer != EVERYONE else call.what
+        rank = None if together else self.world_ranks[call.peer]
+        return Wait(self.name, what, count, rank, f"for {self.peer_name(call.peer)} {self.place(call)}", waited_s)
 
     # --- messages -------------------------------------------------------------------------------------------------
     def failure(self, what: str, peer: int, error: MPI.Exception) -> CommunicationError:
@@ -206,7 +239,8 @@ class FaultTolerance(Failures):
         super().__init__(mpi.Get_size(), deadline_s)
         self.all, self.tolerant = mpi, tolerant
         self.alive: MPI.Intracomm = mpi.Dup() if tolerant else mpi  # for collectives; messages outlive its revocation
-        self.calls, self._places = Calls(self, name, trace), places
+        self.calls = self.collective = Calls(self, name, trace)
+        self._places = places
 
     def failed(self) -> tuple[int, ...]:
         if not self.tolerant:

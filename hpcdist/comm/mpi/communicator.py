@@ -7,7 +7,7 @@ for (`comm/mpi/calls.py`), which the watchdog (`comm/mpi/watchdog.py`) reads whe
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
@@ -19,9 +19,18 @@ from torch import Tensor
 from hpcdist.comm.capabilities import Trace, Traffic
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.mpi.attached import find_nodes
-from hpcdist.comm.mpi.calls import ANYONE, EVERYONE, Call, FaultTolerance, clock, world_ranks
+from hpcdist.comm.mpi.calls import ANYONE, BROADCAST, EVERYONE, Call, FaultTolerance, clock, world_ranks
 from hpcdist.comm.mpi.library import end, version
-from hpcdist.comm.mpi.messages import NUMBERS, MpiNeighbourhood, MpiRequest, Staging, memory_at, message, numbers
+from hpcdist.comm.mpi.messages import (
+    NUMBERS,
+    SENDING,
+    MpiNeighbourhood,
+    MpiRequest,
+    Staging,
+    memory_at,
+    message,
+    numbers,
+)
 from hpcdist.comm.mpi.process import Process
 from hpcdist.comm.mpi.transports import Transports
 from hpcdist.comm.transfer import (
@@ -74,6 +83,7 @@ class MpiCommunicator(Communicator):
         traffic: Traffic | None = None,
     ):
         self.mpi, self.process, self.name = mpi, process, name
+        self._made_from = 0  # communicators
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
         self.trace = Trace(version(), world_ranks(mpi), traffic=traffic)
         self.traffic = self.trace.traffic
@@ -112,10 +122,10 @@ class MpiCommunicator(Communicator):
         host, start = tensor, clock()
         if not self.staging.direct(tensor):
             host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
-        request = self.calls.attempt("isend", dest, self.mpi.Isend, message(host), dest, tag)
+        request = self.calls.attempt(SENDING, dest, self.mpi.Isend, message(host), dest, tag)
         self.traffic.communicating_s += clock() - start  # MPI copies or sends here what goes at once
         self.traffic.sent(tensor.nbytes)
-        return MpiRequest(self.calls, request, "isend", dest, host)
+        return MpiRequest(self.calls, request, SENDING, dest, host)
 
     def irecv(self, tensor: Tensor, source: int = ANY, tag: int = ANY) -> Request:
         check_flat(tensor)
@@ -194,7 +204,7 @@ class MpiCommunicator(Communicator):
         self.calls.count += 1
         with self.staging.host(tensor, read=self.rank == root, write=self.rank != root) as host:
             self.calls.communicate(
-                "broadcast", root, self.failures.alive.Bcast, message(host), self.failures.living.index(root)
+                BROADCAST, root, self.failures.alive.Bcast, message(host), self.failures.living.index(root)
             )
         if self.rank == root and self.size > 1:
             self.traffic.sent(tensor.nbytes)
@@ -224,13 +234,13 @@ class MpiCommunicator(Communicator):
     def _split(self, color: int | None, key: int, traffic: Traffic | None) -> MpiCommunicator | None:
         wanted = self.gather([None if color is None else int(color), int(key)])
         mpi = cast(MPI.Intracomm, self.mpi.Split(MPI.UNDEFINED if color is None else color, key))
+        self._made_from += 1
         if color is None:
             return None
         members = sorted((choice[1], r) for r, choice in enumerate(wanted) if choice and choice[0] == color)
         nodes = [self.memory.nodes[r] for _, r in members]
         index = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
-        name = f"{self.name}/{color}"
-        return self._made(mpi, tuple(index[node] for node in nodes), self.memory.wanted, name, traffic)
+        return self._made(mpi, tuple(index[node] for node in nodes), self.memory.wanted, str(color), traffic)
 
     def apart(self, internode: str = "auto", nodes: tuple[int, ...] | None = None) -> MpiCommunicator:
         """Collective. Copy this communicator as if its ranks were on other nodes: for tests and measurements.
@@ -239,7 +249,8 @@ class MpiCommunicator(Communicator):
             nodes: node index of each rank; by default each is on a node of its own.
         """
         nodes = tuple(range(self.size)) if nodes is None else nodes
-        return self._made(self.mpi.Dup(), nodes, internode, f"{self.name}/apart")
+        self._made_from += 1
+        return self._made(self.mpi.Dup(), nodes, internode, "apart")
 
     def _made(
         self, mpi: MPI.Intracomm, nodes: tuple[int, ...], internode: str, name: str, traffic: Traffic | None = None
@@ -251,7 +262,7 @@ class MpiCommunicator(Communicator):
             nodes=nodes,
             device_aware=self.staging.device_aware,
             internode=internode,
-            name=name,
+            name=f"{self.name}/{name}{f'.{self._made_from}' * (self._made_from > 1)}",  # no other one has it
             traffic=traffic,
         )
 
@@ -272,11 +283,15 @@ class MpiCommunicator(Communicator):
     def now(self) -> float:
         return clock()
 
-    def watch(self) -> None:
-        """Collective. End the job from now on where a call of this thread takes longer than its deadline."""
+    def watch(self, role: Callable[[], str] = str) -> None:
+        """Collective. End the job from now on where a call of this thread takes longer than its deadline.
+
+        Args:
+            role: tells what is special about this rank, for messages.
+        """
         nodes = self.memory.nodes
         here = {rank: pid for rank, pid in enumerate(self.pids) if nodes[rank] == nodes[self.rank]}
-        self.process.watch(self.mpi.Dup(), here)
+        self.process.watch(self.mpi.Dup(), here, role)
 
     def abort(self, status: int = 1) -> None:
         """End every rank of the job, with this exit status; where ranks outlive others and one has died, this rank."""

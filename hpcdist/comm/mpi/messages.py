@@ -49,6 +49,9 @@ def numbers(tensor: Tensor) -> list:
     return [memory_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), NUMBERS[tensor.dtype]]
 
 
+SENDING, EXCHANGE = "isend", "neighbour exchange"
+
+
 class Staging:
     """Pinned host copies of device tensors, reused by size and dtype.
 
@@ -107,6 +110,8 @@ class MpiRequest(Request):
     ):
         self._calls, self._request, self._what, self._peer = calls, request, what, peer
         self._host, self._device, self._kept = host, device, kept
+        self._sends = what == SENDING
+        calls.sending += self._sends
 
     def done(self) -> bool:
         if self._calls.attempt(self._what, self._peer, self._request.Test):
@@ -119,12 +124,12 @@ class MpiRequest(Request):
         self._finish()
 
     def _finish(self) -> None:
+        if self._sends:
+            self._sends = False
+            self._calls.sending -= 1
         if self._device is not None:
             self._device.copy_(self._host)
             self._device = None
-
-
-EXCHANGE = "neighbour exchange"
 
 
 class MpiNeighbourhood(Neighbourhood):

@@ -10,13 +10,13 @@ import atexit
 import math
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from hpcdist.comm.mpi.calls import EVERYONE, Calls, Place, meet
+from hpcdist.comm.mpi.calls import EVERYONE, EXIT, Calls, Place, meet
 from hpcdist.comm.mpi.watchdog import Watchdog
 from hpcdist.comm.waiting import wait_until
 
@@ -87,14 +87,15 @@ class Process:
         """Return the calls of the communicators in use. Any thread may call this."""
         return [calls for reference in self.calls.valuerefs() if (calls := reference()) is not None]
 
-    def watch(self, mpi: MPI.Intracomm, pids: Mapping[int, int]) -> None:
+    def watch(self, mpi: MPI.Intracomm, pids: Mapping[int, int], role: Callable[[], str]) -> None:
         """Collective. Watch the calling thread: past a deadline the job ends with a message of where each rank is.
 
         Args:
             mpi: all ranks; used from here on by the watchdog alone.
             pids: processes of the ranks of this node.
+            role: tells what is special about this rank, for messages.
         """
-        watchdog = Watchdog(mpi, pids, self.calls_in_use, tolerant=self.tolerant)
+        watchdog = Watchdog(mpi, pids, self.calls_in_use, role, tolerant=self.tolerant)
         if watchdog.start():
             self._watchdog = watchdog
             self.threads.append(watchdog)
@@ -119,7 +120,7 @@ class Process:
         if self._of_all is None or MPI.Is_finalized():
             return
         calls, everyone = self._of_all
-        with calls.blocked("exit", EVERYONE, math.inf):
+        with calls.blocked(EXIT, EVERYONE, math.inf):
             if self.tolerant:
                 meet(everyone)
             else:

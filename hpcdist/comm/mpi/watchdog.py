@@ -1,8 +1,11 @@
 """The watchdog: ends a job that hangs, and says which rank is missing, in which call, at which line.
 
-A thread of every rank looks twice a second at what its communicators are blocked in. Past the deadline it asks every
+A thread of every rank looks now and then at what its communicators are blocked in. Past the deadline it asks every
 other rank's watchdog where that rank is. These answer from their own thread, so a rank that computes for ever, sleeps
 or reads a slow disk is named with the line it is at; one that does not answer has ended or can't be reached.
+
+A rank that is blocked for a moment, or whose script has ended, tells rank 0's watchdog its state. Where this shows that
+ranks wait for one that will never come (`comm/mpi/stuck.py`), rank 0 asks them again, and ends the job at once.
 """
 
 from __future__ import annotations
@@ -10,21 +13,25 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 from mpi4py import MPI
 
 from hpcdist import log
 from hpcdist.comm.lines import line_of
-from hpcdist.comm.mpi.calls import Call, Calls, Place
+from hpcdist.comm.mpi.calls import EXIT, Call, Calls, Place
 from hpcdist.comm.mpi.library import end
+from hpcdist.comm.mpi.stuck import State, stuck
 
-POLL_S = 0.5
+POLL_S, BLOCKED_S = 0.25, 0.05  # pause between two looks, and while this rank is blocked
+PATIENCE_S = 0.2  # a rank that is blocked for so long says so
+REPORT_S = (
+    0.01  # times the number of ranks: the least time between two reports of one; rank 0 gets 100 a second at most
+)
 ANSWER_S = 5.0  # how long to wait for the other ranks' answers
-QUERY, ANSWER = 1, 2
+QUERY, ANSWER, REPORT = 1, 2, 3
 STATUS = 87  # exit status of a job that the watchdog ended
 
 
@@ -35,6 +42,7 @@ class Watchdog:
         mpi: all ranks; the watchdog alone sends messages on it.
         pids: processes of the ranks of this node.
         in_use: gives the calls of the communicators in use.
+        role: tells what is special about this rank, for messages.
         tolerant: the library survives a rank that dies.
     """
 
@@ -43,15 +51,19 @@ class Watchdog:
         mpi: MPI.Intracomm,
         pids: Mapping[int, int],
         in_use: Callable[[], Sequence[Calls]],
+        role: Callable[[], str],
         *,
         tolerant: bool,
     ):
         self._mpi, self._pids, self._in_use, self._tolerant = mpi, pids, in_use, tolerant
+        self._role = role
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
         self._watched = threading.get_ident()
         self._stopped, self._wanted, self._complete = threading.Event(), threading.Event(), threading.Event()
         self._places: dict[int, Place] = {}
         self._sent: list[tuple[MPI.Request, object]] = []  # a buffer must live until it has left
+        self._reported, self._reported_s = [""], 0.0  # the calls that this rank has told rank 0 of, and when
+        self._states: dict[int, State] = {}  # what ranks have told rank 0
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
     def start(self) -> bool:
@@ -72,11 +84,17 @@ class Watchdog:
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
+            with suppress(MPI.Exception):  # a rank has died
+                self._collect()
 
     def _run(self) -> None:
-        while not self._stopped.wait(POLL_S):
+        while not self._stopped.wait(BLOCKED_S if self._oldest_s() > PATIENCE_S else POLL_S):
             try:
                 self._answer()
+                if not self._tolerant:  # a call of the living is left where a rank dies in it
+                    self._report()
+                    if self.rank == 0 and self._collect():
+                        self._end_if_stuck()
                 self._sent = [(request, text) for request, text in self._sent if not request.Test()]
             except MPI.Exception:
                 if not self._tolerant:
@@ -90,6 +108,11 @@ class Watchdog:
             if late is not None:
                 self._end(*late)
 
+    def _oldest_s(self) -> float:
+        """Return for how long this rank has been blocked."""
+        now_s = time.perf_counter()
+        return max((now_s - call.since for calls in self._in_use() if (call := calls.current)), default=0.0)
+
     def _late(self) -> tuple[Calls, Call] | None:
         for calls in self._in_use():
             call = calls.current
@@ -99,16 +122,34 @@ class Watchdog:
 
     # --- saying where this rank is --------------------------------------------------------------------------------
     def _answer(self) -> None:
-        status = MPI.Status()
-        while self._mpi.Iprobe(MPI.ANY_SOURCE, QUERY, status):
-            self._mpi.Recv(bytearray(1), status.Get_source(), QUERY)
-            self._send(self._where().encode(), status.Get_source(), ANSWER)
+        while (source := self._received(QUERY)) is not None:
+            self._send(self._state().encode(), source[0], ANSWER)
 
-    def _send(self, text: bytes, rank: int, tag: int) -> None:
-        self._sent.append((self._mpi.Isend(text, rank, tag), text))
+    def _received(self, tag: int) -> tuple[int, bytes] | None:
+        """Receive a message that has arrived; return its source and what it says, or None where there is none."""
+        status = MPI.Status()
+        if not self._mpi.Iprobe(MPI.ANY_SOURCE, tag, status):
+            return None
+        data = bytearray(status.Get_count(MPI.BYTE))
+        self._mpi.Recv(data, status.Get_source(), tag)
+        return status.Get_source(), bytes(data)
+
+    def _send(self, data: bytes, rank: int, tag: int) -> None:
+        self._sent.append((self._mpi.Isend(data, rank, tag), data))
+
+    def _state(self) -> State:
+        in_use = self._in_use()
+        waits = [wait for calls in in_use if (wait := calls.waits(PATIENCE_S))]
+        ended = any(call.what == EXIT for calls in in_use if (call := calls.current))
+        counts = {calls.name: calls.count for calls in in_use}
+        return State(self._where(), self._line(), ended, counts, sum(c.sending for c in in_use), waits)
+
+    def _line(self) -> str:
+        role = self._role()
+        return line_of(self._watched) + (f" ({role})" if role else "")
 
     def _where(self) -> str:
-        line = line_of(self._watched)
+        line = self._line()
         for calls in self._in_use():
             call = calls.current
             if call is not None:
@@ -125,6 +166,49 @@ class Watchdog:
         places = dict(self._places)
         places[self.rank] = Place(f"at {line_of(self._watched)}", True)
         return {rank: places.get(rank, Place("nobody could ask it", False)) for rank in range(self.size)}
+
+    # --- ranks that wait for ever ---------------------------------------------------------------------------------
+    def _report(self) -> None:
+        """Tell rank 0 the state of this rank, where it is newly blocked, or its script has ended."""
+        now_s = time.perf_counter()
+        if now_s - self._reported_s < REPORT_S * self.size or self._oldest_s() < PATIENCE_S:
+            return
+        state = self._state()
+        calls = [f"{wait.comm} {wait.what} {wait.number}" for wait in state.waits]
+        if (calls or state.ended) and calls != self._reported:
+            self._reported, self._reported_s = calls, now_s
+            self._send(state.encode(), 0, REPORT)
+
+    def _collect(self) -> bool:
+        """Take the ranks' reports; tell whether there are new ones. On rank 0."""
+        new = False
+        while (report := self._received(REPORT)) is not None:
+            self._states[report[0]], new = State.decode(report[1]), True
+        return new
+
+    def _end_if_stuck(self) -> None:
+        """End the job, and say why, where ranks wait for ever: by their reports, and by what they say when asked."""
+        found = stuck(self._states)
+        if not found:
+            return
+        places = self._ask({*found, *(rank for missing in found.values() for rank in missing)} - {self.rank})
+        states = {rank: place.state for rank, place in places.items() if place.state} | {self.rank: self._state()}
+        found = stuck(states)
+        if not found:
+            return
+        rank = min(found)
+        wait = next(iter(states[rank].waits))
+        report = [
+            f"rank {rank} waited {wait.waited_s:.1f} s {wait.text}, at {states[rank].line}. It would wait for ever. "
+            "Missing:"
+        ]
+        report += [f"  rank {r}: {states[r].place}" for r in found[rank]]
+        report += [
+            "Ranks must go through the loop alike: decide for all of them together when to stop, to leave out a step "
+            "or to evaluate, by hpcdist.metric, or what hpcdist.broadcast sends. Ending the job."
+        ]
+        log.before_end("\n".join(report))
+        end(STATUS)
 
     # --- ending the job -------------------------------------------------------------------------------------------
     def _end(self, calls: Calls, call: Call) -> None:
@@ -146,9 +230,9 @@ class Watchdog:
         log.before_end("\n".join(report))
         end(STATUS)
 
-    def _ask(self) -> dict[int, Place]:
-        """Return every other rank's answer to where it is."""
-        others = [r for r in range(self.size) if r != self.rank]
+    def _ask(self, others: Collection[int] | None = None) -> dict[int, Place]:
+        """Return the answers of other ranks, by default of all, to where they are."""
+        others = [r for r in range(self.size) if r != self.rank] if others is None else others
         for r in others:
             with suppress(MPI.Exception):  # it has died
                 self._send(b"?", r, QUERY)
@@ -158,15 +242,14 @@ class Watchdog:
         places = {
             r: Place(f"does not answer: {why.format(stopped[r]) if r in stopped else unknown}", False) for r in others
         }
-        until, waiting, status = time.perf_counter() + ANSWER_S, set(others) - set(stopped), MPI.Status()
+        until, waiting = time.perf_counter() + ANSWER_S, set(others) - set(stopped)
         while waiting and time.perf_counter() < until:
             with suppress(MPI.Exception):  # another one has died
                 self._answer()  # others may be asking too
-                if self._mpi.Iprobe(MPI.ANY_SOURCE, ANSWER, status):
-                    text = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-                    self._mpi.Recv(text, status.Get_source(), ANSWER)
-                    places[status.Get_source()] = Place(text.tobytes().decode(), True)
-                    waiting.discard(status.Get_source())
+                if (answer := self._received(ANSWER)) is not None:
+                    state = State.decode(answer[1])
+                    places[answer[0]] = Place(state.place, True, state)
+                    waiting.discard(answer[0])
                     continue
             time.sleep(0.01)
         return places

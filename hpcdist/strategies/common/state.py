@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.compress import Feedback, Reduction
-from hpcdist.errors import CheckpointError
+from hpcdist.errors import CheckpointError, HpcdistError
 from hpcdist.model.hyperparameters import Hyperparameters
 
 Ranges = Sequence[tuple[int, int]]  # elements [start, stop) of each flat tensor
@@ -167,7 +167,7 @@ def load_entries(entries: Iterable[Entry], state: dict[str, Any]) -> None:
     """Collective. Restore a state, entry by entry in the order in which they are declared."""
     for entry in entries:
         if entry.name in state:
-            entry.load(state[entry.name])
+            _load(entry, state[entry.name])
         elif isinstance(entry.combine, Anew):
             entry.load(entry.combine.make())
         elif not entry.optional:
@@ -175,6 +175,19 @@ def load_entries(entries: Iterable[Entry], state: dict[str, Any]) -> None:
                 f"the strategy's state must have {entry.name!r}; got {', '.join(sorted(state))}. Resume with the "
                 "strategy and options of that run."
             )
+
+
+def _load(entry: Entry, value: Any) -> None:
+    """Restore one entry; raise CheckpointError, which reaches all ranks, where the value is none of this entry's."""
+    try:
+        entry.load(value)
+    except HpcdistError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"the strategy's {entry.name!r} must be what such a strategy has saved; got something else "
+            f"({type(error).__name__}: {error!s:.200}). Resume from another checkpoint."
+        ) from error
 
 
 # --- compression ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,139 @@
+"""One rank leaves the loop, or its script: the others end at once, and are told where it is and where they are."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from comm.jobs_here import run
+from harness.launch import find_mpirun
+
+pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+
+# The deadline is that of users, 600 s: who waits for it does not end in time.
+LOOP = """
+import sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import hpcdist as hd
+
+hd.init()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model, strategy={strategy!r})
+loader = hd.shard(DataLoader(TensorDataset(torch.randn(144, 4), torch.randn(144, 1)), 4))
+leaves = hd.rank() == hd.size() - 1
+
+def step(x, y):
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+"""
+EXIT = """
+for epoch in range(2):
+    for batch, (x, y) in enumerate(loader):
+        if leaves and batch == 3:
+            sys.exit(0)
+        step(x, y)
+hd.finish(model)
+"""
+BREAK = EXIT.replace("sys.exit(0)", "break")
+ALONE = """
+for batch in range(20 if leaves else 30):  # as each rank's target_kl decides
+    step(torch.randn(4, 4), torch.randn(4, 1))
+"""
+FINISHES = ALONE + "hd.finish(model)\n"
+SCRIPT_ENDS = r"  rank {last}: in exit on world \(call \d+\) for [\d.]+ s, at the end of its script"
+
+
+def ends(tmp_path, strategy, text, size):
+    """Runs a loop that must fail; what it wrote on standard error."""
+    job = run(tmp_path, LOOP.format(strategy=strategy) + text, size)
+    assert job.returncode != 0, job.stdout + job.stderr
+    return job.stderr
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "text", "waits", "missing"),
+    [
+        ("allreduce", 3, BREAK, "in allreduce", r"  rank 2: in gather on world.* at .*: "),
+        ("local_sgd", 2, EXIT, "in ", SCRIPT_ENDS),
+        pytest.param("allreduce", 2, EXIT, "in allreduce", SCRIPT_ENDS, marks=pytest.mark.extended),
+        pytest.param("allreduce", 3, ALONE, "in allreduce", SCRIPT_ENDS, marks=pytest.mark.extended),
+        pytest.param("allreduce", 2, FINISHES, "in allreduce", "  rank 1: in gather", marks=pytest.mark.extended),
+        pytest.param("hardsync", 3, EXIT, "in gather", SCRIPT_ENDS, marks=pytest.mark.extended),
+        pytest.param("gossip_pull", 3, EXIT, "in gather", SCRIPT_ENDS, marks=pytest.mark.extended),
+    ],
+)
+def test_both_places_are_named(tmp_path, strategy, size, text, waits, missing):
+    shown = ends(tmp_path, strategy, text, size)
+    first = re.search(rf"rank 0 waited ([\d.]+) s for every rank {waits}.* It would wait for ever.", shown)
+    assert first is not None, shown
+    assert float(first[1]) < 10, "soon, also on a busy machine"
+    assert re.search(missing.replace("{last}", str(size - 1)), shown), shown
+    assert shown.count("Missing:") == 1, "one rank speaks"
+
+
+RIGHT = """
+if hd.rank() == 1:
+    time.sleep(1)  # the others are in the call, and then at their end, meanwhile
+value = hd.broadcast(torch.ones(1) * hd.rank())
+for _ in range(5 * (1 + hd.rank())):
+    step(torch.randn(4, 4), torch.randn(4, 1))
+    time.sleep(0.1)
+print("rank", hd.rank(), "is done")
+"""
+
+
+def test_ranks_that_step_alone_may_end_at_different_times(tmp_path):
+    job = run(tmp_path, LOOP.format(strategy="gossip_pull") + RIGHT, 3)
+    assert (job.returncode, job.stdout.count("is done")) == (0, 3), job.stderr
+
+
+# --- ranks that serve -------------------------------------------------------------------------------------------------
+AFTER = """
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+print(loss.item())
+"""
+COUNTED = """
+count = 0
+while count < 10:
+    for x, y in loader:
+        step(x, y)
+        count += 1
+        if count == 10:
+            break
+"""
+STREAM = """
+for _ in hd.shard(range(10), split=False):
+    step(torch.randn(4, 4), torch.randn(4, 1))
+hd.finish(model)
+print("rank", hd.rank(), "is done")
+"""
+SERVES = r"\[rank 0\] This rank serves the ranks that train: a loop over hpcdist.shard\(loader\) has no batch here"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (AFTER, r"\[rank 0\] NameError: name 'loss' is not defined\n" + SERVES),
+        pytest.param("x, y = next(iter(loader))", r"StopIteration\n" + SERVES, marks=pytest.mark.extended),
+        pytest.param(COUNTED, r"rank 0 waited .* \(it serves\)", marks=pytest.mark.extended),
+        pytest.param(COUNTED + "hd.finish(model)", "Rank 0 serves and takes no step", marks=pytest.mark.extended),
+        pytest.param(ALONE, r"over hpcdist.shard\(batches, split=False\)", marks=pytest.mark.extended),
+    ],
+)
+def test_what_fails_on_a_rank_that_serves_says_that_it_serves(tmp_path, text, error):
+    assert re.search(error, ends(tmp_path, "hardsync", text, 2))
+
+
+def test_a_loop_without_a_data_loader_serves_where_its_range_is_sharded(tmp_path):
+    job = run(tmp_path, LOOP.format(strategy="hardsync") + STREAM, 3)
+    assert (job.returncode, job.stdout.count("is done")) == (0, 3), job.stderr

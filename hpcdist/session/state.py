@@ -228,18 +228,27 @@ def restore(optimizer: Any, state: Mapping[str, Any], together: Together) -> Non
         optimizer.load_state_dict(_numbered(optimizer, layout, state["optimizer"]))
 
     together(restore_here)
-    together(lambda: restore_strategy(optimizer.strategy, state["strategy"]))
+    restore_strategy(optimizer.strategy, state["strategy"], together)
     model.mark()
     optimizer.attachment.look()
 
 
-def restore_strategy(strategy: Strategy, saved: Mapping[str, Any]) -> None:
-    """Collective. Restore what a strategy declares, after the model's parameters."""
+def restore_strategy(strategy: Strategy, saved: Mapping[str, Any], together: Together | None = None) -> None:
+    """Collective. Restore what a strategy declares, after the model's parameters.
+
+    Args:
+        together: as of `restore`; by default the strategy's ranks'.
+    """
+    together = together or strategy.comm.together
     layout, values = ParameterLayout(strategy.model), dict(saved)
-    for entry in strategy.entries():
-        if isinstance(entry, Along) and entry.name in values:
-            values[entry.name] = layout.join(values[entry.name], entry.ranges)
-    strategy.load_state(values)
+
+    def join_here() -> None:
+        for entry in strategy.entries():
+            if isinstance(entry, Along) and entry.name in values:
+                values[entry.name] = layout.join(values[entry.name], entry.ranges)
+
+    together(join_here)  # before ranks tell each other what they load
+    together(lambda: strategy.load_state(values))
 
 
 def _numbered(optimizer: Any, layout: ParameterLayout, saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.cases import each
-from hpcdist.comm.mpi.stuck import State, Wait, stuck
+from hpcdist.comm.mpi.stuck import RankState, Wait, stuck
 
 BEGUN = {"world": 7, "world/0": 30}
 
@@ -11,14 +11,14 @@ BEGUN = {"world": 7, "world/0": 30}
 def blocked(comm, number, *, what="allreduce", rank=None, sending=0, **counts):
     """A rank that is blocked in a call."""
     wait = Wait(comm, what, number, rank, "for every rank", 0.4)
-    return State(f"in {what}", counts=BEGUN | {comm: number} | counts, sending=sending, waits=[wait])
+    return RankState(f"in {what}", counts=BEGUN | {comm: number} | counts, sending=sending, waits=[wait])
 
 
 def ended(**counts):
-    return State("in exit", ended=True, counts=BEGUN | counts)
+    return RankState("in exit", ended=True, counts=BEGUN | counts)
 
 
-ENDS = State("in exit", ended=True, counts={"world": 7})  # it has closed the other communicator
+ENDS = RankState("in exit", ended=True, counts={"world": 7})  # it has closed the other communicator
 AHEAD = {"world/0": 31}
 CASES = {
     "a rank has ended before the call": ({0: blocked("world/0", 31), 1: ended()}, {0: [1]}),
@@ -57,4 +57,4 @@ CASES = {
 def test_only_ranks_that_wait_for_ever_are_found(name):
     states, found = CASES[name]
     assert stuck(states) == found
-    assert stuck({rank: State.decode(state.encode()) for rank, state in states.items()}) == found
+    assert stuck({rank: RankState.decode(state.encode()) for rank, state in states.items()}) == found

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from mpi4py import MPI
 
 from hpcdist.comm.capabilities import Failures, Trace
-from hpcdist.comm.mpi.stuck import State, Wait
+from hpcdist.comm.mpi.stuck import RankState, Wait
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import CommunicationError, DeadlineError, RankFailedError
 
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
     text: str
     answers: bool
-    state: State | None = None
+    state: RankState | None = None
 
 
 class Calls:

@@ -35,7 +35,7 @@ class Wait(NamedTuple):
     waited_s: float
 
 
-class State(NamedTuple):
+class RankState(NamedTuple):
     """What a rank says of itself.
 
     Attributes:
@@ -59,13 +59,13 @@ class State(NamedTuple):
         return json.dumps(self).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> State:
+    def decode(cls, data: bytes) -> RankState:
         """Return what `encode` has made bytes of."""
         *others, waits = json.loads(data)
         return cls._make([*others, [Wait(*wait) for wait in waits]])
 
 
-def stuck(states: Mapping[int, State]) -> dict[int, list[int]]:
+def stuck(states: Mapping[int, RankState]) -> dict[int, list[int]]:
     """Return the ranks that wait for ever, each with the ranks that will never come to its call.
 
     Args:
@@ -80,14 +80,14 @@ def stuck(states: Mapping[int, State]) -> dict[int, list[int]]:
         needs = left
 
 
-def _needed(rank: int, states: Mapping[int, State]) -> list[int]:
+def _needed(rank: int, states: Mapping[int, RankState]) -> list[int]:
     """Return the ranks without which one of a rank's calls does not end."""
     return sorted(
         {r for wait in states[rank].waits for r, other in states.items() if r != rank and _lacks(wait, r, other)}
     )
 
 
-def _lacks(wait: Wait, rank: int, other: State) -> bool:
+def _lacks(wait: Wait, rank: int, other: RankState) -> bool:
     """Tell whether a call needs what another rank has not begun."""
     if wait.rank is not None:
         return wait.rank == rank and not other.sending

@@ -23,7 +23,7 @@ from hpcdist import log
 from hpcdist.comm.lines import line_of
 from hpcdist.comm.mpi.calls import EXIT, Call, Calls, Place
 from hpcdist.comm.mpi.library import end
-from hpcdist.comm.mpi.stuck import State, stuck
+from hpcdist.comm.mpi.stuck import RankState, stuck
 
 POLL_S, BLOCKED_S = 0.25, 0.05  # pause between two looks, and while this rank is blocked
 PATIENCE_S = 0.2  # a rank that is blocked for so long says so
@@ -63,7 +63,7 @@ class Watchdog:
         self._places: dict[int, Place] = {}
         self._sent: list[tuple[MPI.Request, object]] = []  # a buffer must live until it has left
         self._reported, self._reported_s = [""], 0.0  # the calls that this rank has told rank 0 of, and when
-        self._states: dict[int, State] = {}  # what ranks have told rank 0
+        self._states: dict[int, RankState] = {}  # what ranks have told rank 0
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
     def start(self) -> bool:
@@ -137,12 +137,12 @@ class Watchdog:
     def _send(self, data: bytes, rank: int, tag: int) -> None:
         self._sent.append((self._mpi.Isend(data, rank, tag), data))
 
-    def _state(self) -> State:
+    def _state(self) -> RankState:
         in_use = self._in_use()
         waits = [wait for calls in in_use if (wait := calls.waits(PATIENCE_S))]
         ended = any(call.what == EXIT for calls in in_use if (call := calls.current))
         counts = {calls.name: calls.count for calls in in_use}
-        return State(self._where(), self._line(), ended, counts, sum(c.sending for c in in_use), waits)
+        return RankState(self._where(), self._line(), ended, counts, sum(c.sending for c in in_use), waits)
 
     def _line(self) -> str:
         role = self._role()
@@ -183,7 +183,7 @@ class Watchdog:
         """Take the ranks' reports; tell whether there are new ones. On rank 0."""
         new = False
         while (report := self._received(REPORT)) is not None:
-            self._states[report[0]], new = State.decode(report[1]), True
+            self._states[report[0]], new = RankState.decode(report[1]), True
         return new
 
     def _end_if_stuck(self) -> None:
@@ -247,7 +247,7 @@ class Watchdog:
             with suppress(MPI.Exception):  # another one has died
                 self._answer()  # others may be asking too
                 if (answer := self._received(ANSWER)) is not None:
-                    state = State.decode(answer[1])
+                    state = RankState.decode(answer[1])
                     places[answer[0]] = Place(state.place, True, state)
                     waiting.discard(answer[0])
                     continue

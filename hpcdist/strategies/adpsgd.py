@@ -9,7 +9,7 @@ did. Additions are atomic per element, so each element is averaged either before
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import networkx as nx
 import torch
@@ -73,6 +73,7 @@ class ADPSGD(Strategy):
         self._holder = comm.window(1 if self._passive else 0, torch.int64)  # who averages with this rank: 1 + its rank
         self._scratch = [torch.empty_like(p, device=p.device if self._passive else "cpu") for p in model.params]
         self._share(model.params)
+        comm.barrier()  # nobody may average with what was there before
 
     def advance(self, update: Update) -> Outcome:
         if self._passive:
@@ -128,13 +129,12 @@ class ADPSGD(Strategy):
                 self._holder.compare_and_swap(holder, _FREE, self.comm.rank)
 
     def _share(self, params: Sequence[Tensor]) -> None:
-        """Collective. Put `params` into this rank's window, where it is passive, for others to average with."""
+        """Put `params` into this rank's window, where it is passive, for others to average with."""
         if self._passive:
             for window, values in zip(self._shared, params, strict=True):
                 window.put(values, self.comm.rank)
             for before, own in zip(self._scratch, self.model.params, strict=True):
                 before.copy_(own)
-        self.comm.barrier()  # nobody may average with what was there before
 
     def _values(self) -> list[Tensor]:
         """Return this rank's parameters x; a passive rank's are copied from its window."""
@@ -159,11 +159,16 @@ class ADPSGD(Strategy):
         return self._values() if self._passive else []
 
     def _load_shared(self, saved: Sequence[Tensor]) -> None:
-        self.comm.barrier()  # nobody still averages with what was before
         self._share(saved or self.model.params)
 
+    def load_state(self, saved: dict[str, Any]) -> None:
+        self.comm.barrier()  # nobody still averages with what was before
+        super().load_state(saved)
+
     def take_up(self) -> None:
+        self.comm.barrier()
         self._load_shared(())
+        self.comm.barrier()  # nobody may average with what was there before
 
     def close(self) -> None:
         for window in (*self._shared, self._holder):

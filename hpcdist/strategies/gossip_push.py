@@ -10,7 +10,7 @@ lost, counted twice or read torn, and nobody waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from pydantic import Field
@@ -134,18 +134,22 @@ class GossipPush(Strategy):
         return held
 
     def _fill_slots(self, held: Sequence[tuple[int, int, Sequence[Tensor]]]) -> None:
-        """Collective. Put these messages, and no others, into the slots."""
-        self.comm.barrier()  # nobody still pushes what was before
+        """Put these messages, and no others, into the slots."""
         counts = torch.zeros(self.comm.size - 1, dtype=torch.int64)
         for slot, count, sums in held:
             counts[slot] = count
             for window, messages in zip(self._slots, sums, strict=True):
                 window.put(messages, self.comm.rank, slot * messages.numel())
         self._counts.put(counts, self.comm.rank)
-        self.comm.barrier()  # nobody may push into slots that are yet to be filled
+
+    def load_state(self, saved: dict[str, Any]) -> None:
+        self.comm.barrier()  # nobody still pushes what was before
+        super().load_state(saved)
 
     def take_up(self) -> None:
+        self.comm.barrier()
         self._fill_slots([])
+        self.comm.barrier()  # nobody may push into slots that are yet to be filled
 
     def close(self) -> None:
         for window in (*self._slots, self._counts):

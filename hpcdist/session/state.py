@@ -28,7 +28,7 @@ _log = logging.getLogger("hpcdist")
 _NOTHING = object()
 KINDS = ("params", "frozen", "buffers")
 Named = dict[str, Slice]
-Together = Callable[[Callable[[], None]], None]
+Together = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -240,14 +240,15 @@ def restore_strategy(strategy: Strategy, saved: Mapping[str, Any], together: Tog
         together: as of `restore`; by default the strategy's ranks'.
     """
     together = together or strategy.comm.together
-    layout, values = ParameterLayout(strategy.model), dict(saved)
 
-    def join_here() -> None:
+    def joined() -> dict[str, Any]:
+        layout, values = ParameterLayout(strategy.model), dict(saved)
         for entry in strategy.entries():
             if isinstance(entry, Along) and entry.name in values:
                 values[entry.name] = layout.join(values[entry.name], entry.ranges)
+        return values
 
-    together(join_here)  # before ranks tell each other what they load
+    values = together(joined)  # before ranks tell each other what they load
     together(lambda: strategy.load_state(values))
 
 

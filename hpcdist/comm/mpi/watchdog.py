@@ -233,6 +233,9 @@ class Watchdog:
     def _ask(self, others: Collection[int] | None = None) -> dict[int, Place]:
         """Return the answers of other ranks, by default of all, to where they are."""
         others = [r for r in range(self.size) if r != self.rank] if others is None else others
+        with suppress(MPI.Exception):
+            while self._received(ANSWER) is not None:
+                pass  # it came too late for an earlier question
         for r in others:
             with suppress(MPI.Exception):  # it has died
                 self._send(b"?", r, QUERY)

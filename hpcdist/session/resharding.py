@@ -263,7 +263,11 @@ class SavedState:
         same = self._ranks[0].at("about", "strategy") == name_of(strategy)
         values: dict[str, Any] = {}
         for entry in strategy.entries():
-            if isinstance(entry.combine, Anew) or not (same or entry.name == "steps"):
+            if isinstance(entry.combine, Anew):
+                continue
+            if not (same or entry.name == "steps"):
+                if not entry.optional:  # this strategy begins with what it has
+                    values[entry.name] = entry.save()
                 continue
             found = [rank.at("strategy", entry.name, default=self) for rank in self._ranks]
             found = [value for value in found if value is not self]

@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import hpcdist as hd
+from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
 from strategies import problem
 
@@ -156,6 +157,26 @@ def test_on_another_number_of_ranks_it_goes_on_from_what_they_stood_for(ranks, s
             assert difference(begun, saved[0][0]) <= 1e-12, size
             assert last == own == saved[0][1], size
             assert difference(ended, loaded[0][2]) == 0.0 and all(t.isfinite().all() for t in ended.values()), size
+
+
+@each("strategy", ["allreduce", "softsync", "gossip_pull", "easgd"])
+def test_another_strategy_takes_up_parameters_and_the_optimisers_state(strategy, tmp_path):
+    def body(comm, strategy, loads):
+        hd.init(comm=comm)
+        loop = Loop(strategy)
+        if loads:
+            hd.load(tmp_path, **loop.objects())
+        else:
+            loop.epoch()
+            hd.save(tmp_path, **loop.objects())
+        with hd.consensus(loop.model):
+            found = copied(loop.model)
+        loop.epoch()
+        return found
+
+    saved = run_virtual(lambda comm: body(comm, "hardsync", False), 3)[0]
+    for size in (1, 2):
+        assert difference(run_virtual(lambda comm: body(comm, strategy, True), size)[0], saved) <= 1e-12
 
 
 @pytest.mark.sizes(3)

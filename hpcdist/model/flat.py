@@ -150,6 +150,14 @@ class FlatModel:
             self.flat_buffers.keep()
         self.passes.begin_batch(weight, ends_epoch=ends_epoch)
 
+    def weigh(self, weight: float) -> None:
+        """Give the current batch, before its forward pass, another weight, unless it was announced not to count."""
+        if not self.passes.counts:
+            return
+        if weight == 0.0:
+            self.flat_buffers.keep()
+        self.passes.weigh(weight)
+
     def end_batches(self) -> None:
         """End the last batch of a loop: later backward passes weigh 1 and belong to no new batch."""
         self.flat_buffers.restore()

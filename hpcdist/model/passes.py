@@ -25,6 +25,7 @@ class Passes:
         looks_closely: also notice changes through `p.grad.data`, which torch does not count. Costs a read of all
             gradients at the end of a pass, and another one at the step. Set it before the first batch.
         weight: of the latest batch; 1 if no loop announces batches.
+        counts: the latest batch was announced with a weight other than 0.
         batch: the number of batches so far, by which ranks see that they are at the same one.
         batches_used: the number of batches that a step has followed.
         changed_by_loop: the number of steps whose gradients the loop has changed, where ranks compare that.
@@ -39,6 +40,8 @@ class Passes:
     def __init__(self) -> None:
         self.weighs = self.looks_closely = False
         self.weight = 1.0
+        self.counts = True
+        self._even: float | None = None  # the weight of each batch that counts; None: by its samples
         self.batch = 0
         self.batches_used = self._used_last = self.changed_by_loop = 0
         self.ends_epoch = self.more_follow = False
@@ -58,24 +61,35 @@ class Passes:
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """Count the passes of these parameters from now on."""
         weight = self.weight
-        self._set_weight(1.0)  # removes the hooks
+        self.weigh(1.0)  # removes the hooks
         self._parameters, self.grads = parameters, ()
-        self._set_weight(weight)
+        self.weigh(weight)
 
     # --- batches --------------------------------------------------------------------------------------------------
     def begin_batch(self, weight: float = 1.0, *, ends_epoch: bool = False) -> None:
         """Begin a batch, to which all passes belong until the next one; see `FlatModel.begin_batch`."""
         self.batch += 1
         self.ends_epoch = ends_epoch
-        self._set_weight(weight)
+        self._announce(weight)
 
     def end_batches(self) -> None:
         """End the last batch of a loop: later passes weigh 1 and belong to no new batch."""
         self.ends_epoch = False
-        self._set_weight(1.0)
+        self._announce(1.0)
 
-    def _set_weight(self, weight: float) -> None:
-        self.weight, self.weighed = weight, False
+    def weigh_alike(self, weight: float) -> None:
+        """Give each batch that counts this weight, whatever the number of its samples."""
+        self._even = weight
+        self._announce(1.0)
+
+    def _announce(self, weight: float) -> None:
+        self.counts, self.weighed = weight != 0.0, False
+        self.weigh(weight if self._even is None or not self.counts else self._even)
+
+    def weigh(self, weight: float) -> None:
+        """Weigh further passes so, until the next batch."""
+        self.weight = weight
+        self.weighed = self.weighed and bool(self._weights)  # gradients that are there already stay as they are
         if (weight == 0.0 or (self.weighs and weight != 1.0)) == bool(self._hooks):
             return
         for hook in self._hooks:

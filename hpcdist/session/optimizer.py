@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import math
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -18,17 +19,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters
 from hpcdist.parallel.agreement import PartOfModel
+from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.records import StepRecord
 from hpcdist.session import rules
+from hpcdist.session.loader.period import counts_of, relative
 from hpcdist.session.pipeline import check_optimizer, require_in_stages, share_tied
 from hpcdist.session.sync_batch_norm import synchronise_batch_norms
 from hpcdist.session.world import current, require_equal
 from hpcdist.strategies import Strategy
 
+Loss = Literal["mean", "sum"]
+_MICRO_BATCHES = "the loss of micro-batches is no mean over samples"
 Step = TypeVar("Step", bound=Callable[..., Any])
 
 
@@ -156,6 +161,36 @@ class _Distributed:
             rules.refuse("the optimiser's state is loaded within an epoch", self.strategy)
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
+    def weigh(self, n: float) -> None:
+        """Weigh this rank's batch by `n`, what its loss is a mean over: samples that are left, tokens that count.
+
+        Call it in each step on all workers, before the forward pass. It is collective where a strategy averages the
+        gradients of workers that take their steps together (allreduce, hardsync): a gradient then counts n over the
+        mean n of all, so that the update is along the mean over all workers' samples, or tokens. With softsync and ssp,
+        whose workers don't wait for each other, gradients count alike, and those of n = 0 not at all. Where ranks step
+        along their own gradients this does nothing.
+
+        A weight holds until the next batch, or the next call: where gradients of several batches add up to a step each
+        batch is weighed by itself, and each counts as much as in one process that has all ranks' samples of it.
+
+        Messages: an all-reduce of one number for each worker.
+
+        Raises:
+            ConfigError: n is negative or not finite; or gradients add up, or are of micro-batches in a pipeline.
+        """
+        n, model, contract = float(n), self.strategy.model, self.strategy.contract
+        if not (math.isfinite(n) and n >= 0):
+            raise ConfigError(f"n must be a finite number, at least 0; got {n}. Count what the loss is a mean over.")
+        if self.strategy.adds_up:
+            raise rules.error("a sum is weighed")
+        if isinstance(model.module, Pipeline):
+            raise rules.error(_MICRO_BATCHES, found="optimizer.weigh()")
+        if contract.weighs and contract.synchronous:
+            peers = self.attachment.peers
+            model.weigh(relative(counts_of(peers, n if model.passes.counts else 0), peers.rank))
+        elif contract.weighs:
+            model.weigh(float(n > 0))
+
     def synchronize(self) -> None:
         """Collective where ranks average gradients. Average those that are not averaged yet, before a step uses them.
 
@@ -239,6 +274,7 @@ def DistributedOptimizer(
     *,
     clip_norm: float | None = None,
     bucket_bytes: int = 25 << 20,
+    loss: Loss = "mean",
     **options: Any,
 ) -> torch.optim.Optimizer:
     """Collective. Make `optimizer` train `model` together with the other ranks; change it in place and return it.
@@ -259,6 +295,9 @@ def DistributedOptimizer(
             mean gradient that an update is made of, else of each rank's own, before it is pushed or stepped along. Of a
             model in stages it is the norm of all stages'.
         bucket_bytes: gradients are reduced in buckets of about this size.
+        loss: what the loss of a batch is: the mean over its samples, or their sum. Gradients that a strategy would
+            average are then added up over the workers, and a batch counts whatever its size. Where ranks take steps of
+            their own, or a server takes one for each gradient, these are along the sum over the rank's own batch.
         options: the strategy's own, see its Config or `hpcdist strategies`.
 
     Raises:
@@ -276,7 +315,13 @@ def DistributedOptimizer(
     cls = strategies.load(strategy)
     config = cls.Config.from_mapping(options, "strategy")
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    mine = {"strategy": strategy, "options": config.model_dump(), "optimizer": type(optimizer).__name__}
+    if loss not in get_args(Loss):
+        raise UnknownNameError("loss", loss, get_args(Loss))
+    if loss == "sum":
+        rules.refuse("the loss is a sum", cls)
+        if isinstance(model, Pipeline):
+            raise rules.error(_MICRO_BATCHES, found="loss='sum'")
+    mine = {"strategy": strategy, "options": config.model_dump(), "optimizer": type(optimizer).__name__, "loss": loss}
     settings = mine | {"clip_norm": clip_norm} | ({"groups": groups} if stages == 1 else {})
     require_equal(session.comm, settings, "strategy and optimiser")
     if stages > 1:  # of which each may have groups of its own
@@ -296,7 +341,7 @@ def DistributedOptimizer(
     local_step = session.comm.trace.noted("update", "compute", _refreshing(optimizer, flat))
     vars(optimizer).pop("step", None)  # a learning-rate schedule puts its own there, which would pass by ours
     stages_agree = model.agreement if isinstance(model, PartOfModel) else None
-    made = cls(config, outer.split(0), flat, optimizer=optimizer, clip_norm=clip_norm, stages=stages_agree)
+    made = cls(config, outer.split(0), flat, optimizer=optimizer, clip_norm=clip_norm, loss=loss, stages=stages_agree)
     made.before_step = lambda: _require_allowed(made)
     flat.mark()
     counts = [len(group["params"]) for group in optimizer.param_groups]

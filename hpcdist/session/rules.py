@@ -84,6 +84,24 @@ RULES = {
         "synchronize() must be called with a strategy whose updates are made on this rank; got {strategy}, whose "
         "servers make them of several workers' gradients. To clip them, pass clip_norm to DistributedOptimizer.",
     ),
+    "the loss is a sum": Rule(
+        lambda contract: contract.batch == "portions",
+        "loss must be mean with {strategy}, which weighs portions of a batch by their samples; got sum. Let the "
+        "closure return the mean loss of its portion, or use another strategy.",
+        alone=True,
+    ),
+    "the loss of micro-batches is no mean over samples": Rule(
+        _always,
+        "the loss must be a mean over samples with hpcdist.pipeline, which weighs micro-batches by their samples; got "
+        "{found}. Leave that out, and let the loss be such a mean.",
+        alone=True,
+    ),
+    "a sum is weighed": Rule(
+        _always,
+        "optimizer.weigh() must be left out with loss='sum', with which gradients add up as they are; got a call. "
+        "Leave it out, or let the loss be a mean.",
+        alone=True,
+    ),
     # --- steps --------------------------------------------------------------------------------------------------------
     "a rank that serves takes a step": Rule(
         lambda contract: contract.ranks == "some serve",
@@ -312,6 +330,12 @@ RULES = {
         "before hpcdist.finish; got no optimiser that is distributed. For an evaluation pass training=False.",
         alone=True,
     ),
+    "the weight of a batch is set in the loader": Rule(
+        _always,
+        "loader.weight must be left as it is; got {value}. Call optimizer.weigh(n), with the number of samples or "
+        "tokens that this rank's loss is a mean over.",
+        alone=True,
+    ),
     "workers read different data": Rule(
         _always,
         "loader must be the same on all workers, which share its samples; {name} is {own} on rank {first} and {theirs} "
@@ -344,7 +368,7 @@ RULES = {
 _ANSWERS = {
     "named_parameters": "Pass the model itself, second: DistributedOptimizer(optimizer, model)",
     "backward_passes_per_step": "Use accumulation=N, or run all but the last pass inside optimizer.no_sync()",
-    "op": "Gradients are averaged; for a sum or Adasum use provider={'name': 'horovod', 'op': 'sum'}",
+    "op": "Gradients are averaged; loss='sum' adds them up, and provider={'name': 'horovod', 'op': 'adasum'} is Adasum",
     "gradient_predivide_factor": "Leave it out: gradients are averaged",
     "num_groups": "Use bucket_bytes=N",
     "groups": "Use bucket_bytes=N",

@@ -112,6 +112,11 @@ class AllReduce(Strategy):
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
+        if self.adds_up and config.provider.op != "average":
+            raise ConfigError(
+                f"strategy.provider.op must be average with loss = 'sum', which adds up itself; got "
+                f"{config.provider.op}. Leave it out."
+            )
         self.updates = 0
         self._channel = comm.split(0)  # the thread's own
         self.records.count(self._channel)

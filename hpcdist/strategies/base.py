@@ -47,11 +47,13 @@ class Strategy(abc.ABC):
             (learning rate, momentum, decay...). None: these are the same on all ranks, and stay.
         clip_norm: largest 2-norm of the gradients of an update, all together; None does not clip.
         on_record: receives what a rank records outside `step`, such as a server.
+        loss: whether the loss of a batch is a mean over its samples, or a sum, so that workers' gradients add up.
         stages: agrees with the ranks that have the other stages of this rank's replica, where `model` is one stage
             of it and `comm` are the ranks that have the same one; None where each rank has the whole model.
 
     Attributes:
         steps: taken by this rank.
+        adds_up: the gradients of an update are added up, and not averaged.
         gradients: clips this rank's gradients, and leaves out those that are not finite.
         records: makes the records of steps.
         before_step: called at each step's beginning; the session's loop looks there at what must not be.
@@ -106,6 +108,7 @@ class Strategy(abc.ABC):
         optimizer: torch.optim.Optimizer | None = None,
         clip_norm: float | None = None,
         on_record: Callable[[StepRecord], None] | None = None,
+        loss: Literal["mean", "sum"] = "mean",
         stages: Agreement | None = None,
     ):
         self.config, self.comm, self.model = config, comm, model
@@ -120,6 +123,9 @@ class Strategy(abc.ABC):
         self._meetings = 0  # steps in which ranks might have compared hyper-parameters
         looks_closely = not self.contract.uses_changed_gradients and comm.size > 1
         model.passes.weighs, model.passes.looks_closely = self.contract.weighs, looks_closely
+        self.adds_up = loss == "sum"
+        if self.adds_up:  # a mean of p times the gradients is their sum; servers don't divide
+            model.passes.weigh_alike(comm.size if self.contract.updates == "here" else 1.0)
         if not self.contract.reads_gradients:
             model.gradients.leave()
         spread_model(comm, model)

@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 import torch
-from habits import gradients, groups, models, optimizers, samples, schedules  # noqa: F401 (they enter themselves)
+from habits import gradients, groups, losses, models, optimizers, samples, schedules  # noqa: F401 (they enter themselves)
 from habits.run import HABITS, Alone, Habit, Together, copied, difference
 
 from harness.cases import each
@@ -151,6 +151,7 @@ BESIDE = (
     "a_branch_taken_in_some_steps", "a_branch_taken_on_some_ranks", "a_layer_frozen_later", "a_layer_unfrozen_later",
     "two_optimizers_on_one_model", "gan", "tied_weights", "activation_checkpointing_reentrant", "never_zeroed",
     "sync_batch_norm_with_uneven_data", "batch_norm", "lbfgs", "sparse_gradients",
+    "sums_of_several_batches", "means_over_tokens_of_several_batches",
 )  # fmt: skip
 JOINT["allreduce beside"] = {"overlap": "on"}
 JOINT["allreduce at times"] = {"overlap": "auto"}

@@ -82,6 +82,24 @@ REFUSED = {
         )
         for other, given in ((".* ", Compression.fp16), (".*", Compression.fp16()))
     },
+    "loss must be one of mean, sum; got 'summed'. Did you mean 'sum'": (
+        lambda model, optimizer: made(optimizer, model, loss="summed")
+    ),
+    "loss must be mean with sandblaster, .*; got sum. Let the closure return the mean loss of its portion": (
+        lambda model, optimizer: made(optimizer, model, strategy="sandblaster", loss="sum")
+    ),
+    "strategy.provider.op must be average with loss = 'sum', .*; got adasum. Leave it out": (
+        lambda model, optimizer: made(optimizer, model, loss="sum", provider={"name": "horovod", "op": "adasum"})
+    ),
+    **{
+        rf"n must be a finite number, at least 0; got {n}\. Count": (
+            lambda model, optimizer, n=n: made(optimizer, model).weigh(n)
+        )
+        for n in (-1.0, float("nan"))
+    },
+    "loader.weight must be left as it is; got 2. Call optimizer.weigh": (
+        lambda model, optimizer: setattr(hd.shard(loader()), "weight", 2)
+    ),
     "model must be the torch.nn.Module that optimizer trains; got NoneType. Pass it second": (
         lambda model, optimizer: hd.DistributedOptimizer(optimizer)
     ),

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from hpcdist.comm.communicator import Communicator
 from hpcdist.data.sharding import EpochPlan
 from hpcdist.session import rules
 from hpcdist.strategies.lbfgs.portions import JointBatch
@@ -23,6 +26,19 @@ class Weighed(NamedTuple):
     batch: Any
     weight: float = 1.0
     ends_epoch: bool = False
+
+
+def counts_of(group: Communicator, n: float) -> Tensor:
+    """Collective. Return the `n` of each rank of `group`, shape (ranks,), float64: the samples of its batch, say."""
+    counts = torch.zeros(group.size, dtype=torch.float64)  # one place each: a sum of zeros and one number is exact
+    counts[group.rank] = n
+    group.allreduce(counts)
+    return counts
+
+
+def relative(counts: Tensor, rank: int) -> float:
+    """Return a rank's count over the mean of all: the weight of its batch. 1 where all are 0, as in one process."""
+    return float(counts[rank] * len(counts) / counts.sum()) if counts.any() else 1.0
 
 
 def period(optimizers: Sequence[Any], batches: Iterable[Weighed], *, pauses_when_left: bool = False) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from hpcdist.records.digest import tensor_bytes
 from hpcdist.session import rules
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.consistency import begin_epoch, require_same_loader
-from hpcdist.session.loader.period import Weighed, joint_batch, period
+from hpcdist.session.loader.period import Weighed, counts_of, joint_batch, period, relative
 from hpcdist.session.loader.sampling import Order, drawn_alike, order_of
 from hpcdist.session.values import broadcast_in
 from hpcdist.session.world import current
@@ -103,7 +103,7 @@ class ShardedLoader:
         self._given = optimizers
         self._iterable = split and isinstance(loader.dataset, IterableDataset)
         self._epoch, self._start, self._done = -1, 0, 0
-        self.weight = 1.0
+        self._weight = 1.0
         self._compared = False
         self._dealt_to: tuple[
             int, ...
@@ -138,6 +138,14 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         return self._train() if self._training else self._evaluate()
+
+    @property
+    def weight(self) -> float:
+        return self._weight
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        raise rules.error("the weight of a batch is set in the loader", value=value)
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -213,7 +221,7 @@ class ShardedLoader:
                 yield from self._joint(strategy, worker, len(workers))
                 return
         for weighed in self._own(strategies, worker, len(workers)) if own else self._dealt(worker, len(workers)):
-            self.weight = weighed.weight
+            self._weight = weighed.weight
             yield weighed
 
     def _dealt(self, worker: int, workers: int) -> Iterator[Weighed]:
@@ -289,15 +297,13 @@ class ShardedLoader:
         last, step = None, 0
         while True:
             batch = next(batches, None)
-            counts = torch.zeros(group.size, dtype=torch.float64)
-            counts[group.rank] = 0 if batch is None else _samples(batch)
-            group.allreduce(counts)
+            counts = counts_of(group, 0 if batch is None else _samples(batch))
             if not counts.any():
                 return
             if step == 0 and not counts.all():  # a rank that has none at all goes along with another one's
                 last = broadcast_in(group, batch, int(counts.argmax()))
             last, step = last if batch is None else batch, step + 1
-            yield Weighed(last, float(counts[group.rank] * group.size / counts.sum()))
+            yield Weighed(last, relative(counts, group.rank))
 
     # --- an evaluation --------------------------------------------------------------------------------------------
     def _evaluate(self) -> Iterator[Any]:

@@ -155,6 +155,7 @@ class GradientServer(Handler):
         self._model, self._hyperparameters = strategy.model, strategy.hyperparameters
         self._channel, self._replica, self._clip = strategy.channel, strategy.replica, strategy.update_clip
         self._of_all_workers, self._workers = strategy.contract.synchronous, len(strategy.roles.workers)
+        self._adds_up = strategy.adds_up
         self.aggregate = Aggregate(self._model, self._place.shard, apart=self._place.colocated)
         self._held: list[HeldRequest] = []
         # A checkpoint includes these gradients; another number of ranks begins without, and the run's end loses them.
@@ -218,7 +219,8 @@ class GradientServer(Handler):
         if values != self._hyperparameters.values():
             self._hyperparameters.set(values)
         present = self._workers - len(loop.liveness.evicted)
-        divisor = present if policy.divides_by_workers else aggregate.total_weight()
+        averaged = present if policy.divides_by_workers else aggregate.total_weight()
+        divisor = 1.0 if self._adds_up else averaged
         aggregate.apply(self._hyperparameters.noting(loop.update), divisor * rate, rate, self._clip)
         policy.updated(staleness)
         loop.count_update(staleness)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import cmath
+import functools
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -240,6 +242,11 @@ class Gradients:
                 slot.tensor.grad = None
                 self._hidden.append(position)
 
+    def checksum(self, bucket: Bucket | None = None) -> int:
+        """Return a checksum of the gradients' bits, of `bucket` or of all; 0 if all are zero or None."""
+        tensors = self._tensors() if bucket is None else (bucket.grads,)
+        return functools.reduce(_checksum, tensors, 0)
+
     def _tensors(self) -> Sequence[Tensor]:
         """Return the tensors that hold all gradients."""
         return self.flats if self.flat else [s.tensor.grad for s in self._slots if s.tensor.grad is not None]
@@ -302,3 +309,19 @@ class Gradients:
         within = None if bucket is None else set(bucket.params)
         suspects = [(s.name, s.tensor.grad) for s in self._slots if within is None or s.name in within]
         return [name for name, grad in suspects if grad is not None and not torch.isfinite(grad).all()]
+
+
+_PIECES = 256  # of a tensor, whose bits are summed apart, so that their order counts
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _checksum(before: int, tensor: Tensor) -> int:
+    """Continue a checksum by a tensor's bits; reads it once where it lies, and copies no more than some sums."""
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
+    if not flat.any():
+        return before
+    bits = flat.view(_BITS[flat.element_size()])
+    length = len(bits) // _PIECES
+    pieces, rest = bits[: length * _PIECES].view(_PIECES, length), bits[length * _PIECES :]
+    sums = torch.cat([pieces.sum(1, dtype=torch.int64), rest.to(torch.int64)])
+    return zlib.crc32(sums.cpu().numpy().tobytes(), before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,7 +17,9 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.pieces import sum_and_norm
 from hpcdist.model.hyperparameters import unequal_steps
 from hpcdist.session import rules
+from hpcdist.session.world import current
 from hpcdist.strategies import Strategy
+from hpcdist.strategies.common.gradients import FIRST_STEPS
 
 _FIRST_ROWS = 8
 
@@ -72,11 +75,13 @@ def require_same_steps(strategy: Strategy, place: str) -> None:
 def _gathered(strategy: Strategy, place: str, value: Any) -> dict[int, Any]:
     """Collective. Return each living rank's value, which it has at the same place in the loop.
 
+    Workers that don't take their steps together compare here whether they have begun with the same batch.
+
     Raises:
         MismatchError: some rank is elsewhere.
     """
     comm = strategy.comm
-    found = comm.failures.retry_on_failure(partial(comm.gather, [place, value]))
+    found = comm.failures.retry_on_failure(partial(comm.gather, [place, value, strategy.gradients.checksums]))
     places = {rank: found[rank][0] for rank in comm.failures.living}
     first = comm.failures.living[0]
     odd = next((rank for rank in places if places[rank] != places[first]), None)
@@ -86,6 +91,9 @@ def _gathered(strategy: Strategy, place: str, value: Any) -> dict[int, Any]:
         takes_no_step = f" Rank {serving[0]} serves and takes no step: count epochs." if serving else ""
         facts = {"first": first, "place": places[first], "rank": odd, "other": places[odd]}
         raise rules.error(habit, serving=takes_no_step, **facts)
+    workers = [rank for rank in strategy.config.workers(comm.size) if rank in places]
+    if not strategy.contract.synchronous:
+        _warn_of_same_batches([found[rank][2] for rank in workers], 1, comm.rank == workers[0])
     return {rank: found[rank][1] for rank in comm.failures.living}
 
 
@@ -98,6 +106,35 @@ class _Sketch(NamedTuple):
 
 def _sketch(strategy: Strategy) -> _Sketch:
     return _Sketch(list(map(sum_and_norm, strategy.model.params)), strategy.model.passes.changed_by_loop)
+
+
+def compare_first_batches(optimizer: Any) -> None:
+    """Collective, once, where workers take their steps together. Warn if all have trained on the same batches."""
+    strategy: Strategy = optimizer.strategy
+    sums = strategy.gradients.checksums
+    if sums is not None and len(sums) == FIRST_STEPS and strategy.contract.synchronous:
+        peers = optimizer.attachment.peers
+        found = peers.failures.retry_on_failure(partial(peers.gather, sums))
+        strategy.gradients.checksums = None
+        living = peers.failures.living
+        _warn_of_same_batches([found[rank] for rank in living], FIRST_STEPS, peers.rank == living[0])
+
+
+def _warn_of_same_batches(checksums: Sequence[list[int] | None], steps: int, here: bool) -> None:
+    """Warn, `here`, if gradients of the first steps were the same on all workers, to the bit, and not zero."""
+    firsts = [tuple(sums[:steps]) for sums in checksums if sums is not None]
+    if len(firsts) < max(2, len(checksums)) or len(set(firsts)) > 1 or len(firsts[0]) < steps or not all(firsts[0]):
+        return
+    session = current()
+    for optimizer in session.optimizers:  # once for all
+        optimizer.strategy.gradients.checksums = None
+    if here and session.comm.rank % session.stages == 0:
+        warnings.warn(
+            "All workers have trained on the same batches: their gradients are the same to the bit. Let each have its "
+            "share of the samples, loader = hpcdist.shard(loader); or draw its own, by another seed on each rank (seed "
+            "+ hpcdist.rank()). If that is meant, pass identical_batches='allow' to DistributedOptimizer.",
+            stacklevel=4,
+        )
 
 
 def _require_replicas(strategy: Strategy, sketches: Mapping[int, _Sketch]) -> None:

@@ -8,7 +8,7 @@ import inspect
 import math
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
@@ -26,6 +26,7 @@ from hpcdist.parallel.agreement import PartOfModel
 from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.records import StepRecord
 from hpcdist.session import rules
+from hpcdist.session.consistency import compare_first_batches
 from hpcdist.session.loader.period import counts_of, relative
 from hpcdist.session.pipeline import check_optimizer, require_in_stages, share_tied
 from hpcdist.session.sync_batch_norm import synchronise_batch_norms
@@ -114,6 +115,7 @@ class _Distributed:
         if not at_once:
             share_tied(self.strategy.model.module)
         self.attachment.look()
+        compare_first_batches(self)
         return loss
 
     def _step_and_share(self) -> None:
@@ -260,6 +262,7 @@ class _Evaluating(_Distributed):
             raise rules.error("such an optimiser is given no closure", optimizer=type(self).__name__)
         self._require_own_step()
         self.attachment.record, loss = self.strategy.minimise(self.attachment.local_step, closure)
+        compare_first_batches(self)
         return loss
 
 
@@ -275,6 +278,7 @@ def DistributedOptimizer(
     clip_norm: float | None = None,
     bucket_bytes: int = 25 << 20,
     loss: Loss = "mean",
+    identical_batches: Literal["warn", "allow"] = "warn",
     **options: Any,
 ) -> torch.optim.Optimizer:
     """Collective. Make `optimizer` train `model` together with the other ranks; change it in place and return it.
@@ -298,6 +302,8 @@ def DistributedOptimizer(
         loss: what the loss of a batch is: the mean over its samples, or their sum. Gradients that a strategy would
             average are then added up over the workers, and a batch counts whatever its size. Where ranks take steps of
             their own, or a server takes one for each gradient, these are along the sum over the rank's own batch.
+        identical_batches: what follows where the first gradients of all workers are the same to the bit, as in a loop
+            without `shard` and with one seed: a warning, or, with "allow", nothing.
         options: the strategy's own, see its Config or `hpcdist strategies`.
 
     Raises:
@@ -315,13 +321,13 @@ def DistributedOptimizer(
     cls = strategies.load(strategy)
     config = cls.Config.from_mapping(options, "strategy")
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    if loss not in get_args(Loss):
-        raise UnknownNameError("loss", loss, get_args(Loss))
+    _require_known(loss=(loss, get_args(Loss)), identical_batches=(identical_batches, ("warn", "allow")))
     if loss == "sum":
         rules.refuse("the loss is a sum", cls)
         if isinstance(model, Pipeline):
             raise rules.error(_MICRO_BATCHES, found="loss='sum'")
     mine = {"strategy": strategy, "options": config.model_dump(), "optimizer": type(optimizer).__name__, "loss": loss}
+    mine["identical_batches"] = identical_batches
     settings = mine | {"clip_norm": clip_norm} | ({"groups": groups} if stages == 1 else {})
     require_equal(session.comm, settings, "strategy and optimiser")
     if stages > 1:  # of which each may have groups of its own
@@ -343,6 +349,7 @@ def DistributedOptimizer(
     stages_agree = model.agreement if isinstance(model, PartOfModel) else None
     made = cls(config, outer.split(0), flat, optimizer=optimizer, clip_norm=clip_norm, loss=loss, stages=stages_agree)
     made.before_step = lambda: _require_allowed(made)
+    made.gradients.checksums = [] if peers.size > 1 and identical_batches == "warn" else None
     flat.mark()
     counts = [len(group["params"]) for group in optimizer.param_groups]
     added = _Evaluating if evaluating or cls.contract.batch == "portions" else _Distributed
@@ -357,6 +364,13 @@ def DistributedOptimizer(
     if isinstance(model, PartOfModel):
         model.optimizers.append(changed)
     return optimizer
+
+
+def _require_known(**given: tuple[str, Sequence[str]]) -> None:
+    """Raise UnknownNameError where the value of an argument is not among those that it may have."""
+    for name, (value, known) in given.items():
+        if value not in known:
+            raise UnknownNameError(name, value, known)
 
 
 def _require_allowed(strategy: Strategy) -> None:

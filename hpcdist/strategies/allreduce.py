@@ -155,7 +155,8 @@ class AllReduce(Strategy):
         self.model.gradients.begin(announce=overlapped and not self._accumulates, passes=self.config.accumulation)
 
     def _note_nonfinite(self, bucket: Bucket) -> None:
-        """Note gradients that are not finite before they are averaged."""
+        """Note gradients that are not finite, and what they are on this rank, before they are averaged."""
+        self.gradients.look(bucket)
         if self.config.on_nonfinite != "ignore":
             self._bad += self.model.gradients.nonfinite(bucket)
 
@@ -251,6 +252,7 @@ class AllReduce(Strategy):
         self.updates += 1
         self.steps += 1
         self.model.passes.done()
+        self.gradients.done()
         outcome = Outcome(self.updates, staleness=(0,) if contributes else ())
         return self.records.record(self.steps, outcome), result
 
@@ -306,6 +308,7 @@ class AllReduce(Strategy):
 
     def _average_compressed(self, sum_up: Reduction) -> tuple[Tensor, dict[int, list[str]]]:
         used, self._bad = self.model.gradients.collect(), self.gradients.nonfinite()
+        self.gradients.look()
         used, bad = self._agree(used)  # before: what is not finite must not get into what is left to be sent
         if bad:
             for flat in self.model.grads:  # so that all ranks see that it was not

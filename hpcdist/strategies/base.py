@@ -224,12 +224,15 @@ class Strategy(abc.ABC):
         if self._compares():
             require_equal_values(self.comm, self.hyperparameters, self.steps + 1, self.model.passes.batch)
             update = self.hyperparameters.noting(update)
+        if self.model.passes.on_end is None:  # else the strategy averages them as they come, and has looked before
+            self.gradients.look()
         with self.comm.trace.span(type(self).__name__, "strategy") as details:
             outcome = self.advance(update)
             if details is not None and outcome.waited_for:
                 details["held up, s"] = {f"by rank {rank}": seconds for rank, seconds in outcome.waited_for.items()}
         self.model.gradients.reveal()
         self.model.passes.done()
+        self.gradients.done()
         self.steps += 1
         return self.records.record(self.steps, outcome)
 

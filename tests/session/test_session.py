@@ -99,7 +99,7 @@ def test_hooks_run_once_for_each_update_also_when_a_state_was_loaded(ranks):
     def body(comm):
         hd.init(comm=comm)
         optimizer, model = _optimizer()
-        distributed = hd.DistributedOptimizer(optimizer, model)
+        distributed = hd.DistributedOptimizer(optimizer, model, identical_batches="allow")
         called = []
         distributed.register_step_post_hook(lambda *_: called.append(True))
         counts = []

@@ -198,6 +198,8 @@ class ShardedLoader:
         for strategy in strategies:
             strategy.model.refresh()
             strategy.model.mark()
+            if self._split:  # no rank has another's samples
+                strategy.gradients.checksums = None
         try:
             yield from period(optimizers, self._weighed(strategies, workers), pauses_when_left=True)
             _require_steps(strategies, steps)

@@ -8,13 +8,20 @@ from torch import nn
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import NonFiniteError
+from hpcdist.model.buckets import Bucket
 from hpcdist.model.flat import FlatModel
 from hpcdist.parallel.agreement import Agreement, clip_gradients
 from hpcdist.strategies.common.records import Outcome
 
+FIRST_STEPS = 2  # whose gradients are compared among ranks
+
 
 class LocalGradients:
     """The gradients of a rank's replica in the current step.
+
+    Attributes:
+        checksums: of this rank's own gradients, before they are averaged, in each of its first steps: 0 where they are
+            zero. None where nobody wants them.
 
     Args:
         policy: `on_nonfinite` of the strategy's options: stop, skip or ignore.
@@ -28,6 +35,19 @@ class LocalGradients:
         self.clip_norm, self.policy = clip_norm, policy
         self._comm, self._model, self._stages = comm, model, stages
         self._step, self._skips = 1, policy == "skip"
+        self.checksums: list[int] | None = None
+        self._looked: list[int] = []  # checksums of this step's gradients, perhaps bucket by bucket
+
+    def look(self, bucket: Bucket | None = None) -> None:
+        """Take the checksum of the gradients, or of those in `bucket`, in the first steps and where it is wanted."""
+        if self.checksums is not None and len(self.checksums) < FIRST_STEPS:
+            self._looked.append(self._model.gradients.checksum(bucket))
+
+    def done(self) -> None:
+        """End the step."""
+        if self.checksums is not None and len(self.checksums) < FIRST_STEPS:
+            self.checksums.append(hash(tuple(self._looked)) if any(self._looked) else 0)
+        self._looked = []
 
     def begin(self, step: int, skips: bool) -> None:
         """Begin a step; `skips` leaves out its update where gradients are not finite, whatever the policy says."""

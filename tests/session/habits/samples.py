@@ -387,7 +387,7 @@ def figures_shared_in_the_loop(run):
 @habit(ways=("one", "many"), where=("parameter_server", "softsync"), breaks="a rank that serves takes a step")
 def a_plain_loader_on_a_rank_that_serves(run):
     model = net()
-    optimizer = sgd(run, model)
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, identical_batches="allow")
     return trained(run, model, optimizer, DataLoader(data(), batch_size=BATCH))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from hpcdist.session import rules
 from hpcdist.session.consistency import require_same_steps
@@ -37,7 +38,11 @@ def consensus(model: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def consensus_of(optimizers: Iterable[Any]) -> Iterator[None]:
-    """Collective. Give the models of these optimisers, inside the context, the parameters that all ranks stand for."""
+    """Collective. Give the models of these optimisers, inside the context, the parameters that all ranks stand for.
+
+    Raises:
+        ConfigError: a model's running statistics have changed inside, which are lost.
+    """
     require_all_ranks("an evaluation")
     optimizers = list(optimizers)
     stack = ExitStack()
@@ -52,10 +57,20 @@ def consensus_of(optimizers: Iterable[Any]) -> Iterator[None]:
                     stack.enter_context(_holding(flat.frozen, frozen_consensus(optimizer.strategy)))
             for optimizer in optimizers:
                 share_tied(optimizer.strategy.model.module)
+        before = _batches_counted(optimizers)
         yield
+        if _batches_counted(optimizers) != before:
+            raise rules.error("batch norm's statistics change in an evaluation")
     finally:
         with normal_tensors():
             stack.close()
+
+
+def _batches_counted(optimizers: Iterable[Any]) -> list[int]:
+    """Return the number of batches in each of the models' running statistics."""
+    modules = [module for optimizer in optimizers for module in optimizer.strategy.model.module.modules()]
+    counts = [module.num_batches_tracked for module in modules if isinstance(module, _NormBase)]
+    return [int(count) for count in counts if count is not None]
 
 
 @contextmanager

@@ -330,6 +330,20 @@ RULES = {
         "before hpcdist.finish; got no optimiser that is distributed. For an evaluation pass training=False.",
         alone=True,
     ),
+    "a training loader is iterated for an evaluation": Rule(
+        _always,
+        "loader must be one for evaluations in a loop that takes no step; got a training loader, and a model in eval() "
+        "mode, so that each rank has seen its own samples only. Use hpcdist.shard(loader, training=False), and "
+        "hpcdist.metric for the figures of all ranks; or iterate inside torch.no_grad(), where each rank gets all "
+        "samples.",
+    ),
+    "batch norm's statistics change in an evaluation": Rule(
+        _always,
+        "model must be in eval() mode in an evaluation, hpcdist.consensus or hpcdist.shard(..., training=False), after "
+        "which it has its own buffers again; got batch norm's running statistics that have changed. Call model.eval() "
+        "first; give update_bn the training loader, outside of an evaluation.",
+        alone=True,
+    ),
     "the weight of a batch is set in the loader": Rule(
         _always,
         "loader.weight must be left as it is; got {value}. Call optimizer.weigh(n), with the number of samples or "

@@ -56,6 +56,9 @@ def shard(
 
     On a rank that only serves, iterating yields nothing and serves until the workers end the epoch.
 
+    Iterated without gradients (inside `torch.no_grad()`, as `torch.optim.swa_utils.update_bn` does) it is the plain
+    loader: every rank gets all samples, and no epoch passes.
+
     Where ranks hold stages of a model (`hpcdist.pipeline`) replicas take the place of ranks: all ranks of a replica get
     the same batches. Random numbers that are drawn while a batch is loaded follow from `seed`, the epoch and the
     replica there (of an iterable data set that is split: `seed` and the epoch), and the ranks of a replica compare
@@ -137,7 +140,10 @@ class ShardedLoader:
         return self._steps(self._order.plan(len(self._dealt_to)))
 
     def __iter__(self) -> Iterator[Any]:
-        return self._train() if self._training else self._evaluate()
+        if not self._training:
+            return self._evaluate()
+        # Nothing is trained without gradients: not in update_bn, nor where a loop evaluates on its training data.
+        return self._train() if torch.is_grad_enabled() else self._iterate(self._loader, 0)
 
     @property
     def weight(self) -> float:
@@ -203,6 +209,7 @@ class ShardedLoader:
         try:
             yield from period(optimizers, self._weighed(strategies, workers), pauses_when_left=True)
             _require_steps(strategies, steps)
+            _require_no_evaluation(strategies, steps)
             others.require_unchanged()
         finally:
             session.loader = session.group = session.peers = None
@@ -355,6 +362,14 @@ def _require_steps(strategies: Sequence[Strategy], before: Sequence[int]) -> Non
         strategy.model.refresh()
         if strategy.model.touched():
             raise rules.error("an epoch trains without step()", strategy)
+
+
+def _require_no_evaluation(strategies: Sequence[Strategy], before: Sequence[int]) -> None:
+    """Raise ConfigError where an epoch has evaluated models, each rank on its share of the training samples."""
+    for strategy, steps in zip(strategies, before, strict=True):
+        if strategy.model.module.training or strategy.steps > steps or strategy.model.passes:
+            return
+    rules.refuse("a training loader is iterated for an evaluation", strategies[0])
 
 
 def _distributed() -> set[int]:

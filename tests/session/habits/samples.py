@@ -293,6 +293,61 @@ def evaluation_in_inference_mode(run):
     return run.finish(model)
 
 
+@habit()
+def update_bn_on_a_sharded_loader(run):
+    """Statistics are those of all samples, in batches of the script's size, on every rank."""
+    model = net(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
+    optimizer = sgd(run, model)
+    model.eval()  # its batches would be others than one process's
+    train(run, model, optimizer, run.loader())
+    loader = DataLoader(data(), batch_size=BATCH)
+    loader = hd.shard(loader) if run.size > 1 else loader
+    run.finish(model)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    for each in (model, averaged):
+        torch.optim.swa_utils.update_bn(loader, each)
+    assert averaged.module[0].num_batches_tracked == 13
+    return model
+
+
+@habit()
+def evaluation_on_the_training_loader(run):
+    model = net()
+    optimizer = sgd(run, model)
+    loader = run.loader()
+    for _ in range(EPOCHS):
+        train(run, model, optimizer, loader, epochs=1)
+        with torch.no_grad():
+            seen = sum(len(x) for x, y in loader)
+        assert seen == len(loader.dataset)
+    return run.finish(model)
+
+
+@habit(exact=False, ways=RANKS, breaks="a training loader is iterated for an evaluation")
+def evaluation_on_the_training_loader_with_gradients(run):
+    """As in loops over the phases train and val, which switch gradients off inside."""
+    model = net()
+    optimizer = sgd(run, model)
+    for phase in ("train", "val"):
+        model.train(phase == "train")
+        for x, y in run.loader():
+            with torch.set_grad_enabled(phase == "train"):
+                loss = mse(model(x), y)
+            if phase == "train":
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    return run.finish(model)
+
+
+@habit(exact=False, ways=RANKS, breaks="batch norm's statistics change in an evaluation")
+def update_bn_on_an_evaluation_loader(run):
+    model = net(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
+    train(run, model, sgd(run, model), run.loader())
+    torch.optim.swa_utils.update_bn(run.test(), model)
+    return run.finish(model)
+
+
 @habit(ways=("joint",), where=("allreduce",), exact=False, breaks="a step is taken in an evaluation")
 def trained_in_an_evaluation(run):
     model = net()

@@ -68,6 +68,11 @@ def loader():
     return DataLoader(torch.ones(4, 2), batch_size=2)
 
 
+def piped(**options):
+    model = hd.pipeline(lambda: nn.Sequential(nn.Linear(2, 1)), nn.functional.mse_loss, stages=1)
+    return made(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+
+
 # By message: what is done with a model and its optimiser.
 REFUSED = {
     **{
@@ -97,6 +102,12 @@ REFUSED = {
         )
         for n in (-1.0, float("nan"))
     },
+    "the loss must be a mean over samples with hpcdist.pipeline, .*; got loss='sum'. Leave that out": (
+        lambda model, optimizer: piped(loss="sum")
+    ),
+    r"the loss must be a mean over samples with hpcdist.pipeline, .*; got optimizer.weigh\(\). Leave that out": (
+        lambda model, optimizer: piped().weigh(2)
+    ),
     "loader.weight must be left as it is; got 2. Call optimizer.weigh": (
         lambda model, optimizer: setattr(hd.shard(loader()), "weight", 2)
     ),

@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hpcdist as hd
 from harness import loops
+from harness.cases import each
 from hpcdist.comm.launch import check_world, declared_size
+from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import MismatchError, WorldError
 from hpcdist.model.flat import FlatModel
 from strategies import problem
@@ -151,6 +153,28 @@ def test_different_options_are_refused_on_all_ranks(ranks):
         return True
 
     assert all(ranks(body))
+
+
+@each("strategy", ["allreduce", "hardsync colocated"])
+def test_sums_add_up_and_weights_hold_in_a_loop_without_a_loader(strategy):
+    """Ranks have 1, 2 and 3 of the numbers 0 to 5."""
+
+    def slope(comm, loss):
+        hd.init(comm=comm)
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        name, *servers = strategy.split()
+        options = {"strategy": name, "loss": loss, **({"servers": servers[0]} if servers else {})}
+        optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, **options)
+        rows = torch.arange(6.0).reshape(6, 1).split([1, 2, 3])[comm.rank]
+        if loss == "mean":
+            optimizer.weigh(len(rows))
+        getattr(model(rows), loss)().backward()
+        optimizer.step()
+        return round(model.weight.item(), 5)
+
+    for loss, gradient in (("sum", 15.0), ("mean", 2.5)):
+        assert run_virtual(lambda comm, loss=loss: slope(comm, loss), 3) == [1 - gradient] * 3
 
 
 def test_the_package_has_no_other_names():

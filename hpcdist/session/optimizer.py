@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import math
-import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
@@ -19,13 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from hpcdist.model.hyperparameters import Hyperparameters
 from hpcdist.parallel.agreement import PartOfModel
 from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.records import StepRecord
 from hpcdist.session import rules
+from hpcdist.session.arguments import check_evaluating, must_have_closure, require_known, require_no_norms
 from hpcdist.session.consistency import compare_first_batches
 from hpcdist.session.loader.period import counts_of, relative
 from hpcdist.session.pipeline import check_optimizer, require_in_stages, share_tied
@@ -317,11 +316,11 @@ def DistributedOptimizer(
     require_in_stages(session, model)
     outer, stages = session.outer, session.stages
     if outer.size > 1:
-        _require_no_norms(model)
+        require_no_norms(model)
     cls = strategies.load(strategy)
     config = cls.Config.from_mapping(options, "strategy")
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    _require_known(loss=(loss, get_args(Loss)), identical_batches=(identical_batches, ("warn", "allow")))
+    require_known(loss=(loss, get_args(Loss)), identical_batches=(identical_batches, ("warn", "allow")))
     if loss == "sum":
         rules.refuse("the loss is a sum", cls)
         if isinstance(model, Pipeline):
@@ -333,9 +332,9 @@ def DistributedOptimizer(
     if stages > 1:  # of which each may have groups of its own
         ranks_of_stage = range(session.comm.rank % stages, session.comm.size, stages)
         require_equal(outer, {"groups": groups}, "param_groups of a stage", ranks_of_stage)
-    evaluating = _must_have_closure(optimizer)
+    evaluating = must_have_closure(optimizer)
     if evaluating:
-        _check_evaluating(type(optimizer).__name__, strategy, cls, config, clip_norm)
+        check_evaluating(type(optimizer).__name__, strategy, cls, config, clip_norm)
     if stages > 1:
         check_optimizer(optimizer, model, evaluating, cls)
     flat = _flat(optimizer, model, bucket_bytes, session.optimizers)
@@ -364,13 +363,6 @@ def DistributedOptimizer(
     if isinstance(model, PartOfModel):
         model.optimizers.append(changed)
     return optimizer
-
-
-def _require_known(**given: tuple[str, Sequence[str]]) -> None:
-    """Raise UnknownNameError where the value of an argument is not among those that it may have."""
-    for name, (value, known) in given.items():
-        if value not in known:
-            raise UnknownNameError(name, value, known)
 
 
 def _require_allowed(strategy: Strategy) -> None:
@@ -469,13 +461,6 @@ def _checked_model(optimizer: object, model: nn.Module | None, clip_norm: float 
     return model
 
 
-def _require_no_norms(model: nn.Module) -> None:
-    """Raise ConfigError where a layer changes weights in its forward pass, by its rank's own batch."""
-    for name, table in model.named_modules():
-        if isinstance(table, (nn.Embedding, nn.EmbeddingBag)) and table.max_norm is not None:
-            raise rules.error("embeddings are normalised in the forward pass", max_norm=table.max_norm, name=name)
-
-
 def _split_off(comm: Communicator, ranks: tuple[int, ...]) -> Communicator:
     """Collective. Return a communicator of the ranks that run the loop's body."""
     return comm if len(ranks) == comm.size else comm.split(0 if comm.rank in ranks else 1)
@@ -493,38 +478,3 @@ def _flat(optimizer: torch.optim.Optimizer, model: nn.Module, bucket_bytes: int,
     extra = [(f"optimizer parameter {i}", p) for i, p in enumerate(own) if id(p) not in names]
     rest = all(other.strategy.model.module is not model for other in others)
     return FlatModel(model, bucket_bytes=bucket_bytes, extra=extra, only=own, rest=rest)
-
-
-def _must_have_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether its step requires a closure, which it may then evaluate several times."""
-    step = type(optimizer).step
-    closure = inspect.signature(step).parameters.get("closure")
-    return closure is not None and (closure.default is closure.empty or _insists(step))
-
-
-def _insists(step: Callable[..., Any]) -> bool:
-    """Tell whether a step declares `closure=None`, and then raises an error without one, as those of SAM do."""
-    if step.__module__.startswith("torch.optim."):
-        return False
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(step)))
-    except (OSError, TypeError, SyntaxError):  # there is no source
-        return False
-    demands = ("closure is not None", "closure")
-    misses = ("closure is None", "not closure")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assert) and ast.unparse(node.test) in demands:
-            return True
-        if isinstance(node, ast.If) and ast.unparse(node.test) in misses and isinstance(node.body[-1], ast.Raise):
-            return True
-    return False
-
-
-def _check_evaluating(name: str, strategy: str, cls: type[Strategy], config: Any, clip_norm: float | None) -> None:
-    """Raise ConfigError where a setting does not suit an optimiser, of that name, that evaluates its closure."""
-    rules.refuse("the optimiser evaluates its closure several times", cls, optimizer=name)
-    config.require_plain(name)
-    if clip_norm is not None:
-        raise rules.error("such an optimiser's gradients are clipped", optimizer=name, clip_norm=clip_norm)
-    if config.on_nonfinite == "skip":
-        raise rules.error("such an optimiser's steps are left out", optimizer=name)

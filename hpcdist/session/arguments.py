@@ -1,0 +1,65 @@
+"""Check what DistributedOptimizer is given: values of its arguments, layers of the model, optimisers with closures."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpcdist.errors import UnknownNameError
+from hpcdist.session import rules
+from hpcdist.strategies import Strategy
+
+
+def require_known(**given: tuple[str, Sequence[str]]) -> None:
+    """Raise UnknownNameError where the value of an argument is not among those that it may have."""
+    for name, (value, known) in given.items():
+        if value not in known:
+            raise UnknownNameError(name, value, known)
+
+
+def require_no_norms(model: nn.Module) -> None:
+    """Raise ConfigError where a layer changes weights in its forward pass, by its rank's own batch."""
+    for name, table in model.named_modules():
+        if isinstance(table, (nn.Embedding, nn.EmbeddingBag)) and table.max_norm is not None:
+            raise rules.error("embeddings are normalised in the forward pass", max_norm=table.max_norm, name=name)
+
+
+def must_have_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether its step requires a closure, which it may then evaluate several times."""
+    step = type(optimizer).step
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and (closure.default is closure.empty or _insists(step))
+
+
+def _insists(step: Callable[..., Any]) -> bool:
+    """Tell whether a step declares `closure=None`, and then raises an error without one, as those of SAM do."""
+    if step.__module__.startswith("torch.optim."):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(step)))
+    except (OSError, TypeError, SyntaxError):  # there is no source
+        return False
+    demands = ("closure is not None", "closure")
+    misses = ("closure is None", "not closure")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert) and ast.unparse(node.test) in demands:
+            return True
+        if isinstance(node, ast.If) and ast.unparse(node.test) in misses and isinstance(node.body[-1], ast.Raise):
+            return True
+    return False
+
+
+def check_evaluating(name: str, strategy: str, cls: type[Strategy], config: Any, clip_norm: float | None) -> None:
+    """Raise ConfigError where a setting does not suit an optimiser, of that name, that evaluates its closure."""
+    rules.refuse("the optimiser evaluates its closure several times", cls, optimizer=name)
+    config.require_plain(name)
+    if clip_norm is not None:
+        raise rules.error("such an optimiser's gradients are clipped", optimizer=name, clip_norm=clip_norm)
+    if config.on_nonfinite == "skip":
+        raise rules.error("such an optimiser's steps are left out", optimizer=name)

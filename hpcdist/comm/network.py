@@ -58,6 +58,11 @@ def addresses(chosen: str = "") -> list[Address]:
     return kept
 
 
+def interface_of(address: str) -> str:
+    """Name the interface that has this address, loopback too; empty if none has."""
+    return next((a.interface for a in _all() if str(a.ip.ip) == address), "")
+
+
 def here() -> str:
     """Name the network stack, which is the same for ranks that reach each other by loopback."""
     try:

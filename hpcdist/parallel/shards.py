@@ -7,7 +7,6 @@ with the ranks that hold the same part in other replicas.
 
 from __future__ import annotations
 
-import atexit
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,13 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.external.torch_distributed import LONGEST_S, start_default_group
+from hpcdist.comm.external.torch_distributed import start_default_group, started_for
 from hpcdist.errors import ConfigError
 from hpcdist.parallel.agreement import Agreement, PartOfModel
 from hpcdist.parallel.grid import Grid
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-_started: dict[Communicator, object] = {}  # torch's default process group, if we have started it
 _WHOLE = {"ranks": 0, "dims": []}  # all ranks have the same, and the first one's counts
 
 
@@ -291,22 +289,10 @@ def make_mesh(
 
 def _start_group(comm: Communicator, device_type: str) -> None:
     """Collective. Start torch's default process group of these ranks, unless it exists."""
-    if dist.is_initialized():
-        if dist.group.WORLD not in _started.values():
-            raise ConfigError(
-                "torch.distributed must be started by hpcdist.device_mesh, among the ranks of a replica; got a default "
-                "process group that this program has started. Leave out init_process_group, and torchrun."
-            )
-        if comm in _started:
-            return
-        dist.destroy_process_group()
-    start_default_group(comm, _BACKENDS[device_type], min(comm.failures.deadline_s, LONGEST_S))
-    if not _started:
-        atexit.register(_end_group)
-    _started.clear()
-    _started[comm] = dist.group.WORLD
-
-
-def _end_group() -> None:
-    if dist.is_initialized() and dist.group.WORLD in _started.values():
-        dist.destroy_process_group()
+    if dist.is_initialized() and started_for() is None:
+        raise ConfigError(
+            "torch.distributed must be started by hpcdist.device_mesh, among the ranks of a replica; got a default "
+            "process group that this program has started. Leave out init_process_group, and torchrun."
+        )
+    if started_for() is not comm:
+        start_default_group(comm, _BACKENDS[device_type])

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from hpcdist.errors import UnknownNameError
+from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.session import rules
 from hpcdist.strategies import Strategy
 
@@ -21,6 +22,32 @@ def require_known(**given: tuple[str, Sequence[str]]) -> None:
     for name, (value, known) in given.items():
         if value not in known:
             raise UnknownNameError(name, value, known)
+
+
+def checked_model(optimizer: object, model: nn.Module | None, clip_norm: float | None) -> nn.Module:
+    """Check the optimiser, the model and the norm; return the model, or raise ConfigError."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        held = getattr(optimizer, "__dict__", {}).items()
+        inside = [name for name, value in held if isinstance(value, torch.optim.Optimizer)]
+        if inside:
+            raise rules.error("the optimiser wraps one, and is none", kind=kind, name=inside[0])
+        raise rules.error("the optimiser is none of torch's", kind=kind)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise rules.error("the optimiser takes sparse gradients")
+    if not isinstance(model, nn.Module):
+        raise rules.error("the model is missing", kind=type(model).__name__)
+    if isinstance(model, DistributedDataParallel):
+        raise rules.error("the model is wrapped in DistributedDataParallel")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(f"clip_norm must be greater than 0, or None; got {clip_norm}.")
+    return model
+
+
+def require_no_ddp(model: nn.Module, inputs: Any) -> None:
+    """Raise ConfigError where DistributedDataParallel runs a model that a DistributedOptimizer trains."""
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise rules.error("the model is wrapped in DistributedDataParallel")
 
 
 def require_no_norms(model: nn.Module) -> None:

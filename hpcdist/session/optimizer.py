@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
@@ -24,7 +24,14 @@ from hpcdist.parallel.agreement import PartOfModel
 from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.records import StepRecord
 from hpcdist.session import rules
-from hpcdist.session.arguments import check_evaluating, must_have_closure, require_known, require_no_norms
+from hpcdist.session.arguments import (
+    check_evaluating,
+    checked_model,
+    must_have_closure,
+    require_known,
+    require_no_ddp,
+    require_no_norms,
+)
 from hpcdist.session.consistency import compare_first_batches
 from hpcdist.session.loader.period import counts_of, relative
 from hpcdist.session.pipeline import check_optimizer, require_in_stages, share_tied
@@ -61,6 +68,7 @@ class Attachment:
         begun: an epoch has begun.
         stepping: the local step is running.
         seen: the model's `changes` after the last step, where it `looks`.
+        guard: looks at the model's forward passes, until the optimiser is a plain one again.
     """
 
     strategy: Any  # a Strategy, perhaps one that supports closures
@@ -70,6 +78,7 @@ class Attachment:
     peers: Communicator
     counts: list[int]
     looks: bool
+    guard: RemovableHandle
     record: StepRecord | None = None
     begun: bool = False
     stepping: bool = False
@@ -312,7 +321,9 @@ def DistributedOptimizer(
     """
     session = current()
     rules.require_own_names(options)
-    model = _checked_model(optimizer, model, clip_norm)
+    if isinstance(optimizer, _Distributed):
+        raise rules.error("an optimiser is distributed twice")
+    model = checked_model(optimizer, model, clip_norm)
     require_in_stages(session, model)
     outer, stages = session.outer, session.stages
     if outer.size > 1:
@@ -356,7 +367,8 @@ def DistributedOptimizer(
     changed.__class__ = type(local_class.__name__, (added, local_class), _guarded_methods(local_class))
     local_state_dict = local_class.state_dict.__get__(optimizer)
     looks = rules.forbids("parameters are changed between steps", made)
-    changed.attachment = Attachment(made, local_step, local_state_dict, workers, peers, counts, looks)
+    guard = model.register_forward_pre_hook(require_no_ddp)
+    changed.attachment = Attachment(made, local_step, local_state_dict, workers, peers, counts, looks, guard)
     changed._opt_called = True  # ... and where they find none before their own; a server's worker never makes one
     session.optimizers.append(optimizer)
     session.serves = session.serves or not made.is_worker
@@ -435,30 +447,9 @@ def release(optimizer: Any) -> None:
     strategy.model.close()
     if isinstance(model, PartOfModel):
         model.optimizers.remove(optimizer)
+    optimizer.attachment.guard.remove()
     optimizer.__class__ = type(optimizer).__bases__[1]
     del optimizer.attachment
-
-
-def _checked_model(optimizer: object, model: nn.Module | None, clip_norm: float | None) -> nn.Module:
-    """Check the optimiser, the model and the norm; return the model, or raise ConfigError."""
-    if isinstance(optimizer, _Distributed):
-        raise rules.error("an optimiser is distributed twice")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
-        held = getattr(optimizer, "__dict__", {}).items()
-        inside = [name for name, value in held if isinstance(value, torch.optim.Optimizer)]
-        if inside:
-            raise rules.error("the optimiser wraps one, and is none", kind=kind, name=inside[0])
-        raise rules.error("the optimiser is none of torch's", kind=kind)
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise rules.error("the optimiser takes sparse gradients")
-    if not isinstance(model, nn.Module):
-        raise rules.error("the model is missing", kind=type(model).__name__)
-    if isinstance(model, DistributedDataParallel):
-        raise rules.error("the model is wrapped in DistributedDataParallel")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ConfigError(f"clip_norm must be greater than 0, or None; got {clip_norm}.")
-    return model
 
 
 def _split_off(comm: Communicator, ranks: tuple[int, ...]) -> Communicator:

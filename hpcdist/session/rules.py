@@ -254,7 +254,8 @@ RULES = {
     "the model is wrapped in DistributedDataParallel": Rule(
         _always,
         "model must not be wrapped in DistributedDataParallel, which averages gradients too; got one that is. Pass "
-        "model.module.",
+        "the model itself (model.module), and call it in the loop. Accelerate wraps none by accelerator.prepare_model("
+        "model, evaluation_mode=True).",
         alone=True,
     ),
     "two optimisers have one parameter": Rule(

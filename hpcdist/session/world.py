@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import platform
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hpcdist import log, registry
 from hpcdist.comm.alone import Alone
@@ -20,10 +22,12 @@ from hpcdist.comm.launch import FINALIZE_ALONE, check_world, declared_size, tole
 from hpcdist.comm.mpi import library, start
 from hpcdist.comm.traced import begin_timeline, end_timeline
 from hpcdist.config import differences
-from hpcdist.errors import ConfigError, MismatchError, WorldError
+from hpcdist.errors import CommunicationError, ConfigError, MismatchError, WorldError
 from hpcdist.faults import excepthook
 from hpcdist.parallel.grid import Grid
 from hpcdist.version import __version__
+
+_log = logging.getLogger("hpcdist")
 
 
 class Session:
@@ -85,6 +89,7 @@ def init(
     gpu_aware_mpi: bool | None = None,
     internode: str | None = None,
     timeline: str | os.PathLike[str] | None = None,
+    torch_distributed: bool = True,
 ) -> Communicator:
     """Collective. Join the ranks that mpirun or srun started (one rank without them); safe to call again.
 
@@ -103,6 +108,9 @@ def init(
             `auto:10.1.0.0/16` name its interface or network instead.
         timeline: file, in a folder that all ranks see, to which the script's end writes who did what when, and waited
             for whom, as Horovod's HOROVOD_TIMELINE; https://ui.perfetto.dev shows it.
+        torch_distributed: make several real ranks known to torch.distributed (Gloo), unless the script has started it,
+            and set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and their like: for libraries that ask who they are, such
+            as torchmetrics and Accelerate. Counts at the first call.
 
     Raises:
         ConfigError: gpu_aware_mpi without a CUDA device, or where MPI was built without CUDA.
@@ -115,7 +123,7 @@ def init(
         if comm is not _thread.joined:
             _thread.begin(comm)
     elif _process.joined is None:
-        _process.joined = _join_world(deadline_s, gpu_aware_mpi, internode)
+        _process.joined = _join_world(deadline_s, gpu_aware_mpi, internode, torch_distributed)
     session = current()
     if deadline_s is not None:
         session.comm.failures.deadline_s = deadline_s
@@ -130,7 +138,9 @@ def init(
     return session.comm
 
 
-def _join_world(deadline_s: float | None, gpu_aware_mpi: bool | None, internode: str | None) -> Communicator:
+def _join_world(
+    deadline_s: float | None, gpu_aware_mpi: bool | None, internode: str | None, torch_distributed: bool
+) -> Communicator:
     tolerant = tolerates_deaths(os.environ)  # reading the launcher's variables, no setting
     if tolerant:
         os.environ.update(FINALIZE_ALONE)  # before MPI starts, which reads it then
@@ -148,9 +158,28 @@ def _join_world(deadline_s: float | None, gpu_aware_mpi: bool | None, internode:
             versions: dict[str, Any] = {"hpcdist": __version__, "torch": torch.__version__, "mpi": comm.trace.library}
             versions["python"] = ".".join(platform.python_version_tuple()[:2])
             versions["plug-ins"] = registry.installed()
-            require_equal(comm, versions | {"gpu_aware_mpi": gpu_aware_mpi}, "versions and settings")
+            introduces = torch_distributed and dist.is_available() and not dist.is_initialized()
+            settings = {"gpu_aware_mpi": gpu_aware_mpi, "torch_distributed": introduces}
+            require_equal(comm, versions | settings, "versions and settings")
+            if introduces and comm.size > 1:
+                _introduce(comm, (internode or "").partition(":")[2])
             comm.watch(lambda: "it serves" if _process.serves else "")
     return comm
+
+
+def _introduce(comm: Communicator, interface: str) -> None:
+    """Collective. Make the ranks known to torch.distributed; warn where they reach each other by MPI only."""
+    from hpcdist.comm.external.torch_distributed import introduce  # torch may be built without it
+
+    try:
+        introduce(comm, interface)
+    except CommunicationError as error:
+        if comm.rank == 0:
+            _log.warning(
+                "To torch.distributed, and libraries that ask it, each rank is alone: %s hpcdist.init("
+                "torch_distributed=False) leaves it out.",
+                error,
+            )
 
 
 def _join_alone(deadline_s: float | None, reason: str) -> Communicator:

@@ -166,13 +166,19 @@ def test_batches_of_each_ranks_own_need_no_loader():
     assert run_virtual(alone, 1) == [3]
 
 
-def test_a_model_of_another_wrapper_isrefused(tmp_path):
+def test_a_model_of_another_wrapper_is_refused_when_it_is_given_and_when_it_runs(tmp_path):
+    def run_another(model, optimizer):
+        hd.DistributedOptimizer(optimizer, model)
+        nn.parallel.DistributedDataParallel(model)(torch.ones(1, 2))
+
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    message = r"model must not be wrapped in DistributedDataParallel, .* Pass the model itself \(model.module\)"
     try:
         refused(
             lambda model, optimizer: hd.DistributedOptimizer(optimizer, nn.parallel.DistributedDataParallel(model)),
-            "model must not be wrapped in DistributedDataParallel, .* Pass model.module",
+            message,
         )
+        refused(run_another, message)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -4,7 +4,7 @@ Such a process has a fork of another one do its work, see `handover.py`, or else
 
 An optimiser's first step imports `torch._dynamo`, only to tell a compiler that is not at work where a graph ends. That
 takes 1.2 s, nearly half of what a rank of a small job needs, and the tests launch some hundred jobs. So a module with
-the two functions that are called then stands for it. Whoever needs more of it is told so: see `launch`.
+what is called then, and as a process group starts, stands for it. Whoever needs more of it is told so: see `launch`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ NAME = "torch._dynamo"
 
 class Compiler(types.ModuleType):
     """What `torch._dynamo` is to a program that compiles nothing."""
+
+    trace_rules = types.SimpleNamespace(clear_lru_cache=lambda: None)  # a process group starts: no rule is kept
 
     @staticmethod
     def graph_break() -> None:

@@ -255,7 +255,8 @@ RULES = {
         _always,
         "model must not be wrapped in DistributedDataParallel, which averages gradients too; got one that is. Pass "
         "the model itself (model.module), and call it in the loop. Accelerate wraps none by accelerator.prepare_model("
-        "model, evaluation_mode=True).",
+        "model, evaluation_mode=True). In place of transformers' Trainer take hpcdist.hf.Trainer, given a plain "
+        "optimizer.",
         alone=True,
     ),
     "two optimisers have one parameter": Rule(
@@ -357,6 +358,27 @@ RULES = {
         "on rank {rank}. Build it alike everywhere, with one seed for random_split and permutations; or pass "
         "split=False, where each rank's loader reads samples of its own.",
         MismatchError,
+    ),
+    # --- transformers' Trainer ----------------------------------------------------------------------------------------
+    "the Trainer distributes the model itself": Rule(
+        _always,
+        "{name} of TrainingArguments must be left out with hpcdist.hf.Trainer, whose strategy shares samples and "
+        "averages; got {value!r}, by which the Trainer distributes by itself, or one rank goes another way than the "
+        "others. Leave it out.",
+        alone=True,
+    ),
+    "a run is resumed on other workers": Rule(
+        _always,
+        "resume_from_checkpoint must be a run of as many workers as there are, for the Trainer finds its place by "
+        "counting their steps; got one of {saved} workers on {count}. Start {saved}; or load the model by "
+        "from_pretrained and train on without resuming.",
+        alone=True,
+    ),
+    "an epoch of a stream is left for an evaluation": Rule(
+        lambda contract: contract.ranks == "some serve",
+        "train_dataset must have a length where ranks serve and the Trainer evaluates or saves within an epoch; got an "
+        "IterableDataset, which can't go on where it was left. Evaluate and save at the end (eval_strategy and "
+        "save_strategy 'no' or 'epoch'), or take a strategy without servers.",
     ),
     # --- places in the loop -------------------------------------------------------------------------------------------
     "ranks are at different places in the loop": Rule(

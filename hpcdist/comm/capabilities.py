@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import add, sub
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -147,6 +147,14 @@ class Trace:
         return function if self.timeline is None else self.timeline.noted(name, category, function, describe)
 
 
+class Beside(Protocol):
+    """A thread beside the script's, which makes calls of a communicator."""
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether it has work to do for which the script's thread does not wait."""
+
+
 class Failures:
     """Ranks that do not come or have died. This class is for ranks of which a death ends the job.
 
@@ -157,6 +165,8 @@ class Failures:
         lost: the dead, in the order in which they were found.
         collective: a context for a collective call that is made of messages, so that a rank which does not come to it
             is found as with any other one.
+        beside: threads beside the script's that make this communicator's calls. A rank one of whose threads still has
+            work to do is not taken for one that waits for ever.
     """
 
     deadline_s: float
@@ -167,6 +177,7 @@ class Failures:
 
     def __init__(self, size: int, deadline_s: float):
         self.living, self.deadline_s = tuple(range(size)), deadline_s
+        self.beside: list[Beside] = []
 
     def failed(self) -> tuple[int, ...]:
         """Return the ranks that are known to have died. Never blocks; empty where a death would end the job anyway."""

@@ -137,3 +137,28 @@ def test_what_fails_on_a_rank_that_serves_says_that_it_serves(tmp_path, text, er
 def test_a_loop_without_a_data_loader_serves_where_its_range_is_sharded(tmp_path):
     job = run(tmp_path, LOOP.format(strategy="hardsync") + STREAM, 3)
     assert (job.returncode, job.stdout.count("is done")) == (0, 3), job.stderr
+
+
+BESIDE = """
+import time
+import hpcdist as hd
+from hpcdist.strategies.synchronous.averaging import Background
+
+comm = hd.init()
+other = comm.split(0)
+thread = Background(other)
+if comm.rank == 0:
+    thread.submit(other.barrier)
+    time.sleep(1.5)
+else:
+    thread.submit(lambda: (time.sleep(1.5), other.barrier()))
+comm.barrier()
+thread.wait()
+thread.close()
+"""
+
+
+def test_a_rank_whose_thread_still_works_is_not_taken_for_one_that_waits_for_ever(tmp_path):
+    """Rank 0's thread waits for rank 1's, which is slow; rank 1's script waits for rank 0's, which computes."""
+    job = run(tmp_path, BESIDE, 2)
+    assert job.returncode == 0, job.stderr

@@ -140,7 +140,10 @@ class Watchdog:
     def _state(self) -> RankState:
         in_use = self._in_use()
         waits = [wait for calls in in_use if (wait := calls.waits(PATIENCE_S))]
-        ended = any(call.what == EXIT for calls in in_use if (call := calls.current))
+        busy = sum(thread.busy for calls in in_use for thread in calls.failures.beside)
+        if len(waits) <= busy:  # a thread works, and may do what the others wait for
+            waits = []
+        ended = not busy and any(call.what == EXIT for calls in in_use if (call := calls.current))
         counts = {calls.name: calls.count for calls in in_use}
         return RankState(self._where(), self._line(), ended, counts, sum(c.sending for c in in_use), waits)
 

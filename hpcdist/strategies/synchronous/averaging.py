@@ -98,9 +98,11 @@ class ProviderConfig(Named):
 
 # --- a thread beside the computation ----------------------------------------------------------------------------------
 class Background:
-    """Run functions one after the other on a thread, which owns the communicators that they use."""
+    """Run functions one after the other on a thread, which owns the communicator that they use."""
 
-    def __init__(self, name: str = "hpcdist-allreduce"):
+    def __init__(self, comm: Communicator, name: str = "hpcdist-allreduce"):
+        comm.failures.beside.append(self)
+        self._awaited = False
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
@@ -108,6 +110,11 @@ class Background:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether there are tasks for whose end nobody waits."""
+        return self._pending > 0 and not self._awaited
 
     def submit(self, task: Callable[[], None]) -> None:
         """Queue a task and return at once."""
@@ -118,7 +125,9 @@ class Background:
 
     def wait(self) -> None:
         """Block until all tasks are done; raise the first one's error, if any has failed."""
+        self._awaited = True
         self._idle.wait()
+        self._awaited = False
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -200,7 +209,7 @@ class OwnAveraging(Averaging):
     """Average by one of hpcdist's all-reduce algorithms; beside the computation on a thread, which then owns `comm`."""
 
     def __init__(self, comm: Communicator, algorithm: str, prepare: Callable[[Bucket], None]):
-        self.beside = comm.size > 1 and concurrent(comm)
+        self.beside, self._comm = comm.size > 1 and concurrent(comm), comm
         self._prepare, self._all_reduce = prepare, collectives.load(algorithm)(comm)
         self._average = comm.trace.noted(
             "average a bucket",
@@ -220,7 +229,7 @@ class OwnAveraging(Averaging):
 
     def begin(self, bucket: Bucket) -> None:
         if self._thread is None:
-            self._thread = Background()
+            self._thread = Background(self._comm)
         self._thread.submit(partial(self._average, bucket))
 
     def wait(self) -> None:

@@ -58,7 +58,7 @@ class Periodic(Strategy):
         self._compressed: Reduction | None = None
         if config.compression and not self.alone:
             self._compressed = Reduction(self._channel, config.compression, model.params, spans(model))
-        self._background = Background() if config.overlap and concurrent(comm) and not self.alone else None
+        self._background = Background(self._channel) if config.overlap and concurrent(comm) and not self.alone else None
         self.common = [] if self.alone else [params.clone() for params in model.params]  # x
         shared = self._channel.memory.shared_like(self.common) if self._compressed is None else None
         self._mean = [torch.empty_like(x) for x in self.common] if shared is None else shared

@@ -115,6 +115,8 @@ class SavedState:
         self.workers = [replica for replica in replicas if ranks[replica * stages].at("works", default=True)]
         self._also: dict[str, str] = {}
         for rank in ranks:
+            if not isinstance(rank.at("about", "strategy"), str):
+                raise CheckpointError(f"{path} must name the strategy that has saved it; take another checkpoint.")
             self._also |= rank.at("about", "also", default={})
         self._index = cache(self._read_index)
 

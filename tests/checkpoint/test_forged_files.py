@@ -181,6 +181,13 @@ FORGED = [
 ]  # fmt: skip
 
 
+def test_a_checkpoint_that_names_no_strategy_is_refused(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "forged")
+    _tree(tmp_path / "forged", _at(*OPTIMIZER, "about", value={}))
+    with pytest.raises(CheckpointError, match="must name the strategy that has saved it; take another checkpoint"):
+        run_virtual(lambda comm: Script(comm).load(tmp_path / "forged"), 1)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("size", "readers"), [(1, 1), (2, 1), (2, 2)])
 def test_forged_checkpoints_with_right_checksums_are_refused_by_a_sentence(worlds, tmp_path, size, readers):

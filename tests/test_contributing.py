@@ -96,8 +96,8 @@ def test_the_loops_in_the_readme_and_its_tutorial_run(tmp_path, monkeypatch, str
     """One after the other, as they stand there, with the strategy that is named there and with others."""
     monkeypatch.chdir(tmp_path)
     (first,), (same, *others) = _blocks("README.md"), _blocks("docs/tutorials/own-loop.md")
-    assert first == same and len(others) == 5
-    blocks = [first.replace("gossip_pull", strategy), *others[:3]]  # test_docs.py runs those on stages, too
+    assert first == same and len(others) == 7
+    blocks = [first.replace("gossip_pull", strategy), *others[2:5]]  # test_docs.py runs those on losses and stages, too
 
     def body(comm):
         hd.init(comm=comm)

@@ -27,6 +27,7 @@ LATEST_S = 3.0
 SETTLE_S = 0.3  # for the launcher to pass on what has been said
 ITSELF_S = 1.0  # then for a process to end by itself
 SPEAKS_S = 3.0  # how long the ranks of a node leave it to the one that has spoken
+MOST_HOLES = 1 << 18
 ADVICE = (
     " Check the last lines of each rank, that their nodes run, and with `hpcdist doctor` the network; set a longer "
     "deadline_s if so long is expected."
@@ -79,7 +80,8 @@ def limited(
     os.close(closed)
     try:
         with _ended_by(ENDS), ends(limit_s + late_s + 2 * SETTLE_S) if ends else nullcontext():
-            yield
+            with _from_fresh_memory() if task.launcher == "srun --mpi=pmi2" else nullcontext():
+                yield
     finally:
         os.close(kept)
         os.waitpid(watcher, 0)
@@ -98,6 +100,36 @@ def _ended_by(number: int) -> Iterator[None]:
         yield
     finally:
         libc.signal(number, before)
+
+
+@contextmanager
+def _from_fresh_memory() -> Iterator[None]:
+    """Let what is allocated inside the context lie where nothing has been: in memory that is zero.
+
+    MPICH 5.0.2 sends 4096 bytes from where a shorter address lies. Slurm's PMI-2 refuses them where they hold what a
+    script has left there, such as text, and the ranks then wait for ever. So all holes in the heap are taken meanwhile.
+    """
+    libc = ctypes.CDLL(None)
+    for name in ("malloc", "sbrk"):
+        getattr(libc, name).restype = ctypes.c_void_p
+    libc.malloc.argtypes, libc.sbrk.argtypes, libc.free.argtypes = (
+        [ctypes.c_size_t],
+        [ctypes.c_ssize_t],
+        [ctypes.c_void_p],
+    )
+    if hasattr(libc, "malloc_trim"):  # glibc
+        libc.malloc_trim(0)  # what the heap's end has is given back, and is zero when it comes again
+    end, taken = libc.sbrk(0), list[int]()
+    for size in (1 << 16, 1 << 14, *range(1 << 12, 1 << 7, -16)):
+        while len(taken) < MOST_HOLES and (place := libc.malloc(size)):
+            taken.append(place)
+            if place >= end:  # there is no such hole any more
+                break
+    try:
+        yield
+    finally:
+        for place in taken:
+            libc.free(place)
 
 
 def _end(closed: int, watched: int, launcher: int, settle_s: float, say_why: Callable[[], None]) -> None:

@@ -44,10 +44,19 @@ def checked_model(optimizer: object, model: nn.Module | None, clip_norm: float |
     return model
 
 
-def require_no_ddp(model: nn.Module, inputs: Any) -> None:
-    """Raise ConfigError where DistributedDataParallel runs a model that a DistributedOptimizer trains."""
-    if DistributedDataParallel._active_ddp_module is not None:
-        raise rules.error("the model is wrapped in DistributedDataParallel")
+def guard_against_ddp(model: nn.Module) -> Callable[[], None]:
+    """Let the model refuse to run inside DistributedDataParallel; return what ends that.
+
+    A model of torch.jit.script takes no such hook.
+    """
+
+    def refuse(model: nn.Module, inputs: Any) -> None:
+        if DistributedDataParallel._active_ddp_module is not None:
+            raise rules.error("the model is wrapped in DistributedDataParallel")
+
+    if isinstance(model, torch.jit.ScriptModule):
+        return lambda: None
+    return model.register_forward_pre_hook(refuse).remove
 
 
 def require_no_norms(model: nn.Module) -> None:

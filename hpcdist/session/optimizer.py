@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from hpcdist import strategies
 from hpcdist.comm.communicator import Communicator
@@ -27,9 +26,9 @@ from hpcdist.session import rules
 from hpcdist.session.arguments import (
     check_evaluating,
     checked_model,
+    guard_against_ddp,
     must_have_closure,
     require_known,
-    require_no_ddp,
     require_no_norms,
 )
 from hpcdist.session.consistency import compare_first_batches
@@ -68,7 +67,7 @@ class Attachment:
         begun: an epoch has begun.
         stepping: the local step is running.
         seen: the model's `changes` after the last step, where it `looks`.
-        guard: looks at the model's forward passes, until the optimiser is a plain one again.
+        end_guard: lets the model run inside DistributedDataParallel again.
     """
 
     strategy: Any  # a Strategy, perhaps one that supports closures
@@ -78,7 +77,7 @@ class Attachment:
     peers: Communicator
     counts: list[int]
     looks: bool
-    guard: RemovableHandle
+    end_guard: Callable[[], None]
     record: StepRecord | None = None
     begun: bool = False
     stepping: bool = False
@@ -367,7 +366,7 @@ def DistributedOptimizer(
     changed.__class__ = type(local_class.__name__, (added, local_class), _guarded_methods(local_class))
     local_state_dict = local_class.state_dict.__get__(optimizer)
     looks = rules.forbids("parameters are changed between steps", made)
-    guard = model.register_forward_pre_hook(require_no_ddp)
+    guard = guard_against_ddp(model)
     changed.attachment = Attachment(made, local_step, local_state_dict, workers, peers, counts, looks, guard)
     changed._opt_called = True  # ... and where they find none before their own; a server's worker never makes one
     session.optimizers.append(optimizer)
@@ -447,7 +446,7 @@ def release(optimizer: Any) -> None:
     strategy.model.close()
     if isinstance(model, PartOfModel):
         model.optimizers.remove(optimizer)
-    optimizer.attachment.guard.remove()
+    optimizer.attachment.end_guard()
     optimizer.__class__ = type(optimizer).__bases__[1]
     del optimizer.attachment
 

@@ -47,7 +47,7 @@ THE_STEP = r"at \S+script.py:\d+ in <module>: .*# the step"
             "'hardsync'",
             r"a request from any worker .*\. Requests are missing of rank 2 \(silent for \d+\.\d s\)\.",
             THE_LOOP,
-            f"in Window.wait for the reply of server rank 0 on world/0 .call \\d+. for [\\d.]+ s, {THE_STEP}",
+            f"in Window.wait for the reply of server rank 0 on world/0.2 .call \\d+. for [\\d.]+ s, {THE_STEP}",
         ),
         (
             "'hardsync', servers='colocated'",

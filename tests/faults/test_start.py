@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -187,3 +188,30 @@ def test_a_launcher_that_contradicts_itself_sets_no_limit():
     assert undisputed_task(size | {"OMPI_COMM_WORLD_RANK": "1"}) == Task(1, 2, 0, "Open MPI's mpirun")
     assert undisputed_task(size | {"OMPI_COMM_WORLD_RANK": "7"}) is None
     assert undisputed_task({}) is None
+
+
+def test_memory_that_a_script_has_left_is_not_found_where_mpi_starts():
+    """MPICH sends what lies behind an address, too, and Slurm's PMI-2 refuses text there."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.argtypes, libc.malloc.restype, libc.free.argtypes = (
+        [ctypes.c_size_t],
+        ctypes.c_void_p,
+        [ctypes.c_void_p],
+    )
+
+    def text_behind() -> int:
+        place = libc.malloc(900)
+        found = ctypes.string_at(place, 4096).count(b"x")
+        libc.free(place)
+        return found
+
+    places = [libc.malloc(size) for size in (600, 900, 1500, 3000, 5000) for _ in range(400)]
+    for place in places:
+        ctypes.memset(place, ord("x"), 600)
+    for place in places[::2]:
+        libc.free(place)
+    assert text_behind() > 1000
+    with start._from_fresh_memory():
+        assert text_behind() < 100
+    for place in places[1::2]:
+        libc.free(place)

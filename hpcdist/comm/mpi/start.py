@@ -27,7 +27,6 @@ LATEST_S = 3.0
 SETTLE_S = 0.3  # for the launcher to pass on what has been said
 ITSELF_S = 1.0  # then for a process to end by itself
 SPEAKS_S = 3.0  # how long the ranks of a node leave it to the one that has spoken
-MOST_HOLES = 1 << 18
 ADVICE = (
     " Check the last lines of each rank, that their nodes run, and with `hpcdist doctor` the network; set a longer "
     "deadline_s if so long is expected."
@@ -110,25 +109,22 @@ def _from_fresh_memory() -> Iterator[None]:
     script has left there, such as text, and the ranks then wait for ever. So all holes in the heap are taken meanwhile.
     """
     libc = ctypes.CDLL(None)
-    for name in ("malloc", "sbrk"):
-        getattr(libc, name).restype = ctypes.c_void_p
-    libc.malloc.argtypes, libc.sbrk.argtypes, libc.free.argtypes = (
-        [ctypes.c_size_t],
-        [ctypes.c_ssize_t],
-        [ctypes.c_void_p],
-    )
+    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    libc.sbrk.argtypes, libc.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
     if hasattr(libc, "malloc_trim"):  # glibc
         libc.malloc_trim(0)  # what the heap's end has is given back, and is zero when it comes again
-    end, taken = libc.sbrk(0), list[int]()
-    for size in (1 << 16, 1 << 14, *range(1 << 12, 1 << 7, -16)):
-        while len(taken) < MOST_HOLES and (place := libc.malloc(size)):
-            taken.append(place)
+    end, last = libc.sbrk(0), 0  # what is taken is a chain, for a list would leave holes as it grows
+    for size in 2 * (1 << 16, 1 << 14, *range(1 << 12, 1 << 7, -16)):  # twice: Python frees some memory meanwhile
+        while place := libc.malloc(size):
+            ctypes.c_size_t.from_address(place).value, last = last, place
             if place >= end:  # there is no such hole any more
                 break
     try:
         yield
     finally:
-        for place in taken:
+        while last:
+            place, last = last, ctypes.c_size_t.from_address(last).value
             libc.free(place)
 
 

@@ -297,7 +297,7 @@ def evaluation_in_inference_mode(run):
 def update_bn_on_a_sharded_loader(run):
     """Statistics are those of all samples, in batches of the script's size, on every rank."""
     model = net(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
-    optimizer = sgd(run, model)
+    optimizer = sgd(run, model, 0.01)
     model.eval()  # its batches would be others than one process's
     train(run, model, optimizer, run.loader())
     loader = DataLoader(data(), batch_size=BATCH)
@@ -343,7 +343,7 @@ def evaluation_on_the_training_loader_with_gradients(run):
 @habit(exact=False, ways=RANKS, breaks="batch norm's statistics change in an evaluation")
 def update_bn_on_an_evaluation_loader(run):
     model = net(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
-    train(run, model, sgd(run, model), run.loader())
+    train(run, model, sgd(run, model, 0.01), run.loader())
     torch.optim.swa_utils.update_bn(run.test(), model)
     return run.finish(model)
 

@@ -147,7 +147,7 @@ class Trace:
         return function if self.timeline is None else self.timeline.noted(name, category, function, describe)
 
 
-class Beside(Protocol):
+class CallingThread(Protocol):
     """A thread beside the script's, which makes calls of a communicator."""
 
     @property
@@ -165,7 +165,7 @@ class Failures:
         lost: the dead, in the order in which they were found.
         collective: a context for a collective call that is made of messages, so that a rank which does not come to it
             is found as with any other one.
-        beside: threads beside the script's that make this communicator's calls. A rank one of whose threads still has
+        threads: those beside the script's that make this communicator's calls. A rank one of whose threads still has
             work to do is not taken for one that waits for ever.
     """
 
@@ -177,7 +177,7 @@ class Failures:
 
     def __init__(self, size: int, deadline_s: float):
         self.living, self.deadline_s = tuple(range(size)), deadline_s
-        self.beside: list[Beside] = []
+        self.threads: list[CallingThread] = []
 
     def failed(self) -> tuple[int, ...]:
         """Return the ranks that are known to have died. Never blocks; empty where a death would end the job anyway."""

@@ -140,7 +140,7 @@ class Watchdog:
     def _state(self) -> RankState:
         in_use = self._in_use()
         waits = [wait for calls in in_use if (wait := calls.waits(PATIENCE_S))]
-        busy = sum(thread.busy for calls in in_use for thread in calls.failures.beside)
+        busy = sum(thread.busy for calls in in_use for thread in calls.failures.threads)
         if len(waits) <= busy:  # a thread works, and may do what the others wait for
             waits = []
         ended = not busy and any(call.what == EXIT for calls in in_use if (call := calls.current))

@@ -108,9 +108,8 @@ class ShardedLoader:
         self._epoch, self._start, self._done = -1, 0, 0
         self._weight = 1.0
         self._compared = False
-        self._dealt_to: tuple[
-            int, ...
-        ] = ()  # the replicas that got batches last, for the length once training has ended
+        # The replicas that got batches last, for the length once training has ended.
+        self._dealt_to: tuple[int, ...] = ()
         if split and not self._iterable:
             self._order = order_of(loader, seed)
             self._batches: list[Any] = []  # the index lists of this worker in an epoch; the DataLoader keeps the list

@@ -101,7 +101,7 @@ class Background:
     """Run functions one after the other on a thread, which owns the communicator that they use."""
 
     def __init__(self, comm: Communicator, name: str = "hpcdist-allreduce"):
-        comm.failures.beside.append(self)
+        comm.failures.threads.append(self)
         self._awaited = False
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Event()

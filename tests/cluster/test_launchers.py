@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cluster import jobs
+from cluster import jobs, kit
 from hpcdist.comm.launch import Task
 
 # What the template of a job exports for srun and PyPI's Open MPI.
@@ -55,6 +55,32 @@ def test_ranks_know_their_place(cluster, workdir, how, command, launcher):
     assert (told[0]["job"], told[0]["nodes"], found["NodeList"]) == (job, ["n1", "n2"], "n[1-2]")
     for one in told:
         assert int(start) + 600 <= one["ends"] <= time.time() + 600, "ten minutes after it started, by the clock of now"
+
+
+TEXT_EVERYWHERE = """
+import ctypes, sys
+import hpcdist as hd
+
+libc = ctypes.CDLL(None)
+libc.malloc.argtypes, libc.malloc.restype, libc.free.argtypes = [ctypes.c_size_t], ctypes.c_void_p, [ctypes.c_void_p]
+sizes = [size for size in range(100, 5000, 16) for _ in range(40)]
+places = [libc.malloc(size) for size in sizes]
+for place, size in zip(places, sizes):
+    ctypes.memset(place, ord("x"), size)
+for place in places[::2]:
+    libc.free(place)
+print("ranks:", hd.init(deadline_s=60).size)
+"""
+
+
+def test_mpi_starts_by_pmi2_whatever_lies_in_memory(cluster, workdir):
+    """MPICH passes on memory behind its addresses, and Slurm refuses lines that get long by that."""
+    (workdir / "text.py").write_text(TEXT_EVERYWHERE)
+    job = cluster.submit(
+        "#!/bin/bash\nsrun --mpi=pmi2 python text.py\n", "-N3", "--ntasks-per-node=1", cwd=workdir, env=kit.mpich()
+    )
+    cluster.wait(job)
+    assert cluster.output(job).count("ranks: 3") == 3
 
 
 def test_mpirun_by_its_own_choice_of_cores_packs_the_first_node(cluster, workdir):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -190,28 +190,19 @@ def test_a_launcher_that_contradicts_itself_sets_no_limit():
     assert undisputed_task({}) is None
 
 
-def test_memory_that_a_script_has_left_is_not_found_where_mpi_starts():
-    """MPICH sends what lies behind an address, too, and Slurm's PMI-2 refuses text there."""
-    libc = ctypes.CDLL(None)
-    libc.malloc.argtypes, libc.malloc.restype, libc.free.argtypes = (
-        [ctypes.c_size_t],
-        ctypes.c_void_p,
-        [ctypes.c_void_p],
-    )
-
-    def text_behind() -> int:
-        place = libc.malloc(900)
-        found = ctypes.string_at(place, 4096).count(b"x")
-        libc.free(place)
-        return found
-
-    places = [libc.malloc(size) for size in (600, 900, 1500, 3000, 5000) for _ in range(400)]
-    for place in places:
-        ctypes.memset(place, ord("x"), 600)
-    for place in places[::2]:
-        libc.free(place)
-    assert text_behind() > 1000
-    with start._from_fresh_memory():
-        assert text_behind() < 100
-    for place in places[1::2]:
-        libc.free(place)
+def test_slurm_is_asked_for_short_values_only_while_mpi_starts():
+    """By whoever speaks PMI-1 to it; everything else passes as it is, both ways."""
+    before, (mpi, launcher) = _children(), socket.socketpair()
+    maxes = b"cmd=maxes rc=0 kvsname_max=1024 keylen_max=256 vallen_max=%d\n"
+    with mpi, launcher:
+        with start._short_values(mpi.fileno()):
+            for told, heard in ((1024, start.VALUE), (500, 500)):
+                mpi.sendall(b"cmd=get_maxes\n")
+                assert launcher.recv(100) == b"cmd=get_maxes\n"
+                launcher.sendall(maxes % told)
+                assert mpi.recv(100) == maxes % heard
+            launcher.sendall(b"cmd=get_result value=vallen_max=1024\n")
+            assert mpi.recv(100) == b"cmd=get_result value=vallen_max=1024\n"
+        launcher.sendall(maxes % 1024)
+        assert mpi.recv(100) == maxes % 1024, "they are connected again"
+        assert _children() == before

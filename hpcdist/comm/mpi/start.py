@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import select
 import signal
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ APART_S = 0.2  # a rank speaks so much later than the one before it: where the l
 LATEST_S = 3.0
 SETTLE_S = 0.3  # for the launcher to pass on what has been said
 ITSELF_S = 1.0  # then for a process to end by itself
+VALUE = 800  # bytes: with its key less than 1024
 SPEAKS_S = 3.0  # how long the ranks of a node leave it to the one that has spoken
 ADVICE = (
     " Check the last lines of each rank, that their nodes run, and with `hpcdist doctor` the network; set a longer "
@@ -79,7 +82,8 @@ def limited(
     os.close(closed)
     try:
         with _ended_by(ENDS), ends(limit_s + late_s + 2 * SETTLE_S) if ends else nullcontext():
-            with _from_fresh_memory() if task.launcher == "srun --mpi=pmi2" else nullcontext():
+            by_pmi2 = task.launcher == "srun --mpi=pmi2" and os.environ.get("PMI_FD")
+            with _short_values(int(by_pmi2)) if by_pmi2 else nullcontext():
                 yield
     finally:
         os.close(kept)
@@ -102,30 +106,46 @@ def _ended_by(number: int) -> Iterator[None]:
 
 
 @contextmanager
-def _from_fresh_memory() -> Iterator[None]:
-    """Let what is allocated inside the context lie where nothing has been: in memory that is zero.
+def _short_values(connection: int) -> Iterator[None]:
+    """Let the launcher say inside the context that values it keeps for MPI have at most VALUE bytes.
 
-    MPICH 5.0.2 sends 4096 bytes from where a shorter address lies. Slurm's PMI-2 refuses them where they hold what a
-    script has left there, such as text, and the ranks then wait for ever. So all holes in the heap are taken meanwhile.
+    Slurm's PMI-2 says 1024, which MPICH 5 believes; but the line with a value and its key must not be longer than that.
+    Slurm refuses others, and the ranks then wait for ever. (How long it gets depends on what lies in memory behind the
+    address that it tells, of which there are always 4096 bytes.) So a process between them changes that one number.
+
+    Args:
+        connection: MPI's one to the launcher.
     """
-    libc = ctypes.CDLL(None)
-    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
-    libc.sbrk.argtypes, libc.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
-    libc.free.argtypes = [ctypes.c_void_p]
-    if hasattr(libc, "malloc_trim"):  # glibc
-        libc.malloc_trim(0)  # what the heap's end has is given back, and is zero when it comes again
-    end, last = libc.sbrk(0), 0  # what is taken is a chain, for a list would leave holes as it grows
-    for size in 2 * (1 << 16, 1 << 14, *range(1 << 12, 1 << 7, -16)):  # twice: Python frees some memory meanwhile
-        while place := libc.malloc(size):
-            ctypes.c_size_t.from_address(place).value, last = last, place
-            if place >= end:  # there is no such hole any more
-                break
+    direct, (ours, theirs) = os.dup(connection), socket.socketpair()
+    with ours, theirs:
+        between = os.fork()
+        if between == 0:
+            try:
+                ours.close()
+                os.close(connection)
+                _pass_on(theirs.fileno(), direct)
+            finally:
+                os._exit(0)
+        os.dup2(ours.fileno(), connection)
     try:
         yield
     finally:
-        while last:
-            place, last = last, ctypes.c_size_t.from_address(last).value
-            libc.free(place)
+        os.dup2(direct, connection)  # which closes that process's end: it goes
+        os.close(direct)
+        os.waitpid(between, 0)
+
+
+def _pass_on(mpi: int, launcher: int) -> None:
+    """Send what comes from one of the two to the other one, until one has ended."""
+    other = {mpi: launcher, launcher: mpi}
+    while True:
+        for ready in select.select([mpi, launcher], [], [])[0]:
+            if not (message := os.read(ready, 1 << 16)):
+                return
+            if message.startswith(b"cmd=maxes"):
+                message = re.sub(rb"(?<=vallen_max=)\d+", lambda found: b"%d" % min(VALUE, int(found[0])), message)
+            while message:
+                message = message[os.write(other[ready], message) :]
 
 
 def _end(closed: int, watched: int, launcher: int, settle_s: float, say_why: Callable[[], None]) -> None:

@@ -11,10 +11,7 @@ use MPI (`comm/mpi/first_messages.py`). MPI may have a network of its own, so th
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +28,6 @@ Pair = tuple[int, int]
 ALL_PAIRS = 128  # of more members not every pair is tried
 ANSWER_S = 8.0  # how long a node may take to come; not all start at the same moment
 REACH_S = 3.5  # how long another one may take to connect; a packet that is lost is sent again after 1 s, and after 3 s
-LONGEST_S = 20.0  # all of it
 PAUSE_S = 0.05
 FIRST_PORT, PORTS = 30_000, 2_700  # below those that Linux gives to whoever names none
 AT_ONCE = 64
@@ -111,23 +107,9 @@ def takes_part(environ: Mapping[str, str]) -> bool:
 def check_nodes(environ: Mapping[str, str], names: Sequence[str]) -> Result:
     """Collective, with a limit. Find absent nodes and unreachable pairs, by number; only the first node knows them.
 
-    In a process of its own: MPI is to start in one that has done nothing yet. (MPICH 5.0.2 sends 4096 bytes from where
-    a shorter address lies. Slurm's PMI-2 refuses them if they hold text, and that depends on what was done before.)
-
     Args:
         names: the step's nodes, as the network knows them.
     """
-    command = [sys.executable, "-m", __name__, *names]
-    try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LONGEST_S, check=True)
-        absent, unreachable = json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return NOTHING
-    return Result({}, tuple(absent), tuple(map(tuple, unreachable)))
-
-
-def check_here(environ: Mapping[str, str], names: Sequence[str]) -> Result:
-    """Run the check of `check_nodes` in this process."""
     step, node = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}", number(environ, "SLURM_NODEID")
     port = FIRST_PORT + (int(environ["SLURM_JOB_ID"]) + 7 * int(environ["SLURM_STEP_ID"])) % PORTS
     try:
@@ -281,7 +263,3 @@ def unanswered(error: Unanswered, nodes: Nodes, stage: str) -> list[Finding]:
         text = f"{Unanswered(theirs, error.seconds)} All must answer at {stage!r}"
         found.append(Finding(ERROR, text, (name,) * (len(nodes.names) > 1)))
     return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(check_here(os.environ, sys.argv[1:])[1:]))

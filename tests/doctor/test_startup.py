@@ -23,7 +23,7 @@ CHECK = """
 import json, os, sys
 from hpcdist.tools.doctor import startup
 startup.ANSWER_S, startup.REACH_S = 4.0, 1.5
-print(json.dumps(startup.{check}(os.environ, sys.argv[1:])[1:]))
+print(json.dumps(startup.check_nodes(os.environ, sys.argv[1:])[1:]))
 """
 
 
@@ -111,13 +111,13 @@ def test_real_ranks_reach_each_other(ranks):
 
 
 # --- by TCP, on hosts of their own ------------------------------------------------------------------------------------
-def checked(made, absent: str = "", check: str = "check_here", **environ: str) -> list:
+def checked(made, absent: str = "", **environ: str) -> list:
     """What each host found but for one that does not come, with limits that are shorter than the doctor's."""
     running = []
     for node, name in enumerate(made.names):
         if name != absent:
             own = {**os.environ, **SRUN, "PYTHONPATH": str(ROOT), "SLURM_PROCID": str(node), "SLURM_NODEID": str(node)}
-            command = [*made.inside(name), sys.executable, "-c", CHECK.format(check=check), *made.names]
+            command = [*made.inside(name), sys.executable, "-c", CHECK, *made.names]
             running.append(subprocess.Popen(command, env=own | environ, stdout=subprocess.PIPE, text=True))
     return [json.loads(process.communicate(timeout=60)[0]) for process in running]
 
@@ -134,8 +134,7 @@ WELL = [[], []]
 
 
 def test_hosts_that_reach_each_other_find_nothing(make_hosts):
-    """In processes of their own, as the doctor does it."""
-    assert checked(make_hosts(4), check="check_nodes", OMPI_MCA_btl_tcp_if_include="eth0") == [WELL] * 4
+    assert checked(make_hosts(4), OMPI_MCA_btl_tcp_if_include="eth0") == [WELL] * 4
 
 
 @pytest.mark.parametrize("what", [LOST, REFUSED], ids=["lost", "refused"])
@@ -183,4 +182,4 @@ def test_strangers_are_not_counted(monkeypatch):
 def test_a_port_that_is_taken_is_left_alone():
     port = startup.FIRST_PORT + (4711 + 7 * 2) % startup.PORTS
     with socket.create_server(("", port)):
-        assert startup.check_here({**SRUN, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}, ["n1", "n2"]) == Result({})
+        assert startup.check_nodes({**SRUN, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}, ["n1", "n2"]) == Result({})

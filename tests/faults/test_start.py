@@ -206,3 +206,7 @@ def test_slurm_is_asked_for_short_values_only_while_mpi_starts():
         launcher.sendall(maxes % 1024)
         assert mpi.recv(100) == maxes % 1024, "they are connected again"
         assert _children() == before
+        closed = os.dup(mpi.fileno())
+    os.close(closed)
+    with start._short_values(closed):
+        assert _children() == before, "a connection that is closed is left alone"

@@ -116,7 +116,12 @@ def _short_values(connection: int) -> Iterator[None]:
     Args:
         connection: MPI's one to the launcher.
     """
-    direct, (ours, theirs) = os.dup(connection), socket.socketpair()
+    try:
+        direct = os.dup(connection)
+    except OSError:  # it is closed, as in a child process of a rank's: MPI will say so
+        yield
+        return
+    ours, theirs = socket.socketpair()
     with ours, theirs:
         between = os.fork()
         if between == 0:

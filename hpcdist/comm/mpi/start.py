@@ -69,9 +69,7 @@ def limited(
     late_s = min(1.0 + APART_S * task.rank, LATEST_S) if task.rank else 0.0
     closed, kept = os.pipe()
     watched, launcher = os.getpid(), os.getppid()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, none of which the watching process needs
-        watcher = os.fork()
+    watcher = _fork()
     if watcher == 0:
         try:
             os.close(kept)
@@ -88,6 +86,12 @@ def limited(
     finally:
         os.close(kept)
         os.waitpid(watcher, 0)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, none of which the new process needs
+        return os.fork()
 
 
 @contextmanager
@@ -123,7 +127,7 @@ def _short_values(connection: int) -> Iterator[None]:
         return
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        between = os.fork()
+        between = _fork()
         if between == 0:
             try:
                 ours.close()

@@ -194,3 +194,21 @@ def test_batches_of_weight_0_in_a_row_leave_no_trace_in_buffers():
     norm(torch.randn(4, 3))
     model.begin_batch(1.0)
     assert not torch.equal(model.buffers[0], counted[0]), "what no batch of weight 0 has done stays"
+
+
+def test_hooks_stay_where_a_loop_weighs_its_batches():
+    module = nn.Linear(2, 1, bias=False)
+    model = FlatModel(module)
+    model.passes.weighs = True
+    found = []
+    for announced, weight in ((1.0, 3.0), (1.0, 1.0), (1.0, None), (0.0, 2.0), (1.0, 0.0)):
+        model.begin_batch(announced)
+        if weight is not None:
+            model.weigh(weight)
+        module.zero_grad()
+        module(torch.ones(1, 2)).sum().backward()
+        model.gradients.collect()
+        model.passes.done()
+        found.append((model.grads[0][0].item(), list(module.weight._backward_hooks)))
+    assert [grad for grad, _ in found] == [3, 1, 1, 0, 0]
+    assert all(hooks == found[0][1] for _, hooks in found)

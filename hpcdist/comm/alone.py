@@ -6,7 +6,7 @@ Nothing leaves the process. Messages of the rank to itself are copied when they 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -200,7 +200,10 @@ class OwnWindow(Window):
             element.fill_(values[1])
         return before
 
-    def _wait(self, predicate: Predicate, rank: int, offset: int, count: int, what: str, limit_s: float | None) -> None:
+    def _wait(
+        self, predicate: Predicate, rank: int, offset: int, count: int, what: str, limit_s: float | None,
+        by: Collection[int],
+    ) -> None:  # fmt: skip
         elements = self.local[offset : offset + count]
         self._comm.wait_for(lambda: predicate(elements), what, limit_s)
 

@@ -83,7 +83,7 @@ class Publication:
             undo()
             if done == 0:
                 what = f"the first publication of rank {rank}"
-                self._words.wait(lambda w: bool(w[0] > 0), rank=rank, offset=_DONE, count=1, what=what)
+                self._words.wait(lambda w: bool(w[0] > 0), rank=rank, offset=_DONE, count=1, what=what, by=(rank,))
             self.retries += 1
             if self._comm.now() > until:
                 raise DeadlineError(

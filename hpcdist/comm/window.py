@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -143,14 +143,19 @@ class Window(Memory):
         count: int | None = None,
         what: str = "a change in a window",
         deadline_s: float | None = None,
+        by: Collection[int] = (),
     ) -> None:
         """Block until `predicate(elements)` holds for elements [offset, offset + count) of `rank` (default: own).
 
         The predicate must not communicate and must not change the tensor. `what` says in words what is awaited and
         of whom, for error messages. Past `deadline_s` (default: the communicator's) DeadlineError is raised.
+
+        `by` are the ranks of which one must act for the predicate to become true, if that is known. Where none of them
+        ever will, for their scripts have ended, or they wait for this rank, the job ends at once. The predicate is then
+        called by another thread too.
         """
         rank = self._own_rank if rank is None else rank
-        self._wait(predicate, rank, offset, self._check(rank, offset, count=count), what, deadline_s)
+        self._wait(predicate, rank, offset, self._check(rank, offset, count=count), what, deadline_s, by)
 
     _own_rank: int
 
@@ -163,7 +168,10 @@ class Window(Memory):
         """Do what `fetch_add` (of one value) or `compare_and_swap` (expected, desired) says."""
 
     @abc.abstractmethod
-    def _wait(self, predicate: Predicate, rank: int, offset: int, count: int, what: str, limit_s: float | None) -> None:
+    def _wait(
+        self, predicate: Predicate, rank: int, offset: int, count: int, what: str, limit_s: float | None,
+        by: Collection[int],
+    ) -> None:  # fmt: skip
         """Do what `wait` says."""
 
 

@@ -156,7 +156,7 @@ class FlatModel:
             return
         if weight == 0.0:
             self.flat_buffers.keep()
-        self.passes.weigh(weight)
+        self.passes.weigh(weight, by_loop=True)
 
     def end_batches(self) -> None:
         """End the last batch of a loop: later backward passes weigh 1 and belong to no new batch."""

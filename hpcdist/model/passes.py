@@ -47,7 +47,8 @@ class Passes:
         self.ends_epoch = self.more_follow = False
         self.on_end: Callable[[], None] | None = None
         self._weights: list[float] = []  # of the passes since the last step
-        self._hooks: list[RemovableHandle] = []  # only while the weight needs them
+        self._hooks: list[RemovableHandle] = []
+        self._keeps_hooks = False  # else there are some only while the weight needs them
         self._parameters: Sequence[nn.Parameter] = ()
         self.grads: Sequence[Tensor] = ()
         self.first: set[int] = set()
@@ -60,10 +61,9 @@ class Passes:
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """Count the passes of these parameters from now on."""
-        weight = self.weight
-        self.weigh(1.0)  # removes the hooks
+        self._remove_hooks()
         self._parameters, self.grads = parameters, ()
-        self.weigh(weight)
+        self.weigh(self.weight)
 
     # --- batches --------------------------------------------------------------------------------------------------
     def begin_batch(self, weight: float = 1.0, *, ends_epoch: bool = False) -> None:
@@ -86,15 +86,24 @@ class Passes:
         self.counts, self.weighed = weight != 0.0, False
         self.weigh(weight if self._even is None or not self.counts else self._even)
 
-    def weigh(self, weight: float) -> None:
-        """Weigh further passes so, until the next batch."""
+    def weigh(self, weight: float, *, by_loop: bool = False) -> None:
+        """Weigh further passes so, until the next batch. A loop that does so does it for each batch: hooks stay."""
         self.weight = weight
         self.weighed = self.weighed and bool(self._weights)  # gradients that are there already stay as they are
-        if (weight == 0.0 or (self.weighs and weight != 1.0)) == bool(self._hooks):
-            return
+        self._keeps_hooks = self._keeps_hooks or by_loop
+        if self._needs_hooks and not self._hooks:
+            self._hooks = [self._hook(parameter) for parameter in self._parameters]
+        elif not self._needs_hooks and not self._keeps_hooks:
+            self._remove_hooks()
+
+    @property
+    def _needs_hooks(self) -> bool:
+        return self.weight == 0.0 or (self.weighs and self.weight != 1.0)
+
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = [] if self._hooks else [self._hook(parameter) for parameter in self._parameters]
+        self._hooks = []
 
     def _hook(self, parameter: nn.Parameter) -> RemovableHandle:
         """Register a hook, which stays while the parameter is frozen, as a critic is in its generator's steps."""
@@ -104,7 +113,9 @@ class Passes:
         finally:
             parameter.requires_grad_(trained)
 
-    def _weigh(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
+    def _weigh(self, parameter: nn.Parameter, grad: Tensor) -> Tensor | None:
+        if not self._needs_hooks:
+            return None
         self.weighed = True
         (self.first.add if parameter.grad is None else self.first.discard)(id(parameter))
         return grad * self.weight if self.weight else torch.zeros_like(grad)  # zero times infinity is not zero

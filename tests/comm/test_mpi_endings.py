@@ -112,6 +112,27 @@ def test_a_rank_that_is_named_by_a_message_has_had_time_to_send_it(tmp_path):
     assert waited_s and float(waited_s[1]) >= MESSAGE_S
 
 
+MEMORY = """
+window = comm.window(1)
+if comm.rank == 1:
+    {does}
+else:
+    window.wait(lambda words: words[0] > 0, what="the answer", by=(1,))
+    print("it is there")
+"""
+
+
+def test_a_rank_that_leaves_without_the_change_that_another_one_waits_for_is_named(tmp_path):
+    shown = ends(tmp_path, MEMORY.format(does="sys.exit(0)"), 2, START)
+    assert re.search(r"rank 0 waited [\d.]+ s for rank 1 in Window.wait for the answer on world.*for ever.", shown)
+    assert re.search(r"  rank 1: in exit on world .*, at the end of its script", shown)
+
+
+def test_a_rank_that_makes_the_change_late_and_leaves_is_not(tmp_path):
+    job = run(tmp_path, START + MEMORY.format(does="time.sleep(1.5); window.put(torch.ones(1), 0)"), 2)
+    assert job.returncode == 0 and "it is there" in job.stdout, job.stderr
+
+
 # --- ranks that fail --------------------------------------------------------------------------------------------------
 def test_an_exception_is_shown_with_its_rank_and_ends_all(tmp_path):
     shown = ends(tmp_path, "if comm.rank == 1:\n    raise ValueError('no such file')\ncomm.barrier()", 2, START)

@@ -8,14 +8,22 @@ from hpcdist.comm.mpi.stuck import RankState, Wait, stuck
 BEGUN = {"world": 7, "world/0": 30}
 
 
-def blocked(comm, number, *, what="allreduce", rank=None, sending=0, **counts):
+def blocked(comm, number, *, what="allreduce", ranks=None, sending=0, **counts):
     """A rank that is blocked in a call."""
-    wait = Wait(comm, what, number, rank, "for every rank", 0.4)
+    wait = Wait(comm, what, number, ranks, "for every rank", 17.5, 0.4)
     return RankState(f"in {what}", counts=BEGUN | {comm: number} | counts, sending=sending, waits=[wait])
 
 
 def ended(**counts):
     return RankState("in exit", ended=True, counts=BEGUN | counts)
+
+
+def requests(*workers):
+    return blocked("world", 7, what="Window.wait for a request", ranks=workers)
+
+
+def reply_of(server):
+    return blocked("world", 7, what="Window.wait for the reply", ranks=[server])
 
 
 ENDS = RankState("in exit", ended=True, counts={"world": 7})  # it has closed the other communicator
@@ -42,12 +50,25 @@ CASES = {
         {0: [1], 1: [0, 2]},
     ),
     "a message is awaited of a rank that has ended": (
-        {0: blocked("world", 7, what="irecv", rank=1), 1: ended()},
+        {0: blocked("world", 7, what="irecv", ranks=[1]), 1: ended()},
         {0: [1]},
     ),
-    "a message may be under way": ({0: blocked("world", 7, what="irecv", rank=1), 1: ended()._replace(sending=1)}, {}),
+    "a message may be under way": (
+        {0: blocked("world", 7, what="irecv", ranks=[1]), 1: ended()._replace(sending=1)},
+        {},
+    ),
+    "a server waits for workers, one of which has ended, and the other one for its reply": (
+        {0: requests(1, 2), 1: reply_of(0), 2: ended()},
+        {0: [1, 2], 1: [0]},
+    ),
+    "a worker of two is slow": ({0: requests(1, 2), 1: reply_of(0)}, {}),
+    "a server has ended": ({0: ended(), 1: reply_of(0), 2: blocked("world/1", 3)}, {1: [0]}),
+    "a worker is in a call of all workers": (
+        {0: requests(1, 2), 1: blocked("world/0", 31), 2: reply_of(0)},
+        {0: [1, 2], 1: [0, 2], 2: [0]},
+    ),
     "all wait for messages, which may be under way": (
-        {r: blocked("world", 7, what="sendrecv", rank=1 - r, sending=1) for r in range(2)},
+        {r: blocked("world", 7, what="sendrecv", ranks=[1 - r], sending=1) for r in range(2)},
         {},
     ),
 }
@@ -58,3 +79,11 @@ def test_only_ranks_that_wait_for_ever_are_found(name):
     states, found = CASES[name]
     assert stuck(states) == found
     assert stuck({rank: RankState.decode(state.encode()) for rank, state in states.items()}) == found
+
+
+def test_waits_for_memory_count_if_all_have_been_there_at_one_moment():
+    before = requests(1, 2)
+    later = before._replace(waits=[before.waits[0]._replace(since=18.5)])
+    assert before.since(before) == before and not later.since(before).waits
+    call = blocked("world/0", 31)
+    assert call._replace(waits=[call.waits[0]._replace(since=18.5)]).since(call).waits, "ranks count their calls"

@@ -22,7 +22,8 @@ import hpcdist as hd
 hd.init()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model, strategy={strategy!r})
+strategy = dict(zip(["strategy", "servers"], {strategy!r}.split()))
+optimizer = hd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01), model, **strategy)
 loader = hd.shard(DataLoader(TensorDataset(torch.randn(144, 4), torch.randn(144, 1)), 4))
 leaves = hd.rank() == hd.size() - 1
 
@@ -46,6 +47,11 @@ for batch in range(20 if leaves else 30):  # as each rank's target_kl decides
     step(torch.randn(4, 4), torch.randn(4, 1))
 """
 FINISHES = ALONE + "hd.finish(model)\n"
+HELD = EXIT.replace("enumerate(loader)", "enumerate(batches := iter(loader))")  # so that it makes no pause
+WEIGHS = EXIT.replace("batch == 3:\n            sys.exit(0)", "batch == 3:\n            optimizer.weigh(len(x))")
+ALL = "every rank in "
+REQUEST = "rank 1 or rank 2 in Window.wait for a request from any worker"
+EITHER = "rank 1 or rank 2 in Window.wait for a request or a reply"
 SCRIPT_ENDS = r"  rank {last}: in exit on world \(call \d+\) for [\d.]+ s, at the end of its script"
 
 
@@ -59,18 +65,23 @@ def ends(tmp_path, strategy, text, size):
 @pytest.mark.parametrize(
     ("strategy", "size", "text", "waits", "missing"),
     [
-        ("allreduce", 3, BREAK, "in allreduce", r"  rank 2: in gather on world.* at .*: "),
-        ("local_sgd", 2, EXIT, "in ", SCRIPT_ENDS),
-        pytest.param("allreduce", 2, EXIT, "in allreduce", SCRIPT_ENDS, marks=pytest.mark.extended),
-        pytest.param("allreduce", 3, ALONE, "in allreduce", SCRIPT_ENDS, marks=pytest.mark.extended),
-        pytest.param("allreduce", 2, FINISHES, "in allreduce", "  rank 1: in gather", marks=pytest.mark.extended),
-        pytest.param("hardsync", 3, EXIT, "in gather", SCRIPT_ENDS, marks=pytest.mark.extended),
-        pytest.param("gossip_pull", 3, EXIT, "in gather", SCRIPT_ENDS, marks=pytest.mark.extended),
+        ("allreduce", 3, BREAK, ALL + "allreduce", r"  rank 2: in gather on world.* at .*: "),
+        ("local_sgd", 2, EXIT, ALL, SCRIPT_ENDS),
+        ("hardsync", 3, HELD, REQUEST, SCRIPT_ENDS),
+        ("hardsync", 3, WEIGHS, REQUEST, r"  rank 2: in allreduce .*: optimizer.weigh\("),
+        pytest.param("allreduce", 2, EXIT, ALL + "allreduce", SCRIPT_ENDS, marks=pytest.mark.extended),
+        pytest.param("allreduce", 3, WEIGHS, ALL + "allreduce", r": optimizer.weigh\(", marks=pytest.mark.extended),
+        pytest.param("allreduce", 3, ALONE, ALL + "allreduce", SCRIPT_ENDS, marks=pytest.mark.extended),
+        pytest.param("allreduce", 2, FINISHES, ALL + "allreduce", "  rank 1: in gather", marks=pytest.mark.extended),
+        pytest.param("hardsync", 3, EXIT, ALL + "gather", SCRIPT_ENDS, marks=pytest.mark.extended),
+        pytest.param("hardsync colocated", 3, HELD, EITHER, SCRIPT_ENDS, marks=pytest.mark.extended),
+        pytest.param("softsync", 3, HELD, REQUEST, SCRIPT_ENDS, marks=pytest.mark.extended),
+        pytest.param("gossip_pull", 3, EXIT, ALL + "gather", SCRIPT_ENDS, marks=pytest.mark.extended),
     ],
 )
 def test_both_places_are_named(tmp_path, strategy, size, text, waits, missing):
     shown = ends(tmp_path, strategy, text, size)
-    first = re.search(rf"rank 0 waited ([\d.]+) s for every rank {waits}.* It would wait for ever.", shown)
+    first = re.search(rf"rank 0 waited ([\d.]+) s for {waits}.* It would wait for ever.", shown)
     assert first is not None, shown
     assert float(first[1]) < 10, "soon, also on a busy machine"
     assert re.search(missing.replace("{last}", str(size - 1)), shown), shown

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
@@ -55,12 +56,15 @@ class Call:
     """The call that a rank is blocked in.
 
     `peer` is a rank of the communicator, EVERYONE or ANYONE; `deadline_s` is infinite where the call itself minds it.
+    A wait for a change in memory ends when `ready()` is true; only the ranks `by` can make it so (none: it isn't said).
     """
 
     what: str
     peer: int
     since: float
     deadline_s: float
+    by: Collection[int] = ()
+    ready: Callable[[], bool] = bool
 
 
 class Place(NamedTuple):
@@ -88,6 +92,7 @@ class Calls:
         self.count = 0  # collective calls begun; ranks in step have equal counts
         self.inside = 0  # collective calls that are made of messages, and under way
         self.sending = 0  # messages begun and not completed
+        self._memory = threading.Lock()  # held while another thread looks at memory that this rank waits on
 
     def __enter__(self) -> None:
         """Begin a collective call that is made of messages."""
@@ -133,6 +138,7 @@ class Calls:
         peer: int,
         deadline_s: float | None = None,
         sleep: Callable[[float], bool] | None = None,
+        by: Collection[int] = (),
     ) -> None:
         """Block until `ready()` is true; the time counts as waiting.
 
@@ -141,15 +147,19 @@ class Calls:
             what: a description of the awaited event.
             deadline_s: by default the communicator's, past which the error says where all ranks are.
             sleep: see `wait_until`.
+            by: the ranks of which one must act for `ready()` to become true; the watchdog's thread then calls it too.
         """
         limit_s = self.failures.deadline_s if deadline_s is None else deadline_s
-        with self.blocked(call, peer, math.inf):
-            try:
-                self.traffic.waiting_s += wait_until(ready, limit_s, lambda: f"rank {self.rank}: {what}", sleep=sleep)
-            except DeadlineError as error:
-                if deadline_s is not None:
-                    raise
-                raise DeadlineError(f"{error}{self.failures.whereabouts()}") from None
+        outer, self.current = self.current, Call(call, peer, clock(), math.inf, by, ready)
+        try:
+            self.traffic.waiting_s += wait_until(ready, limit_s, lambda: f"rank {self.rank}: {what}", sleep=sleep)
+        except DeadlineError as error:
+            if deadline_s is not None:
+                raise
+            raise DeadlineError(f"{error}{self.failures.whereabouts()}") from None
+        finally:
+            with self._memory:
+                self.current = outer
 
     def waits(self, patience_s: float) -> Wait | None:
         """Return the call that this rank is blocked in, for so long at least, if it needs certain ranks to come.
@@ -160,14 +170,21 @@ class Calls:
         if call is None or call.what == EXIT:
             return None
         together = self.inside > 0 or call.peer == EVERYONE or call.what == BROADCAST
-        if not together and (call.peer == ANYONE or call.what not in RECEIVES):
+        by = () if together else call.by or ((call.peer,) if call.peer >= 0 and call.what in RECEIVES else ())
+        if not together and not by:
             return None  # what is sent may be on its way into memory that the other rank has offered
         waited_s = clock() - call.since
-        if waited_s < (patience_s if together else max(patience_s, MESSAGE_S)):
+        if waited_s < (patience_s if together or call.by else max(patience_s, MESSAGE_S)):
             return None
+        if call.by and not together:
+            with self._memory:  # which is there as long as this rank waits
+                if self.current is not call or call.ready():
+                    return None
         what = "all-reduce" if self.inside and call.peer != EVERYONE else call.what
-        rank = None if together else self.world_ranks[call.peer]
-        return Wait(self.name, what, count, rank, f"for {self.peer_name(call.peer)} {self.place(call)}", waited_s)
+        ranks = None if together else tuple(self.world_ranks[rank] for rank in by)
+        whom = self.peer_name(call.peer) if ranks is None else " or ".join(f"rank {rank}" for rank in ranks[:SHOWN])
+        whom += f" or {len(by) - SHOWN} more" * (len(by) > SHOWN)
+        return Wait(self.name, what, count, ranks, f"for {whom} {self.place(call)}", call.since, waited_s)
 
     # --- messages -------------------------------------------------------------------------------------------------
     def failure(self, what: str, peer: int, error: MPI.Exception) -> CommunicationError:

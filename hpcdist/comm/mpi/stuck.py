@@ -6,12 +6,13 @@ it begins no call any more; and if it is blocked in a call of another communicat
 both wait for ever. So nothing here depends on time: a right program is never found, however slow its ranks are.
 
 A message from one rank to another is awaited for ever where that rank has ended or waits so, and has nothing under way.
+A change in memory is awaited for ever where this is so of all ranks that could make it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 
@@ -22,17 +23,24 @@ class Wait(NamedTuple):
         comm: the communicator's name, the same on all of its ranks.
         what: the call's name.
         number: its number among the communicator's calls of all ranks.
-        rank: the rank of the job that it waits for; None: all ranks of the communicator.
+        ranks: the ranks of the job that it waits for, one of which is enough; None: all ranks of the communicator.
         text: whom it waits for and where, for messages.
+        since: when it began, by the rank's own clock.
         waited_s: for how long.
     """
 
     comm: str
     what: str
     number: int
-    rank: int | None
+    ranks: Collection[int] | None
     text: str
+    since: float
     waited_s: float
+
+    @property
+    def key(self) -> str:
+        """What tells it from all other waits of its rank."""
+        return f"{self.comm} {self.what} {self.number}" + ("" if self.ranks is None else f" {self.since}")
 
 
 class RankState(NamedTuple):
@@ -52,7 +60,12 @@ class RankState(NamedTuple):
     ended: bool = False
     counts: Mapping[str, int] = {}
     sending: int = 0
-    waits: Iterable[Wait] = ()
+    waits: Collection[Wait] = ()
+
+    def since(self, earlier: RankState) -> RankState:
+        """Return it with those waits alone that it had earlier, too."""
+        keys = {wait.key for wait in earlier.waits}
+        return self._replace(waits=[wait for wait in self.waits if wait.key in keys])
 
     def encode(self) -> bytes:
         """Return it as bytes, to be sent."""
@@ -71,26 +84,28 @@ def stuck(states: Mapping[int, RankState]) -> dict[int, list[int]]:
     Args:
         states: of all ranks that are known to be blocked or to have ended; the others may still come.
     """
-    needs = {rank: _needed(rank, states) for rank, state in states.items() if not state.ended}
+    never = {rank for rank, state in states.items() if state.ended or state.waits}
     while True:
-        never = {rank for rank, state in states.items() if state.ended or needs.get(rank)}
-        left = {rank: [other for other in needed if other in never] for rank, needed in needs.items()}
-        if left == needs:
-            return {rank: needed for rank, needed in needs.items() if needed}
-        needs = left
+        found = {rank: _missing(rank, states, never) for rank in never if not states[rank].ended}
+        still = {rank for rank in never if found.get(rank, True)}
+        if still == never:
+            return found
+        never = still
 
 
-def _needed(rank: int, states: Mapping[int, RankState]) -> list[int]:
-    """Return the ranks without which one of a rank's calls does not end."""
-    return sorted(
-        {r for wait in states[rank].waits for r, other in states.items() if r != rank and _lacks(wait, r, other)}
-    )
+def _missing(rank: int, states: Mapping[int, RankState], never: Collection[int]) -> list[int]:
+    """Return those of the ranks that never come which one of a rank's calls waits for."""
+    missing: set[int] = set()
+    for wait in states[rank].waits:
+        if wait.ranks is None:
+            missing.update(r for r in never if r != rank and _lacks(wait, states[r]))
+        elif all(r in never and not states[r].sending for r in wait.ranks):
+            missing.update(wait.ranks)
+    return sorted(missing)
 
 
-def _lacks(wait: Wait, rank: int, other: RankState) -> bool:
-    """Tell whether a call needs what another rank has not begun."""
-    if wait.rank is not None:
-        return wait.rank == rank and not other.sending
+def _lacks(wait: Wait, other: RankState) -> bool:
+    """Tell whether a call of all ranks needs what another rank has not begun."""
     begun = other.counts.get(wait.comm)  # None: it is none of the communicator's ranks, or has closed it
     if begun is None:
         return False
@@ -99,5 +114,5 @@ def _lacks(wait: Wait, rank: int, other: RankState) -> bool:
 
 def _differs(wait: Wait, other: Wait) -> bool:
     """Tell whether two ranks are in different calls where they must be in the same one."""
-    same_number = (wait.comm, wait.number, None) == (other.comm, other.number, other.rank)
+    same_number = (wait.comm, wait.number, None) == (other.comm, other.number, other.ranks)
     return same_number and wait.what != other.what

@@ -30,6 +30,7 @@ PATIENCE_S = 0.2  # a rank that is blocked for so long says so
 REPORT_S = (
     0.01  # times the number of ranks: the least time between two reports of one; rank 0 gets 100 a second at most
 )
+RARELY = 5  # times as long as asking ranks in vain has taken: the least time until rank 0 asks again
 ANSWER_S = 5.0  # how long to wait for the other ranks' answers
 QUERY, ANSWER, REPORT = 1, 2, 3
 STATUS = 87  # exit status of a job that the watchdog ended
@@ -62,8 +63,10 @@ class Watchdog:
         self._stopped, self._wanted, self._complete = threading.Event(), threading.Event(), threading.Event()
         self._places: dict[int, Place] = {}
         self._sent: list[tuple[MPI.Request, object]] = []  # a buffer must live until it has left
-        self._reported, self._reported_s = [""], 0.0  # the calls that this rank has told rank 0 of, and when
+        self._reported: list[str] = []  # what this rank has told rank 0 last, and when
+        self._reported_s = 0.0
         self._states: dict[int, RankState] = {}  # what ranks have told rank 0
+        self._unclear, self._ask_from_s = False, 0.0  # they have told something new; when rank 0 asks them again
         self._thread = threading.Thread(target=self._run, name="hpcdist-watchdog", daemon=True)
 
     def start(self) -> bool:
@@ -93,8 +96,11 @@ class Watchdog:
                 self._answer()
                 if not self._tolerant:  # a call of the living is left where a rank dies in it
                     self._report()
-                    if self.rank == 0 and self._collect():
-                        self._end_if_stuck()
+                    if self.rank == 0:
+                        self._unclear |= self._collect()
+                        if self._unclear and time.perf_counter() > self._ask_from_s:
+                            self._unclear = False
+                            self._end_if_stuck()
                 self._sent = [(request, text) for request, text in self._sent if not request.Test()]
             except MPI.Exception:
                 if not self._tolerant:
@@ -172,14 +178,15 @@ class Watchdog:
 
     # --- ranks that wait for ever ---------------------------------------------------------------------------------
     def _report(self) -> None:
-        """Tell rank 0 the state of this rank, where it is newly blocked, or its script has ended."""
+        """Tell rank 0 the state of this rank, where it is newly blocked, goes on again, or its script has ended."""
         now_s = time.perf_counter()
-        if now_s - self._reported_s < REPORT_S * self.size or self._oldest_s() < PATIENCE_S:
+        blocked = self._oldest_s() >= PATIENCE_S
+        if now_s - self._reported_s < REPORT_S * self.size or not (blocked or self._reported):
             return
-        state = self._state()
-        calls = [f"{wait.comm} {wait.what} {wait.number}" for wait in state.waits]
-        if (calls or state.ended) and calls != self._reported:
-            self._reported, self._reported_s = calls, now_s
+        state = self._state() if blocked else RankState("")
+        told = [wait.key for wait in state.waits] + [EXIT] * state.ended
+        if told != self._reported:
+            self._reported, self._reported_s = told, now_s
             self._send(state.encode(), 0, REPORT)
 
     def _collect(self) -> bool:
@@ -194,10 +201,15 @@ class Watchdog:
         found = stuck(self._states)
         if not found:
             return
+        start = time.perf_counter()
         places = self._ask({*found, *(rank for missing in found.values() for rank in missing)} - {self.rank})
         states = {rank: place.state for rank, place in places.items() if place.state} | {self.rank: self._state()}
+        # Waits that were there before all answers, and still are after, have all been there at one moment.
+        states = {rank: state.since(self._states[rank]) for rank, state in states.items() if rank in self._states}
         found = stuck(states)
         if not found:
+            now_s = time.perf_counter()
+            self._unclear, self._ask_from_s = True, now_s + RARELY * (now_s - start)
             return
         rank = min(found)
         wait = next(iter(states[rank].waits))

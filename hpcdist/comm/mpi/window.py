@@ -8,7 +8,7 @@ another's memory would keep it. There the memory is not MPI's either (`comm/mpi/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from functools import partial
 
@@ -172,7 +172,10 @@ class MpiWindow(Window):
         return before
 
     # --- waiting --------------------------------------------------------------------------------------------------
-    def _wait(self, predicate: Predicate, rank: int, offset: int, count: int, what: str, limit_s: float | None) -> None:
+    def _wait(
+        self, predicate: Predicate, rank: int, offset: int, count: int, what: str, limit_s: float | None,
+        by: Collection[int],
+    ) -> None:  # fmt: skip
         remote = self._remote.get(rank)
         elements = (
             torch.empty(count, dtype=self.dtype) if remote is not None else self._memory[rank][offset : offset + count]
@@ -186,7 +189,8 @@ class MpiWindow(Window):
             return predicate(elements)
 
         sleep = partial(self._wakes.sleep, ready) if self._wakes is not None and rank == self.comm.rank else None
-        self.comm.calls.await_until(ready, f"Window.wait for {what}", what, rank, limit_s, sleep)
+        known = by if remote is None else ()  # another thread can't look there
+        self.comm.calls.await_until(ready, f"Window.wait for {what}", what, rank, limit_s, sleep, known)
 
     def wake(self, rank: int) -> None:
         """Wake a rank of this node that sleeps until its memory changes, as it has just done."""

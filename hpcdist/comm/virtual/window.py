@@ -16,7 +16,7 @@ is put to the test, at times that the network model fixes. A transfer that takes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import cast
 
 import torch
@@ -174,7 +174,10 @@ class VirtualWindow(VirtualMemory, Window):
             self._member.traffic.sent(element.nbytes)
         return before[0]
 
-    def _wait(self, predicate: Predicate, rank: int, offset: int, count: int, what: str, limit_s: float | None) -> None:
+    def _wait(
+        self, predicate: Predicate, rank: int, offset: int, count: int, what: str, limit_s: float | None,
+        by: Collection[int],
+    ) -> None:  # fmt: skip
         memory = self._memories[rank]
         me, latency_s = self._member.me, self._member.path_to(rank).latency_s
         waiter = Waiter(me, predicate, memory, offset, offset + count)

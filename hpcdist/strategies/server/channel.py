@@ -305,7 +305,9 @@ class Client:
                 # Not parents alone: MPI tells of a rank that was killed, not of an aggregator that ended because of it.
                 require_living(self._comm, channel.needed)
         if not self.replied():
-            channel.words.wait(lambda _: self.replied(), offset=channel.replies_at, what=self._awaited)
+            channel.words.wait(
+                lambda _: self.replied(), offset=channel.replies_at, what=self._awaited, by=channel.parents
+            )
 
 
 class Inbox:
@@ -318,6 +320,7 @@ class Inbox:
     def __init__(self, channel: RequestChannel, client: Client):
         self._channel, self._comm, self._client = channel, channel.comm, client
         count = len(channel.children)
+        self._others = [child for child in channel.children if child != self._comm.rank]
         self._slot_of = {child: slot for slot, child in enumerate(channel.children)}
         self._reply_at = {child: channel.reply_at(child) for child in channel.children}
         self._taken = [0] * count  # the ticket of the last request taken from each slot
@@ -360,7 +363,7 @@ class Inbox:
         try:
             self._channel.words.wait(
                 lambda _: self._first() is not None, count=self._channel.replies_at, deadline_s=limit_s,
-                what="a request from any worker",
+                what="a request from any worker", by=self._others if timeout_s is None else (),
             )  # fmt: skip
         except DeadlineError:
             self._waited_s += limit_s
@@ -386,8 +389,9 @@ class Inbox:
         what, deadline_s = "a request or a reply from any rank", self._comm.failures.deadline_s
         try:
             self._channel.words.wait(
-                lambda _: self._first() is not None or self._client.replied(), what=what, deadline_s=deadline_s
-            )
+                lambda _: self._first() is not None or self._client.replied(), what=what, deadline_s=deadline_s,
+                by=sorted({*self._others, *self._channel.parents} - {self._comm.rank}),
+            )  # fmt: skip
         except DeadlineError:
             raise self._late(what, deadline_s) from None
 

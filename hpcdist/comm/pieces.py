@@ -51,7 +51,8 @@ def sum_and_norm(tensor: Tensor) -> tuple[float, float]:
 
 
 def some_values(tensor: Tensor) -> bytes:
-    """Return up to 256 evenly spaced values of a flat real tensor, as bytes. Waits for the device."""
+    """Return up to 256 evenly spaced values of a tensor, as bytes. Waits for the device."""
+    tensor = as_real(tensor).reshape(-1)
     return tensor[:: max(1, tensor.numel() // 256)].to("cpu", torch.float64).numpy().tobytes()
 
 

@@ -54,6 +54,7 @@ class Gradients:
         self._pointers: list[int] = []
         self._blank = [False] * len(slots)  # gradients that only batches of weight 0 have made
         self._hidden: list[int] = []  # those of them that the optimiser must not see
+        self._released = 0  # how many gradients `release` has given last
         self._hooks = [
             slot.tensor.register_post_accumulate_grad_hook(self._make_hook(position))
             for position, slot in enumerate(slots)
@@ -170,6 +171,11 @@ class Gradients:
         """Tell whether the loop has changed gradients since the last backward pass, such as by clipping."""
         return self._passes.changed_since() or (bool(self._passes) and self._some_replaced())
 
+    def removed_since_backward(self) -> bool:
+        """Tell whether the loop has set gradients to None since the backward pass, whose means `release` has given."""
+        given = sum(slot.tensor.grad is not None for slot in self._slots)
+        return bool(self._passes) and given < self._released
+
     def _some_replaced(self) -> bool:
         """Tell whether a gradient is not in its slice, as after `p.grad = ...`."""
         return any(map(self._replaced, range(len(self._views))))
@@ -283,6 +289,7 @@ class Gradients:
         for position, (slot, flag) in enumerate(zip(self._slots, flags, strict=True)):
             slot.tensor.grad = self._view(position) if flag else None
         self._blank[:] = [False] * len(self._blank)
+        self._released = sum(flags)
 
     def reveal(self) -> None:
         """Set hidden gradients, those of batches of weight 0, to zeros that the loop can read."""

@@ -22,8 +22,9 @@ class Passes:
 
     Attributes:
         weighs: gradients are multiplied by the weight. Set it before the first batch.
-        looks_closely: also notice changes through `p.grad.data`, which torch does not count. Costs a read of all
-            gradients at the end of a pass, and another one at the step. Set it before the first batch.
+        looks_at: what of flat gradients tells of changes through `p.grad.data`, which torch does not count: a function
+            of one tensor, called at the end of a pass and at the step. None: they go unnoticed. Set it before the first
+            batch.
         weight: of the latest batch; 1 if no loop announces batches.
         counts: the latest batch was announced with a weight other than 0.
         batch: the number of batches so far, by which ranks see that they are at the same one.
@@ -38,7 +39,8 @@ class Passes:
     """
 
     def __init__(self) -> None:
-        self.weighs = self.looks_closely = False
+        self.weighs = False
+        self.looks_at: Callable[[Tensor], object] | None = None
         self.weight = 1.0
         self.counts = True
         self._even: float | None = None  # the weight of each batch that counts; None: by its samples
@@ -54,7 +56,7 @@ class Passes:
         self.first: set[int] = set()
         self._lock = threading.Lock()
         self._used: list[int] = []  # versions of the gradients after the last step
-        self._seen: list[str] = []  # versions, and perhaps sums, of the gradients at the end of the last pass
+        self._seen: list[object] = []  # versions, and perhaps values, of the gradients at the end of the last pass
         self.weighed = False  # some gradient of this batch has been weighed, perhaps one of torch.autograd.grad
         self.current = _NONE  # autograd's number of the current pass
         self._joined = False
@@ -185,9 +187,9 @@ class Passes:
         """Tell whether a gradient has changed in place since the last pass ended or `note` was called."""
         return bool(self._weights) and self._seen != self._versions()
 
-    def _versions(self) -> list[str]:
-        sums = [flat.sum().item() for flat in self.grads] if self.looks_closely else []
-        return [str(value) for value in (*(flat._version for flat in self.grads), *sums)]  # changes of views count too
+    def _versions(self) -> list[object]:
+        values = [] if self.looks_at is None else map(self.looks_at, self.grads)
+        return [*(flat._version for flat in self.grads), *values]  # changes of views count too
 
     def done(self) -> None:
         """End the step: later gradients, those that the same pass may still bring too, belong to the next one."""

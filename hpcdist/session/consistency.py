@@ -49,6 +49,21 @@ def begin_epoch(optimizer: Any) -> None:
         strategy.take_up()
 
 
+def follow_servers(strategy: Strategy, place: str) -> None:
+    """Collective where servers make the updates. Give this rank's model what they have changed outside of an epoch.
+
+    Args:
+        place: where in the loop that is, for the message.
+
+    Raises:
+        MismatchError: some rank is elsewhere.
+    """
+    if strategy.contract.updates == "on servers" and strategy.comm.size > 1:
+        strategy.model.refresh()
+        _gathered(strategy, place, None)
+        strategy.take_up()
+
+
 def require_same_steps(strategy: Strategy, place: str) -> None:
     """Collective. Check that all ranks are there, and that those which step together did so for as many batches.
 

@@ -31,7 +31,7 @@ from hpcdist.session.arguments import (
     require_known,
     require_no_norms,
 )
-from hpcdist.session.consistency import compare_first_batches
+from hpcdist.session.consistency import compare_first_batches, follow_servers
 from hpcdist.session.loader.period import counts_of, relative
 from hpcdist.session.pipeline import check_optimizer, require_in_stages, share_tied
 from hpcdist.session.sync_batch_norm import synchronise_batch_norms
@@ -65,7 +65,7 @@ class Attachment:
         record: the record of the last step.
         looks: the loop must not change parameters between steps, in which they are replaced, or sent meanwhile.
         begun: an epoch has begun.
-        stepping: the local step is running.
+        running: the optimiser's own step, or another method of its own, is running.
         seen: the model's `changes` after the last step, where it `looks`.
         end_guard: lets the model run inside DistributedDataParallel again.
     """
@@ -80,8 +80,17 @@ class Attachment:
     end_guard: Callable[[], None]
     record: StepRecord | None = None
     begun: bool = False
-    stepping: bool = False
+    running: bool = False
     seen: list[int | bytes] | None = None
+
+    @contextmanager
+    def run_own(self) -> Iterator[None]:
+        """Let the optimiser's own code, inside the context, call its methods as it likes."""
+        outside, self.running = self.running, True
+        try:
+            yield
+        finally:
+            self.running = outside
 
     def look(self) -> None:
         """Remember counts of changes and some values of the parameters, where the loop must not change them."""
@@ -381,11 +390,13 @@ def _require_allowed(strategy: Strategy) -> None:
     if strategy.model.unfrozen:
         rules.refuse("a frozen layer is unfrozen", strategy, name=strategy.model.unfrozen)
     habit = "gradients are changed between backward() and step()"
-    refused = rules.forbids(habit, strategy)
-    if (refused or rules.forbids("replicas differ", strategy)) and strategy.model.gradients.changed_since_backward():
-        if refused:
+    gradients = strategy.model.gradients
+    if rules.forbids(habit, strategy):
+        if gradients.changed_since_backward():
             raise rules.error(habit, strategy)
-        strategy.model.passes.changed_by_loop += 1
+    elif rules.forbids("replicas differ", strategy):
+        changed = gradients.changed_since_backward() or gradients.removed_since_backward()
+        strategy.model.passes.changed_by_loop += changed
 
 
 def _refreshing(optimizer: Any, flat: FlatModel) -> Callable[..., Any]:
@@ -394,11 +405,8 @@ def _refreshing(optimizer: Any, flat: FlatModel) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def local_step(*given: Any) -> Any:
-        optimizer.attachment.stepping = True
-        try:
+        with optimizer.attachment.run_own():
             result = step(*given)
-        finally:
-            optimizer.attachment.stepping = False
         flat.refresh()
         return result
 
@@ -406,7 +414,10 @@ def _refreshing(optimizer: Any, flat: FlatModel) -> Callable[..., Any]:
 
 
 def _guarded_methods(cls: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]:
-    """Return the methods that torch's optimisers lack, such as schedulefree's `eval`, by name: refused where needed."""
+    """Return the methods that torch's optimisers lack, such as schedulefree's `eval`, by name: refused where needed.
+
+    Where servers make the updates a call is collective, and leaves every rank's model as the servers have it.
+    """
     found: dict[str, Callable[..., Any]] = {}
     for base in reversed(cls.__mro__):
         public = {name: value for name, value in vars(base).items() if inspect.isfunction(value) and name[0] != "_"}
@@ -417,9 +428,13 @@ def _guarded_methods(cls: type[torch.optim.Optimizer]) -> dict[str, Callable[...
 def _guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def guarded(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if not optimizer.attachment.stepping:  # else the optimiser's own step calls it
-            _require_effective(optimizer, name)
-        return method(optimizer, *args, **kwargs)
+        if optimizer.attachment.running:  # the optimiser's own step calls it
+            return method(optimizer, *args, **kwargs)
+        _require_effective(optimizer, name)
+        with optimizer.attachment.run_own():
+            result = method(optimizer, *args, **kwargs)
+        follow_servers(optimizer.strategy, f"at optimizer.{name}()")
+        return result
 
     return guarded
 

@@ -173,9 +173,10 @@ RULES = {
     ),
     "gradients are changed on some ranks only": Rule(
         lambda contract: contract.replicates,
-        "gradients must be changed alike on all ranks with {strategy}, which averages them in backward(); the loop has "
-        "changed them in {theirs} of rank {rank}'s steps and in {own} of rank {first}'s, and parameters now differ. "
-        "Change them on all ranks, or scale the loss before backward().",
+        "gradients must be changed alike on all ranks with {strategy}, which averages them in backward(); between that "
+        "and step() the loop has changed them in {theirs} of rank {rank}'s steps and in {own} of rank {first}'s, and "
+        "parameters now differ. Change them on all ranks, or scale the loss before backward(). To leave out a batch of "
+        "one rank, call optimizer.weigh(0) before its forward pass, and optimizer.weigh(1) on the others.",
         MismatchError,
     ),
     "embeddings are normalised in the forward pass": Rule(
@@ -334,16 +335,22 @@ RULES = {
     ),
     "a training loader is iterated for an evaluation": Rule(
         _always,
-        "loader must be one for evaluations in a loop that takes no step; got a training loader, and a model in eval() "
-        "mode, so that each rank has seen its own samples only. Use hpcdist.shard(loader, training=False), and "
-        "hpcdist.metric for the figures of all ranks; or iterate inside torch.no_grad(), where each rank gets all "
-        "samples.",
+        "loader must be one for evaluations in a loop that only runs the model; got a training loader, and neither "
+        "backward() nor step(), so that each rank has seen its own samples only. Use hpcdist.shard(loader, "
+        "training=False), and hpcdist.metric for the figures of all ranks; or iterate inside torch.no_grad(), where "
+        "each rank gets all samples.",
+    ),
+    "update_bn reads samples of each rank's own": Rule(
+        _always,
+        "update_bn must be given a loader of all samples for a {model} that no DistributedOptimizer trains, whose "
+        "running statistics no rank averages; got one made by split=False, of this rank's samples. Pass a plain "
+        "DataLoader of all samples.",
     ),
     "batch norm's statistics change in an evaluation": Rule(
         _always,
         "model must be in eval() mode in an evaluation, hpcdist.consensus or hpcdist.shard(..., training=False), after "
         "which it has its own buffers again; got batch norm's running statistics that have changed. Call model.eval() "
-        "first; give update_bn the training loader, outside of an evaluation.",
+        "first; call update_bn outside of an evaluation.",
         alone=True,
     ),
     "the weight of a batch is set in the loader": Rule(

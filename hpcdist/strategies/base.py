@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.pieces import some_values
 from hpcdist.config import Settings
 from hpcdist.errors import RankFailedError
 from hpcdist.model.flat import FlatModel
@@ -121,8 +122,11 @@ class Strategy(abc.ABC):
         self.before_step: Callable[[], None] = lambda: None
         self.steps = 0
         self._meetings = 0  # steps in which ranks might have compared hyper-parameters
-        looks_closely = not self.contract.uses_changed_gradients and comm.size > 1
-        model.passes.weighs, model.passes.looks_closely = self.contract.weighs, looks_closely
+        model.passes.weighs = self.contract.weighs
+        if comm.size > 1 and not self.contract.uses_changed_gradients:
+            model.passes.looks_at = _sum
+        elif comm.size > 1 and self.contract.replicates:  # where a change on all ranks is fine: less will do
+            model.passes.looks_at = some_values
         self.adds_up = loss == "sum"
         if self.adds_up:  # a mean of p times the gradients is their sum; servers don't divide
             model.passes.weigh_alike(comm.size if self.contract.updates == "here" else 1.0)
@@ -252,6 +256,10 @@ class Strategy(abc.ABC):
             return False
         self._meetings += 1
         return self._meetings & (self._meetings - 1) == 0 or self._meetings % 64 == 0
+
+
+def _sum(tensor: Tensor) -> str:
+    return str(tensor.sum().item())  # as text: a NaN is equal to itself
 
 
 def name_of(strategy: Strategy | type[Strategy]) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, IterableDataset
 
 from hpcdist.comm.communicator import Communicator
@@ -25,6 +27,7 @@ from hpcdist.session.world import current
 from hpcdist.strategies import Strategy
 
 _log = logging.getLogger("hpcdist")
+_UPDATE_BN = update_bn.__wrapped__.__code__  # within torch.no_grad()
 
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
@@ -56,8 +59,8 @@ def shard(
 
     On a rank that only serves, iterating yields nothing and serves until the workers end the epoch.
 
-    Iterated without gradients (inside `torch.no_grad()`, as `torch.optim.swa_utils.update_bn` does) it is the plain
-    loader: every rank gets all samples, and no epoch passes.
+    Iterated without gradients (inside `torch.no_grad()`) it is the plain loader: every rank gets all samples, and no
+    epoch passes. So it is for `torch.optim.swa_utils.update_bn`, with `training=False` too.
 
     Where ranks hold stages of a model (`hpcdist.pipeline`) replicas take the place of ranks: all ranks of a replica get
     the same batches. Random numbers that are drawn while a batch is loaded follow from `seed`, the epoch and the
@@ -72,7 +75,8 @@ def shard(
         optimizers: distributed optimisers that the loop steps; all that there are, if None.
 
     Raises:
-        ConfigError: the loader is none of torch's, or its sampler is of another library's ranks.
+        ConfigError: the loader is none of torch's, or its sampler is of another library's ranks. Iterated: a loop does
+            what would make ranks differ, or a figure one rank's alone.
         MismatchError: at an epoch's first batch, workers' loaders are of different samples, or the ranks of a replica
             have read different ones.
     """
@@ -139,7 +143,10 @@ class ShardedLoader:
         return self._steps(self._order.plan(len(self._dealt_to)))
 
     def __iter__(self) -> Iterator[Any]:
-        if not self._training:
+        refreshed = _refreshed()
+        if refreshed is not None and not self._split:
+            _require_averaged(refreshed)
+        if not self._training and refreshed is None:
             return self._evaluate()
         # Nothing is trained without gradients: not in update_bn, nor where a loop evaluates on its training data.
         return self._train() if torch.is_grad_enabled() else self._iterate(self._loader, 0)
@@ -199,16 +206,17 @@ class ShardedLoader:
         session.loader = self
         if len(workers) < session.outer.size:
             session.group, session.peers = optimizers[0].attachment.workers, optimizers[0].attachment.peers
-        steps, others = [strategy.steps for strategy in strategies], _Others(strategies)
+        epoch, others = _Epoch(strategies), _Others(strategies)
         for strategy in strategies:
             strategy.model.refresh()
             strategy.model.mark()
             if self._split:  # no rank has another's samples
                 strategy.gradients.checksums = None
         try:
-            yield from period(optimizers, self._weighed(strategies, workers), pauses_when_left=True)
-            _require_steps(strategies, steps)
-            _require_no_evaluation(strategies, steps)
+            batches = epoch.watch(self._weighed(strategies, workers))
+            yield from period(optimizers, batches, pauses_when_left=True)
+            epoch.require_steps()
+            epoch.require_no_evaluation()
             others.require_unchanged()
         finally:
             session.loader = session.group = session.peers = None
@@ -349,26 +357,72 @@ class ShardedLoader:
         self._epoch, self._start = (state["epoch"] - 1, state["consumed"]) if whole else (state["epoch"], 0)
 
 
-def _require_steps(strategies: Sequence[Strategy], before: Sequence[int]) -> None:
-    """Raise ConfigError where an epoch has changed a model, along its gradients, past the strategy.
+class _Epoch:
+    """What an epoch does with the models of these strategies."""
 
-    Where gradients are averaged as they arrive that is all the same.
-    """
-    for strategy, steps in zip(strategies, before, strict=True):
-        allowed = not rules.forbids("an epoch trains without step()", strategy)
-        if allowed or strategy.steps > steps or not strategy.model.passes:
-            continue
-        strategy.model.refresh()
-        if strategy.model.touched():
-            raise rules.error("an epoch trains without step()", strategy)
+    def __init__(self, strategies: Sequence[Strategy]):
+        self._strategies, self._ran = strategies, False
+        self._before = [strategy.steps for strategy in strategies]
+
+    def _trains(self) -> list[bool]:
+        """Tell for each model whether it has had a step, or a backward pass that a step may follow."""
+        pairs = zip(self._strategies, self._before, strict=True)
+        return [strategy.steps > before or bool(strategy.model.passes) for strategy, before in pairs]
+
+    def watch(self, batches: Iterator[Weighed]) -> Iterator[Weighed]:
+        """Pass the batches on. If the first trains nothing, note whether a model runs on the others.
+
+        In an epoch that trains no hook is set, for which torch.compile would compile anew.
+        """
+        hooks = []
+        try:
+            for number, batch in enumerate(batches):
+                if number == 1 and not any(self._trains()):
+                    modules = [strategy.model.module for strategy in self._strategies]
+                    plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+                    hooks = [module.register_forward_pre_hook(self._note) for module in plain]
+                yield batch
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _note(self, module: nn.Module, inputs: Any) -> None:
+        self._ran = True
+
+    def require_steps(self) -> None:
+        """Raise ConfigError where the epoch has changed a model, along its gradients, past the strategy.
+
+        Where gradients are averaged as they arrive that is all the same.
+        """
+        for strategy, before in zip(self._strategies, self._before, strict=True):
+            allowed = not rules.forbids("an epoch trains without step()", strategy)
+            if allowed or strategy.steps > before or not strategy.model.passes:
+                continue
+            strategy.model.refresh()
+            if strategy.model.touched():
+                raise rules.error("an epoch trains without step()", strategy)
+
+    def require_no_evaluation(self) -> None:
+        """Raise ConfigError where the epoch has evaluated models, each rank on its share of the training samples."""
+        evaluates = self._ran or not any(strategy.model.module.training for strategy in self._strategies)
+        if evaluates and not any(self._trains()):
+            rules.refuse("a training loader is iterated for an evaluation", self._strategies[0])
 
 
-def _require_no_evaluation(strategies: Sequence[Strategy], before: Sequence[int]) -> None:
-    """Raise ConfigError where an epoch has evaluated models, each rank on its share of the training samples."""
-    for strategy, steps in zip(strategies, before, strict=True):
-        if strategy.model.module.training or strategy.steps > steps or strategy.model.passes:
-            return
-    rules.refuse("a training loader is iterated for an evaluation", strategies[0])
+def _refreshed() -> nn.Module | None:
+    """Return the model for whose running statistics torch's `update_bn` iterates, if it does."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _UPDATE_BN:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["model"]
+
+
+def _require_averaged(model: nn.Module) -> None:
+    """Raise ConfigError where running statistics would stay those of this rank's own samples."""
+    session = current()
+    averaged = any(optimizer.strategy.model.module is model for optimizer in session.optimizers)
+    if session.comm.size > 1 and not averaged:
+        raise rules.error("update_bn reads samples of each rank's own", model=type(model).__name__)
 
 
 def _distributed() -> set[int]:

@@ -83,16 +83,26 @@ def noise_from_another_seed_on_each_rank(run):
     return run.finish(model)
 
 
-@habit(where=("allreduce",), ways=("joint",), exact=False, breaks=("gradients are changed on some ranks only", CHANGED))
-def gradients_scaled_on_one_rank(run):
-    model = net()
+def _on_one_rank(name, change):
+    """The loop changes the gradient of one weight, on the last rank."""
 
-    def halve():
-        if run.rank == run.size - 1:
-            model[0].weight.grad.mul_(0.5)
+    def loop(run):
+        model = net()
+        options = {"on_nonfinite": "skip"} if run.size > 1 else {}
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+        weight, last = model[0].weight, run.rank == run.size - 1
+        train(run, model, optimizer, run.loader, change=lambda: change(weight) if last else None)
+        return run.finish(model)
 
-    train(run, model, sgd(run, model), run.loader, change=halve)
-    return run.finish(model)
+    loop.__name__ = name
+    breaks = "gradients are changed on some ranks only", CHANGED
+    habit(where=("allreduce",), ways=("joint",), exact=False, breaks=breaks)(loop)
+
+
+_on_one_rank("gradients_scaled_on_one_rank", lambda p: p.grad.mul_(0.5))
+_on_one_rank("gradients_scaled_by_their_data_on_one_rank", lambda p: p.grad.data.mul_(0.5))
+_on_one_rank("gradients_spoilt_by_their_data_on_one_rank", lambda p: p.grad.data.fill_(torch.nan))
+_on_one_rank("gradients_removed_on_one_rank", lambda p: setattr(p, "grad", None))
 
 
 @habit(breaks="synchronize() is called")

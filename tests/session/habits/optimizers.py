@@ -7,7 +7,8 @@ import copy
 import torch
 from torch import optim
 
-from habits.run import EPOCHS, Table, copied, enter, evaluation, habit, mean_loss, mse, net, sgd, train, trained, using
+from habits import groups
+from habits.run import EPOCHS, Table, copied, difference, enter, evaluation, habit, mean_loss, mse, net, sgd, train, trained, using
 
 ADAPTIVE = {"tolerance": 1e-9}  # a root of small numbers is less exact
 enter("nesterov", make=using(optim.SGD, lr=0.05, momentum=0.9, nesterov=True))
@@ -184,15 +185,19 @@ enter("counts_of_steps_in_param_groups", make=averaging)
 
 @habit(ways=("joint", "one", "same", "many"), breaks=METHOD)
 def evaluated_at_the_optimizers_average(run):
-    """Between epochs, as schedulefree's `eval` and `train`."""
+    """Between epochs, as schedulefree's `eval` and `train`; evaluated outside of a consensus, too."""
     model = net()
     optimizer, loader = run.optimizer(averaging(model), model), run.loader()
     for _ in range(EPOCHS):
         train(run, model, optimizer, loader, 1)
         optimizer.swap()
+        run.before.append(copied(model))
         with run.consensus(model):
             run.before.append(copied(model))
+            served = run.size == 1 or run.strategy in groups.SERVED
+            assert not served or difference(run.before[-1], run.before[-2]) == 0.0
         optimizer.swap()
+        run.before.append(copied(model))
     optimizer.swap()
     return run.finish(model)
 
@@ -208,6 +213,17 @@ def schedulefree_adamw(run):
         train(run, model, optimizer, run.loader(), 1)
         optimizer.eval()
         mean_loss(run, model, run.test())
+    return run.finish(model)
+
+
+@habit(where=("hardsync", "parameter_server"), exact=False, breaks="ranks are at different places in the loop")
+def averaged_on_one_rank(run):
+    model = net()
+    optimizer, loader = run.optimizer(averaging(model), model), run.loader()
+    for _ in range(EPOCHS):
+        train(run, model, optimizer, loader, 1)
+        if run.rank == 0:
+            optimizer.swap()
     return run.finish(model)
 
 

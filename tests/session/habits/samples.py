@@ -340,11 +340,57 @@ def evaluation_on_the_training_loader_with_gradients(run):
     return run.finish(model)
 
 
+@habit(exact=False, ways=RANKS, breaks="a training loader is iterated for an evaluation")
+def evaluation_on_the_training_loader_in_train_mode(run):
+    """Neither eval() nor no_grad()."""
+    model = net()
+    train(run, model, sgd(run, model), run.loader())
+    seen = sum(mse(model(x), y).item() for x, y in run.loader())
+    assert seen == seen
+    return run.finish(model)
+
+
+@habit(exact=False)
+def the_training_loader_gone_through_without_the_model(run):
+    """As to compute means of the data."""
+    model = net()
+    optimizer, loader = sgd(run, model), run.loader()
+    assert run.metric(sum(len(x) * loader.weight for x, y in loader) if run.size > 1 else 1.0) > 0
+    return trained(run, model, optimizer, loader)
+
+
 @habit(exact=False, ways=RANKS, breaks="batch norm's statistics change in an evaluation")
-def update_bn_on_an_evaluation_loader(run):
+def batch_norm_refreshed_by_hand_in_an_evaluation(run):
     model = net(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
     train(run, model, sgd(run, model, 0.01), run.loader())
-    torch.optim.swa_utils.update_bn(run.test(), model)
+    for x, _ in run.test():
+        model(x)
+    return run.finish(model)
+
+
+@habit()
+def update_bn_on_an_evaluation_loader(run):
+    """Of the model and of an average of it; the latter on samples of each rank's own is refused."""
+    model = net(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1))
+    optimizer = sgd(run, model, 0.01)
+    model.eval()
+    train(run, model, optimizer, run.loader())
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    for each in (model, averaged):
+        torch.optim.swa_utils.update_bn(run.test(), each)
+    assert averaged.module[0].num_batches_tracked == 3
+    run.same = averaged.module[0].running_mean.sum().item()
+    return run.finish(model)
+
+
+@habit(ways=RANKS, exact=False, breaks="update_bn reads samples of each rank's own")
+def update_bn_of_an_average_on_samples_of_each_ranks_own(run):
+    """The model's own statistics are averaged at the end."""
+    model = net(torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 1)).eval()
+    train(run, model, sgd(run, model, 0.01), run.loader())
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    for each in (model, averaged):
+        torch.optim.swa_utils.update_bn(hd.shard(DataLoader(data(), batch_size=BATCH), split=False), each)
     return run.finish(model)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,8 +30,9 @@ from hpcdist.session.arguments import (
     require_known,
     require_no_norms,
 )
-from hpcdist.session.consistency import compare_first_batches, follow_servers
+from hpcdist.session.consistency import compare_first_batches
 from hpcdist.session.loader.period import counts_of, relative
+from hpcdist.session.methods import guarded_methods
 from hpcdist.session.pipeline import check_optimizer, require_in_stages, share_tied
 from hpcdist.session.sync_batch_norm import synchronise_batch_norms
 from hpcdist.session.world import current, require_equal
@@ -372,7 +372,7 @@ def DistributedOptimizer(
     counts = [len(group["params"]) for group in optimizer.param_groups]
     added = _Evaluating if evaluating or cls.contract.batch == "portions" else _Distributed
     changed: Any = optimizer  # gets a class made here, which no checker of types knows
-    changed.__class__ = type(local_class.__name__, (added, local_class), _guarded_methods(local_class))
+    changed.__class__ = type(local_class.__name__, (added, local_class), guarded_methods(local_class, _Usual))
     local_state_dict = local_class.state_dict.__get__(optimizer)
     looks = rules.forbids("parameters are changed between steps", made)
     guard = guard_against_ddp(model)
@@ -411,46 +411,6 @@ def _refreshing(optimizer: Any, flat: FlatModel) -> Callable[..., Any]:
         return result
 
     return local_step
-
-
-def _guarded_methods(cls: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]:
-    """Return the methods that torch's optimisers lack, such as schedulefree's `eval`, by name: refused where needed.
-
-    Where servers make the updates a call is collective, and leaves every rank's model as the servers have it.
-    """
-    found: dict[str, Callable[..., Any]] = {}
-    for base in reversed(cls.__mro__):
-        public = {name: value for name, value in vars(base).items() if inspect.isfunction(value) and name[0] != "_"}
-        found |= {name: _guarded(name, value) for name, value in public.items() if not hasattr(_Usual, name)}
-    return found
-
-
-def _guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def guarded(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if optimizer.attachment.running:  # the optimiser's own step calls it
-            return method(optimizer, *args, **kwargs)
-        _require_effective(optimizer, name)
-        with optimizer.attachment.run_own():
-            result = method(optimizer, *args, **kwargs)
-        follow_servers(optimizer.strategy, f"at optimizer.{name}()")
-        return result
-
-    return guarded
-
-
-def _require_effective(optimizer: Any, method: str) -> None:
-    """Raise ConfigError where a method of the optimiser's own would change parameters that nobody evaluates or saves.
-
-    Outside of the loop, servers run the same lines, and change the parameters and the state that they have.
-    """
-    strategy = optimizer.strategy
-    facts: dict[str, Any] = {"method": method, "optimizer": type(optimizer).__name__}
-    if strategy.model.is_swapped:
-        raise rules.error("a method of the optimiser's own is called in an evaluation", **facts)
-    rules.refuse("a method of the optimiser's own is called", strategy, **facts)
-    if current().loader is not None:
-        rules.refuse("a method of the optimiser's own is called in the loop", strategy, **facts)
 
 
 def release(optimizer: Any) -> None:

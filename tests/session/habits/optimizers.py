@@ -8,7 +8,22 @@ import torch
 from torch import optim
 
 from habits import groups
-from habits.run import EPOCHS, Table, copied, difference, enter, evaluation, habit, mean_loss, mse, net, sgd, train, trained, using
+from habits.run import (
+    EPOCHS,
+    Table,
+    copied,
+    difference,
+    enter,
+    evaluation,
+    habit,
+    mean_loss,
+    mse,
+    net,
+    sgd,
+    train,
+    trained,
+    using,
+)
 
 ADAPTIVE = {"tolerance": 1e-9}  # a root of small numbers is less exact
 enter("nesterov", make=using(optim.SGD, lr=0.05, momentum=0.9, nesterov=True))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -27,7 +27,7 @@ from hpcdist.session.world import current
 from hpcdist.strategies import Strategy
 
 _log = logging.getLogger("hpcdist")
-_UPDATE_BN = update_bn.__wrapped__.__code__  # within torch.no_grad()
+_UPDATE_BN = inspect.unwrap(update_bn).__code__  # it is wrapped in torch.no_grad()
 
 _KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
@@ -411,7 +411,7 @@ class _Epoch:
 
 def _refreshed() -> nn.Module | None:
     """Return the model for whose running statistics torch's `update_bn` iterates, if it does."""
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code is not _UPDATE_BN:
         frame = frame.f_back
     return None if frame is None else frame.f_locals["model"]

@@ -46,6 +46,21 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
     return Interval(fmean(values), float(stdtrit(n - 1, (1 + confidence) / 2)) * stdev(values) / math.sqrt(n))
 
 
+@dataclass(frozen=True)
+class GeometricMean:
+    """A geometric mean and its confidence interval, whose ends are NaN where one value leaves it unknown."""
+
+    geometric_mean: float
+    low: float
+    high: float
+
+
+def geometric(values: Sequence[float]) -> GeometricMean:
+    """Estimate the geometric mean of positive values: the mean of their logarithms, as ratios of times are of these."""
+    logs = interval([math.log(value) for value in values])
+    return GeometricMean(*map(math.exp, (logs.mean, logs.low, logs.high)))
+
+
 def first_reaching(moments: Iterable[tuple[T, float]], target: float, higher_is_better: bool) -> T | None:
     """Find the first moment whose value reaches a target; None where none does."""
     sign = 1 if higher_is_better else -1

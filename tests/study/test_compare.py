@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
+import math
 import os
 import re
 import signal
@@ -28,7 +30,7 @@ from hpcdist.tools.compare.plan import Declaration, PlannedRun, SweepDeclaration
 from hpcdist.tools.compare.run_all import missing
 from hpcdist.tools.compare.sweep import Sweep
 from hpcdist.tools.runs import COMPARISON, FAILURE
-from study import pretended
+from study import evidence, pretended
 from study.pretended import PretendedRuns, runner
 
 ROOT = Path(__file__).parents[2]
@@ -175,9 +177,33 @@ def test_the_table(tmp_path):
     ]
     assert rows[0] == {
         **{"name": "allreduce", "ranks": 1, "seeds": "2", "accuracy": "0.9050 ± 0.0635"},
-        **{"s to 0.5": "4.00 ± 0.00", "samples/s": "50 ± 0"},
+        **{"s to 0.5,\ngeometric mean": "4", "samples/s": "50 ± 0"},
     }
-    assert rows[1]["seeds"] == "0 of 2" and rows[1]["accuracy"] == "none" and rows[1]["s to 0.5"] == "not reached"
+    assert (
+        rows[1]["seeds"] == "0 of 2"
+        and rows[1]["accuracy"] == "none"
+        and rows[1]["s to 0.5,\ngeometric mean"] == "not reached"
+    )
+
+
+def test_seconds_to_the_target_are_one_number_on_the_terminal_the_page_in_csv_and_json(tmp_path, capsys):
+    comparison = written(tmp_path, ranks=(2,))
+    for run in comparison.runs:  # 8 and 18 s: their geometric mean is 12, the other one 13
+        values = (0.4, 0.49) if (run.name, run.seed) == ("gossip_pull", 1) else (0.4, 0.97)
+        seconds = (8.0, 18.0)[run.seed]
+        evidence.write_run(tmp_path / run.folder, run.name, run.ranks, run.seed, values, seconds)
+    run_all.show(comparison, [])
+    terminal, page = capsys.readouterr().out, (tmp_path / "report/index.html").read_text()
+    shown = "12 (0.0695 to 2\N{NO-BREAK SPACE}073)"
+    assert "geometric mean" in terminal and shown in terminal and "8 at best (1 of 2)" in terminal
+    assert "seconds to 50 %, geometric mean</th>" in page and "seconds of training, geometric mean" in page
+    assert f">{shown}<" in page and ">8 at best<" in page
+    content = json.loads((tmp_path / "report/runs.json").read_text())
+    found = {cell["name"]: cell["seconds_to_target"] for cell in content["cells"]}
+    assert found["allreduce"]["geometric_mean"] == pytest.approx(12) and found["gossip_pull"] is None
+    with open(tmp_path / "report/runs.csv", encoding="utf-8") as lines:
+        seconds = [row["time_to_target_s"] for row in csv.DictReader(lines)]
+    assert math.prod(map(float, seconds[:2])) == pytest.approx(12**2) and seconds[2:] == ["8.0", ""]
 
 
 def test_rates_are_searched_on_seeds_of_their_own(tmp_path):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from hpcdist.records import Summary
 from hpcdist.tools.compare.plan import ComparedCell, Declaration, PlannedRun
-from hpcdist.tools.runs import Run, is_done
+from hpcdist.tools.report import wording
+from hpcdist.tools.runs import Run
 from hpcdist.tools.statistics import first_reaching, interval, ratio_of
 
 
@@ -18,11 +19,13 @@ class Measured:
     """The runs of one cell that have ended, with their summaries.
 
     Attributes:
+        tried: number of runs that have begun, ended or not.
         to_target: of each run the seconds of training before the first evaluation that reaches the target, None where
             none does; empty without a target.
     """
 
-    def __init__(self, declared: Declaration, runs: Iterable[Run], higher_is_better: bool):
+    def __init__(self, declared: Declaration, runs: Sequence[Run], higher_is_better: bool):
+        self.tried = sum(run.ended or run.start is not None for run in runs)
         ended = [(run, run.summary) for run in runs if run.summary is not None]
         self.summaries: list[Summary] = [summary for _, summary in ended]
         self.to_target: list[float | None] = []
@@ -55,7 +58,7 @@ def rows(
     found = []
     for cell in cells:
         folders = [output / run.folder for run in runs if (run.name, run.ranks) == (cell.name, cell.ranks)]
-        found.append(Measured(declared, (Run(folder) for folder in folders if is_done(folder)), higher_is_better))
+        found.append(Measured(declared, [Run(folder) for folder in folders], higher_is_better))
     table = [_row(declared, *pair) for pair in zip(cells, found, strict=True)]
     if declared.virtual is not None:
         least = min(cell.samples for cell in cells)  # of one rank's own batch
@@ -81,18 +84,17 @@ def _row(declared: Declaration, cell: ComparedCell, measured: Measured) -> dict[
     row["seeds"] = str(seeds) if len(found) == seeds else f"{len(found)} of {seeds}"
     row[declared.metric] = f"{interval(values):.4f}" if values else "none"
     if declared.target is not None:
-        row[f"s to {declared.target:g}"] = _times(measured.to_target)
+        row[f"s to {declared.target:g},\ngeometric mean"] = _times(measured)
     rates = [summary.samples / summary.wall_s for summary in found if summary.wall_s > 0]
     row["samples/s"] = f"{interval(rates):.0f}" if rates else "none"
     return row
 
 
-def _times(reached: Sequence[float | None]) -> str:
+def _times(measured: Measured) -> str:
     """Write the times of the runs that reach the target, and how many do where that is not all."""
-    times = [seconds for seconds in reached if seconds is not None]
-    if not times:
-        return "not reached"
-    return f"{interval(times):.2f}{'' if len(times) == len(reached) else f' ({len(times)} of {len(reached)})'}"
+    reached, tried = [seconds for seconds in measured.to_target if seconds is not None], measured.tried
+    some = 0 < len(reached) < tried
+    return wording.seconds_to_target(reached, tried) + f" ({len(reached)} of {tried})" * some
 
 
 def _virtual(found: Sequence[Summary], cost_s: dict[int, float], alone_s: dict[int, float]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pandas import DataFrame, concat
 
 from hpcdist.tools.report.evidence import Evidence, RunEvidence
 from hpcdist.tools.report.wording import ROUNDING
-from hpcdist.tools.statistics import Effect, Interval, effect, holm, interval, ratio_of
+from hpcdist.tools.statistics import Effect, GeometricMean, Interval, effect, geometric, holm, interval, ratio_of
 
 SIGNIFICANT = 0.05  # after Holm's correction
 KINDS = ("strategy", "baseline", "serial")
@@ -97,6 +97,11 @@ class Cell:
     def seconds_to_target(self) -> dict[Seed, float]:
         """Return the seconds to the target of each run that met it."""
         return {seed: seconds for seed, seconds in self["time_to_target_s"].items() if seconds > 0}
+
+    @property
+    def mean_seconds_to_target(self) -> GeometricMean | None:
+        """Return the mean of these; None where a run has not met the target, and would be left out."""
+        return geometric(list(self.seconds_to_target.values())) if self.all_reached else None
 
     @property
     def tried(self) -> int:
@@ -281,14 +286,14 @@ def _scaling(cells: Iterable[Cell]) -> list[ScalingRow]:
             continue
         for kind, batch in (("weak", cell.total_batch // cell.workers), ("strong", cell.total_batch)):
             # Runs of one rank with this batch: of the same name, or else of one process without extras.
-            alone = [other for other in cells if is_alone(other, cell, batch) and other.seconds_per_sample]
+            alone = [other for other in cells if _is_alone(other, cell, batch) and other.seconds_per_sample]
             if alone:
                 base = min(alone, key=lambda other: (other.name != cell.name, other.kind != "serial", len(other.name)))
                 rows.append(ScalingRow(kind, cell, base, ratio_of(base.seconds_per_sample, cell.seconds_per_sample)))
     return rows
 
 
-def is_alone(other: Cell, cell: Cell, batch: int) -> bool:
+def _is_alone(other: Cell, cell: Cell, batch: int) -> bool:
     """Tell whether a cell is of one rank with this batch, and of the same job and kind of time as `cell`."""
     same = (other.virtual, other.job) == (cell.virtual, cell.job)
     return same and other.ranks == 1 and other.kind != "baseline" and other.total_batch == batch

@@ -21,7 +21,7 @@ from hpcdist.tools.report import wording
 from hpcdist.tools.report.evidence import read
 from hpcdist.tools.report.findings import Cell, Findings, analyse
 from hpcdist.tools.report.verdict import Verdict, judge
-from hpcdist.tools.statistics import Interval, interval
+from hpcdist.tools.statistics import Interval
 from hpcdist.version import __version__
 
 if TYPE_CHECKING:
@@ -219,14 +219,13 @@ def _points(frame: DataFrame) -> list[dict[str, Any]]:
 
 
 def _cell(cell: Cell) -> dict[str, Any]:
-    seconds = list(cell.seconds_to_target.values())
     return {
         **{key: getattr(cell, key) for key in ("label", "name", "kind", "ranks", "virtual")},
         "runs": len(cell.runs),
         "ended": len(cell.ended),
-        "reached": len(seconds),
+        "reached": len(cell.seconds_to_target),
         "final": _interval(cell.final_mean),
-        "seconds_to_target": _interval(interval(seconds) if seconds else None),
+        "seconds_to_target": cell.mean_seconds_to_target,
         "staleness": cell.staleness,
         "seconds_by_rank": cell.times.to_dict("index"),
     }

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import geometric_mean
+from statistics import fmean
 
 from hpcdist.tools.report import wording
-from hpcdist.tools.report.findings import SIGNIFICANT, Cell, Contrast, Findings, is_alone
-from hpcdist.tools.statistics import Effect, ratio_of
+from hpcdist.tools.report.findings import SIGNIFICANT, Cell, Contrast, Findings
+from hpcdist.tools.statistics import Effect, geometric, ratio_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ def judge(findings: Findings) -> Verdict:
     speaker = _Speaker(findings)
     reasons = [speaker.compare(contrast) for contrast in findings.contrasts]
     reasons = reasons or [speaker.describe(cell) for cell in findings.cells if cell.ended]
-    return Verdict(speaker.headline(), [*speaker.first_to_reach(), *reasons], speaker.caveats())
+    return Verdict(
+        speaker.headline(), [*speaker.does_not_pay(), *speaker.first_to_reach(), *reasons], speaker.caveats()
+    )
 
 
 class _Speaker:
@@ -64,17 +66,16 @@ class _Speaker:
         if not contenders:
             return f"There is nothing to compare: no runs beside those of {reference} on as many ranks."
         if wins := found.get("wins"):
-            return self._winners(wins)
+            return self._winners(wins) + (f" {self._trades(mixed)}" if (mixed := found.get("mixed")) else "")
         if len(found.get("unknown", ())) == len(contenders):
             return self._unknown(contenders)
         if mixed := found.get("mixed"):
-            names = wording.listed([contrast.cell.name for contrast in mixed])
-            return f"It depends: {names} traded time for {self._metric} against {reference}, beyond noise both ways."
+            return f"It depends: {self._trades(mixed)}"
         some = " Some could not be tested: see below." if "unknown" in found else ""
         if loses := found.get("loses"):
-            baseline = "the baseline " * any(contrast.reference.kind == "baseline" for contrast in contenders)
             many = "all" if len(loses) == len(contenders) else f"{len(loses)} of {len(contenders)}"
-            best = f"{baseline}{reference}"
+            bests = {contrast.reference.label: contrast.reference for contrast in contenders}.values()
+            best = wording.joined([f"{self._on(cell)} ({self._ends(cell)})" for cell in bests])
             return f"Nothing beats {best}: {many} of what was held against it did worse, beyond noise.{some}"
         tested = ["time"] if any(not math.isnan(contrast.p_sooner) for contrast in contenders) else []
         tested += [self._metric] if any(not math.isnan(contrast.p_better) for contrast in contenders) else []
@@ -85,54 +86,91 @@ class _Speaker:
         first = self.compare(best)
         if best.cell.kind == "baseline":
             first = f"A baseline wins: {first[0].lower()}{first[1:]}"
-        others = list(dict.fromkeys(c.cell.name for c in wins if c.cell.name != best.cell.name))
+        others = {c.cell.name: c.cell for c in reversed(wins) if c.cell.name != best.cell.name}
         if not others:
             return first
+        names = wording.joined([f"{self._on(cell)} ({self._ends(cell)})" for cell in others.values()])
         return (
-            f"{first} {wording.listed(others)} beat{'s' * (len(others) == 1)} `{best.reference.name}`, too; winners "
+            f"{first} {wording.capital(names)} beat{'s' * (len(others) == 1)} `{best.reference.name}`, too; winners "
             "were not tested against each other."
         )
+
+    def _trades(self, mixed: Sequence[Contrast]) -> str:
+        """Say of cells that were better in one and worse in the other: both."""
+        said = []
+        for contrast in mixed:
+            cell, other, found = contrast.cell, contrast.reference, contrast.sooner
+            how = "faster, but worse" if found is not None and found.mean > 1 else "slower, but better"
+            said.append(f"{self._on(cell)} was {how} than {self._of(other)} ({self._ends(cell, other)})")
+        return f"{wording.capital(wording.joined(said))}, beyond noise both ways."
 
     def _unknown(self, contenders: Sequence[Contrast]) -> str:
         if any(len(c.cell.ended) > 1 for c in contenders):
             return "The runs that ended do not suffice to test anything: see below."
         text = "Each has one seed, which shows nothing about noise, so that nothing here is a result."
-        timed = [(contrast.sooner.mean, contrast) for contrast in contenders if contrast.sooner is not None]
-        if not timed:
+        kind = _kind(contenders[0].cell)
+        cells = [cell for cell in self._findings.cells if _kind(cell) == kind and cell.final]
+        fastest = min(cells, key=_mean_seconds, default=None)
+        if fastest is None or math.isinf(_mean_seconds(fastest)):
             return text
-        times, best = max(timed, key=lambda one: one[0])
-        fastest = self._on(best.cell if times > 1 else best.reference)
-        return f"{text} In this seed {fastest} was the fastest: see below."
+        sign = 1 if self._evidence.higher_is_better else -1
+        best = max(cells, key=lambda cell: sign * fmean(cell.final.values()))
+        text += f" In this seed {self._on(fastest)} was the fastest ({self._ends(fastest)})"
+        if sign * fmean(best.final.values()) > sign * fmean(fastest.final.values()):
+            text += f", {self._on(best)} the best in {self._metric} ({self._ends(best)})"
+        return f"{text}: see below."
 
     # --- one rank or several --------------------------------------------------------------------------------------
+    def does_not_pay(self) -> list[str]:
+        """Say which cells were slower, beyond noise, than one process with the same batch as all workers together."""
+        rows = [row for row in self._findings.scaling if row.kind == "strong" and row.speedup.high < 1]
+        said = []
+        for row in rows:
+            how, ratio = _times_sooner(row.speedup)
+            text = (
+                f"{self._of(row.cell)} on {wording.count(row.cell.ranks, 'rank')} trained on as many samples {how} than"
+            )
+            said.append(f"{text} {self._of(row.base)}{_within(ratio)}; {self._ends(row.cell, row.base)}")
+        return [f"Distributing did not pay against one process with the same batch: {'. '.join(said)}."] if said else []
+
     def first_to_reach(self) -> list[str]:
-        """Say which cell on several ranks was the first to reach the target, and how long one rank took."""
-        several = [cell for cell in self._findings.cells if cell.ranks > 1 and cell.all_reached]
-        if not several:
-            return []
-        cell = min(several, key=_mean_seconds)
-        batch = (cell.total_batch or 0) // cell.workers
-        alone = [other for other in self._findings.cells if is_alone(other, cell, batch)]
-        if not alone:
-            return []
-        base = min(alone, key=lambda one: _mean_seconds(one) if one.all_reached else math.inf)
-        who = wording.capital(f"{self._of(cell)} on {wording.count(cell.ranks, 'rank')}")
+        """Say which cell was the first of all to reach the target; hold several ranks against one."""
+        said = []
+        for kind in dict.fromkeys(map(_kind, self._findings.cells)):
+            cells = [cell for cell in self._findings.cells if _kind(cell) == kind and cell.tried]
+            first = min(cells, key=_mean_seconds, default=None)
+            if first is None or not first.all_reached:
+                continue
+            others = [cell for cell in cells if (cell.ranks > 1) != (first.ranks > 1)]
+            if others:
+                said.append(self._first(first, min(others, key=lambda one: (_mean_seconds(one), -_part_reached(one)))))
+        return said
+
+    def _first(self, first: Cell, other: Cell) -> str:
+        """Say that a cell was the first of all, and how long the first on several ranks, or on one, took."""
+        who = wording.capital(f"{self._of(first)} on {wording.count(first.ranks, 'rank')}")
         text = f"{who} was the first of all to reach {self._target}"
-        if not base.all_reached:
-            return [f"{text}; on one rank, {self._of(base)}, {self._reached(base)} did."]
-        how, ratio = _times_sooner(ratio_of(base.seconds_to_target, cell.seconds_to_target))
-        within = "" if math.isnan(ratio.low) else f" (95 % interval {ratio.low:.3g} to {ratio.high:.3g})"
-        ends = " against ".join(
-            wording.mean(self._metric, side.final_mean) if side.final else "no finite value" for side in (cell, base)
-        )
-        return [f"{text}: {how} than one rank, {self._of(base)}{within}; final {self._metric} {ends}."]
+        on = "one rank" if other.ranks == 1 else wording.count(other.ranks, "rank")
+        if not other.all_reached:
+            text += f" ({self._ends(first)})"
+            return f"{text}; on {on}, {self._of(other)}, {self._reached(other)} did ({self._ends(other)})."
+        how, ratio = _times_sooner(ratio_of(other.seconds_to_target, first.seconds_to_target))
+        return f"{text}: {how} than {on}, {self._of(other)}{_within(ratio)}; {self._ends(first, other)}."
+
+    def _ends(self, *cells: Cell) -> str:
+        """Write the mean of the metric at the end of each of these cells."""
+        finals = [one.final_mean for one in cells]
+        means = ["no finite value" if one is None else wording.value(self._metric, one.mean) for one in finals]
+        return f"final {self._metric} {' against '.join(means)}"
 
     # --- one cell, or two -----------------------------------------------------------------------------------------
     def describe(self, cell: Cell) -> str:
         """Describe a cell that nothing is compared with."""
         end = f"final {self._metric} {wording.mean(self._metric, cell.final_mean)}" if cell.final else "no final value"
         reached = f"; {self._reached(cell)} reached {self._target}" if self._target else ""
-        reached += f", on average after {wording.seconds(_mean_seconds(cell))}" if cell.seconds_to_target else ""
+        if cell.seconds_to_target:
+            seconds = wording.seconds_to_target(cell.seconds_to_target.values(), cell.tried)
+            reached += f", seconds to it: {seconds}{', geometric mean' * cell.all_reached}"
         return f"{self._on(cell)}: {end}{reached} ({wording.count(len(cell.ended), 'run')})."
 
     def compare(self, contrast: Contrast) -> str:
@@ -246,9 +284,27 @@ class _Speaker:
         ]
 
 
+def _kind(cell: Cell) -> tuple[bool, str | None]:
+    """Return what cells have in common whose seconds may be compared."""
+    return cell.virtual, cell.job
+
+
 def _mean_seconds(cell: Cell) -> float:
-    """Return the geometric mean of the seconds to the target, as ratios of times are of logarithms."""
-    return geometric_mean(cell.seconds_to_target.values())
+    """Return the geometric mean of the seconds to the target, or without one of those of a sample; else infinity."""
+    if cell.evidence.target is None:
+        return geometric(list(found)).geometric_mean if (found := cell.seconds_per_sample.values()) else math.inf
+    mean = cell.mean_seconds_to_target
+    return math.inf if mean is None else mean.geometric_mean
+
+
+def _part_reached(cell: Cell) -> float:
+    return len(cell.seconds_to_target) / cell.tried
+
+
+def _within(ratio: Effect) -> str:
+    """Write the interval of a ratio, where it is known; say so where that leaves room for no difference."""
+    noise = "within noise: " * (ratio.low <= 1 <= ratio.high)
+    return "" if math.isnan(ratio.low) else f" ({noise}95 % interval {ratio.low:.3g} to {ratio.high:.3g})"
 
 
 def _times_sooner(found: Effect) -> tuple[str, Effect]:

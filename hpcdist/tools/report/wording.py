@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from hpcdist.tools.statistics import Effect, Interval
+from hpcdist.tools.statistics import Effect, Interval, geometric
 
 MINUS, NONE = "−", "–"
 ROUNDING = 1e-6  # relative differences below are those of sums in another order
@@ -78,6 +78,18 @@ def seconds(value: float) -> str:
     return f"{number(value)} s"
 
 
+def seconds_to_target(reached: Collection[float], tried: int) -> str:
+    """Write the geometric mean of the seconds to the target; none where a run has not reached it, and is in no mean."""
+    if not reached:
+        return "not reached"
+    if len(reached) < tried:
+        return f"{number(min(reached))} at best"
+    found = geometric(list(reached))
+    if not found.high - found.low > ROUNDING * found.geometric_mean:
+        return number(found.geometric_mean)
+    return f"{number(found.geometric_mean)} ({number(found.low)} to {number(found.high)})"
+
+
 def bytes_unit(n_bytes: float) -> tuple[float, str]:
     """Return how many bytes the unit has that suits a number of them, and its sign."""
     power = min(4, int(math.log10(max(1, abs(n_bytes))) // 3))
@@ -121,7 +133,6 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def listed(names: Sequence[str]) -> str:
-    """Write names as code, with an `and` before the last."""
-    quoted = [f"`{name}`" for name in dict.fromkeys(names)]
-    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]}"
+def joined(parts: Sequence[str]) -> str:
+    """Write parts of a sentence, with an `and` before the last."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

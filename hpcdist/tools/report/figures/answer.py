@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from statistics import geometric_mean
 
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.figures.base import Part, ReportTable, dots
@@ -23,10 +22,10 @@ def draw(findings: Findings) -> Iterator[Part]:
         yield "Time to a target: not measured, because no target was set."
     else:
         target = wording.value(metric, evidence.target)
-        heads += [f"seconds to {target}", "seeds that reached it"]
+        heads += [f"seconds to {target}, geometric mean", "seeds that reached it"]
         reached = [(cell, cell.seconds_to_target.values(), "" if cell.all_reached else f"{_seeds(cell)} reached it")
                    for cell in findings.cells]  # fmt: skip
-        title, unit = f"Seconds to {metric} {target}", "seconds of training"
+        title, unit = f"Seconds to {metric} {target}", "seconds of training, geometric mean"
         yield from dots(findings, "time-to-target", title, unit, reached, wording.seconds, geometric=True)
     scale, unit, most = (100, " %", 100) if wording.is_share(metric) else (1, "", math.inf)
     finals = [
@@ -40,7 +39,9 @@ def draw(findings: Findings) -> Iterator[Part]:
     for cell in findings.cells:
         rates = [1 / seconds for seconds in cell.seconds_per_sample.values()]
         spent = (cell.mean("wall_s"), cell.mean("samples"), interval(rates) if rates else None)
-        to_target = [] if evidence.target is None else [_seconds_to_target(cell), _seeds(cell)]
+        to_target = []
+        if evidence.target is not None:
+            to_target = [wording.seconds_to_target(cell.seconds_to_target.values(), cell.tried), _seeds(cell)]
         rows.append([cell.title, wording.mean(metric, cell.final_mean), *to_target, *map(wording.plain, spent)])
     caption = "All cells: means over their seeds, and 95 % intervals of the means"
     yield ReportTable(caption, [*heads, "seconds", "samples", "samples/s"], rows)
@@ -50,20 +51,6 @@ def draw(findings: Findings) -> Iterator[Part]:
 
 def _seeds(cell: Cell) -> str:
     return f"{len(cell.seconds_to_target)} of {cell.tried}"
-
-
-def _seconds_to_target(cell: Cell) -> str:
-    """Write the geometric mean, as ratios of times are of these; only where no run is left out."""
-    seconds = list(cell.seconds_to_target.values())
-    if not seconds:
-        return "not reached"
-    if not cell.all_reached:
-        return f"{wording.seconds(min(seconds))} at best"
-    logs = interval([math.log(value) for value in seconds])
-    text = wording.number(geometric_mean(seconds))
-    if not logs.half > wording.ROUNDING:
-        return text
-    return f"{text} ({wording.number(math.exp(logs.low))} to {wording.number(math.exp(logs.high))})"
 
 
 def _contrasts(findings: Findings) -> ReportTable:

@@ -18,9 +18,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from hpcdist.tools import statistics
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.findings import Cell, Findings
-from hpcdist.tools.statistics import interval
 
 INK = "#010203"  # of text and axes: replaced by the page's own colour
 # At least 3:1 on white and on the dark page; told apart by people who are colour-blind, with markers and dashes.
@@ -153,7 +153,7 @@ def dots(
 
     Args:
         found: cell, values, and a remark that stands beside them.
-        geometric: take the mean of the logarithms.
+        geometric: take the geometric mean, and none where a remark says that runs are left out.
         most: the largest value that there can be, at which intervals are cut off.
     """
     if not any(values for _, values, _ in found):
@@ -167,8 +167,11 @@ def dots(
         color, marker, _ = look[cell.name]
         text = remark
         if values:
-            mean, low, high = _mean(values, geometric)
             axes.plot(list(values), [row] * len(values), marker, color=color, alpha=0.35, markersize=4)
+        if values and geometric and remark:
+            text = f"{write(min(values))} at best, {remark}"
+        elif values:
+            mean, low, high = _mean(values, geometric)
             reach = [[mean - low], [high - mean]]
             axes.errorbar(mean, row, xerr=reach, fmt=marker, color=color, capsize=3, linewidth=1.6)
             within = f" ({write(low)} to {write(high)})" if low < high else ""
@@ -187,7 +190,6 @@ def dots(
 
 def _mean(values: Collection[float], geometric: bool) -> tuple[float, ...]:
     """Return the mean and its interval's ends, which are the mean where one value leaves them unknown."""
-    found = interval([math.log(value) for value in values] if geometric else list(values))
-    half = 0.0 if math.isnan(found.half) else found.half
-    ends = found.mean, found.mean - half, found.mean + half
-    return tuple(map(math.exp, ends)) if geometric else ends
+    found = statistics.geometric(list(values)) if geometric else statistics.interval(list(values))
+    mean = found.geometric_mean if isinstance(found, statistics.GeometricMean) else found.mean
+    return (mean, mean, mean) if math.isnan(found.low) else (mean, found.low, found.high)

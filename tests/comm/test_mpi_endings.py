@@ -133,6 +133,15 @@ def test_a_rank_that_makes_the_change_late_and_leaves_is_not(tmp_path):
     assert job.returncode == 0 and "it is there" in job.stdout, job.stderr
 
 
+@survivable
+def test_a_rank_that_leaves_early_is_named_where_ranks_outlive_others(tmp_path):
+    text = "if comm.rank == 1:\n    sys.exit(0)\ncomm.failures.retry_on_failure(comm.barrier)"
+    job = run(tmp_path, START + text, 3, options=ULFM)
+    assert job.returncode != 0
+    assert re.search(r"rank 0 waited [\d.]+ s for every rank in shrink on world.* It would wait for ever.", job.stderr)
+    assert re.search(r"  rank 1: in exit on world .*, at the end of its script", job.stderr)
+
+
 # --- ranks that fail --------------------------------------------------------------------------------------------------
 def test_an_exception_is_shown_with_its_rank_and_ends_all(tmp_path):
     shown = ends(tmp_path, "if comm.rank == 1:\n    raise ValueError('no such file')\ncomm.barrier()", 2, START)

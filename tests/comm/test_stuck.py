@@ -81,6 +81,21 @@ def test_only_ranks_that_wait_for_ever_are_found(name):
     assert stuck({rank: RankState.decode(state.encode()) for rank, state in states.items()}) == found
 
 
+FREED_BY_A_DEATH = {
+    "two ranks wait for each other": ({0: blocked("world/0", 31), 1: blocked("world", 8, what="gather")}, {}),
+    "a rank waits for one that waits for a rank that has ended": (
+        {0: blocked("world", 8), 1: blocked("world/0", 31, **{"world": 7}), 2: ended(**{"world": 8})},
+        {1: [2]},
+    ),
+}
+
+
+@each("name", FREED_BY_A_DEATH)
+def test_where_ranks_outlive_others_only_those_are_that_wait_for_ranks_which_have_ended(name):
+    states, found = FREED_BY_A_DEATH[name]
+    assert stuck(states, tolerant=True) == found
+
+
 def test_waits_for_memory_count_if_all_have_been_there_at_one_moment():
     before = requests(1, 2)
     later = before._replace(waits=[before.waits[0]._replace(since=18.5)])

@@ -47,6 +47,7 @@ EVERYONE, ANYONE = -1, -2  # in place of the rank that a call waits for
 EXIT, BROADCAST = "exit", "broadcast"
 RECEIVES = ("irecv", "probe")
 MESSAGE_S = 5.0  # a message that is awaited for so long is no longer on its way: even one that was lost is sent again
+GENERATION = 2**32  # between the counts of calls before a death and after
 SHOWN = 16  # ranks that a message names one by one
 _DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
 
@@ -206,7 +207,7 @@ class Calls:
 
     def place(self, call: Call) -> str:
         """Name a call with its communicator and its count."""
-        return f"in {call.what} on {self.name} (call {self.count})"
+        return f"in {call.what} on {self.name} (call {self.count % GENERATION})"
 
     def peer_name(self, peer: int) -> str:
         """Name the rank that a call waits for, as the launcher numbers ranks."""
@@ -351,5 +352,5 @@ class FaultTolerance(Failures):
                 group = self.alive.Get_group()
                 self.living = tuple(MPI.Group.Translate_ranks(group, None, self.all.Get_group()))
                 self.lost += tuple(rank for rank in before if rank not in self.living)
-                calls.count = 0  # ranks may have failed in different ones
+                calls.count = (calls.count // GENERATION + 1) * GENERATION  # ranks may have failed in different ones
         return bool(agreed & 1)

@@ -78,19 +78,22 @@ class RankState(NamedTuple):
         return cls._make([*others, [Wait(*wait) for wait in waits]])
 
 
-def stuck(states: Mapping[int, RankState]) -> dict[int, list[int]]:
+def stuck(states: Mapping[int, RankState], *, tolerant: bool = False) -> dict[int, list[int]]:
     """Return the ranks that wait for ever, each with the ranks that will never come to its call.
 
     Args:
         states: of all ranks that are known to be blocked or to have ended; the others may still come.
+        tolerant: ranks outlive others, so that those which wait for each other may be freed by a death: they are found
+            only where they wait for ranks whose scripts have ended.
     """
-    never = {rank for rank, state in states.items() if state.ended or state.waits}
+    ended = {rank for rank, state in states.items() if state.ended}
+    never = ended if tolerant else ended | {rank for rank, state in states.items() if state.waits}
     while True:
-        found = {rank: _missing(rank, states, never) for rank in never if not states[rank].ended}
-        still = {rank for rank in never if found.get(rank, True)}
-        if still == never:
+        missing = {rank: _missing(rank, states, never) for rank in states if rank not in ended}
+        found = {rank: ranks for rank, ranks in missing.items() if ranks}
+        if tolerant or ended | found.keys() == never:
             return found
-        never = still
+        never = ended | found.keys()
 
 
 def _missing(rank: int, states: Mapping[int, RankState], never: Collection[int]) -> list[int]:

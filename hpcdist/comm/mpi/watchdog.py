@@ -94,13 +94,12 @@ class Watchdog:
         while not self._stopped.wait(BLOCKED_S if self._oldest_s() > PATIENCE_S else POLL_S):
             try:
                 self._answer()
-                if not self._tolerant:  # a call of the living is left where a rank dies in it
-                    self._report()
-                    if self.rank == 0:
-                        self._unclear |= self._collect()
-                        if self._unclear and time.perf_counter() > self._ask_from_s:
-                            self._unclear = False
-                            self._end_if_stuck()
+                self._report()
+                if self.rank == 0:
+                    self._unclear |= self._collect()
+                    if self._unclear and time.perf_counter() > self._ask_from_s:
+                        self._unclear = False
+                        self._end_if_stuck()
                 self._sent = [(request, text) for request, text in self._sent if not request.Test()]
             except MPI.Exception:
                 if not self._tolerant:
@@ -198,7 +197,7 @@ class Watchdog:
 
     def _end_if_stuck(self) -> None:
         """End the job, and say why, where ranks wait for ever: by their reports, and by what they say when asked."""
-        found = stuck(self._states)
+        found = stuck(self._states, tolerant=self._tolerant)
         if not found:
             return
         start = time.perf_counter()
@@ -206,7 +205,7 @@ class Watchdog:
         states = {rank: place.state for rank, place in places.items() if place.state} | {self.rank: self._state()}
         # Waits that were there before all answers, and still are after, have all been there at one moment.
         states = {rank: state.since(self._states[rank]) for rank, state in states.items() if rank in self._states}
-        found = stuck(states)
+        found = stuck(states, tolerant=self._tolerant)
         if not found:
             now_s = time.perf_counter()
             self._unclear, self._ask_from_s = True, now_s + RARELY * (now_s - start)

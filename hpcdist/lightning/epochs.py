@@ -18,8 +18,14 @@ class Epochs:
     A rank that serves gets as many batches as the workers have had, each None, once they have had them: for None
     Lightning runs no training step, but all else that follows one (schedules, callbacks, validation).
 
+    Of several loaders the longest begins first, wherever it stands: the first says when steps are taken, see
+    `hpcdist.shard`, and a shorter one may end, or begin again, before it.
+
     Args:
         strategy: an HpcdistStrategy.
+
+    Attributes:
+        ended: has no batch left, while a longer loader has.
     """
 
     def __init__(self, loader: ShardedLoader, strategy: Any):
@@ -27,6 +33,8 @@ class Epochs:
         self._length = len(loader)  # also when training has ended, and the loader knows no workers any more
         self._batches: Iterator[Any] | None = None
         self._drawn = 0  # in this epoch
+        self._ahead: list[Any] = []  # the longest loader's first batch, if it is drawn before its turn
+        self.ended = False
         self._position: dict[str, int] | None = None  # where an epoch was left that goes on
         self._resumes: int | None = None  # the epoch of a checkpoint, which goes on inside it
         self.sampler = self  # for Lightning, which calls its set_epoch
@@ -48,15 +56,26 @@ class Epochs:
             self._drawn, self._position = 0, None
 
     def __iter__(self) -> Iterator[Any]:
+        if self.ended:  # before a longer one: a CombinedLoader goes through it once more
+            self._batches, self._drawn, self.ended = iter(self._loader), 0, False
         return self
 
     def __next__(self) -> Any:
+        longest = self._strategy.begin(self)
         if self._strategy.serves:
             return self._strategy.follow(self)
+        if longest is not self and longest._batches is None:
+            longest._ahead.append(longest._draw())
+        return self._ahead.pop() if self._ahead else self._draw()
+
+    def _draw(self) -> Any:
         if self._batches is None:
             self._batches, self._position = iter(self._loader), None
-            self._strategy.running.append(self)
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.ended = True
+            raise
         self._drawn += 1
         self._strategy.begin_batch(self)
         return batch
@@ -68,7 +87,7 @@ class Epochs:
 
     def close(self) -> None:
         """End the epoch, or leave it so that the next batch goes on in it."""
-        batches, self._batches = self._batches, None
+        batches, self._batches, self.ended = self._batches, None, False
         if self._drawn == len(self) and next(batches, None) is None:  # type: ignore[arg-type]
             return  # it has ended by itself, and checked that all is well
         self._position = self._loader.state_dict()

@@ -30,7 +30,7 @@ class WorkersProgress:
         """Describe the steps since the last report."""
         steps = [*self._before[1:], self._trainer.global_step] if self._before else []
         self._before = []
-        logged = [_described(metric) for metric in self._results.values() if metric.is_tensor]
+        logged = [_described(metric) for metric in self._results.values()]
         return {"steps": steps, "stops": self._trainer.should_stop, "logged": logged}
 
     # --- on a rank that serves ----------------------------------------------------------------------------------------
@@ -51,14 +51,19 @@ class WorkersProgress:
         if not self.left and self._stops:
             self._trainer.should_stop = True
 
-    def _log(self, settings: dict[str, Any], reduce_fx: str, synced: bool, values: dict[str, Tensor]) -> None:
+    def _log(
+        self, settings: dict[str, Any], reduce_fx: str, synced: bool, values: dict[str, Tensor], of_step: Any
+    ) -> None:
         """Log what a worker has logged; of what is reduced over the ranks, nothing that would count."""
-        fn = getattr(torch, reduce_fx)
+        fn, attribute = getattr(torch, reduce_fx), settings["metric_attribute"]
         own = {"reduce_fx": fn, "sync_dist": synced, "sync_dist_fn": self._reduce, "batch_size": 1}
-        self._results.log(value=torch.tensor(0.0), **settings, **own)
+        module = self._trainer.lightning_module
+        value = torch.tensor(0.0) if attribute is None else module.get_submodule(attribute)  # of torchmetrics
+        self._results.log(value=value, **settings, **own)
         metric = self._results[f"{settings['fx']}.{settings['name']}"]
         for name, value in values.items():
             setattr(metric, name, torch.full_like(value, metric._defaults[name].item()) if synced else value)
+        metric._forward_cache = of_step
 
     @property
     def _results(self) -> Any:
@@ -67,10 +72,11 @@ class WorkersProgress:
 
 def _described(metric: Any) -> dict[str, Any]:
     meta = metric.meta
-    names = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
+    names = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")
     return {
         "settings": {name: getattr(meta, name) for name in names} | {"rank_zero_only": meta.sync.rank_zero_only},
         "reduce_fx": meta.reduce_fx.__name__,
         "synced": meta.sync.should,
         "values": {name: getattr(metric, name) for name in metric._defaults},
+        "of_step": metric._forward_cache,
     }

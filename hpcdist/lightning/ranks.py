@@ -123,10 +123,13 @@ class AmongRanks:
 
     def _share_metrics(self, model: nn.Module) -> None:
         """Have the metrics of torchmetrics in a model computed over all ranks, by calls of hpcdist."""
-        for metric in model.modules():
-            if isinstance(metric, Metric) and current().comm.size > 1:
-                metric.distributed_available_fn = lambda: True
-                metric.dist_sync_fn = self.gathered
+        for metric in self._metrics(model) if current().comm.size > 1 else ():
+            metric.distributed_available_fn = lambda: True
+            metric.dist_sync_fn = self.gathered
+
+    @staticmethod
+    def _metrics(model: nn.Module) -> list[Metric]:
+        return [module for module in model.modules() if isinstance(module, Metric)]
 
     @staticmethod
     def _require_shares(loader: object) -> None:

@@ -11,15 +11,19 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.utils.data import IterableDataset
+from torchmetrics import Metric
 
 from hpcdist.errors import ConfigError
 from hpcdist.lightning.epochs import Epochs
 from hpcdist.lightning.progress import WorkersProgress
 from hpcdist.lightning.ranks import AmongRanks, only_adding
-from hpcdist.session import broadcast, finish, load, rules, save, shard
+from hpcdist.session import allgather, broadcast, finish, load, rules, save, shard
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.loader.sharded import ShardedLoader
 from hpcdist.session.world import current
@@ -54,10 +58,11 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
     def __init__(self, strategy: str = "allreduce", *, clip_norm: float | None = None, **options: Any):
         super().__init__()
         self._join(strategy, clip_norm, options)
-        self.running: list[Epochs] = []  # loaders in an epoch, the one that came first at first
+        self.running: list[Epochs] = []  # loaders in an epoch, the longest at first
         self._evaluation = ExitStack()
         self._progress: WorkersProgress | None = None
         self._clip_value: float | None = None
+        self._counted: list[tuple[Metric, dict[str, Any]]] = []  # before a batch that repeats samples
         self._loaded: Path | None = None
         self._failed = False
 
@@ -114,23 +119,64 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Give this rank its share of the samples."""
         training = self._module().trainer.training
-        if isinstance(dataloader, ShardedLoader):  # by the user
-            return Epochs(dataloader, self) if training else dataloader
-        if not training:
+        by_user = isinstance(dataloader, ShardedLoader)
+        if not training and not by_user:
             self._require_shares(dataloader)
-            return shard(dataloader, training=False)
-        if isinstance(getattr(dataloader, "dataset", None), IterableDataset):
-            raise ConfigError(
-                "data for training must be a map-style data set with Lightning, whose loop must know the number of "
-                "each rank's batches; got an IterableDataset. Use a map-style one, or a loop of your own."
-            )
-        return Epochs(shard(dataloader), self)
+        loader = dataloader if by_user else shard(dataloader, training=training)
+        if training:
+            _require_one_length(loader)
+            return Epochs(loader, self)
+        if isinstance(getattr(dataloader, "batch_sampler", None), _IndexBatchSamplerWrapper):
+            loader.batch_sampler = _Dealt(loader)
+        return loader
+
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch; of several loaders, too, a rank that serves gets None in training."""
+        if self.serves and self._module().trainer.training:
+            return None
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     # --- an epoch -----------------------------------------------------------------------------------------------------
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Have what a step logs not counted where its batch repeats samples, see `hpcdist.shard`."""
+        weights = [loader.weight for loader in self.running if not loader.ended]
+        if len(set(weights)) > 1:
+            raise ConfigError(
+                "several training loaders must share the samples of each step alike among ranks, as the loss has one "
+                f"weight; got batches that weigh {' and '.join(map(str, weights))}, as at the end of an epoch. Pass "
+                "drop_last=True to each DataLoader."
+            )
         if self.running and self.running[0].weight == 0:
             self._module().trainer._results.batch_size = 0  # type: ignore[union-attr]
+            self._counted = [(metric, _states(metric)) for metric in self._metrics(self._module())]
+
+    def end_batch(self) -> None:
+        """Give metrics back what they had counted before a batch that repeats samples."""
+        for metric, states in self._counted:
+            for name, value in states.items():
+                setattr(metric, name, value)
+        self._counted = []
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Collective. As in AmongRanks; inside a training step the mean weighs ranks by the samples of their batches."""
+        if isinstance(tensor, Tensor) and self.running and not self.idle and self._module().trainer.training:
+            weight = self.running[0].weight
+            if weight != 1 and str(reduce_op).rpartition(".")[2].lower() in ("mean", "avg"):
+                tensor = tensor * weight
+        return super().reduce(tensor, group, reduce_op)
+
+    def begin(self, loader: Epochs) -> Epochs:
+        """Note that a loader is in an epoch, and the longest one before it; return that."""
+        if not self.running:
+            if current().loader is not None:
+                raise ConfigError(
+                    "a training must have ended before the next one begins; got one that an exception has left. Start "
+                    "the script again."
+                )
+            self.running.append(max(_flat(self._module().trainer.train_dataloader), key=len))
+        if loader not in self.running:
+            self.running.append(loader)
+        return self.running[0]
 
     def begin_batch(self, loader: Epochs) -> None:
         """Note that a step begins."""
@@ -140,17 +186,15 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
     def follow(self, loader: Epochs) -> None:
         """Serve, on a rank that does, until the workers pause; then follow their steps, one at each call."""
         progress = self._progress
-        if loader not in self.running:
-            self.running.append(loader)
         if progress is None or loader is not self.running[0]:
             return
         if not progress.left:
             with self._own_rates():
                 loader.serve()
+            self.idle = True  # what steps have logged, the workers have reduced
             progress.receive(broadcast(None, self.cluster_environment.order[0]))
             if not progress.left:
                 raise StopIteration
-        self.idle = True
         progress.follow_step()
 
     @contextmanager
@@ -252,6 +296,9 @@ class _EndsEpochs(Callback):
     def __init__(self, strategy: HpcdistStrategy):
         self._strategy = strategy
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._strategy.end_batch()
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._strategy.begin_evaluation()
 
@@ -260,6 +307,44 @@ class _EndsEpochs(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._strategy.pause()
+
+
+class _Dealt(_IndexBatchSamplerWrapper):
+    """The indices of the samples in this rank's batches, for a BasePredictionWriter."""
+
+    def __init__(self, loader: ShardedLoader):
+        self._loader = loader
+
+    @property
+    def seen_batch_indices(self) -> list[Any]:  # type: ignore[override]
+        return self._loader.batches
+
+
+def _require_one_length(loader: ShardedLoader) -> None:
+    """Collective. Raise ConfigError where a Trainer can't know how many batches each rank has, or these differ."""
+    try:
+        length = len(loader)
+    except TypeError:
+        length = None
+    if length is None or isinstance(getattr(loader, "dataset", None), IterableDataset):
+        raise ConfigError(
+            "data for training must be a map-style data set with Lightning, whose loop must know the number of "
+            "each rank's batches; got an IterableDataset. Use a map-style one, or a loop of your own."
+        )
+    lengths = allgather(length)
+    if len(set(lengths)) > 1:
+        raise ConfigError(
+            "a training loader must have as many batches on each rank with Lightning, whose loops end by counting "
+            f"them; got {' and '.join(map(str, lengths))}. Let HpcdistStrategy deal out one data set; or leave batches out."
+        )
+
+
+def _flat(loaders: Any) -> list[Epochs]:
+    return CombinedLoader(loaders).flattened  # type: ignore[return-value]
+
+
+def _states(metric: Metric) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()}
 
 
 def _copied(value: Any) -> Any:

@@ -96,6 +96,7 @@ class ShardedLoader:
         weight: of the batch that was yielded last: its samples over the workers' mean number; 0 for one that does not
             count.
         workers: the ranks that get batches.
+        batches: the indices of the samples in each batch of this rank in this epoch, where samples are dealt out.
     """
 
     def __init__(
@@ -116,12 +117,12 @@ class ShardedLoader:
         self._dealt_to: tuple[int, ...] = ()
         if split and not self._iterable:
             self._order = order_of(loader, seed)
-            self._batches: list[Any] = []  # the index lists of this worker in an epoch; the DataLoader keeps the list
+            self.batches: list[Any] = []  # the DataLoader keeps the list
             kept: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
             if self._order.single:
-                kept |= {"batch_size": None, "sampler": self._batches}
+                kept |= {"batch_size": None, "sampler": self.batches}
             else:
-                kept["batch_sampler"] = self._batches
+                kept["batch_sampler"] = self.batches
             self._sharded = DataLoader(loader.dataset, **kept)
 
     def __getattr__(self, name: str) -> Any:
@@ -244,7 +245,7 @@ class ShardedLoader:
         """Draw this worker's share of the samples of all."""
         order, plan = self._draw(worker, workers)
         steps = self._steps(plan)
-        self._batches[:] = [order.batch(plan, step, worker) for step in range(steps)]
+        self.batches[:] = [order.batch(plan, step, worker) for step in range(steps)]
         resumes, self._start = plan.start > 0, 0
         for step, batch in zip(range(steps), self._iterate(self._sharded, worker, resumes, plan.start), strict=True):
             self._done = plan.position(step + 1)
@@ -258,7 +259,7 @@ class ShardedLoader:
         order, plan = self._draw(worker, workers)
         steps = self._steps(plan)
         found = [joint_batch(plan, step, worker, strategy.config) for step in range(steps)]
-        self._batches[:] = [order.items(positions.tolist()) for positions, _ in found]
+        self.batches[:] = [order.items(positions.tolist()) for positions, _ in found]
         batches = self._iterate(self._sharded, worker, plan.start > 0, plan.start)
         self._start = 0
         try:
@@ -332,7 +333,7 @@ class ShardedLoader:
                 return
             order, plan = self._draw(worker, session.outer.size)
             counted = [step for step in range(self._steps(plan)) if plan.sizes(step)[worker]]
-            self._batches[:] = [order.batch(plan, step, worker) for step in counted]
+            self.batches[:] = [order.batch(plan, step, worker) for step in counted]
             yield from self._iterate(self._sharded, worker)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------

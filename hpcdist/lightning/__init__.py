@@ -14,6 +14,14 @@ if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
     from hpcdist.lightning.fabric import HpcdistFabricStrategy
     from hpcdist.lightning.trainer import HpcdistStrategy
 
+# Names of Lightning 2.6 (and of its torchmetrics) that are used here and aren't public, as nothing public does the same:
+#   Trainer._accelerator_connector.use_distributed_sampler, a Trainer's argument that is the user's;
+#   Strategy._layer_sync, what sync_batchnorm=True has chosen;
+#   Trainer._results, _TrainingEpochLoop._results, _ResultMetric._forward_cache, Metric._defaults: what is logged;
+#   _TrainingEpochLoop._broadcast_sigterm_tensor, a call of torch.distributed in each step;
+#   _IndexBatchSamplerWrapper, by which a BasePredictionWriter learns of indices;
+#   Fabric: Strategy._set_world_ranks, _backward_sync_control and _BackwardSyncControl, for no_backward_sync.
+
 __all__ = ["HpcdistEnvironment", "HpcdistFabricStrategy", "HpcdistStrategy"]
 
 _HOMES = {"HpcdistEnvironment": "environment", "HpcdistFabricStrategy": "fabric", "HpcdistStrategy": "trainer"}

@@ -125,7 +125,13 @@ class AmongRanks:
         """Have the metrics of torchmetrics in a model computed over all ranks, by calls of hpcdist."""
         for metric in self._metrics(model) if current().comm.size > 1 else ():
             metric.distributed_available_fn = lambda: True
-            metric.dist_sync_fn = self.gathered
+            metric.dist_sync_fn = self._states
+
+    def _states(self, state: Tensor, group: Any = None) -> list[Tensor]:
+        """Collective. Return a metric's state on all ranks; some become vectors where there was a batch."""
+        found = self.gathered(state)
+        shape = max(found, key=Tensor.dim).shape
+        return [each.expand(shape) if each.dim() == 0 else each for each in found]
 
     @staticmethod
     def _metrics(model: nn.Module) -> list[Metric]:

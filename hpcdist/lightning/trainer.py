@@ -122,7 +122,7 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
         by_user = isinstance(dataloader, ShardedLoader)
         if not training and not by_user:
             self._require_shares(dataloader)
-        loader = dataloader if by_user else shard(dataloader, training=training)
+        loader: Any = dataloader if by_user else shard(dataloader, training=training)
         if training:
             _require_one_length(loader)
             return Epochs(loader, self)
@@ -158,7 +158,7 @@ class HpcdistStrategy(AmongRanks, ParallelStrategy):
         self._counted = []
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Collective. As in AmongRanks; inside a training step the mean weighs ranks by the samples of their batches."""
+        """Collective. As in AmongRanks; in a training step the mean weighs ranks by the samples of their batches."""
         if isinstance(tensor, Tensor) and self.running and not self.idle and self._module().trainer.training:
             weight = self.running[0].weight
             if weight != 1 and str(reduce_op).rpartition(".")[2].lower() in ("mean", "avg"):
@@ -335,7 +335,8 @@ def _require_one_length(loader: ShardedLoader) -> None:
     if len(set(lengths)) > 1:
         raise ConfigError(
             "a training loader must have as many batches on each rank with Lightning, whose loops end by counting "
-            f"them; got {' and '.join(map(str, lengths))}. Let HpcdistStrategy deal out one data set; or leave batches out."
+            f"them; got {' and '.join(map(str, lengths))}. Let HpcdistStrategy deal out one data set; or leave out "
+            "some."
         )
 
 
@@ -344,7 +345,9 @@ def _flat(loaders: Any) -> list[Epochs]:
 
 
 def _states(metric: Metric) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()}
+    return {
+        name: list(value) if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()
+    }
 
 
 def _copied(value: Any) -> Any:

@@ -107,16 +107,25 @@ def values(model):
     return [round(value, 13) for p in model.parameters() for value in p.detach().double().reshape(-1).tolist()]
 
 
-def fit(strategy, make=Net, *, ckpt_path=None, shuffle=False, **settings):
-    """A model trained by the strategy; by Lightning's own where that is None."""
+def loaders(size, shuffle=False):
+    return DataLoader(TRAIN, size, shuffle=shuffle), DataLoader(VALIDATION, size)
+
+
+def fit(strategy, make=Net, *, ckpt_path=None, data=loaders, then=None, **settings):
+    """A model trained by the strategy; by Lightning's own where that is None.
+
+    `data` makes the loaders for a batch size; what `then` logs with the trainer, the model and them is added.
+    """
     torch.manual_seed(1)
     model = make()
     quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
     settings = {"precision": "64-true", "devices": 1, "max_epochs": 3, "enable_checkpointing": False} | settings
-    trainer = Trainer(strategy=strategy or "auto", **quiet, **settings)
+    trainer = Trainer(strategy=strategy or "auto", **quiet | settings)
     size = 4 if strategy else 8
-    trainer.fit(model, DataLoader(TRAIN, size, shuffle=shuffle), DataLoader(VALIDATION, size), ckpt_path=ckpt_path)
+    train, *validation = data(size)
+    trainer.fit(model, train, *validation, ckpt_path=ckpt_path)
     found = {name: round(float(value), 12) for name, value in trainer.callback_metrics.items()}
+    found |= then(trainer, model, *validation) if then else {}
     own = {"rates": model.rates} if isinstance(model, Net) else {}
     return {"values": values(model), "steps": trainer.global_step, "logged": found, **own}
 
@@ -273,7 +282,7 @@ CASES = {
     "early": lambda strategy, folder: fit(strategy(), callbacks=[patience()]),
     "gan": lambda strategy, folder: fit(strategy(), Gan),
     "unclipped": lambda strategy, folder: fit(strategy(), partial(Gan, clips=False)),
-    "shuffled": lambda strategy, folder: fit(strategy(), shuffle=True),
+    "shuffled": lambda strategy, folder: fit(strategy(), data=partial(loaders, shuffle=True)),
     "gathers": lambda strategy, folder: fit(strategy(), Passes),
     "resume": lambda *given: saves(*given, when={"every_n_epochs": 1}, until={"max_epochs": 2}),
     "resume_within": lambda *given: saves(*given, when={"every_n_train_steps": 5}, until={"max_steps": 10}),

@@ -15,6 +15,31 @@ from harness.pages import blocks
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "lightning.md"
+ROWS = {  # of the page's table, and what is tried for each
+    "`accumulate_grad_batches`, `GradientAccumulationScheduler`": ["accumulation", "scheduler"],
+    "`gradient_clip_val`, by norm and by value": ["clipping", "by_value"],
+    "`max_steps`, `max_time`, `limit_train_batches`, `overfit_batches`": ["max_steps", "max_time", "limit", "overfit"],
+    "`val_check_interval`, within an epoch and across epochs": ["within", "across"],
+    "`EarlyStopping`, `StochasticWeightAveraging`, `BackboneFinetuning`": ["stopped", "swa", "unfrozen"],
+    "`ModelCheckpoint(monitor=..., save_top_k=...)`, `ckpt_path=\"best\"`": ["best"],
+    "Schedules by steps and epochs, `ReduceLROnPlateau`, `LearningRateMonitor`": ["epochs", "plateau", "monitored"],
+    "Manual optimisation, several optimizers": ["gan"],
+    "LBFGS": ["lbfgs"],
+    "`sync_batchnorm=True`": ["synced"],
+    "`self.log` in steps, torchmetrics in training": ["measured"],
+    "Several training loaders, `CombinedLoader`": ["min_size", "max_size", "cycled", "longest"],
+    "Several validation loaders": ["validations"],
+    "`Trainer.test` and `Trainer.validate` alone": ["tested"],
+    "`Trainer.predict`, `BasePredictionWriter`": ["predicted"],
+    "Samplers and batch samplers of one's own, `drop_last`, `num_workers`": ["sampler", "batch_sampler", "processes"],
+    "`LightningDataModule`, `reload_dataloaders_every_n_epochs`, a second `fit`": ["module", "reloaded", "twice"],
+    "An `IterableDataset` for validation": ["streamed"],
+    "Fabric's `no_backward_sync`, `clip_gradients`, `save` and `load`": ["fabric"],
+    "Fabric's loaders: `drop_last`, batch samplers, an `IterableDataset`": [
+        "fabric_drops", "fabric_batches", "fabric_streams",
+    ],
+}  # fmt: skip
+TRIED = ("cycled", "measured", "predicted", "best")  # in each run of the tests; the others by --all
 SAME = ("epochs", "accumulation", "clipping", "gan", "fabric")
 MORE = ("steps", "max_steps", "stops", "within", "early")
 
@@ -23,10 +48,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def trained(size, folder, *cases):
+def trained(size, folder, *cases, script="by_lightning.py"):
     """What each rank found, by case."""
     found = {}
-    done = launch(size, [HERE / "by_lightning.py", folder, *cases], env=IMPORTS, timeout_s=150, compiler=True)
+    done = launch(size, [HERE / script, folder, *cases], env=IMPORTS, timeout_s=180, compiler=True)
     for line in done.stdout.splitlines():
         if line.startswith("["):
             rank, case, value = json.loads(line)
@@ -138,6 +163,69 @@ def test_a_checkpoint_has_the_state_of_servers(served, strategy):
     assert ranks[0]["files"] == [".ckpt", ".ckpt", ".ranks", ".ranks"]
     if strategy == "hardsync":
         assert ranks[0]["values"] == pytest.approx(ranks[0]["whole"], abs=1e-12)
+
+
+# --- the table of the page --------------------------------------------------------------------------------------------
+def habits(size, folder, cases, *others, strategy="allreduce"):
+    """What each case found by a strategy, and in one process."""
+    both = [f"{name}:{case}" for case in cases for name in ("plain", strategy)]
+    return trained(size, folder, *both, *others, script="by_lightning_habits.py")
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory):
+    return habits(2, tmp_path_factory.mktemp("habits"), TRIED, "allreduce:refused")
+
+
+@each("case", TRIED)
+def test_habits_train_as_in_one_process(tried, case):
+    for own in tried[f"allreduce:{case}"]:
+        require_near(own, tried[f"plain:{case}"][0])
+
+
+@each(
+    "case",
+    [
+        ("stream", "data for training must be a map-style data set with Lightning, whose loop must know the number of"),
+        ("uneven", "a training loader must have as many batches on each rank with Lightning, whose loops end by"),
+        ("weights", "several training loaders must share the samples of each step alike among ranks, as the loss has"),
+        ("left", "a training must have ended before the next one begins; got one that an exception has left. Start"),
+    ],
+)
+def test_habits_that_are_refused(tried, case):
+    name, message = case
+    assert all(own[name].startswith(f"ConfigError: {message}") for own in tried["allreduce:refused"])
+
+
+def test_the_table_of_the_page_has_these_rows():
+    _, _, table = PAGE.read_text().partition("## What has been tried")
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")]
+    assert rows[1:] == list(ROWS)
+
+
+@pytest.fixture(scope="module")
+def tabled(tmp_path_factory):
+    return habits(2, tmp_path_factory.mktemp("table"), sum(ROWS.values(), []))
+
+
+@pytest.mark.extended
+@pytest.mark.time_limit(200)
+@each("row", list(ROWS))
+def test_each_row_of_the_table(tabled, row):
+    for case in ROWS[row]:
+        for own in tabled[f"allreduce:{case}"]:
+            require_near(own, tabled[f"plain:{case}"][0])
+
+
+@pytest.mark.extended
+@pytest.mark.time_limit(200)
+def test_rows_of_the_table_with_servers(tmp_path):
+    cases = ("cycled", "longest", "max_size", "measured", "best", "swa", "plateau", "synced", "tested", "predicted")
+    cases += ("validations", "twice", "max_time", "scheduler", "stopped", "across", "reloaded")
+    found = habits(3, tmp_path, cases, strategy="hardsync")
+    for case in cases:
+        for own in found[f"hardsync:{case}"]:
+            require_near(own, found[f"plain:{case}"][0])
 
 
 # --- what is rarer ----------------------------------------------------------------------------------------------------

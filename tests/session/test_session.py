@@ -97,6 +97,26 @@ def test_an_evaluation_is_shared_without_an_optimiser(ranks):
 
 
 @pytest.mark.sizes(1, 2)
+@each("drop_last", [False, True])
+def test_an_epoch_that_is_resumed_has_the_rest_of_its_steps(ranks, drop_last):
+    def body(comm):
+        hd.init(comm=comm)
+        optimizer, model = _optimizer()
+        hd.DistributedOptimizer(optimizer, model)
+        loader = hd.shard(DataLoader(_data(), batch_size=2, drop_last=drop_last))
+        loader.load_state_dict({"epoch": 0, "consumed": 2 * 2 * comm.size})
+        steps = 0
+        for x, *_ in loader:
+            optimizer.zero_grad()
+            model(torch.ones(len(x), 2)).mean().backward()
+            optimizer.step()
+            steps += 1
+        return steps, len(loader)
+
+    assert all(steps == length - 2 for steps, length in ranks(body))
+
+
+@pytest.mark.sizes(1, 2)
 def test_hooks_run_once_for_each_update_also_when_a_state_was_loaded(ranks):
     def body(comm):
         hd.init(comm=comm)

@@ -293,7 +293,7 @@ class ShardedLoader:
         return order, order.plan(workers, self._epoch, self._start)
 
     def _steps(self, plan: EpochPlan) -> int:
-        return plan.n_samples // plan.global_batch if self._order.drop_last else plan.steps
+        return (plan.n_samples - plan.start) // plan.global_batch if self._order.drop_last else plan.steps
 
     # --- loaders whose ranks read different samples ---------------------------------------------------------------
     def _own(self, strategies: Sequence[Strategy], worker: int, workers: int) -> Iterator[Weighed]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
     from hpcdist.lightning.fabric import HpcdistFabricStrategy
     from hpcdist.lightning.trainer import HpcdistStrategy
 
-# Names of Lightning 2.6 (and of its torchmetrics) that are used here and aren't public, as nothing public does the same:
+# Names of Lightning 2.6 and its torchmetrics that are used here and aren't public, as nothing public does the same:
 #   Trainer._accelerator_connector.use_distributed_sampler, a Trainer's argument that is the user's;
 #   Strategy._layer_sync, what sync_batchnorm=True has chosen;
 #   Trainer._results, _TrainingEpochLoop._results, _ResultMetric._forward_cache, Metric._defaults: what is logged;

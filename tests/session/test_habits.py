@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+import re
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
-from habits import gradients, groups, losses, models, optimizers, samples, schedules  # noqa: F401 (they enter themselves)
-from habits.run import HABITS, Alone, Habit, Together, copied, difference
+from habits import gradients, groups, libraries, losses, models, optimizers, samples, schedules  # noqa: F401 (they enter themselves)
+from habits.run import HABITS, Alone, Together, copied, difference
 
-from harness.cases import each
 from harness.ranks import VirtualRanks
 from hpcdist import strategies
 from hpcdist.errors import ConfigError, MismatchError
 from strategies import problem
 
+ROOT = Path(__file__).parents[2]
 # By strategy and way. joint: workers' batches together are one process's. one: one worker, and a server. same: all
 # workers get the same batches. many: each its own, where nothing in one process is the same.
 JOINT = {"allreduce": {}, "hardsync": {}, "hardsync colocated": {"servers": "colocated"}}
@@ -100,6 +102,8 @@ def contract(way, strategy, size):
 def examine(ranks, way, name, strategy):
     """One cell: returns exact, works or refused, or raises."""
     habit = HABITS[name]
+    if habit.needs:
+        pytest.importorskip(habit.needs)
     plain = strategy.split()[0]
     message = habit.refusal(plain, contract(way, strategy, ranks.size), ranks.size)
     if message is not None:
@@ -135,16 +139,6 @@ def examine(ranks, way, name, strategy):
 @pytest.mark.parametrize(("name", "way", "strategy"), list(cells()))
 def test_a_loop_trains_as_in_one_process_or_works_or_is_refused(name, way, strategy):
     examine(VirtualRanks(SIZES[way]), way, name, strategy)
-
-
-@quiet
-@each("cell", [("joint", "allreduce"), ("joint", "hardsync colocated"), ("one", "softsync"), ("same", "dpsgd")])
-def test_schedulefree_trains_as_in_one_process(cell):
-    pytest.importorskip("schedulefree")
-    way, strategy = cell
-    name = optimizers.schedulefree_adamw.__name__
-    HABITS.setdefault(name, Habit(optimizers.schedulefree_adamw, tolerance=1e-9))
-    assert examine(VirtualRanks(SIZES[way]), way, name, strategy) == "exact"
 
 
 # --- buckets that are averaged while the backward pass computes the rest, on real ranks -------------------------------
@@ -201,6 +195,12 @@ def table() -> str:
     for name in HABITS:
         lines.append(f"| {name.replace('_', ' ')} | " + " | ".join(outcome(name, s) for s in columns) + " |")
     return "\n".join(lines)
+
+
+def test_the_readme_tells_how_many_habits_there_are():
+    """In tens, so that one more needs no new number."""
+    (told,) = re.findall(r"more than (\d+) \[habits of loops\]", (ROOT / "README.md").read_text())
+    assert int(told) == (len(HABITS) - 1) // 10 * 10
 
 
 def test_the_table_says_what_every_strategy_does_in_the_plain_loop():

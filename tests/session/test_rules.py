@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from habits import gradients, losses, models, optimizers, samples, schedules  # noqa: F401 (they enter themselves)
+from habits import gradients, libraries, losses, models, optimizers, samples, schedules  # noqa: F401 (they enter themselves)
 from habits.run import HABITS, Together, refuses
 
 import hpcdist

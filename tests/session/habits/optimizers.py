@@ -217,8 +217,9 @@ def evaluated_at_the_optimizers_average(run):
     return run.finish(model)
 
 
+@habit(breaks=METHOD, tolerance=1e-9, needs="schedulefree")
 def schedulefree_adamw(run):
-    """The real package, where it is installed: see test_habits."""
+    """The real package."""
     import schedulefree
 
     model = net()

@@ -33,6 +33,7 @@ class Habit:
         ways: ways in which its samples can be dealt out, see `test_habits`.
         inexact: strategies with which it works, and equals nothing in one process.
         tolerance: of the comparison, absolute.
+        needs: the package that it is for, if any.
     """
 
     loop: Callable[[Any], Any]
@@ -43,6 +44,7 @@ class Habit:
     ways: Sequence[str] = ("joint", "one", "same", "many")
     inexact: Sequence[str] = ()
     tolerance: float = 1e-12
+    needs: str = ""
 
     def refusal(self, name: str, contract: Contract, size: int) -> str | None:
         """A pattern of the message with which a strategy refuses the loop; None where it does not."""

@@ -48,6 +48,13 @@ class Replica:
         if not self._place.colocated:
             self.clock = self.clocks[0]
 
+    def follow(self, clocks: Sequence[int]) -> None:
+        """Take over the clocks of all ranks, whose servers' parameters are in the model now."""
+        servers = self._place.roles.servers  # aggregators have one above them
+        self.clocks = [clocks[parent if parent in servers else servers[0]] for parent in self._place.parents]
+        if self.clocks and not self._place.colocated:
+            self.clock = self.clocks[0]
+
     def take_applied(self) -> tuple[int, ...]:
         """Return the staleness of the gradients applied here since the last call."""
         applied, self.applied = tuple(self.applied), []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -240,6 +241,7 @@ class ServerStrategy(Strategy):
             self.loop.take_up()
         if self.contract.updates == "on servers":
             broadcast_shards(self.comm, self._shards_of_servers(), self.model.params)
+            self.replica.follow(self.comm.failures.retry_on_failure(partial(self.comm.gather, self.replica.clock)))
 
     def _shards_of_servers(self) -> list[tuple[int, Shard]]:
         return [(server, self.place.shards[server]) for server in self.roles.servers]

@@ -213,6 +213,8 @@ def evaluated_at_the_optimizers_average(run):
             assert not served or difference(run.before[-1], run.before[-2]) == 0.0
         optimizer.swap()
         run.before.append(copied(model))
+    if run.size > 1 and run.strategy in groups.SERVED:
+        run.same = optimizer.strategy.replica.clock
     optimizer.swap()
     return run.finish(model)
 

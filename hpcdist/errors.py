@@ -52,10 +52,13 @@ class UnknownNameError(ConfigError):
         super().__init__(f"{what} must be one of {', '.join(known)}; got {name!r}.{suggestion(name, known)}")
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean 'period'?` where a known name is close, upper or lower case alike; else an empty text."""
+def suggestion(name: str, known: Iterable[str], least: float = 0.6) -> str:
+    """Return ` Did you mean 'period'?` where a known name is close, upper or lower case alike; else an empty text.
+
+    `least`: difflib's ratio from which names are close, 1 for equal ones.
+    """
     lower = {other.lower(): other for other in known}
-    close = difflib.get_close_matches(name.lower(), lower, n=1)
+    close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=least)
     return f" Did you mean {lower[close[0]]!r}?" if close else ""
 
 

@@ -20,7 +20,7 @@ def model(hidden: int = 256) -> nn.Module:
 
 def data(path: Path) -> None:
     fetch("fashion-mnist", path.parent / "fashion-mnist")
-    importers.load("fashion_mnist")(path.parent / "fashion-mnist", path)
+    importers.load("fashion-mnist")(path.parent / "fashion-mnist", path)
 
 
 job = Job(

@@ -416,6 +416,11 @@ def test_import_with_options_and_info(hpcdist, name):
         assert name != "mnist" or file["train/x"].compression == "gzip"
     assert f"samples: {samples}" in out and f"shape: {list(shape)}" in out
     assert hpcdist("data", "info", "it.h5") == (0, out, "")
+    again = ("data", "import", name, "source", "it.h5", *flags)
+    assert hpcdist(*again)[::2] == (
+        1, "hpcdist: error: destination must be a new file; got it.h5, which exists. Add --overwrite to it.\n"
+    )  # fmt: skip
+    assert name != "mnist" or hpcdist(*again, "--overwrite") == (0, out, "")
 
 
 @pytest.mark.parametrize(
@@ -439,5 +444,6 @@ def test_an_import_that_is_refused(hpcdist, arguments, message):
 def test_files_that_are_not_there(hpcdist):
     status, out, err = hpcdist("data", "info", "none.h5")
     assert (status, out) == (1, "") and err.startswith("hpcdist: error: none.h5")
+    assert "Check the path; `hpcdist data import` makes such a file." in err
     status, _, err = hpcdist("train", "none.py")
     assert status == 1 and "job must be a Python file; got none.py" in err

@@ -66,14 +66,24 @@ def _is_beside(module: Any, folder: Path) -> bool:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Run a file, each time anew, and return its module."""
+    """Run a file, each time anew, and return its module.
+
+    Raises:
+        ConfigError: its name does not end in .py, or it ends the process.
+    """
     spec = importlib.util.spec_from_file_location(f"hpcdist_job_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} must be a Python file")
+        raise ConfigError(f"a Python file must have a name that ends in .py; got {path}. Rename it.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look for it there
     with neighbours(path):
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except SystemExit as exit:
+            raise ConfigError(
+                f"{path} must not end the process while it is imported; got sys.exit({exit.code!r}). Put what only "
+                'a script does under `if __name__ == "__main__":`.'
+            ) from None
     _loaded[path.resolve()] = _version(path), module
     return module
 

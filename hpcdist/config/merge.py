@@ -81,7 +81,7 @@ def _merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_bounded(path).decode())
+        return _parse_toml(read_bounded(path).decode())
     except FileNotFoundError:
         raise ConfigError(f"configuration file must exist; got {path}. Check the path.") from None
     except OSError as error:
@@ -92,8 +92,33 @@ def _read(path: Path) -> dict[str, Any]:
         line = re.search(r"line (\d+)", str(error))
         where = f"{path}:{line[1]}" if line else str(path)
         raise ConfigError(f"{where} must be TOML; got an error: {error}. Strings need quotes there.") from None
-    except (RecursionError, ValueError) as error:  # such as a number of too many digits
+    except ValueError as error:
         raise ConfigError(f"{path} must be TOML; got an error: {error}. Write simpler values.") from None
+
+
+def _parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML, whose integers have 64 bits.
+
+    Raises:
+        ValueError: it is none; an integer is larger; or values are nested too deep.
+    """
+    try:
+        table = tomllib.loads(text)
+        _check_integers(table)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise ValueError("values are nested too deep") from None
+    except ValueError:  # by Python, where decimal digits are too many for it
+        raise ValueError("an integer has more than 64 bits") from None
+    return table
+
+
+def _check_integers(value: Any) -> None:
+    if isinstance(value, int) and value.bit_length() > 64:
+        raise ValueError
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_integers(item)
 
 
 def _set(table: dict[str, Any], override: str) -> None:
@@ -115,11 +140,13 @@ def _set(table: dict[str, Any], override: str) -> None:
 
 def _parse(text: str, override: str) -> Any:
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = _parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
         if text.startswith(_OPENERS):
             raise ConfigError(f"--set {override}: the value must be TOML or a bare word; got {error}.") from None
         return text
+    except ValueError as error:
+        raise ConfigError(f"--set {override:.60}: the value must be TOML or a bare word; got {error}.") from None
     # A text of several lines may parse as several keys, and a date as a date; both must be strings here.
     value = parsed["value"]
     return value if len(parsed) == 1 and isinstance(value, (bool, int, float, str, list, dict)) else text

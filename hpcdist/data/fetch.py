@@ -60,7 +60,7 @@ RELEASES = {  # the mirrors are those of torchvision
     ),
     "fashion-mnist": Release(
         "Fashion-MNIST",
-        "fashion_mnist",
+        "fashion-mnist",
         {
             "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
             "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",

@@ -102,7 +102,9 @@ def open_file(path: Path, *, locking: bool | str | None = "best-effort", mpi_com
     try:
         open_regular(path).close()
     except OSError as error:
-        raise damage(path, f"can't be opened ({error.strerror})", "Name a file that `create` has made.") from error
+        raise damage(
+            path, f"can't be opened ({error.strerror})", "Check the path; `hpcdist data import` makes such a file."
+        ) from error
     if not h5py.is_hdf5(path):
         raise damage(path, f"is not an HDF5 file (it has {path.stat().st_size} bytes and no HDF5 signature)")
     parallel = {} if mpi_comm is None else {"driver": "mpio", "comm": mpi_comm}

@@ -181,7 +181,7 @@ class HDF5Dataset(Dataset):
         if not self._is_mapped(column):
             return StoredRows(column, self._file, self._cache_bytes)
         with open(self.path, "rb") as file:
-            return MappedRows(column, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            return MappedRows(column, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self.path)
 
     def _is_mapped(self, column: Column) -> bool:
         return self._memory_map and column.chunk_offsets is not None
@@ -232,22 +232,34 @@ def _as_int64(indices: np.ndarray) -> np.ndarray:
 class MappedRows:
     """Samples in a memory map, at the offsets that HDF5 has reported for the chunks.
 
-    If somebody truncates the file in place, the process dies of SIGBUS, as with every memory map; `create` replaces
-    files by a rename, which is harmless.
+    The file's length is looked at before each batch. If somebody truncates the file in place just while a batch is
+    copied, the process still dies of SIGBUS, as with every memory map; `create` replaces files by a rename, which is
+    harmless.
     """
 
-    def __init__(self, column: Column, memory: mmap.mmap):
-        self._column = column
+    def __init__(self, column: Column, memory: mmap.mmap, path: Path):
+        self._column, self._memory, self._path = column, memory, path
+        self._end_bytes = column.end_bytes
         self._sample = np.dtype((np.void, column.sample_bytes))  # a sample may lie at any address
         self._offsets = offsets = cast(np.ndarray, column.chunk_offsets)
         chunk_bytes = column.chunk_samples * column.sample_bytes
-        self.take: Callable[[np.ndarray], np.ndarray]
+        self._take: Callable[[np.ndarray], np.ndarray]
         if (np.diff(offsets) == chunk_bytes).all():  # the usual case: the samples are one array
             samples: np.ndarray = np.frombuffer(memory, self._sample, column.samples, int(offsets[0]))
-            self.take = lambda indices: self._values(samples.take(indices))
+            self._take = lambda indices: self._values(samples.take(indices))
         else:
-            self.take = self._take_windows
+            self._take = self._take_windows
             self._open_windows(memory)
+
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        """Copy the samples at `indices`; raise DataError where the file has got shorter."""
+        if (length := self._memory.size()) < self._end_bytes:  # the file's, not the map's
+            raise damage(
+                self._path,
+                f"has become shorter while it was read: {self._column.name} reaches byte {self._end_bytes} of {length}",
+                "Write it anew under another name, then rename it.",
+            )
+        return self._take(indices)
 
     def _open_windows(self, memory: mmap.mmap) -> None:
         """View the map as an array of overlapping windows, each as long as a sample.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -22,6 +23,12 @@ if TYPE_CHECKING:  # they import torch, which takes seconds
 
 PIPED_COLUMNS = 140  # of a table that does not go to a terminal
 TEXT_COLUMNS = 100  # longer lines are hard to read
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: Any) -> str:
+    """Write control characters, but for line ends and tabs, as text: a file may be made to change the terminal."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
 
 def error(message: str) -> None:
@@ -31,7 +38,7 @@ def error(message: str) -> None:
 
 def note(message: str) -> None:
     """Show what the user of a command should know."""
-    print(f"hpcdist: {message}", file=sys.stderr, flush=True)
+    print(f"hpcdist: {visible(message)}", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:
@@ -121,7 +128,7 @@ def result(folder: Path, summary: Summary) -> None:
     skipped = f", {summary.skipped} steps skipped for NaN or infinite gradients" if summary.skipped else ""
     joules = "" if summary.energy.joules is None else f", {summary.energy.joules:.4g} J"
     cost = f"{summary.wall_s:.1f} s{joules}{skipped}"
-    print(f"{summary.strategy} on {ranks}{lost}: {metrics}, {cost}; records in {folder}", flush=True)
+    print(visible(f"{summary.strategy} on {ranks}{lost}: {metrics}, {cost}; records in {folder}"), flush=True)
 
 
 def runs(found: Mapping[Path, Summary], settings: Mapping[str, Mapping[Path, str]] | None = None) -> None:
@@ -178,9 +185,9 @@ def _print_table(found: Sequence[Mapping[str, Any]], left: Sequence[str], title:
 
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=0)  # fits 80 columns
     for key in found[0]:
-        table.add_column(key, justify="left" if key in left else "right", overflow="fold")
+        table.add_column(visible(key), justify="left" if key in left else "right", overflow="fold")
     for row in found:
-        table.add_row(*map(str, row.values()))
+        table.add_row(*map(visible, row.values()))
     shown = _is_shown()
     Console(highlight=False, markup=False, force_terminal=shown, width=None if shown else PIPED_COLUMNS).print(table)
 
@@ -195,7 +202,7 @@ def _is_shown() -> bool:
 
 def finding(status: str, check: str, text: str) -> None:
     """Show in one line what the doctor has found."""
-    print(f"{status:<8} {check:<9} {text}", flush=True)
+    print(visible(f"{status:<8} {check:<9} {text}"), flush=True)
 
 
 # --- descriptions -----------------------------------------------------------------------------------------------------
@@ -237,10 +244,10 @@ def facts(found: Mapping[str, Any], indent: int = 0) -> None:
     """Show a nested description, a line per fact."""
     for key, value in found.items():
         if isinstance(value, Mapping) and value:
-            print(f"{'  ' * indent}{key}:")
+            print(f"{'  ' * indent}{visible(key)}:")
             facts(value, indent + 1)
         else:
-            print(f"{'  ' * indent}{key}: {value}")
+            print(f"{'  ' * indent}{visible(f'{key}: {value}')}")
 
 
 # --- downloads --------------------------------------------------------------------------------------------------------

@@ -13,8 +13,10 @@ from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.config import JobConfig
 from hpcdist.config.files import load_file
 from hpcdist.data.hdf5 import COLUMNS, HDF5Dataset
-from hpcdist.errors import NO_SPACE, ConfigError, OutputError
+from hpcdist.errors import NO_SPACE, ConfigError, OutputError, suggestion
 from hpcdist.records import writing
+
+NEAR = 0.8  # difflib's ratio of two names of files, from which one is a slip
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,20 @@ def open_data(
 
 
 def make_data(job: Job, path: Path) -> None:
-    """Make a missing data file; remove it again if it could not be written to its end."""
+    """Make a missing data file; remove it again if it could not be written to its end.
+
+    Raises:
+        ConfigError: the name is nearly that of a file which is there, or of the job's own.
+    """
     if path.exists():
         return
+    own = Path(str(job.defaults.get("data", {}).get("path", path))).name
+    close = suggestion(path.stem, [Path(own).stem, *(file.stem for file in path.parent.glob("*.h5"))], NEAR)
+    if close and path.name != own:
+        raise ConfigError(
+            f"data.path must be the name of a file that exists, or a new name; got {path}, which is neither.{close} "
+            "If it is to be made, take a name that is less alike."
+        )
     try:
         with writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)

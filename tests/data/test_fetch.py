@@ -198,6 +198,6 @@ def test_fashion_mnist_from_debian(tmp_path):
     """60,000 and 10,000 images, 47 and 8 MB."""
     origin = fetch.fetch("fashion-mnist", tmp_path / "idx")
     assert origin.startswith("Debian's package dataset-fashion-mnist")
-    path = importers.load("fashion_mnist")(tmp_path / "idx", tmp_path / "fashion.h5")
+    path = importers.load("fashion-mnist")(tmp_path / "idx", tmp_path / "fashion.h5")
     described = str(describe(path))
     assert "60000" in described and "10000" in described and "Ankle boot" in described

@@ -61,7 +61,9 @@ def test_a_file_that_is_no_whole_hdf5_file_is_refused(path, tmp_path):
     ):
         path.write_bytes(content)
         refused(path, match)
-    refused(tmp_path / "none.h5", "can't be opened .No such file or directory.. Name a file that `create` has made.")
+    refused(
+        tmp_path / "none.h5", "can't be opened .No such file or directory.. Check the path; `hpcdist data import` makes"
+    )
     refused(tmp_path, "can't be opened .Is a directory")
 
 
@@ -74,6 +76,14 @@ def test_no_permission(path):
         refused(path, "can't be opened .Permission denied.")
     finally:
         os.seteuid(user)
+
+
+def test_a_file_that_gets_shorter_while_it_is_read_is_refused_before_the_map_faults(path):
+    with HDF5Dataset(path) as dataset:
+        assert dataset.mapped and len(dataset.batch([0, 199])[0]) == 2
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(DataError, match=r"a.h5 has become shorter while it was read: train/x reaches byte \d+ of"):
+            dataset.batch([199])
 
 
 def test_every_truncation_is_refused(path):

@@ -50,6 +50,10 @@ def test_an_unknown_name_lists_the_known_ones():
         importers.load("cats")
 
 
+def test_an_importer_has_its_data_sets_name():
+    assert importers.load("fashion-mnist") is importers.load("fashion_mnist")
+
+
 # --- splitting ----------------------------------------------------------------------------------------------------
 def test_split_is_whole_even_per_class_and_drawn_from_the_seed():
     labels = np.repeat([0, 1, 2], [50, 100, 30])

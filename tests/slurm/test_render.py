@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from harness.cases import each
 from hpcdist.errors import ConfigError
 from hpcdist.tools.slurm import spec as profiles
 from hpcdist.tools.slurm.render import MARK, REASON
@@ -254,6 +255,20 @@ def test_a_template_of_ones_own(tmp_path):
     path.write_text('#: Mine.\n#!/bin/bash\n{% include "parts/payload.sh" %}\necho {{ spec.name }}\n')
     text = script(template=str(path), name="a b").text
     assert text.startswith("#!/bin/bash\npayload=(") and text.endswith("echo 'a b'\n")
+
+
+@each("code", [
+    '{{ spec.__class__.__init__.__globals__["__builtins__"] }}',
+    "{{ cycler.__init__.__globals__.os }}",
+    '{{ spec|attr("__class__") }}',
+    '{{ spec.parse_raw("x", proto="pickle", allow_pickle=true) }}',
+    "{{ spec.model_fields.directives.default_factory }}",
+    '{{ "{0.__class__}".format(site) }}',
+])  # fmt: skip
+def test_a_template_runs_no_python(tmp_path, code):
+    (tmp_path / "theirs.sh").write_text(code)
+    with pytest.raises(ConfigError, match=r"template must take no more than values .*theirs.sh, where access to att"):
+        script(template=str(tmp_path / "theirs.sh"))
 
 
 def test_a_template_or_a_profile_with_a_mistake_or_missing(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from pathlib import Path
@@ -9,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.cases import each
 from hpcdist.config.files import imported_beside, load_function, neighbours
 from hpcdist.errors import ConfigError
 from hpcdist.train import accuracy, load_job, squared_error
+from hpcdist.train.job import make_data
+from train import tiny
 
 JOBS = Path(__file__).parents[2] / "jobs"
 
@@ -36,6 +40,36 @@ def test_every_job_file_defines_a_job_whose_model_and_loss_fit(path):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="job must be a Python file; got .*none.py, which does not exist"):
         load_job(tmp_path / "none.py")
+
+
+@each("code", [0, None, "no data today"])
+def test_a_file_that_ends_the_process_is_refused(tmp_path, code):
+    path = tmp_path / "ends.py"
+    path.write_text(f"import sys\nsys.exit({code!r})\n")
+    with pytest.raises(ConfigError, match=rf"ends.py must not end the process while it is imported; got .*{code!r}"):
+        load_job(path)
+
+
+def test_a_file_without_suffix_is_refused(tmp_path):
+    (tmp_path / "job").write_text("job = 3\n")
+    with pytest.raises(ConfigError, match=r"a Python file must have a name that ends in .py; got .*job. Rename it"):
+        load_job(tmp_path / "job")
+
+
+@each("given", ["mydta.h5", "tinny.h5"])
+def test_a_misspelt_data_file_is_refused_not_made(tmp_path, given):
+    job = dataclasses.replace(tiny.job, defaults={"data": {"path": "data/tiny.h5"}})
+    (tmp_path / "mydata.h5").touch()
+    with pytest.raises(ConfigError, match=r"data.path must be the name of a file .*Did you mean '(mydata|tiny)'"):
+        make_data(job, tmp_path / given)
+    assert not (tmp_path / given).exists()
+
+
+@each("given", ["tiny.h5", "other.h5"])
+def test_a_data_file_of_the_jobs_or_a_new_name_is_made(tmp_path, given):
+    made = dataclasses.replace(tiny.job, data=Path.touch, defaults={"data": {"path": "data/tiny.h5"}})
+    make_data(made, tmp_path / "new" / given)
+    assert (tmp_path / "new" / given).exists()
 
 
 def test_a_file_without_a_job_is_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from harness.launch import IMPORTS, find_mpirun, started, wait_until
 from hpcdist.errors import ConfigError
 from hpcdist.records import Evaluation, RecordWriter, StepRecord, append_evaluation, locked, record_path, write_summary
 from hpcdist.tools.runs import Run
-from hpcdist.tools.watch import terminal
+from hpcdist.tools.watch import page, terminal
 from hpcdist.tools.watch.page import PageServer
 from hpcdist.tools.watch.terminal import curve
 from hpcdist.tools.watch.view import RunView, WatchedFolder, view
@@ -291,8 +292,8 @@ def test_the_page_and_its_state_are_for_those_who_have_the_token(tmp_path):
     append_evaluation(tmp_path / "run", Evaluation(10, 2, 320, 10.0, {"loss": float("nan")}))
     with served(tmp_path / "run") as server:
         port = server.server_port
-        status, page, headers = get(server.address)
-        assert status == 200 and "<title>hpcdist watch</title>" in page and "http" not in page.split("<script>")[1]
+        status, html, headers = get(server.address)
+        assert status == 200 and "<title>hpcdist watch</title>" in html and "http" not in html.split("<script>")[1]
         assert "default-src 'none'" in headers["Content-Security-Policy"] and headers["Cache-Control"] == "no-store"
         status, text, _ = get(f"{server.address}state.json")
         state = json.loads(text)
@@ -306,6 +307,32 @@ def test_the_page_and_its_state_are_for_those_who_have_the_token(tmp_path):
         assert server.tunnel.startswith(f"ssh -L {port}:127.0.0.1:{port} ")
         with pytest.raises(ConfigError, match="--host and --port must be an address of this machine that is free"):
             PageServer(tmp_path, port=port)
+
+
+def test_a_wrong_or_silent_client_does_not_disturb_the_owner(tmp_path, capfd, monkeypatch):
+    train(begin(tmp_path / "run"))
+    monkeypatch.setattr(page, "LONGEST_S", 0.5)
+    with served(tmp_path / "run") as server:
+        with socket.create_connection(("127.0.0.1", server.server_port)) as one:
+            one.sendall(b"GET http://[ HTTP/1.1\r\n\r\n")
+            assert one.recv(12) == b"HTTP/1.0 400"
+        before = threading.active_count()
+        silent = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(2 * page.MOST_OPEN)]
+        assert get(server.address)[0] == 200
+        assert threading.active_count() - before <= page.MOST_OPEN + 1
+        silent[-1].settimeout(20)
+        assert silent[-1].recv(1) == b"", "it is not waited for any longer"
+        for one in silent:
+            one.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_control_characters_of_a_run_are_shown_as_text(tmp_path, capsys):
+    forged = SUMMARY | {"strategy": "soft\x1b]0;mine\x07", "metrics": {"a\x9b1m": 1.0}}
+    write_summary(begin(tmp_path / "a\x1b[2J"), forged)
+    terminal.watch(tmp_path, 1.0, once=True)
+    shown = capsys.readouterr().out
+    assert r"a\x1b[2J" in shown and r"a\x9b1m 1.0000" in shown and shown.replace("\n", "").isprintable()
 
 
 def test_the_page_of_several_runs_has_the_chosen_ones_curves(tmp_path):

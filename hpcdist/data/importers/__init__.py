@@ -15,7 +15,11 @@ from hpcdist.errors import ConfigError, DataError
 from hpcdist.registry import catalogue
 
 available = catalogue("importers").available
-load: Callable[[str], Callable[..., Path]] = catalogue("importers").load
+
+
+def load(name: str) -> Callable[..., Path]:
+    """Return an importer's `convert`; the name of a data set, fashion-mnist, is that of its importer too."""
+    return catalogue("importers").load(name if ":" in name else name.replace("-", "_"))
 
 
 # --- for several importers --------------------------------------------------------------------------------------------

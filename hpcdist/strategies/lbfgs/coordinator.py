@@ -109,7 +109,8 @@ class Coordinator:
         """Return the seconds after which to `take_replies` again, although no message has come; None: never."""
         if not self._idle or self._under_way is None:
             return None
-        return min(self._pace.due(now).values(), default=math.inf) - now
+        due = self._pace.due(now).values()
+        return min(due) - now if due else None  # all that compute are late: only a message helps
 
     def take_replies(self, now: float) -> list[tuple[int, list[float]]]:
         """Return replies to those of the idle workers that have something to do, or whose step is done."""

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from hpcdist.errors import ConfigError
 from hpcdist.tools import console
 from hpcdist.tools.cli.base import Overrides
 
@@ -19,12 +20,15 @@ def data_import(
     source: Annotated[str, typer.Argument(help="File or folder to read; `sklearn` for digits.")],
     destination: Annotated[Path, typer.Argument(help="HDF5 file to write.")],
     overrides: Overrides = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if there is one.")] = False,
 ) -> None:
     """Write a data set as HDF5. Options of the importer are given with --set."""
     from hpcdist.config import checked_options, load
     from hpcdist.data import describe, importers
 
     convert = importers.load(name)
+    if destination.exists() and not overwrite:
+        raise ConfigError(f"destination must be a new file; got {destination}, which exists. Add --overwrite to it.")
     options = checked_options(convert, load({}, None, overrides or []))
     console.facts(describe(convert(source, destination, **options)))
 
@@ -43,8 +47,8 @@ def data_fetch(
     folder = Path("data", name) if folder is None else folder
     with console.downloads() as show:
         origin = fetch(name, folder, source=source, show=show)
-    title, importer = RELEASES[name].title, RELEASES[name].importer
-    console.facts({title: origin, "folder": str(folder), "next": f"hpcdist data import {importer} {folder} {name}.h5"})
+    step = f"hpcdist data import {RELEASES[name].importer} {folder} {name}.h5"
+    console.facts({RELEASES[name].title: origin, "folder": str(folder), "next": step})
 
 
 @app.command("info")

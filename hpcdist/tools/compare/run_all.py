@@ -209,7 +209,7 @@ class RunsDisplay:
             if self._bar is None:
                 console.note(f"{line}; {left}" if left else line)
             else:
-                self._bar.console.print(line)
+                self._bar.console.print(console.visible(line), markup=False)
                 self._bar.update(self._task, completed=self._done, left=left)
         self.look()
 

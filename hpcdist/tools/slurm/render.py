@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
+from hpcdist.config.settings import Settings
 from hpcdist.errors import ConfigError
 from hpcdist.records import read_bounded
 from hpcdist.tools.slurm import quoting
@@ -66,7 +69,7 @@ def render(spec: JobSpec, site: Site) -> Script:
     """Render the script of a job on a site.
 
     Raises:
-        ConfigError: a template is missing or has a mistake.
+        ConfigError: a template is missing, has a mistake, or asks for more than the values of settings.
     """
     environment = _environment(folder("templates"))
     try:
@@ -75,6 +78,11 @@ def render(spec: JobSpec, site: Site) -> Script:
         else:
             template = environment.from_string(_marked(_own(spec.template)))
         text = template.render(spec=spec, site=site)
+    except SecurityError as error:
+        raise ConfigError(
+            f"template must take no more than values from spec and site; got {spec.template}, where {error} It may "
+            "be meant to run Python here: do not use it unless you know why."
+        ) from None
     except jinja2.TemplateError as error:
         raise ConfigError(
             f"template must be in jinja2 with the names spec and site; got {error} in {spec.template or spec.shape}. "
@@ -90,9 +98,18 @@ def _own(path: str) -> str:
         raise ConfigError(f"template must be a readable file in UTF-8; got {path} ({error}). Check the path.") from None
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Runs a template, which may be somebody else's, without access to Python: it gets settings as values."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, Settings) and hasattr(Settings, attr):  # pydantic's: it reads files and pickles
+            return False
+        return super().is_safe_attribute(obj, attr, value)
+
+
 @lru_cache
 def _environment(templates: Path) -> jinja2.Environment:
-    environment = jinja2.Environment(
+    environment = _Sandbox(
         loader=_Templates(templates),
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: value if isinstance(value, (_Code, jinja2.Undefined)) else quoting.shell(value),

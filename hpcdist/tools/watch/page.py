@@ -5,8 +5,11 @@ from __future__ import annotations
 import hmac
 import platform
 import secrets
+import socket
+import sys
 import threading
 import time
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,6 +21,7 @@ from pydantic_core import to_json
 from hpcdist.errors import ConfigError
 from hpcdist.tools.watch.view import WatchedFolder, view
 
+MOST_OPEN, LONGEST_S = 32, 10.0  # connections at a time, and the seconds of each
 PAGE = Path(__file__).with_name("page.html")
 LOCAL = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
@@ -33,7 +37,8 @@ class PageServer(ThreadingHTTPServer):
     """A server of the page and of the runs' state as JSON.
 
     Every other user of a login node reaches its ports, so that the address has a random token, as Jupyter's has: a
-    request without it gets nothing. Files are looked at when somebody asks, and not more often than `every_s`.
+    request without it gets nothing. Files are looked at when somebody asks, and not more often than `every_s`. A
+    connection lasts LONGEST_S, and gives way to a newer one where MOST_OPEN are open.
 
     Raises:
         ConfigError: there is no such folder, or it can't listen there.
@@ -45,6 +50,7 @@ class PageServer(ThreadingHTTPServer):
         self._watched, self._every_s = WatchedFolder(folder), every_s
         self._lock, self._read_at = threading.Lock(), -every_s
         self._host, self.token = host, secrets.token_urlsafe(24)
+        self._open: dict[socket.socket, float] = {}  # connections, the oldest first: when each began
         try:
             super().__init__((host, port), _Request)
         except (OSError, OverflowError) as error:
@@ -71,6 +77,31 @@ class PageServer(ThreadingHTTPServer):
         except KeyboardInterrupt:
             pass
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open[request] = time.monotonic()
+        self._hang_up(list(self._open)[:-MOST_OPEN])
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Hang up on those that have taken too long: called now and then while serving."""
+        begun_before = time.monotonic() - LONGEST_S
+        self._hang_up([request for request, since in list(self._open.items()) if since < begun_before])
+
+    def _hang_up(self, requests: list[socket.socket]) -> None:
+        for request in requests:
+            self._open.pop(request, None)
+            with suppress(OSError):  # it has just ended
+                request.shutdown(socket.SHUT_RDWR)  # its thread reads an end, and closes it
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing where a client has hung up."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
     def state(self, chosen: str | None) -> dict[str, Any]:
         """Return the state of all runs, and all there is to say of the chosen one, or of the only one."""
         with self._lock:
@@ -94,7 +125,10 @@ class _Request(BaseHTTPRequestHandler):
     server_version, sys_version = "hpcdist", ""
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError:  # such as http://[
+            return self._reply(HTTPStatus.BAD_REQUEST, "text/plain", b"The address must be one of HTTP.\n")
         _, token, *rest = [*url.path.split("/"), ""]
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._reply(HTTPStatus.FORBIDDEN, "text/plain", b"The address must have the token that was printed.\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from hpcdist.tools.console import amount, bar, duration, error
+from hpcdist.tools.console import amount, bar, duration, error, visible
 from hpcdist.tools.watch.view import PARTS, RankView, RunView, WatchedFolder
 
 SIDE_BY_SIDE = 76  # columns that two plots need
@@ -63,7 +64,7 @@ def _watch_lines(watched: WatchedFolder, every_s: float) -> None:
     """Print a line for each run that has got on since its last one."""
     printed: dict[str, tuple[str, int]] = {}
     while True:
-        for view in watched.views():
+        for view in _views(watched):
             if printed.get(view.name) != (view.state, view.step):
                 printed[view.name] = view.state, view.step
                 print("  ".join(filter(None, (view.name, *_facts(view)))), flush=True)
@@ -78,8 +79,20 @@ def _drawn(watched: WatchedFolder, console: Console) -> Text:
     if not watched.runs:
         return Text(f"{watched.folder}: no run has begun yet")
     if watched.is_run:
-        return frame(watched.views(curves=True)[0], console.width, braille=braille)
-    return table(watched.views(), console.width, planned=watched.planned, braille=braille)
+        return frame(_views(watched, curves=True)[0], console.width, braille=braille)
+    return table(_views(watched), console.width, planned=watched.planned, braille=braille)
+
+
+def _views(watched: WatchedFolder, *, curves: bool = False) -> list[RunView]:
+    """Return the state of each run, with control characters as text."""
+    return [
+        replace(
+            one, name=visible(one.name), strategy=visible(one.strategy), notes=tuple(map(visible, one.notes)),
+            metrics={visible(name): value for name, value in one.metrics.items()},
+            metric_curves={visible(name): points for name, points in one.metric_curves.items()},
+        )
+        for one in watched.views(curves=curves)
+    ]  # fmt: skip
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------

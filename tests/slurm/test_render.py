@@ -262,7 +262,7 @@ def test_a_template_of_ones_own(tmp_path):
     "{{ cycler.__init__.__globals__.os }}",
     '{{ spec|attr("__class__") }}',
     '{{ spec.parse_raw("x", proto="pickle", allow_pickle=true) }}',
-    "{{ spec.model_fields.directives.default_factory }}",
+    "{{ spec.model_construct() }}",
     '{{ "{0.__class__}".format(site) }}',
 ])  # fmt: skip
 def test_a_template_runs_no_python(tmp_path, code):

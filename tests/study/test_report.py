@@ -419,6 +419,20 @@ def test_the_page_says_it_all_by_itself(report):
     assert text.count("<caption") == text.count("<table") and 'scope="col"' in text and 'scope="row"' in text
 
 
+def test_curves_go_on_with_the_seeds_that_are_left(tmp_path):
+    runs = [{"name": "allreduce", "seed": seed, "seconds": seconds} for seed, seconds in enumerate((8.0, 12.0, 16.0))]
+    drawn = catalogue("figures").load("curves").draw(found_in(tmp_path, runs))
+    figures = {figure.name: figure for figure in drawn if not isinstance(figure, str)}
+    figure = figures["accuracy-against-seconds-2-ranks"]
+    whole, rest = figure.figure.axes[0].lines[:2]
+    assert whole.get_xdata()[-1] == rest.get_xdata()[0] == 8.0, "the shortest run's end"
+    assert rest.get_xdata()[-1] == 16.0 and rest.get_ydata()[-1] == 0.98 and rest.get_linestyle() == ":"
+    assert "to 0.9422 over 4 to 8 seconds, and with fewer seeds to 0.98 at 16" in figure.said[1]
+    assert "where it is pale and the line dotted, some seeds have ended" in figure.said[0]
+    samples = figures["accuracy-against-samples-2-ranks"]
+    assert len(samples.figure.axes[0].lines[1].get_xdata()) == 1 and "fewer" not in samples.said[1], "all end alike"
+
+
 def test_colours_are_seen_on_both_grounds():
     def luminance(text: str) -> float:
         shares = [int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)]

@@ -32,7 +32,10 @@ def draw(findings: Findings) -> Iterator[Part]:
 def _curve(
     findings: Findings, ranks: int, cells: Sequence[Cell], text: str, metric: str | None, axis: str
 ) -> Iterator[ReportFigure]:
-    """Draw a metric, or the training loss, as the mean over seeds, and a band between the lowest and the highest."""
+    """Draw a metric, or the training loss, as the mean over seeds, and a band between the lowest and the highest.
+
+    After the end of the shortest run both go on, pale, with the seeds that are left.
+    """
     what = "training loss" if metric is None else f"test {metric}"
     figure, axes = axes_of(2.7)
     said = []
@@ -42,13 +45,17 @@ def _curve(
         curves = [curve for frame, value in runs if (curve := _series(frame, axis, value))]
         if not curves:
             continue
-        x, low, mean, high = _band(curves)
-        look = looks(findings)[cell.name]
-        axes.plot(x, mean, **look._asdict(), label=cell.shown, markevery=(0.1, 0.25))
-        if len(curves) > 1:
-            axes.fill_between(x, low, high, color=look.color, alpha=0.18, linewidth=0)
-        ends = f"{wording.number(x[0])} to {wording.number(x[-1])} {axis}"
-        said.append(f"{cell.shown} goes from {mean[0]:.4g} to {mean[-1]:.4g} over {ends}")
+        x, low, mean, high, count = _band(curves)
+        look, last = looks(findings)[cell.name], np.flatnonzero(count == len(curves))[-1]  # where all seeds are there
+        for part, pale in ((slice(last + 1), 1.0), (slice(last, None), 0.4)):
+            shown = {"label": cell.shown, "markevery": (0.1, 0.25)} if pale == 1.0 else {"marker": "", "linestyle": ":"}
+            axes.plot(x[part], mean[part], **{**look._asdict(), **shown}, alpha=pale)
+            if len(curves) > 1:
+                axes.fill_between(x[part], low[part], high[part], color=look.color, alpha=0.18 * pale, linewidth=0)
+        ends = f"{wording.number(x[0])} to {wording.number(x[last])} {axis}"
+        said.append(f"{cell.shown} goes from {mean[0]:.4g} to {mean[last]:.4g} over {ends}")
+        if last + 1 < len(x):
+            said[-1] += f", and with fewer seeds to {mean[-1]:.4g} at {wording.number(x[-1])}"
     if not said:
         return
     target = findings.evidence.target
@@ -67,7 +74,11 @@ def _curve(
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.xaxis.set_major_formatter(lambda number, _: _short(number, axis == "bytes"))
     legend(figure, axes)
-    seeds = ["The band spans the seeds"] if any(len(cell.ended) > 1 for cell in cells) else []
+    seeds = (
+        ["The band spans the seeds; where it is pale and the line dotted, some seeds have ended"]
+        if any(len(cell.ended) > 1 for cell in cells)
+        else []
+    )
     name = f"{metric or 'loss'}-against-{axis}-{ranks}-ranks"
     yield ReportFigure(name, f"{wording.capital(what)} against {axis}, {text}", [*seeds, *said], figure, ranks)
 
@@ -80,12 +91,17 @@ def _series(frame, axis: str, value: str) -> list[tuple[float, float]]:
 
 
 def _band(curves: Sequence[Sequence[tuple[float, float]]]) -> tuple[np.ndarray, ...]:
-    """Interpolate curves where all are known: where, the lowest, the mean and the highest."""
-    first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
-    known = sorted({x for curve in curves for x, _ in curve if first <= x <= last})
-    x = np.array(known) if 1 < len(known) <= GRID else np.linspace(first, last, GRID)
-    y = np.array([np.interp(x, *np.transpose(curve)) for curve in curves])
-    return x, y.min(0), y.mean(0), y.max(0)
+    """Interpolate curves from where all have begun to where the last ends.
+
+    Returns:
+        Where, the lowest, the mean and the highest of the curves that have not ended there, and how many these are.
+    """
+    ends = sorted({curve[-1][0] for curve in curves})
+    first = min(max(curve[0][0] for curve in curves), ends[0])
+    known = sorted({x for curve in curves for x, _ in curve if first <= x})
+    x = np.array(known) if 1 < len(known) <= GRID else np.union1d(np.linspace(first, ends[-1], GRID), ends)
+    y = np.array([np.interp(x, *np.transpose(curve), right=math.nan) for curve in curves])
+    return x, np.nanmin(y, 0), np.nanmean(y, 0), np.nanmax(y, 0), np.isfinite(y).sum(0)
 
 
 def _short(number: float, is_bytes: bool) -> str:

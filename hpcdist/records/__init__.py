@@ -13,7 +13,18 @@ from hpcdist.records.files import (
     writing,
 )
 from hpcdist.records.lock import claimed, is_abandoned, locked, making
-from hpcdist.records.run import RunRecord, Start, begin_run, copy_job, end_run, load_run, now
+from hpcdist.records.run import (
+    RunRecord,
+    Start,
+    begin_run,
+    copy_job,
+    cores_by_host,
+    end_run,
+    load_average,
+    load_run,
+    now,
+    own_cores,
+)
 from hpcdist.records.step import (
     Evaluation,
     RecordTail,
@@ -43,16 +54,19 @@ __all__ = [
     "begin_run",
     "claimed",
     "copy_job",
+    "cores_by_host",
     "digest",
     "end_run",
     "is_abandoned",
     "keep_evaluations",
+    "load_average",
     "load_run",
     "load_summary",
     "locked",
     "making",
     "now",
     "open_regular",
+    "own_cores",
     "parse_json",
     "read_bounded",
     "read_evaluations",

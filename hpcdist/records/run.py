@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import platform
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -41,6 +43,11 @@ class Start(BaseModel):
     ranks: int
     samples: int | None = Field(None, description="in an epoch")
     hosts: list[str] = Field(description="of each rank")
+    cores: dict[str, int] = Field(default_factory=dict, description="by host: those that its ranks may use, together")
+    processors: int | None = Field(None, description="of the first rank's host")
+    load: list[float] = Field(
+        default_factory=list, description="average of the first rank's host over a minute, at the start and at the end"
+    )
     versions: dict[str, str | None]
     settings: dict[str, Any] = Field(description="all of them, defaults included")
     rate_factor: float = Field(1.0, description="by which optimizer.scale multiplied the learning rate")
@@ -66,6 +73,29 @@ def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def cores_by_host(found: Iterable[tuple[str, list[int]]]) -> dict[str, int]:
+    """Count the cores that the ranks of each host may use, from what each rank's `own_cores` returns."""
+    cores: dict[str, set[int]] = {}
+    for host, own in found:
+        cores.setdefault(host, set()).update(own)
+    return {host: len(of_host) for host, of_host in cores.items()}
+
+
+def own_cores() -> tuple[str, list[int]]:
+    """Return this process's host and the cores that it may use there."""
+    if hasattr(os, "sched_getaffinity"):
+        return platform.node(), sorted(os.sched_getaffinity(0))
+    return platform.node(), list(range(os.cpu_count() or 1))
+
+
+def load_average() -> list[float]:
+    """Return this host's load average over a minute; nothing where the system does not tell."""
+    try:
+        return [round(os.getloadavg()[0], 2)]
+    except (AttributeError, OSError):
+        return []
+
+
 def begin_run(folder: Path, start: Start) -> None:
     """Add a start to `run.json`, or create that file."""
     path = folder / FILE_NAME
@@ -82,6 +112,7 @@ def end_run(folder: Path) -> None:
     run = load_run(folder)
     if run is not None:
         run.last.ended = now()
+        run.last.load += load_average()
         _write(folder / FILE_NAME, run)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -25,7 +26,20 @@ from hpcdist.errors import ConfigError, suggestion
 from hpcdist.parallel.cut import cut_of
 from hpcdist.parallel.layers import outline
 from hpcdist.parallel.schedules import make as make_schedule
-from hpcdist.records import Start, Summary, begin_run, copy_job, end_run, locked, making, merged_timeline, now
+from hpcdist.records import (
+    Start,
+    Summary,
+    begin_run,
+    copy_job,
+    cores_by_host,
+    end_run,
+    load_average,
+    locked,
+    making,
+    merged_timeline,
+    now,
+    own_cores,
+)
 from hpcdist.records.timeline import unused
 from hpcdist.registry import label
 from hpcdist.train import loggers
@@ -215,7 +229,7 @@ if TYPE_CHECKING:
 def write_down(trainer: Trainer, job_path: Path, command: Sequence[str], resumed_from: Path | None) -> None:
     """Collective. Add this start to the folder's `run.json`, on the first rank, and copy the job's file there."""
     comm = trainer.comm
-    hosts = comm.gather(platform.node())
+    found = comm.gather(own_cores())
     if comm.rank != comm.failures.living[0]:
         return
     revision, dirty = git_commit(job_path.resolve().parent)
@@ -228,7 +242,10 @@ def write_down(trainer: Trainer, job_path: Path, command: Sequence[str], resumed
         dirty=dirty,
         ranks=comm.size,
         samples=trainer.log.n_samples,
-        hosts=hosts,
+        hosts=[host for host, _ in found],
+        cores=cores_by_host(found),
+        processors=os.cpu_count(),
+        load=load_average(),
         versions=versions(comm),
         settings=json.loads(json.dumps(settings(trainer), default=str)),
         rate_factor=trainer.rate_factor,

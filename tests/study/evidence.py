@@ -49,6 +49,7 @@ def write_run(
     batch: int = BATCH,
     bytes_sent: int = 1000,
     job: str = JOB["path"],
+    machine: dict | None = None,
     **options: object,
 ) -> None:
     """A run of which everything is known: evaluations after equal parts of `seconds`, and the same step on each rank.
@@ -61,6 +62,7 @@ def write_run(
         started="2026-01-31T12:00:00Z", command=["hpcdist"], job={**JOB, "path": job}, commit="c0ffee" * 7,
         dirty=False, ranks=ranks,
         hosts=[f"n{rank}" for rank in range(ranks)], versions={"hpcdist": "0.1.0"}, settings=settings, virtual=virtual,
+        **(machine or {}),
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     begin_run(folder, start)

@@ -29,6 +29,7 @@ from hpcdist.records import (
     write_summary,
 )
 from hpcdist.registry import catalogue
+from hpcdist.tools.machine import remarks
 from hpcdist.tools.report import wording, write
 from hpcdist.tools.report.evidence import read
 from hpcdist.tools.report.figures.base import COLOURS, ReportTable, looks
@@ -252,6 +253,10 @@ SAID = {
         "`softsync, virtual` reached 97 % 1.49 times sooner than `allreduce, virtual`", [],
         ["All runs are of virtual ranks: their seconds are virtual"],
     ),
+    "ranks that shared cores of a busy machine": (
+        changed(versus(1.5), slice(None), machine={"cores": {"n0": 1, "n1": 1}, "processors": 2, "load": [1.0, 6.25]}),
+        {}, "", [], ["n0: The machine was busy: its load average was 6.2, of 2 processors and 1 rank."],
+    ),
     "one strategy alone": (
         versus(1.5)[::2], {}, "There is nothing to compare",
         ["`allreduce`: final accuracy 98 %; 5 of 5 seeds reached 97 %, seconds to it: 9, geometric mean (5 runs)."],
@@ -267,6 +272,7 @@ def test_what_is_said_of(tmp_path, name):
     assert verdict.headline.startswith(headline), verdict.headline
     assert [text for text in reasons if not any(text in reason for reason in verdict.reasons)] == [], verdict.reasons
     assert [text for text in caveats if not any(text in caveat for caveat in verdict.caveats)] == [], verdict.caveats
+    assert "busy" in name or "The machine" not in str(verdict.caveats)
     assert name != "a winner" or "alike" not in str(verdict.caveats)
     assert name != "one seed" or "interval" not in verdict.reasons[0]
 
@@ -319,6 +325,15 @@ def test_the_first_on_several_ranks_is_held_against_one_rank(tmp_path):
         "`softsync` on 2 ranks was the first of all to reach 97 % (final accuracy 98 %); on one rank, `allreduce`, 1 "
         "of 2 seeds did (final accuracy 79 %)."
     )
+
+
+def test_times_of_ranks_that_share_cores_or_a_busy_machine_are_doubted():
+    for ranks, cores, load, said in (
+        *((2, 2, 2.4, []), (1, 1, 1.9, []), (4, 2, 4.3, ["4 ranks shared 2 cores: times are"])),
+        *((2, 1, 0.0, ["2 ranks shared 1 core: "]), (1, 2, 2.6, ["The machine was busy: its load average was 2.6"])),
+    ):
+        found = remarks(ranks, cores, processors=2, load=load)
+        assert len(found) == len(said) and all(text.startswith(start) for text, start in zip(found, said)), found
 
 
 def test_runs_of_several_jobs_are_not_compared_with_each_other(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -59,6 +60,9 @@ def test_run_json_says_all_that_a_run_was_started_with():
         "hpcdist": hpcdist.__version__, "torch": torch.__version__, "numpy": np.__version__,
         "python": platform.python_version(), "mpi": None,
     }  # fmt: skip
+
+    assert found.cores == {platform.node(): len(os.sched_getaffinity(0))} and found.processors == os.cpu_count()
+    assert len(found.load) == 2, "at the start and at the end"
 
     settings = found.settings
     assert (settings["epochs"], settings["batch_size"], settings["seed"]) == (2, 16, 11), "given, the job's, its own"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -19,10 +20,18 @@ Rounds = Annotated[int, typer.Option(min=1, help="How often each side is timed; 
 
 def _run(title: str, measure: Callable[..., list[dict]], path: Path | None, **options: object) -> None:
     """Collective. Measure on all ranks; rank 0 shows the rows."""
-    comm = hd.init()
+    from hpcdist.records import cores_by_host, load_average, own_cores
+    from hpcdist.tools.machine import remarks
+
+    comm, load = hd.init(), load_average()
+    found = comm.gather(own_cores())
     rows = measure(comm, **options)
     if comm.rank == 0:
         _show(f"{title} on {comm.size} ranks", rows, path)
+        host, ranks = found[0][0], sum(host == found[0][0] for host, _ in found)
+        load += load_average()
+        for sentence in remarks(ranks, cores_by_host(found)[host], os.cpu_count() or 1, max(load, default=0.0)):
+            console.note(sentence)
 
 
 def _show(title: str, rows: list[dict], path: Path | None) -> None:

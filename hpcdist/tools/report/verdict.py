@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from hpcdist.tools.machine import remarks
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.findings import SIGNIFICANT, Cell, Contrast, Findings
 from hpcdist.tools.statistics import Effect, geometric, ratio_of
@@ -233,6 +234,7 @@ class _Speaker:
         if virtual := sum(cell.virtual for cell in cells):
             which = "All runs" if virtual == len(cells) else f"{virtual} of {len(cells)} cells"
             found.append(f"{which} are of virtual ranks: their seconds are virtual, and none was measured by a clock.")
+        found += self._machine()
         if single := sum(len(cell.ended) == 1 for cell in cells):
             which = "Every cell has" if single == len(cells) else f"{single} of {len(cells)} cells have"
             found.append(f"{which} one seed, which shows nothing about noise: there is no interval.")
@@ -264,6 +266,20 @@ class _Speaker:
             )
         if evidence.tuning:
             found.append("Rates were tuned before, on seeds of their own, which are in no number here.")
+        return found
+
+    def _machine(self) -> list[str]:
+        """Say that ranks shared cores, or that the machine was busy, for each host where that was so."""
+        real = [one for one in self._evidence.runs if not one.virtual and one.run.start and one.run.start.cores]
+        starts = [one.run.start for one in real if one.run.start]
+        ranks = {host: max(start.hosts.count(host) for start in starts) for start in starts for host in start.cores}
+        found = []
+        for host, most in ranks.items():
+            here = [start for start in starts if host in start.cores]
+            cores = min(start.cores[host] for start in here if start.hosts.count(host) == most)
+            loads = [load for start in here if start.hosts[0] == host for load in start.load]
+            processors = max((start.processors or 0 for start in here if start.hosts[0] == host), default=0)
+            found += [f"{host}: {text}" for text in remarks(most, cores, processors, max(loads, default=0.0))]
         return found
 
     def _room(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
@@ -48,7 +49,9 @@ def _curve(
         x, low, mean, high, count = _band(curves)
         look, last = looks(findings)[cell.name], np.flatnonzero(count == len(curves))[-1]  # where all seeds are there
         for part, pale in ((slice(last + 1), 1.0), (slice(last, None), 0.4)):
-            shown = {"label": cell.shown, "markevery": (0.1, 0.25)} if pale == 1.0 else {"marker": "", "linestyle": ":"}
+            shown: dict[str, Any] = (
+                {"label": cell.shown, "markevery": (0.1, 0.25)} if pale == 1.0 else {"marker": "", "linestyle": ":"}
+            )
             axes.plot(x[part], mean[part], **{**look._asdict(), **shown}, alpha=pale)
             if len(curves) > 1:
                 axes.fill_between(x[part], low[part], high[part], color=look.color, alpha=0.18 * pale, linewidth=0)
@@ -100,7 +103,8 @@ def _band(curves: Sequence[Sequence[tuple[float, float]]]) -> tuple[np.ndarray, 
     first = min(max(curve[0][0] for curve in curves), ends[0])
     known = sorted({x for curve in curves for x, _ in curve if first <= x})
     x = np.array(known) if 1 < len(known) <= GRID else np.union1d(np.linspace(first, ends[-1], GRID), ends)
-    y = np.array([np.interp(x, *np.transpose(curve), right=math.nan) for curve in curves])
+    points = [np.array(curve) for curve in curves]
+    y = np.array([np.interp(x, curve[:, 0], curve[:, 1], right=math.nan) for curve in points])
     return x, np.nanmin(y, 0), np.nanmean(y, 0), np.nanmax(y, 0), np.isfinite(y).sum(0)
 
 

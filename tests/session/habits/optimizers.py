@@ -12,6 +12,7 @@ from habits.run import (
     EPOCHS,
     Table,
     copied,
+    data,
     difference,
     enter,
     evaluation,
@@ -202,7 +203,7 @@ enter("counts_of_steps_in_param_groups", make=averaging)
 def evaluated_at_the_optimizers_average(run):
     """Between epochs, as schedulefree's `eval` and `train`; evaluated outside of a consensus, too."""
     model = net()
-    optimizer, loader = run.optimizer(averaging(model), model), run.loader()
+    optimizer, loader = run.optimizer(averaging(model), model), run.loader(data(48))
     for _ in range(EPOCHS):
         train(run, model, optimizer, loader, 1)
         optimizer.swap()

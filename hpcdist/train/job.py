@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +95,10 @@ def open_data(
     return HDF5Dataset(path, "train", **given), HDF5Dataset(path, "test", **given)
 
 
+def _without_digits(name: str) -> str:
+    return re.sub(r"\d", "", name)
+
+
 def make_data(job: Job, path: Path) -> None:
     """Make a missing data file; remove it again if it could not be written to its end.
 
@@ -103,7 +108,9 @@ def make_data(job: Job, path: Path) -> None:
     if path.exists():
         return
     own = Path(str(job.defaults.get("data", {}).get("path", path))).name
-    close = suggestion(path.stem, [Path(own).stem, *(file.stem for file in path.parent.glob("*.h5"))], NEAR)
+    there = [Path(own).stem, *(file.stem for file in path.parent.glob("*.h5"))]
+    # Names that differ in digits alone are meant so, such as cifar10 and cifar100.
+    close = suggestion(path.stem, [stem for stem in there if _without_digits(stem) != _without_digits(path.stem)], NEAR)
     if close and path.name != own:
         raise ConfigError(
             f"data.path must be the name of a file that exists, or a new name; got {path}, which is neither.{close} "

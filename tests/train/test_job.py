@@ -65,7 +65,7 @@ def test_a_misspelt_data_file_is_refused_not_made(tmp_path, given):
     assert not (tmp_path / given).exists()
 
 
-@each("given", ["tiny.h5", "other.h5"])
+@each("given", ["tiny.h5", "other.h5", "tiny10.h5"])
 def test_a_data_file_of_the_jobs_or_a_new_name_is_made(tmp_path, given):
     made = dataclasses.replace(tiny.job, data=Path.touch, defaults={"data": {"path": "data/tiny.h5"}})
     make_data(made, tmp_path / "new" / given)

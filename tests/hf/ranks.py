@@ -29,11 +29,12 @@ def trained(name, batch, strategy="allreduce", kind=Trainer, resume=None, data=N
 
 
 def compared():
-    """What `alone.py` does, with allreduce, and with hardsync's two workers of three ranks."""
+    """What `alone.py` does, with allreduce, and with hardsync's two workers of three ranks, which evaluate each step."""
     for name, given in CASES.items():
         even = name == "by_samples"
         yield name, figures(trained(name, 4, kind=OwnBySamples if even else Trainer, data=Tokens(even=even), **given))
-    yield "hardsync", figures(trained("hardsync", 6, "hardsync", **CASES["accumulated"]))
+    each_step = {"eval_strategy": "steps", "eval_steps": 1}
+    yield "hardsync", figures(trained("hardsync", 6, "hardsync", **CASES["accumulated"], **each_step))
 
 
 def interrupted(name, strategy, batch=4):

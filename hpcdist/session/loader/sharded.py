@@ -111,6 +111,7 @@ class ShardedLoader:
         self._given = optimizers
         self._iterable = split and isinstance(loader.dataset, IterableDataset)
         self._epoch, self._start, self._done = -1, 0, 0
+        self._drawn = -1  # epoch whose order a sampler has drawn last
         self._weight = 1.0
         self._compared = False
         # The replicas that got batches last, for the length once training has ended.
@@ -289,7 +290,9 @@ class ShardedLoader:
         if not self._compared:
             require_same_loader(group, order.settings(), self._loader.dataset)
             self._compared = True
-        order.take(lambda drawn: broadcast_in(group, drawn), draws=group.rank == 0)
+        if not (self._start and self._drawn == self._epoch):  # else an epoch goes on that this loader has begun
+            order.take(lambda drawn: broadcast_in(group, drawn), draws=group.rank == 0)
+            self._drawn = self._epoch
         return order, order.plan(workers, self._epoch, self._start)
 
     def _steps(self, plan: EpochPlan) -> int:

@@ -37,7 +37,7 @@ def checked_model(optimizer: object, model: nn.Module | None, clip_norm: float |
         raise rules.error("the optimiser takes sparse gradients")
     if not isinstance(model, nn.Module):
         raise rules.error("the model is missing", kind=type(model).__name__)
-    if isinstance(model, DistributedDataParallel):
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise rules.error("the model is wrapped in DistributedDataParallel")
     if clip_norm is not None and not clip_norm > 0:
         raise ConfigError(f"clip_norm must be greater than 0, or None; got {clip_norm}.")

@@ -254,10 +254,10 @@ RULES = {
     ),
     "the model is wrapped in DistributedDataParallel": Rule(
         _always,
-        "model must not be wrapped in DistributedDataParallel, which averages gradients too; got one that is. Pass "
-        "the model itself (model.module), and call it in the loop. Accelerate wraps none by accelerator.prepare_model("
-        "model, evaluation_mode=True). In place of transformers' Trainer take hpcdist.hf.Trainer, given a plain "
-        "optimizer.",
+        "model must not be wrapped in DistributedDataParallel, which averages gradients too; got one that is, or a "
+        "part of it. Pass the model itself (model.module), and call it in the loop. Accelerate wraps none by "
+        "accelerator.prepare_model(model, evaluation_mode=True). In place of transformers' Trainer take "
+        "hpcdist.hf.Trainer, given a plain optimizer.",
         alone=True,
     ),
     "two optimisers have one parameter": Rule(

@@ -29,7 +29,7 @@ def trained(name, batch, strategy="allreduce", kind=Trainer, resume=None, data=N
 
 
 def compared():
-    """What `alone.py` does, with allreduce, and with hardsync's two workers of three ranks, which evaluate each step."""
+    """What `alone.py` does, with allreduce, and hardsync's two workers of three ranks, evaluated each step."""
     for name, given in CASES.items():
         even = name == "by_samples"
         yield name, figures(trained(name, 4, kind=OwnBySamples if even else Trainer, data=Tokens(even=even), **given))

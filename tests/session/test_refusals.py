@@ -178,6 +178,8 @@ def test_a_model_of_another_wrapper_is_refused_when_it_is_given_and_when_it_runs
             lambda model, optimizer: hd.DistributedOptimizer(optimizer, nn.parallel.DistributedDataParallel(model)),
             message,
         )
+        part = lambda model: nn.Sequential(nn.parallel.DistributedDataParallel(model))  # noqa: E731
+        refused(lambda model, optimizer: hd.DistributedOptimizer(optimizer, part(model)), message)
         refused(run_another, message)
     finally:
         torch.distributed.destroy_process_group()

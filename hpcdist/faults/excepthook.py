@@ -15,12 +15,12 @@ from hpcdist.errors import HpcdistError
 from hpcdist.faults.turns import takes_turn
 
 
-def install(rank: int, abort: Callable[[int], None], advice: Callable[[], str] = str) -> None:
+def install(rank: int, abort: Callable[[int], None], advice: Callable[[BaseException], str] = lambda error: "") -> None:
     """Set sys.excepthook: show an uncaught exception with `rank` before each line, then call `abort(status)`.
 
     Args:
         abort: a function that ends every rank of the job with a non-zero exit status.
-        advice: tells what is special about this rank, for exceptions other than this package's own.
+        advice: tells what may lie behind an exception other than this package's own.
     """
     previous = sys.excepthook
 
@@ -29,7 +29,7 @@ def install(rank: int, abort: Callable[[int], None], advice: Callable[[], str] =
             previous(kind, error, trace)  # such as a debugger's or a notebook's
         if takes_turn(rank):
             lines = traceback.format_exception(kind, error, trace)
-            lines += [] if issubclass(kind, HpcdistError) else [advice()]
+            lines += [] if issubclass(kind, HpcdistError) else [advice(error)]
             text = "".join(f"[rank {rank}] {line}\n" for line in "".join(lines).splitlines())
             message = f"rank {rank} ends the job by an exception that nobody caught."
             log.before_end(message, shown=text, exc_info=(kind, error, trace))

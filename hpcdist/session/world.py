@@ -197,8 +197,13 @@ def _join_alone(deadline_s: float | None, reason: str) -> Communicator:
     return Alone(**_given(deadline_s=deadline_s))
 
 
-def _advice() -> str:
-    """Explain errors that a script of several ranks meets on one that serves."""
+def _advice(error: BaseException) -> str:
+    """Explain errors that scripts of one process do not meet."""
+    if "initialize the default process group twice" in str(error):
+        return (
+            "hpcdist.init() has made the ranks known to torch.distributed. Leave init_process_group() out, call it "
+            "before hpcdist.init(), or use hpcdist.init(torch_distributed=False)."
+        )
     if not _process.serves:
         return ""
     return (

@@ -20,7 +20,7 @@ def hook(monkeypatch):
         monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
         monkeypatch.setattr(turns, "claim", lambda name: True)  # other tests may run beside these
         monkeypatch.setattr(turns, "MOST_S", 0.0)  # tests/faults/test_turns.py waits
-        excepthook.install(rank, statuses.append, lambda: "This rank serves.")
+        excepthook.install(rank, statuses.append, lambda error: "This rank serves.")
         try:
             raise error
         except Exception:

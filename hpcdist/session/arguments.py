@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.errors import ConfigError, UnknownNameError
@@ -45,18 +46,28 @@ def checked_model(optimizer: object, model: nn.Module | None, clip_norm: float |
 
 
 def guard_against_ddp(model: nn.Module) -> Callable[[], None]:
-    """Let the model refuse to run inside DistributedDataParallel; return what ends that.
+    """Let the model refuse to run inside DistributedDataParallel, and its parts to be wrapped; return what ends that.
 
-    A model of torch.jit.script takes no such hook.
+    A model of torch.jit.script takes no hook by which it would see that it runs.
     """
 
     def refuse(model: nn.Module, inputs: Any) -> None:
         if DistributedDataParallel._active_ddp_module is not None:
             raise rules.error("the model is wrapped in DistributedDataParallel")
 
-    if isinstance(model, torch.jit.ScriptModule):
-        return lambda: None
-    return model.register_forward_pre_hook(refuse).remove
+    def refuse_part(wrapper: nn.Module, name: str, part: nn.Module | None) -> None:
+        if isinstance(wrapper, DistributedDataParallel) and any(module is part for module in model.modules()):
+            raise rules.error("the model is wrapped in DistributedDataParallel")
+
+    handles = [register_module_module_registration_hook(refuse_part)]
+    if not isinstance(model, torch.jit.ScriptModule):
+        handles.append(model.register_forward_pre_hook(refuse))
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
 
 
 def require_no_norms(model: nn.Module) -> None:

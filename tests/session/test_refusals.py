@@ -166,10 +166,16 @@ def test_batches_of_each_ranks_own_need_no_loader():
     assert run_virtual(alone, 1) == [3]
 
 
-def test_a_model_of_another_wrapper_is_refused_when_it_is_given_and_when_it_runs(tmp_path):
+def test_a_model_of_another_wrapper_is_refused_when_it_is_given_wrapped_and_when_it_runs(tmp_path):
     def run_another(model, optimizer):
+        wrapped = nn.parallel.DistributedDataParallel(model)
         hd.DistributedOptimizer(optimizer, model)
-        nn.parallel.DistributedDataParallel(model)(torch.ones(1, 2))
+        wrapped(torch.ones(1, 2))
+
+    def wrap_a_part(model, optimizer):
+        whole = nn.Sequential(model)
+        hd.DistributedOptimizer(optimizer, whole)
+        whole[0] = nn.parallel.DistributedDataParallel(model)
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     message = r"model must not be wrapped in DistributedDataParallel, .* Pass the model itself \(model.module\)"
@@ -181,6 +187,7 @@ def test_a_model_of_another_wrapper_is_refused_when_it_is_given_and_when_it_runs
         part = lambda model: nn.Sequential(nn.parallel.DistributedDataParallel(model))  # noqa: E731
         refused(lambda model, optimizer: hd.DistributedOptimizer(optimizer, part(model)), message)
         refused(run_another, message)
+        refused(wrap_a_part, message)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -44,16 +44,18 @@ class Replica:
         for shard in self._shards:
             for params, values in zip(shard.of(self.model.params), shard.of(arrived), strict=True):
                 params.copy_(values)
-        self.clocks = [head.clock for head in heads]
-        if not self._place.colocated:
-            self.clock = self.clocks[0]
+        self._set_clocks([head.clock for head in heads])
 
     def follow(self, clocks: Sequence[int]) -> None:
         """Take over the clocks of all ranks, whose servers' parameters are in the model now."""
         servers = self._place.roles.servers  # aggregators have one above them
-        self.clocks = [clocks[parent if parent in servers else servers[0]] for parent in self._place.parents]
-        if self.clocks and not self._place.colocated:
-            self.clock = self.clocks[0]
+        self._set_clocks([clocks[parent if parent in servers else servers[0]] for parent in self._place.parents])
+
+    def _set_clocks(self, clocks: list[int]) -> None:
+        """Keep the clock of each parent's parameters, which are in the model now; a server has no parents."""
+        self.clocks = clocks
+        if clocks and not self._place.colocated:
+            self.clock = clocks[0]
 
     def take_applied(self) -> tuple[int, ...]:
         """Return the staleness of the gradients applied here since the last call."""

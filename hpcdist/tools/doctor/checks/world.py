@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hpcdist.comm.launch import Task, check_world, declared_size, task
 from hpcdist.errors import WorldError
+from hpcdist.records import own_cores
 from hpcdist.tools.doctor.base import ERROR, OK, WARNING, Finding, Nodes, Requirements, counted, gather, listed
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def measure(comm: Communicator, nodes: Nodes, required: Requirements) -> dict:
     """Collective. Gather each rank's cores, torch's number of threads, and its place according to the launcher."""
     import torch
 
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    _, cores = own_cores()
     own = {"cores": cores, "threads": torch.get_num_threads(), "task": task(required.environ)}
     return {"ranks": gather(comm, own), "library": comm.trace.library}
 

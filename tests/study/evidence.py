@@ -22,7 +22,7 @@ from hpcdist.records import (
 
 STEPS = 12  # of each worker, of BATCH samples
 BATCH = 10
-JOB = {"path": "jobs/digits.py", "sha256": "0" * 64, "copies": {}}
+JOB = "jobs/digits.py"
 
 
 def summary(**changes: object) -> dict:
@@ -48,20 +48,23 @@ def write_run(
     staleness: int = 0,
     batch: int = BATCH,
     bytes_sent: int = 1000,
-    job: str = JOB["path"],
+    job: str = JOB,
+    job_sha256: str | None = None,
     machine: dict | None = None,
     **options: object,
 ) -> None:
     """A run of which everything is known: evaluations after equal parts of `seconds`, and the same step on each rank.
 
     Args:
+        job_sha256: of its file; None: another one for each path.
         options: the strategy's.
     """
     settings = {"strategy": {"name": strategy, **options}, "batch_size": batch, "accumulation": 1, "seed": seed}
     start = Start(
-        started="2026-01-31T12:00:00Z", command=["hpcdist"], job={**JOB, "path": job}, commit="c0ffee" * 7,
-        dirty=False, ranks=ranks,
-        hosts=[f"n{rank}" for rank in range(ranks)], versions={"hpcdist": "0.1.0"}, settings=settings, virtual=virtual,
+        started="2026-01-31T12:00:00Z", command=["hpcdist"],
+        job={"path": job, "sha256": job_sha256 or f"sum of {job}", "copies": {}},
+        commit="c0ffee" * 7, dirty=False, ranks=ranks, hosts=[f"n{rank}" for rank in range(ranks)],
+        versions={"hpcdist": "0.1.0"}, settings=settings, virtual=virtual,
         **(machine or {}),
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ from hpcdist.records import (
 from hpcdist.registry import catalogue
 from hpcdist.tools.machine import remarks
 from hpcdist.tools.report import wording, write
-from hpcdist.tools.report.evidence import read
+from hpcdist.tools.report.evidence import read, read_jobs
 from hpcdist.tools.report.figures.base import COLOURS, ReportTable, looks
 from hpcdist.tools.report.figures.time import STYLES
 from hpcdist.tools.report.findings import Findings, analyse
@@ -116,6 +116,25 @@ def test_runs_that_nobody_planned_are_grouped_by_what_differs(tmp_path):
     assert findings.evidence.reference == "allreduce" and findings.evidence.metric == "accuracy"
     assert [one.run.failure for one in findings.failures] == ["has begun and not ended"]
     assert [contrast.cell.virtual for contrast in findings.contrasts] == [False, False], "never against real time"
+
+
+def test_each_job_has_names_and_a_reference_of_its_own(tmp_path):
+    """Files of one path or of one content are one job; where two jobs' files have one name, their paths name them."""
+    for i, splits in enumerate((1, 4)):
+        evidence.write_run(tmp_path / f"a{i}", "softsync", splits=splits, job="jobs/digits.py")
+    evidence.write_run(tmp_path / "b", "softsync", splits=1, batch=20, job="jobs/letters.py")
+    evidence.write_run(tmp_path / "c", splits=1, batch=20, job="jobs/letters.py")
+    digits, letters = read_jobs([tmp_path], ("loss", 0.1))
+    assert (digits.job, [one.name for one in digits.runs]) == ("digits", ["softsync (splits 1)", "softsync (splits 4)"])
+    assert (letters.job, [one.name for one in letters.runs]) == ("letters", ["softsync", "allreduce"])
+    assert (digits.reference, letters.reference, letters.target) == ("softsync (splits 1)", "allreduce", 0.1)
+
+    for i, (path, checksum) in enumerate([("jobs/it.py", "1"), ("it.py", "1"), ("it.py", "2"), ("other/it.py", "3")]):
+        evidence.write_run(tmp_path / "same" / str(i), job=path, job_sha256=checksum)
+    assert {found.job: len(found.runs) for found in read_jobs([tmp_path / "same"])} == {
+        "jobs/it.py": 3,
+        "other/it.py": 1,
+    }
 
 
 def test_a_run_that_failed_is_shown_by_its_last_lines(tmp_path):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pandas import DataFrame, Series
 
 from hpcdist.config import differing
 from hpcdist.errors import ConfigError, DataError
+from hpcdist.records import Evaluation
 from hpcdist.tools.runs import COMPARISON, Run, Steps, find_runs, read_comparison
 from hpcdist.tools.statistics import first_reaching
 
@@ -22,6 +25,21 @@ LOWER_IS_BETTER = ("loss", "error", "rmse", "mse", "mae", "perplexity")  # parts
 REFERENCE = "allreduce"  # the strategy that others are compared with, where nobody says another
 
 
+class Curves(NamedTuple):
+    """What the records of a run's steps show.
+
+    Attributes:
+        losses: moments of the run with samples, seconds, bytes that all ranks had sent and fetched, and the mean
+            training loss since the moment before.
+        evaluations: moments with the same and step, epoch, joules, `metric.NAME`.
+        times: seconds of each rank, in PARTS.
+    """
+
+    losses: DataFrame
+    evaluations: DataFrame
+    times: DataFrame
+
+
 @dataclass(frozen=True)
 class RunEvidence:
     """One run.
@@ -29,10 +47,6 @@ class RunEvidence:
     Attributes:
         name: of its cell: runs of one name, number of ranks and kind of time differ in their seeds.
         kind: strategy, serial or baseline.
-        losses: moments of the run with samples, seconds, bytes that all ranks had sent and fetched, and the mean
-            training loss since the moment before.
-        evaluations: moments with the same and step, epoch, joules, `metric.NAME`.
-        times: seconds of each rank, in PARTS.
     """
 
     run: Run
@@ -41,22 +55,47 @@ class RunEvidence:
     ranks: int
     seed: int
     virtual: bool
-    losses: DataFrame
-    evaluations: DataFrame
-    times: DataFrame
+
+    @cached_property
+    def curves(self) -> Curves:
+        """Read the records of all steps, on first use: a run may have millions.
+
+        Raises:
+            DataError: a file is damaged.
+        """
+        return _curves(self.run)
+
+    @property
+    def losses(self) -> DataFrame:
+        return self.curves.losses
+
+    @property
+    def evaluations(self) -> DataFrame:
+        return self.curves.evaluations
+
+    @property
+    def times(self) -> DataFrame:
+        return self.curves.times
+
+    @property
+    def job(self) -> str | None:
+        """Return the path of the job's file as it was given; None where it is not written down."""
+        return None if self.run.record is None else self.run.record.job.path
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All runs of a report, and the question they answer.
+    """All runs of one job in a report, and the question they answer.
 
     Attributes:
-        title: the job's file, or the folder.
+        job: its name; None where no run has it written down.
+        title: the job's file, or the folders.
         target: of the metric; None where nobody set one.
         reference: the name that others are compared with.
         settings: in which runs differ: by dotted key, the values of the runs' folders.
     """
 
+    job: str | None
     title: str
     metric: str
     higher_is_better: bool
@@ -67,16 +106,21 @@ class Evidence:
     tuning: Mapping[str, Any] | None = None
     settings: Mapping[str, Mapping[Path, str]] = field(default_factory=dict)
 
-    def reached(self, one: RunEvidence) -> dict[str, float] | None:
-        """Return the moment of the first evaluation that met the target; None if none did."""
-        moments = one.evaluations.to_dict("records")
-        values = ((moment, moment.get(f"metric.{self.metric}", math.nan)) for moment in moments)
-        return None if self.target is None else first_reaching(values, self.target, self.higher_is_better)
+    def reached(self, one: RunEvidence) -> Evaluation | None:
+        """Return the first evaluation that met the target; None if none did."""
+        moments = ((moment, moment.metrics.get(self.metric, math.nan)) for moment in one.run.evaluations)
+        return None if self.target is None else first_reaching(moments, self.target, self.higher_is_better)
+
+    def bytes_to_target(self, one: RunEvidence) -> float | None:
+        """Return what all ranks had sent and fetched when the target was met, by their step records."""
+        reached, known = self.reached(one), one.evaluations
+        return None if reached is None else float(known["bytes"][known["step"] == reached.step].iloc[0])
 
     def row(self, one: RunEvidence) -> dict[str, Any]:
-        """Return all numbers of a run, for CSV, JSON and pandas."""
+        """Return all numbers of a run but those of its curves, for CSV, JSON and pandas."""
         summary, start = one.run.summary, one.run.start
-        row: dict[str, Any] = {key: getattr(one, key) for key in ("name", "kind", "ranks", "virtual", "seed")}
+        row: dict[str, Any] = {"job": self.job}
+        row |= {key: getattr(one, key) for key in ("name", "kind", "ranks", "virtual", "seed")}
         row |= {"folder": str(one.run.folder), "failure": one.run.failure}
         if start is not None:
             row |= {"started": start.started, "ended": start.ended, "commit": start.commit, "dirty": start.dirty}
@@ -86,8 +130,8 @@ class Evidence:
             row |= {f"metric.{name}": value for name, value in summary.metrics.items()}
             if self.target is not None:
                 reached = self.reached(one)
-                spent = {"time_to_target_s": "seconds"} | {f"{n}_to_target": n for n in ("samples", "bytes", "joules")}
-                row |= {key: None if reached is None else reached[name] for key, name in spent.items()}
+                spent = {"time_to_target_s": "seconds"} | {f"{n}_to_target": n for n in ("samples", "joules")}
+                row |= {key: None if reached is None else getattr(reached, name) for key, name in spent.items()}
             same = ("strategy", "workers", "samples", "wall_s", "bytes_per_step", "messages_per_step")
             row |= {key: getattr(summary, key) for key in (*same, "dropped", "skipped")}
             row |= {f"{key}_s": value for key, value in summary.seconds.model_dump().items()}
@@ -96,26 +140,45 @@ class Evidence:
         return row | {f"setting.{key}": of.get(one.run.folder) for key, of in self.settings.items()}
 
 
-def read(folders: Sequence[Path], target: tuple[str, float] | None = None) -> Evidence:
-    """Read a comparison's folder, or any folders with runs at any depth.
+def read_jobs(folders: Sequence[Path], target: tuple[str, float] | None = None) -> list[Evidence]:
+    """Read a comparison's folder, or any folders with runs at any depth: the evidence on each job for itself.
+
+    Jobs answer different questions, so that each has its own metric, reference and names: runs are named by the
+    settings that differ between those of the same job. Jobs come in the order of their names.
 
     Args:
-        target: a metric and the value of it to be reached, before those that a comparison names.
+        target: a metric and the value of it to be reached, for the jobs with that metric, before the one that a
+            comparison names.
 
     Raises:
         ConfigError: there is no run, or none has the target's metric.
         DataError: a file is damaged.
     """
     plan = read_comparison(folders[0]) if len(folders) == 1 else None
-    evidence = _loose(folders) if plan is None else _comparison(folders[0], plan)
+    found = _loose(folders) if plan is None else [_comparison(folders[0], plan)]
     if target is None:
-        return evidence
+        return found
     name, value = target
-    known = sorted({key for one in evidence.runs if one.run.summary for key in one.run.summary.metrics})
-    if name not in known:
-        raise ConfigError(f"--target must name a metric of the runs, {', '.join(known)}; got {name}.")
-    better = evidence.higher_is_better if name == evidence.metric else is_higher_better(name)
-    return replace(evidence, metric=name, target=value, higher_is_better=better)
+    known = [{key for one in job.runs if one.run.summary for key in one.run.summary.metrics} for job in found]
+    if not any(name in metrics for metrics in known):
+        raise ConfigError(
+            f"--target must name a metric of the runs, {', '.join(sorted(set().union(*known)))}; got {name}."
+        )
+    return [_aimed(job, name, value) if name in metrics else job for job, metrics in zip(found, known, strict=True)]
+
+
+def _aimed(evidence: Evidence, metric: str, target: float) -> Evidence:
+    better = evidence.higher_is_better if metric == evidence.metric else is_higher_better(metric)
+    return replace(evidence, metric=metric, target=target, higher_is_better=better)
+
+
+def read(folders: Sequence[Path], target: tuple[str, float] | None = None) -> Evidence:
+    """Read all jobs as `read_jobs` does, and put them together: each run's name has its job's, if there are several."""
+    jobs = read_jobs(folders, target)
+    if len(jobs) == 1:
+        return jobs[0]
+    runs = [replace(one, name=f"{one.name} ({job.job})") for job in jobs for one in job.runs]
+    return replace(jobs[0], job=None, reference=f"{jobs[0].reference} ({jobs[0].job})", runs=runs)
 
 
 def is_higher_better(metric: str) -> bool:
@@ -128,6 +191,7 @@ def _comparison(folder: Path, plan: Mapping[str, Any]) -> Evidence:
         metric, is_virtual = plan["metric"], bool(plan.get("virtual"))
         runs = [_run(folder / run["folder"], run, is_virtual) for run in plan["runs"]]
         return Evidence(
+            job=Path(plan["job"]).stem,
             title=plan["job"],
             metric=metric,
             higher_is_better=plan.get("higher_is_better", is_higher_better(metric)),
@@ -145,20 +209,43 @@ def _comparison(folder: Path, plan: Mapping[str, Any]) -> Evidence:
         ) from None
 
 
-def _loose(folders: Sequence[Path]) -> Evidence:
-    """Read runs that nobody planned: one cell are those that have the same settings, but for the seed."""
-    found = [_run(folder) for folder in find_runs(folders)]
+def _loose(folders: Sequence[Path]) -> list[Evidence]:
+    """Read runs that nobody planned."""
+    found, title = [_run(folder) for folder in find_runs(folders)], ", ".join(map(str, folders))
     if not any(one.run.ended for one in found):
-        named = ", ".join(map(str, folders))
-        raise ConfigError(f"folders must hold a run that has ended; got none in {named}. Give a folder of runs.")
+        raise ConfigError(f"folders must hold a run that has ended; got none in {title}. Give a folder of runs.")
+    return [_of_job(job, title, runs) for job, runs in _by_job(found).items()]
+
+
+def _by_job(runs: Sequence[RunEvidence]) -> dict[str | None, list[RunEvidence]]:
+    """Group runs by their job; its name is that of its file, or its path where files of several jobs have one name.
+
+    Files of one path, or of the same content, are one job: it may be edited, or named from another folder.
+    """
+    first: dict[str, str] = {}  # by path, and by checksum: the first path of the job
+    for one in runs:
+        if one.run.record is not None:
+            path, checksum = one.run.record.job.path, one.run.record.job.sha256
+            first[path] = first[checksum] = first.get(path) or first.get(checksum) or path
+    stems = Counter(Path(path).stem for path in set(first.values()))
+    groups: dict[str | None, list[RunEvidence]] = {}
+    for one in runs:
+        known = None if one.run.record is None else first[one.run.record.job.path]
+        name = known if known is None or stems[Path(known).stem] > 1 else Path(known).stem
+        groups.setdefault(name, []).append(one)
+    return dict(sorted(groups.items(), key=lambda group: (group[0] is None, group[0] or "")))
+
+
+def _of_job(job: str | None, title: str, found: Sequence[RunEvidence]) -> Evidence:
+    """Name a job's runs: one cell are those that have the same settings, but for the seed."""
     settings = _settings(found)
-    several = len({one.run.start.job.path for one in found if one.run.start}) > 1
-    runs = [replace(one, name=_name(one, settings, several)) for one in found]
+    runs = [replace(one, name=_name(one, settings)) for one in found]
     metrics = [name for one in runs if one.run.summary for name in one.run.summary.metrics]
     metric = next((name for name in metrics if name != "loss"), "loss")
-    names = list(dict.fromkeys(one.name for one in runs if one.run.ended))
+    names = list(dict.fromkeys(one.name for one in sorted(runs, key=lambda one: not one.run.ended)))
     return Evidence(
-        title=", ".join(map(str, folders)),
+        job=job,
+        title=title,
         metric=metric,
         higher_is_better=is_higher_better(metric),
         reference=next((name for name in names if name.split()[0] == REFERENCE), names[0]),
@@ -172,32 +259,34 @@ def _settings(runs: Sequence[RunEvidence]) -> dict[str, dict[Path, str]]:
     return {key: values for key, values in found.items() if key.rpartition(".")[2] != "seed"}
 
 
-def _name(one: RunEvidence, settings: Mapping[str, Mapping[Path, str]], several: bool) -> str:
-    """Name a run by its strategy and the settings in which it differs from others."""
-    job = [Path(one.run.start.job.path).stem] if several and one.run.start else []
+def _name(one: RunEvidence, settings: Mapping[str, Mapping[Path, str]]) -> str:
+    """Name a run by its strategy and the settings in which it differs from others of its job."""
     values = []
     for key, of in settings.items():
         if one.run.folder in of:  # `splits`, or `compression` of `strategy.compression.name`
             parts = key.split(".")
             values.append(f"{parts[-2] if parts[-1] == 'name' and len(parts) > 1 else parts[-1]} {of[one.run.folder]}")
-    return one.name + (f" ({', '.join(job + values)})" if job or values else "")
+    return one.name + (f" ({', '.join(values)})" if values else "")
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
 def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: bool = False) -> RunEvidence:
-    run, steps = Run(folder), Steps(folder)
-    steps.read()
+    run = Run(folder)
     if planned is None:
         known = run.summary or run.start
         seed = run.settings.get("seed") if run.summary is None else run.summary.seed
         planned = {"name": run.strategy or "unknown", "kind": "strategy", "ranks": known and known.ranks, "seed": seed}
+    virtual = is_virtual or bool(run.start and run.start.virtual)
+    return RunEvidence(run, **{key: planned[key] for key in ("name", "kind", "ranks", "seed")}, virtual=virtual)
+
+
+def _curves(run: Run) -> Curves:
+    steps = Steps(run.folder)
+    steps.read()
     records = steps.frame
     of_workers = records[records["rank"].isin(records["rank"][records["samples"] > 0])]
     last = of_workers.groupby("rank")["step"].last().max() if len(of_workers) else 0
-    return RunEvidence(
-        run,
-        **{key: planned[key] for key in ("name", "kind", "ranks", "seed")},
-        virtual=is_virtual or bool(run.start and run.start.virtual),
+    return Curves(
         losses=_losses(run, records, of_workers, last),
         evaluations=run.metrics.assign(bytes=_bytes_at(records, run.metrics["step"], last)),
         times=records.groupby("rank")[[f"{part}_s" for part in PARTS]].sum().rename(columns=lambda name: name[:-2]),

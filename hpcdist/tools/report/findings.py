@@ -35,7 +35,10 @@ class Cell:
 
     def __getitem__(self, column: str) -> dict[Seed, float]:
         """Return the numbers of a column of `read_runs`, of each run that has ended with a finite one."""
-        found = {seed: row.get(column) for seed, row in self.rows.items()}
+        if column == "bytes_to_target":  # for which the records of all steps are read
+            found = {seed: self.evidence.bytes_to_target(one) for seed, one in self.ended.items()}
+        else:
+            found = {seed: row.get(column) for seed, row in self.rows.items()}
         return {seed: value for seed, value in found.items() if value is not None and math.isfinite(value)}
 
     def mean(self, column: str) -> Interval | None:
@@ -222,7 +225,11 @@ class Findings:
         """Return the numbers of all runs, cell by cell, those that failed last; each has the same keys."""
         found = []
         for cell in self.cells:
-            found += [*cell.rows.values(), *(self.evidence.row(one) for one in cell.runs if not one.run.ended)]
+            ended = [dict(row) for row in cell.rows.values()]
+            if self.evidence.target is not None:
+                for row, one in zip(ended, cell.ended.values(), strict=True):
+                    row["bytes_to_target"] = self.evidence.bytes_to_target(one)
+            found += [*ended, *(self.evidence.row(one) for one in cell.runs if not one.run.ended)]
         keys = list(dict.fromkeys(key for row in found for key in row))
         return [{key: row.get(key) for key in keys} for row in found]
 

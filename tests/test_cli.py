@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -15,18 +17,21 @@ import h5py
 import numpy as np
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file
 
 from harness.cases import each
-from hpcdist import __version__, checkpoint, compress, log, strategies
+from hpcdist import __version__, checkpoint, compress, log, strategies, topology
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import describe
+from hpcdist.config import describe, options_of
 from hpcdist.data import importers
 from hpcdist.errors import CheckpointError
 from hpcdist.parallel import schedules
 from hpcdist.records import load_summary
 from hpcdist.session import world
 from hpcdist.tools import cli
+from hpcdist.train.planning import rehearse
+from hpcdist.train.runs import specify
 from study import evidence
 from train import staged
 
@@ -259,37 +264,78 @@ def test_progress(hpcdist, mode):
         assert mode == "off" or shown[-1].startswith("allreduce        100%  epoch 1/1  test accuracy 0.")
 
 
-# --- strategies and compressors ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("command", "catalogue", "where"),
-    [("strategies", strategies, "strategy"), ("compressors", compress, "strategy.compression")],
-)
-def test_algorithms_are_listed_with_options_and_reference(hpcdist, command, catalogue, where):
-    status, out, _ = hpcdist(command)
-    sections = {text.split("\n")[0]: " ".join(text.split()) for text in out.strip().split("\n\n")}
-    assert status == 0 and list(sections) == catalogue.available()
-    for name, text in sections.items():
-        reference = text.partition("Reference: ")[2]
-        assert reference.endswith(".") and any(year in reference for year in map(str, range(1951, 2030)))
-        for option in describe(catalogue.load(name).Config, where):
-            assert f"{option.key} ({option.type}" in text and option.description in text
-        if catalogue is compress:
-            assert "Bytes" in text and "rror" in text, "a compressor's cost and error bound"
-    assert max(map(len, out.splitlines())) <= 100
+# --- help -------------------------------------------------------------------------------------------------------------
+def _commands(command, *names):
+    """Yield the words of every command and group, with what typer makes of it."""
+    yield names, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _commands(inner, *names, name)
 
 
-@each("columns", [40, 80, 300])
-def test_algorithms_are_wrapped_to_the_terminal(hpcdist, monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    for command in ("strategies", "compressors"):
-        lines = hpcdist(command)[1].splitlines()
-        assert max(map(len, lines)) <= min(columns, 100) and "\x1b" not in "".join(lines)
+def test_help_fits_the_terminal_and_its_examples_are_commands(hpcdist, monkeypatch):
+    """With -h as with --help; names for values instead of Python's types; no line that is wrapped twice."""
+    root = typer.main.get_command(cli.app)
+    for words, _ in _commands(root):
+        for columns in (60, 80):
+            monkeypatch.setenv("COLUMNS", str(columns))
+            status, out, err = hpcdist(*words, "-h")
+            assert (status, err) == (0, "") and max(map(len, out.splitlines())) <= columns, out
+            assert "-h, --help" in out and not re.search(r"<(int|float|path|list|str|bool)", out), out
+            paragraphs = [paragraph.splitlines() for paragraph in out.split("\n\n") if paragraph.startswith("  ")]
+            assert not [lines for lines in paragraphs if any(len(line) < columns / 2 for line in lines[:-1])], out
+        assert (status, out) == hpcdist(*words, "--help")[:2]
+        _, _, example = " ".join(out.split("Options:")[0].split()).partition("Example: ")
+        if example:
+            arguments = shlex.split(example.partition("hpcdist ")[2].partition(" Arguments:")[0])
+            root.make_context("hpcdist", arguments, resilient_parsing=False).close()
+            assert arguments[: len(words)] == list(words)
+
+
+# --- algorithms -------------------------------------------------------------------------------------------------------
+LISTS = {
+    "strategies": (strategies, "strategy"),
+    "compressors": (compress, "strategy.compression"),
+    "topologies": (topology, "strategy.topology"),
+    "datasets": (importers, ""),
+}
+
+
+@each("command", LISTS)
+def test_algorithms_are_listed_and_shown_in_full(hpcdist, monkeypatch, command):
+    """Each with its options and its source, and with commands whose settings exist."""
+    catalogue, where = LISTS[command]
+    for columns in (60, 80, 300):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        status, out, err = hpcdist(command)
+        names = [line.split()[0] for line in out.splitlines() if not line.startswith(" ")]
+        assert status == 0 and names == catalogue.available() and f"`hpcdist {command} NAME`" in err
+        assert max(map(len, out.splitlines())) <= min(columns, 100) and "\x1b" not in out
+    for name in catalogue.available():
+        monkeypatch.setenv("COLUMNS", "80")
+        status, out, err = hpcdist(command, name)
+        assert (status, err) == (0, "") and max(map(len, out.splitlines())) <= 80
+        found, text = catalogue.load(name), " ".join(out.split())
+        for option in describe(getattr(found, "Config", None) or options_of(found), where):
+            assert f"{option.key} ({option.type}" in text and option.description in text and option.rule in text
+        reference = text.partition("Reference: ")[2].partition(" Example:")[0]
+        assert command == "datasets" or any(str(year) in reference for year in range(1951, 2030))
+        assert catalogue is not compress or ("Bytes" in text and "rror" in text), "a compressor's cost and error bound"
+        example = text.partition("Example: ")[2].replace(" \\", "")
+        assert name in example
+        if command in ("strategies", "compressors"):
+            settings = shlex.split(example)[6:]
+            _, config = specify(ROOT / "jobs/digits.py", None, [word for word in settings if word != "--set"])
+            rehearse(config, 4)
+    status, _, err = hpcdist(command, "nonsense")
+    assert status == 1 and f" must be one of {', '.join(catalogue.available())}; got 'nonsense'." in err
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
 def test_schedules_are_listed_and_drawn(hpcdist):
     status, out, _ = hpcdist("schedules", "--ranks", "2", "--micro-batches", "3")
     assert status == 0 and all(name in out for name in schedules.available())
+    shown = hpcdist("schedules", "gpipe", "--ranks", "2", "--micro-batches", "3")[1]
+    assert shown in out and "interleaved" not in shown and max(map(len, shown.splitlines())) <= 100
     assert "rank 1     F0-B0----F1-B1----F2-B2----" in out and "Reference: Penghui Qi" in out
 
 
@@ -329,6 +375,7 @@ def test_a_topology_is_checked_shown_and_drawn(hpcdist):
 
     status, out, _ = hpcdist("topology", "hierarchical", "--ranks", "4", "--set", "nodes=[0, 0, 1, 1]")
     assert status == 0 and "step 0" in out and "step 1" in out and "step 2" not in out
+    assert hpcdist("topology", "torus")[:2] == hpcdist("topologies", "torus")[:2], "no number of ranks"
     Path("mine.txt").write_text("0 1\n1 2\n")
     assert "symmetric: yes" in hpcdist("topology", "graph", "--ranks", "3", "--set", "path=mine.txt")[1]
 
@@ -339,6 +386,7 @@ def test_a_topology_is_checked_shown_and_drawn(hpcdist):
         (["rign", "--ranks", "4"], "topology must be one of bipartite, complete"),
         (["torus", "--ranks", "4", "--set", "row=2"], "got 'row'. Did you mean 'rows'?"),
         (["ring", "--ranks", "4", "--output", "it.pdf"], "--output must end in .svg or .png; got it.pdf."),
+        (["rign"], "got 'rign'. Did you mean 'ring'?"),
     ],
 )
 def test_a_topology_that_is_refused(hpcdist, arguments, message):

@@ -164,7 +164,7 @@ def test_an_error_of_our_own_tree_passes_as_it_is():
 def test_options_are_described_for_help():
     assert describe(Outer, "job")[:4] == [
         Option("job.name", "str", "", ""),
-        Option("job.inner.period", "int", "10", "steps between two averages"),
+        Option("job.inner.period", "int", "10", "steps between two averages", "at least 1"),
         Option("job.inner.bound", "float", "inf", ""),
         Option("job.inner.betas", "[float, float]", "(0.9, 0.999)", ""),
     ]
@@ -210,7 +210,7 @@ class Chosen(Settings):
 def test_a_choice_by_name_is_described_by_its_own_field():
     assert describe(Chosen, "job")[:2] == [
         Option("job.topology.name", "str", "'ring'", "who averages with whom"),
-        Option("job.inner.period", "int", "10", "steps between two averages"),
+        Option("job.inner.period", "int", "10", "steps between two averages", "at least 1"),
     ]
     assert Chosen.from_mapping({"topology": {"name": "torus", "rows": 2}}).topology.options == {"rows": 2}
 

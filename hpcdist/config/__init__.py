@@ -3,7 +3,7 @@
 import importlib
 
 from hpcdist.config.merge import differences, differing, fingerprint, load
-from hpcdist.config.settings import Named, Option, Settings, checked_options, describe
+from hpcdist.config.settings import Named, Option, Settings, checked_options, describe, meaning, options_of
 
 __all__ = [
     "CheckpointConfig",
@@ -21,7 +21,9 @@ __all__ = [
     "differing",
     "fingerprint",
     "load",
+    "meaning",
     "optimizers",
+    "options_of",
     "schedules",
 ]
 

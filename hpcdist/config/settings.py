@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     ValidationError,
     ValidationInfo,
     create_model,
@@ -35,6 +36,8 @@ _PLAIN_RULES = {
     "string_type": "must be a string",
     "tuple_type": "must be an array",
 }
+_LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+_ARGUMENT = re.compile(r"^    ([a-z_]+(?:, [a-z_]+)*): (.+(?:\n {5,}.+)*)", re.M)  # in a docstring's `Args:`
 
 
 if TYPE_CHECKING:
@@ -102,7 +105,7 @@ class Named(Settings):
 
 
 def checked_options(function: Callable[..., Any], given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Check options of a function, which are its keyword-only arguments, and return them with the defaults.
+    """Check options of a function or class, its keyword-only arguments, and return them with the defaults.
 
     Args:
         where: the dotted key of the options' table, for messages.
@@ -110,13 +113,28 @@ def checked_options(function: Callable[..., Any], given: Mapping[str, Any], wher
     Raises:
         ConfigError: an option is unknown, missing or of another type.
     """
-    hints = inspect.get_annotations(function, eval_str=True)
-    fields: dict[str, Any] = {
-        p.name: (hints[p.name], ... if p.default is p.empty else p.default)
-        for p in inspect.signature(function).parameters.values()
-        if p.kind is p.KEYWORD_ONLY
+    return options_of(function).from_mapping(given, where).model_dump()
+
+
+def options_of(function: Callable[..., Any]) -> type[Settings]:
+    """Make the settings of a function, or of a class: its keyword-only arguments, described as its docstring does."""
+    maker = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+    hints = inspect.get_annotations(maker, eval_str=True)
+    fields: dict[str, Any] = {}
+    for p in inspect.signature(maker).parameters.values():
+        if p.kind is p.KEYWORD_ONLY:
+            default = ... if p.default is p.empty else p.default
+            fields[p.name] = hints[p.name], Field(default, description=meaning(function, p.name))
+    return create_model("Options", __base__=Settings, **fields)
+
+
+def meaning(function: Callable[..., Any], argument: str) -> str:
+    """Return what a docstring says of an argument, which may share its line with another: `height, width: Pixels.`"""
+    said = {
+        name: text for names, text in _ARGUMENT.findall(inspect.getdoc(function) or "") for name in names.split(", ")
     }
-    return create_model("Options", __base__=Settings, **fields).from_mapping(given, where).model_dump()
+    text = " ".join(said.get(argument, "").split()).removesuffix(".")
+    return text[:1].lower() + text[1:]
 
 
 # --- descriptions -----------------------------------------------------------------------------------------------------
@@ -127,6 +145,7 @@ class Option(NamedTuple):
     type: str
     default: str  # empty if the setting must be given
     description: str
+    rule: str = ""  # as `at least 1`; empty if the type says all
 
 
 def describe(model: type[Settings], where: str = "") -> list[Option]:
@@ -140,7 +159,8 @@ def describe(model: type[Settings], where: str = "") -> list[Option]:
                 first = first._replace(default=_default_text(field), description=field.description)
             options += [first, *others]
         else:
-            options.append(Option(key, _type_text(field.annotation), _default_text(field), field.description or ""))
+            described = (_type_text(field.annotation), _default_text(field), field.description or "")
+            options.append(Option(key, *described, _rule_text(field)))
     return options
 
 
@@ -219,6 +239,11 @@ def _default_text(field: FieldInfo) -> str:
     if isinstance(default, Settings):  # its name stands for it
         return repr(getattr(default, "name", default))
     return repr(default)
+
+
+def _rule_text(field: FieldInfo) -> str:
+    limits = [(words, getattr(one, name, None)) for one in field.metadata for name, words in _LIMITS.items()]
+    return " and ".join(f"{words} {limit:g}" for words, limit in limits if limit is not None)
 
 
 def _short(value: Any) -> str:

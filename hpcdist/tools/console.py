@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # they import torch, which takes seconds
-    from hpcdist.compress import Compressor
+    from hpcdist.config import Option
     from hpcdist.records import Summary
-    from hpcdist.strategies import Strategy
     from hpcdist.topology import Topology
     from hpcdist.train import Progress
 
@@ -206,29 +205,57 @@ def finding(status: str, check: str, text: str) -> None:
 
 
 # --- descriptions -----------------------------------------------------------------------------------------------------
-def algorithms(found: Mapping[str, type[Strategy] | type[Compressor] | Callable[..., Any]], where: str) -> None:
-    """Show each by its name: what it does and costs, its options, its reference. `where`: their table's dotted key."""
-    from hpcdist.config import describe
-
+def overview(found: Mapping[str, Any]) -> None:
+    """Show each by its name with the first sentence of its docstring."""
+    width = max(map(len, found))
     for name, algorithm in found.items():
-        head, _, reference = (inspect.getdoc(algorithm) or "").partition("Reference:")
-        print(name)
-        what, *more = head.split("\n\n")
-        for paragraph in (what, *(text for text in more if text.startswith(("Bytes", "Error", "Activations")))):
+        sentence = re.split(r"(?<=\.)\s|\n\n", inspect.getdoc(algorithm) or "", maxsplit=1)[0]
+        _print_text(sentence, f"{name:<{width}}  ", width + 2)
+
+
+def algorithm(
+    name: str, found: Any, options: Sequence[Option] = (), examples: Sequence[str] = (), more: str = ""
+) -> None:
+    """Show what an algorithm does and costs, by its docstring; its options, its source, and commands that use it."""
+    head, _, reference = (inspect.getdoc(found) or "").partition("Reference:")
+    print(name)
+    for paragraph in head.strip().split("\n\n"):
+        if not re.match(r"\w+:\n", paragraph):  # Args, Raises...
             _print_text(paragraph)
-        for option in describe(algorithm.Config, where) if hasattr(algorithm, "Config") else ():
-            default = f", default {option.default}" if option.default else ""
-            _print_text(f"{option.key} ({option.type}{default}): {option.description}", hanging=True)
-        if reference:
-            _print_text(f"Reference: {reference}", hanging=True)
+    if more:
+        _print_text(more)
+    if options:
+        print("\n    Options, each set by --set KEY=VALUE:")
+    for option in options:
+        described = (option.type, option.rule, f"default {option.default}" if option.default else "required")
+        _print_text(f"{option.key} ({', '.join(filter(None, described))}): {option.description}", hanging=8)
+    if reference:
         print()
+        _print_text(f"Reference: {reference}", hanging=8)
+    if examples:
+        print("\n    Example:")
+    for command in examples:
+        whole = command.replace("--set ", "--set\N{NO-BREAK SPACE}")
+        lines = textwrap.wrap(whole, columns() - 12, break_on_hyphens=False, break_long_words=False)
+        print("        " + " \\\n            ".join(lines).replace("\N{NO-BREAK SPACE}", " "))
+    print()
 
 
-def _print_text(text: str, hanging: bool = False) -> None:
-    columns = min(TEXT_COLUMNS, shutil.get_terminal_size((TEXT_COLUMNS, 24)).columns)
-    after = " " * (8 if hanging else 4)
-    shown = textwrap.TextWrapper(columns, " " * 4, after, break_on_hyphens=False)
-    print(shown.fill(" ".join(text.split())))
+def _print_text(text: str, before: str = " " * 4, hanging: int = 4) -> None:
+    print(
+        textwrap.fill(
+            " ".join(text.split()),
+            columns(),
+            initial_indent=before,
+            subsequent_indent=" " * hanging,
+            break_on_hyphens=False,
+        )
+    )
+
+
+def columns() -> int:
+    """Return the width for text: the terminal's, but no more than can be read well."""
+    return min(TEXT_COLUMNS, shutil.get_terminal_size((TEXT_COLUMNS, 24)).columns)
 
 
 def topology(found: Topology) -> None:

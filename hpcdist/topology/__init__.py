@@ -29,4 +29,4 @@ def make_topology(chosen: Named, comm: Communicator) -> Topology:
     cls, options = load(chosen.name), chosen.options
     if "nodes" in inspect.signature(cls).parameters:
         options.setdefault("nodes", comm.memory.nodes)
-    return cls(comm.size, **checked_options(cls.__init__, options, "strategy.topology"))
+    return cls(comm.size, **checked_options(cls, options, "strategy.topology"))

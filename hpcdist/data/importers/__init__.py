@@ -11,14 +11,24 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcdist.errors import ConfigError, DataError
+from hpcdist.errors import ConfigError, DataError, UnknownNameError
 from hpcdist.registry import catalogue
 
-available = catalogue("importers").available
+
+def available() -> list[str]:
+    """List the names of all importers, sorted; with hyphens, as data sets are written."""
+    return [name.replace("_", "-") for name in catalogue("importers").available()]
 
 
 def load(name: str) -> Callable[..., Path]:
-    """Return an importer's `convert`; the name of a data set, fashion-mnist, is that of its importer too."""
+    """Return the function `convert` of an importer, by its name or as `path/to/file.py:convert`.
+
+    Raises:
+        UnknownNameError: no importer has this name; the message lists the known ones.
+    """
+    known = available()
+    if ":" not in name and name.replace("_", "-") not in known:
+        raise UnknownNameError("importer", name, known)
     return catalogue("importers").load(name if ":" in name else name.replace("-", "_"))
 
 

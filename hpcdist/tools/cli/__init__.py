@@ -9,10 +9,11 @@ Modules that need torch are imported by the commands that need them: it takes se
 
 from __future__ import annotations
 
+import enum
 import os
 import sys
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,6 +27,8 @@ from hpcdist.tools import console
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # boxes and columns leave no room for the text in 60 columns
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Train PyTorch models over MPI with any distribution strategy, and measure what it costs.",
 )
 COLLECTIVE = {"train", "bench", "doctor"}  # commands that all ranks run; the first rank alone runs the others
@@ -41,7 +44,7 @@ def main() -> None:
     traceback.
     """
     first = launched_rank() == 0
-    is_collective = len(sys.argv) > 1 and sys.argv[1] in COLLECTIVE and "--help" not in sys.argv
+    is_collective = len(sys.argv) > 1 and sys.argv[1] in COLLECTIVE and not {"-h", "--help"} & set(sys.argv)
     status = _run(sys.argv[1:], first) if first or is_collective else 0
     if status == INTERRUPTED and first:
         console.note("interrupted")
@@ -73,6 +76,7 @@ def _leave_in_turn(comm) -> int:
 def _run(arguments: list[str], first: bool) -> int:
     """Run a command and return its exit status. All ranks have the same arguments; the first reports wrong ones."""
     command = typer.main.get_command(app)  # called itself, `app` would put typer's hook in place of sys.excepthook
+    _prepare_help(command)
     try:
         return command.main(arguments, prog_name="hpcdist", standalone_mode=first) or 0
     except SystemExit as exit:
@@ -93,6 +97,18 @@ def _run(arguments: list[str], first: bool) -> int:
             raise
         time.sleep(SILENT_S)
         return error.exit_code
+
+
+def _prepare_help(command: Any) -> None:
+    """Let lists of commands show whole sentences, and values have names instead of Python's types."""
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            parameter.display_type_rich = lambda ctx: None
+        elif parameter.metavar is None and not parameter.is_flag and not isinstance(parameter.default, enum.Enum):
+            parameter.metavar = "N" if isinstance(parameter.default, (int, float)) else "TEXT"
+    for inner in getattr(command, "commands", {}).values():
+        inner.short_help = inner.short_help or " ".join((inner.help or "").partition("\n\n")[0].split())
+        _prepare_help(inner)
 
 
 def _report(error: HpcdistError, first: bool) -> None:

@@ -11,9 +11,9 @@ import typer
 from hpcdist.errors import ConfigError
 
 Config = Annotated[Path | None, typer.Option(metavar="TOML", help="File of settings.")]
-JobFile = Annotated[Path, typer.Argument(help="Python file that defines `job`, such as jobs/digits.py.")]
+JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="Python file that defines `job`, such as jobs/digits.py.")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting; may be repeated.")
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting. May be repeated.")
 ]
 Target = Annotated[
     str | None,

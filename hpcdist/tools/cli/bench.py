@@ -13,9 +13,11 @@ import typer
 import hpcdist as hd  # its init imports torch when it is called, and not before
 from hpcdist.tools import console
 
-app = typer.Typer(name="bench", no_args_is_help=True, help="Measure side by side in one run; launch with mpirun.")
-Json = Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as well.")]
-Rounds = Annotated[int, typer.Option(min=1, help="How often each side is timed; the median counts.")]
+app = typer.Typer(
+    name="bench", no_args_is_help=True, help="Measure a part of hpcdist beside its alternatives, in one run."
+)
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows to this file.")]
+Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Times that each side is measured. The median counts.")]
 
 
 def _run(title: str, measure: Callable[..., list[dict]], path: Path | None, **options: object) -> None:
@@ -43,12 +45,22 @@ def _show(title: str, rows: list[dict], path: Path | None) -> None:
 
 @app.command()
 def allreduce(
-    sizes: Annotated[list[int] | None, typer.Option(help="Bytes; may be repeated.")] = None,
-    algorithm: Annotated[list[str] | None, typer.Option(help="May be repeated; default auto and all else.")] = None,
+    sizes: Annotated[
+        list[int] | None, typer.Option(metavar="BYTES", help="Length of the messages. May be repeated.")
+    ] = None,
+    algorithm: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Algorithm to measure. May be repeated. Default: auto and all others."),
+    ] = None,
     rounds: Rounds = 15,
     json_path: Json = None,
 ) -> None:
-    """Time all-reduce in place, float32: our algorithms, MPI's own, gloo's, Horovod's, and a plain copy. Collective."""
+    """Time the sum of float32 tensors over all ranks: by hpcdist's algorithms, MPI, gloo and Horovod.
+
+    Collective: start it with mpirun.
+
+    Example: mpirun -n 2 hpcdist bench allreduce --sizes 4096 --algorithm ring
+    """
     from hpcdist.tools.bench.allreduce import SIZES, measure
 
     _run("all-reduce", measure, json_path, sizes=sizes or SIZES, algorithms=algorithm, rounds=rounds)
@@ -56,15 +68,28 @@ def allreduce(
 
 @app.command()
 def train(rounds: Rounds = 9, json_path: Json = None) -> None:
-    """Time a training step of the strategy allreduce, also by Horovod, beside torch's DDP on gloo. Collective."""
+    """Time a training step with the strategy allreduce, with Horovod, and with torch's DDP on gloo.
+
+    Collective: start it with mpirun.
+
+    Example: mpirun -n 2 hpcdist bench train
+    """
     from hpcdist.tools.bench.train import measure
 
     _run("training step", measure, json_path, rounds=rounds)
 
 
 @app.command()
-def loader(batch_size: int = 128, json_path: Json = None) -> None:
-    """Time reading shuffled batches from HDF5 beside a NumPy memory map of the same samples. Collective."""
+def loader(
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Samples of a batch.")] = 128,
+    json_path: Json = None,
+) -> None:
+    """Time the reading of shuffled batches from HDF5 and from a NumPy memory map.
+
+    Collective: start it with mpirun.
+
+    Example: mpirun -n 2 hpcdist bench loader --batch-size 64
+    """
     from hpcdist.tools.bench.loader import measure
 
     _run("loader", measure, json_path, batch_size=batch_size)
@@ -72,7 +97,12 @@ def loader(batch_size: int = 128, json_path: Json = None) -> None:
 
 @app.command()
 def window(rounds: Rounds = 15, json_path: Json = None) -> None:
-    """Time one-sided operations, their cost to the owner, and a server's pull and push. Collective."""
+    """Time one-sided operations, what they cost the owner of the memory, and a server's pull and push.
+
+    Collective: start it with mpirun.
+
+    Example: mpirun -n 2 hpcdist bench window
+    """
     from hpcdist.tools.bench.window import measure
 
     _run("windows", measure, json_path, rounds=rounds)
@@ -80,11 +110,18 @@ def window(rounds: Rounds = 15, json_path: Json = None) -> None:
 
 @app.command()
 def server(
-    sizes: Annotated[list[int] | None, typer.Option(help="Parameters, float32; may be repeated.")] = None,
+    sizes: Annotated[
+        list[int] | None, typer.Option(metavar="N", help="Number of parameters (float32). May be repeated.")
+    ] = None,
     rounds: Rounds = 5,
     json_path: Json = None,
 ) -> None:
-    """Time updates through parameter servers beside the same exchange by send and recv on gloo. Collective."""
+    """Time updates through parameter servers, and the same exchange by send and recv on gloo.
+
+    Collective: start it with mpirun.
+
+    Example: mpirun -n 2 hpcdist bench server --sizes 100000
+    """
     from hpcdist.tools.bench.server import SIZES, measure
 
     _run("parameter servers", measure, json_path, sizes=sizes or SIZES, rounds=rounds)
@@ -92,7 +129,12 @@ def server(
 
 @app.command()
 def gossip(rounds: Rounds = 7, json_path: Json = None) -> None:
-    """Time a training step of each decentralised strategy beside all-reduce and the model alone. Collective."""
+    """Time a training step with each decentralised strategy, with all-reduce, and without communication.
+
+    Collective: start it with mpirun.
+
+    Example: mpirun -n 2 hpcdist bench gossip
+    """
     from hpcdist.tools.bench.train import compare, gossip_ways
 
     _run("training step", compare, json_path, ways=list(gossip_ways()), rounds=rounds)
@@ -100,14 +142,21 @@ def gossip(rounds: Rounds = 7, json_path: Json = None) -> None:
 
 @app.command()
 def pipeline(
-    stages: Annotated[list[int] | None, typer.Option(help="Ranks of a pipeline; may be repeated.")] = None,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Micro-batches of a step.")] = 8,
-    width: Annotated[int, typer.Option(min=1, help="Of the model's layers: their inputs and outputs.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 512,
+    stages: Annotated[list[int] | None, typer.Option(metavar="N", help="Ranks of a pipeline. May be repeated.")] = None,
+    micro_batches: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches of a step.")] = 8,
+    width: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Inputs, and outputs, of each layer of the model.")
+    ] = 256,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Samples of a step.")] = 512,
     rounds: Rounds = 7,
     json_path: Json = None,
 ) -> None:
-    """Time steps of pipelines by each schedule beside one rank and torch.distributed.pipelining. Collective."""
+    """Time steps of a pipeline with each schedule, on one rank, and with torch.distributed.pipelining.
+
+    Collective: start it with mpirun.
+
+    Example: mpirun -n 2 hpcdist bench pipeline --stages 2
+    """
     from hpcdist.tools.bench.pipeline import STAGES, measure
 
     options = {"stages": stages or STAGES, "micro_batches": micro_batches, "width": width, "batch": batch}
@@ -116,7 +165,12 @@ def pipeline(
 
 @app.command()
 def compress(rounds: Rounds = 7, json_path: Json = None) -> None:
-    """Time each compressor's coding; and, on several ranks, a training step with all-reduce compressed. Collective."""
+    """Time the coding of each compressor on one rank; on several ranks, a training step with each.
+
+    Collective: start it with mpirun, or alone.
+
+    Example: mpirun -n 2 hpcdist bench compress
+    """
     from hpcdist.tools.bench.compress import measure_coding
     from hpcdist.tools.bench.train import COMPRESSED_WAYS, compare
 

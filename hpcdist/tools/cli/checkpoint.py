@@ -10,15 +10,20 @@ import typer
 from hpcdist.tools import console
 
 app = typer.Typer(
-    name="checkpoint", no_args_is_help=True, help="A run's checkpoints: their state, and the model in them."
+    name="checkpoint", no_args_is_help=True, help="The checkpoints of a run: list them, take the model out of one."
 )
 
-Run = Annotated[Path, typer.Argument(help="Folder of a run, folder of checkpoints, or one checkpoint.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, folder of checkpoints, or one checkpoint.")]
 
 
 @app.command("show")
 def checkpoint_show(run: Run) -> None:
-    """List checkpoints, the newest first, and check every file. If one is damaged, the exit status is 1."""
+    """List the checkpoints of a run, the newest first, and check every file.
+
+    If one is damaged, the exit status is 1.
+
+    Example: hpcdist checkpoint show runs/digits-allreduce-1
+    """
     from hpcdist.checkpoint import survey
 
     found = survey(run)
@@ -48,17 +53,17 @@ def checkpoint_show(run: Run) -> None:
 @app.command("export")
 def checkpoint_export(
     run: Run,
-    file: Annotated[Path, typer.Argument(help="File to write: .pt, .pth or .safetensors.")],
-    step: Annotated[
-        int | None, typer.Option(metavar="N", help="Step of the checkpoint; by default the newest.")
-    ] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write: .pt, .pth or .safetensors.")],
+    step: Annotated[int | None, typer.Option(metavar="N", help="Step of the checkpoint. Default: the newest.")] = None,
     optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="Of a loop of one's own: the optimiser's name in hpcdist.save.")
+        str, typer.Option(metavar="NAME", help="Name of the optimiser in hpcdist.save, in a training loop of your own.")
     ] = "optimizer",
 ) -> None:
-    """Write the state dict of the whole model that the ranks of a run stand for together, for one process.
+    """Write the model of a checkpoint, of all ranks together, as one state dict.
 
-    Example: hpcdist checkpoint export runs/long model.pt, then model.load_state_dict(torch.load("model.pt"))
+    One process then loads it by model.load_state_dict(torch.load("model.pt")).
+
+    Example: hpcdist checkpoint export runs/digits-allreduce-1 model.pt
     """
     from hpcdist import checkpoint
     from hpcdist.session import unsplit

@@ -11,18 +11,23 @@ from hpcdist.errors import ConfigError
 from hpcdist.tools import console
 from hpcdist.tools.cli.base import Overrides
 
-app = typer.Typer(name="data", no_args_is_help=True, help="Data sets in HDF5.")
+app = typer.Typer(name="data", no_args_is_help=True, help="Data sets in HDF5, the files that jobs train on.")
 
 
 @app.command("import")
 def data_import(
-    name: Annotated[str, typer.Argument(help="Importer, such as digits or images; an unknown name lists all.")],
-    source: Annotated[str, typer.Argument(help="File or folder to read; `sklearn` for digits.")],
-    destination: Annotated[Path, typer.Argument(help="HDF5 file to write.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Data set or kind of file; see `hpcdist datasets`.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="File or folder to read; `sklearn` for digits.")],
+    destination: Annotated[Path, typer.Argument(metavar="FILE", help="HDF5 file to write.")],
     overrides: Overrides = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if there is one.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
 ) -> None:
-    """Write a data set as HDF5. Options of the importer are given with --set."""
+    """Write a data set as an HDF5 file.
+
+    The options of NAME, which `hpcdist datasets NAME` lists, are given by --set.
+
+    Example: hpcdist data import digits sklearn digits.h5 --set test_fraction=0.1
+    """
     from hpcdist.config import checked_options, load
     from hpcdist.data import describe, importers
 
@@ -35,13 +40,21 @@ def data_import(
 
 @app.command("fetch")
 def data_fetch(
-    name: Annotated[str, typer.Argument(help="mnist or fashion-mnist.")],
-    folder: Annotated[Path | None, typer.Argument(help="Where the files go; by default data/NAME.")] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="mnist or fashion-mnist.")],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="FOLDER", help="Folder for the files. Default: data/NAME.")
+    ] = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="A folder that has the files, compressed by gzip or not.")
+        Path | None,
+        typer.Option("--from", metavar="FOLDER", help="Take the files from this folder, compressed by gzip or not."),
     ] = None,
 ) -> None:
-    """Get the original files of a data set, and say from where; an interrupted download goes on."""
+    """Get the original files of a data set, and say where they come from.
+
+    They come from a folder of yours (--from), from Debian's package, or from a mirror. An interrupted download goes on.
+
+    Example: hpcdist data fetch fashion-mnist
+    """
     from hpcdist.data.fetch import RELEASES, fetch
 
     folder = Path("data", name) if folder is None else folder
@@ -52,8 +65,11 @@ def data_fetch(
 
 
 @app.command("info")
-def data_info(path: Annotated[Path, typer.Argument(help="HDF5 file.")]) -> None:
-    """Describe a data set: shapes, types, chunks, classes, ranges."""
+def data_info(path: Annotated[Path, typer.Argument(metavar="FILE", help="HDF5 file.")]) -> None:
+    """Describe an HDF5 file: samples, shapes, types, chunks, classes, ranges of values.
+
+    Example: hpcdist data info digits.h5
+    """
     from hpcdist.data import describe
 
     console.facts(describe(path))

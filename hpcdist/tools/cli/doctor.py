@@ -17,26 +17,31 @@ app = typer.Typer()
 @app.command()
 def doctor(
     ranks: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Ranks that there must be; default the launcher's number.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Number of ranks that there must be. Default: as many as the launcher says."
+        ),
     ] = None,
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where the run will write.")] = Path("."),
+    folder: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder that the run will write to.")] = Path("."),
     gpus: Annotated[bool, typer.Option("--gpus", help="Every rank must see a GPU.")] = False,
     spare: Annotated[
         int | None,
-        typer.Option(min=0, metavar="K", help="Leave out the K worst nodes; only what is wrong with others counts."),
+        typer.Option(min=0, metavar="K", help="Leave out the K worst nodes: only errors of the others count."),
     ] = None,
     exclude_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the nodes to leave out there, for srun --exclude.")
+        Path | None, typer.Option(metavar="FILE", help="Write the nodes to leave out to this file, for srun --exclude.")
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Warnings, too, make the exit status 1.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with status 1 after warnings, too.")] = False,
     json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write findings and measured values there.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write findings and measured values to this file.")
     ] = None,
-    limit_s: Annotated[float, typer.Option(min=1.0, metavar="S", help="Seconds that all may take.")] = 30.0,
+    limit_s: Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="Longest time for everything.")] = 30.0,
 ) -> None:
-    """Examine the nodes before a run: network, files, GPUs, clocks, versions, progress. Launch like train. Collective.
+    """Examine the nodes before a run: network, files, GPUs, clocks, versions, progress of messages.
 
-    Prints one line per finding. Exit status 0 if nothing is wrong, warnings aside; else 1.
+    Collective: start it as the training. Each finding is a line. The exit status is 1 if there is an error.
+
+    Example: mpirun -n 4 hpcdist doctor --folder runs
     """
     from hpcdist.tools.doctor.examination import examine  # which imports MPI's part
 

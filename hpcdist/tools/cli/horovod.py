@@ -11,7 +11,9 @@ import typer
 
 from hpcdist.tools import console
 
-app = typer.Typer(name="horovod", no_args_is_help=True, help="Horovod, for strategy.provider=horovod.")
+app = typer.Typer(
+    name="horovod", no_args_is_help=True, help="Horovod, which sums gradients with strategy.provider=horovod."
+)
 
 
 class Gpu(str, enum.Enum):
@@ -22,27 +24,32 @@ class Gpu(str, enum.Enum):
 
 @app.command()
 def build(
-    gpu: Annotated[Gpu, typer.Option(help="GPU operations by NCCL; auto: where all of it is there.")] = Gpu.auto,
+    gpu: Annotated[Gpu, typer.Option(help="Sums on GPUs by NCCL. auto: if CUDA and NCCL are there.")] = Gpu.auto,
     install: Annotated[bool, typer.Option(help="Install the wheel into this environment.")] = True,
-    rebuild: Annotated[bool, typer.Option("--rebuild", help="Build anew, whatever the cache holds.")] = False,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Build again, even if the cache has a wheel.")] = False,
     source: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Horovod's source package, for machines without an index.")
+        Path | None, typer.Option(metavar="FILE", help="Source package of Horovod, for machines without network.")
     ] = None,
     cache: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where wheels are kept; by default in ~/.cache.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder that keeps wheels. Default: in ~/.cache.")
     ] = None,
-    mpicxx: Annotated[str | None, typer.Option(metavar="PROGRAM", help="The MPI compiler.")] = None,
-    cxx: Annotated[str | None, typer.Option(metavar="PROGRAM", help="The C++ compiler.")] = None,
-    cuda_home: Annotated[Path | None, typer.Option(metavar="FOLDER", help="The one with bin/nvcc.")] = None,
-    nccl_home: Annotated[Path | None, typer.Option(metavar="FOLDER", help="The one with include/nccl.h.")] = None,
+    mpicxx: Annotated[str | None, typer.Option(metavar="PROGRAM", help="MPI compiler.")] = None,
+    cxx: Annotated[str | None, typer.Option(metavar="PROGRAM", help="C++ compiler.")] = None,
+    cuda_home: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder that has bin/nvcc.")] = None,
+    nccl_home: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder that has include/nccl.h.")] = None,
     launcher: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Starts ranks, up to their number: 'srun --mpi=pmix -n'.")
+        str | None,
+        typer.Option(metavar="COMMAND", help="Command that starts ranks: 'srun --mpi=pmix -n'. Default: mpirun -n."),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at a time; else cores and memory say.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Compilers at the same time. Default: by cores and memory.")
+    ] = None,
 ) -> None:
     """Build Horovod for this environment's torch and MPI (minutes), test it on 2 ranks, and install it.
 
     A cache keeps the wheel: it is built again only for another torch, MPI, Python, CUDA or compiler.
+
+    Example: hpcdist horovod build --gpu off
     """
     from hpcdist.tools.horovod.build import default_folder, run
     from hpcdist.tools.horovod.toolset import BuildOptions

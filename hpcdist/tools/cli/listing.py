@@ -1,73 +1,150 @@
-"""`hpcdist strategies|compressors|schedules|topology`: list algorithms, examine a topology."""
+"""`hpcdist strategies|compressors|topologies|schedules|datasets`: list algorithms, show one in full; `topology`."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from hpcdist.registry import catalogue
 from hpcdist.tools import console
 from hpcdist.tools.cli.base import Overrides
 
 app = typer.Typer()
-COLUMNS = 120  # of a drawing
+MARGIN = 10  # of a drawing, for the ranks' numbers
+TRAIN = "mpirun -n 4 hpcdist train jobs/digits.py"
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="Show this one in full. Default: list all.")]
 
 
 @app.command()
-def strategies() -> None:
-    """List the strategies with their options and references."""
-    from hpcdist import strategies as catalogue
+def strategies(name: Name = None) -> None:
+    """List the distribution strategies; or show one in full: what it does, its options, its source.
 
-    console.algorithms({name: catalogue.load(name) for name in catalogue.available()}, "strategy")
+    Example: hpcdist strategies softsync
+    """
+    known = catalogue("strategies")
+    if not _listed("strategies", known, name):
+        _show(known.load(str(name)), name, "strategy", f"{TRAIN} --set strategy={name}")
 
 
 @app.command()
-def compressors() -> None:
-    """List the compressors with their options and references. Each is a strategy's `compression`."""
-    from hpcdist import compress as catalogue
+def compressors(name: Name = None) -> None:
+    """List the compressors of messages, for a strategy's `compression`; or show one in full.
 
-    console.algorithms({name: catalogue.load(name) for name in catalogue.available()}, "strategy.compression")
+    Example: hpcdist compressors topk
+    """
+    known = catalogue("compressors")
+    if not _listed("compressors", known, name):
+        _show(known.load(str(name)), name, "strategy.compression", f"{TRAIN} --set strategy.compression={name}")
+
+
+@app.command()
+def topologies(name: Name = None) -> None:
+    """List the topologies, which say what ranks average with each other; or show one in full.
+
+    Example: hpcdist topologies torus
+    """
+    from hpcdist.config import options_of
+
+    known = catalogue("topologies")
+    if not _listed("topologies", known, name):
+        found = known.load(str(name))
+        needed = {key: key.upper() for key, field in options_of(found).model_fields.items() if field.is_required()}
+        training = f"{TRAIN} --set strategy={'dpsgd' if found.symmetric else 'sgp'} --set strategy.topology={name}"
+        training += "".join(f" --set strategy.topology.{key}={needed[key]}" for key in needed if key != "nodes")
+        examined = "".join(f" --set {key}={value}" for key, value in needed.items())
+        _show(found, name, "strategy.topology", training, f"hpcdist topology {name} --ranks 16{examined}")
+
+
+@app.command()
+def datasets(name: Name = None) -> None:
+    """List the data sets and kinds of files that `hpcdist data import` reads; or show one in full.
+
+    Example: hpcdist datasets digits
+    """
+    from hpcdist.config import meaning
+    from hpcdist.data import importers
+    from hpcdist.data.fetch import RELEASES
+
+    if not _listed("datasets", importers, name):
+        found = importers.load(str(name))
+        fetch = [f"hpcdist data fetch {name}"] * (name in RELEASES)
+        source = f"data/{name}" if fetch else getattr(sys.modules[found.__module__], "INCLUDED", "SOURCE")
+        command = f"hpcdist data import {name} {source} {name}.h5"
+        _show(found, name, "", *fetch, command, more=f"SOURCE is {meaning(found, 'source')}.")
 
 
 @app.command()
 def schedules(
+    name: Name = None,
     ranks: Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks in the drawings.")] = 4,
     micro_batches: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches in the drawings.")] = 8,
 ) -> None:
-    """List the schedules of pipelines, with a drawing where a backward pass takes twice as long as a forward pass.
+    """Show the schedules of pipelines, each with a drawing in which a backward pass takes two forward passes' time.
 
     F2 is the forward pass of micro-batch 2, B2 its backward pass, or I2 and W2 the halves of that: gradients of inputs
     and of weights. A rank with two stages has F2a and F2b.
+
+    Example: hpcdist schedules zero_bubble --ranks 4
     """
-    from hpcdist.parallel import schedules as catalogue
+    from hpcdist.parallel import schedules as known
     from hpcdist.parallel.plan import EQUAL
     from hpcdist.parallel.schedules.base import gantt
 
-    for name in catalogue.available():
-        console.algorithms({name: catalogue.load(name)}, "")
-        table = catalogue.make(name, ranks, micro_batches, chunks=2 if name == "interleaved" else 1)
-        timing = catalogue.simulate(table, EQUAL)
-        whole = max(1, int(COLUMNS // timing.makespan_s))  # columns of a forward pass: all are as wide
+    for each in known.available() if name is None else [name]:
+        console.algorithm(each, known.load(each))
+        table = known.make(each, ranks, micro_batches, chunks=2 if each == "interleaved" else 1)
+        timing = known.simulate(table, EQUAL)
+        whole = max(
+            1, int((console.columns() - MARGIN) // timing.makespan_s)
+        )  # columns of a forward pass: all are as wide
         print(*gantt(table, timing, int(timing.makespan_s) * whole), "", sep="\n")
 
 
 @app.command()
 def topology(
-    name: Annotated[str, typer.Argument(help="Topology, such as ring or torus; an unknown name lists all.")],
-    ranks: Annotated[int, typer.Option(metavar="N", help="Number of ranks.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Topology, such as ring; see `hpcdist topologies`.")],
+    ranks: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Number of ranks. Default: only describe the topology.")
+    ] = None,
     overrides: Overrides = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg|png", help="Draw it there, too; needs matplotlib.")
+        Path | None, typer.Option(metavar="FILE", help="Also draw it, in a file .svg or .png. Needs matplotlib.")
     ] = None,
 ) -> None:
-    """Examine a topology: checks of its weights, its spectral gap, each rank's neighbours. Give options with --set."""
-    from hpcdist import topology as catalogue
+    """Examine a topology: checks of its weights, its spectral gap, the neighbours of each rank.
+
+    Its options are given by --set.
+
+    Example: hpcdist topology torus --ranks 16 --set rows=2 --output torus.svg
+    """
     from hpcdist.config import checked_options, load
     from hpcdist.tools.topology import draw
 
-    make = catalogue.load(name)
-    chosen = make(ranks, **checked_options(make.__init__, load({}, None, overrides or [])))
+    if ranks is None:
+        topologies(name)
+        return
+    make = catalogue("topologies").load(name)
+    chosen = make(ranks, **checked_options(make, load({}, None, overrides or [])))
     if output is not None:
         draw(chosen, output)
     console.topology(chosen)
+
+
+# --- algorithms -------------------------------------------------------------------------------------------------------
+def _listed(command: str, known: Any, name: str | None) -> bool:
+    """List what is known, a line for each, unless one is named."""
+    if name is None:
+        console.overview({each: known.load(each) for each in known.available()})
+        console.note(f"`hpcdist {command} NAME` shows one in full")
+    return name is None
+
+
+def _show(found: Any, name: str | None, where: str, *examples: str, more: str = "") -> None:
+    """Show what an algorithm does, its options by their keys in the table `where`, its source, and commands."""
+    from hpcdist.config import describe, options_of
+
+    options = describe(found.Config if hasattr(found, "Config") else options_of(found), where)
+    console.algorithm(str(name), found, options, examples, more)

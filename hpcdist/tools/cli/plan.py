@@ -24,38 +24,45 @@ app = typer.Typer()
 def plan(
     job: JobFile,
     stages: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Ranks that hold the model together: parallel.stages.")
+        int | None, typer.Option(min=1, metavar="N", help="Ranks that hold the model together (parallel.stages).")
     ] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Parts of a batch: parallel.micro_batches.")
+        int | None, typer.Option(min=1, metavar="N", help="Parts of a batch (parallel.micro_batches).")
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Order of their passes: parallel.schedule; see `schedules`.")
+        str | None,
+        typer.Option(metavar="NAME", help="Order of the passes (parallel.schedule); see `hpcdist schedules`."),
     ] = None,
     chunks: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Stages of each rank: parallel.chunks.")
+        int | None, typer.Option(min=1, metavar="N", help="Stages of each rank (parallel.chunks).")
     ] = None,
     cut: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="Layers of each stage: parallel.cut. Default: the fastest.")
+        str | None,
+        typer.Option(metavar="N,N,...", help="Layers of each stage (parallel.cut). Default: the fastest cut."),
     ] = None,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Compute activations again: parallel.recompute.")
+        bool, typer.Option("--recompute", help="Compute activations again in the backward pass (parallel.recompute).")
     ] = False,
     limit_mb: Annotated[
-        float | None, typer.Option(min=0.0, metavar="MB", help="Memory that the cut may need on each rank.")
+        float | None, typer.Option(min=0.0, metavar="MB", help="Memory that each rank may need.")
     ] = None,
     network: Annotated[
         str | None,
-        typer.Option(metavar="LATENCY,BANDWIDTH", help="Speed of each link, as 2us,100Gbit/s. Default: no time."),
+        typer.Option(
+            metavar="LATENCY,BANDWIDTH",
+            help="Speed of each link, such as 2us,100Gbit/s. Default: messages take no time.",
+        ),
     ] = None,
     config: Config = None,
     overrides: Overrides = None,
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all of it there.")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything to this file.")
+    ] = None,
 ) -> None:
     """Cut a job's model into stages of equal time, and predict its pipeline: idle time, memory, other schedules.
 
     Each layer is measured here on a micro-batch of the job's data, on the first GPU, or with one thread. The model need
-    not fit in this machine's memory. Seconds are without the optimiser's.
+    not fit in the memory of this machine. The time of the optimiser is not included.
 
     Example: hpcdist plan jobs/digits.py --stages 4 --micro-batches 8 --network 2us,100Gbit/s
     """
@@ -106,7 +113,7 @@ def _show(chosen: Plan, others: Sequence[Plan], alone_s: float) -> None:
     step_s, ranks = chosen.timing.makespan_s, len(chosen.table)
     console.rows(f"Stages: {chosen.cut}; times of one micro-batch", stage_rows(chosen))
     console.rows("Ranks", rank_rows(chosen))
-    print(*gantt(chosen.table, chosen.timing), "", sep="\n")
+    print(*gantt(chosen.table, chosen.timing, console.columns() - 10), "", sep="\n")
     print(
         f"{chosen.schedule}: a step takes {step_s * 1e3:.4g} ms, {alone_s / step_s:.2f} times as fast as on one rank; "
         f"{ranks} rank{'s are' if ranks > 1 else ' is'} idle for {chosen.timing.bubble:.1%} of it, with equal stages "

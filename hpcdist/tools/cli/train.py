@@ -29,7 +29,7 @@ def train(
     ] = False,
     progress: Annotated[
         console.ProgressMode,
-        typer.Option(help="One line that is rewritten, or lines; auto: live on a terminal with one rank, else lines."),
+        typer.Option(help="One line that is rewritten, or lines; auto: live on a terminal, lines in a file or a pipe."),
     ] = console.ProgressMode.auto,
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Write timeline.json: who did what when, and waited for whom.")
@@ -45,7 +45,7 @@ def train(
     from hpcdist.train import runs
 
     comm = session.init()
-    show = console.progress(progress, comm.size)
+    show = console.progress(progress)
     ends_at = end_time(os.environ) if comm.rank == 0 else None
     folder, summary = runs.train(
         comm, job, config, overrides or [], output, resume, show, ends_at, command=sys.argv, timeline=timeline

@@ -14,6 +14,7 @@ from hpcdist.records.files import (
 )
 from hpcdist.records.lock import claimed, is_abandoned, locked, making
 from hpcdist.records.run import (
+    Outcome,
     RunRecord,
     Start,
     begin_run,
@@ -41,6 +42,7 @@ from hpcdist.records.summary import Seconds, Staleness, Summary, load_summary, s
 
 __all__ = [
     "Evaluation",
+    "Outcome",
     "RecordTail",
     "RecordWriter",
     "RunRecord",

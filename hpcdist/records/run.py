@@ -8,7 +8,7 @@ import platform
 from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,6 +16,7 @@ from hpcdist.errors import DataError
 from hpcdist.records.files import parse_json, read_bounded, replace_durably, writing
 
 FILE_NAME = "run.json"
+Outcome = Literal["ended", "interrupted", "failed"]
 
 
 class JobFile(BaseModel):
@@ -36,6 +37,10 @@ class Start(BaseModel):
 
     started: str
     ended: str | None = Field(None, description="none for a start that was killed, or that still runs")
+    outcome: Outcome | None = Field(
+        None, description="interrupted: it left before its end, and goes on with --resume; none as for `ended`"
+    )
+    reason: str | None = Field(None, description="of an outcome: the signal, the time limit, the error")
     command: list[str]
     job: JobFile
     commit: str | None = Field(description="of the job's folder; none outside of git")
@@ -107,11 +112,11 @@ def begin_run(folder: Path, start: Start) -> None:
     _write(path, run)
 
 
-def end_run(folder: Path) -> None:
-    """Record the time at which the newest start ended."""
+def end_run(folder: Path, outcome: Outcome = "ended", reason: str | None = None) -> None:
+    """Record when the newest start ended, how, and why."""
     run = load_run(folder)
     if run is not None:
-        run.last.ended = now()
+        run.last.ended, run.last.outcome, run.last.reason = now(), outcome, reason
         run.last.load += load_average()
         _write(folder / FILE_NAME, run)
 

@@ -27,6 +27,7 @@ from hpcdist.parallel.cut import cut_of
 from hpcdist.parallel.layers import outline
 from hpcdist.parallel.schedules import make as make_schedule
 from hpcdist.records import (
+    Outcome,
     Start,
     Summary,
     begin_run,
@@ -97,13 +98,14 @@ def train(
         write_down(trainer, job_path, command, newest)
         try:
             summary = trainer.run(newest)
-        except Exception:
+        except (Exception, KeyboardInterrupt) as error:
             with suppress(OSError):
-                _end(comm, folder)
+                _end(comm, folder, *_outcome(error))
                 if comm.trace.timeline is not None:
                     comm.trace.timeline.close()
             raise
-        _end(comm, folder)
+        reason = None if trainer.leaving is None else trainer.leaving.reason
+        _end(comm, folder, "interrupted" if summary is None else "ended", reason)
         if comm.trace.timeline is not None:
             end_timeline(comm)
         if summary is None and comm.rank == comm.failures.living[0]:
@@ -113,9 +115,16 @@ def train(
     return folder, summary
 
 
-def _end(comm: Communicator, folder: Path) -> None:
+def _end(comm: Communicator, folder: Path, outcome: Outcome, reason: str | None) -> None:
     if comm.rank == comm.failures.living[0]:
-        end_run(folder)
+        end_run(folder, outcome, reason)
+
+
+def _outcome(error: BaseException) -> tuple[Outcome, str]:
+    """Return how a run ended that an exception has ended, and why."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", "Ctrl-C"
+    return "failed", f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _decided(comm: Communicator, work: Callable[[], Path | None]) -> Path | None:

@@ -19,6 +19,7 @@ from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import differing
 from hpcdist.errors import DataError
 from hpcdist.records import Evaluation, keep_evaluations, load_run, read_evaluations, run
+from hpcdist.tools.runs import Run
 from hpcdist.train import runs
 
 JOB = "import widths\nfrom train import tiny\njob = tiny.job\n"
@@ -56,6 +57,7 @@ def test_run_json_says_all_that_a_run_was_started_with():
     assert len(found.commit) == 40 and found.dirty
     assert (found.ranks, found.hosts, found.command) == (3, [platform.node()] * 3, ["hpcdist", "train", "jobs/it.py"])
     assert found.started <= found.ended and found.started.endswith("Z") and found.resumed == []
+    assert (found.outcome, found.reason) == ("ended", None)
     assert found.versions == {
         "hpcdist": hpcdist.__version__, "torch": torch.__version__, "numpy": np.__version__,
         "python": platform.python_version(), "mpi": None,
@@ -120,7 +122,10 @@ def test_a_run_that_goes_on_keeps_its_first_start_and_adds_evaluations():
 def test_a_run_that_failed_says_when():
     with pytest.raises(Exception, match="gradients must be finite"):
         train("optimizer=SGD", "optimizer.lr=1e30", "schedule=none", "clip_norm=none")
-    assert load_run("run").ended is not None
+    found = load_run("run")
+    assert found.ended is not None and found.outcome == "failed"
+    assert found.reason.startswith("NonFiniteError: gradients must be finite") and "\n" not in found.reason
+    assert Run("run").state == "failed" and "gradients must be finite" in Run("run").failure
 
 
 def test_the_report_shows_the_settings_that_differ(capsys, monkeypatch):

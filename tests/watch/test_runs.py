@@ -161,6 +161,10 @@ def test_reasons_for_no_summary(tmp_path):
     (tmp_path / "begun" / "run.json").write_text(json.dumps({**start, "ended": "2026-01-31T12:05:00Z"}))
     run = Run(tmp_path / "begun")
     assert run.failure == "failed, and ended at 2026-01-31T12:05:00Z" and run.state == "stopped"
+    end_run(tmp_path / "begun", "interrupted", "SIGTERM on rank 0")
+    run.update()
+    assert run.state == "interrupted" and run.failure.startswith("was interrupted at ")
+    assert run.failure.endswith(" (SIGTERM on rank 0); --resume goes on with it")
     (tmp_path / "begun" / "failure.txt").write_text("exit status 1\nfirst\nsecond\n\nthird\nRuntimeError: no")
     run.update()
     assert run.failure == "failed:\nfirst\nsecond\nthird\nRuntimeError: no" and run.state == "failed"

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 FAILURE = "failure.txt"  # in the folder of a comparison's run that failed: its last lines
 LAST_BYTES = 1 << 16  # of a log, in which its last lines are looked for
-# Nothing there yet; begun; records are written; no process is at work any more, and it may be resumed; failed in a
-# comparison; has its summary.
-State = Literal["waiting", "starting", "training", "stopped", "failed", "ended"]
+# Nothing there yet; begun; records are written; it left early, on a signal or at a time limit, and may be resumed; no
+# process is at work any more, and nothing says why; an error has ended it; it has its summary.
+State = Literal["waiting", "starting", "training", "interrupted", "stopped", "failed", "ended"]
 T = TypeVar("T")
 
 
@@ -138,8 +138,11 @@ class Run:
     def state(self) -> State:
         if self.ended:
             return "ended"
-        if (self.folder / FAILURE).exists():
+        outcome = None if self.start is None else self.start.outcome
+        if outcome == "failed" or (self.folder / FAILURE).exists():
             return "failed"
+        if outcome == "interrupted":
+            return "interrupted"
         if self.abandoned or (self.start is not None and self.start.ended is not None):
             return "stopped"
         if len(self.steps.recent):
@@ -155,7 +158,12 @@ class Run:
             return "\n".join(["failed:", *lines])
         if self.start is None:
             return "was not made"
-        return "has begun and not ended" if self.start.ended is None else f"failed, and ended at {self.start.ended}"
+        if self.start.ended is None:
+            return "has begun and not ended"
+        if self.start.outcome == "interrupted":
+            return f"was interrupted at {self.start.ended} ({self.start.reason}); --resume goes on with it"
+        why = "" if self.start.reason is None else f": {self.start.reason}"
+        return f"failed, and ended at {self.start.ended}{why}"
 
     @property
     def batch(self) -> int | None:

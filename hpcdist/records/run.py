@@ -38,9 +38,9 @@ class Start(BaseModel):
     started: str
     ended: str | None = Field(None, description="none for a start that was killed, or that still runs")
     outcome: Outcome | None = Field(
-        None, description="interrupted: it left before its end, and goes on with --resume; none as for `ended`"
+        default=None, description="interrupted: it left before its end, and goes on with --resume; none as for `ended`"
     )
-    reason: str | None = Field(None, description="of an outcome: the signal, the time limit, the error")
+    reason: str | None = Field(default=None, description="of an outcome: the signal, the time limit, the error")
     command: list[str]
     job: JobFile
     commit: str | None = Field(description="of the job's folder; none outside of git")

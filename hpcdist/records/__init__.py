@@ -13,6 +13,7 @@ from hpcdist.records.files import (
     writing,
 )
 from hpcdist.records.lock import claimed, is_abandoned, locked, making
+from hpcdist.records.resources import Resources, Sample, Sampler, resources_path
 from hpcdist.records.run import (
     Outcome,
     RunRecord,
@@ -45,7 +46,10 @@ __all__ = [
     "Outcome",
     "RecordTail",
     "RecordWriter",
+    "Resources",
     "RunRecord",
+    "Sample",
+    "Sampler",
     "Seconds",
     "Staleness",
     "Stamp",
@@ -76,6 +80,7 @@ __all__ = [
     "record_files",
     "record_path",
     "replace_durably",
+    "resources_path",
     "stamp",
     "summarise",
     "sync",

@@ -141,6 +141,38 @@ def _number(path: Path) -> int:
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
+class Gpu:
+    """A GPU of NVIDIA's, by its UUID.
+
+    Raises:
+        OSError: there is no driver.
+    """
+
+    def __init__(self, uuid: str):
+        import pynvml as nvml
+
+        self.nvml: Any = nvml
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError as error:
+            raise OSError(f"no driver of NVIDIA's answers ({error})") from None
+        self.uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+
+    def ask(self, question: str) -> Any:
+        """Return what a function of NVML says of this GPU; raise NVMLError if there is none, or it does not tell."""
+        return getattr(self.nvml, question)(self.nvml.nvmlDeviceGetHandleByUUID(self.uuid))
+
+    def used(self) -> tuple[float | None, int | None]:
+        """Return the share of the last moment in which it was busy, and its bytes in use; None for what it hides."""
+        found: list[Any] = []
+        for question, field, unit in (("UtilizationRates", "gpu", 0.01), ("MemoryInfo", "used", 1)):
+            try:
+                found.append(getattr(self.ask(f"nvmlDeviceGet{question}"), field) * unit)
+            except self.nvml.NVMLError:
+                found.append(None)
+        return found[0], found[1]
+
+
 class GpuCounter:
     """The counter of one GPU since its driver was loaded.
 
@@ -149,19 +181,11 @@ class GpuCounter:
     """
 
     def __init__(self, uuid: str):
-        import pynvml as nvml
-
-        self._nvml: Any = nvml
-        try:
-            nvml.nvmlInit()
-        except nvml.NVMLError as error:
-            raise OSError(f"no driver of NVIDIA's answers ({error})") from None
-        self._uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        self._gpu = Gpu(uuid)
         self()
 
     def __call__(self) -> float:
         try:
-            handle = self._nvml.nvmlDeviceGetHandleByUUID(self._uuid)
-            return 1e-3 * self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-        except self._nvml.NVMLError as error:
-            raise OSError(f"{self._uuid} does not count its energy ({error})") from None
+            return 1e-3 * self._gpu.ask("nvmlDeviceGetTotalEnergyConsumption")
+        except self._gpu.nvml.NVMLError as error:
+            raise OSError(f"{self._gpu.uuid} does not count its energy ({error})") from None

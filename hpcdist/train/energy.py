@@ -45,7 +45,7 @@ class RunEnergy:
         """Collective. Start the measurement."""
         if self._comm.trace.virtual is not None:
             return
-        gpu = _uuid(self._device)
+        gpu = gpu_uuid(self._device)
         places = [place or ["", None] for place in self._comm.gather([_host(), gpu])]
         before = places[: self._comm.rank]
         makers: dict[str, Callable[[], Sequence[Joules]]] = {}
@@ -90,7 +90,8 @@ def _host() -> str:
     return BOOT.read_text().strip() if BOOT.exists() else platform.node()
 
 
-def _uuid(device: torch.device | None) -> str | None:
+def gpu_uuid(device: torch.device | None) -> str | None:
+    """Return the UUID of a device that is a GPU."""
     if device is None or device.type != "cuda":
         return None
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", "unknown"))

@@ -15,6 +15,7 @@ from hpcdist.config import JobConfig
 from hpcdist.records import (
     Evaluation,
     RecordWriter,
+    Sampler,
     StepRecord,
     Summary,
     append_evaluation,
@@ -22,11 +23,12 @@ from hpcdist.records import (
     read_evaluations,
     read_records,
     record_path,
+    resources_path,
     summarise,
     write_summary,
 )
 from hpcdist.train.curves import Curves
-from hpcdist.train.energy import RunEnergy
+from hpcdist.train.energy import RunEnergy, gpu_uuid
 from hpcdist.train.milestones import Milestones
 from hpcdist.train.resume import Position
 
@@ -57,7 +59,7 @@ class Progress:
 class RunLog:
     """Writes the records, evaluations and summary of a run, and reports its progress.
 
-    Each rank has a file of records; the first living rank writes everything else, and reports.
+    Each rank has a file of records and one of resources; the first living rank writes everything else, and reports.
 
     Args:
         folder: of the run.
@@ -92,7 +94,8 @@ class RunLog:
         self.joules: float | None = None
         self._folder, self._config, self._comm = folder, config, comm
         self._position, self._milestones, self._report = position, milestones, report
-        self._curves = curves
+        self._curves, self._device = curves, device
+        self._sampler: Sampler | None = None
         self._evaluated: int | None = None  # the step of the last evaluation before a resumed run
         self._losses: list[float] = []
         self._gradients = 0  # applied by this rank, a server, in this epoch
@@ -108,6 +111,8 @@ class RunLog:
             kept = read_evaluations(self._folder) if self._leads else []
             self._evaluated = self._comm.gather(kept[-1].step if kept else None)[self._comm.failures.living[0]]
         self._curves.open(first_step)
+        if self._comm.trace.virtual is None:
+            self._sampler = Sampler(resources_path(self._folder, self._comm.rank), gpu_uuid(self._device))
 
     @property
     def _leads(self) -> bool:
@@ -207,6 +212,8 @@ class RunLog:
         return Summary.model_validate_json(summaries[self._comm.failures.living[0]])
 
     def close(self) -> None:
+        if self._sampler is not None:
+            self._sampler.close()
         self.energy.close()
         self._writer.close()
         self._curves.close()

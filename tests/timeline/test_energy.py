@@ -12,7 +12,7 @@ import torch
 from hpcdist.comm.alone import Alone
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.records import energy, read_evaluations
-from hpcdist.records.energy import EnergyMeter, GpuCounter, Package, add_up, energy_of, packages
+from hpcdist.records.energy import EnergyMeter, Gpu, GpuCounter, Package, add_up, energy_of, packages
 from hpcdist.train import log, loop
 from hpcdist.train.energy import RunEnergy
 from train import tiny
@@ -140,6 +140,20 @@ def test_a_gpu_that_does_not_count(monkeypatch, fails, reason):
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(fails))
     meter = EnergyMeter({"gpu": lambda: [GpuCounter("GPU-1")]})
     assert meter.joules() == {} and reason in meter.missing["gpu"]
+
+
+def test_a_gpu_tells_its_use_or_not(monkeypatch):
+    class Busy(Nvml):
+        def nvmlDeviceGetUtilizationRates(self, handle):
+            return SimpleNamespace(gpu=75)
+
+        def nvmlDeviceGetMemoryInfo(self, handle):
+            self._fail("memory")
+            return SimpleNamespace(used=4096)
+
+    for fails, used in ((None, (0.75, 4096)), ("memory", (0.75, None))):
+        monkeypatch.setitem(sys.modules, "pynvml", Busy(fails))
+        assert Gpu("1").used() == used
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------

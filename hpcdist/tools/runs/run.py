@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from hpcdist.errors import DataError
 from hpcdist.records import (
     Evaluation,
+    Resources,
     RunRecord,
+    Sample,
     Start,
     Summary,
     is_abandoned,
@@ -62,6 +64,7 @@ class Run:
         self.abandoned = False
         self.damage: str | None = None
         self._steps: Steps | None = None
+        self._resources: Resources | None = None
         self._newest_summary: Summary | None = None  # which may be older than the newest start
         self._seen: dict[str, tuple[int, ...]] = {}  # stamps of the files that have been read
         self.update()
@@ -81,6 +84,8 @@ class Run:
             self.evaluations = self._read("evaluations.jsonl", read_evaluations, self.evaluations)
             if self._steps is not None:
                 self._steps.read()
+            if self._resources is not None:
+                self._resources.read()
             if ended:
                 self._newest_summary = self._read("summary.json", load_summary, self._newest_summary)
             self.summary = None if self._goes_on() else self._newest_summary
@@ -179,6 +184,14 @@ class Run:
             self._steps = Steps(self.folder, follow=self._follow)
             self._steps.read()
         return self._steps
+
+    @property
+    def resources(self) -> dict[int, list[Sample]]:
+        """Return what each rank has used over time; read on first use, then by each `update`. Empty if virtual."""
+        if self._resources is None:
+            self._resources = Resources(self.folder)
+            self._resources.read()
+        return self._resources.samples
 
     @property
     def has_read_steps(self) -> bool:

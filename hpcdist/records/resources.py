@@ -1,0 +1,151 @@
+"""`resources-rank*.jsonl`: the processor, memory, network and GPU of each rank over time."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from pydantic import TypeAdapter, ValidationError
+
+from hpcdist.records.energy import SYSFS, Gpu
+from hpcdist.records.files import append, open_regular, writing
+
+EVERY_S = 2.0  # seconds between samples
+SPARING = 1000  # after so many samples the next ones come half as often: some 7,000 of them are a week
+_FILE_NAME = re.compile(r"resources-rank(\d{4,})\.jsonl")
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one rank has used since its last sample."""
+
+    time: float  # in seconds since 1970
+    cores: float  # busy with this process, in the mean
+    memory_bytes: int  # of this process
+    received_bytes_s: float  # by the rank's host, over its network interfaces
+    sent_bytes_s: float
+    gpu: float | None = None  # share of the last moment in which this rank's GPU was busy
+    gpu_memory_bytes: int | None = None  # of this rank's GPU, whoever uses it
+
+
+_SAMPLE: TypeAdapter[Sample] = TypeAdapter(Sample)
+
+
+def resources_path(folder: str | Path, rank: int) -> Path:
+    """Return the file that a rank's samples go to."""
+    return Path(folder) / f"resources-rank{rank:04d}.jsonl"
+
+
+class Sampler:
+    """Appends a sample of this process to a file every few seconds, on a thread of its own, and one at the end.
+
+    Training goes on without samples if the file can't be written.
+
+    Args:
+        path: see `resources_path`.
+        gpu: UUID of the GPU that this rank computes on.
+        root: the folder of sysfs.
+    """
+
+    def __init__(self, path: Path, gpu: str | None = None, root: Path = SYSFS):
+        self._path, self._process, self._root = path, psutil.Process(), root
+        self._gpu: Callable[[], tuple[float | None, int | None]] = lambda: (None, None)
+        if gpu is not None:
+            try:
+                self._gpu = Gpu(gpu).used
+            except OSError:  # no driver of NVIDIA's; RunEnergy says so in the summary
+                pass
+        self._before = self._count()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hpcdist-resources", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        every_s, count = EVERY_S, 0
+        try:
+            with writing(self._path), open(self._path, "ab", buffering=0) as file:
+                ended = False
+                while not ended:
+                    ended = self._ended.wait(every_s)
+                    append(file, self._path, _SAMPLE.dump_json(self._sample()) + b"\n")
+                    count += 1
+                    if count % SPARING == 0:
+                        every_s *= 2
+        except OSError as error:
+            _logger.warning(f"processor, memory, network and GPU are recorded no longer: {error}")
+
+    def _count(self) -> tuple[float, float, int, int]:
+        """Return the present time, and what has been used so far: seconds of processors, bytes received and sent."""
+        used = self._process.cpu_times()
+        return (time.monotonic(), used.user + used.system, *network_bytes(self._root))
+
+    def _sample(self) -> Sample:
+        before, self._before = self._before, self._count()
+        since_s, *used = (now - then for now, then in zip(self._before, before))
+        cores, *network = (round(one / max(since_s, 1e-3), 3) for one in used)
+        memory = self._process.memory_info().rss
+        return Sample(round(time.time(), 2), cores, memory, *network, *self._gpu())
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def network_bytes(root: Path = SYSFS) -> tuple[int, int]:
+    """Return the bytes that this host has received and sent, over hardware where it has some, and over InfiniBand.
+
+    MPI uses InfiniBand past the kernel, whose counters of interfaces see none of it.
+    """
+    interfaces = {name: found for name, found in psutil.net_io_counters(pernic=True).items() if name != "lo"}
+    hardware = [name for name in interfaces if (root / "class" / "net" / name / "device").exists()]
+    counted = [interfaces[name] for name in hardware or interfaces]  # else a bond would count once more
+    received, sent = sum(one.bytes_recv for one in counted), sum(one.bytes_sent for one in counted)
+    for counters in root.glob("class/infiniband/*/ports/*/counters"):
+        try:
+            received += 4 * int((counters / "port_rcv_data").read_text())  # in words of four bytes
+            sent += 4 * int((counters / "port_xmit_data").read_text())
+        except (OSError, ValueError):  # a port that does not count
+            pass
+    return received, sent
+
+
+class Resources:
+    """The samples of a run's ranks, read while they are written.
+
+    Attributes:
+        samples: of each rank, the oldest first.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._read: dict[int, int] = {}  # bytes of each rank's file
+        self.samples: dict[int, list[Sample]] = {}
+
+    def read(self) -> None:
+        """Read the samples that are new. A line that is none, as a killed writer leaves it, is left out."""
+        for path in sorted(self._folder.glob("resources-rank*.jsonl")):
+            if match := _FILE_NAME.fullmatch(path.name):
+                try:
+                    self._read_file(int(match[1]), path)
+                except OSError:  # it is none that can be read; a run shows without it
+                    continue
+
+    def _read_file(self, rank: int, path: Path) -> None:
+        with open_regular(path) as file:
+            file.seek(self._read.get(rank, 0))
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read[rank] = self._read.get(rank, 0) + len(whole)
+        samples = self.samples.setdefault(rank, [])
+        for line in whole.splitlines():
+            try:
+                samples.append(_SAMPLE.validate_json(line))
+            except ValidationError:
+                continue

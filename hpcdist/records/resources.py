@@ -89,9 +89,9 @@ class Sampler:
     def _sample(self) -> Sample:
         before, self._before = self._before, self._count()
         since_s, *used = (now - then for now, then in zip(self._before, before))
-        cores, *network = (round(one / max(since_s, 1e-3), 3) for one in used)
+        cores, received, sent = (round(one / max(since_s, 1e-3), 3) for one in used)
         memory = self._process.memory_info().rss
-        return Sample(round(time.time(), 2), cores, memory, *network, *self._gpu())
+        return Sample(round(time.time(), 2), cores, memory, received, sent, *self._gpu())
 
     def close(self) -> None:
         self._ended.set()

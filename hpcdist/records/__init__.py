@@ -13,7 +13,7 @@ from hpcdist.records.files import (
     writing,
 )
 from hpcdist.records.lock import claimed, is_abandoned, locked, making
-from hpcdist.records.resources import Resources, Sample, Sampler, resources_path
+from hpcdist.records.resources import Resources, Sampler, Usage, resources_path
 from hpcdist.records.run import (
     Outcome,
     RunRecord,
@@ -48,7 +48,6 @@ __all__ = [
     "RecordWriter",
     "Resources",
     "RunRecord",
-    "Sample",
     "Sampler",
     "Seconds",
     "Staleness",
@@ -56,6 +55,7 @@ __all__ = [
     "Start",
     "StepRecord",
     "Summary",
+    "Usage",
     "append_evaluation",
     "begin_run",
     "claimed",

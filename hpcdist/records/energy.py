@@ -141,7 +141,7 @@ def _number(path: Path) -> int:
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
-class Gpu:
+class NvidiaGpu:
     """A GPU of NVIDIA's, by its UUID.
 
     Raises:
@@ -181,7 +181,7 @@ class GpuCounter:
     """
 
     def __init__(self, uuid: str):
-        self._gpu = Gpu(uuid)
+        self._gpu = NvidiaGpu(uuid)
         self()
 
     def __call__(self) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
-from hpcdist.records.energy import SYSFS, Gpu
+from hpcdist.records.energy import SYSFS, NvidiaGpu
 from hpcdist.records.files import append, open_regular, writing
 
 EVERY_S = 2.0  # seconds between samples
@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Usage:
     """What one rank has used since its last sample."""
 
     time: float  # in seconds since 1970
@@ -35,7 +35,7 @@ class Sample:
     gpu_memory_bytes: int | None = None  # of this rank's GPU, whoever uses it
 
 
-_SAMPLE: TypeAdapter[Sample] = TypeAdapter(Sample)
+_USAGE: TypeAdapter[Usage] = TypeAdapter(Usage)
 
 
 def resources_path(folder: str | Path, rank: int) -> Path:
@@ -59,7 +59,7 @@ class Sampler:
         self._gpu: Callable[[], tuple[float | None, int | None]] = lambda: (None, None)
         if gpu is not None:
             try:
-                self._gpu = Gpu(gpu).used
+                self._gpu = NvidiaGpu(gpu).used
             except OSError:  # no driver of NVIDIA's; RunEnergy says so in the summary
                 pass
         self._before = self._count()
@@ -74,7 +74,7 @@ class Sampler:
                 ended = False
                 while not ended:
                     ended = self._ended.wait(every_s)
-                    append(file, self._path, _SAMPLE.dump_json(self._sample()) + b"\n")
+                    append(file, self._path, _USAGE.dump_json(self._sample()) + b"\n")
                     count += 1
                     if count % SPARING == 0:
                         every_s *= 2
@@ -86,12 +86,12 @@ class Sampler:
         used = self._process.cpu_times()
         return (time.monotonic(), used.user + used.system, *network_bytes(self._root))
 
-    def _sample(self) -> Sample:
+    def _sample(self) -> Usage:
         before, self._before = self._before, self._count()
         since_s, *used = (now - then for now, then in zip(self._before, before))
         cores, received, sent = (round(one / max(since_s, 1e-3), 3) for one in used)
         memory = self._process.memory_info().rss
-        return Sample(round(time.time(), 2), cores, memory, received, sent, *self._gpu())
+        return Usage(round(time.time(), 2), cores, memory, received, sent, *self._gpu())
 
     def close(self) -> None:
         self._ended.set()
@@ -126,7 +126,7 @@ class Resources:
     def __init__(self, folder: Path):
         self._folder = folder
         self._read: dict[int, int] = {}  # bytes of each rank's file
-        self.samples: dict[int, list[Sample]] = {}
+        self.samples: dict[int, list[Usage]] = {}
 
     def read(self) -> None:
         """Read the samples that are new. A line that is none, as a killed writer leaves it, is left out."""
@@ -146,6 +146,6 @@ class Resources:
         samples = self.samples.setdefault(rank, [])
         for line in whole.splitlines():
             try:
-                samples.append(_SAMPLE.validate_json(line))
+                samples.append(_USAGE.validate_json(line))
             except ValidationError:
                 continue

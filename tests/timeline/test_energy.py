@@ -12,7 +12,7 @@ import torch
 from hpcdist.comm.alone import Alone
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.records import energy, read_evaluations
-from hpcdist.records.energy import EnergyMeter, Gpu, GpuCounter, Package, add_up, energy_of, packages
+from hpcdist.records.energy import EnergyMeter, GpuCounter, NvidiaGpu, Package, add_up, energy_of, packages
 from hpcdist.train import log, loop
 from hpcdist.train.energy import RunEnergy
 from train import tiny
@@ -153,7 +153,7 @@ def test_a_gpu_tells_its_use_or_not(monkeypatch):
 
     for fails, used in ((None, (0.75, 4096)), ("memory", (0.75, None))):
         monkeypatch.setitem(sys.modules, "pynvml", Busy(fails))
-        assert Gpu("1").used() == used
+        assert NvidiaGpu("1").used() == used
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ from hpcdist.records import (
     Evaluation,
     Resources,
     RunRecord,
-    Sample,
     Start,
     Summary,
+    Usage,
     is_abandoned,
     load_run,
     load_summary,
@@ -186,7 +186,7 @@ class Run:
         return self._steps
 
     @property
-    def resources(self) -> dict[int, list[Sample]]:
+    def resources(self) -> dict[int, list[Usage]]:
         """Return what each rank has used over time; read on first use, then by each `update`. Empty if virtual."""
         if self._resources is None:
             self._resources = Resources(self.folder)

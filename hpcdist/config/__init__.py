@@ -1,9 +1,11 @@
 """Settings: read from files and flags, checked, and put together to a training job's configuration."""
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
-from hpcdist.config.merge import differences, differing, fingerprint, load
-from hpcdist.config.settings import Named, Option, Settings, checked_options, describe, meaning, options_of
+if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
+    from hpcdist.config.merge import differences, differing, fingerprint, load
+    from hpcdist.config.settings import Named, Option, Settings, checked_options, describe, meaning, options_of
 
 __all__ = [
     "CheckpointConfig",
@@ -26,10 +28,13 @@ __all__ = [
     "options_of",
     "schedules",
 ]
+_MERGE = ("differences", "differing", "fingerprint", "load")
+_SETTINGS = ("Named", "Option", "Settings", "checked_options", "describe", "meaning", "options_of")
 
 
-def __getattr__(name: str):
-    # The remaining names are those of a training job's configuration, which needs torch: that takes seconds to load.
+def __getattr__(name: str) -> Any:
+    # Looked up on first use: settings need pydantic, and a job's configuration torch, which takes seconds to load.
     if name in __all__:
-        return getattr(importlib.import_module("hpcdist.config.job"), name)
+        home = "merge" if name in _MERGE else "settings" if name in _SETTINGS else "job"
+        return getattr(importlib.import_module(f"hpcdist.config.{home}"), name)
     raise AttributeError(f"module 'hpcdist.config' has no attribute {name!r}")

@@ -22,7 +22,7 @@ from hpcdist.comm.launch import LAUNCHERS
 from hpcdist.errors import INTERRUPTED, LEFT, NO_SPACE, ConfigError, HpcdistError, OutputError
 from hpcdist.faults.turns import SILENT_S, takes_turn
 from hpcdist.registry import catalogue
-from hpcdist.tools import console
+from hpcdist.tools import completion, console
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -43,6 +43,9 @@ def main() -> None:
     an error, 75 for a run that left early, 130 for an interruption. Only an exception that is no HpcdistError has a
     traceback.
     """
+    if completion.VARIABLE in os.environ:
+        completion.answer(typer.main.get_command(app))
+        sys.exit()
     first = launched_rank() == 0
     is_collective = len(sys.argv) > 1 and sys.argv[1] in COLLECTIVE and not {"-h", "--help"} & set(sys.argv)
     status = _run(sys.argv[1:], first) if first or is_collective else 0

@@ -9,11 +9,15 @@ from typing import Annotated
 import typer
 
 from hpcdist.errors import ConfigError
+from hpcdist.tools import completion
 
 Config = Annotated[Path | None, typer.Option(metavar="TOML", help="File of settings.")]
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="Python file that defines `job`, such as jobs/digits.py.")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting. May be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a setting. May be repeated.", autocompletion=completion.settings
+    ),
 ]
 Target = Annotated[
     str | None,

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 import hpcdist as hd  # its init imports torch when it is called, and not before
-from hpcdist.tools import console
+from hpcdist.tools import completion, console
 
 app = typer.Typer(
     name="bench", no_args_is_help=True, help="Measure a part of hpcdist beside its alternatives, in one run."
@@ -50,7 +50,11 @@ def allreduce(
     ] = None,
     algorithm: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Algorithm to measure. May be repeated. Default: auto and all others."),
+        typer.Option(
+            metavar="NAME",
+            help="Algorithm to measure. May be repeated. Default: auto and all others.",
+            autocompletion=completion.names("collectives"),
+        ),
     ] = None,
     rounds: Rounds = 15,
     json_path: Json = None,

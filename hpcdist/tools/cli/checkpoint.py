@@ -7,13 +7,18 @@ from typing import Annotated
 
 import typer
 
-from hpcdist.tools import console
+from hpcdist.tools import completion, console
 
 app = typer.Typer(
     name="checkpoint", no_args_is_help=True, help="The checkpoints of a run: list them, take the model out of one."
 )
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, folder of checkpoints, or one checkpoint.")]
+Run = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", help="Folder of a run, folder of checkpoints, or one checkpoint.", autocompletion=completion.runs
+    ),
+]
 
 
 @app.command("show")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hpcdist.errors import ConfigError
-from hpcdist.tools import console
+from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import Overrides
 
 app = typer.Typer(name="data", no_args_is_help=True, help="Data sets in HDF5, the files that jobs train on.")
@@ -16,7 +16,12 @@ app = typer.Typer(name="data", no_args_is_help=True, help="Data sets in HDF5, th
 
 @app.command("import")
 def data_import(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Data set or kind of file; see `hpcdist datasets`.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="Data set or kind of file; see `hpcdist datasets`.", autocompletion=completion.datasets
+        ),
+    ],
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="File or folder to read; `sklearn` for digits.")],
     destination: Annotated[Path, typer.Argument(metavar="FILE", help="HDF5 file to write.")],
     overrides: Overrides = None,
@@ -40,7 +45,14 @@ def data_import(
 
 @app.command("fetch")
 def data_fetch(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="mnist or fashion-mnist.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="mnist or fashion-mnist.",
+            autocompletion=lambda: ["mnist", "fashion-mnist"],
+        ),
+    ],
     folder: Annotated[
         Path | None, typer.Argument(metavar="FOLDER", help="Folder for the files. Default: data/NAME.")
     ] = None,

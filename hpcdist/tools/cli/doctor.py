@@ -8,9 +8,6 @@ from typing import Annotated
 
 import typer
 
-from hpcdist.tools.doctor.base import Requirements
-from hpcdist.tools.doctor.report import ExaminationOptions
-
 app = typer.Typer()
 
 
@@ -43,7 +40,9 @@ def doctor(
 
     Example: mpirun -n 4 hpcdist doctor --folder runs
     """
+    from hpcdist.tools.doctor.base import Requirements
     from hpcdist.tools.doctor.examination import examine  # which imports MPI's part
+    from hpcdist.tools.doctor.report import ExaminationOptions
 
     required = Requirements(ranks, folder, gpus, dict(os.environ))
     status = examine(required, ExaminationOptions(spare, exclude_file, strict, json_path, limit_s))

@@ -9,17 +9,20 @@ from typing import Annotated, Any
 import typer
 
 from hpcdist.registry import catalogue
-from hpcdist.tools import console
+from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import Overrides
 
 app = typer.Typer()
 MARGIN = 10  # of a drawing, for the ranks' numbers
 TRAIN = "mpirun -n 4 hpcdist train jobs/digits.py"
-Name = Annotated[str | None, typer.Argument(metavar="NAME", help="Show this one in full. Default: list all.")]
+
+
+def _name(complete: completion.Completer) -> Any:
+    return typer.Argument(metavar="NAME", help="Show this one in full. Default: list all.", autocompletion=complete)
 
 
 @app.command()
-def strategies(name: Name = None) -> None:
+def strategies(name: Annotated[str | None, _name(completion.names("strategies"))] = None) -> None:
     """List the distribution strategies; or show one in full: what it does, its options, its source.
 
     Example: hpcdist strategies softsync
@@ -30,7 +33,7 @@ def strategies(name: Name = None) -> None:
 
 
 @app.command()
-def compressors(name: Name = None) -> None:
+def compressors(name: Annotated[str | None, _name(completion.names("compressors"))] = None) -> None:
     """List the compressors of messages, for a strategy's `compression`; or show one in full.
 
     Example: hpcdist compressors topk
@@ -41,7 +44,7 @@ def compressors(name: Name = None) -> None:
 
 
 @app.command()
-def topologies(name: Name = None) -> None:
+def topologies(name: Annotated[str | None, _name(completion.names("topologies"))] = None) -> None:
     """List the topologies, which say what ranks average with each other; or show one in full.
 
     Example: hpcdist topologies torus
@@ -59,7 +62,7 @@ def topologies(name: Name = None) -> None:
 
 
 @app.command()
-def datasets(name: Name = None) -> None:
+def datasets(name: Annotated[str | None, _name(completion.datasets)] = None) -> None:
     """List the data sets and kinds of files that `hpcdist data import` reads; or show one in full.
 
     Example: hpcdist datasets digits
@@ -78,7 +81,7 @@ def datasets(name: Name = None) -> None:
 
 @app.command()
 def schedules(
-    name: Name = None,
+    name: Annotated[str | None, _name(completion.names("schedules"))] = None,
     ranks: Annotated[int, typer.Option(min=1, metavar="N", help="Number of ranks in the drawings.")] = 4,
     micro_batches: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches in the drawings.")] = 8,
 ) -> None:
@@ -105,7 +108,14 @@ def schedules(
 
 @app.command()
 def topology(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Topology, such as ring; see `hpcdist topologies`.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="Topology, such as ring; see `hpcdist topologies`.",
+            autocompletion=completion.names("topologies"),
+        ),
+    ],
     ranks: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Number of ranks. Default: only describe the topology.")
     ] = None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcdist.tools import console
+from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import Config, JobFile, Overrides, read_counts
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
@@ -31,7 +31,11 @@ def plan(
     ] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Order of the passes (parallel.schedule); see `hpcdist schedules`."),
+        typer.Option(
+            metavar="NAME",
+            help="Order of the passes (parallel.schedule); see `hpcdist schedules`.",
+            autocompletion=completion.names("schedules"),
+        ),
     ] = None,
     chunks: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Stages of each rank (parallel.chunks).")

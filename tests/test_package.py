@@ -88,7 +88,7 @@ def test_the_shell_completes_once_it_is_told(installed):
     assert "bash completion installed" in run(installed, "--install-completion", "bash", **named)
     assert "hpcdist.sh" in (installed / ".bashrc").read_text()
     asked = {"_HPCDIST_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
-    assert run(installed, COMP_WORDS="hpcdist str", **asked).split() == ["strategies"]
+    assert run(installed, COMP_WORDS="hpcdist\nstr", **asked).split() == ["strategies"]
 
 
 def test_the_citation_names_this_version_and_licence():

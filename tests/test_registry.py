@@ -203,8 +203,8 @@ def test_the_doctor_runs_a_packages_check(extras):
 
 def test_commands_list_what_packages_add(extras, monkeypatch, capsys):
     for command, words in (
-        (["strategies"], ["alone\n", "Every rank on its own."]),
-        (["compressors"], ["halved\n", "Half of everything is sent at once"]),
+        (["strategies"], ["alone ", "Every rank on its own."]),
+        (["compressors", "halved"], ["halved\n", "Half of everything is sent at once"]),
         (["topology", "star", "--ranks", "3"], ["symmetric: yes"]),
         (["topology", "sart", "--ranks", "3"], ["Did you mean 'star'?"]),
         (["data", "import", "conted", "x", "y"], ["Did you mean 'counted'?"]),

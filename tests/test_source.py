@@ -33,6 +33,7 @@ PLUGINS_BELOW = (
 # Who reads the environment, and why it is no setting.
 ENVIRONMENT = {
     "tools/cli/": "the command line",
+    "tools/completion.py": "the words that a shell asks to complete",
     "tools/slurm/": "what Slurm tells its jobs",
     "tools/doctor/": "what it examines",
     "tools/horovod/": "where programs, CUDA and the user's cache are, and what pip is told",

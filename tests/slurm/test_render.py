@@ -10,7 +10,7 @@ import pytest
 
 from harness.cases import each
 from hpcdist.errors import ConfigError
-from hpcdist.tools.slurm import spec as profiles
+from hpcdist.tools.slurm import places as profiles
 from hpcdist.tools.slurm.render import MARK, REASON
 from hpcdist.tools.slurm.spec import Site, folder, load_site, sites
 from slurm.fakes import script

@@ -110,7 +110,7 @@ def outcome(study, setup: str, train_s: float, predicted: float, mbit_s: float |
     curve = [Evaluation(step, 0, 64 * step, seconds, {"accuracy": right}) for step, seconds, right in looks]
     measured = {"wall_s": train_s, "bytes_per_step": 4e6, "latency_s": 1e-3, "bandwidth_bytes_s": 12e6}
     run, ahead = ended(curve, {"target": 0.9}, **measured), ended(wall_s=10 * predicted)
-    return study.Outcome(study.Cable(mbit_s), setup, run, ahead)
+    return study.Outcome(study.Cable(mbit_s), setup, [run], ahead)
 
 
 def test_the_table_and_the_answers(study):
@@ -134,6 +134,17 @@ def test_the_table_and_the_answers(study):
     assert "is within 25% of the measured one: SHOWN IN PART, for 3 of 5." in text
     assert "where not: sgp at 100 Mbit/s 1.30; allreduce at 1 Gbit/s 0.50." in text
     assert [row["bandwidth [Mbit/s]"] for row in found.network_rows()] == ["96.0", "96.0"]
+
+
+def test_several_seeds_have_a_geometric_mean_and_an_interval(study):
+    one, other = (outcome(study, "allreduce", seconds, 5.0) for seconds in (40.0, 62.5))
+    found = study.Results([replace(one, runs=[one.run, other.run]), outcome(study, "strom", 5.0, 0.5)])
+    dense, strom = found.rows()
+    assert dense["target [s]"] == "50.00" and strom["sooner"] == "10.0 x"
+    low, high = map(float, dense["95 %"].split(" to "))
+    assert low * high == pytest.approx(50.0**2, rel=0.01) and low < 40 and strom["95 %"] == ""
+    short = outcome(study, "allreduce", 70.0, 5.0, reached=False)
+    assert replace(one, runs=[one.run, short.run]).target_s is None, "a seed that never got there"
 
 
 def test_a_race_that_nobody_wins(study):

@@ -9,12 +9,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import matplotlib
 import pytest
 
-from harness import pages
+import hpcdist
+from harness import browser, pages
 from hpcdist import compress, strategies, topology
 
 ROOT = Path(__file__).parents[1]
@@ -112,6 +114,11 @@ def _defines(path: Path, name: list[str]) -> bool:
     return True
 
 
+def test_the_page_of_the_api_names_what_a_script_may_call():
+    named = re.findall(r"^::: hpcdist\.(.+)", (DOCS / "api/loop.md").read_text(), re.M)
+    assert sorted(named) == sorted(hpcdist.__all__)
+
+
 @pytest.mark.parametrize("page", ["strategies", "compressors", "topologies"])
 def test_the_catalogues_are_whole(page):
     catalogue = {"strategies": strategies, "compressors": compress, "topologies": topology}[page]
@@ -170,3 +177,22 @@ def test_the_site_builds_without_warnings(tmp_path):
         for target in re.findall(r'(?:href|src)="([^"#?]+)', page.read_text()):
             target = html.unescape(target)
             assert ":" in target or (page.parent / target).exists(), f"{page.relative_to(tmp_path)} names {target}"
+    if program := browser.program():
+        searched_from_the_file_system(tmp_path / "index.html", program)
+
+
+def searched_from_the_file_system(page: Path, program: str) -> None:
+    opened = browser.Browser(program)
+    try:
+        opened.open(page, 1400)
+        opened.run("document.getElementById('__search').click()")
+        typed = "e => { e.value = 'staleness'; e.dispatchEvent(new Event('keyup')) }"
+        opened.run(f"({typed})(document.querySelector('[data-md-component=search-query]'))")
+        until = time.monotonic() + 30
+        while not opened.run("document.querySelectorAll('.md-search-result__item').length"):
+            assert time.monotonic() < until, "the search has found nothing"
+            time.sleep(0.1)
+        assert not [address for address in opened.requests if not address.startswith(("file:", "data:", "about:"))]
+        assert opened.complaints == []
+    finally:
+        opened.close()

@@ -184,11 +184,12 @@ class Results:
         """Make the table: one row per setup and network."""
         for outcome in self.outcomes:
             target_s, sooner = outcome.target_s, self.sooner(outcome)
+            known = target_s is not None and len(outcome.runs) > 1
             yield {
                 "network": str(outcome.network),
                 "setup": outcome.setup,
                 "target [s]": "not reached" if target_s is None else f"{target_s.geometric_mean:.2f}",
-                "95 %": "" if target_s is None or len(outcome.runs) < 2 else f"{target_s.low:.2f} to {target_s.high:.2f}",
+                "95 %": f"{target_s.low:.2f} to {target_s.high:.2f}" if known else "",
                 "- s": f"{outcome.resolution_s:.2f}",
                 "sooner": "" if sooner is None else f"{sooner:.1f} x",
                 "steps": outcome.steps,

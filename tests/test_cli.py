@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
@@ -12,6 +13,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import h5py
 import numpy as np
@@ -476,21 +478,81 @@ def _write_summary(folder: str, **changes: object) -> None:
 
 def test_a_report_of_several_runs(hpcdist):
     status, out, err = hpcdist("report", "none", ".")
-    assert (status, out) == (1, "") and "folders must hold a run's summary.json; got none in none, ." in err
+    assert (status, out) == (1, "") and "folders must hold a run that has ended; got none in none, ." in err
     _write_summary("runs/a")
-    _write_summary("runs/deep/b", strategy="gossip_pull", metrics={"rmse": 1.5})
+    _write_summary("runs/deep/b", strategy="gossip_pull", metrics={"accuracy": 0.5, "rmse": 1.5})
     status, out, err = hpcdist("report", "runs", "runs/a")
     rows = [line.split() for line in out.splitlines()]
-    assert (status, err) == (0, "")
-    assert ["allreduce", "4", "0.9876", "2.0", "500", "1.25", "5", "12.3", "0.25"] in rows
-    assert ["gossip_pull", "4", "1.5000", "2.0", "500", "1.25", "5", "12.3", "0.25"] in rows
-    assert out.count("allreduce") == 1, "each run once"
-    _write_summary("runs/it")
+    assert (status, err) == (0, "") and rows[0] == "runs, runs/a: 2 runs; one run of each kind".split()
+    assert ["allreduce", "4", "0.9876", "500", "2", "–", "1.25", "5", "12.3", "kB", "0.250"] in rows
+    assert ["gossip_pull", "4", "0.5000", "500", "2", "1.5000", "1.25", "5", "12.3", "kB", "0.250"] in rows
+    assert out.count("allreduce") == 1 and "\x1b" not in out, "each run once"
+    _write_summary("runs/it", seed=1)
     out = hpcdist("report", "runs")[1]
-    assert "runs/it" in out and "runs/a" in out and "\x1b" not in out, "folders, where strategies don't tell runs apart"
+    assert "runs: 3 runs; means and 95 % intervals over the seeds" in out and "0.9876 ± 0.0000" in out
     _write_summary("it", ranks="four")
     status, _, err = hpcdist("report", "it")
     assert status == 1 and "it/summary.json must hold the fields of a run's summary; ranks" in err
+
+
+def test_the_columns_and_the_order_of_a_report(hpcdist):
+    for name, batch, seconds in (("a", 8, 3.0), ("b", 16, 1.0), ("c", 32, 2.0)):
+        evidence.write_run(Path("runs", name), batch=batch, seconds=seconds)
+    out = hpcdist("report", "runs", "--columns", "batch_size, wall_s", "--sort", "samples_per_s")[1]
+    assert [line.split() for line in out.splitlines()[-4:-1]] == [["16", "1"], ["32", "2"], ["8", "3"]]
+    out = hpcdist("report", "runs", "--columns", "name,folder", "--sort", "setting.batch_size")[1]
+    head, _, *rows = [line.split() for line in out.splitlines()[-6:-1]]
+    assert head == ["allreduce", "(batch_size", "…)", "runs/…"], "all names and folders begin like this"
+    assert rows == [["8", "a"], ["16", "b"], ["32", "c"]]
+    for option in ("--columns", "--sort"):
+        status, out, err = hpcdist("report", "runs", option, "wall")
+        assert (status, out) == (
+            1,
+            "",
+        ) and f"{option} must be one of accuracy, batch_size, bubble, bytes_per_step," in err
+        assert "got 'wall'. Did you mean 'wall_s'?" in err
+
+
+def test_a_report_as_json_and_csv_has_the_numbers_of_the_page(hpcdist):
+    evidence.write_comparison(Path("it"), [{"name": "one", "seed": i, "seconds": 10.0 + i} for i in range(3)])
+    hpcdist("report", "it", "--html")
+    page = json.loads(Path("it/report/runs.json").read_text())
+    (job,) = json.loads(hpcdist("report", "it", "--json")[1])
+    assert {key: job[key] for key in ("job", "metric", "target")} == {
+        "job": "digits",
+        "metric": "accuracy",
+        "target": 0.97,
+    }
+    (row,), (cell,) = job["rows"], page["cells"]
+    assert {key: row[key] for key in ("name", "ranks", "virtual", "runs", "ended", "reached")} == {
+        key: cell[key] for key in ("name", "ranks", "virtual", "runs", "ended", "reached")
+    }
+    assert row["metric.accuracy"] == cell["final"] and row["time_to_target_s"] == cell["seconds_to_target"]
+    (line,) = csv.DictReader(hpcdist("report", "it", "--csv")[1].splitlines())
+    with open("it/report/runs.csv", newline="") as file:
+        assert (
+            float(line["wall_s"])
+            == fmean(float(run["wall_s"]) for run in csv.DictReader(file))
+            == row["wall_s"]["mean"]
+        )
+    assert float(line["wall_s.low"]) == row["wall_s"]["low"] < 11 and line["job"] == "digits"
+    assert hpcdist("report", "it", "--csv", "--columns", "name,runs")[1] == "job,name,runs\ndigits,one,3\n"
+    assert (
+        "--json must be given without --csv; got both. Give one of the two."
+        in hpcdist("report", "it", "--json", "--csv")[2]
+    )
+
+
+def test_a_report_has_a_table_for_each_job(hpcdist):
+    for job in ("digits", "letters"):
+        for splits in (1, 2):
+            evidence.write_run(Path(job, str(splits)), "softsync", job=f"{job}.py", splits=splits, batch=len(job))
+    out = hpcdist("report", ".", "--target", "accuracy=0.97")[1]
+    assert [line for line in out.splitlines() if ":" in line] == [
+        f"{job}: 2 runs; one run of each kind" for job in ("digits", "letters")
+    ]
+    assert out.count("softsync (splits …)") == 2 and "batch_size" not in out, "names are of what differs within a job"
+    assert len(list(csv.DictReader(hpcdist("report", ".", "--csv")[1].splitlines()))) == 4
 
 
 def test_a_report_on_a_page(hpcdist):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -36,14 +36,25 @@ def no_line_is_open(monkeypatch):
 
 
 @contextmanager
-def terminal(columns: int) -> Iterator[int]:
+def terminal(columns: int, stream: str = "stdout") -> Iterator[int]:
     """A terminal of that width, to which standard output goes; its other side. Open MPI gives one without a width."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 0, columns, 0, 0))
     with pytest.MonkeyPatch.context() as patch, open(theirs, "w", encoding="utf-8") as shown:
-        patch.setattr(sys, "stdout", shown)
+        patch.setattr(sys, stream, shown)
+        patch.setenv("COLUMNS", str(columns))  # the process has none of its own
         yield ours
     os.close(ours)
+
+
+def shown_by(terminal: int) -> str:
+    """All that has been written to it."""
+    os.set_blocking(terminal, False)
+    parts = []
+    with suppress(BlockingIOError):
+        while True:
+            parts.append(os.read(terminal, 1 << 14))
+    return b"".join(parts).decode().replace("\r\n", "\n")
 
 
 def test_where_progress_is_live(monkeypatch, capsys):
@@ -160,6 +171,49 @@ def test_rows_of_measurements(capsys):
     title, heading, _, first, second = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert (title, heading.split()) == ("all-reduce", ["name", "bytes", "median_s"])
     assert (first.split(), second.split()) == (["ring", "4096", "1.235e-05"], ["a[b]", "2"])
+
+
+MEASURED = [
+    {
+        "name": f"softsync (splits {splits}, compression topk)",
+        "accuracy": "0.9722 ± 0.0031",
+        "seconds": 12.5,
+        "bytes": n,
+    }
+    for splits, n in ((1, "308 kB"), (4, "61 kB"))
+]
+
+
+@pytest.mark.parametrize(
+    ("columns", "left_out"),
+    [(30, ["accuracy", "bytes"]), (40, ["seconds", "bytes"]), (50, ["bytes"]), (60, [])],
+)
+def test_a_table_fits_its_terminal_and_says_what_has_no_room(columns, left_out, monkeypatch):
+    """Numbers are whole, or their column is left out: the last ones, unless they fit beside those before them."""
+    monkeypatch.setenv("TERM", "dumb")
+    with terminal(columns) as shown:
+        console.rows("four columns", MEASURED, heads={"bytes": "bytes\n/step"}, left=["name"], option="--columns")
+        text = shown_by(shown)
+    assert max(map(len, text.splitlines())) <= columns
+    for column, figures in (("accuracy", "0.9722 ± 0.0031"), ("seconds", "12.5"), ("bytes", "308 kB")):
+        assert (figures in text) == (column not in left_out)
+    said = f"No room for {', '.join(left_out)}: --columns name,{','.join(left_out[:1])},... chooses columns; a wider"
+    assert (f"{said} terminal or a file shows all." in " ".join(text.split())) == bool(left_out)
+
+
+def test_a_table_in_a_file_has_all_columns_and_a_line_for_each_row(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    console.rows("wide", [{f"column {i}": "x" * 40 for i in range(20)}])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4].count("x") == 800 and all(line == line.rstrip() and line.isprintable() for line in lines)
+
+
+def test_what_takes_a_while_shows_how_far_it_is_on_a_terminal_only(capsys, monkeypatch):
+    assert list(console.tracked([1, 2], "reading")) == [1, 2] and capsys.readouterr() == ("", "")
+    monkeypatch.setenv("TERM", "xterm")
+    with terminal(60, "stderr") as shown:
+        assert list(console.tracked([1, 2], "reading")) == [1, 2]
+        assert "reading" in shown_by(shown)
 
 
 def test_facts_are_nested(capsys):

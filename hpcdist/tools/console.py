@@ -11,8 +11,9 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcdist import log
 
@@ -22,9 +23,10 @@ if TYPE_CHECKING:  # they import torch, which takes seconds
     from hpcdist.topology import Topology
     from hpcdist.train import Progress
 
-PIPED_COLUMNS = 140  # of a table that does not go to a terminal
+T = TypeVar("T")
 TEXT_COLUMNS = 100  # longer lines are hard to read
 LEAST_BAR = 8  # columns; figures that leave it fewer are left out
+LEAST_TEXT = 20  # columns of a terminal for texts in a table
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -142,65 +144,83 @@ def result(folder: Path, summary: Summary) -> None:
     print(visible(f"{summary.strategy} on {ranks}{lost}: {metrics}, {cost}; records in {folder}"), flush=True)
 
 
-def runs(found: Mapping[Path, Summary], settings: Mapping[str, Mapping[Path, str]] | None = None) -> None:
-    """Show one row per run, with its folder where the strategy does not tell which one it is.
-
-    Args:
-        settings: of the runs, to be shown, by their dotted keys.
-    """
-    metrics = dict.fromkeys(name for summary in found.values() for name in summary.metrics if name != "loss")
-    skips = any(summary.skipped for summary in found.values())
-    staged = any(summary.stages > 1 for summary in found.values())
-    named = len({summary.strategy for summary in found.values()}) < len(found)
-    _print_table(
-        [
-            {
-                **({"run": str(folder)} if named else {}),
-                "strategy": s.strategy,
-                "ranks": s.ranks,
-                **({"stages": s.stages, "bubble": _bubble(s)} if staged else {}),
-                **{key.replace(".", "\n"): values.get(folder, "") for key, values in (settings or {}).items()},
-                **{f"test\n{name}": f"{s.metrics[name]:.4f}" if name in s.metrics else "" for name in metrics},
-                "seconds": f"{s.wall_s:.1f}",
-                "samples\n/s": f"{s.samples / max(s.wall_s, 1e-9):.0f}",
-                "staleness\nmean": f"{s.staleness.mean:.2f}",
-                "max": s.staleness.max,
-                **({"skipped\nsteps": s.skipped} if skips else {}),
-                "kB/step": f"{s.bytes_per_step / 1e3:.1f}",
-                "waiting\ns": f"{s.seconds.waiting:.2f}",
-            }
-            for folder, s in found.items()
-        ],
-        left=("run", "strategy"),
-    )
-
-
 def _bubble(summary: Summary) -> str:
     return f"{sum(summary.bubbles) / summary.stages:.0%}" if summary.stages > 1 else ""
 
 
-def rows(title: str | None, found: Sequence[Mapping[str, Any]]) -> None:
-    """Show measurements as a table: one column per key of the first row."""
-    left = [key for key, value in found[0].items() if isinstance(value, str)]
-    _print_table([{key: _figure(row.get(key)) for key in found[0]} for row in found], left, title)
+# --- tables -----------------------------------------------------------------------------------------------------------
+def rows(
+    title: str | None,
+    found: Sequence[Mapping[str, Any]],
+    *,
+    heads: Mapping[str, str] | None = None,
+    left: Sequence[str] | None = None,
+    option: str | None = None,
+) -> None:
+    """Show measurements as a table: one column per key of the first row.
+
+    Numbers stay whole, texts may go on in the next line. Where a terminal is too narrow for all columns, the first ones
+    are shown, and a line says which are not. Elsewhere, as in a file, a row is one line, however long.
+
+    Args:
+        heads: what stands above the columns, if that is not the key.
+        left: the columns with texts; None: those that begin with one.
+        option: of the command, which chooses columns, for that line.
+    """
+    from rich import box
+    from rich.console import Console, ConsoleDimensions
+    from rich.table import Table
+
+    heads = {key: visible((heads or {}).get(key, key)) for key in found[0]}
+    texts = {key: [visible(_figure(row.get(key))) for row in found] for key in found[0]}
+    if left is None:
+        left = [key for key, value in found[0].items() if isinstance(value, str)]
+    columns = shutil.get_terminal_size().columns if _is_shown() else None
+    kept = list(texts) if columns is None else _fitting(heads, texts, left, columns)
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    for key in kept:
+        is_text = key in left
+        table.add_column(heads[key], justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+    for row in zip(*(texts[key] for key in kept)):
+        table.add_row(*row)
+    if title is not None:
+        _print_wrapped(title, columns)
+    text = StringIO()
+    to = Console(file=text, highlight=False, markup=False, force_terminal=columns is not None)
+    to.size = ConsoleDimensions(columns or sys.maxsize, 24)  # a dumb terminal, too, has as many as it says
+    to.print(table)
+    print("\n".join(line.rstrip() for line in text.getvalue().splitlines()), flush=True)
+    if dropped := [key for key in texts if key not in kept]:
+        choice = f"{option} {kept[0]},{dropped[0]},... chooses columns; " if option else ""
+        _print_wrapped(f"No room for {', '.join(dropped)}: {choice}a wider terminal or a file shows all.", columns)
+
+
+def _print_wrapped(text: str, columns: int | None) -> None:
+    print(
+        visible(text) if columns is None else textwrap.fill(visible(text), columns, break_on_hyphens=False), flush=True
+    )
+
+
+def _fitting(
+    heads: Mapping[str, str], texts: Mapping[str, Sequence[str]], left: Sequence[str], columns: int
+) -> list[str]:
+    """Return the columns for which there is room, the first ones first; a text can do with a third of it."""
+    from rich.cells import cell_len
+
+    kept: list[str] = []
+    room = columns - 1
+    for key, of_key in texts.items():
+        width = max(cell_len(line) for text in (heads[key], *of_key) for line in text.split("\n"))
+        if key in left:
+            width = min(width, max(LEAST_TEXT, columns // 3))
+        if width < room or not kept:
+            kept.append(key)
+            room -= 1 + width
+    return kept
 
 
 def _figure(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
-
-
-def _print_table(found: Sequence[Mapping[str, Any]], left: Sequence[str], title: str | None = None) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=0)  # fits 80 columns
-    for key in found[0]:
-        table.add_column(visible(key), justify="left" if key in left else "right", overflow="fold")
-    for row in found:
-        table.add_row(*map(visible, row.values()))
-    shown = _is_shown()
-    Console(highlight=False, markup=False, force_terminal=shown, width=None if shown else PIPED_COLUMNS).print(table)
 
 
 def _is_shown() -> bool:
@@ -289,7 +309,15 @@ def facts(found: Mapping[str, Any], indent: int = 0) -> None:
             print(f"{'  ' * indent}{visible(f'{key}: {value}')}")
 
 
-# --- downloads --------------------------------------------------------------------------------------------------------
+# --- what takes a while -----------------------------------------------------------------------------------------------
+def tracked(items: Sequence[T], title: str) -> Iterator[T]:
+    """Yield all items. Meanwhile a terminal shows how many have been taken."""
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(items, title, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+
+
 @contextmanager
 def downloads() -> Iterator[Callable[[str, int, int | None], None]]:
     """Show files that are downloaded, on a terminal: a bar for each. Yield the function that is told of every block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,26 +18,46 @@ app = typer.Typer()
 @app.command()
 def report(
     folders: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders with runs in them.")],
+    columns: Annotated[
+        str | None, typer.Option(metavar="A,B,...", help="Columns of the table. A wrong name lists all of them.")
+    ] = None,
+    sort: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Column that the rows are sorted by, the best first.")
+    ] = None,
+    target: Target = None,
     html: Annotated[
         bool, typer.Option("--html", help="Also write a web page with figures and tables, in FOLDER/report.")
     ] = False,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the web page into this folder.")] = None,
-    target: Target = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: all columns, numbers not rounded.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV: all columns, numbers not rounded.")] = False,
 ) -> None:
-    """Compare runs in one table: their metrics, their cost, and the settings in which they differ."""
-    from hpcdist.config import differing
-    from hpcdist.tools.runs import Run, find_runs, is_done
+    """Compare runs in a table, job by job: their metrics, their time, and what they sent.
 
+    Runs that differ only in their seeds share a row, with means and 95 % intervals. A terminal shows as many columns as
+    it has room for, a file all of them.
+
+    Example: hpcdist report runs --target accuracy=0.97 --sort time_to_target_s
+    """
+    from pydantic_core import to_json
+
+    from hpcdist.tools.report import table
+    from hpcdist.tools.report.evidence import read_jobs
+    from hpcdist.tools.report.findings import analyse
+
+    if as_json and as_csv:
+        raise ConfigError("--json must be given without --csv; got both. Give one of the two.")
     wanted = None if target is None else read_target(target)
-    runs = [Run(folder) for folder in find_runs(folders) if is_done(folder)]
-    if not runs:
-        raise ConfigError(
-            f"folders must hold a run's summary.json; got none in {', '.join(map(str, folders))}. A run writes it at "
-            "its end."
-        )
-    settings = {run.folder: run.settings for run in runs if run.start is not None}
-    console.runs({run.folder: run.summary for run in runs if run.summary is not None}, differing(settings))
-    if html or output is not None or wanted is not None:
+    jobs = read_jobs(folders, wanted, progress=lambda runs: console.tracked(runs, "reading runs"))
+    names = None if columns is None else [name.strip() for name in columns.split(",")]
+    found = table.tables([analyse(job) for job in jobs], names, sort, every=as_json or as_csv)
+    if as_json:
+        print(to_json(table.as_data(found), indent=1, inf_nan_mode="null").decode())
+    elif as_csv:
+        table.write_csv(found, sys.stdout)
+    else:
+        table.show(found)
+    if html or output is not None:
         from hpcdist.tools.report import write
 
         console.note(f"written: {write(folders, output, target=wanted)}")

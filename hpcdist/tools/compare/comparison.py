@@ -26,7 +26,10 @@ from hpcdist.tools.compare.plan import (
     runs,
 )
 from hpcdist.tools.compare.run_all import Runner, RunPlan, missing
-from hpcdist.tools.compare.table import mean_metric, rows
+from hpcdist.tools.compare.table import mean_metric
+from hpcdist.tools.report import table
+from hpcdist.tools.report.evidence import read_jobs
+from hpcdist.tools.report.findings import analyse
 from hpcdist.train.job import make_data
 from hpcdist.train.planning import rehearse
 from hpcdist.train.runs import specify
@@ -74,8 +77,6 @@ class Comparison(RunPlan):
     def __init__(self, declared: Declaration, output: Path):
         self.declared, self.output = declared, output
         self.command = "compare" if declared.virtual is None else "simulate"
-        seconds = "" if declared.virtual is None else "virtual seconds, "
-        self.title = f"{declared.job}: {seconds}means and 95 % intervals over the seeds"
         self._job_path = Path(declared.job)
         _require_whole(declared)
         folder.require_same(output, declared)
@@ -156,9 +157,9 @@ class Comparison(RunPlan):
         with neighbours(self._job_path):
             make_data(self._job, Path(self._config.data.path))
 
-    def table(self) -> list[dict[str, Any]]:
-        """Make a table of what the runs have measured, a row for each cell."""
-        return rows(self.declared, self.cells, self.runs, self.output, self.higher_is_better)
+    def show_table(self) -> None:
+        """Show the report's table, a row for each cell."""
+        table.show(table.tables([analyse(evidence) for evidence in read_jobs([self.output])]))
 
     # --- learning rates -----------------------------------------------------------------------------------------------
     def tune(self, runner: Runner) -> list[ChosenRate]:

@@ -104,22 +104,20 @@ class RunPlan(abc.ABC):
     Attributes:
         command: of hpcdist, which goes on with it.
         left_out: sentences about what can't be run.
-        title: of its table.
     """
 
     declared: RunDeclaration
     output: Path
     command: str
     left_out: Sequence[str]
-    title: str
 
     @abc.abstractmethod
     def make(self, runner: Runner) -> list[PlannedRun]:
         """Make all runs that are missing; return those that failed."""
 
     @abc.abstractmethod
-    def table(self) -> list[dict[str, Any]]:
-        """Make a table of what the runs that have ended have measured."""
+    def show_table(self) -> None:
+        """Show what the runs that have ended have measured."""
 
 
 def make(plan: RunPlan, launchers: Mapping[str, Launcher], workers: int = 1) -> bool:
@@ -138,7 +136,7 @@ def make(plan: RunPlan, launchers: Mapping[str, Launcher], workers: int = 1) -> 
 
 def show(plan: RunPlan, failed: Sequence[PlannedRun]) -> None:
     """Show the table, name the runs that failed, and write the report."""
-    console.rows(plan.title, plan.table())
+    plan.show_table()
     for run in failed:
         console.error(f"{plan.output / run.folder} failed: see {FAILURE} there. The same command makes it again.")
     if find_spec("matplotlib") is None:

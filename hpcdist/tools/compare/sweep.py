@@ -15,6 +15,7 @@ from hpcdist import strategies
 from hpcdist.config.files import neighbours
 from hpcdist.errors import ConfigError
 from hpcdist.records import Summary
+from hpcdist.tools import console
 from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.plan import (
     ComparedCell,
@@ -207,6 +208,10 @@ class Sweep(RunPlan):
     def _merit(self, cell: ComparedCell) -> float:
         value = mean_metric(self._summaries(cell), self.declared.metric)
         return math.inf if value is None else -value if self.higher_is_better else value
+
+    def show_table(self) -> None:
+        """Show all points, the best first."""
+        console.rows(self.title, self.table())
 
     def table(self) -> list[dict[str, Any]]:
         """Make a table of all points, the best first; of halving, those that went on first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +16,13 @@ from pandas import DataFrame, Series
 from hpcdist.config import differing
 from hpcdist.errors import ConfigError, DataError
 from hpcdist.records import Evaluation
-from hpcdist.tools.runs import COMPARISON, Run, Steps, find_runs, read_comparison
+from hpcdist.tools.runs import COMPARISON, Run, Steps, find_runs, is_done, read_comparison
 from hpcdist.tools.statistics import first_reaching
 
 POINTS = 60  # of a curve of losses
 PARTS = ("computing", "communicating", "waiting")  # of a rank's time
 LOWER_IS_BETTER = ("loss", "error", "rmse", "mse", "mae", "perplexity")  # parts of names of metrics
+Progress = Callable[[Sequence[Any]], Iterable[Any]]  # yields all, and shows how many have been taken
 REFERENCE = "allreduce"  # the strategy that others are compared with, where nobody says another
 
 
@@ -132,15 +133,21 @@ class Evidence:
                 reached = self.reached(one)
                 spent = {"time_to_target_s": "seconds"} | {f"{n}_to_target": n for n in ("samples", "joules")}
                 row |= {key: None if reached is None else getattr(reached, name) for key, name in spent.items()}
-            same = ("strategy", "workers", "samples", "wall_s", "bytes_per_step", "messages_per_step")
+            same = ("strategy", "stages", "workers", "samples", "wall_s", "bytes_per_step", "messages_per_step")
             row |= {key: getattr(summary, key) for key in (*same, "dropped", "skipped")}
             row |= {f"{key}_s": value for key, value in summary.seconds.model_dump().items()}
+            row["bubble"] = sum(summary.bubbles) / summary.stages if summary.bubbles else None
             row |= {"staleness_mean": summary.staleness.mean, "staleness_max": summary.staleness.max}
             row |= {"joules": summary.energy.joules, "joules_per_sample": summary.joules_per_sample}
         return row | {f"setting.{key}": of.get(one.run.folder) for key, of in self.settings.items()}
 
 
-def read_jobs(folders: Sequence[Path], target: tuple[str, float] | None = None) -> list[Evidence]:
+def read_jobs(
+    folders: Sequence[Path],
+    target: tuple[str, float] | None = None,
+    *,
+    progress: Progress = iter,
+) -> list[Evidence]:
     """Read a comparison's folder, or any folders with runs at any depth: the evidence on each job for itself.
 
     Jobs answer different questions, so that each has its own metric, reference and names: runs are named by the
@@ -149,13 +156,14 @@ def read_jobs(folders: Sequence[Path], target: tuple[str, float] | None = None) 
     Args:
         target: a metric and the value of it to be reached, for the jobs with that metric, before the one that a
             comparison names.
+        progress: yields what it is given, one for each run, and may show how many have been read.
 
     Raises:
         ConfigError: there is no run, or none has the target's metric.
         DataError: a file is damaged.
     """
     plan = read_comparison(folders[0]) if len(folders) == 1 else None
-    found = _loose(folders) if plan is None else [_comparison(folders[0], plan)]
+    found = _loose(folders, progress) if plan is None else [_comparison(folders[0], plan, progress)]
     if target is None:
         return found
     name, value = target
@@ -186,10 +194,10 @@ def is_higher_better(metric: str) -> bool:
     return not any(part in metric.lower() for part in LOWER_IS_BETTER)
 
 
-def _comparison(folder: Path, plan: Mapping[str, Any]) -> Evidence:
+def _comparison(folder: Path, plan: Mapping[str, Any], progress: Progress) -> Evidence:
     try:
         metric, is_virtual = plan["metric"], bool(plan.get("virtual"))
-        runs = [_run(folder / run["folder"], run, is_virtual) for run in plan["runs"]]
+        runs = [_run(folder / run["folder"], run, is_virtual) for run in progress(plan["runs"])]
         return Evidence(
             job=Path(plan["job"]).stem,
             title=plan["job"],
@@ -209,11 +217,13 @@ def _comparison(folder: Path, plan: Mapping[str, Any]) -> Evidence:
         ) from None
 
 
-def _loose(folders: Sequence[Path]) -> list[Evidence]:
+def _loose(folders: Sequence[Path], progress: Progress) -> list[Evidence]:
     """Read runs that nobody planned."""
-    found, title = [_run(folder) for folder in find_runs(folders)], ", ".join(map(str, folders))
+    found, title = [_run(folder) for folder in progress(find_runs(folders))], ", ".join(map(str, folders))
     if not any(one.run.ended for one in found):
-        raise ConfigError(f"folders must hold a run that has ended; got none in {title}. Give a folder of runs.")
+        raise ConfigError(
+            f"folders must hold a run that has ended; got none in {title}. A run writes summary.json at its end."
+        )
     return [_of_job(job, title, runs) for job, runs in _by_job(found).items()]
 
 
@@ -271,7 +281,7 @@ def _name(one: RunEvidence, settings: Mapping[str, Mapping[Path, str]]) -> str:
 
 # --- one run ----------------------------------------------------------------------------------------------------------
 def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: bool = False) -> RunEvidence:
-    run = Run(folder)
+    run = Run(folder, follow=not is_done(folder))  # one that is at work may have half-written files
     if planned is None:
         known = run.summary or run.start
         seed = run.settings.get("seed") if run.summary is None else run.summary.seed

@@ -26,7 +26,7 @@ Progress = Callable[[Sequence[Any]], Iterable[Any]]  # yields all, and shows how
 REFERENCE = "allreduce"  # the strategy that others are compared with, where nobody says another
 
 
-class Curves(NamedTuple):
+class RunCurves(NamedTuple):
     """What the records of a run's steps show.
 
     Attributes:
@@ -58,7 +58,7 @@ class RunEvidence:
     virtual: bool
 
     @cached_property
-    def curves(self) -> Curves:
+    def curves(self) -> RunCurves:
         """Read the records of all steps, on first use: a run may have millions.
 
         Raises:
@@ -290,13 +290,13 @@ def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: boo
     return RunEvidence(run, **{key: planned[key] for key in ("name", "kind", "ranks", "seed")}, virtual=virtual)
 
 
-def _curves(run: Run) -> Curves:
+def _curves(run: Run) -> RunCurves:
     steps = Steps(run.folder)
     steps.read()
     records = steps.frame
     of_workers = records[records["rank"].isin(records["rank"][records["samples"] > 0])]
     last = of_workers.groupby("rank")["step"].last().max() if len(of_workers) else 0
-    return Curves(
+    return RunCurves(
         losses=_losses(run, records, of_workers, last),
         evaluations=run.metrics.assign(bytes=_bytes_at(records, run.metrics["step"], last)),
         times=records.groupby("rank")[[f"{part}_s" for part in PARTS]].sum().rename(columns=lambda name: name[:-2]),

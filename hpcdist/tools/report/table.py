@@ -29,7 +29,7 @@ SEPARATORS, LEAST_CUT = "/(=, ", 4  # behind which texts are cut, and by how man
 
 
 @dataclass(frozen=True)
-class Column:
+class KindColumn:
     """A column of the table.
 
     Attributes:
@@ -49,17 +49,17 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Table:
+class JobTable:
     """The table on one job: its kinds of runs, one in each row, and its columns."""
 
     findings: Findings
     cells: Sequence[Cell]
-    columns: Sequence[Column]
+    columns: Sequence[KindColumn]
 
 
 def tables(
     jobs: Sequence[Findings], names: Sequence[str] | None = None, sort: str | None = None, *, every: bool = False
-) -> list[Table]:
+) -> list[JobTable]:
     """Make a table for each job.
 
     Args:
@@ -85,11 +85,11 @@ def tables(
         cells = list(findings.cells)
         if key in columns:
             cells.sort(key=partial(_place, columns[key]))
-        found.append(Table(findings, cells, [columns[name] for name in chosen if name in columns]))
+        found.append(JobTable(findings, cells, [columns[name] for name in chosen if name in columns]))
     return found
 
 
-def show(found: Sequence[Table]) -> None:
+def show(found: Sequence[JobTable]) -> None:
     """Show tables on the terminal, or write them to the file that standard output is."""
     for table in found:
         heads = {column.name: column.head or _head(column.name) for column in table.columns}
@@ -102,7 +102,7 @@ def show(found: Sequence[Table]) -> None:
         console.rows(_title(table.findings), rows, heads=heads, left=left, option="--columns")
 
 
-def as_data(found: Sequence[Table]) -> list[dict[str, Any]]:
+def as_data(found: Sequence[JobTable]) -> list[dict[str, Any]]:
     """Return tables for JSON, with numbers that are not rounded: means have the ends of their 95 % intervals."""
     asked = ("job", "title", "metric", "higher_is_better", "target", "reference")
     return [
@@ -112,7 +112,7 @@ def as_data(found: Sequence[Table]) -> list[dict[str, Any]]:
     ]
 
 
-def write_csv(found: Sequence[Table], file: TextIO) -> None:
+def write_csv(found: Sequence[JobTable], file: TextIO) -> None:
     """Write the tables of all jobs as one, in which a mean has three columns: NAME, NAME.low and NAME.high."""
     rows = []
     for table in as_data(found):
@@ -151,15 +151,15 @@ def _title(findings: Findings) -> str:
 
 
 # --- the columns of a job ---------------------------------------------------------------------------------------------
-def _columns(findings: Findings) -> list[Column]:
+def _columns(findings: Findings) -> list[KindColumn]:
     """List all columns of a job, the most important ones first."""
     evidence, cells = findings.evidence, findings.cells
     found = [
-        Column("name", lambda cell: cell.name, partial(_name, cells), is_text=True),
-        Column("kind", lambda cell: cell.kind, lambda cell: cell.kind, is_text=True),
-        Column("virtual", lambda cell: cell.virtual, lambda cell: str(cell.virtual).lower(), is_text=True),
+        KindColumn("name", lambda cell: cell.name, partial(_name, cells), is_text=True),
+        KindColumn("kind", lambda cell: cell.kind, lambda cell: cell.kind, is_text=True),
+        KindColumn("virtual", lambda cell: cell.virtual, lambda cell: str(cell.virtual).lower(), is_text=True),
         _number("ranks", lambda cell: cell.ranks, str),
-        Column("runs", lambda cell: len(cell.runs), _runs),
+        KindColumn("runs", lambda cell: len(cell.runs), _runs),
         _number("ended", lambda cell: len(cell.ended), str),
         _number("samples_per_s", _samples_per_s, "{:.0f}".format),
         _number("speedup", partial(_speedup, _alone(cells)), wording.times),
@@ -167,7 +167,7 @@ def _columns(findings: Findings) -> list[Column]:
     if evidence.target is not None:
         several = ",\ngeometric mean" if any(len(cell.seconds_to_target) > 1 for cell in cells) else ""
         head = f"seconds\nto {evidence.target:g}{several}"
-        found.append(Column("time_to_target_s", lambda cell: cell.mean_seconds_to_target, _to_target, head=head))
+        found.append(KindColumn("time_to_target_s", lambda cell: cell.mean_seconds_to_target, _to_target, head=head))
         found.append(_number("reached", lambda cell: len(cell.seconds_to_target), str))
     rows, known = [row for cell in cells for row in cell.rows.values()], {column.name for column in found}
     for key in dict.fromkeys(key for row in rows for key in row if key not in known and key not in LEFT_OUT):
@@ -182,15 +182,15 @@ def _columns(findings: Findings) -> list[Column]:
 
 def _number(
     name: str, value: Callable[[Cell], Any], write: Callable[[Any], str], *, higher_is_better: bool | None = None
-) -> Column:
+) -> KindColumn:
     def text(cell: Cell) -> str:
         return wording.NONE if (found := value(cell)) is None else write(found)
 
     higher = name in HIGHER_IS_BETTER if higher_is_better is None else higher_is_better
-    return Column(name, value, text, higher_is_better=higher)
+    return KindColumn(name, value, text, higher_is_better=higher)
 
 
-def _mean(key: str, evidence: Evidence) -> Column:
+def _mean(key: str, evidence: Evidence) -> KindColumn:
     """Make the column of a number that each run has, by its name in `runs.csv`."""
     if key == "staleness_max":
         return _number(key, lambda cell: max(cell[key].values(), default=None), wording.number)
@@ -205,10 +205,10 @@ def _mean(key: str, evidence: Evidence) -> Column:
         some = f" ({len(finite)} of {known} finite)" if len(finite) < known else ""
         return f"{cell.mean(key):.4f}{some}" if finite else "not finite" if known else wording.NONE
 
-    return Column(key, lambda cell: cell.mean(key), text, higher_is_better=higher)
+    return KindColumn(key, lambda cell: cell.mean(key), text, higher_is_better=higher)
 
 
-def _listed(key: str) -> Column:
+def _listed(key: str) -> KindColumn:
     """Make the column of what is no measurement: the different texts of a kind's runs."""
 
     def texts(cell: Cell) -> list[str]:
@@ -218,7 +218,7 @@ def _listed(key: str) -> Column:
         found = texts(cell)
         return ", ".join(found) if len(found) <= LISTED else f"{len(found)} different"
 
-    return Column(key, lambda cell: ", ".join(texts(cell)), text, is_text=True)
+    return KindColumn(key, lambda cell: ", ".join(texts(cell)), text, is_text=True)
 
 
 # --- what is in a column ----------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def _short(name: str) -> str:
     return name.removeprefix("metric.").removeprefix("setting.")
 
 
-def _is_shown(column: Column, findings: Findings) -> bool:
+def _is_shown(column: KindColumn, findings: Findings) -> bool:
     """Tell whether a column is one of those that matter, and says anything here."""
     if column.name in ("name", "ranks", f"metric.{findings.evidence.metric}"):
         return True
@@ -279,7 +279,7 @@ def _is_shown(column: Column, findings: Findings) -> bool:
     return column.name != "metric.loss" and any(_mean_of(column.value(cell)) not in nothing for cell in findings.cells)
 
 
-def _place(column: Column, cell: Cell) -> tuple[bool, float, str]:
+def _place(column: KindColumn, cell: Cell) -> tuple[bool, float, str]:
     """Return the key that sorts a cell by a column: the best first, what is not known last."""
     value = _mean_of(column.value(cell))
     with suppress(TypeError, ValueError):  # a setting's text may be a number

@@ -4,8 +4,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
-    from hpcdist.config.merge import differences, differing, fingerprint, load
-    from hpcdist.config.settings import Named, Option, Settings, checked_options, describe, meaning, options_of
+    from hpcdist.config.merge import changes, describe_changes, differences, differing, fingerprint, load
+    from hpcdist.config.settings import (
+        Named,
+        Option,
+        Settings,
+        checked_options,
+        describe,
+        meaning,
+        options_of,
+        without_changeable,
+    )
 
 __all__ = [
     "CheckpointConfig",
@@ -17,8 +26,10 @@ __all__ = [
     "ScheduleConfig",
     "Settings",
     "StrategyConfig",
+    "changes",
     "checked_options",
     "describe",
+    "describe_changes",
     "differences",
     "differing",
     "fingerprint",
@@ -27,9 +38,12 @@ __all__ = [
     "optimizers",
     "options_of",
     "schedules",
+    "without_changeable",
 ]
-_MERGE = ("differences", "differing", "fingerprint", "load")
-_SETTINGS = ("Named", "Option", "Settings", "checked_options", "describe", "meaning", "options_of")
+_MERGE = ("changes", "describe_changes", "differences", "differing", "fingerprint", "load")
+_SETTINGS = (
+    "Named", "Option", "Settings", "checked_options", "describe", "meaning", "options_of", "without_changeable"
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

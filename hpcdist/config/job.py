@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
 from torch.optim.lr_scheduler import OneCycleLR
 
 from hpcdist.config.optimizer import OWN_RATES, OptimizerConfig, ScheduleConfig, optimizers, schedules
-from hpcdist.config.settings import Named, Settings
+from hpcdist.config.settings import MayChange, Named, Settings
 from hpcdist.errors import ConfigError
 
 __all__ = [
@@ -66,26 +66,36 @@ class LeaveConfig(Settings):
 class DataConfig(Settings):
     """The data set and how it is read."""
 
-    path: str | None = Field(None, description="HDF5 file of the data set; none is the job's own")
-    parallel: bool = Field(True, description="read through parallel HDF5 (mpio) where h5py has it")
-    prefetch: int = Field(0, ge=0, description="batches that a thread reads ahead; worth it on slow file systems")
+    path: Annotated[str | None, MayChange] = Field(None, description="HDF5 file of the data set; none is the job's own")
+    parallel: Annotated[bool, MayChange] = Field(
+        True, description="read through parallel HDF5 (mpio) where h5py has it"
+    )
+    prefetch: Annotated[int, MayChange] = Field(
+        0, ge=0, description="batches that a thread reads ahead; worth it on slow file systems"
+    )
 
 
 class ParallelConfig(Settings):
     """A model in stages, as a pipeline. With one stage every rank holds the whole model."""
 
-    stages: int = Field(1, ge=1, description="ranks that hold one whole model together; 1 is no pipeline")
+    stages: Annotated[int, MayChange] = Field(
+        1, ge=1, description="ranks that hold one whole model together; 1 is no pipeline"
+    )
     micro_batches: int = Field(4, ge=1, description="parts of a batch, which follow each other through the pipeline")
-    schedule: str = Field(
+    schedule: Annotated[str, MayChange] = Field(
         "one_f_one_b",
         description="order of the ranks' work: one_f_one_b, gpipe, interleaved, zero_bubble, file.py:table",
     )
-    chunks: int = Field(1, ge=1, description="stages of each rank, such as 2 with the schedule interleaved")
-    recompute: bool = Field(False, description="compute activations again in the backward pass instead of keeping them")
-    cut: Literal["measured"] | tuple[int, ...] | None = Field(
+    chunks: Annotated[int, MayChange] = Field(
+        1, ge=1, description="stages of each rank, such as 2 with the schedule interleaved"
+    )
+    recompute: Annotated[bool, MayChange] = Field(
+        False, description="compute activations again in the backward pass instead of keeping them"
+    )
+    cut: Annotated[Literal["measured"] | tuple[int, ...] | None, MayChange] = Field(
         None, description="layers of each stage; measured balances their times, none their parameters"
     )
-    spread: bool = Field(False, description="let a replica's ranks lie on several nodes")
+    spread: Annotated[bool, MayChange] = Field(False, description="let a replica's ranks lie on several nodes")
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:
@@ -114,36 +124,50 @@ class ParallelConfig(Settings):
 
 
 class JobConfig(Settings):
-    """The settings of a training run."""
+    """The settings of a training run. Those that are marked `MayChange` may change when it is resumed."""
 
     strategy: StrategyConfig = Field(default_factory=StrategyConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     data: DataConfig = Field(default_factory=DataConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    leave: LeaveConfig = Field(default_factory=LeaveConfig)
-    budget: BudgetConfig = Field(default_factory=BudgetConfig)
+    checkpoint: Annotated[CheckpointConfig, MayChange] = Field(default_factory=CheckpointConfig)
+    leave: Annotated[LeaveConfig, MayChange] = Field(default_factory=LeaveConfig)
+    budget: Annotated[BudgetConfig, MayChange] = Field(default_factory=BudgetConfig)
     model: dict[str, Any] = Field(default_factory=dict, description="options of the job's model")
-    epochs: int | None = Field(1, ge=1, description="passes over the data; with a budget, none is no limit")
+    epochs: Annotated[int | None, MayChange] = Field(
+        1, ge=1, description="passes over the data; with a budget, none is no limit"
+    )
     batch_size: int = Field(32, ge=1, description="samples per worker (a replica of the model) and step")
     accumulation: int = Field(1, ge=1, description="batches per worker and step, whose gradients add up to their mean")
     seed: int = Field(0, ge=0, lt=1 << 32, description="seed of the initial parameters, of shuffling and of peers")
     clip_norm: float | None = Field(None, gt=0, description="largest norm of a gradient; none does not clip")
     amp: Literal["off", "bf16", "fp16"] = Field("off", description="type of automatic mixed precision on GPUs")
     on_nonfinite: Literal["stop", "skip"] = Field("stop", description="action at a NaN or infinite gradient")
-    max_skipped: int = Field(100, ge=1, description="number of skipped steps in a row that ends the run")
+    max_skipped: Annotated[int, MayChange] = Field(
+        100, ge=1, description="number of skipped steps in a row that ends the run"
+    )
     average_iterates: bool = Field(False, description="on one rank: evaluate the average of the steps' parameters")
     eval_every: int = Field(1, ge=1, description="epochs between evaluations")
-    eval_every_samples: int | None = Field(
+    eval_every_samples: Annotated[int | None, MayChange] = Field(
         None, ge=1, description="samples between further evaluations, of all ranks together; none makes no further ones"
     )
-    log_every: int = Field(50, ge=1, description="steps between lines of progress")
-    log: tuple[str, ...] = Field((), description="tools to write for: tensorboard, wandb, mlflow, file.py:Class")
-    output: str = Field("runs", min_length=1, description="folder for records, summary and checkpoints")
-    deadline_s: float = Field(300.0, gt=0, description="longest wait for another rank, in seconds")
-    internode: str = Field("auto", description="transport of windows to other nodes: auto, tcp, rma, or tcp:INTERFACE")
-    gpu_aware_mpi: bool = Field(False, description="give MPI the memory of GPUs itself; false stages it on the host")
+    log_every: Annotated[int, MayChange] = Field(50, ge=1, description="steps between lines of progress")
+    log: Annotated[tuple[str, ...], MayChange] = Field(
+        (), description="tools to write for: tensorboard, wandb, mlflow, file.py:Class"
+    )
+    output: Annotated[str, MayChange] = Field(
+        "runs", min_length=1, description="folder for records, summary and checkpoints"
+    )
+    deadline_s: Annotated[float, MayChange] = Field(
+        300.0, gt=0, description="longest wait for another rank, in seconds"
+    )
+    internode: Annotated[str, MayChange] = Field(
+        "auto", description="transport of windows to other nodes: auto, tcp, rma, or tcp:INTERFACE"
+    )
+    gpu_aware_mpi: Annotated[bool, MayChange] = Field(
+        False, description="give MPI the memory of GPUs itself; false stages it on the host"
+    )
 
     @field_validator("log", mode="before")
     @classmethod

@@ -172,6 +172,33 @@ def differences(a: BaseModel | Mapping[str, Any], b: BaseModel | Mapping[str, An
     ]
 
 
+Changes = dict[str, tuple[Any, Any]]
+
+
+def changes(before: Any, now: Any, where: str = "") -> Changes:
+    """Find the settings with another value than before: both values by dotted key.
+
+    A setting that only one of the tables has is none, as versions differ in them. Where an algorithm's name differs,
+    its options mean something else, and only the name is listed.
+    """
+    if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
+        return {} if _canonical(before) == _canonical(now) else {where: (before, now)}
+    same = before.get("name") == now.get("name")
+    found: Changes = {}
+    for key in (key for key in now if key in before and (same or key == "name")):
+        found |= changes(before[key], now[key], f"{where}.{key}" if where else key)
+    return found
+
+
+def describe_changes(found: Mapping[str, Iterable[Any]]) -> str:
+    """Write changes as `optimizer.lr 0.1 → 0.01, batch_size 16 → 32`."""
+    return ", ".join(f"{key} {' → '.join(map(_readable, values))}" for key, values in found.items())
+
+
+def _readable(value: Any) -> str:
+    return "none" if value is None else value if isinstance(value, str) else _toml(value)
+
+
 # Paths, settings without effect on training, and the strategy, which has a column of its own.
 NOT_COMPARED = ("checkpoint.folder", "data.path", "log", "output", "strategy.name")
 

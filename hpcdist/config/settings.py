@@ -87,6 +87,22 @@ class Settings(BaseModel, metaclass=_Refusing):
         return _tuples(value) if isinstance(value, list) and _admits(annotation, tuple) else value
 
 
+class MayChange:
+    """Marks a setting, in `Annotated`, that does not change what is trained: a resumed run may have another value."""
+
+
+def without_changeable(model: type[Settings], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table of settings without those that are marked `MayChange`."""
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        field = model.model_fields.get(name)
+        inner = None if field is None else _settings_in(field.annotation)
+        if field is None or MayChange not in field.metadata:
+            nested = inner is not None and isinstance(value, Mapping)
+            kept[name] = without_changeable(inner, value) if nested else value  # type: ignore[arg-type]
+    return kept
+
+
 class Named(Settings):
     """An algorithm's name, or `path/to/file.py:Class`, with its own options beside it. A string alone is the name."""
 

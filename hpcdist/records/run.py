@@ -60,6 +60,11 @@ class Start(BaseModel):
         None, description="network and step times of virtual ranks, whose seconds are virtual in all files"
     )
     went_on_from: str | None = Field(None, description="the checkpoint, in the run's folder")
+    step: int = Field(default=0, description="of that checkpoint")
+    changed: dict[str, list[Any]] = Field(
+        default_factory=dict,
+        description="settings, and `ranks`, that differ from the checkpoint's: its value, this one's",
+    )
 
 
 class RunRecord(Start):
@@ -71,6 +76,19 @@ class RunRecord(Start):
     def last(self) -> Start:
         """Return the newest start, with whose settings the run ended."""
         return self.resumed[-1] if self.resumed else self
+
+    @property
+    def changes(self) -> dict[int, dict[str, list[Any]]]:
+        """Return the settings that have changed in the course of the run, by the step after which they did.
+
+        A start that went on from an earlier step than others before it has taken their steps again.
+        """
+        found: dict[int, dict[str, list[Any]]] = {}
+        for start in self.resumed:
+            found = {step: changed for step, changed in found.items() if step < start.step}
+            if start.changed:
+                found[start.step] = start.changed
+        return found
 
 
 def now() -> str:

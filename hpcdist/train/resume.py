@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hpcdist import checkpoint
+from hpcdist.config import describe_changes
+from hpcdist.config.merge import Changes
 from hpcdist.config.optimizer import rescale
 from hpcdist.session import state as states
 from hpcdist.session.resharding import SavedState, SavedWorld
 from hpcdist.session.world import current
+from hpcdist.train.changes import all_settings, changes_since, rate_ratio, require_state_fits, take_over
 
+_logger = logging.getLogger(__name__)
 Trainer = Any  # hpcdist.train.loop.Trainer, which imports this module
 
 
@@ -44,20 +49,12 @@ def save(trainer: Trainer, folder: Path, keep: int) -> Path:
     """Collective. Save the run after its current step."""
     meta: dict[str, Any] = {
         "model": trainer.model.signature(),
-        "batch_size": trainer.config.batch_size,
-        "settings": _settings(trainer),
+        "settings": all_settings(trainer),
     }
     if not trainer.config.parallel.whole:
         meta["stages"] = trainer.config.parallel.stages
         meta["cut"] = list(trainer.replica.cut)
     return checkpoint.save(trainer.comm, folder, trainer.position.step, capture(trainer), meta=meta, keep=keep)
-
-
-def _settings(trainer: Trainer) -> dict[str, Any]:
-    """Return the settings that a checkpoint's state depends on."""
-    config = trainer.config
-    tables = {name: states.plain(getattr(config, name).model_dump()) for name in ("optimizer", "schedule", "data")}
-    return {"strategy": states.settings_of(trainer.optimizer)["strategy"], **tables}
 
 
 def saved_cut(folder: Path) -> list[int] | None:
@@ -73,27 +70,32 @@ def load(trainer: Trainer, path: Path) -> None:
     from the mean of the saved parameters and buffers (a server's: from the server's) with rank 0's optimiser; the
     samples of the epoch that are left are dealt out anew, and a rate that follows the global batch is scaled to it.
     A model in stages may be cut into others, or be whole, with the same optimiser's state; replicas count as ranks do.
+    Where settings have changed, it goes on with the trainer's.
 
     Raises:
         CheckpointError: it is damaged, or of another model, or of another class of optimiser or schedule.
     """
     session, saved = current(), SavedWorld(path, checkpoint.verify_together(trainer.comm, path))
     together = partial(saved.together, session)
-    together(lambda: _require_same(trainer, saved))
+    changed = together(lambda: _compare(trainer, saved))
     same = saved.is_same(session, {"": (trainer.optimizer, ())})
     state = together(lambda: saved.rank(trainer.comm.rank).at() if same else _resharded(trainer, saved.of(), saved))
     together(lambda: _apply(trainer, state, same))
     states.restore(trainer.optimizer, state, together)
     factor = together(lambda: trainer.rate_factor / state.get("rate_factor", trainer.rate_factor))
-    rescale(trainer.optimizer, trainer.schedule, factor)
+    rescale(trainer.optimizer, trainer.schedule, factor * rate_ratio(trainer, changed))
+    together(lambda: take_over(trainer, changed, path))
 
 
-def _require_same(trainer: Trainer, saved: SavedWorld) -> None:
+def _compare(trainer: Trainer, saved: SavedWorld) -> Changes:
     comm, meta = trainer.comm, saved.meta
-    told = comm.rank == comm.failures.living[0]
-    states.compare_settings(meta.get("settings", {}), _settings(trainer), saved.path, told=told)
+    changed = changes_since(meta, trainer)
+    require_state_fits(changed, saved.path)
+    if changed and comm.rank == comm.failures.living[0]:
+        _logger.info(f"settings have changed since {saved.path}: {describe_changes(changed)}")
     if max(saved.stages, current().stages) == 1:  # models in stages are compared by names
         states.require_saved("model", meta.get("model"), trainer.model.signature(), saved.path)
+    return changed
 
 
 def _resharded(trainer: Trainer, values: SavedState, saved: SavedWorld) -> dict[str, Any]:

@@ -19,8 +19,9 @@ import hpcdist
 from hpcdist import checkpoint, strategies
 from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.comm.traced import begin_timeline, end_timeline
-from hpcdist.config import JobConfig, load, optimizers, schedules
+from hpcdist.config import JobConfig, describe_changes, load
 from hpcdist.config.files import git_commit, imported_beside, neighbours
+from hpcdist.config.merge import Changes
 from hpcdist.config.optimizer import with_functions_of
 from hpcdist.errors import ConfigError, suggestion
 from hpcdist.parallel.cut import cut_of
@@ -44,6 +45,7 @@ from hpcdist.records import (
 from hpcdist.records.timeline import unused
 from hpcdist.registry import label
 from hpcdist.train import loggers
+from hpcdist.train.changes import all_settings, changes_since
 from hpcdist.train.job import Job, load_job
 from hpcdist.train.log import Progress
 from hpcdist.train.loop import Trainer
@@ -65,6 +67,7 @@ def train(
     command: Sequence[str] = (),
     make: Callable[..., Any] = Trainer,
     timeline: bool = False,
+    allow_changes: bool = False,
 ) -> tuple[Path, Summary | None]:
     """Collective. Run a job to its end; return its folder and its summary, the same on all ranks.
 
@@ -79,9 +82,11 @@ def train(
         command: the words of the command line, which the run's folder keeps.
         make: makes the trainer, from the arguments of Trainer.
         timeline: write `timeline.json`, or `timeline-2.json`... if the run is resumed.
+        allow_changes: go on also with other settings than those of the checkpoint.
 
     Raises:
-        ConfigError: a setting breaks its rule, the folder holds another run, or another process works in it.
+        ConfigError: a setting breaks its rule, the folder holds another run, or another process works in it; a resumed
+            run would train with other settings than its checkpoint's.
     """
     with ExitStack() as until_the_end:
         until_the_end.enter_context(neighbours(job_path))  # the job's functions may import them later
@@ -95,9 +100,10 @@ def train(
             config = _with_saved_cut(comm, config, Path(config.checkpoint.folder or folder / "checkpoints"))
         trainer = make(job, config, comm, folder, report, ends_at=ends_at, listens=comm.trace.virtual is None)
         newest = _newest(comm, trainer.checkpoints) if resume else None
-        write_down(trainer, job_path, command, newest)
+        changed = {} if newest is None else _require_unchanged(trainer, *newest, allow_changes)
+        write_down(trainer, job_path, command, newest, changed)
         try:
-            summary = trainer.run(newest)
+            summary = trainer.run(newest and newest[0])
         except (Exception, KeyboardInterrupt) as error:
             with suppress(OSError):
                 _end(comm, folder, *_outcome(error))
@@ -221,13 +227,25 @@ def _with_saved_cut(comm: Communicator, config: JobConfig, checkpoints: Path) ->
     return config.with_cut(tuple(sizes)) if sizes and len(sizes) == stages else config
 
 
-def _newest(comm: Communicator, checkpoints: Path) -> Path | None:
+def _newest(comm: Communicator, checkpoints: Path) -> tuple[Path, checkpoint.Manifest] | None:
     """Collective. Find the newest checkpoint that all ranks can read."""
     found = checkpoint.latest_together(comm, checkpoints)
-    newest = None if found is None else found[0]
     if comm.rank == 0:
-        _logger.info(f"going on from {newest}" if newest else f"no checkpoint in {checkpoints} yet: starting anew")
-    return newest
+        _logger.info(f"going on from {found[0]}" if found else f"no checkpoint in {checkpoints} yet: starting anew")
+    return found
+
+
+def _require_unchanged(trainer: Trainer, path: Path, manifest: checkpoint.Manifest, allowed: bool) -> Changes:
+    """Return what has changed since a checkpoint, also the number of ranks; raise ConfigError if that is refused."""
+    changed = changes_since(manifest.meta, trainer)
+    if changed and not allowed:
+        raise ConfigError(
+            f"settings must be those of {path} to go on from it; got {describe_changes(changed)}. Add --allow-changes "
+            "to go on with the new values, or start another run."
+        )
+    if manifest.ranks != trainer.comm.size:
+        changed["ranks"] = (manifest.ranks, trainer.comm.size)
+    return changed
 
 
 # --- provenance -------------------------------------------------------------------------------------------------------
@@ -235,7 +253,13 @@ if TYPE_CHECKING:
     from hpcdist.train.loop import Trainer
 
 
-def write_down(trainer: Trainer, job_path: Path, command: Sequence[str], resumed_from: Path | None) -> None:
+def write_down(
+    trainer: Trainer,
+    job_path: Path,
+    command: Sequence[str],
+    resumed_from: tuple[Path, checkpoint.Manifest] | None,
+    changed: Changes,
+) -> None:
     """Collective. Add this start to the folder's `run.json`, on the first rank, and copy the job's file there."""
     comm = trainer.comm
     found = comm.gather(own_cores())
@@ -256,10 +280,12 @@ def write_down(trainer: Trainer, job_path: Path, command: Sequence[str], resumed
         processors=os.cpu_count(),
         load=load_average(),
         versions=versions(comm),
-        settings=json.loads(json.dumps(settings(trainer), default=str)),
+        settings=all_settings(trainer),
         rate_factor=trainer.rate_factor,
         virtual=None if comm.trace.virtual is None else json.loads(json.dumps(comm.trace.virtual, default=str)),
-        went_on_from=None if resumed_from is None else str(resumed_from),
+        went_on_from=None if resumed_from is None else str(resumed_from[0]),
+        step=0 if resumed_from is None else resumed_from[1].step,
+        changed={key: list(values) for key, values in changed.items()},
     )
     begin_run(trainer.output, start)
 
@@ -273,26 +299,3 @@ def versions(comm: Communicator) -> dict[str, str | None]:
 
         library = version()
     return {**libraries, "python": platform.python_version(), "mpi": library}
-
-
-def settings(trainer: Trainer) -> dict[str, Any]:
-    """Return every setting of a run, with the defaults of torch, the strategy and the job's model."""
-    config = trainer.config
-    values = config.model_dump()
-    values["data"]["source"] = trainer.data_source
-    values["strategy"] = {"name": config.strategy.name, **trainer.strategy_options}
-    values["optimizer"] = _resolved(optimizers()[config.optimizer.name], values["optimizer"])
-    if config.schedule.name is not None:
-        values["schedule"] = _resolved(schedules()[config.schedule.name], values["schedule"])
-    values["model"] = _resolved(trainer.job.model, values["model"])
-    return values
-
-
-def _resolved(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Complete values by the function's own defaults; a None stands for the default too."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # written in C
-        return given
-    own = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "optimizer"}
-    return own | {key: value for key, value in given.items() if value is not None or own.get(key) is None}

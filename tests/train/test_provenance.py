@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,10 @@ import torch
 import hpcdist
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import differing
-from hpcdist.errors import DataError
-from hpcdist.records import Evaluation, keep_evaluations, load_run, read_evaluations, run
+from hpcdist.errors import CheckpointError, ConfigError, DataError
+from hpcdist.records import Evaluation, RunRecord, Start, keep_evaluations, load_run, read_evaluations, run
 from hpcdist.tools.runs import Run
-from hpcdist.train import runs
+from hpcdist.train import Trainer, runs
 
 JOB = "import widths\nfrom train import tiny\njob = tiny.job\n"
 
@@ -35,9 +36,9 @@ def jobs(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def train(*overrides: str, output: str = "run", ranks: int = 2, resume: bool = False):
+def train(*overrides: str, output: str = "run", ranks: int = 2, resume: bool = False, **further):
     settings = ["data.path=digits.h5", "epochs=2", "checkpoint.every_steps=5", *overrides]
-    arguments = {"output": Path(output), "resume": resume, "command": ["hpcdist", "train", "jobs/it.py"]}
+    arguments = {"output": Path(output), "resume": resume, "command": ["hpcdist", "train", "jobs/it.py"]} | further
     return run_virtual(lambda comm: runs.train(comm, Path("jobs/it.py"), None, settings, **arguments)[1], ranks)[0]
 
 
@@ -117,6 +118,82 @@ def test_a_run_that_goes_on_keeps_its_first_start_and_adds_evaluations():
 
     train("epochs=3", resume=True)
     assert len(load_run("run").resumed) == 2 and not Path("run/job-3").exists()
+
+
+def test_a_resumed_run_with_other_settings_is_refused_or_says_what_changed_and_when():
+    train("epochs=1")
+    before = Path("run/run.json").read_bytes()
+    other = ("epochs=2", "optimizer.lr=0.02", "optimizer.weight_decay=0.5", "schedule.gamma=0.9", "clip_norm=none")
+    told = (
+        "settings must be those of run/checkpoints/step-00000010 to go on from it; got optimizer.lr 0.01 → 0.02, "
+        "optimizer.weight_decay 0.01 → 0.5, schedule.gamma 0.7 → 0.9, clip_norm 5.0 → none. Add --allow-changes"
+    )
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        train(*other, resume=True)
+    assert Path("run/run.json").read_bytes() == before, "it has not begun"
+    train("log_every=1", "checkpoint.keep=9", "eval_every_samples=100", "budget.steps=14", resume=True)
+    assert Run("run").changes == [], "they don't change what is trained"
+
+    rates = []
+
+    def make(*arguments, **given):
+        trainer = Trainer(*arguments, **given)
+        rates.append(trainer)
+        return trainer
+
+    train(*other, resume=True, ranks=3, make=make, allow_changes=True)
+    # 0.02, times 0.7 after step 7, then 0.9 after steps 14 and 21; 22 steps in all.
+    for trainer in rates:
+        (group,) = trainer.optimizer.param_groups
+        assert group["weight_decay"] == 0.5 and trainer.schedule.gamma == 0.9
+        assert group["lr"] == pytest.approx(0.02 * 0.7 * 0.9 ** (trainer.position.step // 7 - 1))
+    values = "optimizer.lr 0.01 → 0.02, optimizer.weight_decay 0.01 → 0.5, schedule.gamma 0.7 → 0.9"
+    found = Run("run").changes
+    assert found == [f"settings changed at step 10: {values}, clip_norm 5.0 → none, ranks 2 → 3"]
+    assert load_run("run").last.changed["clip_norm"] == [5.0, None]
+
+
+def test_a_change_of_what_a_schedule_has_computed_with_is_refused():
+    plain = ("epochs=1", "schedule=OneCycleLR", "schedule.max_lr=0.1", "schedule.total_steps=90", "schedule.per=step")
+    train(*plain)
+    with pytest.raises(CheckpointError, match="schedule.max_lr must be that of the checkpoint .*, 0.1; got 0.2. Torch"):
+        train(*plain, "schedule.max_lr=0.2", resume=True, allow_changes=True)
+
+
+def test_changes_that_a_later_start_has_taken_back_are_in_no_result():
+    start = {"started": "", "command": [], "job": {"path": "", "sha256": "", "copies": {}}, "commit": None}
+    start |= {"dirty": False, "ranks": 1, "hosts": [], "versions": {}, "settings": {}}
+    resumed = [
+        {**start, "step": 10, "changed": {"optimizer.lr": [1, 2]}},
+        {**start, "step": 30, "changed": {"seed": [0, 1]}},
+        {**start, "step": 20, "changed": {"ranks": [1, 2]}},
+        {**start, "step": 25},
+    ]
+    run = RunRecord(**start, resumed=resumed)
+    assert run.changes == {10: {"optimizer.lr": [1, 2]}, 20: {"ranks": [1, 2]}}
+    run.resumed.append(Start(**start))
+    assert run.changes == {}, "it began anew"
+
+
+def test_the_report_holds_a_run_that_was_resumed_with_other_settings_apart(capsys, monkeypatch):
+    from hpcdist.tools import cli
+    from hpcdist.tools.report.evidence import read
+    from hpcdist.tools.report.findings import analyse
+    from hpcdist.tools.report.verdict import judge
+
+    for seed in (1, 2):
+        train("epochs=1", f"seed={seed}", output=f"runs/{seed}")
+    train("epochs=1", "seed=2", "optimizer.lr=0.02", output="runs/2", resume=True, allow_changes=True)
+    monkeypatch.setattr(sys, "argv", ["hpcdist", "report", "runs"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    change = "settings changed at step 10: optimizer.lr 0.01 → 0.02"
+    assert f"hpcdist: runs/2: {change}\n" in capsys.readouterr().err
+    findings = analyse(read([Path("runs")]))
+    first, second = findings.cells
+    assert change not in first.name and change in second.name and (len(first.runs), len(second.runs)) == (1, 1)
+    caveats = judge(findings).caveats
+    assert f"`runs/2` was resumed with other settings, and stands alone: {change}." in caveats
 
 
 def test_a_run_that_failed_says_when():

@@ -57,6 +57,9 @@ def report(
         table.write_csv(found, sys.stdout)
     else:
         table.show(found)
+        for run in (one.run for job in jobs for one in job.runs):
+            for line in run.changes:
+                console.note(f"{run.folder}: {line}")
     if html or output is not None:
         from hpcdist.tools.report import write
 

@@ -27,6 +27,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in --output; without one start anew.")
     ] = False,
+    allow_changes: Annotated[
+        bool, typer.Option("--allow-changes", help="With --resume, go on also with settings that have changed.")
+    ] = False,
     progress: Annotated[
         console.ProgressMode,
         typer.Option(help="One line that is rewritten, or lines; auto: live on a terminal, lines in a file or a pipe."),
@@ -48,7 +51,17 @@ def train(
     show = console.progress(progress)
     ends_at = end_time(os.environ) if comm.rank == 0 else None
     folder, summary = runs.train(
-        comm, job, config, overrides or [], output, resume, show, ends_at, command=sys.argv, timeline=timeline
+        comm,
+        job,
+        config,
+        overrides or [],
+        output,
+        resume,
+        show,
+        ends_at,
+        command=sys.argv,
+        timeline=timeline,
+        allow_changes=allow_changes,
     )
     if summary is None:
         raise typer.Exit(LEFT)

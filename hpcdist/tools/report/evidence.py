@@ -122,7 +122,7 @@ class Evidence:
         summary, start = one.run.summary, one.run.start
         row: dict[str, Any] = {"job": self.job}
         row |= {key: getattr(one, key) for key in ("name", "kind", "ranks", "virtual", "seed")}
-        row |= {"folder": str(one.run.folder), "failure": one.run.failure}
+        row |= {"folder": str(one.run.folder), "failure": one.run.failure, "changes": "; ".join(one.run.changes)}
         if start is not None:
             row |= {"started": start.started, "ended": start.ended, "commit": start.commit, "dirty": start.dirty}
             row |= {"hosts": " ".join(dict.fromkeys(start.hosts))}
@@ -287,7 +287,9 @@ def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: boo
         seed = run.settings.get("seed") if run.summary is None else run.summary.seed
         planned = {"name": run.strategy or "unknown", "kind": "strategy", "ranks": known and known.ranks, "seed": seed}
     virtual = is_virtual or bool(run.start and run.start.virtual)
-    return RunEvidence(run, **{key: planned[key] for key in ("name", "kind", "ranks", "seed")}, virtual=virtual)
+    one = RunEvidence(run, **{key: planned[key] for key in ("name", "kind", "ranks", "seed")}, virtual=virtual)
+    # A run that went on with other settings is not of the others' kind.
+    return replace(one, name=f"{one.name} ({'; '.join(run.changes)})") if run.changes else one
 
 
 def _curves(run: Run) -> RunCurves:

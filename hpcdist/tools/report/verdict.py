@@ -248,6 +248,8 @@ class _Speaker:
         job = next((cell.job for cell in cells if cell.name == evidence.reference), None)
         if others := sorted({cell.job for cell in cells if cell.job is not None} - {job}):
             found.append(f"Runs of other jobs than {job} are compared with nothing: {', '.join(others)}.")
+        found += [f"`{one.run.folder}` was resumed with other settings, and stands alone: {'; '.join(one.run.changes)}."
+                  for one in evidence.runs if one.run.ended and one.run.changes]  # fmt: skip
         if failed:
             found.append(f"{wording.count(len(failed), 'run')} without a result: listed below, and in no number.")
         if self._target is None:

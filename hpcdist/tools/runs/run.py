@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from hpcdist.config import describe_changes
 from hpcdist.errors import DataError
 from hpcdist.records import (
     Evaluation,
@@ -132,6 +133,12 @@ class Run:
     def settings(self) -> dict[str, Any]:
         """Return the settings of the newest start; none where they are not written down."""
         return {} if self.start is None else self.start.settings
+
+    @property
+    def changes(self) -> list[str]:
+        """Return a line for each step at which the run went on with other settings."""
+        found = {} if self.record is None else self.record.changes
+        return [f"settings changed at step {step}: {describe_changes(changed)}" for step, changed in found.items()]
 
     @property
     def strategy(self) -> str:

@@ -1,0 +1,85 @@
+"""Every setting of a run, and those with which it goes on otherwise than it was."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcdist.config import JobConfig, changes, optimizers, schedules, without_changeable
+from hpcdist.config.merge import Changes
+from hpcdist.config.optimizer import OWN_RATES
+from hpcdist.errors import CheckpointError
+
+Trainer = Any  # hpcdist.train.loop.Trainer, which imports this module
+
+
+def all_settings(trainer: Trainer) -> dict[str, Any]:
+    """Return every setting of a run in types that JSON has, with the defaults of torch, the strategy and the model."""
+    config = trainer.config
+    values = config.model_dump()
+    values["data"]["source"] = trainer.data_source
+    values["strategy"] = {"name": config.strategy.name, **trainer.strategy_options}
+    values["optimizer"] = _resolved(optimizers()[config.optimizer.name], values["optimizer"])
+    if config.schedule.name is not None:
+        values["schedule"] = _resolved(schedules()[config.schedule.name], values["schedule"])
+    values["model"] = _resolved(trainer.job.model, values["model"])
+    return json.loads(json.dumps(values, default=str))
+
+
+def _resolved(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Complete values by the function's own defaults; a None stands for the default too."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # written in C
+        return given
+    own = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "optimizer"}
+    return own | {key: value for key, value in given.items() if value is not None or own.get(key) is None}
+
+
+def changes_since(meta: Mapping[str, Any], trainer: Trainer) -> Changes:
+    """Find the settings of a checkpoint's run that differ now, without those that are marked `MayChange`."""
+    saved = meta.get("settings")
+    now = without_changeable(JobConfig, all_settings(trainer))
+    return changes(saved, now) if isinstance(saved, Mapping) else {}
+
+
+def require_state_fits(changed: Changes, path: Path) -> None:
+    """Raise CheckpointError if the state of the optimiser or of the schedule fits no other class or options."""
+    for kind in ("optimizer", "schedule"):
+        if f"{kind}.name" in changed:
+            saved, now = changed[f"{kind}.name"]
+            raise CheckpointError(
+                f"{kind} must be that of the checkpoint to resume from it, {saved!r:.80}; got {now}. Resume with the "
+                f"one of {path}; or begin with the model alone, by hpcdist.unsplit."
+            )
+
+
+def take_over(trainer: Trainer, changed: Changes, path: Path) -> None:
+    """Put changed options of the optimiser and of the schedule in place of those that a checkpoint's state has.
+
+    Raises:
+        CheckpointError: the schedule has computed with its former option.
+    """
+    for setting, (saved, now) in changed.items():
+        table, _, key = setting.partition(".")
+        if table == "optimizer" and key in trainer.optimizer.defaults and key != "lr":
+            for group in trainer.optimizer.param_groups:
+                group[key] = trainer.optimizer.defaults[key]
+        if table == "schedule":
+            if trainer.config.schedule.name in OWN_RATES or not hasattr(trainer.schedule, key):
+                raise CheckpointError(
+                    f"{setting} must be that of the checkpoint to resume from it, {saved!r:.80}; got {now!r:.80}. "
+                    f"Torch's schedule has computed with it: resume with the one of {path}."
+                )
+            setattr(trainer.schedule, key, now)
+
+
+def rate_ratio(trainer: Trainer, changed: Changes) -> float:
+    """Return by which factor the learning rate has changed by itself, whatever scales it."""
+    saved, now = changed.get("optimizer.lr", (None, None))
+    if not saved or now is None or trainer.config.schedule.name in OWN_RATES:
+        return 1.0
+    return now / saved

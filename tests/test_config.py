@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
@@ -20,12 +21,15 @@ from hpcdist.config import (
     Option,
     ScheduleConfig,
     Settings,
+    changes,
     describe,
+    describe_changes,
     differences,
     fingerprint,
     load,
     optimizers,
     schedules,
+    without_changeable,
 )
 from hpcdist.data import importers
 from hpcdist.errors import ConfigError, UnknownNameError, suggestion
@@ -216,10 +220,33 @@ def test_a_choice_by_name_is_described_by_its_own_field():
 
 
 # --- the job ----------------------------------------------------------------------------------------------------------
+def test_the_settings_that_may_change_are_those_that_the_documentation_lists():
+    config = JobConfig().model_dump()
+    kept = without_changeable(JobConfig, config)
+    changeable = {name for name in config if name not in kept}
+    changeable |= {f"data.{name}" for name in config["data"] if name not in kept["data"]}
+    changeable |= {f"parallel.{name}" for name in config["parallel"] if name not in kept["parallel"]}
+    text = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
+    listed = text.partition("May change:")[2].partition(".\n")[0]
+    named = set(re.findall(r"`([a-z_.]+?)(?:\.\*)?`", listed))
+    assert named == changeable
+
+
+def test_changes_of_settings_have_both_values():
+    before = {"optimizer": {"name": "SGD", "lr": 0.1}, "clip": None, "cut": [1], "gone": 1, "log": "a"}
+    now = {"optimizer": {"name": "SGD", "lr": 0.01}, "clip": 5, "cut": (1,), "new": 2, "log": "b"}
+    found = changes(before, now)
+    assert found == {"optimizer.lr": (0.1, 0.01), "clip": (None, 5), "log": ("a", "b")}
+    assert describe_changes(found) == "optimizer.lr 0.1 → 0.01, clip none → 5, log a → b"
+    other = {"optimizer": {"name": "Adam", "lr": 0.01}}
+    assert changes(before, other) == {"optimizer.name": ("SGD", "Adam")}, "options of another one are not compared"
+
+
 def test_a_job_needs_no_settings():
     job = JobConfig()
     assert (job.strategy.name, job.optimizer.name, job.schedule.name) == ("allreduce", "SGD", None)
-    assert job.checkpoint.keep == 3 and job.checkpoint.every_steps == 0 and job.clip_norm is None
+    saves = job.checkpoint
+    assert (saves.every_s, saves.every_steps, saves.keep, saves.best) == (300, 0, 2, True) and job.clip_norm is None
     assert job == JobConfig.from_mapping(job.model_dump())
 
 

@@ -13,6 +13,7 @@ torch.distributed.checkpoint is not used: its metadata, and its values other tha
 plan for several ranks without a process group, and has no checksums.
 """
 
+from hpcdist.checkpoint.folder import best_of
 from hpcdist.checkpoint.generators import random_state, set_random_state
 from hpcdist.checkpoint.load import SavedRank, find, latest, latest_together, survey, verify, verify_together
 from hpcdist.checkpoint.manifest import FILE_NAME as MANIFEST
@@ -28,6 +29,7 @@ __all__ = [
     "SavedRank",
     "Slice",
     "SlicePlace",
+    "best_of",
     "check_name",
     "export",
     "find",

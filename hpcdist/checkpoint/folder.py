@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hpcdist.errors import CheckpointError
@@ -51,8 +52,8 @@ def clean(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def publish(temporary: Path, step: int, keep: int) -> None:
-    """Give a complete checkpoint its final name, and remove all but the last `keep`."""
+def publish(temporary: Path, step: int, keep: int, best: Sequence[int] = ()) -> None:
+    """Give a complete checkpoint its final name, and remove all but the last `keep` and the best."""
     folder = temporary.parent
     final = folder / step_name(step)
     if final.exists():
@@ -62,10 +63,15 @@ def publish(temporary: Path, step: int, keep: int) -> None:
         final.rename(replaced)
     temporary.rename(final)
     sync(folder)
-    _prune(final, step, keep)
+    _prune(final, step, keep, best)
 
 
-def _prune(final: Path, step: int, keep: int) -> None:
+def best_of(folder: Path, steps: Iterable[int]) -> Path | None:
+    """Return the checkpoint of the first of these steps, the best first, that has one; None if none has."""
+    return next((path for step in steps if (path := folder / step_name(step)).is_dir()), None)
+
+
+def _prune(final: Path, step: int, keep: int, best: Sequence[int]) -> None:
     # The run went back to an earlier step: what came after it then must not be taken for this run's latest.
     newer = [path for path in listing(final.parent) if step_of(path) > step]
     for path in newer:
@@ -75,10 +81,10 @@ def _prune(final: Path, step: int, keep: int) -> None:
             f"{abandoned.name}; delete it if you don't need it.",
             stacklevel=2,
         )
-    kept = 0
+    kept, spared = 0, best_of(final.parent, best)
     for path in listing(final.parent):
         superseded = path.with_suffix("") != path and path.with_suffix("").exists()
-        if superseded or kept >= keep:
+        if superseded or (kept >= keep and path != spared):
             discard(path)
         else:
             kept += 1

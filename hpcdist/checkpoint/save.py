@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ def save(
     *,
     meta: Mapping[str, Any] | None = None,
     keep: int = 3,
+    best: Sequence[int] = (),
 ) -> Path:
     """Collective. Save every rank's state as the checkpoint of `step`, and return its path.
 
@@ -42,6 +43,7 @@ def save(
         state: this rank's; see `hpcdist.checkpoint.tree.encode` for what it may hold. Not changed.
         meta: data that is read before the state (strategy, model signature...), no tensors; rank 0's is taken.
         keep: how many checkpoints stay in the folder, this one included, at least 1.
+        best: steps, the best first: the checkpoint of the first one that has any stays, too.
 
     Raises:
         MismatchError: the ranks' steps differ.
@@ -62,7 +64,7 @@ def save(
         own = agreed(lambda: _write_rank(temporary, living.index(comm.rank), state))
         of_ranks = comm.gather({name: list(stamp) for name, stamp in own.items()})
         stamps = {name: Stamp(*stamp) for rank in living for name, stamp in of_ranks[rank].items()}
-        agreed(lambda: _finish(temporary, step, meta, stamps, keep) if leads else None)
+        agreed(lambda: _finish(temporary, step, meta, stamps, keep, best) if leads else None)
     except BaseException as error:
         if leads or isinstance(error, CheckpointError):  # else it may be about to be published
             shutil.rmtree(temporary, ignore_errors=True)
@@ -92,7 +94,14 @@ def _write_rank(temporary: Path, rank: int, state: Any) -> dict[str, Stamp]:
     return files
 
 
-def _finish(temporary: Path, step: int, meta: Mapping[str, Any] | None, files: dict[str, Stamp], keep: int) -> None:
+def _finish(
+    temporary: Path,
+    step: int,
+    meta: Mapping[str, Any] | None,
+    files: dict[str, Stamp],
+    keep: int,
+    best: Sequence[int],
+) -> None:
     for name, stamp in files.items():
         if not (temporary / name).is_file() or (temporary / name).stat().st_size != stamp.bytes:
             raise CheckpointError(
@@ -101,4 +110,4 @@ def _finish(temporary: Path, step: int, meta: Mapping[str, Any] | None, files: d
             )
     write_manifest(temporary, step, dict(meta or {}), files)
     sync(temporary)
-    folders.publish(temporary, step, keep)
+    folders.publish(temporary, step, keep, best)

@@ -36,8 +36,12 @@ class StrategyConfig(Named):
 class CheckpointConfig(Settings):
     """When checkpoints are saved, and where."""
 
-    every_steps: int = Field(0, ge=0, description="steps between checkpoints; 0 saves none")
-    keep: int = Field(3, ge=1, description="number of checkpoints that are kept")
+    every_s: float = Field(
+        300.0, ge=0, allow_inf_nan=False, description="seconds between checkpoints on real ranks; 0 saves none by time"
+    )
+    every_steps: int = Field(0, ge=0, description="steps between checkpoints; 0 saves none by steps")
+    keep: int = Field(2, ge=1, description="number of the newest checkpoints that are kept")
+    best: bool = Field(True, description="save and keep also the checkpoint of the best evaluation")
     folder: str | None = Field(None, description="folder of checkpoints; none is `checkpoints` in the output folder")
 
 
@@ -55,10 +59,23 @@ class BudgetConfig(Settings):
         return any(limit is not None for limit in (self.samples, self.steps, self.seconds))
 
 
+class StopConfig(Settings):
+    """The end of a run that gets no better."""
+
+    patience: int | None = Field(
+        None, ge=1, description="evaluations without a better metric after which the run ends; none never ends it so"
+    )
+    metric: str | None = Field(
+        None, description="the metric that counts, also for the best checkpoint; none: the first"
+    )
+
+
 class LeaveConfig(Settings):
     """Leaving early with a checkpoint, from which --resume goes on."""
 
-    enabled: bool = Field(True, description="leave on SIGTERM, SIGUSR1, SIGUSR2, and before the job's time limit")
+    enabled: bool = Field(
+        True, description="leave on Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2, and before the job's time limit"
+    )
     margin_s: float = Field(30.0, ge=0, description="seconds to spare at the time limit, after saving a checkpoint")
     every_s: float = Field(5.0, gt=0, description="seconds between checks, in which all ranks take part")
 
@@ -132,6 +149,7 @@ class JobConfig(Settings):
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     checkpoint: Annotated[CheckpointConfig, MayChange] = Field(default_factory=CheckpointConfig)
+    stop: Annotated[StopConfig, MayChange] = Field(default_factory=StopConfig)
     leave: Annotated[LeaveConfig, MayChange] = Field(default_factory=LeaveConfig)
     budget: Annotated[BudgetConfig, MayChange] = Field(default_factory=BudgetConfig)
     model: dict[str, Any] = Field(default_factory=dict, description="options of the job's model")

@@ -38,6 +38,17 @@ class Seconds(BaseModel):
     waiting: float
 
 
+class Best(BaseModel):
+    """The best evaluation of the run."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    metric: str
+    value: float
+    step: int
+    checkpoint: str | None = Field(description="the best that is there, which may be of a step that was less good")
+
+
 class Summary(BaseModel):
     """The summary of one run. Further keys are preserved."""
 
@@ -53,6 +64,8 @@ class Summary(BaseModel):
     samples: int = Field(ge=0, description="whose gradients were computed, all ranks together")
     wall_s: float = Field(ge=0)
     metrics: dict[str, float] = Field(description="evaluated at the end on the mean of the ranks' parameters")
+    best: Best | None = Field(None, description="none where no evaluation had a finite metric, and in older versions")
+    stopped_early: str | None = Field(None, description="why the run ended before its epochs and its budget")
     staleness: Staleness
     dropped: int = Field(0, ge=0, description="gradients that were too stale to be applied")
     skipped: int = Field(0, ge=0, description="steps of workers, left out for a NaN or infinite gradient")

@@ -33,6 +33,7 @@ class Leaving:
         every_s: seconds between meetings, about; a signal is obeyed after at most so long.
         cost_s: () -> seconds that this rank expects leaving to take: its checkpoint.
         signals: leave on signals, too. Only the main thread of a process can listen to them.
+        ctrl_c: take Ctrl-C (SIGINT) as such a signal; a second one ends the process at once.
         clock: () -> seconds since 1970.
     """
 
@@ -45,20 +46,24 @@ class Leaving:
         every_s: float = 5.0,
         cost_s: Callable[[], float] = lambda: 0.0,
         signals: bool = True,
+        ctrl_c: bool = False,
         clock: Callable[[], float] = time.time,
     ):
         self.comm, self.ends_at, self.margin_s, self.every_s = comm, ends_at, margin_s, every_s
         self.reason: str | None = None  # once all ranks know that they are to leave
         self.steps = 1  # between the last meeting and the next one
+        self.clock_s: float | None = None  # of the last meeting, the same on all ranks: by the first living one's clock
+        self.heard: Callable[[str], object] = lambda name: None  # called with the name of the first signal, at once
         self._cost_s, self._clock = cost_s, clock
         self._listens = signals and threading.current_thread() is threading.main_thread()
+        self._signals = (*SIGNALS, signal.SIGINT) if ctrl_c else SIGNALS
         self._heard: str | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._left, self._since_s = self.steps, comm.now()
 
     def __enter__(self) -> Leaving:
         if self._listens:
-            self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._hear) for number in self._signals}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -67,7 +72,11 @@ class Leaving:
         self._before = {}
 
     def _hear(self, number: int, _frame: object) -> None:
-        self._heard = signal.Signals(number).name
+        first, self._heard = self._heard is None, signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)  # the next one ends this process, whatever it waits for
+        if first:
+            self.heard(self._heard)
 
     def step_done(self) -> str | None:
         """Collective. Return, after each step on every rank, the reason to leave now, the same on all; mostly None."""
@@ -88,7 +97,8 @@ class Leaving:
         self._plan(max(step_s))
         signals = [f"{name} on rank {rank}" for name, rank in zip(heard, self.comm.failures.living) if name]
         ends = [moment for moment in ends_at if moment is not None]
-        left_s = min(ends) - clock_s[0] if ends else float("inf")  # by one clock: they may differ
+        self.clock_s = clock_s[0]  # one for all: ranks' clocks may differ
+        left_s = min(ends) - self.clock_s if ends else float("inf")
         if signals:
             self.reason = signals[0]
         elif left_s < self.steps * max(step_s) + max(cost_s) + self.margin_s:

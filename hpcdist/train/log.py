@@ -96,7 +96,7 @@ class RunLog:
         self._position, self._milestones, self._report = position, milestones, report
         self._curves, self._device = curves, device
         self._sampler: Sampler | None = None
-        self._evaluated: int | None = None  # the step of the last evaluation before a resumed run
+        self.earlier: list[tuple[int, dict[str, float]]] = []  # evaluations before a resumed run, by step
         self._losses: list[float] = []
         self._gradients = 0  # applied by this rank, a server, in this epoch
         self._since: float | None = None  # when the training under way began
@@ -108,8 +108,8 @@ class RunLog:
         if self._leads:
             keep_evaluations(self._folder, self._position.step)
         if self._position.step:  # not in a run that begins
-            kept = read_evaluations(self._folder) if self._leads else []
-            self._evaluated = self._comm.gather(kept[-1].step if kept else None)[self._comm.failures.living[0]]
+            kept = [(one.step, one.metrics) for one in read_evaluations(self._folder)] if self._leads else []
+            self.earlier = self._comm.gather(kept)[self._comm.failures.living[0]]
         self._curves.open(first_step)
         if self._comm.trace.virtual is None:
             self._sampler = Sampler(resources_path(self._folder, self._comm.rank), gpu_uuid(self._device))
@@ -178,9 +178,10 @@ class RunLog:
     def write_evaluation(self) -> None:
         """Write the metrics of the last evaluation, unless a resumed run has them in the file already."""
         step, epoch, samples = self._position.step, self._position.epoch, self._milestones.samples
-        if step != self._evaluated:
+        new = not self.earlier or step != self.earlier[-1][0]
+        if new:
             self._curves.evaluate(step, self.metrics)
-        if self._leads and step != self._evaluated:
+        if self._leads and new:
             append_evaluation(self._folder, Evaluation(step, epoch, samples, self.train_s, self.metrics, self.joules))
 
     def summarise(self, sha256: str, pending: int, **further: Any) -> Summary:

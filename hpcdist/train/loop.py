@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hpcdist import session, strategies
+from hpcdist import checkpoint, session, strategies
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig
 from hpcdist.data.loader import Batch, Loader
@@ -32,6 +32,8 @@ from hpcdist.train.numerics import Precision, count_skipped, require_finite
 from hpcdist.train.planning import with_measured_cut
 from hpcdist.train.replica import StagedReplica, WholeReplica
 from hpcdist.train.resume import Position
+from hpcdist.train.saving import Saving
+from hpcdist.train.standing import Standing
 
 T = TypeVar("T")
 SAVED_BYTES_S = 100e6  # assumed for the first checkpoint: a slow shared file system
@@ -83,12 +85,14 @@ class Trainer:
         self._evaluate_s = 0.0
         self._evaluate_noted = comm.trace.noted("evaluation", "run", self._evaluate)
         self._save_noted = comm.trace.noted("checkpoint", "run", self._save)
-        self.leaving: Leaving | None = None
-        if listens and config.leave.enabled:
-            margin_s, every_s = config.leave.margin_s, config.leave.every_s
+        self.standing = Standing(job, config)
+        leaves, self.leaving = config.leave.enabled, None
+        if listens and (leaves or config.checkpoint.every_s):
+            margin_s, every_s, cost_s = config.leave.margin_s, config.leave.every_s, lambda: 1.5 * self._save_s
             self.leaving = Leaving(
-                comm, ends_at=ends_at, margin_s=margin_s, every_s=every_s, cost_s=lambda: 1.5 * self._save_s
-            )
+                comm, ends_at=ends_at if leaves else None, margin_s=margin_s, every_s=every_s, cost_s=cost_s,
+                signals=leaves, ctrl_c=True,
+            )  # fmt: skip
 
     def _make_model(self) -> None:
         config = self.config
@@ -159,6 +163,9 @@ class Trainer:
             resume.load(self, resume_from)
         self.milestones.look(self.log.train_s)
         self.log.open(first_step=self.strategy.steps + 1)
+        self.standing.add(self.log.earlier)
+        self.milestones.stopped = self.standing.stops
+        self._saving = Saving(self.config, self.leaving)
         try:
             with self.leaving or nullcontext():
                 while not self.milestones.ended:
@@ -182,7 +189,7 @@ class Trainer:
 
     def _epoch(self) -> None:
         """Train to the end of an epoch, or until the run leaves or ends."""
-        position, every = self.position, self.config.checkpoint.every_steps
+        position = self.position
         self.loader.set_epoch(position.epoch, position.consumed)
         plan = self.loader.plan
         batches, done = iter(self.loader), 0
@@ -193,19 +200,22 @@ class Trainer:
             position.consumed = plan.position(done)
             self.milestones.look(self.log.train_s, count)
             evaluates = self.milestones.evaluates(before) or self.milestones.ended
+            self.standing.improved = False  # before an evaluation says so
             if done == plan.steps:
                 self._end_epoch(evaluates)
             elif evaluates:
                 self._write_evaluation()
                 self.log.report(position.consumed)
-            saves = every > 0 and position.step % every == 0
-            if saves:
-                self._save_noted()
             if self.leaving is not None and not self.milestones.ended:
                 left = plan.steps - done % plan.steps
                 near = min(left, self.milestones.steps_to_evaluation or left) <= self.leaving.steps
-                if self.leaving.meet(count, soon_s=self._evaluate_s if near else 0.0) and not saves:
-                    self._save_noted()
+                self.leaving.meet(count, soon_s=self._evaluate_s if near else 0.0)
+            is_due = self._saving.is_due(
+                position.step, epoch_ends=done == plan.steps, run_ends=self.milestones.ended,
+                improved=self.standing.improved,
+            )  # fmt: skip
+            if is_due or self._leaves:
+                self._save_noted()
 
     def _count_steps(self, left: int) -> int:
         """Count the steps until all ranks meet again: at most the `left` ones of this epoch."""
@@ -221,7 +231,8 @@ class Trainer:
         self.log.flush()  # the records of a checkpoint's steps must be in the files
         start = self.comm.now()
         self._require_finite()  # else this checkpoint might replace the last good one
-        self._surviving(lambda: resume.save(self, self.checkpoints, self.config.checkpoint.keep))
+        best = self.standing.steps if self.config.checkpoint.best else []
+        self._surviving(lambda: resume.save(self, self.checkpoints, self.config.checkpoint.keep, best))
         self._save_s = self.comm.now() - start
 
     def _end_epoch(self, evaluates: bool) -> None:
@@ -244,6 +255,8 @@ class Trainer:
         start = self.comm.now()
         self._evaluate_noted()
         self.log.write_evaluation()
+        self.standing.add([(self.position.step, self.log.metrics)])
+        self.milestones.stopped = self.standing.stops
         self._evaluate_s = self.comm.now() - start
 
     def _evaluate(self) -> None:
@@ -342,7 +355,18 @@ class Trainer:
         pending = torch.tensor([self.strategy.records.pending() if self.replica.speaks else 0])
         self.comm.allreduce(pending)
         self.comm.barrier()  # all records are in the files
-        return self.log.summarise(sha256, int(pending), workers=len(self.workers), cut=list(self.replica.cut))
+        stopped = f"stopped early at step {self.position.step}: {self.standing}" if self.milestones.stopped else None
+        return self.log.summarise(
+            sha256, int(pending), workers=len(self.workers), cut=list(self.replica.cut), best=self._best(),
+            stopped_early=stopped,
+        )  # fmt: skip
+
+    def _best(self) -> dict[str, Any] | None:
+        if self.standing.best is None:
+            return None
+        path = checkpoint.best_of(self.checkpoints, self.standing.steps)
+        step, value = self.standing.best
+        return {"metric": self.standing.metric, "value": value, "step": step, "checkpoint": path and str(path)}
 
     def close(self) -> None:
         """Collective. Release windows, threads and files."""

@@ -20,10 +20,11 @@ class Milestones:
 
     Attributes:
         global_batch: samples of a step, on all ranks together.
+        stopped: the run ends here, whatever its limits.
     """
 
     def __init__(self, config: JobConfig, comm: Communicator, position: Position, n_samples: int):
-        self.n_samples, self.global_batch = n_samples, 1
+        self.n_samples, self.global_batch, self.stopped = n_samples, 1, False
         self._config, self._comm, self._position = config, comm, position
         self._seconds = 0.0  # of training, as all ranks know it
         self._unlooked = 1  # steps until they look at the clock again
@@ -35,7 +36,7 @@ class Milestones:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has reached its last epoch, or a budget."""
+        """Whether the run has reached its last epoch or a budget, or has stopped early."""
         epochs, budget = self._config.epochs, self._config.budget
         limits = (
             (self._position.epoch, epochs),
@@ -43,7 +44,7 @@ class Milestones:
             (self.samples, budget.samples),
             (self._seconds, budget.seconds),
         )
-        return any(limit is not None and done >= limit for done, limit in limits)
+        return self.stopped or any(limit is not None and done >= limit for done, limit in limits)
 
     @property
     def steps(self) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,8 +46,8 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def save(trainer: Trainer, folder: Path, keep: int) -> Path:
-    """Collective. Save the run after its current step."""
+def save(trainer: Trainer, folder: Path, keep: int, best: Sequence[int]) -> Path:
+    """Collective. Save the run after its current step; see `checkpoint.save`."""
     meta: dict[str, Any] = {
         "model": trainer.model.signature(),
         "settings": all_settings(trainer),
@@ -54,7 +55,8 @@ def save(trainer: Trainer, folder: Path, keep: int) -> Path:
     if not trainer.config.parallel.whole:
         meta["stages"] = trainer.config.parallel.stages
         meta["cut"] = list(trainer.replica.cut)
-    return checkpoint.save(trainer.comm, folder, trainer.position.step, capture(trainer), meta=meta, keep=keep)
+    step = trainer.position.step
+    return checkpoint.save(trainer.comm, folder, step, capture(trainer), meta=meta, keep=keep, best=best)
 
 
 def saved_cut(folder: Path) -> list[int] | None:

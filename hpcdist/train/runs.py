@@ -10,6 +10,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -46,10 +47,12 @@ from hpcdist.records.timeline import unused
 from hpcdist.registry import label
 from hpcdist.train import loggers
 from hpcdist.train.changes import all_settings, changes_since
+from hpcdist.train.interruption import Interruption
 from hpcdist.train.job import Job, load_job
 from hpcdist.train.log import Progress
 from hpcdist.train.loop import Trainer
 from hpcdist.train.resume import saved_cut
+from hpcdist.train.standing import Standing
 
 ENDING_S = 5.0  # that a killed run may still hold its folder when the next one resumes
 _logger = logging.getLogger(__name__)
@@ -68,6 +71,7 @@ def train(
     make: Callable[..., Any] = Trainer,
     timeline: bool = False,
     allow_changes: bool = False,
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Path, Summary | None]:
     """Collective. Run a job to its end; return its folder and its summary, the same on all ranks.
 
@@ -79,7 +83,8 @@ def train(
         resume: go on from the newest whole checkpoint in `output`, or start anew if there is none.
         show: called with the strategy's name and the progress, on the first living rank.
         ends_at: when the job will be ended from outside, in seconds since 1970; None if never or unknown.
-        command: the words of the command line, which the run's folder keeps.
+        command, environ: the words of the command line, which the run's folder keeps, and this process's environment:
+            by them the command is known that goes on with the run.
         make: makes the trainer, from the arguments of Trainer.
         timeline: write `timeline.json`, or `timeline-2.json`... if the run is resumed.
         allow_changes: go on also with other settings than those of the checkpoint.
@@ -102,6 +107,10 @@ def train(
         newest = _newest(comm, trainer.checkpoints) if resume else None
         changed = {} if newest is None else _require_unchanged(trainer, *newest, allow_changes)
         write_down(trainer, job_path, command, newest, changed)
+        leads = comm.rank == comm.failures.living[0]
+        interruption = Interruption(folder, trainer.checkpoints, command, environ, comm.size)
+        if trainer.leaving is not None and leads:
+            trainer.leaving.heard = interruption.heard
         try:
             summary = trainer.run(newest and newest[0])
         except (Exception, KeyboardInterrupt) as error:
@@ -114,9 +123,8 @@ def train(
         _end(comm, folder, "interrupted" if summary is None else "ended", reason)
         if comm.trace.timeline is not None:
             end_timeline(comm)
-        if summary is None and comm.rank == comm.failures.living[0]:
-            where = f"({trainer.leaving.reason}), saved in {trainer.checkpoints}"
-            _logger.info(f"left after step {trainer.position.step} {where}: go on with --resume")
+        if summary is None and leads:
+            interruption.left(trainer.position.step, str(reason))
         trainer.close()
     return folder, summary
 
@@ -157,6 +165,7 @@ def specify(job_path: Path, toml_path: Path | None, overrides: Sequence[str]) ->
     config = JobConfig(**values)
     strategies.load(config.strategy.name).Config.from_mapping(config.strategy.options, "strategy")  # before any folder
     loggers.require(config.log)
+    Standing(job, config)
     _check_model(job, config)
     if not config.parallel.whole:
         _check_stages(job, config)

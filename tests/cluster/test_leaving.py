@@ -135,7 +135,12 @@ def test_a_job_goes_on_without_the_node_that_died(ended, name):
 
 
 def test_a_run_goes_on_without_a_rank_that_died(cluster, workdir, data):
-    settings = ["epochs=3", "batch_size=4", "leave.enabled=false"]  # ranks meet once an epoch only
+    settings = [
+        "epochs=3",
+        "batch_size=4",
+        "leave.enabled=false",
+        "checkpoint.every_s=0",
+    ]  # ranks meet once an epoch only
     spec = {"shape": "gossip", "shrink": True, "nodes": 3, "job": SLOW, "env": {"DIES": "2"}, "name": "it"}
     jobs.write_job(workdir, "mpirun", data, **spec, settings=settings)
     run = workdir / "runs" / (job := jobs.submit_rendered(cluster, workdir))

@@ -9,6 +9,7 @@ from hpcdist import checkpoint
 from hpcdist.records import load_summary
 
 pytestmark = survivable
+APART = ("leave.enabled=false", "checkpoint.every_s=0")  # ranks meet where the test says, and nowhere else
 STEP = 10  # after which the next meeting is looked for
 
 
@@ -44,7 +45,7 @@ def test_a_rank_may_die_between_steps(tmp_path, name, inside, call, amid_s):
     ],
 )
 def test_a_rank_may_die_while_a_checkpoint_is_saved(tmp_path, name, rank, inside, call):
-    options = [f"strategy={name}", "epochs=1", "checkpoint.every_steps=15", "leave.enabled=false"]
+    options = [f"strategy={name}", "epochs=1", "checkpoint.every_steps=15", "checkpoint.keep=3", *APART]
     done = job(tmp_path, 3, *options, deaths={rank: STEP}, inside=inside, call=call)
     assert done.returncode == 0, done.stderr
     assert load_summary(tmp_path / "run").lost_ranks == [rank]

@@ -56,10 +56,20 @@ def test_left_and_resumed_it_ends_where_the_uninterrupted_run_ends(tmp_path, nam
 
 def test_where_leaving_is_switched_off_nobody_listens(tmp_path):
     def body(comm):
-        with tiny.training(comm, tmp_path, "leave.enabled=false", "epochs=1", ends_at=0.0, listens=True) as trainer:
+        with tiny.training(
+            comm, tmp_path, "leave.enabled=false", "checkpoint.every_s=0", "epochs=1", ends_at=0.0, listens=True
+        ) as trainer:
             return trainer.leaving, trainer.run() is not None
 
     assert run_virtual(body, 1) == [(None, True)]
+
+
+def test_where_leaving_is_switched_off_ranks_meet_for_checkpoints_by_time_alone(tmp_path):
+    def body(comm):
+        with tiny.training(comm, tmp_path, "leave.enabled=false", "epochs=1", ends_at=0.0, listens=True) as trainer:
+            return trainer.run() is not None, trainer.leaving.clock_s is not None
+
+    assert run_virtual(body, 1) == [(True, True)]
 
 
 # The same job, whose ranks leave a file `pid-N` once they train, and then wait for a signal, which one of them may get.

@@ -40,8 +40,8 @@ def train(
 ) -> None:
     """Train a job on the ranks that mpirun or srun started. Collective.
 
-    On SIGTERM, SIGUSR1 or SIGUSR2, and before a Slurm job's time limit, all ranks save a checkpoint and leave after
-    the same step, with status 75. The same command with --resume goes on from there.
+    On Ctrl-C, SIGTERM, SIGUSR1 or SIGUSR2, and before a Slurm job's time limit, all ranks save a checkpoint and leave
+    after the same step, with status 75, and the command that goes on is shown. Ctrl-C again ends them at once.
     """
     from hpcdist import session
     from hpcdist.tools.slurm.queue import end_time
@@ -62,8 +62,13 @@ def train(
         command=sys.argv,
         timeline=timeline,
         allow_changes=allow_changes,
+        environ=os.environ,
     )
     if summary is None:
         raise typer.Exit(LEFT)
     if comm.rank == comm.failures.living[0]:
         console.result(folder, summary)
+        if summary.stopped_early is not None:
+            console.note(summary.stopped_early)
+        if summary.best is not None and summary.best.checkpoint is not None:
+            console.note(f"the best checkpoint by {summary.best.metric} is {summary.best.checkpoint}")

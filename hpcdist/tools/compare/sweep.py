@@ -178,7 +178,7 @@ class Sweep(RunPlan):
         first = max(1, round(steps / last))  # of the first rung; so that each ends with a checkpoint
         whole = first * last // part
         run = cell.run(replace(declared, budget={**declared.budget, "steps": whole}), seed)
-        saves = (f"checkpoint.every_steps={first}", "checkpoint.keep=1")
+        saves = (f"checkpoint.every_steps={first}", "checkpoint.keep=1", "checkpoint.best=false")
         overrides = [setting for setting in run.overrides if not setting.startswith("budget.samples")]
         return replace(run, overrides=(*overrides, *saves), steps=whole)
 

@@ -157,11 +157,11 @@ def _cores(spec: JobSpec, site: Site) -> Problems:
 
 
 def _going_on(spec: JobSpec, site: Site) -> Problems:
-    run = _run(spec)
-    if spec.requeue and not spec.command and not run.get("checkpoint", {}).get("every_steps"):
+    saves = _run(spec).get("checkpoint", {})
+    if spec.requeue and not spec.command and not (saves.get("every_s", True) or saves.get("every_steps")):
         yield warning(
-            "checkpoint.every_steps must be set for a requeued job to keep its work when a node dies; got none. Add "
-            '"checkpoint.every_steps=100" to settings; on a warning ranks save anyway.'
+            "checkpoint.every_s must be above 0 for a requeued job to keep its work when a node dies; got 0, and no "
+            "checkpoint.every_steps. Leave it out of settings; on a warning ranks save anyway."
         )
     if spec.shrink:
         if site.launcher != "mpirun":

@@ -1,0 +1,67 @@
+"""The evaluations of a run by one metric: which is the best, and for how many there has been no better one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from hpcdist.config import JobConfig
+from hpcdist.errors import UnknownNameError
+from hpcdist.train.job import Job
+
+
+class Standing:
+    """Ranks a run's evaluations by `stop.metric`; the same on all ranks, which have the same evaluations.
+
+    Attributes:
+        metric: its name.
+        improved: the newest evaluation is the best so far.
+
+    Raises:
+        UnknownNameError: the job has no such metric.
+    """
+
+    def __init__(self, job: Job, config: JobConfig):
+        known = [*job.metrics, "loss"]
+        self.metric = known[0] if config.stop.metric is None else config.stop.metric
+        if self.metric not in known:
+            raise UnknownNameError("stop.metric", self.metric, known)
+        self._sign = 1 if self.metric in job.metrics and job.metrics[self.metric].higher_is_better else -1
+        self._patience = config.stop.patience
+        self._evaluations: list[tuple[int, float]] = []  # step and value
+        self.improved = False
+
+    def add(self, evaluations: Iterable[tuple[int, Mapping[str, float]]]) -> None:
+        """Add evaluations, each with its step and its metrics; one of the newest step is known already."""
+        for step, metrics in evaluations:
+            if not self._evaluations or step > self._evaluations[-1][0]:
+                self._evaluations.append((step, metrics.get(self.metric, math.nan)))
+                self.improved = self.steps[:1] == [step]
+
+    @property
+    def steps(self) -> list[int]:
+        """Return the steps of the evaluations, the best first, without those that are not finite."""
+        finite = [(step, value) for step, value in self._evaluations if math.isfinite(value)]
+        return [step for step, value in sorted(finite, key=lambda one: -self._sign * one[1])]
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Return step and value of the best evaluation, the first one of equals; None without any."""
+        return None if not self.steps else (self.steps[0], dict(self._evaluations)[self.steps[0]])
+
+    @property
+    def stops(self) -> bool:
+        """Whether so many evaluations were no better as `stop.patience` says."""
+        return self._patience is not None and self._waited >= self._patience
+
+    @property
+    def _waited(self) -> int:
+        best = self.best
+        return sum(best is None or step > best[0] for step, _ in self._evaluations)
+
+    def __str__(self) -> str:
+        waited = f"{self._waited} evaluation{'s' * (self._waited > 1)}"
+        if self.best is None:
+            return f"{self.metric} not finite for {waited}"
+        step, value = self.best
+        return f"{self.metric} no better for {waited}; best {value:.4g} at step {step}"

@@ -1,0 +1,83 @@
+"""Runs that end early because they get no better."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpcdist import checkpoint
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.config import JobConfig
+from hpcdist.errors import UnknownNameError
+from hpcdist.records import load_summary, read_evaluations
+from hpcdist.train import Metric
+from hpcdist.train.standing import Standing
+from train import tiny
+
+# A metric that is the same in all evaluations.
+CONSTANT = dataclasses.replace(
+    tiny.job, metrics={"constant": Metric(lambda outputs, targets: torch.ones(len(targets)))}
+)
+
+
+def run(folder: Path, *overrides: str, ranks: int = 3, of=CONSTANT, resume=None):
+    return run_virtual(lambda comm: tiny.run(comm, folder, *overrides, of=of, resume=resume)[0], ranks)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["allreduce", "hardsync", "parameter_server", "gossip_pull", "local_sgd", "easgd", "sandblaster"]
+)
+def test_all_ranks_stop_at_the_same_step_under_any_strategy(tmp_path, strategy):
+    rest = ("schedule=none", "optimizer=SGD", "optimizer.lr=0.01") if strategy == "sandblaster" else ()
+    first, *others = run(tmp_path, f"strategy={strategy}", *rest, "epochs=9", "stop.patience=2")
+    steps = [one.step for one in read_evaluations(tmp_path / "run")]
+    assert len(steps) == 3 and all(other == first for other in others)
+    said = f"stopped early at step {steps[-1]}: constant no better for 2 evaluations; best 1 at step {steps[0]}"
+    assert first.stopped_early == said == load_summary(tmp_path / "run").stopped_early
+    path = str(tmp_path / "run" / "checkpoints" / f"step-{steps[0]:08d}")
+    assert first.best.model_dump() == {"metric": "constant", "value": 1.0, "step": steps[0], "checkpoint": path}
+
+
+def test_a_stopped_run_that_is_resumed_has_ended_unless_it_may_wait_longer(tmp_path):
+    first, *_ = run(tmp_path, "epochs=9", "stop.patience=1", "checkpoint.every_steps=8", ranks=3)
+    newest = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert run(tmp_path, "epochs=9", "stop.patience=1", resume=newest)[0].stopped_early == first.stopped_early
+    longer, *_ = run(tmp_path, "epochs=9", "stop.patience=3", resume=newest)
+    assert "no better for 3 evaluations; best 1 at step 8" in longer.stopped_early
+
+
+def test_inside_an_epoch_too_and_by_any_metric(tmp_path):
+    settings = ("epochs=3", "eval_every_samples=100", "stop.patience=1", "stop.metric=loss", "optimizer.lr=30.0")
+    summary, _ = run(tmp_path, *settings, "schedule=none", ranks=2, of=tiny.job)
+    assert summary.stopped_early is not None and ": loss no better for 1 evaluation; best " in summary.stopped_early
+    assert summary.best.metric == "loss" and read_evaluations(tmp_path / "run")[-1].step < 36
+
+
+def test_a_run_that_goes_on_getting_better_does_not_stop(tmp_path):
+    summary, _ = run(tmp_path, "stop.patience=3", ranks=2, of=tiny.job)
+    assert summary.stopped_early is None and summary.best.metric == "accuracy"
+
+
+def test_which_evaluation_is_the_best():
+    standing = Standing(tiny.job, JobConfig(stop={"patience": 2}))
+    assert standing.best is None and not standing.stops
+    standing.add([(1, {"accuracy": math.nan}), (2, {"accuracy": 0.5}), (3, {"accuracy": 0.7}), (4, {"accuracy": 0.7})])
+    assert standing.best == (3, 0.7) and standing.steps == [3, 4, 2] and not standing.improved and not standing.stops
+    standing.add([(4, {"accuracy": 0.9}), (5, {"accuracy": math.nan})])
+    assert standing.stops and str(standing) == "accuracy no better for 2 evaluations; best 0.7 at step 3"
+    standing = Standing(tiny.job, JobConfig(stop={"patience": 1, "metric": "loss"}))
+    standing.add([(1, {"loss": math.inf})])
+    assert standing.stops and str(standing) == "loss not finite for 1 evaluation"
+    standing.add([(2, {"loss": 2.0}), (3, {"loss": 1.0})])
+    assert standing.best == (3, 1.0) and standing.improved and not standing.stops
+
+
+def test_a_metric_that_the_job_does_not_have_is_refused():
+    with pytest.raises(
+        UnknownNameError, match="stop.metric must be one of accuracy, loss; got 'acuracy'. Did you mean"
+    ):
+        Standing(tiny.job, JobConfig(stop={"metric": "acuracy"}))

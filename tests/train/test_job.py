@@ -63,6 +63,9 @@ def test_a_misspelt_data_file_is_refused_not_made(tmp_path, given):
     with pytest.raises(ConfigError, match=r"data.path must be the name of a file .*Did you mean '(mydata|tiny)'"):
         make_data(job, tmp_path / given)
     assert not (tmp_path / given).exists()
+    if given == "mydta.h5":  # a job that has no file of its own
+        with pytest.raises(ConfigError, match="Did you mean 'mydata'"):
+            make_data(tiny.job, tmp_path / given)
 
 
 @each("given", ["tiny.h5", "other.h5", "tiny10.h5"])

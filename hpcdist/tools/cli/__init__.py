@@ -10,6 +10,7 @@ Modules that need torch are imported by the commands that need them: it takes se
 from __future__ import annotations
 
 import enum
+import logging
 import os
 import sys
 import time
@@ -147,6 +148,9 @@ def _root(
     ] = False,
 ) -> None:
     log.set_up()
+    logging.getLogger("matplotlib").setLevel(
+        logging.ERROR
+    )  # it warns of a home that can't be written, and loses nothing
 
 
 def _add_commands() -> None:

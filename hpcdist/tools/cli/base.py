@@ -25,6 +25,19 @@ Target = Annotated[
 ]
 
 
+def writable(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Refuse a file that can't be written, before the work whose result it is to hold; for an option's `callback`.
+
+    Raises:
+        ConfigError: the path is that of a folder, or lies in none that exists.
+    """
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        what = "is a folder" if path.is_dir() else "is in no folder that exists"
+        name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar
+        raise ConfigError(f"{name} must be a file to write; got {path}, which {what}. Give another name.")
+    return path
+
+
 def read_number(option: str, form: str, example: str, text: str) -> tuple[str, float]:
     """Read NAME=NUMBER, as an option's value.
 

@@ -12,11 +12,14 @@ import typer
 
 import hpcdist as hd  # its init imports torch when it is called, and not before
 from hpcdist.tools import completion, console
+from hpcdist.tools.cli.base import writable
 
 app = typer.Typer(
     name="bench", no_args_is_help=True, help="Measure a part of hpcdist beside its alternatives, in one run."
 )
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows to this file.")]
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows to this file.", callback=writable)
+]
 Rounds = Annotated[int, typer.Option(min=1, metavar="N", help="Times that each side is measured. The median counts.")]
 
 
@@ -29,7 +32,7 @@ def _run(title: str, measure: Callable[..., list[dict]], path: Path | None, **op
     found = comm.gather(own_cores())
     rows = measure(comm, **options)
     if comm.rank == 0:
-        _show(f"{title} on {comm.size} ranks", rows, path)
+        _show(f"{title} on {comm.size} rank{'s' * (comm.size > 1)}", rows, path)
         host, ranks = found[0][0], sum(host == found[0][0] for host, _ in found)
         load += load_average()
         for sentence in remarks(ranks, cores_by_host(found)[host], os.cpu_count() or 1, max(load, default=0.0)):
@@ -146,7 +149,9 @@ def gossip(rounds: Rounds = 7, json_path: Json = None) -> None:
 
 @app.command()
 def pipeline(
-    stages: Annotated[list[int] | None, typer.Option(metavar="N", help="Ranks of a pipeline. May be repeated.")] = None,
+    stages: Annotated[
+        list[int] | None, typer.Option(min=1, metavar="N", help="Ranks of a pipeline. May be repeated.")
+    ] = None,
     micro_batches: Annotated[int, typer.Option(min=1, metavar="N", help="Micro-batches of a step.")] = 8,
     width: Annotated[
         int, typer.Option(min=1, metavar="N", help="Inputs, and outputs, of each layer of the model.")

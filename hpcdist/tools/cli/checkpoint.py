@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from hpcdist.tools import completion, console
+from hpcdist.tools.cli.base import writable
 
 app = typer.Typer(
     name="checkpoint", no_args_is_help=True, help="The checkpoints of a run: list them, take the model out of one."
@@ -58,7 +59,9 @@ def checkpoint_show(run: Run) -> None:
 @app.command("export")
 def checkpoint_export(
     run: Run,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write: .pt, .pth or .safetensors.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="File to write: .pt, .pth or .safetensors.", callback=writable)
+    ],
     step: Annotated[int | None, typer.Option(metavar="N", help="Step of the checkpoint. Default: the newest.")] = None,
     optimizer: Annotated[
         str, typer.Option(metavar="NAME", help="Name of the optimiser in hpcdist.save, in a training loop of your own.")

@@ -37,8 +37,13 @@ def data_import(
     from hpcdist.data import describe, importers
 
     convert = importers.load(name)
+    above = next(folder for folder in destination.absolute().parents if folder.exists())
+    if destination.is_dir() or not above.is_dir():
+        place = destination if destination.is_dir() else above
+        what = "a folder" if place.is_dir() else "no folder"
+        raise ConfigError(f"FILE must be a file to write; got {destination}, but {place} is {what}. Give another name.")
     if destination.exists() and not overwrite:
-        raise ConfigError(f"destination must be a new file; got {destination}, which exists. Add --overwrite to it.")
+        raise ConfigError(f"FILE must be a new file; got {destination}, which exists. Add --overwrite to it.")
     options = checked_options(convert, load({}, None, overrides or []))
     console.facts(describe(convert(source, destination, **options)))
 

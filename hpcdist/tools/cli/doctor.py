@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from hpcdist.tools.cli.base import writable
+
 app = typer.Typer()
 
 
@@ -19,18 +21,26 @@ def doctor(
             min=1, metavar="N", help="Number of ranks that there must be. Default: as many as the launcher says."
         ),
     ] = None,
-    folder: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder that the run will write to.")] = Path("."),
+    folder: Annotated[
+        Path, typer.Option(metavar="FOLDER", file_okay=False, help="Folder that the run will write to.")
+    ] = Path("."),
     gpus: Annotated[bool, typer.Option("--gpus", help="Every rank must see a GPU.")] = False,
     spare: Annotated[
         int | None,
         typer.Option(min=0, metavar="K", help="Leave out the K worst nodes: only errors of the others count."),
     ] = None,
     exclude_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the nodes to leave out to this file, for srun --exclude.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write the nodes to leave out to this file, for srun --exclude.", callback=writable
+        ),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with status 1 after warnings, too.")] = False,
     json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write findings and measured values to this file.")
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Write findings and measured values to this file.", callback=writable
+        ),
     ] = None,
     limit_s: Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="Longest time for everything.")] = 30.0,
 ) -> None:

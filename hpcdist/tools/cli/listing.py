@@ -10,7 +10,7 @@ import typer
 
 from hpcdist.registry import catalogue
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Overrides
+from hpcdist.tools.cli.base import Overrides, writable
 
 app = typer.Typer()
 MARGIN = 10  # of a drawing, for the ranks' numbers
@@ -121,7 +121,8 @@ def topology(
     ] = None,
     overrides: Overrides = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also draw it, in a file .svg or .png. Needs matplotlib.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Also draw it, in a file .svg or .png. Needs matplotlib.", callback=writable),
     ] = None,
 ) -> None:
     """Examine a topology: checks of its weights, its spectral gap, the neighbours of each rank.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Config, JobFile, Overrides, read_counts
+from hpcdist.tools.cli.base import Config, JobFile, Overrides, read_counts, writable
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from hpcdist.parallel.plan import Plan
@@ -60,7 +60,7 @@ def plan(
     config: Config = None,
     overrides: Overrides = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write everything to this file.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything to this file.", callback=writable)
     ] = None,
 ) -> None:
     """Cut a job's model into stages of equal time, and predict its pipeline: idle time, memory, other schedules.

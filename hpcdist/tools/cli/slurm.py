@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hpcdist.tools import completion, console
-from hpcdist.tools.cli.base import Overrides
+from hpcdist.tools.cli.base import Overrides, writable
 
 if TYPE_CHECKING:  # it imports pydantic
     from hpcdist.tools.slurm.spec import JobSpec, Site
@@ -47,7 +47,9 @@ def slurm_render(
     site: SiteName = None,
     overrides: Overrides = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say above each line why it is there.")] = False,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the script to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the script to this file.", callback=writable)
+    ] = None,
 ) -> None:
     """Show the batch script of a job.
 

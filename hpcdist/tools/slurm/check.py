@@ -13,7 +13,7 @@ from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError, HpcdistError
 from hpcdist.registry import catalogue
 from hpcdist.tools.slurm import limits
-from hpcdist.tools.slurm.limits import Problem, error, warning
+from hpcdist.tools.slurm.limits import Problem, counted, error, warning
 from hpcdist.tools.slurm.render import render
 from hpcdist.tools.slurm.spec import ON_GPUS, JobSpec, Site
 
@@ -68,7 +68,9 @@ def _paths(spec: JobSpec, site: Site) -> Problems:
             yield error(f"{name} must be the path itself, for ~ and $ are not expanded; got {path}. Write it out.")
             continue
         file = f"{path}/bin/activate" if name == "venv" else path or ""
-        if path and name != "output" and not Path(file).exists():
+        if path and name != "output" and Path(file).is_dir():
+            yield error(f"{name} must be a file; got {path}, which is a folder. Name a file in it.")
+        elif path and name != "output" and not Path(file).exists():
             yield error(f"{name} must exist; got {path}, without {file}. Run this where the job is submitted.")
 
 
@@ -93,7 +95,7 @@ def _strategy(spec: JobSpec, site: Site) -> Problems:
             catalogue("strategies").find(_strategy_name(spec))
         except ConfigError as failure:
             yield error(str(failure))
-    if not spec.command and spec.size == 1 and not spec.folders:  # those have others to be compared with
+    if spec.job and spec.size == 1 and not spec.folders:  # those have others to be compared with
         yield warning("nodes or ranks_per_node must be more than 1 to distribute anything; got one rank. Raise one.")
 
 
@@ -102,8 +104,8 @@ def _servers(spec: JobSpec, site: Site) -> Problems:
         return
     if spec.size <= spec.servers:
         yield error(
-            f"servers must leave at least one rank to work; got {spec.servers} on {spec.size} ranks. Raise nodes or "
-            "ranks_per_node."
+            f"servers must leave at least one rank to work; got {spec.servers} on {counted(spec.size, 'rank')}. Raise "
+            "nodes or ranks_per_node."
         )
     elif spec.servers_on == "one_per_node" and spec.servers > spec.nodes:
         yield warning(
@@ -158,7 +160,8 @@ def _cores(spec: JobSpec, site: Site) -> Problems:
 
 def _going_on(spec: JobSpec, site: Site) -> Problems:
     saves = _run(spec).get("checkpoint", {})
-    if spec.requeue and not spec.command and not (saves.get("every_s", True) or saves.get("every_steps")):
+    goes_on = spec.requeue and spec.shape != "interactive" and not spec.command
+    if goes_on and not (saves.get("every_s", True) or saves.get("every_steps")):
         yield warning(
             "checkpoint.every_s must be above 0 for a requeued job to keep its work when a node dies; got 0, and no "
             "checkpoint.every_steps. Leave it out of settings; on a warning ranks save anyway."
@@ -204,13 +207,15 @@ def _settings(spec: JobSpec, site: Site) -> Problems:
 
 
 def _refusals(spec: JobSpec, case: list[str]) -> Problems:
-    from hpcdist.train.planning import rehearse  # with torch, which takes seconds
+    from hpcdist.train.job import check_path  # with torch, which takes seconds
+    from hpcdist.train.planning import rehearse
     from hpcdist.train.runs import specify
 
     try:
-        _, config = specify(
+        job, config = specify(
             Path(str(spec.job)), Path(spec.config) if spec.config else None, [*spec.run_settings, *case]
         )
+        check_path(job, Path(str(config.data.path)))
         if spec.shape != "parameter_server" or spec.size > spec.servers:  # `_servers` reports the opposite
             rehearse(config, spec.size, spec.ranks_per_node)
     except HpcdistError as failure:

@@ -40,6 +40,11 @@ class Node(NamedTuple):
     limit_min: float
 
 
+def counted(number: int, noun: str) -> str:
+    """Write a number of things: 1 node, 4 nodes."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def refusals(spec: JobSpec, site: Site, text: str) -> Iterator[Problem]:
     """Ask Slurm whether it accepts the job's script; a note where there is no Slurm."""
     if shutil.which("sbatch") is None:
@@ -100,26 +105,25 @@ def misfits(spec: JobSpec, site: Site, offered: Sequence[Node]) -> Iterator[Prob
     cores = spec.ranks_per_node * spec.cpus_per_rank
     gpus = spec.ranks_per_node * spec.gpus
     needs = {  # setting: need, unit, capacity of each candidate
-        "ranks_per_node x cpus_per_rank": (cores, "cores", [node.cores for node in candidates]),
-        "ranks_per_node x gpus_per_rank": (gpus, "GPUs", [node.gpus for node in candidates]),
+        "ranks_per_node x cpus_per_rank": (cores, "core", [node.cores for node in candidates]),
+        "ranks_per_node x gpus_per_rank": (gpus, "GPU", [node.gpus for node in candidates]),
         "mem_gb": (spec.mem_gb or 0, "GB", [node.memory_mb // 1024 for node in candidates]),
     }
     too_large = {setting: need for setting, need in needs.items() if need[0] > max(need[2])}
     for setting, (count, unit, capacities) in too_large.items():
-        yield error(
-            f"{setting} must be at most the {max(capacities)} {unit} of a node of {', '.join(chosen)}; got {count}."
-        )
+        most = f"{max(capacities)} GB" if unit == "GB" else counted(max(capacities), unit)
+        yield error(f"{setting} must be at most the {most} of a node of {', '.join(chosen)}; got {count}.")
     fit = sum(all(count <= capacities[i] for count, _, capacities in needs.values()) for i in range(len(candidates)))
     if not too_large and fit < spec.nodes + spec.spare_nodes:
         yield error(
-            f"nodes and spare_nodes must be at most the {fit} nodes of {', '.join(chosen)} that fit; got "
-            f"{spec.nodes + spec.spare_nodes}. Take fewer, with more ranks on each."
+            f"nodes and spare_nodes must be together at most the number of nodes of {', '.join(chosen)} that fit, {fit}"
+            f"; got {spec.nodes + spec.spare_nodes}. Take fewer, with more ranks on each."
         )
     longest = max(node.limit_min for node in candidates)
     if spec.time_min > longest:
         yield error(
-            f"time_min must be at most the {longest:g} of {', '.join(chosen)}; got {spec.time_min}. With requeue a "
-            "shorter job goes on by itself."
+            f"time_min must be at most the {longest:g} minutes of {', '.join(chosen)}; got {spec.time_min}. With "
+            "requeue a shorter job goes on by itself."
         )
 
 

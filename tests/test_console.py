@@ -229,3 +229,19 @@ def test_control_characters_of_files_are_shown_as_text(capsys):
     out, err = capsys.readouterr()
     assert err == "hpcdist: a\\x1b[31mb\tc\nd\n"
     assert out.replace("\n", "").isprintable() and r"v\x1b[1m" in out and r"\u202ey: 1" in out and r"x: \x9b2J" in out
+
+
+def test_a_finding_of_the_doctor_is_wrapped_on_a_terminal_only(monkeypatch, capsys):
+    text = "n3 is slow: to n2 138 µs, 47.8 Mbit/s; the nodes' median is 138 µs. Leave it out (--exclude=n3-with-a-long-name)"
+    console.finding("warning", "links", text)
+    assert capsys.readouterr().out == f"warning  links     {text}\n", "in a file, a line that grep finds"
+    monkeypatch.setattr(console, "_is_shown", lambda: True)
+    for columns in (60, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        console.finding("warning", "links", text)
+        first, *others = capsys.readouterr().out.splitlines()
+        assert all(len(line) <= columns for line in (first, *others)) and first.startswith(
+            "warning  links     n3 is slow"
+        )
+        assert all(line.startswith(" " * 19) for line in others)
+        assert " ".join([first[19:], *(line.strip() for line in others)]) == text, "no word is broken"

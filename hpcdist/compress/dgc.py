@@ -40,15 +40,15 @@ class Dgc(Largest):
         """Options of dgc."""
 
         ratio: float = Field(0.001, gt=0, le=1, description="part of the elements to send")
-        momentum: float = Field(0.9, ge=0, lt=1, description="factor of a velocity from step to step")
+        momentum: float = Field(0.9, ge=0, lt=1, description="momentum: factor of a velocity from step to step")
         nesterov: bool = Field(False, description="Nesterov's momentum: velocities are added one step ahead")
         masking: bool = Field(True, description="set velocities of sent elements to 0 (momentum factor masking)")
         ramp_steps: int = Field(0, ge=0, description="steps in which the ratio falls from 0.25, or stays if larger")
         clip_norm: float | None = Field(
             None,
             gt=0,
-            description="largest norm of a rank's gradient, or of a server's shard of it; the paper's is 1/√p of the "
-            "whole's; none: any",
+            description="largest norm of a rank's gradient, or of its part for one server; none: no "
+            "limit. The paper has 1/√p of the whole gradient's",
         )
 
     config: Config

@@ -50,7 +50,7 @@ class OneBit(Compressor):
         """Options of onebit."""
 
         means: Literal["parameter", "row"] = Field(
-            "parameter", description="share two means by parameter, or by row of its matrix"
+            "parameter", description="one pair of means for each parameter, or for each row of its matrix"
         )
 
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):

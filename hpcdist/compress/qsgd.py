@@ -39,10 +39,16 @@ class Qsgd(Compressor):
     class Config(Compressor.Config):
         """Options of qsgd."""
 
-        levels: int = Field(7, ge=1, le=127, description="s, positive levels, and as many negative ones")
-        bucket: int = Field(128, ge=8, multiple_of=8, description="d, consecutive elements with a norm of their own")
-        norm: Literal["max", "2-norm"] = Field("max", description="a bucket's: its largest magnitude, or its 2-norm")
-        seed: int = Field(0, ge=0, description="of the rounding; each rank draws its own numbers")
+        levels: int = Field(
+            7, ge=1, le=127, description="s, number of positive levels; there are as many negative ones"
+        )
+        bucket: int = Field(
+            128, ge=8, multiple_of=8, description="d, number of consecutive elements that share one norm"
+        )
+        norm: Literal["max", "2-norm"] = Field(
+            "max", description="norm of a bucket: its largest magnitude, or its 2-norm"
+        )
+        seed: int = Field(0, ge=0, description="seed of the random rounding; each rank draws its own numbers")
 
         @property
         def bound(self) -> float:

@@ -40,9 +40,9 @@ class TernGrad(Compressor):
         """Options of terngrad."""
 
         clip: float | None = Field(
-            2.5, gt=0, description="largest magnitude, in units of a parameter's root mean square; none: any"
+            2.5, gt=0, description="clip magnitudes at so many times a parameter's root mean square; none: no clipping"
         )
-        seed: int = Field(0, ge=0, description="of the rounding; each rank draws its own numbers")
+        seed: int = Field(0, ge=0, description="seed of the random rounding; each rank draws its own numbers")
 
         def check_feedback(self) -> None:
             raise ValueError(

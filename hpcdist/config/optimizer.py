@@ -28,7 +28,8 @@ class OptimizerConfig(Named):
     name: str = Field("SGD", description="class of torch.optim; its other options are keys beside the name")
     lr: float | None = Field(None, ge=0, description="learning rate; none is torch's default for the optimizer")
     scale: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="multiplies the rate by the global batch / reference_batch, or by the square root"
+        "none",
+        description="multiplies the rate by (batch of all workers / reference_batch), or by the square root of this",
     )
     reference_batch: int | None = Field(None, ge=1, description="samples per update for which the rate is right")
 
@@ -150,7 +151,11 @@ class ScheduleConfig(Named):
     )
     warmup_steps: int = Field(0, ge=0, description="steps in which the rate rises evenly before the schedule begins")
     warmup_from: float | None = Field(
-        None, gt=0, le=1, description="part of the rate at first; none is that before scaling, else 1 / warmup_steps"
+        None,
+        gt=0,
+        le=1,
+        description="first rate as a part of the full one; none begins at the unscaled "
+        "rate, or without scaling at 1 / warmup_steps",
     )
 
     @model_validator(mode="after")

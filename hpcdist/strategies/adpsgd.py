@@ -50,7 +50,7 @@ class ADPSGD(Strategy):
     class Config(DrawConfig):
         """Options of adpsgd."""
 
-        topology: Named = Field(Named(name="bipartite"), description="whose parameters may be averaged with whose")
+        topology: Named = Field(Named(name="bipartite"), description="graph of the pairs of ranks that average")
 
     contract = Contract(
         averages="parameters", meets="never", consensus="elsewhere", memory="read by others", deaths="others go on"

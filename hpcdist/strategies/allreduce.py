@@ -61,7 +61,7 @@ class AllReduce(Strategy):
 
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
         overlap: Literal["auto", "on", "off"] = Field(
-            "auto", description="reduce buckets while the backward pass runs; auto tries both"
+            "auto", description="average buckets while the backward pass runs; auto measures both ways"
         )
         accumulation: int = Field(1, ge=1, description="backward passes per step, whose gradients add up")
         compression: JointCompression = Field(JointCompression(), description="how gradients are compressed")

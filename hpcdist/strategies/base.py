@@ -68,7 +68,7 @@ class Strategy(abc.ABC):
         """Options that all strategies have; and the ranks' parts, which follow from the options."""
 
         on_nonfinite: Literal["stop", "skip", "ignore"] = Field(
-            "stop", description="a NaN or infinite gradient: end the run, leave the update out, or ignore it"
+            "stop", description="at a NaN or infinite gradient end the run, leave the update out, or ignore it"
         )
 
         def workers(self, size: int) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ class DiLoCo(Periodic):
         period: int = Field(500, ge=1, description="H: inner steps to one outer step")
         outer_lr: float = Field(0.7, gt=0, description="learning rate of the outer optimiser")
         outer_momentum: float = Field(0.9, ge=0, lt=1, description="momentum of the outer optimiser")
-        nesterov: bool = Field(True, description="the outer momentum is Nesterov's, not heavy-ball's")
+        nesterov: bool = Field(True, description="Nesterov's momentum in the outer step; false: heavy-ball")
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)

@@ -112,10 +112,12 @@ class Downpour(ServerStrategy):
         n_fetch: int = Field(1, ge=1, description="steps of a worker between two fetches of parameters")
         n_push: int = Field(1, ge=1, description="steps of a worker between two pushes of gradients")
         server_rule: Literal["adagrad", "optimizer"] = Field(
-            "adagrad", description="what applies a push on the server: Adagrad, or the job's own optimiser"
+            "adagrad", description="optimiser of the server: Adagrad, or the job's own"
         )
-        rate: float = Field(0.05, gt=0, description="γ of the server's Adagrad")
-        warm_start: int = Field(0, ge=0, description="pushes of the first worker before the others begin")
+        rate: float = Field(0.05, gt=0, description="γ, learning rate of the server's Adagrad")
+        warm_start: int = Field(
+            0, ge=0, description="number of pushes that the first worker makes before the others begin"
+        )
 
         @model_validator(mode="after")
         def _shards_have_a_rule_of_their_own(self):

@@ -52,11 +52,15 @@ class DPSGD(Strategy):
     class Config(Strategy.Config):
         """Options of dpsgd."""
 
-        topology: Named = Field(Named(name="ring"), description="who averages with whom, see `hpcdist topology`")
+        topology: Named = Field(Named(name="ring"), description="graph of the neighbours, see `hpcdist topology`")
         overlap: bool = Field(True, description="exchange parameters while the next gradient is computed")
         compression: CompressionConfig = Field(CompressionConfig(), description="how differences are compressed")
         consensus_rate: float | None = Field(
-            None, gt=0, le=1, description="how far to follow neighbours' copies; none: 1 with fp16, bf16, qsgd, or 0.05"
+            None,
+            gt=0,
+            le=1,
+            description="part of the way to the neighbours' mean in one step; none: "
+            "1 with fp16, bf16 and qsgd, else 0.05",
         )
 
         @model_validator(mode="after")

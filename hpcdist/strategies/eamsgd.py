@@ -62,7 +62,7 @@ class EAMSGD(ServerStrategy):
     class Config(ElasticConfig):
         """Options of eamsgd."""
 
-        momentum: float = Field(0.9, ge=0, lt=1, description="δ of each worker's Nesterov momentum; 0.99 in the paper")
+        momentum: float = Field(0.9, ge=0, lt=1, description="δ, Nesterov momentum of each worker; the paper has 0.99")
 
     up, down = "values", "moves"
     contract = replace(

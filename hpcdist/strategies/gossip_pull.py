@@ -40,8 +40,8 @@ class GossipPull(Strategy):
     class Config(DrawConfig, MixingConfig):
         """Options of gossip_pull."""
 
-        pulls: int = Field(1, ge=1, description="ranks whose parameters are fetched in a mixing")
-        torn: bool = Field(False, description="read without checking that the fetched parameters are of one step")
+        pulls: int = Field(1, ge=1, description="number of ranks whose parameters are fetched for one average")
+        torn: bool = Field(False, description="do not check that all fetched parameters belong to one step")
 
     config: Config
     contract = Contract(averages="parameters", meets="never", memory="read by others", deaths="others go on")

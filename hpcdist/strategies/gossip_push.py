@@ -52,7 +52,7 @@ class GossipPush(Strategy):
     class Config(DrawConfig, MixingConfig):
         """Options of gossip_push."""
 
-        pushes: int = Field(1, ge=1, description="ranks to which the parameters are sent in a mixing")
+        pushes: int = Field(1, ge=1, description="number of ranks that the parameters are sent to at each average")
 
     config: Config
     contract = Contract(averages="parameters", meets="never", memory="read by others", deaths="others go on")

@@ -41,7 +41,7 @@ class GossipSync(Strategy):
     class Config(MixingConfig):
         """Options of gossip_sync."""
 
-        seed: int = Field(0, ge=0, description="of the permutations; all ranks draw from (seed, step)")
+        seed: int = Field(0, ge=0, description="seed of the permutations; all ranks draw from (seed, step)")
         pairing: Literal["permutation", "matching"] = Field(
             "permutation", description="receive along a random permutation, or average in random disjoint pairs"
         )

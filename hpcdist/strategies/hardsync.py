@@ -48,7 +48,10 @@ class Hardsync(ServerStrategy):
         """Options of hardsync."""
 
         fan_in: int | None = Field(
-            None, ge=2, description="workers push to aggregators, each of at most so many children, in a tree; or none"
+            None,
+            ge=2,
+            description="workers send to a tree of aggregators with at most so many children "
+            "each; none: directly to the servers",
         )
 
     contract = replace(ServerStrategy.contract, averages="gradients", meets="every step")

@@ -41,12 +41,14 @@ class LocalSGD(Periodic):
     class Config(Periodic.Config):
         """Options of local_sgd."""
 
-        warmup_steps: int = Field(0, ge=0, description="first steps that all end with an average: post-local SGD")
+        warmup_steps: int = Field(0, ge=0, description="number of first steps that all end with an average")
         node_period: int | None = Field(
-            None, ge=1, description="steps between averages inside each node, fewer than period; none: no such averages"
+            None,
+            ge=1,
+            description="steps between averages inside each node, fewer than period; none averages over all ranks only",
         )
         average_optimizer_state: bool = Field(
-            False, description="average the optimiser's momentum and mean squares with the parameters"
+            False, description="also average the optimiser's momentum and mean squares"
         )
 
         @model_validator(mode="after")

@@ -79,18 +79,22 @@ class Sandblaster(Strategy):
     class Config(Strategy.Config):
         """Options of sandblaster."""
 
-        servers: int = Field(1, ge=1, description="how many ranks have a range of the vectors, beside the coordinator")
-        history: int = Field(10, ge=1, description="pairs (s, y) that are kept")
+        servers: int = Field(1, ge=1, description="ranks that hold parts of the vectors, besides the coordinator")
+        history: int = Field(10, ge=1, description="number of pairs (s, y) in the history of L-BFGS")
         portions: int = Field(4, ge=1, description="portions of a batch for each worker")
         overlap: float = Field(
             0.0,
             ge=0,
             le=0.5,
-            description="share of a batch that the next one has too, of which y is; 0: of one batch",
+            description="part of a batch that the next batch repeats; y is computed on it; 0: on one whole batch",
         )
-        c1: float = Field(1e-4, gt=0, lt=0.5, description="sufficient decrease of the strong Wolfe conditions")
-        c2: float = Field(0.9, gt=0, lt=1, description="curvature of the strong Wolfe conditions")
-        seed: int = Field(0, ge=0, description="of dropout and the like, which are the same at all points of a step")
+        c1: float = Field(1e-4, gt=0, lt=0.5, description="c1 of the strong Wolfe conditions: sufficient decrease")
+        c2: float = Field(0.9, gt=0, lt=1, description="c2 of the strong Wolfe conditions: curvature")
+        seed: int = Field(
+            0,
+            ge=0,
+            description="seed of dropout and other random layers, which are the same for all evaluations of a step",
+        )
         max_evaluations: int = Field(20, ge=2, description="evaluations of the loss in one line search")
 
         @model_validator(mode="after")

@@ -44,9 +44,9 @@ class SGP(Strategy):
         """Options of sgp."""
 
         topology: Named = Field(
-            Named(name="one_peer_exponential"), description="who sends to whom, see `hpcdist topology`"
+            Named(name="one_peer_exponential"), description="graph that messages follow, see `hpcdist topology`"
         )
-        overlap: bool = Field(False, description="messages arrive while the next gradient is computed, a step later")
+        overlap: bool = Field(False, description="receive messages one step later, while the next gradient is computed")
 
         def narrow(self, contract: Contract, size: int) -> Contract:
             kept = load(self.topology.name).doubly_stochastic  # else parameters are made of x in each step

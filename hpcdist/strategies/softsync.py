@@ -50,9 +50,12 @@ class Softsync(ServerStrategy):
     class Config(StaleConfig):
         """Options of softsync."""
 
-        splits: int = Field(1, ge=1, description="n: an update is made of every workers/n gradients, rounded down")
+        splits: int = Field(1, ge=1, description="n: the server updates after every ⌊workers/n⌋ gradients")
         fan_in: int | None = Field(
-            None, ge=2, description="workers push to aggregators, each of at most so many children, in a tree; or none"
+            None,
+            ge=2,
+            description="workers send to a tree of aggregators with at most so many children "
+            "each; none: directly to the servers",
         )
 
         def averages(self, workers: int) -> bool:

@@ -79,9 +79,7 @@ class SSP(ServerStrategy):
     class Config(ServerStrategy.Config):
         """Options of ssp."""
 
-        bound: int = Field(
-            3, ge=0, description="s: steps by which a worker may be ahead of the slowest when it reads parameters"
-        )
+        bound: int = Field(3, ge=0, description="s: number of steps that a worker may be ahead of the slowest one")
 
     contract = replace(ServerStrategy.contract, averages="gradients")
 

@@ -46,7 +46,9 @@ class _Link:
 class Updates(CompressionConfig):
     """The choice of a compressor for updates."""
 
-    name: str = Field("threshold", description="compressor, see `hpcdist compressors`; none: all is sent as it is")
+    name: str = Field(
+        "threshold", description="compressor, see `hpcdist compressors`; none sends everything uncompressed"
+    )
 
 
 @final
@@ -77,8 +79,10 @@ class Strom(Strategy):
         """Options of strom."""
 
         compression: Updates = Field(Updates(), description="how updates are compressed")
-        topology: Named = Field(Named(name="complete"), description="who sends to whom, see `hpcdist topology`")
-        add_up: bool = Field(False, description="ranks' updates add up; false: they are averaged")
+        topology: Named = Field(
+            Named(name="complete"), description="graph that messages follow, see `hpcdist topology`"
+        )
+        add_up: bool = Field(False, description="add the updates of all ranks; false averages them")
 
         @model_validator(mode="after")
         def _trees_hold_what_they_pass_on(self):

@@ -24,13 +24,17 @@ NONE = "none"
 class CompressionConfig(Named):
     """A compressor by name, with its own options beside these."""
 
-    name: str = Field(NONE, description="compressor, see `hpcdist compressors`; none: all is sent as it is")
+    name: str = Field(NONE, description="compressor, see `hpcdist compressors`; none sends everything uncompressed")
     error_feedback: bool = Field(
-        True, description="add what a message lacks to the next one; false by itself with signsgd and terngrad"
+        True,
+        description="add the part of a gradient that a message leaves out to the next "
+        "one; with signsgd and terngrad false",
     )
-    warmup_steps: int = Field(0, ge=0, description="first steps in which all is sent uncompressed")
+    warmup_steps: int = Field(0, ge=0, description="first steps in which messages are uncompressed")
     warmup_ranks: int | None = Field(
-        None, ge=1, description="in these steps compress all the same, but only so many ranks send; none: as they are"
+        None,
+        ge=1,
+        description="in the warm-up steps only so many ranks send, compressed messages; none: all ranks, uncompressed",
     )
 
     _votes: ClassVar[bool] = False  # ranks can vote, because all messages are there at once

@@ -36,7 +36,7 @@ class PeersConfig(Strategy.Config):
 class DrawConfig(PeersConfig):
     """Options of random draws of ranks."""
 
-    seed: int = Field(0, ge=0, description="of the draw of peers; each rank draws from (seed, rank)")
+    seed: int = Field(0, ge=0, description="seed of the random choice of peers; each rank draws from (seed, rank)")
 
 
 class WireConfig(Strategy.Config):
@@ -69,9 +69,9 @@ class MixingConfig(WireConfig, PeersConfig):
     in D-PSGD; the local optimiser then steps from the mixed ones.
     """
 
-    interval: int = Field(1, ge=1, description="steps between mixings: step k mixes where interval divides k")
-    order: Literal["after", "before"] = Field("after", description="mix after the local optimiser's step, or before it")
-    draw_self: bool = Field(True, description="a rank may draw itself, as in the paper, and average with itself")
+    interval: int = Field(1, ge=1, description="steps between averages")
+    order: Literal["after", "before"] = Field("after", description="average after the local step, or before it")
+    draw_self: bool = Field(True, description="a rank may choose itself, as in the paper: then it does not average")
 
     def mixes(self, step: int, order: str) -> bool:
         """Tell whether to mix in that step, "before" or "after" the local optimiser's step."""

@@ -20,10 +20,10 @@ class ElasticConfig(ServerStrategy.Config):
     """Options of elastic averaging."""
 
     period: int = Field(4, ge=1, description="steps of a worker between two exchanges with the centre")
-    beta: float = Field(0.9, ge=0, lt=2, description="p * a for p workers: how strongly these hang on the centre")
-    synchronous: bool = Field(
-        False, description="all workers exchange at once, with the same centre; each waits for the slowest"
+    beta: float = Field(
+        0.9, ge=0, lt=2, description="p * a for p workers: how strongly each worker and the centre pull each other"
     )
+    synchronous: bool = Field(False, description="all workers exchange at the same time; each waits for the slowest")
 
     def optimizer_ranks(self, size: int) -> tuple[int, ...]:
         return ()  # every worker has its own optimiser, and the centre has none

@@ -82,14 +82,16 @@ class StaleConfig(ServerStrategy.Config):
     """Options of servers of gradients that may be stale."""
 
     overlap: bool = Field(
-        False, description="compute the next gradient while the last one travels: n more updates of staleness"
+        False, description="compute the next gradient while the last one is sent; staleness grows by n updates"
     )
     modulation: Rule = Field("none", description="how the learning rate falls with staleness")
     decay: float = Field(0.1, ge=0, description="k of the exponential modulation exp(-k * staleness)")
     modulation_window: int = Field(
-        100, ge=1, description="gradients over which modulation measured takes the mean staleness: the last applied"
+        100, ge=1, description="number of the last gradients over which modulation `measured` averages staleness"
     )
-    max_staleness: int | None = Field(None, ge=0, description="drop, and count, gradients that are staler; or none")
+    max_staleness: int | None = Field(
+        None, ge=0, description="drop and count gradients that are staler than this; none drops no gradient"
+    )
 
 
 class StalePolicy(Policy):

@@ -62,20 +62,24 @@ class ServerStrategy(Strategy):
         """Options that all strategies with servers have."""
 
         servers: Servers = Field(
-            1, description="how many ranks only serve, each a shard of the parameters; colocated: every worker serves"
+            1,
+            description="number of ranks that only serve, each a part of the parameters; "
+            "colocated: every worker also serves",
         )
         learner_deadline_s: float | None = Field(
             None,
             gt=0,
-            description="seconds without a push after which servers stop waiting for a worker, which may come back; "
-            "none: wait for ever",
+            description="seconds without a gradient from a worker after which servers stop waiting "
+            "for it (it may come back); none: wait for ever",
         )
-        compression: CompressionConfig = Field(CompressionConfig(), description="how pushes to servers are compressed")
-        compress_answers: bool = Field(True, description="compress what servers send in the same way")
+        compression: CompressionConfig = Field(
+            CompressionConfig(), description="compression of messages to the servers"
+        )
+        compress_answers: bool = Field(True, description="also compress what servers send")
         split_parameters: bool = Field(
             False,
-            description="shards of equal bytes, which may begin inside a parameter: for optimisers that look at single "
-            "elements only",
+            description="equal parts for all servers, which may split a parameter; the "
+            "optimiser must treat elements one by one",
         )
 
         @model_validator(mode="after")

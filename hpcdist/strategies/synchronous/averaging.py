@@ -31,15 +31,18 @@ class ProviderConfig(Named):
     model_config = ConfigDict(extra="forbid")
 
     name: Literal["hpcdist", "horovod", "nccl", "gloo"] = Field(
-        "hpcdist", description="what sums gradients: hpcdist over MPI, horovod, or torch.distributed's nccl or gloo"
+        "hpcdist",
+        description="library that sums gradients: hpcdist over MPI, horovod, or torch.distributed's nccl or gloo",
     )
     op: Literal["average", "sum", "adasum"] = Field(
-        "average", description="horovod: the mean of gradients, their sum, or Adasum, another mathematics"
+        "average", description="horovod: combine gradients by their mean, their sum, or Adasum"
     )
-    compression: Literal["none", "fp16"] = Field("none", description="horovod: what travels is in half precision")
-    fusion_mb: int | None = Field(None, ge=0, description="horovod: MiB of tensors that are sent together")
-    cycle_time_ms: float | None = Field(None, gt=0, description="horovod: pause between two rounds of sending")
-    interface: str | None = Field(None, description="nccl, gloo: network interface or network to meet on, as ib0")
+    compression: Literal["none", "fp16"] = Field("none", description="horovod: send gradients in half precision")
+    fusion_mb: int | None = Field(None, ge=0, description="horovod: size in MiB up to which tensors are sent together")
+    cycle_time_ms: float | None = Field(None, gt=0, description="horovod: milliseconds between two rounds of sending")
+    interface: str | None = Field(
+        None, description="nccl, gloo: network interface or network on which ranks find each other, such as ib0"
+    )
 
     @model_validator(mode="after")
     def _has_its_options(self) -> ProviderConfig:

@@ -36,7 +36,7 @@ class Periodic(Strategy):
 
         period: int = Field(10, ge=1, description="H: steps between two exchanges of all ranks")
         overlap: bool = Field(
-            False, description="exchange while the next step computes, and take the result up after that step"
+            False, description="exchange while the next step computes, and use the result after that step"
         )
         algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
         compression: CompressionConfig = Field(

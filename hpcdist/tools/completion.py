@@ -47,9 +47,9 @@ def sites(ctx: Any, incomplete: str) -> list[str]:
 
 
 def runs(ctx: Any, incomplete: str) -> list[str]:
-    """Complete the folder of a run, or of a comparison, below the folder `runs`."""
+    """Complete the folder of a run, or one with several: `runs`, or a comparison's in it."""
     found = (path.parent for pattern in ("*/run.json", "*/*/run.json") for path in Path("runs").glob(pattern))
-    return sorted({str(folder) for run in found for folder in (run, run.parent) if folder != Path("runs")})
+    return sorted({str(folder) for run in found for folder in (run, run.parent)})
 
 
 def strategies(ctx: Any, incomplete: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from hpcdist.errors import ConfigError
-from hpcdist.tools import console
+from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import Overrides, Target, read_counts, read_number, read_target
 from hpcdist.tools.compare.plan import Declaration, RunDeclaration, SweepDeclaration, read_budget, split_strategies
 
@@ -20,11 +20,16 @@ D = TypeVar("D", bound=RunDeclaration)
 app = typer.Typer()
 
 JobToBegin = Annotated[
-    Path | None, typer.Argument(help="Python file that defines `job`. Not needed to go on with --output.")
+    Path | None,
+    typer.Argument(metavar="JOB", help="Python file that defines `job`. Not needed to go on with --output."),
 ]
 Strategies = Annotated[
     list[str] | None,
-    typer.Option(metavar="A,B:KEY=VALUE,...", help="Strategies to compare. The options of one follow a colon."),
+    typer.Option(
+        metavar="A,B:KEY=VALUE,...",
+        help="Strategies to compare. The options of one follow a colon.",
+        autocompletion=completion.strategies,
+    ),
 ]
 Seeds = Annotated[int, typer.Option(min=1, help="Runs of each strategy on each number of ranks, with other seeds.")]
 Tune = Annotated[

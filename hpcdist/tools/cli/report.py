@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hpcdist.errors import ConfigError
-from hpcdist.tools import console
+from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import Target, read_target
 
 app = typer.Typer()
@@ -17,7 +17,12 @@ app = typer.Typer()
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="Folders of runs, or folders with runs in them.")],
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FOLDER", help="Folders of runs, or folders with runs in them.", autocompletion=completion.runs
+        ),
+    ],
     columns: Annotated[
         str | None, typer.Option(metavar="A,B,...", help="Columns of the table. A wrong name lists all of them.")
     ] = None,
@@ -68,7 +73,14 @@ def report(
 
 @app.command()
 def watch(
-    folder: Annotated[Path, typer.Argument(help="Folder of a run, of a comparison, or of several runs.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            help="Folder of a run, of a comparison, or of several runs.",
+            autocompletion=completion.runs,
+        ),
+    ],
     every: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Time between two updates.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Show the state once, then end.")] = False,
     serve: Annotated[

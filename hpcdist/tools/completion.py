@@ -152,16 +152,23 @@ def _fields_of(module: str, node: ast.ClassDef) -> dict[str, Setting]:
             fields |= _fields_of(*parent)
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id[0] != "_":
-            key = item.target.id
-            table = _named(module, item.annotation)
+            key, annotation = item.target.id, _bare(item.annotation)
+            table = _named(module, annotation)
             if table is None:
-                fields[key] = Setting(_default(item.value), _values(module, item.annotation))
+                fields[key] = Setting(_default(item.value), _values(module, annotation))
             else:
                 inner = _fields_of(*table)
                 if "name" in inner and (named := re.search(r"name='(\w+)'", ast.unparse(item.value or item.target))):
                     inner["name"] = Setting(named[1])
                 fields |= {f"{key}.{name}": value for name, value in inner.items()}
     return fields
+
+
+def _bare(annotation: ast.expr) -> ast.expr:
+    """Return X of Annotated[X, ...], and any other annotation as it is."""
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
+        return getattr(annotation.slice, "elts", [annotation])[0]
+    return annotation
 
 
 def _arguments(function: ast.FunctionDef) -> dict[str, Setting]:

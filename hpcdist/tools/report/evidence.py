@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from pandas import DataFrame, Series
+from pandas import DataFrame, Index
 
 from hpcdist.config import differing
 from hpcdist.errors import ConfigError, DataError
@@ -295,46 +295,59 @@ def _run(folder: Path, planned: Mapping[str, Any] | None = None, is_virtual: boo
 def _curves(run: Run) -> RunCurves:
     steps = Steps(run.folder)
     steps.read()
-    records = steps.frame
-    of_workers = records[records["rank"].isin(records["rank"][records["samples"] > 0])]
-    last = of_workers.groupby("rank")["step"].last().max() if len(of_workers) else 0
+    records = {name: column.to_numpy() for name, column in steps.frame.items()}  # numpy's sums: pandas' are far slower
+    ranks, number = np.unique(records["rank"], return_inverse=True)
+    works = np.isin(records["rank"], records["rank"][records["samples"] > 0])
+    last = records["step"][works].max(initial=0)
+    sent = records["bytes_sent"] + records["bytes_fetched"]
+    sent_by_rank = [np.concatenate([[0], sent[number == i].cumsum()]) for i in range(len(ranks))]
+
+    def bytes_at(step: np.ndarray) -> np.ndarray:
+        """Return the bytes that all ranks had sent and fetched by a step of the workers; NaN where none is recorded.
+
+        A server's steps are of another number: it is taken to be as far as the workers.
+        """
+        part = np.minimum(1.0, step / last) if last else np.zeros(len(step))
+        found = [of_rank[np.round(part * (len(of_rank) - 1)).astype(int)] for of_rank in sent_by_rank]
+        return np.sum(found, axis=0, dtype=float) if last else np.full(len(step), math.nan)
+
+    times = {part: np.bincount(number, records[f"{part}_s"], len(ranks)) for part in PARTS}
     return RunCurves(
-        losses=_losses(run, records, of_workers, last),
-        evaluations=run.metrics.assign(bytes=_bytes_at(records, run.metrics["step"], last)),
-        times=records.groupby("rank")[[f"{part}_s" for part in PARTS]].sum().rename(columns=lambda name: name[:-2]),
+        losses=_losses(run, records, int(records["samples"][works].sum()), last, bytes_at),
+        evaluations=run.metrics.assign(bytes=bytes_at(run.metrics["step"].to_numpy(float))),
+        times=DataFrame(times, index=Index(ranks, name="rank")),
     )
 
 
-def _bytes_at(records: DataFrame, step: Series | np.ndarray, last: int) -> np.ndarray:
-    """Return the bytes that all ranks had sent and fetched by a step of the workers; NaN where none is recorded.
+def _losses(
+    run: Run,
+    records: Mapping[Any, np.ndarray],
+    total: int,
+    last: int,
+    bytes_at: Callable[[np.ndarray], np.ndarray],
+) -> DataFrame:
+    """Average the training loss over some steps at a time.
 
-    A server's steps are of another number: it is taken to be as far as the workers.
+    Args:
+        total: samples of all workers.
+        last: their last step.
     """
-    if not last:
-        return np.full(len(step), math.nan)
-    part, found = np.minimum(1.0, np.asarray(step, float) / last), np.zeros(len(step))
-    for _, sent in (records["bytes_sent"] + records["bytes_fetched"]).groupby(records["rank"]):
-        found += np.concatenate([[0], sent.cumsum()])[np.round(part * len(sent)).astype(int)]
-    return found
-
-
-def _losses(run: Run, records: DataFrame, of_workers: DataFrame, last: int) -> DataFrame:
-    """Average the training loss over some steps at a time."""
     known = [(0, 0.0), *((one.samples, one.seconds) for one in run.evaluations)]
-    total = of_workers["samples"].sum()
     if run.summary is not None and total > known[-1][0]:
         known.append((total, run.summary.wall_s))
-    trained = of_workers[(of_workers["samples"] > 0) & (of_workers["losses"] > 0)]
+    step, samples, loss = (
+        records[name][(records["samples"] > 0) & (records["losses"] > 0)] for name in ("step", "samples", "loss")
+    )
     count = max(1, min(POINTS, last))
-    number = ((trained["step"] - 1) * count // max(1, last)).clip(upper=count - 1)
-    sums = trained.assign(loss=trained["loss"] * trained["samples"]).groupby(number)[["samples", "loss"]].sum()
-    samples = sums["samples"].cumsum()
+    number = np.minimum((step - 1) * count // max(1, last), count - 1).astype(int)
+    there, sums = np.unique(number), np.bincount(number, samples, count)
+    trained = sums[there].cumsum().astype(int)
     points = DataFrame(
         {
-            "samples": samples,
-            "seconds": np.interp(samples, *np.transpose(known)),
-            "bytes": _bytes_at(records, (sums.index.to_numpy() + 1) * last // count, last),
-            "loss": sums["loss"] / sums["samples"],
+            "samples": trained,
+            "seconds": np.interp(trained, *np.transpose(known)),
+            "bytes": bytes_at((there + 1) * last // count),
+            "loss": np.bincount(number, loss * samples, count)[there] / sums[there],
         }
     )
-    return points[samples <= known[-1][0]]
+    return points[trained <= known[-1][0]]

@@ -96,11 +96,12 @@ class Steps:
             self._without[rank] -= set(map(int, _BACK.findall(record.event)))
 
     def _add(self, rows: list[tuple[float, ...]]) -> None:
+        import numpy as np
         from pandas import DataFrame, concat
 
         if not rows:
             return
-        new = DataFrame.from_records(rows, columns=list(COLUMNS)).astype({"loss": float})
+        new = DataFrame({name: np.array(column) for name, column in zip(COLUMNS, zip(*rows), strict=True)})
         self.recent = concat([self.recent, new] if len(self.recent) else [new]).groupby("rank").tail(RECENT)
         self.frame = concat([self.frame, new] if len(self.frame) else [new], ignore_index=True)
         while self._follow:

@@ -1,9 +1,10 @@
 """Average in pairs, one-sidedly and without a barrier, across the two sides of a bipartite graph: AD-PSGD.
 
 Ranks on one side are active, those on the other passive. A passive rank's parameters lie in its window, and change by
-additions only. An active rank holds a word of the passive one's while it averages, so that there is one at a time:
-it reads xⱼ, adds (xᵢ − xⱼ)/2 there and takes as much from its own. The owner needs no hold: it adds what its optimiser
-did. Additions are atomic per element, so each element is averaged either before that or after, and none is lost.
+additions only. An active rank holds a lock of the passive rank while it averages: it reads xⱼ, adds (xᵢ − xⱼ)/2 there
+and subtracts as much from its own parameters. The passive rank needs no lock to add the change that its optimiser made:
+additions are atomic for each element, so an element is averaged either before or after that change, and no change is
+lost.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ _FREE = 0  # in place of who holds it
 
 @final
 class ADPSGD(Strategy):
-    """Train by asynchronous decentralised parallel SGD: average with a random neighbour, whatever it does meanwhile.
+    """Train by asynchronous decentralised parallel SGD: average with a random neighbour, which does not wait.
 
-    Every step of an active rank i: draw one of the neighbours that nobody else averages with at the moment, set both
-    xᵢ and xⱼ to (xᵢ + xⱼ)/2, then run the local optimiser with the gradient at the old xᵢ; where all neighbours are
-    taken, go on without. A passive rank computes its gradients at a copy of its x, runs the local optimiser, adds the
-    change to x, and takes a new copy: its weight decay reads the old one. Nobody waits for anybody. An averaging
-    conserves the pair's sum, so the mean of all x follows the mean of the updates, to rounding, in any order of events.
+    Every step of an active rank i: choose at random a neighbour j that no other rank averages with at the moment, set
+    both xᵢ and xⱼ to (xᵢ + xⱼ)/2, then run the local optimiser with the gradient at the old xᵢ. If all neighbours are
+    busy, the rank does not average in this step. A passive rank computes its gradients at a copy of its x, runs the
+    local optimiser, adds the change to x, and takes a new copy; its weight decay reads the old copy. No rank waits for
+    another. An average conserves the sum of the pair, so the mean of all x follows the mean of the updates, to
+    rounding, in any order of events.
 
     The topology must have no odd cycle. Rank 0's side is the active one: with `bipartite` the even ranks. Bytes per
     step of an active rank: one parameter vector fetched and one sent, and two words; of a passive one: none. Memory:

@@ -31,9 +31,9 @@ class AllReduce(Strategy):
     a core, so `auto` measures the first steps both ways. Gradients of a model in stages are reduced while its last
     micro-batch is on its way back, those of each stage as soon as they are complete.
 
-    With another `provider` the same is done by Horovod (`hpcdist horovod build`), or by torch.distributed, which have
-    NCCL for GPUs, also on one rank. Adasum is another mathematics: orthogonal gradients are added, parallel ones
-    averaged, so that the learning rate need not grow with the ranks.
+    The option `provider` names another library for the sum: Horovod (`hpcdist horovod build`) or torch.distributed,
+    both with NCCL for GPUs. Horovod's Adasum is not a mean: it adds orthogonal gradients and averages parallel ones, so
+    that the learning rate need not grow with the number of ranks.
 
     As in DistributedDataParallel, gradients are averaged when `backward()` returns, so that the loop may clip or scale
     them before the step. Several backward passes before a step add up; each is followed by an exchange, unless
@@ -41,11 +41,12 @@ class AllReduce(Strategy):
     and all other numbers in param_groups must be the same on all ranks, and are compared in every step. Buffers that
     change in training, such as batch norm's statistics, become their mean over the ranks in every step.
 
-    With `compression` each rank sends what the compressor makes of its gradient, and of what it has not sent before;
-    all ranks apply the mean of what was sent, so that replicas stay bitwise equal there too.
+    With `compression` each rank compresses its gradient plus the part of earlier gradients that it has not sent yet.
+    All ranks apply the mean of the messages, so that replicas stay bitwise equal.
 
-    Gradients of ranks on one node lie in memory that all of them have mapped, where each rank writes the sum of its
-    share for all (direct). A rank's resident set then counts what it reads of the others' memory, which is there once.
+    Gradients of the ranks on a node lie in memory that all of them map, so that each rank writes the mean of its share
+    into the memory of all (the way called direct). A rank's resident set then also counts the shared memory that it
+    reads.
 
     Bytes per rank and step: 2n(p − 1)/p for n bytes of gradients (ring, direct), or those of `hpcdist compressors`;
     32 bytes that check that all gradients are present and finite and that param_groups are equal; and the buffers that

@@ -17,14 +17,14 @@ from hpcdist.strategies.synchronous.periodic import Periodic
 class DiLoCo(Periodic):
     """Run the local, inner optimiser; every H = `period` steps update the common parameters by the outer optimiser.
 
-    That is SGD with Nesterov momentum, whose gradient is the mean over the ranks of x − θᵢ, for x the common
-    parameters of H steps ago; all ranks go on from the new x. The inner optimiser's state stays each rank's own and
-    is not reset; AdamW is the paper's. With outer_lr = 1 and outer_momentum = 0 this is `local_sgd`, to the bit.
-    Every rank counts alike, also one that had no samples in some step. On one rank there is no outer step: the
-    inner optimiser runs alone.
+    The outer optimiser is SGD with Nesterov momentum. Its gradient is the mean over the ranks of x − θᵢ, where x are
+    the common parameters of H steps ago and θᵢ those of rank i now; all ranks go on from the new x. Each rank keeps the
+    state of its inner optimiser, which is never reset; the paper uses AdamW. With outer_lr = 1 and outer_momentum = 0
+    this is `local_sgd`, to the bit. Every rank has the same weight, also one that had no samples in some step. On one
+    rank there is no outer step: the inner optimiser runs alone.
 
-    Replicas are bitwise equal after each outer step and differ between; what is evaluated is their mean. A run of
-    fewer than H steps never communicates: evaluate, and end, at multiples of H.
+    Replicas are bitwise equal after each outer step, and differ between two outer steps; evaluations use their mean. A
+    run of fewer than H steps never communicates: evaluate, and end, at multiples of H.
 
     Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters. Memory per rank: three parameter vectors (x,
     its momentum, the mean), with `overlap` four.

@@ -89,18 +89,18 @@ class Downpour(ServerStrategy):
     pushes so far; shards are not synchronised with each other. With `server_rule = "optimizer"` it is the job's own
     optimiser instead; then `n_push = n_fetch = 1` is `parameter_server`, to the bit for the same order of arrival.
 
-    A schedule in the loop changes the server's rate too: γ is `rate` times what the worker's learning rate is of its
-    first one (`initial_lr`, or the schedule's `max_lr`); the job's own optimiser is given the worker's numbers.
-    Gradients are clipped before they are added to the sum and stepped along.
+    A schedule in the loop changes the server's rate too: γ is `rate` times the worker's learning rate divided by its
+    first one (`initial_lr`, or the schedule's `max_lr`); the job's own optimiser gets the worker's numbers. Gradients
+    are clipped before they are added to the sum.
 
-    `warm_start` pushes are the first worker's alone: each other one drops its first gradient and starts from what that
-    has reached. An epoch's end or a checkpoint ends the warm start early, since all ranks meet there. Gradients in a
-    worker's sum at the end of an epoch stay for the next one.
+    The first `warm_start` pushes are made by the first worker alone: each other worker drops its first gradient and
+    starts from the parameters that the first one has reached. The end of an epoch or a checkpoint ends the warm start
+    early. Gradients in a worker's sum at the end of an epoch stay for the next one.
 
-    The staleness in the records is that of pushes: the server's clock at application minus that of the parameters
-    last fetched before the push. Bytes per worker: one gradient vector per push, one parameter vector per fetch.
+    Records have the staleness of pushes: the server's clock when a push is applied minus the clock of the parameters
+    that the worker had fetched last. Bytes per worker: one gradient vector per push, one parameter vector per fetch.
 
-    Of a model in half precision the servers keep parameters and Σg² in float32, and reply with rounded parameters.
+    For a model in half precision the servers keep parameters and Σg² in float32, and reply with rounded parameters.
 
     Reference: Jeffrey Dean et al., "Large scale distributed deep networks", 2012, section 4.1; the worker's loop is
     algorithm 7.1 of its appendix. Adagrad: John Duchi, Elad Hazan, Yoram Singer, 2011.

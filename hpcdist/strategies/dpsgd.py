@@ -1,4 +1,4 @@
-"""Average with one's neighbours, then step along the gradient at one's own, un-mixed parameters: D-PSGD."""
+"""Average with the neighbours, then step along the gradient at this rank's parameters before that average: D-PSGD."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ from hpcdist.topology import Topology, make_topology
 class DPSGD(Strategy):
     """Train by decentralised parallel SGD, all ranks together: xᵢ ← Σⱼ Wᵢⱼ xⱼ − η g(xᵢ), j the neighbours.
 
-    The gradient is that at a rank's own x, before averaging; so x is sent as soon as it is made, and the neighbours'
-    arrive while the rank computes: a step takes the longer of the two. The optimiser then steps from Wx, which is also
-    what its weight decay reads. W is symmetric and doubly stochastic, so the mean of all x follows the mean of the
-    updates and nothing else, to rounding, and the distance from it shrinks as the topology's spectral gap has it.
+    The gradient is computed at the rank's own x, before averaging. So x can be sent at once, and the neighbours'
+    parameters arrive while the rank computes: a step takes as long as the slower of the two. The optimiser then steps
+    from Wx, which its weight decay reads, too. W is symmetric and doubly stochastic, so the mean of all x follows the
+    mean of the updates, to rounding; the distance from the mean shrinks at a rate that the topology's spectral gap
+    gives.
 
-    With `overlap`, whatever changes parameters between steps (a clamp, say) must be part of the optimiser's step: at
-    other times they are being sent. Bytes per rank and step: one parameter vector to each neighbour; after the last
-    step of a run one more, unused. Memory: one parameter vector per neighbour.
+    With `overlap`, a change of parameters between steps (a clamp, say) must be part of the optimiser's step, because at
+    other times the parameters are being sent. Bytes per rank and step: one parameter vector to each neighbour; after
+    the last step of a run one more, unused. Memory: one parameter vector per neighbour.
 
-    With `compression` neighbours are sent differences, from which they know public copies x̂ of each other's x, and
-    x ← x + γ(Wx̂ − x̂) takes the place of Wx (CHOCO-SGD). Then the topology may not change from step to step. Bytes: a
-    message to each neighbour; memory: four parameter vectors. γ is `consensus_rate`: 1 where a message says nearly all
-    (fp16, bf16, qsgd); with the largest 10 % of the elements 0.2, with 1 % 0.05 or less.
+    With `compression` a rank sends differences, from which its neighbours keep a copy x̂ of its x, and x ← x + γ(Wx̂ −
+    x̂) takes the place of Wx (CHOCO-SGD). The topology must then be the same in every step. Bytes: a message to each
+    neighbour; memory: four parameter vectors. γ is `consensus_rate`: 1 if a message holds nearly everything (fp16,
+    bf16, qsgd), 0.2 with the largest 10 % of the elements, 0.05 or less with 1 %.
 
     Reference: Xiangru Lian, Ce Zhang, Huan Zhang, Cho-Jui Hsieh, Wei Zhang, Ji Liu, "Can decentralized algorithms
     outperform centralized algorithms? A case study for decentralized parallel stochastic gradient descent", 2017,

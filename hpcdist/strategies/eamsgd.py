@@ -47,12 +47,12 @@ class Nesterov(Motion):
 
 @final
 class EAMSGD(ServerStrategy):
-    """Add Nesterov's momentum to `easgd`: v ← δv − η g(x + δv), x ← x + v; the spring pulls at x.
+    """Add Nesterov's momentum to `easgd`: v ← δv − η g(x + δv), x ← x + v; the centre pulls at x.
 
-    A worker's model holds the point ahead, x + δv, where gradients are computed. −ηg is the step that its optimiser
-    makes from there, with weight decay and whatever else it does; use one without momentum of its own. Every `period`
-    steps, as in `easgd`, worker and centre move by e = a(x − c), with x as it was before the step. On one rank there is
-    no centre and no momentum is added: the optimiser runs alone.
+    A worker's model holds the point ahead, x + δv, where gradients are computed. −ηg is the step of the worker's
+    optimiser from there, weight decay included; use an optimiser without momentum of its own. Every `period` steps, as
+    in `easgd`, worker and centre move by e = a(x − c), with x as it was before the step. On one rank there is no centre
+    and no momentum is added: the optimiser runs alone.
 
     Bytes per worker and exchange: one parameter vector each way. Memory: one parameter vector more on each worker.
 

@@ -1,4 +1,4 @@
-"""Let workers explore on their own, drawn to a centre that is drawn to them: elastic averaging SGD."""
+"""Let workers train on their own, while each worker and a centre pull each other: elastic averaging SGD."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class EASGD(ServerStrategy):
 
     With x the worker's parameters before its step and c the centre: e = a(x − c), x ← x − e − (its optimiser's step
     from the old x, weight decay included), c ← c + e, where a = beta/p for p workers. Without gradients c + Σx stays
-    what it is, in any order of arrival; with beta = 0 the workers are independent. The centre, which lies on the
-    servers, is what the ranks stand for together. On one rank there is no centre: the optimiser runs alone.
+    constant, in any order of arrival; with beta = 0 the workers are independent. The centre, which lies on the servers,
+    is the trained model. On one rank there is no centre: the optimiser runs alone.
 
     With `synchronous` all workers exchange at the same steps: c ← c + a Σ(x − c) = (1 − beta)c + beta · mean of x.
 

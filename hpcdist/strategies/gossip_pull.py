@@ -19,15 +19,15 @@ from hpcdist.strategies.decentralised.peers import Draw, DrawConfig, MixingConfi
 class GossipPull(Strategy):
     """Train by asynchronous gossip SGD, pull variant.
 
-    Every step: run the local optimiser, publish the own parameters θᵢ, draw j uniformly over all ranks (oneself
-    included), fetch θⱼ and set θᵢ ← (θᵢ + θⱼ)/2. Nobody waits for anybody. The mean of all θ is conserved in
-    expectation only. Ranks that have died are not drawn; whoever pulls from one that dies goes on without averaging,
-    or with what it published last.
+    Every step of rank i: run the local optimiser, publish θᵢ (its parameters), draw a rank j uniformly over all ranks,
+    i included, fetch θⱼ and set θᵢ ← (θᵢ + θⱼ)/2. No rank waits for another. The mean of all θ is conserved in
+    expectation only. Dead ranks are not drawn; if rank j dies while it is read, rank i does not average, or averages
+    with the parameters that rank j published last.
 
-    With `pulls` = m, m different ranks are drawn, and θᵢ becomes the mean of itself and what was fetched; whoever is
-    among those it drew counts twice. With `interval` a rank fetches in one step of so many, and still publishes in
-    every one. With `order = "before"` it fetches and averages first, then runs the local optimiser and publishes; the
-    gradient is that at θᵢ of before.
+    With `pulls` = m, m different ranks are drawn, and θᵢ becomes the mean of itself and the fetched parameters; θᵢ
+    counts twice if rank i was drawn. With `interval` a rank fetches only in every `interval`-th step, but publishes in
+    every step. With `order = "before"` it first fetches and averages, then runs the local optimiser and publishes; the
+    gradient is computed at θᵢ before the average.
 
     Bytes per rank and step: m(p − 1)/p parameter vectors fetched on average, m without `draw_self`; half with fp16 or
     bf16; none in the steps between. Memory: two parameter vectors, and one more where the fetched one is copied: from

@@ -28,21 +28,22 @@ _WRITING = -1  # in place of a count
 class GossipPush(Strategy):
     """Train by asynchronous gossip SGD, push variant.
 
-    Every step: run the local optimiser, draw j uniformly over all ranks (oneself included), put the own parameters θᵢ
-    into rank j's memory, then set θᵢ ← (wθᵢ + Σ received)/(m + w) for the m messages that have arrived since the last
-    time, where w = 2 if j = i (what one sends oneself has arrived at once) and else 1. Every message counts: a second
-    one from the same sender is added to the first, and m is greater by one. Nobody waits for anybody; whoever pauses
-    still receives. The mean of all θ is conserved in expectation only. Ranks that have died are not drawn; what is
-    pushed to one that dies is lost, and what it had not pushed whole is never averaged.
+    Every step of rank i: run the local optimiser, draw a rank j uniformly over all ranks, i included, put θᵢ (its
+    parameters) into the memory of rank j, then set θᵢ ← (wθᵢ + Σ received)/(m + w) for the m messages that have arrived
+    since the last step; w is 2 if j = i (the rank's message to itself has arrived), else 1. Every message counts: a
+    second one from the same sender is added to the first, and m is greater by one. No rank waits for another; a rank
+    that pauses still receives. The mean of all θ is conserved in expectation only. Dead ranks are not drawn; messages
+    to a rank that dies are lost, and a message that a dying rank has not finished is never averaged.
 
-    With `pushes` = n, n different ranks are drawn, and each gets θᵢ. With `interval` a rank pushes in one step of so
-    many; what has arrived it averages in every step, so that no message grows old in its slot. With `order =
-    "before"` it pushes and averages first, then runs the local optimiser; the gradient is that at θᵢ of before.
+    With `pushes` = n, n different ranks are drawn, and each gets θᵢ. With `interval` a rank pushes only in every
+    `interval`-th step, but averages the messages that have arrived in every step, so that no message grows old. With
+    `order = "before"` it first pushes and averages, then runs the local optimiser; the gradient is computed at θᵢ
+    before the average.
 
     Bytes per rank and step that pushes: n(p − 1)/p parameter vectors put on average, n without `draw_self`; half with
     fp16 or bf16; and two to four words for each. Memory per rank: p parameter vectors, p − 1 slots and a copy. A
-    checkpoint includes what has arrived and is not yet averaged; taken up on another number of ranks that is lost, for
-    all start from the mean.
+    checkpoint includes messages that are not averaged yet; on another number of ranks they are dropped, because all
+    ranks start from the mean.
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
     2016, asynchronous push-gossiping SGD; for an interval Michael Blot, David Picard, Matthieu Cord, Nicolas Thome,

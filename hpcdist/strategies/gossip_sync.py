@@ -17,21 +17,21 @@ from hpcdist.strategies.decentralised.peers import MixingConfig, Peers, Wire
 class GossipSync(Strategy):
     """Train by synchronous gossip SGD.
 
-    Every step, on all ranks together: run the local optimiser, draw one permutation π of the ranks, the same
-    everywhere and without communication, send θᵢ to π(i) and set θᵢ ← (θᵢ + θⱼ)/2 with j = π⁻¹(i). The mean of all θ
-    changes by the mean of the local updates and by nothing else, to rounding; in expectation over π the squared
-    distance to the mean is halved. A rank that would receive from one that has died does not average until all ranks
-    shrink the group, and draw permutations of the living.
+    Every step, on all ranks together: run the local optimiser, draw one permutation π of the ranks (the same on all
+    ranks, without communication), send θᵢ to π(i) and set θᵢ ← (θᵢ + θⱼ)/2 with j = π⁻¹(i). The mean of all θ changes
+    by the mean of the local updates and by nothing else, to rounding; in expectation over π the squared distance to the
+    mean is halved. If a rank dies, the rank that would receive from it does not average, until all ranks meet and go on
+    with permutations of the living.
 
-    With `pairing = "matching"` the ranks are drawn into disjoint pairs instead, and both of a pair become the mean of
-    the two, equal to the bit unless parameters travel in half precision; of an odd number one rank, another each time,
-    is left out. The mean of all θ is conserved likewise.
+    With `pairing = "matching"` the ranks are drawn into disjoint pairs instead, and both ranks of a pair get the mean
+    of the two, equal to the bit unless parameters are sent in half precision. With an odd number of ranks one rank, a
+    different one each time, is left out. The mean of all θ is conserved, too.
 
-    With `interval` ranks mix in one step of so many, and each is on its own in the others. With `order = "before"`
-    they mix first, then run the local optimiser; the gradient is that at θᵢ of before.
+    With `interval` ranks average only in every `interval`-th step. With `order = "before"` they average first, then run
+    the local optimiser; the gradient is computed at θᵢ before the average.
 
-    Bytes per rank and step that mixes: one parameter vector sent, half with fp16 or bf16, unless π(i) = i, which
-    happens with probability 1/p, and never without `draw_self`: then π is drawn until it leaves no rank alone.
+    Bytes per rank and step with an average: one parameter vector sent, half with fp16 or bf16; none if π(i) = i, which
+    has probability 1/p. Without `draw_self` permutations with π(i) = i are drawn again.
 
     Reference: Peter H. Jin, Qiaochu Yuan, Forrest Iandola, Kurt Keutzer, "How to scale distributed deep learning?",
     2016, synchronous gossiping SGD. Matchings: Stephen Boyd, Arpita Ghosh, Balaji Prabhakar, Devavrat Shah,

@@ -1,4 +1,4 @@
-"""Wait for one gradient of every worker, then update, and let all go on together: hardsync."""
+"""Wait for one gradient of every worker, then update, and let all workers go on together: hardsync."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ class Hardsync(ServerStrategy):
     """Update with the mean of one gradient of each worker: synchronous SGD through servers.
 
     Equals `allreduce`, and one process with the batches of all workers together; the sum is taken in rank order. No
-    gradient is stale. A worker that is evicted (`learner_deadline_s`, or dead) is not waited for: updates are of those
-    that remain, weighted by their samples; what it pushes later was computed from old parameters and is dropped, and it
-    is part of the updates again. Workers that have no sample left in an epoch's last step take part with weight 0.
-    `clip_norm` clips the mean gradient, by the norm of all of it on several servers too. Learning rates and all other
-    numbers in the workers' param_groups are those that the servers update with, and must be the same.
+    gradient is stale. The servers do not wait for an evicted worker (`learner_deadline_s`) or a dead one: updates are
+    made of the remaining workers' gradients, weighted by their samples. The next gradient of an evicted worker, which
+    was computed from old parameters, is dropped; then the worker takes part again. Workers that have no sample left in
+    an epoch's last step take part with weight 0. `clip_norm` clips the mean gradient, by the norm of the whole gradient
+    on several servers too. The servers update with the learning rates and all other numbers of the workers'
+    param_groups, which must be the same on all workers.
 
     Bytes per worker and step: one gradient vector put by the worker, one parameter vector put by the servers. With
     `servers = "colocated"`, p ranks and shards of equal bytes each rank moves 2n(p − 1)/p, as a ring all-reduce does.

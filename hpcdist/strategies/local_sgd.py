@@ -1,4 +1,4 @@
-"""Step alone, and average the parameters of all ranks now and then: local SGD."""
+"""Take local steps, and average the parameters of all ranks every few steps: local SGD."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from hpcdist.strategies.synchronous.periodic import Periodic, average
 class LocalSGD(Periodic):
     """Run the local optimiser; every H = `period` steps replace the parameters by their mean over all ranks.
 
-    Every rank counts alike in the mean, also one that had no samples in some step. H = 1 with SGD, heavy-ball or
-    Nesterov momentum is synchronous SGD; with Adam it is not, whose mean of updates isn't the update of the mean
-    gradient. H of 10 to 20 is a usual choice. Replicas are bitwise equal after each average and differ between; what
-    is evaluated is their mean.
+    Every rank has the same weight in the mean, also one that had no samples in some step. H = 1 with SGD, heavy-ball or
+    Nesterov momentum is synchronous SGD; with Adam it is not, because the mean of Adam's updates is not the update of
+    the mean gradient. Usual choices of H are 10 to 20. Replicas are bitwise equal after each average, and differ
+    between two averages; evaluations use their mean.
 
     Post-local SGD: H = 1 in the first `warmup_steps`, then larger. Hierarchical: the ranks of each node average every
     `node_period` steps, all ranks every `period`. With `average_optimizer_state` the optimiser's momentum (and Adam's
-    mean squares, but not its count of steps) is averaged too, wherever parameters are; else each rank keeps its own.
+    mean squares, but not its count of steps) is averaged together with the parameters; otherwise each rank keeps its
+    own.
 
-    Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters; averaging the state of SGD with momentum makes
-    that twice as much, of Adam three times. Memory per rank: two parameter vectors, with `overlap` three.
+    Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters; averaging the state of SGD with momentum doubles
+    this, that of Adam makes it three times as much. Memory per rank: two parameter vectors, with `overlap` three.
 
     Reference: Sebastian U. Stich, "Local SGD converges fast and communicates little", 2019; Jian Zhang, Christopher
     De Sa, Ioannis Mitliagkas, Christopher Ré, "Parallel SGD: when does averaging help?", 2016; Tao Lin, Sebastian U.

@@ -1,4 +1,4 @@
-"""Apply each gradient as it arrives, to the parameters as they are by then: the asynchronous parameter server."""
+"""Apply each gradient as it arrives, whatever parameters it was computed from: the asynchronous parameter server."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class ParameterServer(ServerStrategy):
     parameters and clock into the worker's memory. A gradient's staleness is the server's clock at application minus
     the gradient's; its mean is λ − 1 for λ workers. On one rank the optimiser runs locally.
 
-    With several servers each has a shard of the parameters, with a clock of its own. `overlap` is the communication
-    of Rudra-adv*: the worker computes its next gradient while the last one travels; the mean staleness is 2λ − 1 then.
+    With several servers each has a shard of the parameters, with a clock of its own. With `overlap`, as in Rudra-adv*,
+    the worker computes its next gradient while the last one is being sent; the mean staleness is then 2λ − 1.
 
     Bytes per worker and step: one gradient vector put by the worker, one parameter vector put by the servers.
 

@@ -44,32 +44,32 @@ _log = logging.getLogger("hpcdist")
 class Sandblaster(Strategy):
     """Take a step of L-BFGS on the joint batch of all workers, with a strong Wolfe line search.
 
-    Rank 0 coordinates: it sends operations (dot, axpy, scale, copy) to the shards, and never sees a vector. Ranks
-    1 to `servers` have one range each of the parameters, the gradient and the history. The other ranks are workers. Of
-    two ranks the first is coordinator and shard; one rank is everything.
+    Rank 0 coordinates: it sends operations (dot, axpy, scale, copy) to the shards, and never sees a vector. Ranks 1 to
+    `servers` are the shards: each has one range of the parameters, the gradient and the history. The other ranks are
+    workers. With two ranks the first one is coordinator and shard; a single rank does everything.
 
-    A step's batch is of all workers, `batch_size` samples each. It is cut into portions, `portions` for each worker.
-    An idle worker is given the next one: it fetches the parameters from the shards, and pushes the gradient to them.
-    A worker that is slow has none of the last ones, and what it has is given to an idle worker as well, as is what
-    takes longer than four of five portions did; the first result counts. So where portions take the same time, a slow
-    worker does not delay the others, and one that becomes slow delays a step by one portion at most. The portions of a
-    worker that dies are given to others. Each shard adds gradients in the order of the portions: the sum
-    is the same to the bit whoever computed them.
+    A step's batch has `batch_size` samples for each worker. It is cut into portions, `portions` for each worker. An
+    idle worker gets the next portion: it fetches the parameters from the shards, and pushes the gradient to them. A
+    slow worker gets none of the last portions. If it still computes one, or if a portion takes longer than four of five
+    portions did, an idle worker computes this portion, too, and the first result counts. So a slow worker does not
+    delay the others if portions take the same time, and a worker that becomes slow delays a step by one portion at
+    most. Portions of a worker that dies are given to others. Each shard adds gradients in the order of the portions, so
+    that the sum is the same to the bit, whoever computed them.
 
-    Every step begins from the gradient at the present point, of the new batch (of the same one, where a batch is the
-    whole data set: then it is there already). The line search evaluates the loss a few times on the same batch, and
-    goes beyond L-BFGS's own step only where that is the whole data set: what helps one batch harms the next. The pair
-    (s, y) of the history is of this batch at both ends of the step; with `overlap` it is of those samples that the next
-    batch has too, as in multi-batch L-BFGS. Batches must be large: thousands of samples rather than tens.
+    Every step begins with the gradient of the new batch at the present point (already known if the batch is the whole
+    data set). The line search evaluates the loss a few times on the same batch. It goes beyond the step of L-BFGS only
+    if the batch is the whole data set, because a longer step that helps one batch harms the next. The pair (s, y) of
+    the history is computed on this batch at both ends of the step; with `overlap` on the samples that this batch shares
+    with the next one, as in multi-batch L-BFGS. Batches must be large: thousands of samples rather than tens.
 
-    The loop gives each step a closure of a portion: `optimizer.step(closure)`, see `hpcdist.shard`. The job's optimiser
-    is not run, nor are its learning rate, momentum or weight decay used, or a schedule: the line search finds the
-    length of each step, and only what is in the loss is minimised. `clip_norm` is the longest first step where there is
-    no history, 1 without it.
+    The loop gives each step a closure that computes a portion: `optimizer.step(closure)`, see `hpcdist.shard`. The
+    job's optimiser is not run: its learning rate, momentum and weight decay, and schedules, have no effect, because the
+    line search finds the length of each step. Put weight decay into the loss. `clip_norm` is the longest first step
+    while there is no history, by default 1.
 
     Messages per step: with m pairs of the history and e evaluations, 2m + 2e + 6 messages of a few numbers from the
     coordinator to each shard, and as many back. Bytes per worker: n of parameters for each evaluation, and n of
-    gradients for each portion. Memory of a shard: its range 2m + 6 times, and once for each worker.
+    gradients for each portion. Memory of a shard: 2m + 6 times its range, and once more for each worker.
 
     Reference: Jeffrey Dean et al., "Large scale distributed deep networks", 2012, section 4.2; Dong Liu, Jorge Nocedal,
     "On the limited memory BFGS method for large scale optimization", 1989; for `overlap`, Albert Berahas, Jorge

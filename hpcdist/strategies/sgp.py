@@ -1,4 +1,4 @@
-"""Average over directed graphs by push-sum, which counts how much of each was sent: stochastic gradient push."""
+"""Average over directed graphs by push-sum, which keeps a weight beside the parameters: stochastic gradient push."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from hpcdist.topology import load, make_topology
 class SGP(Strategy):
     """Train by stochastic gradient push: x ← P(x − η g(z)), w ← Pw, z = x/w, over any topology, all ranks together.
 
-    P is column-stochastic: every rank hands out all that it has, so Σx and Σw are conserved however uneven the graph,
-    and z, which is what the model holds, goes to the true mean where x does not. The local optimiser steps on z, and
-    the same change is made to x; the gradient and weight decay are those at z. Where P is doubly stochastic w stays 1
-    and x is z: neither is kept or sent then. The ranks together stand for Σx/p.
+    P is column-stochastic: every rank gives away all of its x and w, so Σx and Σw are conserved on every graph. The
+    model holds z, which converges to the true mean even where x does not. The local optimiser steps on z, and the same
+    change is made to x; gradient and weight decay are computed at z. If P is doubly stochastic, w stays 1 and x equals
+    z, so that x and w are neither kept nor sent. The consensus is Σx/p.
 
-    With `overlap` messages are on their way while the next gradient is computed, and added one step later: x ← Px − η
-    g(z), with z of before. Whatever changes parameters between steps must then be part of the optimiser's step.
+    With `overlap` messages are sent while the next gradient is computed, and added one step later: x ← Px − η g(z),
+    with the z before that step. A change of parameters between steps must then be part of the optimiser's step.
 
     Bytes per rank and step: one parameter vector to each rank sent to, half with fp16 or bf16, and 8 bytes for w.
     Memory: one parameter vector per rank received from, and x. With `overlap` one more exchange after the last step

@@ -1,4 +1,4 @@
-"""Update with every ⌊λ/n⌋ gradients, from whichever workers they come; nobody waits: n-softsync."""
+"""Update after every ⌊λ/n⌋ gradients of any of the λ workers; no worker waits: n-softsync."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Softsync(ServerStrategy):
     """Update after every c = ⌊λ/n⌋ gradients, for λ workers and `splits` = n, whichever workers sent them.
 
     A fast worker may contribute twice to an update. A worker pushes its gradient and goes on at once with the
-    parameters as they are. With n = 1 an update is of λ gradients, but this is not hardsync, since nobody waits: the
-    staleness is 0, 1 or 2. n = λ is the asynchronous `parameter_server`. The mean staleness is (λ − 1)/c where each
+    parameters as they are. With n = 1 an update uses λ gradients, but differs from hardsync, because no worker waits:
+    the staleness is 0, 1 or 2. n = λ is the asynchronous `parameter_server`. The mean staleness is (λ − 1)/c where each
     worker pulls right after its gradient is taken: about n. Nothing guarantees it, but while workers are about equally
-    fast no gradient is staler than 2n. `max_staleness` guarantees a bound.
-    `modulation = "average"` divides the learning rate by n; `"measured"` by the mean staleness of the last
-    `modulation_window` gradients that the server has applied, where that is above 1. Aggregators reply with what they
-    were given last, which adds less than n updates of staleness per level of a tree; `overlap` adds n.
+    fast no gradient is staler than 2n. `max_staleness` guarantees a bound. `modulation = "average"` divides the
+    learning rate by n; `"measured"` by the mean staleness of the last `modulation_window` gradients that the server has
+    applied, where that is above 1. Aggregators (`fan_in`) reply with the parameters that they got last, which adds less
+    than n updates of staleness for each level of the tree; `overlap` adds n.
 
-    Gradients that wait for their update at the end of an epoch are part of the next one's first update.
+    Gradients that are left at the end of an epoch become part of the first update of the next epoch.
 
     Bytes per worker and step: one gradient vector put by the worker, one parameter vector put by the servers.
 

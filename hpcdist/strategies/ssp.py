@@ -61,14 +61,14 @@ class SSPPolicy(Policy):
 class SSP(ServerStrategy):
     """Bound the number of steps that a worker is ahead of any other when it reads parameters, by `bound`.
 
-    A worker that has completed c steps gets its reply once every other one has completed c − bound: what it reads
-    includes all gradients of all workers up to that step, its own always. So c − min(clock) <= bound at every read,
-    under any straggler; right after a step it may be one more. The step's record tells how long the worker was held
-    up, and by whom. `bound = 0` is hardsync, bitwise; a large bound never waits.
+    A worker that has completed c steps gets its reply when every other worker has completed c − bound steps. The
+    parameters it reads then include all gradients of all workers up to that step, and always its own. So c − min(clock)
+    <= bound at every read, whatever the straggler; right after a step it may be one more. The step's record says how
+    long the worker waited, and for whom. `bound = 0` is hardsync, bitwise; a large bound never waits.
 
     Each gradient counts 1/λ for λ workers, so that a step of all of them is one averaged update, for every bound.
-    The server makes an update when somebody may read, of all gradients that have arrived by then. The staleness in the
-    records is that of `parameter_server`, in updates. A worker that has ended its epoch holds nobody up.
+    When a worker may read, the server makes an update of all gradients that have arrived. Records have the staleness in
+    updates, as with `parameter_server`. Nobody waits for a worker that has ended its epoch.
 
     Bytes per worker and step: one gradient vector put by the worker, one parameter vector put by the servers.
 

@@ -55,19 +55,20 @@ class Updates(CompressionConfig):
 class Strom(Strategy):
     """Add every rank's updates, compressed, to the parameters of all ranks, as they arrive.
 
-    Every step: run the local optimiser, but take from its change of the parameters only what a message says, and leave
-    the rest in a residual, for later messages; send the message to all other ranks; add all messages that have come.
-    Nobody waits for anybody. At the end of an epoch, and before a checkpoint, all messages are waited for: then the
-    ranks' parameters are equal, but for the order in which floating-point numbers were added.
+    Every step: run the local optimiser and compress the change that it made. Apply only the compressed change here and
+    send it to all other ranks; keep the rest as a residual, for later messages. Add all messages that have arrived. No
+    rank waits for another. At the end of an epoch, and before a checkpoint, ranks wait for all messages: then their
+    parameters are equal, except for the order in which floating-point numbers were added.
 
-    With the topology `complete` messages go from everyone to everyone. With any other they go to neighbours only, along
-    a spanning tree of its graph, and what comes in from one is passed on to the others in the next message: each link
-    has a residual of its own, and parameters on two ranks differ by what the links between them still hold.
+    With the topology `complete` every rank sends to every other. With any other topology messages go to neighbours
+    only, along a spanning tree of its graph; a rank passes the content of a message on to its other neighbours in its
+    next message. Each link has a residual of its own, and the parameters of two ranks differ by the residuals of the
+    links between them.
 
-    The others go on without a rank that dies; along a tree, updates pass its place again from the period's end on.
+    If a rank dies, the others go on; in a tree a new path around the dead rank is used from the end of the period on.
 
-    An update counts 1/p, so that together they make the mean of what the ranks would have done, and a learning rate
-    means what it does with `allreduce`; with `add_up` it counts 1, as in the reference.
+    Each update has the weight 1/p, so that together they make the mean of the ranks' updates, and a learning rate means
+    the same as with `allreduce`. With `add_up` each has the weight 1, as in the reference.
 
     Bytes per rank and step: p − 1 messages, or one per neighbour in the tree; see `hpcdist compressors`. Memory: four
     parameter vectors, and one more per neighbour in a tree.

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
+import matplotlib
 import pytest
 
 import hpcdist
@@ -529,6 +530,24 @@ def draw(findings):
     yield ReportFigure("rates", "Learning rates", ["allreduce: 0.1"], figure)
     yield "They are constant."
 """
+
+
+def test_figures_are_alike_for_all_users_and_nothing_is_warned_of(tmp_path, recwarn, caplog):
+    """Their own settings of matplotlib, and letters that its fonts lack, change nothing on the terminal."""
+    evidence.write_run(tmp_path / "runs" / "a", "精度")
+    taken = []
+
+    def progress(items, title):
+        taken.append((title, len(items)))
+        return items
+
+    write(tmp_path / "runs", tmp_path / "one")
+    with matplotlib.rc_context({"font.family": "no such font", "axes.facecolor": "red", "font.size": 30}):
+        page = write(tmp_path / "runs", tmp_path / "two", progress=progress)
+    assert page.read_text().count("精度") > 5 and not recwarn.list and "font" not in caplog.text
+    figures = sorted((tmp_path / "one" / "figures").iterdir())
+    assert all(figure.read_bytes() == (tmp_path / "two" / "figures" / figure.name).read_bytes() for figure in figures)
+    assert taken == [("reading steps", 1), ("drawing", len(figures) // 2)]
 
 
 def test_matplotlib_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):

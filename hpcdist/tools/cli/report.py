@@ -53,7 +53,7 @@ def report(
     if as_json and as_csv:
         raise ConfigError("--json must be given without --csv; got both. Give one of the two.")
     wanted = None if target is None else read_target(target)
-    jobs = read_jobs(folders, wanted, progress=lambda runs: console.tracked(runs, "reading runs"))
+    jobs = read_jobs(folders, wanted, progress=console.tracked)
     names = None if columns is None else [name.strip() for name in columns.split(",")]
     found = table.tables([analyse(job) for job in jobs], names, sort, every=as_json or as_csv)
     if as_json:
@@ -68,7 +68,7 @@ def report(
     if html or output is not None:
         from hpcdist.tools.report import write
 
-        console.note(f"written: {write(folders, output, target=wanted)}")
+        console.note(f"written: {write(folders, output, target=wanted, progress=console.tracked)}")
 
 
 @app.command()

@@ -22,7 +22,8 @@ from hpcdist.tools.statistics import first_reaching
 POINTS = 60  # of a curve of losses
 PARTS = ("computing", "communicating", "waiting")  # of a rank's time
 LOWER_IS_BETTER = ("loss", "error", "rmse", "mse", "mae", "perplexity")  # parts of names of metrics
-Progress = Callable[[Sequence[Any]], Iterable[Any]]  # yields all, and shows how many have been taken
+Progress = Callable[[Sequence[Any], str], Iterable[Any]]  # yields all, under a title; may show how many it has yielded
+READING = "reading runs"
 REFERENCE = "allreduce"  # the strategy that others are compared with, where nobody says another
 
 
@@ -146,7 +147,7 @@ def read_jobs(
     folders: Sequence[Path],
     target: tuple[str, float] | None = None,
     *,
-    progress: Progress = iter,
+    progress: Progress = lambda items, title: items,
 ) -> list[Evidence]:
     """Read a comparison's folder, or any folders with runs at any depth: the evidence on each job for itself.
 
@@ -156,7 +157,7 @@ def read_jobs(
     Args:
         target: a metric and the value of it to be reached, for the jobs with that metric, before the one that a
             comparison names.
-        progress: yields what it is given, one for each run, and may show how many have been read.
+        progress: is given the runs, and yields each when it is to be read, such as `console.tracked`.
 
     Raises:
         ConfigError: there is no run, or none has the target's metric.
@@ -197,7 +198,7 @@ def is_higher_better(metric: str) -> bool:
 def _comparison(folder: Path, plan: Mapping[str, Any], progress: Progress) -> Evidence:
     try:
         metric, is_virtual = plan["metric"], bool(plan.get("virtual"))
-        runs = [_run(folder / run["folder"], run, is_virtual) for run in progress(plan["runs"])]
+        runs = [_run(folder / run["folder"], run, is_virtual) for run in progress(plan["runs"], READING)]
         return Evidence(
             job=Path(plan["job"]).stem,
             title=plan["job"],
@@ -219,7 +220,7 @@ def _comparison(folder: Path, plan: Mapping[str, Any], progress: Progress) -> Ev
 
 def _loose(folders: Sequence[Path], progress: Progress) -> list[Evidence]:
     """Read runs that nobody planned."""
-    found, title = [_run(folder) for folder in progress(find_runs(folders))], ", ".join(map(str, folders))
+    found, title = [_run(folder) for folder in progress(find_runs(folders), READING)], ", ".join(map(str, folders))
     if not any(one.run.ended for one in found):
         raise ConfigError(
             f"folders must hold a run that has ended; got none in {title}. A run writes summary.json at its end."

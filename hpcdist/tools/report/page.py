@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -18,7 +19,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.records import now, writing
 from hpcdist.registry import catalogue
 from hpcdist.tools.report import wording
-from hpcdist.tools.report.evidence import read
+from hpcdist.tools.report.evidence import Progress, read
 from hpcdist.tools.report.findings import Cell, Findings, analyse
 from hpcdist.tools.report.verdict import Verdict, judge
 from hpcdist.tools.statistics import Interval
@@ -53,13 +54,18 @@ def read_runs(folder: str | Path) -> DataFrame:
 
 
 def write(
-    folder: Path | Sequence[Path], output: Path | None = None, *, target: tuple[str, float] | None = None
+    folder: Path | Sequence[Path],
+    output: Path | None = None,
+    *,
+    target: tuple[str, float] | None = None,
+    progress: Progress = lambda items, title: items,
 ) -> Path:
     """Write the report on a comparison's folder, or on any folders of runs; return the page.
 
     Args:
         output: folder for `index.html`, `figures`, `runs.csv` and `runs.json`; None is `report` in the first folder.
         target: a metric and the value to be reached, where no comparison names them.
+        progress: is given what takes a while, see `read_jobs`.
 
     Raises:
         ConfigError: there is no run, or matplotlib is not installed.
@@ -67,26 +73,34 @@ def write(
         OutputError: a file can't be written.
     """
     try:
-        import matplotlib
+        import matplotlib.style
     except ImportError as error:
         raise ConfigError(
             "matplotlib must be installed to draw a report's figures; got none. Run: pip install 'hpcdist[plots]'"
         ) from error
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     from hpcdist.tools.report.figures.base import STYLE
 
     folders = [folder] if isinstance(folder, Path) else list(folder)
     output = folders[0] / "report" if output is None else output
     findings = analyse(read(folders, target))
     verdict = judge(findings)
+    for one in progress(findings.evidence.runs, "reading steps"):
+        one.curves  # noqa: B018 - they are read on first use
     page = output / "index.html"
-    with matplotlib.rc_context(STYLE), writing(page):
+    with warnings.catch_warnings(), matplotlib.style.context(["default", STYLE]), writing(page):
+        # In names. A browser has them; only in the PNG files there is a box.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         sections = sections_of(findings)
         (output / "figures").mkdir(parents=True, exist_ok=True)
-        for drawn in (drawn for section in sections for of_ranks in section.figures.values() for drawn in of_ranks):
+        figures = [drawn for section in sections for of_ranks in section.figures.values() for drawn in of_ranks]
+        for drawn in progress(figures, "drawing"):
             head, title, rest = drawn.svg.partition("<title")
             file = output / "figures" / drawn.name
             file.with_suffix(".svg").write_text(head + STANDALONE + title + rest, "utf-8")
-            drawn.figure.savefig(file.with_suffix(".png"), dpi=150, facecolor="white")
+            drawn.figure.set(dpi=150, facecolor="white")
+            FigureCanvasAgg(drawn.figure).print_png(file.with_suffix(".png"))  # savefig would draw it twice
         with open(output / "runs.csv", "w", newline="", encoding="utf-8") as lines:
             writer = csv.DictWriter(lines, list(findings.rows[0]))
             writer.writeheader()

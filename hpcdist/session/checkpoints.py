@@ -55,14 +55,15 @@ def save(path: str | Path, *, step: int | None = None, keep: int = 3, **state: A
 
         hpcdist.save("checkpoints", optimizer=optimizer, schedule=schedule, loader=loader, epoch=epoch)
 
-    A DistributedOptimizer is saved with its model and its strategy's state. Of other objects their `state_dict()` is
-    saved (schedules, GradScalers, other modules, sharded loaders), and plain values as they are. The random generators
-    of Python, NumPy and torch are saved too. Every rank writes its own files; the checkpoint is there whole or not.
+    A DistributedOptimizer is saved with its model and its strategy's state. For other objects (schedules, GradScalers,
+    other modules, sharded loaders) their `state_dict()` is saved; plain values are saved as they are. The random
+    generators of Python, NumPy and torch are saved too. Every rank writes its own files; the checkpoint appears when it
+    is whole.
 
     Args:
         step: orders checkpoints; by default the steps that have been taken.
         keep: number of checkpoints that stay.
-        state: objects to save, by names that `load` is given too. Models of the optimisers may be named or not.
+        state: objects to save; `load` is given the same names. The optimisers' models need not be named.
 
     Raises:
         CheckpointError: some rank can't save its state. Raised on all ranks.
@@ -92,10 +93,10 @@ def load(path: str | Path, **state: Any) -> dict[str, Any] | None:
         first = found["epoch"] + 1 if found else 0
 
     On as many ranks as have saved it the run goes on to the bit with synchronous strategies; on another number all
-    start from the parameters that the saved ranks stood for together. A model in stages, or in shards, may be cut into
-    others, or be whole: parameters, buffers, the optimiser's state and what compression has not sent yet are found by
-    their names. A run on one rank, or replica, sends nothing: what compression had not sent is dropped there. Another
-    strategy takes up parameters, buffers and the optimiser's state. Messages tell settings that differ.
+    ranks start from the consensus of the saved ones. A model in stages or shards may be divided in another way, or be
+    whole: parameters, buffers, the optimiser's state and the residuals of compression are found by their names. On one
+    rank, or replica, residuals are dropped, because nothing is sent. Another strategy takes over parameters, buffers
+    and the optimiser's state. Messages name settings that differ.
 
     Args:
         path: a folder of checkpoints, or one of them.
@@ -182,7 +183,7 @@ def _require_same(objects: _Objects, saved: SavedWorld) -> None:
 
 
 def unsplit(path: str | Path, optimizer: str = "optimizer") -> dict[str, Tensor]:
-    """Return the state dict of the whole model that a checkpoint's ranks stand for together, of any world; on the CPU.
+    """Return the state dict of a checkpoint's whole model, the consensus of its ranks, on the CPU.
 
     ::
 

@@ -20,10 +20,11 @@ from hpcdist.strategies.common.replicas import frozen_consensus
 
 @contextmanager
 def consensus(model: nn.Module) -> Iterator[nn.Module]:
-    """Collective. Give `model`, inside the context, the parameters that all ranks stand for; afterwards its own again.
+    """Collective. Give `model`, inside the context, the consensus of all ranks; afterwards its own parameters again.
 
-    With servers these are the servers' parameters, else the mean of all ranks' parameters; buffers such as batch
-    norm's statistics are the mean of the workers'. Evaluate and export there::
+    The consensus is the model that all ranks have trained together: the servers' parameters, or without servers the
+    mean of all ranks' parameters; buffers such as batch norm's statistics are the mean of the workers'. Evaluate and
+    export there::
 
         with hpcdist.consensus(model):
             model.eval()
@@ -97,8 +98,8 @@ def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor] | None) -> Iter
 def finish(*models: nn.Module) -> Any:
     """Collective. End the training of the models, leave the trained ones on every rank, and return them.
 
-    Their parameters and buffers become those that the ranks stand for together. Their optimisers are plain ones again.
-    One model is returned as it is, several as a tuple.
+    Parameters and buffers become the consensus of all ranks (see `consensus`). The optimisers are plain ones again.
+    One model is returned itself, several as a tuple.
 
     Raises:
         ConfigError: no DistributedOptimizer trains a model; or ranks that serve can't take part, inside the loop.

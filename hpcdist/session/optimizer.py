@@ -302,24 +302,24 @@ def DistributedOptimizer(
     The model must be on its device; its parameters move into flat memory, and rank 0's values go to all. Parameters
     that the optimiser has beside the model's, such as a loss function's, are trained too. Several optimisers may each
     have a part of one model's parameters. Learning-rate schedules and `state_dict` work as before. An optimiser whose
-    step must be given a closure, such as LBFGS, evaluates it as often as it likes: each time, gradients and loss are
-    averaged over the ranks. torch's SyncBatchNorm layers become `hpcdist.SyncBatchNorm`.
+    step needs a closure, such as LBFGS, may evaluate it several times; each time gradients and loss are averaged over
+    the ranks. torch's SyncBatchNorm layers become `hpcdist.SyncBatchNorm`.
 
-    Of a model in stages, from `hpcdist.pipeline`, it trains this rank's, together with the same stages of the other
-    replicas; the optimiser has `model.parameters()`, and `model.step` calls its step. Gradients that are not finite in
-    one stage count as such in all stages of the replica.
+    For a model in stages, from `hpcdist.pipeline`, the optimiser has `model.parameters()`, this rank's stage. It trains
+    this stage together with the same stages of the other replicas, and `model.step` calls its step. If gradients are
+    not finite in one stage, they count as not finite in all stages of the replica.
 
     Args:
         strategy: a name of `hpcdist.strategies.available()`, or `path/to/file.py:Class`.
-        clip_norm: largest 2-norm of all gradients together: with allreduce and hardsync (on several servers too) of the
-            mean gradient that an update is made of, else of each rank's own, before it is pushed or stepped along. Of a
-            model in stages it is the norm of all stages'.
+        clip_norm: largest 2-norm of all gradients together: with allreduce and hardsync (on several servers too) that
+            of the mean gradient of an update; else that of each rank's own gradient, before it is sent or used. For a
+            model in stages it is the norm over all stages.
         bucket_bytes: gradients are reduced in buckets of about this size.
-        loss: what the loss of a batch is: the mean over its samples, or their sum. Gradients that a strategy would
-            average are then added up over the workers, and a batch counts whatever its size. Where ranks take steps of
-            their own, or a server takes one for each gradient, these are along the sum over the rank's own batch.
-        identical_batches: what follows where the first gradients of all workers are the same to the bit, as in a loop
-            without `shard` and with one seed: a warning, or, with "allow", nothing.
+        loss: what the loss of a batch is: "mean" over its samples, or "sum". With "sum" gradients are added over the
+            workers where a strategy would average them. Strategies whose ranks step alone, or whose servers update with
+            each gradient, step along the sum over the rank's own batch.
+        identical_batches: what to do if the first gradients of all workers are the same to the bit, as in a loop
+            without `shard` and with one seed: a warning, or nothing with "allow".
         options: the strategy's own, see its Config or `hpcdist strategies`.
 
     Raises:

@@ -50,9 +50,9 @@ def pipeline(
         for x, y in hd.shard(loader):
             loss = model.step(x, y)
 
-    So many ranks are one replica of the model; all ranks together are a grid of stages and replicas. From here on
-    DistributedOptimizers train the replicas of each stage together, and `shard` deals samples out among replicas: all
-    ranks of one get the same batches. Instead of `model.step` a loop may call `model.forward_backward(x, y)`, perhaps
+    `stages` ranks hold one replica of the model; all ranks together are a grid of stages and replicas. From here on
+    DistributedOptimizers train the replicas of each stage together, and `shard` gives all ranks of a replica the same
+    batches. Instead of `model.step` a loop may call `model.forward_backward(x, y)`, perhaps
     several times, `model.clip_grad_norm_(max_norm)`, and its optimisers' `step`.
 
     Args:
@@ -182,17 +182,19 @@ def device_mesh(
         shards = hd.local_shards(model)
         optimizer = hd.DistributedOptimizer(torch.optim.AdamW(shards.parameters()), shards, strategy="gossip_pull")
 
-    To torch.distributed the ranks of the replica are all that there are. From here on DistributedOptimizers train each
+    For torch.distributed the ranks of the replica are the whole world. From here on DistributedOptimizers train each
     rank's shards together with the same ones of the other replicas, and `shard` deals samples out among replicas.
 
     Args:
-        sizes: of the mesh, (4,) or (2, 2), say; a replica has their product of ranks, which divides that of all.
+        sizes: of the mesh, such as (4,) or (2, 2). A replica has as many ranks as their product, which must divide the
+            number of all ranks.
         names: of its dimensions.
         device_type: cpu (Gloo), or cuda (NCCL), for which each rank has chosen its GPU by torch.cuda.set_device.
         spread: let a replica's ranks be on several nodes.
 
     Raises:
-        ConfigError: the ranks can't be shared out so, or are virtual; or the program has started torch.distributed.
+        ConfigError: the number of ranks does not suit the sizes, or ranks are virtual; or the program has started
+            torch.distributed.
         MismatchError: ranks differ in what they ask for.
     """
     from hpcdist.parallel.shards import make_mesh
@@ -211,8 +213,8 @@ def device_mesh(
 def local_shards(model: nn.Module) -> Shards:
     """Collective. Return this rank's parts of a model of DTensors, for an optimiser and for DistributedOptimizer.
 
-    Call it last, once the model is on its device and shared out on the mesh that `device_mesh` has returned. The loop
-    runs the model itself, and zeroes gradients by the optimiser's `zero_grad`.
+    Call it last, when the model is on its device and distributed over the mesh that `device_mesh` has returned. The
+    loop runs the model itself, and zeroes gradients by the optimiser's `zero_grad`.
 
     Raises:
         ConfigError: no mesh was made, or the model has no DTensor; or fully_shard has left out some parameter.

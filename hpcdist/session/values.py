@@ -32,9 +32,9 @@ def barrier() -> None:
 def broadcast(value: Any, root: int = 0) -> Any:
     """Collective. Replace every rank's `value` by that of rank `root`, and return it.
 
-    A tensor, a module (parameters and buffers) or a list or dict of tensors is overwritten in place; of a model in
-    stages each takes the values of its own stage in root's replica. Any other value that pickle can carry (numbers,
-    strings, lists, dicts...) is returned anew, of the type that it has on `root`.
+    A tensor, a module (parameters and buffers) or a list or dict of tensors is overwritten in place; with a
+    model in stages each rank gets the values of its own stage in root's replica. Any other value that can be pickled
+    (numbers, strings, lists, dicts...) is returned as a new value, with the type that it has on `root`.
     """
     comm = _ranks()
     source = _place(comm, root)
@@ -82,14 +82,14 @@ def _tensors(value: Any) -> list[Tensor] | None:
 
 
 def allreduce(value: Any, op: Op = "mean") -> Any:
-    """Collective. Return the mean of all ranks' values, or their sum, least or largest: anew, of the same type.
+    """Collective. Return the mean of all ranks' values, or their sum, minimum or maximum, as a new value.
 
-    A tensor of any shape gives a tensor, a number a number, a list, tuple or dict one of results. Sums of tensors are
-    taken in their dtype. Inside a training loop whose strategy has servers, the ranks are the workers.
+    The result has the type of the value: a tensor of the same shape and dtype, a number, or a list, tuple or dict of
+    results. Inside a training loop whose strategy has servers, only the workers take part.
 
     Raises:
         UnknownNameError: no such op.
-        ConfigError: the mean of integers is wanted as a tensor, which could not hold it.
+        ConfigError: op is the mean of a tensor of integers, which can't hold it.
         MismatchError: shapes differ.
     """
     if op not in get_args(Op):
@@ -148,8 +148,8 @@ def _values_of_all(comm: Communicator, value: Any) -> list[Any]:
 def allgather(value: Any) -> Any:
     """Collective. Return all ranks' values, in rank order, on every rank.
 
-    Tensors are joined along their first dimension, in which they may differ; those without dimensions make a vector.
-    A dict gives a dict of results. Any other value that pickle can carry gives a list with one entry per rank.
+    Tensors are joined along their first dimension, whose length may differ between ranks; scalars become a vector. A
+    dict gives a dict of results. Any other value that can be pickled gives a list with one entry per rank.
     """
     if isinstance(value, Mapping):
         return {key: allgather(item) for key, item in value.items()}
@@ -163,8 +163,8 @@ def allgather(value: Any) -> Any:
 def metric(value: Any, weight: float = 1.0) -> Any:
     """Collective. Return the weighted mean over all ranks of a figure such as a loss or an accuracy, on every rank.
 
-    Pass this rank's own mean, and as `weight` the number of samples that it is of: 0 where it has seen none, as on a
-    rank that serves; its value does not matter then. A dict gives a dict. Without any weight the result is NaN.
+    Pass this rank's own mean, and as `weight` the number of its samples. With weight 0, as on a rank that serves, the
+    value does not matter. A dict gives a dict. If all weights are 0 the result is NaN.
     """
     if isinstance(value, Mapping):
         return {key: metric(item, weight) for key, item in value.items()}

@@ -46,16 +46,17 @@ def shard(
     """Give this rank its share of `loader`: every sample exactly once per epoch, on whatever number of ranks.
 
     `loader.batch_size` becomes the batch of each worker. A shuffling loader is shuffled by (seed, epoch), the same on
-    all ranks, and a DistributedSampler is replaced; any other sampler, or batch sampler, draws on the first worker,
-    whose order all follow. All workers get a batch in every step. In the last one, which may have fewer
-    samples, gradients are weighted by sample counts; a worker for which none is left gets other samples, which weigh
-    0: its body runs, and its gradients count for nothing.
+    all ranks, and a DistributedSampler is replaced; any other sampler, or batch sampler, draws on the first worker, and
+    all ranks use its order. All workers get a batch in every step. In the last one, which may have fewer samples,
+    gradients are weighted by sample counts; a worker for which none is left gets other samples, which weigh 0: its body
+    runs, and its gradients count for nothing.
 
-    An iterable data set that gives all ranks the same batches is dealt out batch by batch; one that gives each rank
-    its own, of any number, is read to its end on every rank. In place of a loader it may give batches itself.
+    An iterable data set that gives all ranks the same batches is shared batch by batch; one that gives each rank
+    batches of its own is read to its end on every rank. An iterable data set of whole batches may be passed in place of
+    a loader.
 
-    With sandblaster every worker gets the joint batch of all of them, of which it computes portions; `hpcdist` says
-    which, by calling the closure that `optimizer.step` is given with a slice of the batch.
+    With sandblaster every worker gets the joint batch of all workers. `hpcdist` calls the closure of `optimizer.step`
+    with the slice of the batch that this worker computes.
 
     On a rank that only serves, iterating yields nothing and serves until the workers end the epoch.
 
@@ -68,17 +69,17 @@ def shard(
     their first batch of each epoch.
 
     Args:
-        training: False shares the samples of an evaluation among all ranks, and involves no step. Inside the loop
-            models that DistributedOptimizers train have the parameters that the ranks stand for (`consensus`).
+        training: False shares the samples of an evaluation among all ranks, and involves no step. Inside the loop,
+            models that DistributedOptimizers train are the consensus of all ranks.
         split: False says that each rank's loader (each replica's) reads samples of its own already. They may have
             different numbers of batches: one that has none left goes on with one that weighs 0 until all have ended.
         optimizers: distributed optimisers that the loop steps; all that there are, if None.
 
     Raises:
-        ConfigError: the loader is none of torch's, or its sampler is of another library's ranks. Iterated: a loop does
-            what would make ranks differ, or a figure one rank's alone.
-        MismatchError: at an epoch's first batch, workers' loaders are of different samples, or the ranks of a replica
-            have read different ones.
+        ConfigError: the loader is no DataLoader of torch's, or its sampler splits samples for another library. While it
+            is iterated: the loop does what would make ranks differ, or would report figures of one rank alone.
+        MismatchError: at the first batch of an epoch, workers' loaders have different samples, or the ranks of a
+            replica have read different ones.
     """
     if isinstance(loader, ShardedLoader):
         raise rules.error("a loader is sharded twice")

@@ -233,12 +233,12 @@ def test_control_characters_of_files_are_shown_as_text(capsys):
 
 def test_a_finding_of_the_doctor_is_wrapped_on_a_terminal_only(monkeypatch, capsys):
     text = "n3 is slow: to n2 138 µs, 47.8 Mbit/s; the nodes' median is 138 µs. Leave it out (--exclude=n3-a-long-name)"
-    console.finding("warning", "links", text)
+    console.finding("warning  links     ", text)
     assert capsys.readouterr().out == f"warning  links     {text}\n", "in a file, a line that grep finds"
     monkeypatch.setattr(console, "_is_shown", lambda: True)
     for columns in (60, 80):
         monkeypatch.setenv("COLUMNS", str(columns))
-        console.finding("warning", "links", text)
+        console.finding("warning  links     ", text)
         first, *others = capsys.readouterr().out.splitlines()
         assert all(len(line) <= columns for line in (first, *others)) and first.startswith(
             "warning  links     n3 is slow"

@@ -184,7 +184,7 @@ def rows(
     for row in zip(*(texts[key] for key in kept)):
         table.add_row(*row)
     if title is not None:
-        _print_result(title)
+        line(title)
     text = StringIO()
     to = Console(file=text, highlight=False, markup=False, force_terminal=columns is not None)
     to.size = ConsoleDimensions(columns or sys.maxsize, 24)  # a dumb terminal, too, has as many as it says
@@ -192,7 +192,7 @@ def rows(
     print("\n".join(line.rstrip() for line in text.getvalue().splitlines()), flush=True)
     if dropped := [key for key in texts if key not in kept]:
         choice = f"{option} {kept[0]},{dropped[0]},... chooses columns; " if option else ""
-        _print_result(f"No room for {', '.join(dropped)}: {choice}a wider terminal or a file shows all.")
+        line(f"No room for {', '.join(dropped)}: {choice}a wider terminal or a file shows all.")
 
 
 def _fitting(
@@ -225,13 +225,8 @@ def _is_shown() -> bool:
         return False
 
 
-def finding(status: str, check: str, text: str) -> None:
-    """Show what the doctor has found."""
-    _print_result(text, f"{status:<8} {check:<9} ")
-
-
-def _print_result(text: str, before: str = "") -> None:
-    """Write text on a terminal wrapped to its width, elsewhere in one line."""
+def line(text: str, before: str = "") -> None:
+    """Show text, such as a check's finding: on a terminal wrapped to its width behind `before`, elsewhere in one line."""
     if _is_shown():
         _print_text(visible(text), before, len(before))
     else:

@@ -45,7 +45,7 @@ class Report:
         for finding in findings:
             self.findings.append(replace(finding, check=self.stage))
             if self.speaks:
-                console.finding(finding.status, self.stage, finding.text)
+                self._show(finding.status, finding.text)
 
     def conclude(self, cut_short: bool = False) -> int:
         """Choose the nodes to leave out, write the files; return the exit status, 1 where not all was examined.
@@ -64,8 +64,12 @@ class Report:
             counts = {s: sum(f.status == s for f in self.findings) for s in (ERROR, WARNING)}
             worst = next((s for s in (ERROR, WARNING) if counts[s]), OK)
             text = ", ".join(f"{n} {s}{'s' * (n != 1)}" for s, n in counts.items())
-            console.finding(worst, "all", f"{text}, {time.monotonic() - self._start:.1f} s; exit status {status}")
+            self.stage = "all"
+            self._show(worst, f"{text}, {time.monotonic() - self._start:.1f} s; exit status {status}")
         return status
+
+    def _show(self, status: str, text: str) -> None:
+        console.finding(f"{status:<8} {self.stage:<9} ", text)
 
     def _choose(self) -> Exclusion:
         names = self.nodes.names

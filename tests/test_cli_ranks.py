@@ -53,6 +53,16 @@ def test_wrong_usage_and_a_setting_that_all_ranks_refuse_are_told_once():
     assert done.stderr.count("hpcdist: ") == 1 and "Traceback" not in done.stderr
 
 
+def test_a_home_that_cannot_be_written_costs_a_note(monkeypatch):
+    """Of what is lost: the measurements of all-reduce, which the next run takes again."""
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    done = hpcdist(2, "train", TINY, *QUICK, "--progress", "off")
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("hpcdist: the table of all-reduce times can't be kept in /proc/nowhere/.cache/hpcdist/")
+
+
 BY_RANK = (
     "import sys; from hpcdist.tools import cli; sys.argv = [a.replace('%', str(cli.launched_rank())) for a in sys.argv]"
 )

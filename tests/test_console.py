@@ -225,7 +225,7 @@ def test_control_characters_of_files_are_shown_as_text(capsys):
     console.note("a\x1b[31mb\tc\nd")
     console.facts({"k\x07": {"x": "\x9b2J"}, "\u202ey": 1})
     console.rows("r", [{"s\x1b": "v\x1b[1m"}])
-    console.finding("ok", "mpi", "\x1b]8;;http://x\x1b\\")
+    console.finding("ok       mpi       ", "\x1b]8;;http://x\x1b\\")
     out, err = capsys.readouterr()
     assert err == "hpcdist: a\\x1b[31mb\tc\nd\n"
     assert out.replace("\n", "").isprintable() and r"v\x1b[1m" in out and r"\u202ey: 1" in out and r"x: \x9b2J" in out

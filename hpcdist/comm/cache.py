@@ -37,4 +37,8 @@ def keep(path: Path, text: str, what: str = "a measurement") -> None:
         temporary.write_text(text)
         os.replace(temporary, path)
     except OSError as error:
-        warnings.warn(f"{what} can't be kept in {path} ({error}).", stacklevel=2)
+        warnings.warn(
+            f"{what} can't be kept in {path} ({error.strerror}), and is taken anew next time. XDG_CACHE_HOME may name "
+            "another folder.",
+            stacklevel=2,
+        )

@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -148,9 +149,18 @@ def _root(
     ] = False,
 ) -> None:
     log.set_up()
-    logging.getLogger("matplotlib").setLevel(
-        logging.ERROR
-    )  # it warns of a home that can't be written, and loses nothing
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns where it can't write into the user's home
+    warnings.formatwarning = _as_note
+
+
+def _as_note(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None):
+    """Write a warning of hpcdist's without the line of its source, which users can do nothing about."""
+    if filename.startswith(os.path.dirname(log.__file__)):
+        return f"hpcdist: {message}\n"
+    return _format_warning(message, category, filename, lineno, line)
+
+
+_format_warning = warnings.formatwarning
 
 
 def _add_commands() -> None:

@@ -225,7 +225,7 @@ def test_control_characters_of_files_are_shown_as_text(capsys):
     console.note("a\x1b[31mb\tc\nd")
     console.facts({"k\x07": {"x": "\x9b2J"}, "\u202ey": 1})
     console.rows("r", [{"s\x1b": "v\x1b[1m"}])
-    console.finding("ok       mpi       ", "\x1b]8;;http://x\x1b\\")
+    console.line("\x1b]8;;http://x\x1b\\", "ok       mpi       ")
     out, err = capsys.readouterr()
     assert err == "hpcdist: a\\x1b[31mb\tc\nd\n"
     assert out.replace("\n", "").isprintable() and r"v\x1b[1m" in out and r"\u202ey: 1" in out and r"x: \x9b2J" in out
@@ -233,12 +233,12 @@ def test_control_characters_of_files_are_shown_as_text(capsys):
 
 def test_a_finding_of_the_doctor_is_wrapped_on_a_terminal_only(monkeypatch, capsys):
     text = "n3 is slow: to n2 138 µs, 47.8 Mbit/s; the nodes' median is 138 µs. Leave it out (--exclude=n3-a-long-name)"
-    console.finding("warning  links     ", text)
+    console.line(text, "warning  links     ")
     assert capsys.readouterr().out == f"warning  links     {text}\n", "in a file, a line that grep finds"
     monkeypatch.setattr(console, "_is_shown", lambda: True)
     for columns in (60, 80):
         monkeypatch.setenv("COLUMNS", str(columns))
-        console.finding("warning  links     ", text)
+        console.line(text, "warning  links     ")
         first, *others = capsys.readouterr().out.splitlines()
         assert all(len(line) <= columns for line in (first, *others)) and first.startswith(
             "warning  links     n3 is slow"

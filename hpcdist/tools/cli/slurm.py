@@ -77,7 +77,7 @@ def check(toml: Spec = None, site: SiteName = None, overrides: Overrides = None)
 
     findings = examine(*_load(toml, site, overrides))
     for finding in findings:
-        console.finding(f"{finding.level}: ", finding.text)
+        console.line(finding.text, f"{finding.level}: ")
     counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning", "note")}
     console.note(", ".join(f"{n} {level}{'s' * (n != 1)}" for level, n in counts.items()))
     raise typer.Exit(int(counts["error"] > 0))

@@ -69,7 +69,7 @@ class Report:
         return status
 
     def _show(self, status: str, text: str) -> None:
-        console.finding(f"{status:<8} {self.stage:<9} ", text)
+        console.line(text, f"{status:<8} {self.stage:<9} ")
 
     def _choose(self) -> Exclusion:
         names = self.nodes.names

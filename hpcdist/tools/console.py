@@ -226,7 +226,7 @@ def _is_shown() -> bool:
 
 
 def line(text: str, before: str = "") -> None:
-    """Show text, such as a check's finding: on a terminal wrapped to its width behind `before`, elsewhere in one line."""
+    """Show text, such as a finding: on a terminal wrapped to its width behind `before`, elsewhere in one line."""
     if _is_shown():
         _print_text(visible(text), before, len(before))
     else:

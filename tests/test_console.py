@@ -195,6 +195,7 @@ def test_a_table_fits_its_terminal_and_says_what_has_no_room(columns, left_out, 
         console.rows("four columns", MEASURED, heads={"bytes": "bytes\n/step"}, left=["name"], option="--columns")
         text = shown_by(shown)
     assert max(map(len, text.splitlines())) <= columns
+    assert "(splits 4," in text and "compression topk)" in text, "texts go on in the next line behind a comma"
     for column, figures in (("accuracy", "0.9722 ± 0.0031"), ("seconds", "12.5"), ("bytes", "308 kB")):
         assert (figures in text) == (column not in left_out)
     said = f"No room for {', '.join(left_out)}: --columns name,{','.join(left_out[:1])},... chooses columns; a wider"

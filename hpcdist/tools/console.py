@@ -176,13 +176,13 @@ def rows(
     if left is None:
         left = [key for key, value in found[0].items() if isinstance(value, str)]
     columns = shutil.get_terminal_size().columns if _is_shown() else None
-    kept = list(texts) if columns is None else _fitting(heads, texts, left, columns)
+    widths = dict.fromkeys(texts, sys.maxsize) if columns is None else _fitting(heads, texts, left, columns)
     table = Table(box=box.SIMPLE_HEAD, padding=0)
-    for key in kept:
+    for key in widths:
         is_text = key in left
         table.add_column(heads[key], justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
-    for row in zip(*(texts[key] for key in kept)):
-        table.add_row(*row)
+    for row in zip(*(texts[key] for key in widths)):
+        table.add_row(*(_folded(text, widths[key]) if key in left else text for key, text in zip(widths, row)))
     if title is not None:
         line(title)
     text = StringIO()
@@ -190,27 +190,45 @@ def rows(
     to.size = ConsoleDimensions(columns or sys.maxsize, 24)  # a dumb terminal, too, has as many as it says
     to.print(table)
     print("\n".join(line.rstrip() for line in text.getvalue().splitlines()), flush=True)
-    if dropped := [key for key in texts if key not in kept]:
-        choice = f"{option} {kept[0]},{dropped[0]},... chooses columns; " if option else ""
+    if dropped := [key for key in texts if key not in widths]:
+        choice = f"{option} {next(iter(widths))},{dropped[0]},... chooses columns; " if option else ""
         line(f"No room for {', '.join(dropped)}: {choice}a wider terminal or a file shows all.")
+        print(flush=True)
 
 
 def _fitting(
     heads: Mapping[str, str], texts: Mapping[str, Sequence[str]], left: Sequence[str], columns: int
-) -> list[str]:
-    """Return the columns for which there is room, the first ones first; a text can do with a third of it."""
+) -> dict[str, int]:
+    """Return the columns for which there is room, the first ones first, with their widths.
+
+    A text can do with a third of the room, and takes what is left over.
+    """
     from rich.cells import cell_len
 
-    kept: list[str] = []
+    widths: dict[str, int] = {}
+    wanted: dict[str, int] = {}
     room = columns - 1
     for key, of_key in texts.items():
-        width = max(cell_len(line) for text in (heads[key], *of_key) for line in text.split("\n"))
+        wanted[key] = width = max(cell_len(line) for text in (heads[key], *of_key) for line in text.split("\n"))
         if key in left:
             width = min(width, max(LEAST_TEXT, columns // 3))
-        if width < room or not kept:
-            kept.append(key)
+        if width < room or not widths:
+            widths[key] = width
             room -= 1 + width
-    return kept
+    for key in widths:
+        more = min(wanted[key] - widths[key], max(0, room))
+        widths[key] += more
+        room -= more
+    return widths
+
+
+def _folded(text: str, width: int) -> str:
+    """Divide a text into lines: behind commas and before brackets, if that suffices, so that `lr 0.1` stays whole."""
+    together = re.sub(r"(?<!,) (?!\()", "\N{NO-BREAK SPACE}", text)
+    lines = textwrap.wrap(together, width, break_on_hyphens=False, break_long_words=False)
+    if any(len(line) > width for line in lines):
+        lines = textwrap.wrap(text, width, break_on_hyphens=False)
+    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _figure(value: Any) -> str:

@@ -128,6 +128,7 @@ def test_each_job_has_names_and_a_reference_of_its_own(tmp_path):
     digits, letters = read_jobs([tmp_path], ("loss", 0.1))
     assert (digits.job, [one.name for one in digits.runs]) == ("digits", ["softsync (splits 1)", "softsync (splits 4)"])
     assert (letters.job, [one.name for one in letters.runs]) == ("letters", ["softsync", "allreduce"])
+    assert hpcdist.read_runs(tmp_path).groupby("job")["name"].nunique().to_dict() == {"digits": 2, "letters": 2}
     assert (digits.reference, letters.reference, letters.target) == ("softsync (splits 1)", "allreduce", 0.1)
 
     for i, (path, checksum) in enumerate([("jobs/it.py", "1"), ("it.py", "1"), ("it.py", "2"), ("other/it.py", "3")]):

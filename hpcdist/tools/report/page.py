@@ -19,7 +19,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.records import now, writing
 from hpcdist.registry import catalogue
 from hpcdist.tools.report import wording
-from hpcdist.tools.report.evidence import Progress, read
+from hpcdist.tools.report.evidence import Progress, read, read_jobs
 from hpcdist.tools.report.findings import Cell, Findings, analyse
 from hpcdist.tools.report.verdict import Verdict, judge
 from hpcdist.tools.statistics import Interval
@@ -40,7 +40,7 @@ STANDALONE = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{col
 def read_runs(folder: str | Path) -> DataFrame:
     """Read all runs of a folder into a pandas frame, a row each: those that failed, too.
 
-    Columns are the run's cell (`name`, `kind`, `ranks`, `virtual`), `seed`, `folder` and `failure`; its cost
+    Columns are the run's `job` and cell (`name`, `kind`, `ranks`, `virtual`), `seed`, `folder` and `failure`; its cost
     (`wall_s`, `samples`, `bytes_per_step`, ...); `metric.NAME` at the end; `time_to_target_s` and the like where a
     comparison has a target; and `setting.KEY` for the settings in which runs differ.
 
@@ -50,7 +50,7 @@ def read_runs(folder: str | Path) -> DataFrame:
     """
     from pandas import DataFrame
 
-    return DataFrame(analyse(read([Path(folder)])).rows)
+    return DataFrame([row for job in read_jobs([Path(folder)]) for row in analyse(job).rows])
 
 
 def write(

@@ -294,11 +294,11 @@ def _mean_of(value: Any) -> Any:
 
 
 def _cut(texts: Sequence[str]) -> tuple[str, list[str]]:
-    """Cut what all texts begin with, up to a separator; return that, and what is left of each."""
-    low, high = min(texts), max(texts)
+    """Cut what all texts begin with, up to a separator, wherever it stands; return that, and what is left of each."""
+    low, high = min(filter(None, texts), default=""), max(texts)
     common = low[: next((i for i, pair in enumerate(zip(low, high)) if pair[0] != pair[1]), 0)]
     common = common[: max(common.rfind(mark) for mark in SEPARATORS) + 1]
     if len(common) < LEAST_CUT:
         return "", list(texts)
     end = ")" if common.count("(") > common.count(")") and all(text.endswith(")") for text in texts) else ""
-    return f"{common}…{end}", [text[len(common) : len(text) - len(end)] for text in texts]
+    return f"{common}…{end}", [text.replace(common, "").removesuffix(end) for text in texts]

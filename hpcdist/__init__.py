@@ -16,9 +16,11 @@ if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
     from hpcdist.session.values import allgather, allreduce, barrier, broadcast, metric
     from hpcdist.session.world import init, local_rank, local_size, rank, size
     from hpcdist.tools.report.page import read_runs
+    from hpcdist.tools.slurm.submit import Future, submit
 
 __all__ = [
     "DistributedOptimizer",
+    "Future",
     "Leaving",
     "SyncBatchNorm",
     "allgather",
@@ -40,14 +42,17 @@ __all__ = [
     "save",
     "shard",
     "size",
+    "submit",
     "unsplit",
 ]
+# Names of the tools, by their modules; all others are in hpcdist.session.
+_TOOLS = {"Future": "slurm.submit", "read_runs": "report.page", "submit": "slurm.submit"}
 
 
 def __getattr__(name: str) -> Any:
     # Looked up on first use, so that importing one module of the package does not load all of it.
     if name in __all__:
-        home = "hpcdist.tools.report" if name == "read_runs" else "hpcdist.session"
+        home = f"hpcdist.tools.{_TOOLS[name]}" if name in _TOOLS else "hpcdist.session"
         return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module 'hpcdist' has no attribute {name!r}")
 

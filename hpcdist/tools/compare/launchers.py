@@ -79,11 +79,11 @@ def _run(command: Sequence[str], variables: Mapping[str, str], log) -> int:
     except BaseException:
         for child in psutil.Process().children():  # the interruption may come before Popen returns
             if child not in others:
-                _end(child)
+                end(child)
         raise
 
 
-def _end(launcher: psutil.Process) -> None:
+def end(launcher: psutil.Process) -> None:
     """End a launcher and its ranks, which may save and leave; what still runs then is killed."""
     with suppress(psutil.NoSuchProcess, psutil.TimeoutExpired):
         launcher.terminate()  # which it passes on; killed, it would leave its ranks behind

@@ -1,0 +1,265 @@
+"""Submit a function to Slurm, or to ranks on this machine, and get what it returns."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from hpcdist.comm.launch import unlaunched
+from hpcdist.errors import ConfigError, RunError
+from hpcdist.tools.compare.launchers import LAST_LINES, end, find_launcher, ranks_environment
+from hpcdist.tools.runs import last_lines
+from hpcdist.tools.slurm import queue
+from hpcdist.tools.slurm.call import Outcome, outcome_file, write_call
+from hpcdist.tools.slurm.check import examine
+from hpcdist.tools.slurm.render import render
+from hpcdist.tools.slurm.spec import JobSpec, load_site, load_spec
+from hpcdist.tools.slurm.state import State, describe, status_of
+
+LOCAL = "local"  # the site of ranks on this machine
+# A job's settings that `submit` takes; all other keyword arguments are the function's.
+SETTINGS = (
+    "cpus_per_rank directives doctor env gpus_per_rank mem_gb name nodes output ranks_per_node requeue spare_nodes "
+    "template time_min warn_s"
+).split()
+LOOK_S = 0.2  # between two looks for a rank's file, which a shared file system may show late
+LATE_S = 5.0  # for which it is looked for, once the job has ended well
+ADVICE = {
+    "TIMEOUT": "Raise time_min.",
+    "OUT_OF_MEMORY": "Raise mem_gb, or give each rank less to do.",
+    "NODE_FAIL": "A node died: submit the function again.",
+    "PREEMPTED": "Other jobs came first: submit the function again.",
+}
+
+log = logging.getLogger(__name__)
+
+
+def submit(function: Callable[..., Any], /, *args: Any, site: str = "generic", **settings: Any) -> Future:
+    """Submit a function, which every rank of a job calls, and return at once.
+
+    The function and its arguments are pickled by cloudpickle: it may be a lambda, or one that a notebook has defined.
+    Ranks that are to communicate call `hpcdist.init()` in it. Files of the job and its results lie in a new folder
+    NAME-... below `output`.
+
+    Args:
+        function: the function.
+        args: its arguments.
+        site: profile of the cluster, a name or a TOML file, as for `hpcdist slurm`; `local` starts nodes x
+            ranks_per_node ranks on this machine, at once, and leaves Slurm's limits of time and memory unused.
+        settings: the job's settings, in the words of `hpcdist slurm`: `nodes`, `ranks_per_node`, `cpus_per_rank`,
+            `gpus_per_rank`, `mem_gb`, `time_min`, `name`, `output`, `env`, `directives`, `template`, `spare_nodes`,
+            `warn_s`; `doctor` and `requeue` are false unless given. All others are keyword arguments of the function;
+            bind those that share a name with a setting by functools.partial.
+
+    Raises:
+        ConfigError: a setting is wrong, or a check of the job finds an error.
+        QueueError: there is no Slurm, or it refuses.
+    """
+    job = {name: settings.pop(name) for name in SETTINGS if name in settings}
+    named = {"name": getattr(function, "__name__", "function").strip("<>"), "doctor": False, "requeue": False, **job}
+    # The command is known when the folder is; the checks come first, and leave no folder behind.
+    spec = load_spec(**named, site=site, command=[sys.executable])
+    if site != LOCAL:
+        _require_no_errors(spec)
+    above = Path(spec.output).absolute()
+    above.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{spec.name}-", dir=above))  # which only its owner may enter
+    write_call(folder, function, args, settings)
+    if site == LOCAL:
+        return Future(LocalJob(spec, folder), folder, spec.size)
+    return Future(SlurmJob(spec, folder), folder, spec.size)
+
+
+def _require_no_errors(spec: JobSpec) -> None:
+    findings = examine(spec, load_site(spec.site))
+    if errors := [finding.text for finding in findings if finding.level == "error"]:
+        raise ConfigError("\n".join(errors))
+    for finding in findings:
+        log.warning("%s", finding.text)
+
+
+def _command(folder: Path, python: str) -> list[str]:
+    return [python, "-m", "hpcdist.tools.slurm.call", str(folder)]
+
+
+class Future:
+    """A submitted function, and what comes of it.
+
+    Attributes:
+        job_id: Slurm's number of the job; on this machine, that of the process that has started the ranks.
+        folder: of the job's files.
+        size: number of ranks.
+    """
+
+    def __init__(self, job: SubmittedJob, folder: Path, size: int):
+        self._job, self.folder, self.size = job, folder, size
+        self.job_id = job.id
+
+    def __repr__(self) -> str:
+        return f"<Future: {describe(self._job.state())}>"
+
+    @property
+    def state(self) -> str:
+        """Return Slurm's word for the job's state, such as PENDING, RUNNING, COMPLETED, FAILED or TIMEOUT."""
+        return self._job.state().state
+
+    def done(self) -> bool:
+        """Tell whether the job has ended, well or not."""
+        return self._job.state().ended
+
+    def wait(self) -> None:
+        """Wait until the job has ended."""
+        self._job.wait()
+
+    def cancel(self) -> None:
+        """End the job, or remove it from the queue."""
+        self._job.cancel()
+
+    def stdout(self) -> str:
+        """Return what the job has printed so far, each line with its rank."""
+        return _text(self._job.stdout)
+
+    def stderr(self) -> str:
+        """Return what the job has written to standard error so far."""
+        return _text(self._job.stderr)
+
+    def result(self) -> Any:
+        """Wait, and return what the function returned on rank 0.
+
+        Raises:
+            RunError: the job ended without results: it was killed, out of time or of memory, or cancelled.
+            Exception: what the function raised, on the first rank that did; its cause is the traceback there.
+        """
+        return self.results()[0]
+
+    def results(self) -> list[Any]:
+        """Wait, and return what the function returned on each rank, in their order; raises as `result` does."""
+        outcomes = self._outcomes()
+        failed = [rank for rank, outcome in outcomes.items() if outcome.error is not None]
+        if failed:
+            first = min(failed, key=lambda rank: outcome_file(self.folder, rank).stat().st_mtime)
+            error, told = outcomes[first].error, outcomes[first].traceback
+            raise error from RunError(f"on rank {first} of job {self.job_id}:\n{told}")
+        if len(outcomes) < self.size:
+            raise RunError(self._why(sorted(set(range(self.size)) - set(outcomes))))
+        return [outcomes[rank].value for rank in range(self.size)]
+
+    def exception(self) -> Exception | None:
+        """Wait, and return the exception that `result` raises; None where the function has returned."""
+        try:
+            self.results()
+        except Exception as error:
+            return error
+        return None
+
+    def _outcomes(self) -> dict[int, Outcome]:
+        """Wait, and read what ranks have left, by rank."""
+        self.wait()
+        until_s = time.monotonic() + (LATE_S if self.state == "COMPLETED" else 0.0)
+        while True:
+            os.listdir(self.folder)  # so that a file system of the network looks again
+            files = {rank: outcome_file(self.folder, rank) for rank in range(self.size)}
+            there = {rank: file for rank, file in files.items() if file.exists()}
+            if len(there) == self.size or time.monotonic() >= until_s:
+                return {rank: Outcome(*pickle.loads(file.read_bytes())) for rank, file in there.items()}
+            time.sleep(LOOK_S)
+
+    def _why(self, missing: list[int]) -> str:
+        state = self._job.state()
+        lines = "\n".join(last_lines(self._job.stderr, LAST_LINES)) or "(none)"
+        advice = f" {ADVICE[state.state]}" if state.state in ADVICE else ""
+        ranks = "any rank" if len(missing) == self.size else f"rank {', '.join(map(str, missing))}"
+        return f"{describe(state)}, without a result of {ranks}.{advice} The last lines of its standard error:\n{lines}"
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+# --- where it runs ----------------------------------------------------------------------------------------------------
+class SubmittedJob(Protocol):
+    """A job that calls a function on ranks: under Slurm, or on this machine."""
+
+    id: str
+    stdout: Path
+    stderr: Path
+
+    def state(self) -> State:
+        """Return its state."""
+
+    def wait(self) -> object:
+        """Wait until it has ended."""
+
+    def cancel(self) -> None:
+        """End it."""
+
+
+class SlurmJob:
+    """A job of Slurm's. It runs the Python of the site's environment, or else this one."""
+
+    def __init__(self, spec: JobSpec, folder: Path):
+        site = load_site(spec.site)
+        python = "python" if site.venv or site.conda or site.container else sys.executable
+        spec = spec.model_copy(update={"output": str(folder), "command": _command(folder, python)})
+        errors = f"{spec.log.removesuffix('.out')}.err"
+        added = spec.directives.model_copy(update={"add": {"error": errors, **spec.directives.add}})
+        spec = spec.model_copy(update={"directives": added})
+        entry = queue.submit(spec, render(spec, site).text)
+        self.id, self.stdout = entry.job, Path(entry.log)
+        self.stderr = self.stdout.with_suffix(".err")
+
+    def state(self) -> State:
+        """Ask Slurm for the job's state."""
+        return queue.states(self.id)[0]
+
+    def wait(self) -> int:
+        """Wait until Slurm says that the job has ended."""
+        return queue.wait(self.id)
+
+    def cancel(self) -> None:
+        """End the job, or remove it from the queue."""
+        queue.cancel(self.id)
+
+
+class LocalJob:
+    """Ranks on this machine, by mpirun. They go on if this process ends."""
+
+    def __init__(self, spec: JobSpec, folder: Path):
+        self.stdout, self.stderr = folder / f"{spec.name}.out", folder / f"{spec.name}.err"
+        environ = ranks_environment(os.environ, spec.cpus_per_rank, spec.size, len(os.sched_getaffinity(0)))
+        environ = {**unlaunched(environ), **spec.env, "HPCDIST_RUN": str(folder)}
+        command = [*find_launcher(None, environ.get("PATH", "")), str(spec.size), *_command(folder, sys.executable)]
+        with open(self.stdout, "wb") as out, open(self.stderr, "wb") as err:
+            self._process = subprocess.Popen(
+                command, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+            )
+        self.id = str(self._process.pid)
+        self._cancelled = False
+
+    def state(self) -> State:
+        """Return the job's state, in Slurm's words."""
+        code = self._process.poll()
+        if code is None:
+            return State(self.id, "RUNNING")
+        state = "CANCELLED" if self._cancelled else "FAILED" if code else "COMPLETED"
+        return State(self.id, state, status=status_of(state, f"{code}:0" if code >= 0 else f"0:{-code}"))
+
+    def wait(self) -> int:
+        """Wait until all ranks have ended."""
+        return self._process.wait()
+
+    def cancel(self) -> None:
+        """End all ranks."""
+        if self._process.poll() is None:
+            self._cancelled = True
+            end(psutil.Process(self._process.pid))

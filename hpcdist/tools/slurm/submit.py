@@ -137,7 +137,7 @@ class Future:
         """Wait, and return what the function returned on rank 0.
 
         Raises:
-            RunError: the job ended without results: it was killed, out of time or of memory, or cancelled.
+            RunError: the job ended without results: it was killed, cancelled, or out of time or memory.
             Exception: what the function raised, on the first rank that did; its cause is the traceback there.
         """
         return self.results()[0]
@@ -145,11 +145,9 @@ class Future:
     def results(self) -> list[Any]:
         """Wait, and return what the function returned on each rank, in their order; raises as `result` does."""
         outcomes = self._outcomes()
-        failed = [rank for rank, outcome in outcomes.items() if outcome.error is not None]
-        if failed:
-            first = min(failed, key=lambda rank: outcome_file(self.folder, rank).stat().st_mtime)
-            error, told = outcomes[first].error, outcomes[first].traceback
-            raise error from RunError(f"on rank {first} of job {self.job_id}:\n{told}")
+        for rank in sorted(outcomes, key=lambda rank: outcome_file(self.folder, rank).stat().st_mtime):
+            if (error := outcomes[rank].error) is not None:  # the first; others may fail because of it
+                raise error from RunError(f"on rank {rank} of job {self.job_id}:\n{outcomes[rank].traceback}")
         if len(outcomes) < self.size:
             raise RunError(self._why(sorted(set(range(self.size)) - set(outcomes))))
         return [outcomes[rank].value for rank in range(self.size)]

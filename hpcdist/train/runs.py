@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-import hpcdist
 from hpcdist import checkpoint, strategies
 from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.comm.traced import begin_timeline, end_timeline
@@ -53,6 +52,7 @@ from hpcdist.train.log import Progress
 from hpcdist.train.loop import Trainer
 from hpcdist.train.resume import saved_cut
 from hpcdist.train.standing import Standing
+from hpcdist.version import __version__
 
 ENDING_S = 5.0  # that a killed run may still hold its folder when the next one resumes
 _logger = logging.getLogger(__name__)
@@ -301,7 +301,7 @@ def write_down(
 
 def versions(comm: Communicator) -> dict[str, str | None]:
     """Return the versions of hpcdist, Python and the libraries beneath; MPI's is None on virtual ranks."""
-    libraries = {"hpcdist": hpcdist.__version__, "torch": torch.__version__, "numpy": np.__version__}
+    libraries = {"hpcdist": __version__, "torch": torch.__version__, "numpy": np.__version__}
     library = None
     if mpi_of(comm) is not None:
         from hpcdist.comm.mpi.library import version

@@ -285,7 +285,7 @@ def test_a_template_or_a_profile_with_a_mistake_or_missing(tmp_path):
 
 
 def test_templates_that_are_not_installed(monkeypatch, tmp_path):
-    monkeypatch.setattr(profiles.hpcdist, "__file__", str(tmp_path / "hpcdist" / "__init__.py"))
+    monkeypatch.setattr(profiles, "__file__", str(tmp_path / "hpcdist" / "tools" / "slurm" / "places.py"))
     monkeypatch.setattr(profiles.sys, "prefix", str(tmp_path))
     with pytest.raises(ConfigError, match="slurm/sites must be beside the package or in share/hpcdist/slurm"):
         folder("sites")

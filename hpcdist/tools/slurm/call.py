@@ -23,7 +23,7 @@ from hpcdist.records import replace_durably
 PYTHON = sys.version_info[:2]
 
 
-class Outcome(NamedTuple):
+class CallOutcome(NamedTuple):
     """What the function returned on a rank, or the exception that it raised, with its traceback as text."""
 
     value: Any = None
@@ -61,7 +61,7 @@ def outcome_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.pickle"
 
 
-def write_outcome(folder: Path, rank: int, outcome: Outcome) -> None:
+def write_outcome(folder: Path, rank: int, outcome: CallOutcome) -> None:
     """Write down what a rank returned or raised. Raises what pickle raises where it can't be pickled."""
     data = cloudpickle.dumps(tuple(outcome))
     if outcome.error is not None:
@@ -75,14 +75,14 @@ def main(folder: Path) -> None:
     rank = 0 if place is None else place.rank
     outcome_file(folder, rank).unlink(missing_ok=True)  # of a job that has been started again
     try:
-        write_outcome(folder, rank, Outcome(make_call(folder)))
+        write_outcome(folder, rank, CallOutcome(make_call(folder)))
     except Exception as error:
         told = traceback.format_exc()
         try:
-            write_outcome(folder, rank, Outcome(error=error, traceback=told))
+            write_outcome(folder, rank, CallOutcome(error=error, traceback=told))
         except Exception:  # pickle raises anything
             named = RunError(f"the function must raise what can be pickled; got {type(error).__name__}: {error}")
-            write_outcome(folder, rank, Outcome(error=named, traceback=told))
+            write_outcome(folder, rank, CallOutcome(error=named, traceback=told))
         raise
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import hpcdist
 from hpcdist.errors import ConfigError
 
 
@@ -20,7 +19,7 @@ def folder(kind: str) -> Path:
     Raises:
         ConfigError: it is in neither place.
     """
-    package = Path(hpcdist.__file__).parent
+    package = Path(__file__).parents[2]
     prefixes = [*package.parents, Path(sys.prefix)]
     places = [package.parent / "slurm", *(prefix / "share" / "hpcdist" / "slurm" for prefix in prefixes)]
     for place in places:

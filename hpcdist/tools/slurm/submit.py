@@ -20,7 +20,7 @@ from hpcdist.errors import ConfigError, RunError
 from hpcdist.tools.compare.launchers import LAST_LINES, end, find_launcher, ranks_environment
 from hpcdist.tools.runs import last_lines
 from hpcdist.tools.slurm import queue
-from hpcdist.tools.slurm.call import Outcome, outcome_file, write_call
+from hpcdist.tools.slurm.call import CallOutcome, outcome_file, write_call
 from hpcdist.tools.slurm.check import examine
 from hpcdist.tools.slurm.render import render
 from hpcdist.tools.slurm.spec import JobSpec, load_site, load_spec
@@ -160,7 +160,7 @@ class Future:
             return error
         return None
 
-    def _outcomes(self) -> dict[int, Outcome]:
+    def _outcomes(self) -> dict[int, CallOutcome]:
         """Wait, and read what ranks have left, by rank."""
         self.wait()
         until_s = time.monotonic() + (LATE_S if self.state == "COMPLETED" else 0.0)
@@ -169,7 +169,7 @@ class Future:
             files = {rank: outcome_file(self.folder, rank) for rank in range(self.size)}
             there = {rank: file for rank, file in files.items() if file.exists()}
             if len(there) == self.size or time.monotonic() >= until_s:
-                return {rank: Outcome(*pickle.loads(file.read_bytes())) for rank, file in there.items()}
+                return {rank: CallOutcome(*pickle.loads(file.read_bytes())) for rank, file in there.items()}
             time.sleep(LOOK_S)
 
     def _why(self, missing: list[int]) -> str:

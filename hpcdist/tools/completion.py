@@ -66,17 +66,20 @@ def strategies(ctx: Any, incomplete: str) -> list[str]:
 def settings(ctx: Any, incomplete: str) -> list[str]:
     """Complete KEY=VALUE for the command of `ctx`."""
     words = ctx.command_path.split()
-    if words[-1] in (
-        "import",
-        "topology",
-    ):  # words that are no options are not parsed before the last option has its value
+    if words[-1] in ("import", "topology"):
         group = "importers" if words[-1] == "import" else "topologies"
-        return _of_table(plugin_options(group, str(ctx.params.get("name") or "".join(ctx.args[:1]))), incomplete)
+        name = ctx.params.get("name") or "".join(ctx.args[:1])  # not parsed before the last option has its value
+        return _of_table(plugin_options(group, str(name)), incomplete)
     if "slurm" in words:
-        known = {"site": known_sites(), "strategy": catalogue("strategies").available()}
-        found = fields(*SPECIFICATION)
-        return _of_table(found | {key: found[key]._replace(values=tuple(known[key])) for key in known}, incomplete)
+        return specification(ctx, incomplete)
     return _of_table(_of_job(ctx.params.get("overrides") or []), incomplete)
+
+
+def specification(ctx: Any, incomplete: str) -> list[str]:
+    """Complete KEY=VALUE of a job for Slurm."""
+    known = {"site": known_sites(), "strategy": catalogue("strategies").available()}
+    found = fields(*SPECIFICATION)
+    return _of_table(found | {key: found[key]._replace(values=tuple(known[key])) for key in known}, incomplete)
 
 
 def _of_table(options: dict[str, Setting], incomplete: str) -> list[str]:
@@ -109,11 +112,9 @@ def _of_job(given: Sequence[str]) -> dict[str, Setting]:
         ("strategy.compression", "compressors"),
         ("strategy.topology", "topologies"),
     ):
-        known = tuple(catalogue(group).available())
-        default = found.get(f"{key}.name")
-        if default is not None or key == "strategy":
-            found[key] = found[f"{key}.name"] = Setting(default.default if default else "", known)
-            name = chosen.get(f"{key}.name", chosen.get(key, found[key].default))
+        if (named := found.get(f"{key}.name")) is not None:
+            found[key] = found[f"{key}.name"] = named._replace(values=tuple(catalogue(group).available()))
+            name = chosen.get(f"{key}.name", chosen.get(key, named.default))
             found |= {f"{key}.{option}": value for option, value in plugin_options(group, name).items()}
     found["parallel.schedule"] = found["parallel.schedule"]._replace(values=tuple(catalogue("schedules").available()))
     for key, module in (("optimizer", "__init__"), ("schedule", "lr_scheduler")):

@@ -34,6 +34,7 @@ app = typer.Typer(
     help="Train PyTorch models over MPI with any distribution strategy, and measure what it costs.",
 )
 COLLECTIVE = {"train", "bench", "doctor"}  # commands that all ranks run; the first rank alone runs the others
+_format_warning = warnings.formatwarning
 SETTLED_S = 2.0  # the time in which the other ranks' processes end
 RANK_VARIABLES = tuple(dict.fromkeys(variables.rank for variables in LAUNCHERS))
 
@@ -153,14 +154,13 @@ def _root(
     warnings.formatwarning = _as_note
 
 
-def _as_note(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None):
+def _as_note(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """Write a warning of hpcdist's without the line of its source, which users can do nothing about."""
     if filename.startswith(os.path.dirname(log.__file__)):
         return f"hpcdist: {message}\n"
     return _format_warning(message, category, filename, lineno, line)
-
-
-_format_warning = warnings.formatwarning
 
 
 def _add_commands() -> None:

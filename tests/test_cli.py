@@ -638,8 +638,7 @@ def test_a_report_has_a_table_for_each_job(hpcdist):
         f"{job}: 2 runs; one run of each kind" for job in ("digits", "letters")
     ]
     assert out.count("softsync (splits …)") == 2 and "batch_size" not in out, "names are of what differs within a job"
-    rows = list(csv.DictReader(hpcdist("report", ".", "--csv")[1].splitlines()))
-    assert len(rows) == 4 and (rows[0]["metric.accuracy"], rows[0]["metric.accuracy.low"]) == ("0.98", "")
+    assert len(list(csv.DictReader(hpcdist("report", ".", "--csv")[1].splitlines()))) == 4
 
 
 def test_a_report_on_a_page(hpcdist):

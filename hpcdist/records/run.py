@@ -16,6 +16,7 @@ from hpcdist.errors import DataError
 from hpcdist.records.files import parse_json, read_bounded, replace_durably, writing
 
 FILE_NAME = "run.json"
+DATE = "%Y-%m-%dT%H:%M:%SZ"
 Outcome = Literal["ended", "interrupted", "failed"]
 
 
@@ -66,6 +67,12 @@ class Start(BaseModel):
         description="settings, and `ranks`, that differ from the checkpoint's: its value, this one's",
     )
 
+    @property
+    def took_s(self) -> float:
+        """Return the seconds from this start to its end, or until now."""
+        began, ended = (datetime.strptime(date, DATE) for date in (self.started, self.ended or now()))
+        return (ended - began).total_seconds()
+
 
 class RunRecord(Start):
     """A run: its first start, and those with --resume."""
@@ -93,7 +100,7 @@ class RunRecord(Start):
 
 def now() -> str:
     """Return the current time in UTC, such as 2026-01-31T12:00:00Z."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.now(timezone.utc).strftime(DATE)
 
 
 def cores_by_host(found: Iterable[tuple[str, list[int]]]) -> dict[str, int]:

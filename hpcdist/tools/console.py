@@ -71,6 +71,13 @@ def bar(fraction: float, width: int, *, ascii_only: bool) -> str:
     return full * done + rest * (width - done)
 
 
+def shortened(text: str, width: int, *, ascii_only: bool) -> str:
+    """Put an ellipsis in the place of the middle of a text that is longer than `width`."""
+    dots = "..." if ascii_only else "…"
+    kept = max(0, width - len(dots))
+    return text if len(text) <= width else text[: -(-kept // 2)] + dots + text[len(text) - kept // 2 :]
+
+
 # --- progress ---------------------------------------------------------------------------------------------------------
 class ProgressMode(str, enum.Enum):
     auto = "auto"

@@ -73,16 +73,20 @@ class Browser:
                 return answer["result"]
 
     def open(self, page: Path, width: int, height: int = 900, dark: bool = False) -> None:
-        """Shows a page, on a screen of that size."""
+        """Shows a page of a file, on a screen of that size."""
+        self.visit(page.resolve().as_uri(), width, height, dark)
+        until = time.monotonic() + TIMEOUT_S
+        while self.run("document.readyState + location.protocol") != "completefile:":
+            assert time.monotonic() < until, "the page was not loaded"
+
+    def visit(self, address: str, width: int, height: int = 900, dark: bool = False) -> None:
+        """Goes to an address, on a screen of that size."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=page.resolve().as_uri())
-        until = time.monotonic() + TIMEOUT_S
-        while self.run("document.readyState + location.protocol") != "completefile:":
-            assert time.monotonic() < until, "the page was not loaded"
+        self.call("Page.navigate", url=address)
 
     def run(self, expression: str) -> Any:
         """The value of a JavaScript expression on the page."""

@@ -13,18 +13,31 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
+from harness import browser
 from harness.launch import IMPORTS, find_mpirun, started, wait_until
 from hpcdist.errors import ConfigError
-from hpcdist.records import Evaluation, RecordWriter, StepRecord, append_evaluation, locked, record_path, write_summary
+from hpcdist.records import (
+    Evaluation,
+    RecordWriter,
+    Sampler,
+    StepRecord,
+    append_evaluation,
+    locked,
+    record_path,
+    resources_path,
+    write_summary,
+)
 from hpcdist.tools.runs import Run
 from hpcdist.tools.watch import page, terminal
 from hpcdist.tools.watch.page import PageServer
 from hpcdist.tools.watch.terminal import curve
-from hpcdist.tools.watch.view import RunView, WatchedFolder, view
+from hpcdist.tools.watch.view import RunView, WatchedFolder, short_names, view
 from study import evidence
 
 ROOT = Path(__file__).parents[2]
@@ -76,8 +89,8 @@ def test_a_run_is_known_by_its_files_from_its_begin_to_its_end(tmp_path):
     assert (now.samples, now.seconds, now.fraction, now.left_s) == (320, 10.0, 0.5, 10.0)
     assert (now.rate_now, now.rate_mean, now.staleness, now.waiting) == (32.0, 32.0, 1.5, 0.25)
     assert now.bytes_per_step == 1000 and now.loss == 0.4 and now.limits == ("4 epochs",) and now.notes == ()
-    assert now.loss_curve == [(step, 4.0 / step) for step in range(1, 11)]
-    assert now.metric_curves["accuracy"] == [(10, 0.75)]
+    assert now.loss_curve == [(step, 32 * step, step, 4.0 / step) for step in range(1, 11)]
+    assert now.metric_curves["accuracy"] == [(10, 320, 10.0, 0.75)] and now.usage == {}
     assert [(one.rank, one.serves, one.step) for one in now.ranks] == [(0, True, 10), (1, False, 10), (2, False, 10)]
     assert (now.ranks[1].computing, now.ranks[1].communicating, now.ranks[1].slower) == (0.5, 0.25, None)
     write_summary(folder, SUMMARY)
@@ -100,6 +113,7 @@ def test_what_the_user_should_look_at_is_noted(tmp_path):
     now = view("run", run)
     assert (now.step, now.samples, now.state, now.notes) == (12, 384, "training", ("start 2 of this run",))
     (folder / "run.json").write_text(json.dumps({**begun, "ended": "2026-01-31T12:05:00Z"}))
+    assert seen(folder).left_s is None, "nobody is at work"
     assert seen(folder).state == "stopped" and "it has stopped without a summary" in seen(folder).notes[0]
     (folder / "failure.txt").write_text("exit status 1\nRuntimeError: no\n")
     assert seen(folder).state == "failed" and seen(folder).notes[0] == "failed: exit status 1 | RuntimeError: no"
@@ -155,7 +169,8 @@ def test_the_end_of_a_run_without_a_process_has_a_status(tmp_path, capsys):
                 train(begin(path / name))
                 killed(path / name, "", 100.0)
             write_summary(path / "b", SUMMARY)
-        assert terminal.watch(path, 0.01, once=True) and not terminal.watch(path, 0.01, once=False)
+        for once in (True, False):
+            assert not terminal.watch(path, 0.01, once=once)
         assert f"no process is at work in {path}, and {which} no summary" in capsys.readouterr().err
 
 
@@ -236,10 +251,11 @@ def test_a_frame_fits_its_width(tmp_path):
     assert lines[0] == f"{'run  softsync on 3 ranks':<52}training"
     assert lines[1].endswith("  50%  20 s, 20 s left") and lines[1].startswith("#" * 18 + "." * 18)
     assert lines[2] == "epoch 2, step 10, 320 samples (ends after 4 epochs)"
-    assert lines[3] == "24 samples/s now, 16 mean   staleness 1.50   1 kB/step   wai"
-    assert lines[4] == "loss 0.4000   accuracy 0.7500   test loss 0.6250"
-    assert lines[-3] == "     0  ........................   0%   0% 100%  step 10, se"
-    assert lines[-2] == "     1  ############======......  50%  25%  25%  step 10"
+    assert lines[3] == "24 samples/s now, 16 mean   staleness 1.50   1 kB/step"
+    assert lines[4:6] == ["waiting 25%", "loss 0.4000   accuracy 0.7500   test loss 0.6250"]
+    assert lines[-3] == "     0  ..........   0%   0% 100%  step 10, serves"
+    assert lines[-2] == "     1  #####===..  50%  25%  25%  step 10"
+    assert lines[-1] == "     2  #####===..  50%  25%  25%  step 10, 2.0 times slower"
     wide = terminal.frame(now, 100).plain.splitlines()
     assert max(map(len, wide)) <= 100 and len(wide) < len(lines), "the plots are side by side"
     assert wide[-1].endswith("step 10, 2.0 times slower")
@@ -249,11 +265,74 @@ def test_a_line_per_run(tmp_path):
     train(begin(tmp_path / "first"))
     write_summary(begin(tmp_path / "second"), SUMMARY)
     views = [seen(tmp_path / name) for name in ("second", "first")]
-    assert terminal.table(views, 100, planned=3, braille=False).plain.splitlines() == [
-        "1 of 3 runs have ended",
-        "first   ####....  50%  loss 0.4000  step 10  32 samples/s  10 s left",
-        "second  ########  ended  accuracy 0.8750  16 samples/s",
+    table = terminal.table(views, 100, planned=3, left_s=70.0, braille=False).plain
+    assert [line.rstrip() for line in table.splitlines()] == [
+        "1 of 3 runs have ended, about 1 min 10 s left for all",
+        "run                done  left  accuracy    loss  step  samples/s",
+        "first   ####....    50%  10 s            0.4000    10         32",
+        "second  ########  ended          0.8750                        16".replace("  16", " 16"),
     ]
+    narrow = terminal.table(views, 40, braille=False).plain.splitlines()
+    assert narrow[1].split() == ["run", "done", "left", "accuracy"], "columns that don't fit are left out"
+    long = [replace(views[0], label="gossip_pull-with-a-long-name-4-seed0")]
+    for columns in (60, 80):
+        lines = terminal.table(long, columns).plain.splitlines()
+        assert (
+            max(map(len, lines)) <= columns
+            and lines[2].startswith("gossip")
+            and "…" in lines[2]
+            and "0.8750" in lines[2]
+        )
+
+
+def test_names_have_only_what_tells_runs_apart():
+    for names, short in (
+        (["digits-softsync-4", "digits-gossip_pull-4"], ["softsync", "gossip_pull"]),
+        (["a/digits-4", "b/digits-4"], ["a", "b"]),
+        (["lr-0.1", "lr-0.01"], ["0.1", "0.01"]),
+        (["allreduce", "allreduce-2"], ["allreduce", "allreduce-2"]),
+        (["one"], ["one"]),
+        ([], []),
+    ):
+        assert short_names(names) == short
+
+
+def test_the_time_that_all_runs_take_is_estimated_together(tmp_path):
+    """One run took 100 s; the other has done half of its work; two have not begun: 2.5 runs of 100 s."""
+    plan = [{"folder": f"runs/{name}", "name": name, "ranks": 3, "seed": 0} for name in "abcd"]
+    (tmp_path / "comparison.json").write_text(json.dumps({"version": 1, "runs": plan}))
+    write_summary(begin(tmp_path / "runs" / "a", ended="2026-01-31T12:01:40Z"), SUMMARY)
+    began = datetime.now(timezone.utc) - timedelta(seconds=50)
+    train(begin(tmp_path / "runs" / "b", started=began.strftime("%Y-%m-%dT%H:%M:%SZ")))
+    watched = WatchedFolder(tmp_path)
+    watched.update()
+    assert [one.state for one in watched.views()] == ["ended", "training"]
+    assert watched.left_s(watched.views()) == pytest.approx(250, rel=0.1)
+    killed(tmp_path / "runs" / "b", "", 100.0)
+    watched.update()
+    assert watched.left_s(watched.views()) is None, "no run is at work"
+
+
+def test_what_ranks_use_is_shown(tmp_path):
+    folder = begin(tmp_path / "run")
+    train(folder)
+    for rank, cores in ((1, 0.5), (2, 1.0)):
+        lines = [
+            {"time": 1000.0 + 2 * n, "cores": cores * n / 4, "memory_bytes": 10**9, "received_bytes_s": 1500.0,
+             "sent_bytes_s": 0.0, "gpu": 0.75 if rank == 2 else None}
+            for n in range(5)
+        ]  # fmt: skip
+        resources_path(folder, rank).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    now = seen(folder)
+    assert list(now.usage) == ["cores", "memory_bytes", "received_bytes_s", "sent_bytes_s", "gpu"]
+    assert now.usage["cores"] == {1: [(2 * n, n / 8) for n in range(5)], 2: [(2 * n, n / 4) for n in range(5)]}
+    assert list(now.usage["gpu"]) == [2] and seen(folder, curves=False).usage == {}
+    text = terminal.frame(now, 100).plain.splitlines()
+    assert text[-3].split() == "rank cores GPU memory host receives host sends".split()
+    assert text[-2].split() == "1 ▁▂▃▄▅ 0.50 1 GB 1.5 kB/s 0 B/s".split()
+    assert text[-1].split() == "2 ▁▃▅▆█ 1.00 75% 1 GB 1.5 kB/s 0 B/s".split()
+    narrow = terminal.frame(now, 30, braille=False).plain.splitlines()
+    assert narrow[-1].split() == ["2", "1.00", "75%", "1", "GB"] and max(map(len, narrow)) <= 30
 
 
 def test_curves_are_drawn_with_characters():
@@ -264,13 +343,14 @@ def test_curves_are_drawn_with_characters():
     ]
     assert curve([(1, 0.0), (2, 1.0)], 10, 1)[0] == "      1 ⣠⠞"
     assert curve([(5, 2.0)], 12, 3, braille=False)[1].startswith("      2 *")
+    assert [line[:8] for line in curve([(1, 0.000891), (2, 1.0)], 12, 2)[:2]] == ["      1 ", "8.9e-04 "]
     assert curve([], 12, 2) == [" " * 12] * 3
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
 @contextmanager
-def served(folder: Path):
-    with PageServer(folder, every_s=0.0) as server:
+def served(folder: Path, every_s: float = 0.0):
+    with PageServer(folder, every_s=every_s) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
@@ -297,7 +377,7 @@ def test_the_page_and_its_state_are_for_those_who_have_the_token(tmp_path):
         assert "default-src 'none'" in headers["Content-Security-Policy"] and headers["Cache-Control"] == "no-store"
         status, text, _ = get(f"{server.address}state.json")
         state = json.loads(text)
-        assert status == 200 and state["run"]["loss_curve"][0] == [1, 4.0] and state["runs"][0]["step"] == 10
+        assert status == 200 and state["run"]["loss_curve"][0] == [1, 32, 1, 4.0] and state["runs"][0]["step"] == 10
         assert state["run"]["metrics"] == {"loss": None}, "JSON has no NaN"
         assert get(f"{server.address}etc/passwd")[0] == 404
         shorter = f"{server.token[:-1]}/"
@@ -332,7 +412,7 @@ def test_control_characters_of_a_run_are_shown_as_text(tmp_path, capsys):
     write_summary(begin(tmp_path / "a\x1b[2J"), forged)
     terminal.watch(tmp_path, 1.0, once=True)
     shown = capsys.readouterr().out
-    assert r"a\x1b[2J" in shown and r"a\x9b1m 1.0000" in shown and shown.replace("\n", "").isprintable()
+    assert r"a\x1b[2J" in shown and r"a\x9b1m" in shown and shown.replace("\n", "").isprintable()
 
 
 def test_the_page_of_several_runs_has_the_chosen_ones_curves(tmp_path):
@@ -342,8 +422,69 @@ def test_the_page_of_several_runs_has_the_chosen_ones_curves(tmp_path):
     with served(tmp_path) as server:
         state = json.loads(get(f"{server.address}state.json")[1])
         assert [run["name"] for run in state["runs"]] == ["first", "second"] and state["run"] is None
-        chosen = json.loads(get(f"{server.address}state.json?run=second")[1])["run"]
-        assert len(chosen["loss_curve"]) == 10 and chosen["state"] == "ended"
+        assert list(state["curves"]) == ["first", "second"] and len(state["curves"]["second"]["loss"]) == 10
+        assert json.loads(get(f"{server.address}state.json?draw=&draw=first")[1])["curves"].keys() == {"first"}
+        assert json.loads(get(f"{server.address}state.json?draw=")[1])["curves"] == {}
+        chosen = json.loads(get(f"{server.address}state.json?run=second")[1])
+        assert len(chosen["run"]["loss_curve"]) == 10 and chosen["run"]["state"] == "ended" and chosen["curves"] == {}
+
+
+def until(page: browser.Browser, condition: str) -> None:
+    wait_until(lambda: page.run(f"Boolean({condition})"), 30.0)
+
+
+@pytest.mark.skipif(browser.program() is None, reason="there is no Chromium: apt-get install chromium")
+def test_the_page_in_a_browser(tmp_path):
+    """Curves of runs over each other, values under the mouse, smoothing, and no scrolling to the side on a phone."""
+    for name in ("digits-allreduce-4", "digits-gossip_pull-4"):
+        folder = begin(tmp_path / name)
+        train(folder)
+        append_evaluation(folder, Evaluation(5, 1, 160, 5.0, {"accuracy": 0.25}))
+        append_evaluation(folder, Evaluation(10, 2, 320, 10.0, {"accuracy": 0.75}))
+        Sampler(resources_path(folder, 1)).close()
+    move = """
+    (() => {
+      const node = document.querySelector('.plot'), box = node.getBoundingClientRect();
+      node.dispatchEvent(new PointerEvent('pointermove', {clientX: box.right - 13, pointerType: 'mouse'}));
+      return node.querySelector('.tip').innerText.split(/\\s+/).join(' ');
+    })()
+    """
+    smooth = """
+    (() => {
+      document.getElementById('smoothing').value = 0.5;
+      document.getElementById('controls').dispatchEvent(new Event('input'));
+      return document.querySelector('.tip').innerText;
+    })()
+    """
+    page = browser.Browser(browser.program())
+    try:
+        with served(tmp_path, every_s=0.2) as server:
+            for width, dark in ((1400, False), (390, True)):
+                page.visit(server.address, width, dark=dark)
+                until(page, "document.querySelector('#plots svg')")
+                assert page.run("document.documentElement.scrollWidth <= innerWidth"), width
+                assert (
+                    page.run(
+                        "document.querySelectorAll('.card:not([hidden]) .plot')[0].querySelectorAll('polyline').length"
+                    )
+                    == 2
+                )
+                assert page.run("[...document.querySelectorAll('td a')].map(one => one.innerText)") == [
+                    "allreduce",
+                    "gossip_pull",
+                ]
+                assert page.run(move) == "step 10 allreduce 0.4 gossip_pull 0.4"
+                assert "0.4\n" not in page.run(smooth) and page.run("!document.getElementById('smoothed').hidden")
+                page.run("document.querySelector('td input').click()")
+                until(page, "document.querySelectorAll('.tip div').length == 2")
+                ground = "rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)"
+                assert page.run("getComputedStyle(document.body).backgroundColor") == ground
+                page.run("document.querySelector('td a').click()")
+                until(page, "/Cores busy/.test(document.body.innerText)")
+                assert page.run("document.querySelector('h1').innerText") == "digits-allreduce-4"
+            assert page.complaints == [] and all(server.address in url for url in page.requests if url != "about:blank")
+    finally:
+        page.close()
 
 
 # --- a real run -------------------------------------------------------------------------------------------------------
@@ -360,3 +501,6 @@ def test_a_real_run_is_watched_to_its_end(tmp_path, monkeypatch):
     lines = seen.stdout.splitlines()
     assert lines[0].startswith("run") and "ended" in lines[-1] and "step 135" in lines[-1]
     assert len(lines) >= 2 and "accuracy 0.9" in lines[-1]
+    log = Path("job.log").read_text()
+    assert "left" in log and "\r" not in log and "\x1b" not in log, "the launcher's output goes to a file"
+    assert list(Run("run").resources) == [0, 1]

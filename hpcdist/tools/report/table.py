@@ -6,7 +6,7 @@ import csv
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TextIO
 
@@ -133,13 +133,11 @@ def _head(name: str) -> str:
 
 
 def _data(value: object) -> object:
-    """Return a value for JSON and CSV. The ends of an interval are None where one run leaves them unknown."""
-    if not isinstance(value, (Interval, GeometricMean, Effect)):
-        return value
-    mean = "geometric_mean" if isinstance(value, GeometricMean) else "mean"
-    return {mean: getattr(value, mean)} | {
-        end: None if math.isnan(known := getattr(value, end)) else known for end in ("low", "high")
-    }
+    if isinstance(value, GeometricMean):
+        return asdict(value)
+    if isinstance(value, (Interval, Effect)):
+        return {"mean": value.mean, "low": value.low, "high": value.high}
+    return value
 
 
 def _title(findings: Findings) -> str:

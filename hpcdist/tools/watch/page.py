@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,9 +20,10 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic_core import to_json
 
 from hpcdist.errors import ConfigError
-from hpcdist.tools.watch.view import WatchedFolder, view
+from hpcdist.tools.watch.view import AT_WORK, WatchedFolder, view
 
 MOST_OPEN, LONGEST_S = 32, 10.0  # connections at a time, and the seconds of each
+DRAWN = 8  # runs whose curves are drawn before somebody chooses others: as many as the page has colours
 PAGE = Path(__file__).with_name("page.html")
 LOCAL = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
@@ -102,20 +104,28 @@ class PageServer(ThreadingHTTPServer):
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
-    def state(self, chosen: str | None) -> dict[str, Any]:
-        """Return the state of all runs, and all there is to say of the chosen one, or of the only one."""
+    def state(self, chosen: str | None, drawn: Sequence[str] | None = None) -> dict[str, Any]:
+        """Return the state of all runs, and all there is to say of the chosen one, or of the only one.
+
+        Without one the curves of the runs that are drawn, by default of the first ones.
+        """
         with self._lock:
             if time.monotonic() - self._read_at >= self._every_s:
                 self._watched.update()
                 self._read_at = time.monotonic()
-            watched = self._watched
+            watched, views = self._watched, self._watched.views()
             shown = chosen if chosen in watched.runs else next(iter(watched.runs)) if len(watched.runs) == 1 else None
+            if drawn is None:
+                drawn = sorted(watched.runs, key=lambda name: watched.runs[name].state not in AT_WORK)[:DRAWN]
+            curves = [view(name, run) for name, run in watched.runs.items() if shown is None and name in drawn]
             return {
                 "folder": str(watched.folder),
                 "every_s": self._every_s,
                 "ended": watched.ended,
                 "planned": max(watched.planned, len(watched.runs)),
-                "runs": watched.views(),
+                "left_s": watched.left_s(views),
+                "runs": views,
+                "curves": {one.name: {"loss": one.loss_curve, "metrics": one.metric_curves} for one in curves},
                 "run": None if shown is None else view(shown, watched.runs[shown]),
             }
 
@@ -133,7 +143,8 @@ class _Request(BaseHTTPRequestHandler):
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._reply(HTTPStatus.FORBIDDEN, "text/plain", b"The address must have the token that was printed.\n")
         elif rest[0] == "state.json":
-            state = self.server.state(parse_qs(url.query).get("run", [None])[0])
+            query = parse_qs(url.query, keep_blank_values=True)
+            state = self.server.state(query.get("run", [None])[0], query.get("draw"))
             self._reply(HTTPStatus.OK, "application/json", to_json(state, inf_nan_mode="null"))
         elif url.path == f"/{token}/":
             self._reply(HTTPStatus.OK, "text/html; charset=utf-8", PAGE.read_bytes())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,13 +15,15 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from hpcdist.tools.console import amount, bar, duration, error, visible
+from hpcdist.tools.console import amount, bar, duration, error, shortened, visible
 from hpcdist.tools.watch.view import PARTS, RankView, RunView, WatchedFolder
 
 SIDE_BY_SIDE = 76  # columns that two plots need
 PLOT_ROWS = 6
 MOST_RANKS = 16  # shown; the others are counted
-BAR = 24
+BAR = 24  # columns of a rank's bar, where there is room
+LEAST_NAME = 12  # columns of a run's name
+RISING = "▁▂▃▄▅▆▇█"
 STYLES = ("blue", "yellow", "bright_black")  # of computing, communicating, waiting
 STATES = {"training": "green", "ended": "bold green", "stopped": "bold red", "failed": "bold red"}
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille character: by column, from above
@@ -39,7 +43,7 @@ def watch(folder: Path, every_s: float, once: bool) -> bool:
         _watch_live(watched, console, every_s)
     else:
         _watch_lines(watched, every_s)
-    if once or not watched.abandoned:
+    if not watched.abandoned:
         return True
     count = max(watched.planned, len(watched.runs), 1)
     which = (
@@ -80,14 +84,16 @@ def _drawn(watched: WatchedFolder, console: Console) -> Text:
         return Text(f"{watched.folder}: no run has begun yet")
     if watched.is_run:
         return frame(_views(watched, curves=True)[0], console.width, braille=braille)
-    return table(_views(watched), console.width, planned=watched.planned, braille=braille)
+    views = _views(watched)
+    return table(views, console.width, planned=watched.planned, left_s=watched.left_s(views), braille=braille)
 
 
 def _views(watched: WatchedFolder, *, curves: bool = False) -> list[RunView]:
     """Return the state of each run, with control characters as text."""
     return [
         replace(
-            one, name=visible(one.name), strategy=visible(one.strategy), notes=tuple(map(visible, one.notes)),
+            one, name=visible(one.name), label=visible(one.label), strategy=visible(one.strategy),
+            notes=tuple(map(visible, one.notes)),
             metrics={visible(name): value for name, value in one.metrics.items()},
             metric_curves={visible(name): points for name, points in one.metric_curves.items()},
         )
@@ -98,18 +104,19 @@ def _views(watched: WatchedFolder, *, curves: bool = False) -> list[RunView]:
 # --- one run ----------------------------------------------------------------------------------------------------------
 def frame(view: RunView, columns: int, *, braille: bool = True) -> Text:
     """Draw one run in lines of at most `columns` characters."""
-    lines = [_title(view, columns), _progress(view, columns, braille), *_figures(view)]
-    lines += [*(Text(note, "yellow") for note in view.notes), Text()]
-    lines += [Text(line) for line in _plots(view, columns, braille)]
-    lines += _ranks(view, columns, braille)
+    lines = [_title(view, columns, braille), _progress(view, columns, braille), *_figures(view, columns)]
+    lines += [Text(line, "yellow") for note in view.notes for line in textwrap.wrap(note, columns)]
+    lines += [Text(), *map(Text, _plots(view, columns, braille)), *_ranks(view, columns, braille)]
+    lines += _usage(view, columns, braille)
     for line in lines:
         line.truncate(columns)
     return Text("\n").join(lines)
 
 
-def _title(view: RunView, columns: int) -> Text:
+def _title(view: RunView, columns: int, braille: bool) -> Text:
     what = f"{view.name}  {view.strategy} on {view.ranks_n} rank{'s' * (view.ranks_n != 1)}"
     what += " (virtual)" * view.virtual
+    what = shortened(what, columns - len(view.state) - 2, ascii_only=not braille)
     state = f"{view.state:>{max(len(view.state) + 2, columns - len(what))}}"
     return Text(what, "bold").append(state, STATES.get(view.state, "yellow"))
 
@@ -122,25 +129,40 @@ def _progress(view: RunView, columns: int, braille: bool) -> Text:
     return Text(done, "green").append(figures, "default")
 
 
-def _figures(view: RunView) -> list[Text]:
+def _figures(view: RunView, columns: int) -> list[Text]:
     limits = f" (ends after {' or '.join(view.limits)})" if view.limits else ""
     metrics = [f"{name} {_number(value)}" for name, value in view.metrics.items() if name != "loss"]
     metrics += [f"test loss {_number(view.metrics['loss'])}"] if "loss" in view.metrics else []
     now = f"{view.rate_now:,.0f} samples/s now, {view.rate_mean:,.0f} mean"
     speed = now if view.rate_now else f"{view.rate_mean:,.0f} samples/s"
-    lines = [
-        f"epoch {view.epoch}, step {view.step:,}, {view.samples:,} samples{limits}",
-        f"{speed}   staleness {view.staleness:.2f}   {amount(view.bytes_per_step)}/step   waiting {view.waiting:.0%}",
-        "   ".join([*([f"loss {_number(view.loss)}"] if view.loss is not None else []), *metrics]),
-    ]
-    return [Text(line) for line in lines if line]
+    paragraphs = (
+        [f"epoch {view.epoch}, step {view.step:,}, {view.samples:,} samples{limits}"],
+        [
+            speed,
+            f"staleness {view.staleness:.2f}",
+            f"{amount(view.bytes_per_step)}/step",
+            f"waiting {view.waiting:.0%}",
+        ],
+        [*([f"loss {_number(view.loss)}"] if view.loss is not None else []), *metrics],
+    )
+    return [Text(line) for parts in paragraphs for line in _filled(parts, columns)]
+
+
+def _filled(parts: Sequence[str], columns: int) -> list[str]:
+    """Put as many parts into each line as fit."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 3 + len(part) <= columns:
+            lines[-1] += f"   {part}"
+        else:
+            lines.append(part)
+    return lines
 
 
 def _plots(view: RunView, columns: int, braille: bool) -> list[str]:
     """Draw the loss, and beside it or below the first metric."""
-    titled = {"loss": view.loss_curve}
-    titled |= {name: points for name, points in list(view.metric_curves.items())[:1] if points}
-    titled = {name: points for name, points in titled.items() if points}
+    curves = {"loss": view.loss_curve, **dict(list(view.metric_curves.items())[:1])}
+    titled = {name: [(one.step, one.value) for one in points] for name, points in curves.items() if points}
     beside = columns >= SIDE_BY_SIDE and len(titled) == 2
     width = columns // 2 - 1 if beside else columns
     drawn = [
@@ -161,12 +183,12 @@ def _ranks(view: RunView, columns: int, braille: bool) -> list[Text]:
     for sign, name, style in parts:
         legend.append(sign * 2, style).append(f" {name}  ")
     chosen = sorted(view.ranks, key=lambda one: (one.slower is None and one.silent_s is None, one.rank))[:MOST_RANKS]
-    lines = [Text(), legend]
+    lines, width = [Text(), legend], max(8, min(BAR, columns - 50))  # what is said of a rank takes the rest
     for one in sorted(chosen, key=lambda one: one.rank):
         line, shares = Text(f"{one.rank:>6}  "), (one.computing, one.communicating, one.waiting)
-        for (sign, _, style), count in zip(parts, _divided(shares, BAR)):
+        for (sign, _, style), count in zip(parts, _divided(shares, width)):
             line.append(sign * count, style)
-        line.append(" " * (BAR - len(line.plain) + 8))
+        line.append(" " * (width - len(line.plain) + 8))
         line.append("".join(f"{share:5.0%}" for share in shares))
         lines.append(line.append(f"  step {one.step:,}").append(_said(one), "bold red"))
     hidden = len(view.ranks) - len(chosen)
@@ -179,30 +201,87 @@ def _said(one: RankView) -> str:
     return said + (f", silent for {duration(one.silent_s)}" if one.silent_s is not None else "")
 
 
+def _usage(view: RunView, columns: int, braille: bool) -> list[Text]:
+    """Draw what each rank uses now, a line per rank, with the cores that were busy from its begin until now."""
+    heads = {"cores": "cores", "gpu": "GPU", "gpu_memory_bytes": "GPU memory", "memory_bytes": "memory",
+             "received_bytes_s": "host receives", "sent_bytes_s": "host sends"}  # fmt: skip
+    shown = [name for name in heads if name in view.usage]
+    ranks = view.usage.get("cores", {})
+    most = max((value for points in ranks.values() for _, value in points), default=0.0)
+    rows = [["rank", *(heads[name] for name in shown)]]
+    for rank, points in ranks.items():
+        cells = [_used(name, found[-1][1]) if (found := view.usage[name].get(rank)) else "" for name in shown]
+        past = _rising([value for _, value in points], most) if braille else ""
+        rows.append([f"{rank:>6}", " ".join([past, f"{cells[0]:>5}"]).strip(), *cells[1:]])
+    return [Text(), *map(Text, _aligned(rows, columns))] if ranks else []
+
+
+def _used(name: str, value: float) -> str:
+    if name in ("cores", "gpu"):
+        return f"{value:.2f}" if name == "cores" else f"{value:.0%}"
+    return amount(value) + "/s" * name.endswith("_s")
+
+
+def _rising(values: Sequence[float], most: float) -> str:
+    """Draw values from 0 to `most` as columns of one line, each the mean of some of them."""
+    size = -(-len(values) // len(RISING))
+    means = [statistics.fmean(values[first : first + size]) for first in range(0, len(values), size)]
+    return "".join(RISING[round(mean / max(most, 1e-9) * (len(RISING) - 1))] for mean in means)
+
+
+def _aligned(rows: Sequence[Sequence[str]], columns: int, left: int = 0) -> list[str]:
+    """Align the first `left` columns of a table to the left, others to the right; leave out the last that don't fit."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    while len(widths) > 1 and sum(widths) + 2 * (len(widths) - 1) > columns:
+        widths.pop()
+    return [
+        "  ".join(
+            f"{cell:<{width}}" if at < left else f"{cell:>{width}}" for at, (cell, width) in enumerate(zip(row, widths))
+        )
+        for row in rows
+    ]
+
+
 # --- several runs -----------------------------------------------------------------------------------------------------
-def table(views: list[RunView], columns: int, *, planned: int = 0, braille: bool = True) -> Text:
-    """Draw a line per run: those that train first."""
+def table(
+    views: Sequence[RunView], columns: int, *, planned: int = 0, left_s: float | None = None, braille: bool = True
+) -> Text:
+    """Draw a line per run: those that train first. What matters most comes first: a narrow terminal has less."""
     ended = sum(view.state == "ended" for view in views)
-    width = max(len(view.name) for view in views)
-    lines = [Text(f"{ended} of {max(planned, len(views))} runs have ended", "bold")]
-    for view in sorted(views, key=lambda view: view.state == "ended"):
-        line = Text(f"{view.name:<{width}}  ").append(bar(view.fraction or 0.0, 8, ascii_only=not braille), "green")
-        line.append("  ".join(["", *_facts(view)]))
-        line.truncate(columns)
-        lines.append(line)
-    return Text("\n").join(lines)
+    title = f"{ended} of {max(planned, len(views))} runs have ended"
+    title += "" if left_s is None else f", about {duration(left_s)} left for all"
+    views = sorted(views, key=lambda view: view.state == "ended")
+    metrics = [name for name in dict.fromkeys(name for view in views for name in view.metrics) if name != "loss"]
+    cells = {
+        "run": [shortened(view.label, max(LEAST_NAME, columns // 3), ascii_only=not braille) for view in views],
+        "": [bar(view.fraction or 0.0, 8, ascii_only=not braille) for view in views],
+        "done": [f"{view.fraction or 0:.0%}" if view.state == "training" else view.state for view in views],
+        "left": ["" if view.left_s is None else duration(view.left_s) for view in views],
+        **{name: [_number(view.metrics[name]) if name in view.metrics else "" for view in views] for name in metrics},
+        "loss": ["" if view.loss is None else _number(view.loss) for view in views],
+        "step": [f"{view.step:,}" if view.step else "" for view in views],
+        "samples/s": [f"{rate:,.0f}" if (rate := view.rate_now or view.rate_mean) else "" for view in views],
+        "slow ranks": [", ".join(_slow(view)) for view in views],
+    }
+    head, *lines = _aligned(
+        [list(row) for row in zip(*([name, *column] for name, column in cells.items() if any(column)))], columns, left=2
+    )
+    return Text("\n").join([Text(title, "bold"), Text(head, "bright_black"), *map(Text, lines)])
 
 
 def _facts(view: RunView) -> list[str]:
-    """Collect a run's figures for one line; what matters most first: a narrow terminal cuts off the rest."""
+    """Collect a run's figures for a line of a log."""
     facts = [view.state if view.state != "training" else f"{view.fraction or 0:.0%}"]
     facts += [f"{name} {_number(value)}" for name, value in view.metrics.items() if name != "loss"]
     facts += [f"loss {_number(view.loss)}"] if view.loss is not None else []
     facts += [f"step {view.step:,}"] if view.step else []
     facts += [f"{view.rate_now or view.rate_mean:,.0f} samples/s"] if view.rate_mean else []
     facts += [f"{duration(view.left_s)} left"] if view.left_s is not None else []
-    slow = [str(one.rank) for one in view.ranks if one.slower is not None and view.state == "training"]
-    return facts + ([f"slow: rank {', '.join(slow)}"] if slow else [])
+    return facts + ([f"slow: rank {', '.join(slow)}"] if (slow := _slow(view)) else [])
+
+
+def _slow(view: RunView) -> list[str]:
+    return [str(one.rank) for one in view.ranks if one.slower is not None and view.state == "training"]
 
 
 def _number(value: float | None) -> str:
@@ -225,7 +304,8 @@ def curve(points: Sequence[tuple[float, float]], columns: int, rows: int, *, bra
             cells[one // 4][column // 2] |= DOTS[column % 2][one % 4]
         before = dot
     drawn = ["".join(chr(0x2800 + cell) if braille else " *"[cell > 0] for cell in line) for line in cells]
-    labels = [f"{high:.3g}", *[""] * (rows - 2), f"{low:.3g}"] if high > low else [*[""] * (rows // 2), f"{low:.3g}"]
+    ends = [text if len(text := f"{value:.3g}") <= LABEL else f"{value:.1e}" for value in (high, low)]
+    labels = [ends[0], *[""] * (rows - 2), ends[1]] if high > low else [*[""] * (rows // 2), ends[1]]
     labels += [""] * (rows - len(labels))
     first, last = f"{points[0][0]:.0f}", f"{points[-1][0]:.0f}"
     below = f"{'step':>{LABEL}} {first}{last:>{width // 2 - len(first)}}"

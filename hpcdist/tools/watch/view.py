@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpcdist.errors import ConfigError, DataError
-from hpcdist.records import is_abandoned, record_files
+from hpcdist.records import Usage, is_abandoned, record_files
 from hpcdist.records.lock import FILE_NAME as LOCK
 from hpcdist.tools.console import duration
 from hpcdist.tools.runs import FILES, Run, State, Steps, quiet_s, read_comparison
@@ -22,9 +23,28 @@ if TYPE_CHECKING:
 BELOW = ("*/run.json", "*/*/run.json", "*/*/*/run.json")  # deeper ones are not looked for: it is done again and again
 SLOW = 1.25  # times the others' time for a step without waiting: a straggler
 SILENT_S = 30.0  # without new records, after which it is said
+AT_WORK = ("starting", "training")  # states of a run
+DOING = (*AT_WORK, "ended")
 PARTS = ("computing", "communicating", "waiting")  # of a rank's time
 
+MOST_RANKS = 16  # whose use of the hardware is shown
+MOST_POINTS = 4000  # of one figure of all ranks' use together
+FIGURES = ("cores", "memory_bytes", "received_bytes_s", "sent_bytes_s", "gpu", "gpu_memory_bytes")  # of a rank's usage
+_WORD = re.compile(r"[^-/ ]+|[-/ ]")
+
 Points = list[tuple[float, float]]
+
+
+class Moment(NamedTuple):
+    """A point of a curve of training: where in the run it is, and the value there."""
+
+    step: float
+    samples: float
+    seconds: float
+    value: float
+
+
+Curve = list[Moment]
 
 
 @dataclass(frozen=True)
@@ -66,9 +86,12 @@ class RunView:
     bytes_per_step: float
     waiting: float  # share of the workers' time
     notes: tuple[str, ...]  # what the user should look at
-    loss_curve: Points = field(default_factory=list)
-    metric_curves: dict[str, Points] = field(default_factory=dict)
+    loss_curve: Curve = field(default_factory=list)
+    metric_curves: dict[str, Curve] = field(default_factory=dict)
     ranks: tuple[RankView, ...] = ()
+    # What ranks use of the hardware, by FIGURES and rank: points with seconds since the run began.
+    usage: dict[str, dict[int, Points]] = field(default_factory=dict)
+    label: str = ""  # the name without what all runs' names have in common
 
 
 class WatchedFolder:
@@ -123,7 +146,25 @@ class WatchedFolder:
 
     def views(self, *, curves: bool = False) -> list[RunView]:
         """Return the state of each run, with or without its curves."""
-        return [view(name, run, curves=curves, brief=not self.is_run) for name, run in self.runs.items()]
+        brief, labels = not self.is_run, short_names(list(self.runs))
+        return [
+            replace(view(name, run, curves=curves, brief=brief), label=label)
+            for label, (name, run) in zip(labels, self.runs.items())
+        ]
+
+    def left_s(self, views: Sequence[RunView]) -> float | None:
+        """Estimate the seconds until all runs have ended; None if none is at work, or nothing is known yet.
+
+        A run that has not begun takes as long as the others on average; as many go on at a time as now.
+        """
+        at_work = [one for one in views if one.state in AT_WORK]
+        lost = sum(one.state not in AT_WORK and one.state != "ended" for one in views)
+        done = sum(1.0 if one.state == "ended" else one.fraction or 0.0 for one in views if one.state in DOING)
+        if not at_work or not done:
+            return None
+        starts = [self.runs[one.name].start for one in views if one.state in DOING]
+        spent_s = sum(start.took_s for start in starts if start is not None)
+        return spent_s / done * (max(self.planned, len(views)) - lost - done) / len(at_work)
 
     def _found(self) -> dict[str, Path]:
         """Find the runs by their names; of a comparison in the order of its plan."""
@@ -139,6 +180,17 @@ class WatchedFolder:
         self.planned = len(plan["runs"])
         folders = [self.folder / run["folder"] for run in plan["runs"]]
         return {path.name: path for path in folders if path.is_dir()}
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Cut the words that all names begin and end with: of digits-softsync-4 and digits-gossip-4 leave the second."""
+    words = [_WORD.findall(name) for name in names]
+    for at in (0, -1):
+        while len(names) > 1 and min(map(len, words)) > 1 and len({one[at] for one in words}) == 1:
+            for one in words:
+                del one[at]
+    short = ["".join(one).strip("-/ ") for one in words]
+    return short if all(short) and len(set(short)) == len(set(names)) else list(names)
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -175,7 +227,7 @@ def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> Ru
         samples=samples,
         seconds=spent_s,
         fraction=1.0 if run.ended else done,
-        left_s=spent_s * (1 / done - 1) if done and not run.ended else None,
+        left_s=spent_s * (1 / done - 1) if done and run.state in AT_WORK else None,
         limits=limits,
         loss=statistics.fmean(losses) if losses else None,
         metrics=dict(summary.metrics if summary else last.metrics if last else {}),
@@ -187,6 +239,8 @@ def view(name: str, run: Run, *, curves: bool = True, brief: bool = False) -> Ru
         notes=tuple(_notes(run, steps, int(everything["skipped"]))),
         loss_curve=_loss_curve(steps, workers) if curves else [],
         metric_curves=_metric_curves(run) if curves else {},
+        usage=_usage(run.resources) if curves else {},
+        label=name,
         ranks=_ranks(run, steps, now, list(workers)),
     )
 
@@ -233,20 +287,40 @@ def _notes(run: Run, steps: Steps, skipped: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _loss_curve(steps: Steps, workers: Sequence[int]) -> Points:
+def _loss_curve(steps: Steps, workers: Sequence[int]) -> Curve:
     width = max((steps.widths[rank] for rank in workers), default=1)
     frame = steps.frame[steps.frame["rank"].isin(workers)]
-    sums = frame.groupby(-(-frame["step"] // width) * width)[["loss", "losses"]].sum()
+    seconds = frame["computing_s"] + frame["communicating_s"] + frame["waiting_s"]
+    blocks = frame.assign(seconds=seconds / max(1, len(workers))).groupby(-(-frame["step"] // width) * width)
+    sums = blocks[["samples", "seconds", "loss", "losses"]].sum()
+    sums = sums.assign(samples=sums["samples"].cumsum(), seconds=sums["seconds"].cumsum())
     sums = sums[sums["losses"] > 0]
-    return list(zip(sums.index.tolist(), (sums["loss"] / sums["losses"]).tolist()))
+    columns = (sums.index, sums["samples"], sums["seconds"], sums["loss"] / sums["losses"])
+    return [Moment(*values) for values in zip(*(column.tolist() for column in columns))]
 
 
-def _metric_curves(run: Run) -> dict[str, Points]:
-    curves: dict[str, Points] = {}
-    for evaluation in run.evaluations:
-        for name, value in evaluation.metrics.items():
-            curves.setdefault(name, []).append((evaluation.step, value))
+def _metric_curves(run: Run) -> dict[str, Curve]:
+    curves: dict[str, Curve] = {}
+    for one in run.evaluations:
+        for name, value in one.metrics.items():
+            curves.setdefault(name, []).append(Moment(one.step, one.samples, one.seconds, value))
     return curves
+
+
+def _usage(samples: Mapping[int, Sequence[Usage]]) -> dict[str, dict[int, Points]]:
+    """Return what the first ranks use over time, as means over equal numbers of samples where these are many."""
+    shown = dict(list(samples.items())[:MOST_RANKS])
+    began = min((one[0].time for one in shown.values() if one), default=0.0)
+    usage: dict[str, dict[int, Points]] = {}
+    for rank, own in shown.items():
+        size = -(-len(own) * len(shown) // MOST_POINTS)
+        parts = [own[first : first + size] for first in range(0, len(own), max(1, size))]
+        for name in FIGURES:
+            values = [(part[-1].time - began, [getattr(one, name) for one in part]) for part in parts]
+            points = [(time, statistics.fmean(found)) for time, found in values if None not in found]
+            if points:
+                usage.setdefault(name, {})[rank] = points
+    return usage
 
 
 def _ranks(run: Run, steps: Steps, now: DataFrame, workers: Sequence[int]) -> tuple[RankView, ...]:

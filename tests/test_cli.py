@@ -602,7 +602,7 @@ def test_the_columns_and_the_order_of_a_report(hpcdist):
 def test_a_report_as_json_and_csv_has_the_numbers_of_the_page(hpcdist):
     evidence.write_comparison(Path("it"), [{"name": "one", "seed": i, "seconds": 10.0 + i} for i in range(3)])
     hpcdist("report", "it", "--html")
-    page = json.loads(Path("it/report/runs.json").read_text())
+    (page,) = json.loads(Path("it/report/runs.json").read_text())["jobs"]
     (job,) = json.loads(hpcdist("report", "it", "--json")[1])
     assert {key: job[key] for key in ("job", "metric", "target")} == {
         "job": "digits",

@@ -190,7 +190,7 @@ def test_seconds_to_the_target_are_one_number_on_the_terminal_the_page_in_csv_an
     assert "geometric mean" in terminal and shown in terminal and "8 at best (1 of 2)" in terminal
     assert "seconds to 50 %, geometric mean</th>" in page and "seconds of training, geometric mean" in page
     assert f">{shown}<" in page and ">8 at best<" in page
-    content = json.loads((tmp_path / "report/runs.json").read_text())
+    (content,) = json.loads((tmp_path / "report/runs.json").read_text())["jobs"]
     found = {cell["name"]: cell["seconds_to_target"] for cell in content["cells"]}
     assert found["allreduce"]["geometric_mean"] == pytest.approx(12) and found["gossip_pull"] is None
     with open(tmp_path / "report/runs.csv", encoding="utf-8") as lines:

@@ -236,7 +236,7 @@ SAID = {
         versus(2.0)[:2], {}, "Each has one seed, which shows nothing about noise, so that nothing here is a result. In "
         "this seed `softsync` was the fastest (final accuracy 98 %): see below.",
         ["2 times sooner than `allreduce`, in one seed, which shows nothing about noise; its"],
-        ["Every cell has one seed"],
+        ["Every kind of run has one seed"],
     ),
     "one seed, faster and worse": (
         versus(2.0, accuracy=LOWER)[:2], {}, "Each has one seed, which shows nothing about noise, so that nothing here "
@@ -368,6 +368,23 @@ def test_runs_of_several_jobs_are_not_compared_with_each_other(tmp_path):
     assert "Runs of other jobs than digits are compared with nothing: other." in judge(findings).caveats
 
 
+def test_a_page_has_each_job_behind_its_name(tmp_path):
+    for name in ("digits", "letters"):
+        for strategy in ("allreduce", "softsync"):
+            evidence.write_run(tmp_path / name / strategy, strategy, job=f"{name}.py")
+    page = write(tmp_path)
+    text = page.read_text()
+    assert re.findall(r'<details class="job" name="job"( open)?><summary>(\w+): 2 runs', text) == [
+        (" open", "digits"),
+        ("", "letters"),
+    ]
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids)) and "softsync (digits)" not in text
+    assert [job["job"] for job in json.loads((page.parent / "runs.json").read_text())["jobs"]] == ["digits", "letters"]
+    with open(page.parent / "runs.csv", encoding="utf-8") as lines:
+        assert [row["job"] for row in csv.DictReader(lines)] == ["digits", "digits", "letters", "letters"]
+
+
 def test_what_only_rounding_tells_apart_is_the_same(tmp_path):
     accuracy = [1e-9 * seed for seed in range(5)]
     findings = found_in(tmp_path, versus(2.0, accuracy=accuracy))
@@ -431,7 +448,7 @@ def test_the_files_of_a_report(report):
     with open(report.parent / "runs.csv", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     assert len(lines) == 57 and lines[0]["metric.accuracy"] == "0.98" and lines[0]["version.hpcdist"] == "0.1.0"
-    found = json.loads((report.parent / "runs.json").read_text())
+    (found,) = json.loads((report.parent / "runs.json").read_text())["jobs"]
     assert len(found["runs"]) == 57 and len(found["cells"]) == 11
     assert found["verdict"]["headline"].startswith("On 4 ranks `softsync (splits 4)` reached 97 % 1.49 times sooner")
     (losses,) = {len(curve["losses"]) for curve in found["curves"].values()} - {0}
@@ -486,7 +503,7 @@ def test_energy_is_drawn_where_it_was_measured(tmp_path):
     evidence.write_run(tmp_path / "b", "softsync")
     page = write(tmp_path, tmp_path / "out")
     assert page == tmp_path / "out" / "index.html" and (tmp_path / "out" / "figures" / "energy.svg").exists()
-    assert '<td class="short">60 J</td>' in page.read_text() and "Not measured for softsync" in page.read_text()
+    assert '<td class="number short">60 J</td>' in page.read_text() and "Not measured for softsync" in page.read_text()
 
 
 def test_joules_and_bytes_to_the_target_have_intervals(tmp_path):

@@ -6,7 +6,7 @@ import csv
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from hpcdist.tools.report.figures.base import ReportFigure, ReportTable
 
 TEMPLATE = "template.html.j2"
-VERSION = 1  # of runs.json
-SHOWN_REASONS = 8  # the others are folded
+VERSION = 2  # of runs.json
+SHOWN_REASONS = SHOWN_ROWS = 8  # the others are folded; so are longer tables, but for those of the answer
 # Of a figure in a file of its own: light or dark as its reader's system is.
 STANDALONE = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3;background:#0f1419}}</style>"
 
@@ -84,30 +84,35 @@ def write(
 
     folders = [folder] if isinstance(folder, Path) else list(folder)
     output = folders[0] / "report" if output is None else output
-    findings = analyse(read(folders, target))
-    verdict = judge(findings)
-    for one in progress(findings.evidence.runs, "reading steps"):
+    jobs = [analyse(job) for job in read_jobs(folders, target)]
+    verdicts = list(map(judge, jobs))
+    for one in progress([one for findings in jobs for one in findings.evidence.runs], "reading steps"):
         one.curves  # noqa: B018 - they are read on first use
     page = output / "index.html"
     with warnings.catch_warnings(), matplotlib.style.context(["default", STYLE]), writing(page):
         # In names. A browser has them; only in the PNG files there is a box.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        sections = sections_of(findings)
+        sections = [
+            _unique(sections_of(findings), i) if i else sections_of(findings) for i, findings in enumerate(jobs)
+        ]
         (output / "figures").mkdir(parents=True, exist_ok=True)
-        figures = [drawn for section in sections for of_ranks in section.figures.values() for drawn in of_ranks]
+        figures = [
+            drawn for of_job in sections for section in of_job for of in section.figures.values() for drawn in of
+        ]
         for drawn in progress(figures, "drawing"):
             head, title, rest = drawn.svg.partition("<title")
             file = output / "figures" / drawn.name
             file.with_suffix(".svg").write_text(head + STANDALONE + title + rest, "utf-8")
             drawn.figure.set(dpi=150, facecolor="white")
             FigureCanvasAgg(drawn.figure).print_png(file.with_suffix(".png"))  # savefig would draw it twice
+        rows = [row for findings in jobs for row in findings.rows]
         with open(output / "runs.csv", "w", newline="", encoding="utf-8") as lines:
-            writer = csv.DictWriter(lines, list(findings.rows[0]))
+            writer = csv.DictWriter(lines, list(dict.fromkeys(key for row in rows for key in row)))
             writer.writeheader()
-            writer.writerows(findings.rows)
-        content = to_json(numbers(findings, verdict), indent=1, inf_nan_mode="null")
-        (output / "runs.json").write_bytes(content)
-        page.write_text(_render(findings, verdict, sections), "utf-8")
+            writer.writerows(rows)
+        content = {"version": VERSION, "jobs": list(map(numbers, jobs, verdicts))}
+        (output / "runs.json").write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
+        page.write_text(_render(jobs, verdicts, sections), "utf-8")
     return page
 
 
@@ -146,8 +151,22 @@ def sections_of(findings: Findings) -> list[Section]:
     return sections
 
 
-def _render(findings: Findings, verdict: Verdict, sections: Sequence[Section]) -> str:
-    evidence = findings.evidence
+def _unique(sections: Sequence[Section], job: int) -> list[Section]:
+    """Give names that are unique in a page with several jobs to a job's sections and figures."""
+    return [
+        replace(
+            section,
+            name=f"job-{job + 1}-{section.name}",
+            figures={
+                ranks: [replace(one, name=f"job-{job + 1}-{one.name}") for one in of_ranks]
+                for ranks, of_ranks in section.figures.items()
+            },
+        )
+        for section in sections
+    ]
+
+
+def _render(jobs: Sequence[Findings], verdicts: Sequence[Verdict], sections: Sequence[Sequence[Section]]) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -157,13 +176,18 @@ def _render(findings: Findings, verdict: Verdict, sections: Sequence[Section]) -
     )
     # Names in backquotes are code.
     environment.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
-    virtual = [one.virtual for one in evidence.runs]
+    virtual = [one.virtual for findings in jobs for one in findings.evidence.runs]
+    environment.tests["number"] = lambda text: re.match(r"[−+<\d–]", text) is not None
+    title = jobs[0].evidence.title
     return environment.get_template(TEMPLATE).render(
-        title=Path(evidence.title).name if evidence.title.endswith(".py") else evidence.title,
-        facts=_facts(findings),
-        verdict=verdict,
+        title=Path(title).name if title.endswith(".py") else title,
+        jobs=[
+            {"name": findings.evidence.job or "jobs that are not written down", "facts": _facts(findings)}
+            | {"verdict": verdict, "sections": of_job, "runs": len(findings.evidence.runs)}
+            for findings, verdict, of_job in zip(jobs, verdicts, sections, strict=True)
+        ],
         shown_reasons=SHOWN_REASONS,
-        sections=sections,
+        shown_rows=SHOWN_ROWS,
         virtual="all" if all(virtual) else "some" if any(virtual) else "",
         written=now(),
         version=__version__,
@@ -187,11 +211,10 @@ def _facts(findings: Findings) -> dict[str, str]:
 
 # --- the numbers ------------------------------------------------------------------------------------------------------
 def numbers(findings: Findings, verdict: Verdict) -> dict[str, Any]:
-    """Collect all numbers for JSON: runs with their curves, cells, contrasts, scaling, and the verdict."""
+    """Collect all numbers on a job for JSON: runs with their curves, cells, contrasts, scaling, and the verdict."""
     evidence = findings.evidence
-    asked = ("title", "metric", "higher_is_better", "target", "budget", "reference")
+    asked = ("job", "title", "metric", "higher_is_better", "target", "budget", "reference")
     return {
-        "version": VERSION,
         **{key: getattr(evidence, key) for key in asked},
         "verdict": verdict,
         "cells": [_cell(cell) for cell in findings.cells],

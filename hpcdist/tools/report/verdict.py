@@ -232,11 +232,11 @@ class _Speaker:
         cells, evidence, failed = self._findings.cells, self._evidence, self._findings.failures
         found = []
         if virtual := sum(cell.virtual for cell in cells):
-            which = "All runs" if virtual == len(cells) else f"{virtual} of {len(cells)} cells"
+            which = "All runs" if virtual == len(cells) else f"{virtual} of {len(cells)} kinds of runs"
             found.append(f"{which} are of virtual ranks: their seconds are virtual, and none was measured by a clock.")
         found += self._machine()
         if single := sum(len(cell.ended) == 1 for cell in cells):
-            which = "Every cell has" if single == len(cells) else f"{single} of {len(cells)} cells have"
+            which = "Every kind of run has" if single == len(cells) else f"{single} of {len(cells)} kinds of runs have"
             found.append(f"{which} one seed, which shows nothing about noise: there is no interval.")
         short = [cell for cell in cells if self._target and not cell.all_reached and cell.ended]
         found += [f"{self._on(cell)}: {self._reached(cell)} reached {self._target}."

@@ -17,7 +17,7 @@ STANDINGS = {"wins": "better", "loses": "worse", "mixed": "mixed", "alike": "wit
 
 def draw(findings: Findings) -> Iterator[Part]:
     evidence, metric = findings.evidence, findings.evidence.metric
-    heads = ["cell", f"{metric} at the end"]
+    heads = ["runs of one kind", f"{metric} at the end"]
     if evidence.target is None:
         yield "Time to a target: not measured, because no target was set."
     else:
@@ -43,7 +43,7 @@ def draw(findings: Findings) -> Iterator[Part]:
         if evidence.target is not None:
             to_target = [wording.seconds_to_target(cell.seconds_to_target.values(), cell.tried), _seeds(cell)]
         rows.append([cell.title, wording.mean(metric, cell.final_mean), *to_target, *map(wording.plain, spent)])
-    caption = "All cells: means over their seeds, and 95 % intervals of the means"
+    caption = "Means over their seeds, and 95 % intervals of the means"
     yield ReportTable(caption, [*heads, "seconds", "samples", "samples/s"], rows)
     if findings.contrasts:
         yield _contrasts(findings)
@@ -57,7 +57,15 @@ def _contrasts(findings: Findings) -> ReportTable:
     evidence, metric = findings.evidence, findings.evidence.metric
     what = "times sooner at the target" if evidence.target is not None else "times faster per sample"
     unit = wording.gap_unit(metric)
-    heads = ["cell", "against", what, "p", f"difference in final {metric}{unit and f',{unit}'}", "p", "verdict"]
+    heads = [
+        "runs of one kind",
+        "against",
+        what,
+        "p",
+        f"difference in final {metric}{unit and f',{unit}'}",
+        "p",
+        "verdict",
+    ]
     rows = [
         [
             contrast.cell.title,

@@ -16,7 +16,7 @@ def draw(findings: Findings) -> Iterator[Part]:
     found = [(cell, cell["joules"].values(), "") for cell in cells]
     yield from dots(findings, "energy", "Energy of a run", "joules", found, lambda v: f"{wording.number(v)} J")
     if cells:
-        heads = ["cell", "of a run", "per sample", "to the target", "runs measured"]
+        heads = ["runs of one kind", "of a run", "per sample", "to the target", "runs measured"]
         yield ReportTable("Energy", heads, list(map(_row, cells)))
     reasons: dict[str, list[str]] = {}
     for cell in findings.cells:

@@ -24,8 +24,8 @@ def draw(findings: Findings) -> Iterator[Part]:
             [cell.title, *(_listed(of.get(one.run.folder) for one in cell.runs) for of in evidence.settings.values())]
             for cell in findings.cells
         ]
-        yield ReportTable("Settings that differ", ["cell", *evidence.settings], rows)
-    heads = ["cell", "runs that ended", "seeds", "hosts", "commit", "versions", "started"]
+        yield ReportTable("Settings that differ", ["runs of one kind", *evidence.settings], rows)
+    heads = ["runs of one kind", "runs that ended", "seeds", "hosts", "commit", "versions", "started"]
     yield ReportTable("How the runs were made", heads, [_provenance(cell) for cell in findings.cells])
     if not any(one.run.start for one in evidence.runs):
         yield "Settings, hosts, versions: not written down."

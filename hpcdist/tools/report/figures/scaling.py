@@ -30,7 +30,7 @@ def draw(findings: Findings) -> Iterator[Part]:
         yield _figure(findings, rows, f"{kind}-efficiency", f"Efficiency at {how}", "efficiency T₁ / (p·Tₚ)", 0)
         yield ReportTable(
             f"{kind.capitalize()} scaling: {how}, seconds for as many samples",
-            ["cell", "one rank", "speed-up", "ideal", "efficiency", metric, f"{metric} on one rank"],
+            ["runs of one kind", "one rank", "speed-up", "ideal", "efficiency", metric, f"{metric} on one rank"],
             [
                 [
                     row.cell.title,

@@ -47,6 +47,6 @@ def draw(findings: Findings) -> Iterator[Part]:
         yield ReportFigure(f"time-of-{ranks}-ranks", f"Where each rank's time went, {text}", said, figure)
     columns = (*(f"{part}_s" for part in PARTS), "wall_s")
     rows_of = [[cell.title, *(wording.plain(cell.mean(c)) for c in columns)] for cell in findings.cells if cell.ended]
-    heads_of = ["cell", *PARTS, "seconds of the run"]
+    heads_of = ["runs of one kind", *PARTS, "seconds of the run"]
     yield ReportTable("Seconds of an average worker, by what it did", heads_of, rows_of)
     yield "The rest of a rank's time is what no step records, such as reading data."

@@ -21,7 +21,7 @@ def draw(findings: Findings) -> Iterator[Part]:
         yield from dots(findings, f"{what}-per-step", f"{what.capitalize()} per step of a worker", what, found, write)
     yield ReportTable(
         "Sent and fetched by all ranks, per step of a worker",
-        ["cell", "bytes per step", "messages per step", "bytes to the target"],
+        ["runs of one kind", "bytes per step", "messages per step", "bytes to the target"],
         [
             [
                 cell.title,

@@ -19,7 +19,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.records import now, writing
 from hpcdist.registry import catalogue
 from hpcdist.tools.report import wording
-from hpcdist.tools.report.evidence import Progress, read, read_jobs
+from hpcdist.tools.report.evidence import Progress, read_jobs
 from hpcdist.tools.report.findings import Cell, Findings, analyse
 from hpcdist.tools.report.verdict import Verdict, judge
 from hpcdist.tools.statistics import Interval

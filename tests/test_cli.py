@@ -291,7 +291,7 @@ def test_a_jobs_neighbour_is_imported_whenever_the_job_asks_for_it(hpcdist):
 def test_every_run_has_a_new_folder(hpcdist):
     for _ in range(2):
         assert hpcdist("train", TINY, *QUICK)[0] == 0
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["tiny-allreduce-1", "tiny-allreduce-2"]
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["tiny-allreduce-1-1", "tiny-allreduce-1-2"]
 
 
 @pytest.mark.parametrize(

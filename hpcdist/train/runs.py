@@ -96,7 +96,7 @@ def train(
     with ExitStack() as until_the_end:
         until_the_end.enter_context(neighbours(job_path))  # the job's functions may import them later
         job, config = comm.together(lambda: specify(job_path, toml_path, overrides))
-        folder = cast(Path, _decided(comm, lambda: _choose(job_path, config, output, resume, until_the_end)))
+        folder = cast(Path, _decided(comm, lambda: _choose(job_path, config, comm.size, output, resume, until_the_end)))
         if timeline:
             path = _decided(comm, lambda: unused(folder / merged_timeline.FILE_NAME))
             comm = begin_timeline(comm, cast(Path, path))
@@ -200,13 +200,15 @@ def _check_stages(job: Job, config: JobConfig) -> None:
     cut_of(outline(lambda: job.model(**config.model)), settings.stages * settings.chunks, settings.sizes)
 
 
-def _choose(job_path: Path, config: JobConfig, output: Path | None, resume: bool, until_the_end: ExitStack) -> Path:
+def _choose(
+    job_path: Path, config: JobConfig, ranks: int, output: Path | None, resume: bool, until_the_end: ExitStack
+) -> Path:
     """Make or find the run's folder, and lock it until the end."""
     if output is None and resume:
         raise ConfigError("--output must be given with --resume; got none. It names the run to go on with.")
     with making(output or Path(config.output)):
         if output is None:
-            folder = _new_folder(Path(config.output), f"{job_path.stem}-{label(config.strategy.name)}")
+            folder = _new_folder(Path(config.output), f"{job_path.stem}-{label(config.strategy.name)}-{ranks}")
         else:
             (folder := output).mkdir(parents=True, exist_ok=True)
         until_the_end.enter_context(locked(folder, ENDING_S if resume else 0.0))

@@ -129,6 +129,32 @@ def test_another_comparison_in_the_same_folder_is_refused_by_its_differences(tmp
         folder.declared_in(tmp_path / "new", Declaration)
 
 
+def test_without_a_folder_the_same_command_goes_on_and_another_one_has_a_new_folder(tmp_path):
+    wanted, more = tmp_path / "compare-tiny", replace(DECLARED, seeds=3)
+    assert folder.default(wanted, DECLARED) == wanted and not wanted.exists()
+    written(wanted)
+    assert folder.default(wanted, DECLARED) == wanted
+    second = folder.default(wanted, more)
+    assert second == tmp_path / "compare-tiny-2"
+    written(second, seeds=3)
+    assert (folder.default(wanted, DECLARED), folder.default(wanted, more)) == (wanted, second)
+
+
+def test_a_simulation_goes_on_whatever_its_steps_were_measured_to_take(tmp_path):
+    cluster = {"network": "20us,10Gbit/s", "compute": "measured"}
+    measured = replace(DECLARED, virtual={**cluster, "step_s": {"8": 0.01}})
+    folder.write(tmp_path / "simulate", measured, higher_is_better=True, cells=(), runs=())
+    for compute, found in (("measured", "simulate"), ("0.1", "simulate-2")):
+        declared = replace(DECLARED, virtual={**cluster, "compute": compute})
+        assert folder.default(tmp_path / "simulate", declared) == tmp_path / found
+
+
+def test_a_wrong_setting_is_named_before_the_folder_that_holds_another(tmp_path):
+    written(tmp_path)
+    with pytest.raises(ConfigError, match="Did you mean 'batch_size'"):
+        Comparison(replace(DECLARED, settings=(*DECLARED.settings, "batch_sise=3")), tmp_path)
+
+
 def test_it_is_written_down(tmp_path):
     planned = written(tmp_path).runs
     found = json.loads((tmp_path / COMPARISON).read_text())

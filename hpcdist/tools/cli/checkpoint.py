@@ -28,7 +28,7 @@ def checkpoint_show(run: Run) -> None:
 
     If one is damaged, the exit status is 1.
 
-    Example: hpcdist checkpoint show runs/digits-allreduce-1
+    Example: hpcdist checkpoint show runs/digits-allreduce-4-1
     """
     from hpcdist.checkpoint import survey
 
@@ -71,7 +71,7 @@ def checkpoint_export(
 
     One process then loads it by model.load_state_dict(torch.load("model.pt")).
 
-    Example: hpcdist checkpoint export runs/digits-allreduce-1 model.pt
+    Example: hpcdist checkpoint export runs/digits-allreduce-4-1 model.pt
     """
     from hpcdist import checkpoint
     from hpcdist.session import unsplit

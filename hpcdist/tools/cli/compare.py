@@ -6,6 +6,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -74,7 +75,7 @@ def compare(
     config: Config = None,
     overrides: Overrides = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder for all files. Default: runs/compare-JOB.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder for all files. Default: runs/compare-JOB, or -2...")
     ] = None,
     launcher: Launcher = None,
     threads: Threads = 1,
@@ -112,7 +113,7 @@ def compare(
             evaluations=evaluations, baselines=tuple(baselines.split(",")) if baselines else (), tune=tune,
             controls=controls, threads=threads,
         )  # fmt: skip
-        output = output or Path("runs") / f"compare-{job.stem}"
+        output = output or _default("compare", declared)
     if slurm is not None and launcher is not None:
         raise ConfigError(f"--launcher must be left out with --slurm, whose profile has its own; got {launcher!r}.")
     if slurm is None and slurm_set:
@@ -160,7 +161,7 @@ def simulate(
     config: Config = None,
     overrides: Overrides = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder for all files. Default: runs/simulate-JOB.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder for all files. Default: runs/simulate-JOB, or -2...")
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Runs at the same time. Default: one on each core.")
@@ -191,7 +192,7 @@ def simulate(
             **_shared(job, budget, target, config, overrides), **_cells(strategies, ranks, rate), seeds=seeds,
             evaluations=evaluations, tune=tune, controls=controls,
         )  # fmt: skip
-        output = output or Path("runs") / f"simulate-{job.stem}"
+        output = output or _default("simulate", replace(declared, virtual=described.model_dump()))
         declared = on_cluster(declared, described, output)
     comparison = Comparison(declared, output)
     simulation = Simulation.of(declared, sys.argv)
@@ -227,7 +228,7 @@ def sweep(
     config: Config = None,
     overrides: Overrides = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder for all files. Default: runs/sweep-JOB.")
+        Path | None, typer.Option(metavar="FOLDER", help="Folder for all files. Default: runs/sweep-JOB, or -2...")
     ] = None,
     launcher: Launcher = None,
     threads: Threads = 1,
@@ -254,7 +255,7 @@ def sweep(
             points=0 if grid else runs, ranks=ranks, seeds=seeds, evaluations=evaluations, halving=halving,
             threads=threads,
         )  # fmt: skip
-        output = output or Path("runs") / f"sweep-{job.stem}"
+        output = output or _default("sweep", declared)
     found = Sweep(declared, output)
     launchers = mpi_launchers(declared.job, declared.ranks, declared.threads, launcher, os.environ)
     raise typer.Exit(int(run_all.make(found, launchers)))
@@ -272,6 +273,13 @@ def _going_on(noun: str, output: Path | None, beginning: object, kind: type[D]) 
     if output is None or beginning:
         raise ConfigError(f"JOB must be given to begin a {noun}; got none. It is a file such as jobs/digits.py.")
     return folder.declared_in(output, kind), output
+
+
+def _default(command: str, declared: RunDeclaration) -> Path:
+    """Choose the folder of a command that names none."""
+    from hpcdist.tools.compare import folder
+
+    return folder.default(Path("runs") / f"{command}-{Path(declared.job).stem}", declared)
 
 
 def _require(kind: str, declared: Declaration, output: Path) -> None:

@@ -79,7 +79,6 @@ class Comparison(RunPlan):
         self.command = "compare" if declared.virtual is None else "simulate"
         self._job_path = Path(declared.job)
         _require_whole(declared)
-        folder.require_same(output, declared)
         with neighbours(self._job_path):
             self._job, self._config = specify(self._job_path, None, declared.settings)
             self.higher_is_better = higher_is_better(self._job.metrics, declared.metric)
@@ -92,6 +91,7 @@ class Comparison(RunPlan):
                 f"--tune must be left out with {config.schedule.name or config.optimizer.name}, whose rates are not "
                 "optimizer.lr; got it. Set its own options."
             )
+        folder.require_same(output, declared)  # after the settings, as a wrong one should be named first
         self._chosen: list[ChosenRate] = []
         self.runs = self._plan()
 

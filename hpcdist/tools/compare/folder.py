@@ -54,6 +54,23 @@ def declared_in(output: Path, kind: type[D]) -> D:
     return kind(**values)
 
 
+def default(wanted: Path, declared: RunDeclaration) -> Path:
+    """Choose a folder where the user has named none: the one that holds this comparison or sweep, else a free one.
+
+    These are `wanted`, `wanted-2`, `wanted-3`... What a simulation measures once for each folder is not compared.
+    """
+    given, number, folder = json.loads(json.dumps(asdict(declared))), 1, wanted
+    while (found := read(folder)) is not None:
+        there = dict(found["declared"])
+        if given.get("virtual") and there.get("virtual"):
+            there["virtual"] = {key: there["virtual"].get(key) for key in given["virtual"]}
+        if not differences(there, given):
+            break
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    return folder
+
+
 def require_same(output: Path, declared: RunDeclaration) -> None:
     """Check that the folder holds this comparison or sweep, or none.
 

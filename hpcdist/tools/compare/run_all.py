@@ -20,7 +20,7 @@ from hpcdist.records import claimed, load_summary
 from hpcdist.tools import console
 from hpcdist.tools.compare.launchers import Launcher
 from hpcdist.tools.compare.plan import PlannedRun, RunDeclaration, counted_ranks
-from hpcdist.tools.runs import FAILURE, Run, is_done
+from hpcdist.tools.runs import COMPARISON, FAILURE, Run, is_done
 
 LOOK_S = 1.0  # between two looks at a run's files
 MOST_LINES = 8  # of runs that are under way at the same time; the others are counted
@@ -129,6 +129,8 @@ def make(plan: RunPlan, launchers: Mapping[str, Launcher], workers: int = 1) -> 
     for sentence in plan.left_out:
         console.note(sentence)
     with claimed(plan.output), interruptible(f"`hpcdist {plan.command} --output {plan.output}` goes on with it"):
+        goes_on = (plan.output / COMPARISON).exists()
+        console.note(f"goes on in {plan.output}" if goes_on else f"new folder: {plan.output}")
         failed = plan.make(Runner(plan.output, launchers, workers))
         show(plan, failed)
     return bool(failed)

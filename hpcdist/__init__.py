@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
     from hpcdist.session.sync_batch_norm import SyncBatchNorm
     from hpcdist.session.values import allgather, allreduce, barrier, broadcast, metric
     from hpcdist.session.world import init, local_rank, local_size, rank, size
+    from hpcdist.tools.compare.experiment import compare, simulate
     from hpcdist.tools.report.page import read_runs
     from hpcdist.tools.slurm.submit import Future, submit
 
@@ -27,6 +28,7 @@ __all__ = [
     "allreduce",
     "barrier",
     "broadcast",
+    "compare",
     "consensus",
     "device_mesh",
     "finish",
@@ -41,12 +43,19 @@ __all__ = [
     "read_runs",
     "save",
     "shard",
+    "simulate",
     "size",
     "submit",
     "unsplit",
 ]
 # Names of the tools, by their modules; all others are in hpcdist.session.
-_TOOLS = {"Future": "slurm.submit", "read_runs": "report.page", "submit": "slurm.submit"}
+_TOOLS = {
+    "Future": "slurm.submit",
+    "compare": "compare.experiment",
+    "read_runs": "report.page",
+    "simulate": "compare.experiment",
+    "submit": "slurm.submit",
+}
 
 
 def __getattr__(name: str) -> Any:

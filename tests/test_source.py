@@ -34,6 +34,7 @@ PLUGINS_BELOW = (
 ENVIRONMENT = {
     "tools/cli/": "the command line",
     "tools/completion.py": "the words that a shell asks to complete",
+    "tools/compare/experiment.py": "what the ranks that it starts inherit",
     "tools/slurm/": "what Slurm tells its jobs",
     "tools/doctor/": "what it examines",
     "tools/horovod/": "where programs, CUDA and the user's cache are, and what pip is told",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +11,9 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from hpcdist.errors import ConfigError
-from hpcdist.tools import completion, console
+from hpcdist.tools import completion
 from hpcdist.tools.cli.base import Overrides, Target, read_counts, read_number, read_target
-from hpcdist.tools.compare.plan import Declaration, RunDeclaration, SweepDeclaration, read_budget, split_strategies
+from hpcdist.tools.compare.plan import Declaration, RunDeclaration, SweepDeclaration, read_budget
 
 D = TypeVar("D", bound=RunDeclaration)
 app = typer.Typer()
@@ -99,17 +97,16 @@ def compare(
     Example: hpcdist compare jobs/digits.py --strategies allreduce,softsync:splits=2,gossip_pull --ranks 1,2,4
     --budget samples=20000 --target accuracy=0.97
     """
-    from hpcdist.tools.compare import run_all
+    from hpcdist.tools.compare import experiment
     from hpcdist.tools.compare.comparison import Comparison
-    from hpcdist.tools.compare.launchers import mpi_launchers
     from hpcdist.tools.slurm import arrays
 
     if job is None:
         declared, output = _going_on("comparison", output, strategies, Declaration)
         _require("real", declared, output)
     else:
-        declared = Declaration(
-            **_shared(job, budget, target, config, overrides), **_cells(strategies, ranks, rate), seeds=seeds,
+        declared = experiment.declare(
+            job, **_shared(budget, target, config, overrides), **_cells(strategies, ranks, rate), seeds=seeds,
             evaluations=evaluations, baselines=tuple(baselines.split(",")) if baselines else (), tune=tune,
             controls=controls, threads=threads,
         )  # fmt: skip
@@ -118,15 +115,11 @@ def compare(
         raise ConfigError(f"--launcher must be left out with --slurm, whose profile has its own; got {launcher!r}.")
     if slurm is None and slurm_set:
         raise ConfigError("--slurm must be given with --slurm-set; got none. Such as --slurm generic.")
-    comparison = Comparison(declared, output)
     if slurm is not None:
-        raise typer.Exit(int(arrays.submit_missing(comparison, slurm, slurm_set or [])))
+        raise typer.Exit(int(arrays.submit_missing(Comparison(declared, output), slurm, slurm_set or [])))
     if waiting := arrays.under_way(output):
-        raise typer.Exit(int(arrays.show(comparison, waiting)))
-    launchers = mpi_launchers(
-        declared.job, max(declared.ranks), declared.threads, launcher, os.environ, declared.baselines
-    )
-    raise typer.Exit(int(run_all.make(comparison, launchers)))
+        raise typer.Exit(int(arrays.show(Comparison(declared, output), waiting)))
+    raise typer.Exit(int(experiment.make(declared, output, launcher).failed))
 
 
 @app.command()
@@ -177,10 +170,8 @@ def simulate(
     Example: hpcdist simulate jobs/digits.py --ranks 64 --strategies allreduce,softsync:splits=4 --network 50us,10Gbit/s
     --compute jitter:20ms,0.2 --target accuracy=0.97
     """
-    from hpcdist.tools.compare import run_all
-    from hpcdist.tools.compare.comparison import Comparison
+    from hpcdist.tools.compare import experiment
     from hpcdist.tools.simulate.cluster import read_cluster
-    from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
     from hpcdist.tools.simulate.step_time import on_cluster
 
     if job is None:
@@ -188,19 +179,13 @@ def simulate(
         _require("virtual", declared, output)
     else:
         described = read_cluster(cluster, network, compute)
-        declared = Declaration(
-            **_shared(job, budget, target, config, overrides), **_cells(strategies, ranks, rate), seeds=seeds,
+        declared = experiment.declare(
+            job, **_shared(budget, target, config, overrides), **_cells(strategies, ranks, rate), seeds=seeds,
             evaluations=evaluations, tune=tune, controls=controls,
         )  # fmt: skip
         output = output or _default("simulate", replace(declared, virtual=described.model_dump()))
         declared = on_cluster(declared, described, output)
-    comparison = Comparison(declared, output)
-    simulation = Simulation.of(declared, sys.argv)
-    console.note(str(simulation))
-    processes = min(workers or len(os.sched_getaffinity(0)), len(comparison.cells) * declared.seeds)
-    with VirtualLauncher(simulation, processes) as launcher:
-        failed = run_all.make(comparison, {"strategy": launcher, "serial": launcher}, processes)
-    raise typer.Exit(int(failed))
+    raise typer.Exit(int(experiment.make_virtual(declared, output, workers).failed))
 
 
 @app.command()
@@ -241,7 +226,7 @@ def sweep(
     Example: hpcdist sweep jobs/digits.py --over optimizer.lr=0.0001..0.1:log --over batch_size=16,32 --runs 9 --halving
     --budget samples=20000
     """
-    from hpcdist.tools.compare import run_all
+    from hpcdist.tools.compare import experiment, run_all
     from hpcdist.tools.compare.launchers import mpi_launchers
     from hpcdist.tools.compare.sweep import Sweep
 
@@ -251,7 +236,7 @@ def sweep(
         if not over:
             raise ConfigError("--over must be given to begin a sweep; got none. Such as --over batch_size=16,32.")
         declared = SweepDeclaration(
-            **_shared(job, budget, target, config, overrides), strategy=strategy, over=tuple(over),
+            **experiment.shared(job, **_shared(budget, target, config, overrides)), strategy=strategy, over=tuple(over),
             points=0 if grid else runs, ranks=ranks, seeds=seeds, evaluations=evaluations, halving=halving,
             threads=threads,
         )  # fmt: skip
@@ -295,28 +280,19 @@ def _require(kind: str, declared: Declaration, output: Path) -> None:
 def _cells(strategies: Sequence[str] | None, ranks: str, rate: Sequence[str] | None) -> dict[str, Any]:
     """Read the options of a comparison that say which strategies run, on how many ranks, by what rates."""
     return {
-        "strategies": tuple(split_strategies(",".join(strategies or ["allreduce"]))),
-        "ranks": tuple(dict.fromkeys(read_counts("--ranks", ranks))),
+        "strategies": strategies or ["allreduce"],
+        "ranks": read_counts("--ranks", ranks),
         "rates": dict(read_number("--rate", "STRATEGY=RATE", "allreduce=0.01", item) for item in rate or []),
     }
 
 
 def _shared(
-    job: Path, budget: Sequence[str] | None, target: str | None, config: Path | None, overrides: Sequence[str] | None
+    budget: Sequence[str] | None, target: str | None, config: Path | None, overrides: Sequence[str] | None
 ) -> dict[str, Any]:
-    """Read the options that comparisons and sweeps have; without a target the metric is the job's first."""
-    from hpcdist.config.merge import as_flags, load
-    from hpcdist.train import load_job
-
-    if target is None:
-        metric, value = next(iter(load_job(job).metrics), "loss"), None
-    else:
-        metric, value = read_target(target)
+    """Read the options that comparisons and sweeps have."""
     return {
-        "job": str(job),
-        "job_sha256": hashlib.sha256(job.read_bytes()).hexdigest() if job.is_file() else "",
-        "metric": metric,
-        "target": value,
         "budget": read_budget(budget or []),
-        "settings": tuple(as_flags(load({}, config, overrides or []))),  # flags win over the file
+        "target": None if target is None else read_target(target),
+        "config": config,
+        "settings": overrides or [],
     }

@@ -1,0 +1,232 @@
+"""Comparisons from Python, in the words of the commands: `hpcdist.compare` and `hpcdist.simulate`.
+
+The commands make their declarations here, too, so that script and command go on with each other's folders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpcdist.config.merge import as_flags, load
+from hpcdist.errors import ConfigError
+from hpcdist.tools import console
+from hpcdist.tools.compare import run_all
+from hpcdist.tools.compare.comparison import Comparison
+from hpcdist.tools.compare.launchers import mpi_launchers
+from hpcdist.tools.compare.plan import Declaration, read_budget, split_strategies
+from hpcdist.tools.simulate.cluster import read_cluster
+from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
+from hpcdist.tools.simulate.step_time import on_cluster
+from hpcdist.train import load_job
+
+if TYPE_CHECKING:  # they load pandas and matplotlib
+    from pandas import DataFrame
+
+
+def compare(
+    job: str | Path,
+    strategies: Sequence[str] = ("allreduce",),
+    ranks: Sequence[int] = (1, 2),
+    seeds: int = 5,
+    *,
+    output: str | Path | None = None,
+    launcher: str | None = None,
+    **options: Any,
+) -> ComparedRuns:
+    """Compare strategies on a job, as `hpcdist compare` does; only runs that are missing in the folder are made.
+
+    Args:
+        job: path of a Python file that defines `job`.
+        strategies: each `NAME` or `NAME:KEY=VALUE,KEY=VALUE`.
+        ranks: numbers of ranks to run on.
+        seeds: runs of each strategy on each number of ranks.
+        output: folder for all files; None: runs/compare-JOB.
+        launcher: command that starts ranks, such as `srun --mpi=pmix -n`; None: mpirun.
+        options: see `declare`.
+
+    Raises:
+        ConfigError: a setting is wrong, or the folder holds another comparison.
+    """
+    declared = declare(job, strategies, ranks, seeds, **options)
+    return make(declared, Path("runs") / f"compare-{Path(job).stem}" if output is None else Path(output), launcher)
+
+
+def simulate(
+    job: str | Path,
+    strategies: Sequence[str] = ("allreduce",),
+    ranks: Sequence[int] = (16,),
+    seeds: int = 1,
+    *,
+    network: str | None = None,
+    compute: str | None = None,
+    cluster: str | Path | None = None,
+    output: str | Path | None = None,
+    workers: int | None = None,
+    **options: Any,
+) -> ComparedRuns:
+    """Compare strategies on virtual ranks, as `hpcdist simulate` does; see `compare`.
+
+    Args:
+        network: speed of each link, as `50us,1Gbit/s`.
+        compute: time of a step, as `jitter:20ms,0.2`; None: measured here.
+        cluster: TOML file with network, intra_network, ranks_per_node, compute.
+        workers: runs at the same time; None: one on each core.
+    """
+    declared = declare(job, strategies, ranks, seeds, **options)
+    described = read_cluster(None if cluster is None else Path(cluster), network, compute)
+    folder = Path("runs") / f"simulate-{Path(job).stem}" if output is None else Path(output)
+    return make_virtual(on_cluster(declared, described, folder), folder, workers)
+
+
+def declare(
+    job: str | Path,
+    strategies: Sequence[str],
+    ranks: Sequence[int],
+    seeds: int,
+    *,
+    rates: Mapping[str, float] | None = None,
+    baselines: Sequence[str] = (),
+    tune: int = 0,
+    controls: bool = True,
+    evaluations: int = 20,
+    threads: int = 1,
+    **shared_options: Any,
+) -> Declaration:
+    """Declare a comparison.
+
+    Args:
+        rates: learning rates by strategy.
+        baselines: other libraries to compare with: ddp, horovod.
+        tune: runs in which each strategy first searches its learning rate.
+        controls: also train on one process with the batch of all ranks.
+        evaluations: of each run with a budget of samples or steps.
+        threads: of each process.
+        shared_options: `budget`, `target`, `config`, `settings`; see `shared`.
+    """
+    return Declaration(
+        **shared(job, **shared_options), strategies=tuple(split_strategies(",".join(strategies))),
+        ranks=tuple(dict.fromkeys(ranks)), rates=dict(rates or {}), seeds=seeds, baselines=tuple(baselines), tune=tune,
+        controls=controls, evaluations=evaluations, threads=threads,
+    )  # fmt: skip
+
+
+def shared(
+    job: str | Path,
+    *,
+    budget: Mapping[str, float] | None = None,
+    target: tuple[str, float] | None = None,
+    config: str | Path | None = None,
+    settings: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return what the declarations of comparisons and sweeps have.
+
+    Args:
+        budget: when each run ends: `samples`, `steps` or `seconds`; None: after the job's epochs.
+        target: a metric and its value to reach; without one the metric is the job's first.
+        config: TOML file of settings.
+        settings: of all runs, each KEY=VALUE; they win over the file.
+
+    Raises:
+        ConfigError: the job is no path, or a setting is wrong.
+    """
+    if not isinstance(job, (str, Path)):
+        raise ConfigError(
+            f"job must be the path of a Python file that defines `job`; got a {type(job).__name__}. The ranks are "
+            "other processes, which read the file: write the job to one."
+        )
+    file = Path(job)
+    metric, value = (next(iter(load_job(file).metrics), "loss"), None) if target is None else target
+    return {
+        "job": str(job),
+        "job_sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else "",
+        "metric": metric,
+        "target": value,
+        "budget": read_budget([f"{unit}={limit}" for unit, limit in (budget or {}).items()]),
+        "settings": tuple(as_flags(load({}, None if config is None else Path(config), settings))),
+    }
+
+
+def make(declared: Declaration, output: Path, launcher: str | None) -> ComparedRuns:
+    """Make the runs of a comparison that are missing, on real ranks."""
+    comparison = Comparison(declared, output)
+    most = max(declared.ranks)
+    launchers = mpi_launchers(declared.job, most, declared.threads, launcher, os.environ, declared.baselines)
+    return ComparedRuns(output, run_all.make(comparison, launchers))
+
+
+def make_virtual(declared: Declaration, output: Path, workers: int | None) -> ComparedRuns:
+    """Make the runs of a comparison that are missing, on virtual ranks."""
+    comparison = Comparison(declared, output)
+    simulation = Simulation.of(declared, sys.argv)
+    console.note(str(simulation))
+    processes = min(workers or len(os.sched_getaffinity(0)), len(comparison.cells) * declared.seeds)
+    with VirtualLauncher(simulation, processes) as starter:
+        return ComparedRuns(output, run_all.make(comparison, {"strategy": starter, "serial": starter}, processes))
+
+
+class ComparedRuns:
+    """The runs of a comparison. A notebook shows its table.
+
+    Attributes:
+        folder: of all files.
+        failed: a run has failed; its folder says why, and the same call makes it again.
+    """
+
+    def __init__(self, folder: Path, failed: bool):
+        self.folder, self.failed = folder, failed
+
+    @cached_property
+    def table(self) -> DataFrame:
+        """Return a row for each kind of run, with the columns of `hpcdist report --csv`."""
+        import pandas as pd
+
+        from hpcdist.tools.report.table import tables, write_csv
+
+        text = io.StringIO()
+        write_csv(tables([self._findings]), text)
+        return pd.read_csv(io.StringIO(text.getvalue()))
+
+    @cached_property
+    def runs(self) -> DataFrame:
+        """Return a row for each run, as `hpcdist.read_runs` does."""
+        from hpcdist.tools.report import read_runs
+
+        return read_runs(self.folder)
+
+    @cached_property
+    def verdict(self) -> str:
+        """Return the answer of the report, in a sentence or two."""
+        from hpcdist.tools.report.verdict import judge
+
+        return judge(self._findings).headline
+
+    def report(self, output: str | Path | None = None) -> Path:
+        """Write the report to a folder, None: `report` in that of the runs; return its page."""
+        from hpcdist.tools import report
+
+        return report.write(self.folder, None if output is None else Path(output))
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """Return the report's figures, matplotlib's, by their names."""
+        from hpcdist.tools.report.page import sections_of
+
+        found = [drawn for section in sections_of(self._findings) for of in section.figures.values() for drawn in of]
+        return {drawn.name: drawn.figure for drawn in found}
+
+    def _repr_html_(self) -> str:
+        return self.table.to_html(index=False, na_rep="")
+
+    @cached_property
+    def _findings(self) -> Any:
+        from hpcdist.tools.report.evidence import read
+        from hpcdist.tools.report.findings import analyse
+
+        return analyse(read([self.folder]))

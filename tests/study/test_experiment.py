@@ -1,0 +1,42 @@
+"""`hpcdist.compare` and `hpcdist.simulate`: what they return, and that a command goes on with their folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import hpcdist as hd
+from harness.launch import find_mpirun
+from hpcdist.errors import ConfigError
+from train import tiny
+
+TINY = Path(__file__).parents[1] / "train" / "tiny.py"
+FEW = {"budget": {"steps": 2}, "controls": False, "evaluations": 1}
+
+
+def test_a_simulation_is_a_table_its_runs_figures_and_a_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = {"ranks": [2], "compute": "1ms", "workers": 1, **FEW}
+    found = hd.simulate(TINY, ["allreduce", "gossip_pull"], **asked)
+    assert not found.failed and found.folder == Path("runs/simulate-tiny")
+    assert {"allreduce", "gossip_pull"} <= set(found.table["name"]) and len(found.runs) == len(found.table) == 2
+    assert found.figures and "<table" in found._repr_html_() and found.verdict
+    assert found.report("page") == Path("page/index.html") and "gossip_pull" in Path("page/index.html").read_text()
+    capsys.readouterr()
+    hd.simulate(TINY, ["allreduce", "gossip_pull"], **asked)
+    assert "2 of 2 runs are there already" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun beside this Python or on PATH")
+def test_a_comparison_is_made_on_real_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = hd.compare(TINY, ranks=[1], seeds=1, output="out", **FEW)
+    assert not found.failed and list(found.runs["name"]) == ["allreduce"] and Path("out/comparison.json").exists()
+
+
+def test_a_job_that_is_no_file_is_refused():
+    with pytest.raises(ConfigError, match="job must be the path of a Python file that defines `job`; got a Job"):
+        hd.compare(tiny.job)
+    with pytest.raises(ConfigError, match="job must be the path"):
+        hd.simulate(tiny.job)

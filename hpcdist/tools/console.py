@@ -11,7 +11,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -46,13 +45,15 @@ def note(message: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Write a time as people say it: 42 s, 3 min 20 s, 2 h 05 min."""
+    """Write a time as people say it: 42 s, 3 min 20 s, 2 h 05 min, 3 d 4 h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
 def amount(n_bytes: float) -> str:
@@ -174,29 +175,20 @@ def rows(
         left: the columns with texts; None: those that begin with one.
         option: of the command, which chooses columns, for that line.
     """
-    from rich import box
-    from rich.console import Console, ConsoleDimensions
-    from rich.table import Table
-
     heads = {key: visible((heads or {}).get(key, key)) for key in found[0]}
     texts = {key: [visible(_figure(row.get(key))) for row in found] for key in found[0]}
     if left is None:
         left = [key for key, value in found[0].items() if isinstance(value, str)]
     columns = shutil.get_terminal_size().columns if _is_shown() else None
     widths = dict.fromkeys(texts, sys.maxsize) if columns is None else _fitting(heads, texts, left, columns)
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
-    for key in widths:
-        is_text = key in left
-        table.add_column(heads[key], justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
-    for row in zip(*(texts[key] for key in widths)):
-        table.add_row(*(_folded(text, widths[key]) if key in left else text for key, text in zip(widths, row)))
+    cells = [_folded(text, widths[key]) if key in left else text for key in widths for text in texts[key]]
+    columns_of = [cells[i : i + len(found)] for i in range(0, len(cells), len(found))]
+    widths = {key: max(map(_width, [heads[key], *of_key])) for key, of_key in zip(widths, columns_of)}
     if title is not None:
         line(title)
-    text = StringIO()
-    to = Console(file=text, highlight=False, markup=False, force_terminal=columns is not None)
-    to.size = ConsoleDimensions(columns or sys.maxsize, 24)  # a dumb terminal, too, has as many as it says
-    to.print(table)
-    print("\n".join(line.rstrip() for line in text.getvalue().splitlines()), flush=True)
+    head = _lines([heads[key] for key in widths], widths, left, above=True)
+    body = [text for row in zip(*columns_of) for text in _lines(row, widths, left)]
+    print("\n".join(["", *head, " " + "─" * (sum(widths.values()) + len(widths) - 1), *body, ""]), flush=True)
     if dropped := [key for key in texts if key not in widths]:
         choice = f"{option} {next(iter(widths))},{dropped[0]},... chooses columns; " if option else ""
         line(f"No room for {', '.join(dropped)}: {choice}a wider terminal or a file shows all.")
@@ -210,13 +202,11 @@ def _fitting(
 
     A text can do with a third of the room, and takes what is left over.
     """
-    from rich.cells import cell_len
-
     widths: dict[str, int] = {}
     wanted: dict[str, int] = {}
     room = columns - 1
     for key, of_key in texts.items():
-        wanted[key] = width = max(cell_len(line) for text in (heads[key], *of_key) for line in text.split("\n"))
+        wanted[key] = width = max(map(_width, (heads[key], *of_key)))
         if key in left:
             width = min(width, max(LEAST_TEXT, columns // 3))
         if width < room or not widths:
@@ -229,8 +219,33 @@ def _fitting(
     return widths
 
 
+def _width(text: str) -> int:
+    """Return the columns that a text of several lines takes."""
+    from rich.cells import cell_len
+
+    return max(map(cell_len, text.split("\n")))
+
+
+def _lines(cells: Sequence[str], widths: Mapping[str, int], left: Sequence[str], *, above: bool = False) -> list[str]:
+    """Write a row of a table; cells with fewer lines than others have empty ones below, or `above`."""
+    parts = [cell.split("\n") for cell in cells]
+    height = max(map(len, parts))
+    parts = [[""] * (height - len(part)) + part if above else part + [""] * (height - len(part)) for part in parts]
+    found = []
+    for row in zip(*parts):
+        padded = [
+            text + gap if key in left else gap + text
+            for text, (key, width) in zip(row, widths.items())
+            for gap in [" " * (width - _width(text))]
+        ]
+        found.append(f" {' '.join(padded)}".rstrip())
+    return found
+
+
 def _folded(text: str, width: int) -> str:
     """Divide a text into lines: behind commas and before brackets, if that suffices, so that `lr 0.1` stays whole."""
+    if len(text) <= width and "\n" not in text:
+        return text
     together = re.sub(r"(?<!,) (?!\()", "\N{NO-BREAK SPACE}", text)
     lines = textwrap.wrap(together, width, break_on_hyphens=False, break_long_words=False)
     if any(len(line) > width for line in lines):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from hpcdist.errors import DataError
 from hpcdist.records import parse_json, read_bounded
 
 COMPARISON = "comparison.json"  # in the folder of a comparison or a sweep: its declaration and its runs
+TUNING = "tuning"  # beside it: the runs by which rates were chosen
 FILES = ("run.json", "summary.json")  # one of them makes a folder a run's
 
 
@@ -17,9 +19,13 @@ def find_runs(folders: Sequence[Path]) -> list[Path]:
     """Find the folders of runs, at any depth; without the runs by which a comparison has tuned its rates."""
     found: dict[Path, None] = {}
     for folder in folders:
-        tuning = {path.parent / "tuning" for path in folder.glob(f"**/{COMPARISON}")}
-        runs = {path.parent for name in FILES for path in folder.glob(f"**/{name}")}
-        found |= dict.fromkeys(sorted(path for path in runs if not tuning & set(path.parents)))
+        runs = []
+        for where, below, files in os.walk(folder):
+            if COMPARISON in files and TUNING in below:
+                below.remove(TUNING)
+            if not set(FILES).isdisjoint(files):
+                runs.append(Path(where))
+        found |= dict.fromkeys(sorted(runs))
     return list(found)
 
 

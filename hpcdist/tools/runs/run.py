@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 
 FAILURE = "failure.txt"  # in the folder of a comparison's run that failed: its last lines
 LAST_BYTES = 1 << 16  # of a log, in which its last lines are looked for
-# Nothing there yet; begun; records are written; it left early, on a signal or at a time limit, and may be resumed; no
-# process is at work any more, and nothing says why; an error has ended it; it has its summary.
-State = Literal["waiting", "starting", "training", "interrupted", "stopped", "failed", "ended"]
+# It has its summary; it left early, on a signal or at a time limit, and may be resumed; no process is at work any more,
+# and nothing says why; an error has ended it.
+Outcome = Literal["ended", "interrupted", "stopped", "failed"]
+# Nothing is there yet; it has begun; records are written.
+State = Literal[Outcome, "waiting", "starting", "training"]
 T = TypeVar("T")
 
 
@@ -78,8 +80,9 @@ class Run:
         """
         if self.summary is not None and self._seen.get("run.json") == self._stamp("run.json"):
             return
-        abandoned = is_abandoned(self.folder, quiet_s(self.folder))  # before the summary, which a process leaves behind
-        ended = (self.folder / "summary.json").exists()  # before the records, which are whole once it is there
+        # Abandoned comes first, as a process leaves its summary behind; then ended, as the records are whole by then.
+        abandoned = (self._follow or not is_done(self.folder)) and is_abandoned(self.folder, quiet_s(self.folder))
+        ended = is_done(self.folder)
         try:
             self.record = self._read("run.json", load_run, self.record)
             self.evaluations = self._read("evaluations.jsonl", read_evaluations, self.evaluations)
@@ -147,7 +150,8 @@ class Run:
         return str(self.settings.get("strategy", {}).get("name", ""))
 
     @property
-    def state(self) -> State:
+    def outcome(self) -> Outcome | None:
+        """Return how the run has ended; None while it is at work, or has not begun."""
         if self.ended:
             return "ended"
         outcome = None if self.start is None else self.start.outcome
@@ -155,8 +159,13 @@ class Run:
             return "failed"
         if outcome == "interrupted":
             return "interrupted"
-        if self.abandoned or (self.start is not None and self.start.ended is not None):
-            return "stopped"
+        return "stopped" if self.abandoned or (self.start is not None and self.start.ended is not None) else None
+
+    @property
+    def state(self) -> State:
+        """Return how the run has ended, or what it does, by its step records."""
+        if self.outcome is not None:
+            return self.outcome
         if len(self.steps.recent):
             return "training"
         return "waiting" if self.record is None else "starting"

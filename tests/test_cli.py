@@ -29,7 +29,7 @@ from hpcdist.config import JobConfig, describe, options_of
 from hpcdist.data import importers
 from hpcdist.errors import CheckpointError
 from hpcdist.parallel import schedules
-from hpcdist.records import load_summary
+from hpcdist.records import load_run, load_summary
 from hpcdist.session import world
 from hpcdist.tools import cli, completion
 from hpcdist.tools.slurm.spec import JobSpec
@@ -322,6 +322,23 @@ def test_a_folder_with_a_run_is_not_overwritten(hpcdist):
     status, out, err = hpcdist("train", TINY, *QUICK, "--output", "it")
     assert (status, out) == (1, "") and "--output must be a folder without records; got it, which holds a run." in err
     assert {path: path.read_bytes() for path in Path("it").rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_stops_early_says_so_and_names_the_best_checkpoint(hpcdist):
+    settings = ("stop.patience=1", "stop.metric=loss", "optimizer.lr=30.0", "schedule=none", "epochs=9")
+    arguments = ["train", TINY, *QUICK[:2], *(word for s in settings for word in ("--set", s)), "--output", "it"]
+    status, _, err = hpcdist(*arguments)
+    said, best = err.splitlines()
+    assert status == 0 and re.fullmatch(r"hpcdist: stopped early at step \d+: loss no better for 1 evaluation; .+", said)
+    newest = checkpoint.latest("it/checkpoints")
+    assert best == f"hpcdist: the best checkpoint by loss is {newest}" and load_run("it").settings["epochs"] == 9
+
+    status, _, err = hpcdist(*arguments, "--resume", "--set", "stop.patience=9", "--set", "checkpoint.best=false")
+    first, *_, best = err.splitlines()
+    assert status == 0 and first == f"hpcdist: going on from {newest}"
+    assert re.fullmatch(rf".*is {newest}(; [\d.]+ at step \d+ was better, and is not saved)?", best)
+    status, _, err = hpcdist(*arguments, "--resume", "--set", "seed=5")
+    assert status == 1 and err.startswith("hpcdist: error: settings must be those of") and "got seed 11 → 5." in err
 
 
 def test_resuming(hpcdist):

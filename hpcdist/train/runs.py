@@ -71,7 +71,7 @@ def train(
     make: Callable[..., Any] = Trainer,
     timeline: bool = False,
     allow_changes: bool = False,
-    environ: Mapping[str, str] = MappingProxyType({}),
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Path, Summary | None]:
     """Collective. Run a job to its end; return its folder and its summary, the same on all ranks.
 
@@ -83,7 +83,7 @@ def train(
         resume: go on from the newest whole checkpoint in `output`, or start anew if there is none.
         show: called with the strategy's name and the progress, on the first living rank.
         ends_at: when the job will be ended from outside, in seconds since 1970; None if never or unknown.
-        command, environ: the words of the command line, which the run's folder keeps, and this process's environment:
+        command, environment: the words of the command line, which the run's folder keeps, and this process's environment:
             by them the command is known that goes on with the run.
         make: makes the trainer, from the arguments of Trainer.
         timeline: write `timeline.json`, or `timeline-2.json`... if the run is resumed.
@@ -93,6 +93,8 @@ def train(
         ConfigError: a setting breaks its rule, the folder holds another run, or another process works in it; a resumed
             run would train with other settings than its checkpoint's.
     """
+    if allow_changes and not resume:
+        raise ConfigError("--resume must be given with --allow-changes; got none. It goes on with a run that is there.")
     with ExitStack() as until_the_end:
         until_the_end.enter_context(neighbours(job_path))  # the job's functions may import them later
         job, config = comm.together(lambda: specify(job_path, toml_path, overrides))
@@ -104,11 +106,10 @@ def train(
         if resume and config.parallel.measures:
             config = _with_saved_cut(comm, config, Path(config.checkpoint.folder or folder / "checkpoints"))
         trainer = make(job, config, comm, folder, report, ends_at=ends_at, listens=comm.trace.virtual is None)
-        newest = _newest(comm, trainer.checkpoints) if resume else None
-        changed = {} if newest is None else _require_unchanged(trainer, *newest, allow_changes)
+        newest, changed = _newest(trainer, allow_changes) if resume else (None, {})
         write_down(trainer, job_path, command, newest, changed)
         leads = comm.rank == comm.failures.living[0]
-        interruption = Interruption(folder, trainer.checkpoints, command, environ, comm.size)
+        interruption = Interruption(folder, trainer.checkpoints, command, environment, comm.size)
         if trainer.leaving is not None and leads:
             trainer.leaving.heard = interruption.heard
         try:
@@ -238,25 +239,30 @@ def _with_saved_cut(comm: Communicator, config: JobConfig, checkpoints: Path) ->
     return config.with_cut(tuple(sizes)) if sizes and len(sizes) == stages else config
 
 
-def _newest(comm: Communicator, checkpoints: Path) -> tuple[Path, checkpoint.Manifest] | None:
-    """Collective. Find the newest checkpoint that all ranks can read."""
+def _newest(trainer: Trainer, allow_changes: bool) -> tuple[tuple[Path, checkpoint.Manifest] | None, Changes]:
+    """Collective. Find the newest checkpoint that all ranks can read, and what has changed since, also their number.
+
+    Raises:
+        ConfigError: settings have changed, and may not.
+    """
+    comm, checkpoints = trainer.comm, trainer.checkpoints
     found = checkpoint.latest_together(comm, checkpoints)
-    if comm.rank == 0:
-        _logger.info(f"going on from {found[0]}" if found else f"no checkpoint in {checkpoints} yet: starting anew")
-    return found
-
-
-def _require_unchanged(trainer: Trainer, path: Path, manifest: checkpoint.Manifest, allowed: bool) -> Changes:
-    """Return what has changed since a checkpoint, also the number of ranks; raise ConfigError if that is refused."""
+    if found is None:
+        if comm.rank == 0:
+            _logger.info(f"no checkpoint in {checkpoints} yet: starting anew")
+        return None, {}
+    path, manifest = found
     changed = changes_since(manifest.meta, trainer)
-    if changed and not allowed:
+    if changed and not allow_changes:
         raise ConfigError(
             f"settings must be those of {path} to go on from it; got {describe_changes(changed)}. Add --allow-changes "
             "to go on with the new values, or start another run."
         )
-    if manifest.ranks != trainer.comm.size:
-        changed["ranks"] = (manifest.ranks, trainer.comm.size)
-    return changed
+    if comm.rank == 0:
+        _logger.info(f"going on from {path}")
+    if manifest.ranks != comm.size:
+        changed["ranks"] = (manifest.ranks, comm.size)
+    return found, changed
 
 
 # --- provenance -------------------------------------------------------------------------------------------------------

@@ -251,6 +251,7 @@ def _require_plain(config: JobConfig, name: str) -> None:
     step = inspect.signature(optimizers()[config.optimizer.name].step).parameters.get("closure")
     wrong = {
         "on_nonfinite must be stop": config.on_nonfinite != "stop",
+        "stop.patience must be none": config.stop.patience is not None,
         "checkpoint.every_steps must be 0": config.checkpoint.every_steps > 0,
         "optimizer.name must be one that needs no closure": step is not None and step.default is step.empty,
     }

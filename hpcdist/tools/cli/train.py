@@ -62,7 +62,7 @@ def train(
         command=sys.argv,
         timeline=timeline,
         allow_changes=allow_changes,
-        environ=os.environ,
+        environment=os.environ,
     )
     if summary is None:
         raise typer.Exit(LEFT)
@@ -70,5 +70,7 @@ def train(
         console.result(folder, summary)
         if summary.stopped_early is not None:
             console.note(summary.stopped_early)
-        if summary.best is not None and summary.best.checkpoint is not None:
-            console.note(f"the best checkpoint by {summary.best.metric} is {summary.best.checkpoint}")
+        if (best := summary.best) is not None and best.checkpoint is not None:
+            better = f"; {best.value:.4g} at step {best.step} was better, and is not saved"
+            saved = best.checkpoint.endswith(f"{best.step:08d}")
+            console.note(f"the best checkpoint by {best.metric} is {best.checkpoint}{'' if saved else better}")

@@ -275,7 +275,7 @@ def _notes(run: Run, steps: Steps, skipped: int) -> list[str]:
         for text, is_so in (
             ("it has stopped without a summary: it failed, was killed, or left early; --resume goes on with it",
              run.state == "stopped"),
-            ((run.failure or "").replace(":\n", ": ").replace("\n", " | "), run.state == "failed"),
+            ((run.failure or "").replace(":\n", ": ").replace("\n", " | "), run.state in ("failed", "interrupted")),
             (run.damage or "", run.damage is not None),
             (f"no rank has written a record for {duration(max(0.0, silent_s))}: see the run's own messages",
              silent_s > SILENT_S and run.state == "training"),

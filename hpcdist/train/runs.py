@@ -83,8 +83,8 @@ def train(
         resume: go on from the newest whole checkpoint in `output`, or start anew if there is none.
         show: called with the strategy's name and the progress, on the first living rank.
         ends_at: when the job will be ended from outside, in seconds since 1970; None if never or unknown.
-        command, environment: the words of the command line, which the run's folder keeps, and this process's environment:
-            by them the command is known that goes on with the run.
+        command, environment: words of the command line, which the run's folder keeps, and this process's environment;
+            both make the command that goes on with the run.
         make: makes the trainer, from the arguments of Trainer.
         timeline: write `timeline.json`, or `timeline-2.json`... if the run is resumed.
         allow_changes: go on also with other settings than those of the checkpoint.

@@ -49,6 +49,8 @@ class Trainer:
         ends_at: when the job will be ended from outside, in seconds since 1970, so that the run leaves before; None if
             never, or if only another rank knows.
         listens: leave on a signal, or before `ends_at`.
+        judge: called on the first living rank after each evaluation but the last; a text ends the run there, and says
+            why.
     """
 
     def __init__(
@@ -61,8 +63,9 @@ class Trainer:
         *,
         ends_at: float | None = None,
         listens: bool = False,
+        judge: Callable[[], str | None] | None = None,
     ):
-        self.job, self.comm, self.output = job, comm, output
+        self.job, self.comm, self.output, self._judge = job, comm, output, judge
         session.init(
             comm=comm,
             deadline_s=config.deadline_s,
@@ -164,7 +167,7 @@ class Trainer:
         self.milestones.look(self.log.train_s)
         self.log.open(first_step=self.strategy.steps + 1)
         self.standing.add(self.log.earlier)
-        self.milestones.stopped = self.standing.stops
+        self.milestones.stopped = self.standing.reason
         self._saving = Saving(self.config, self.leaving)
         try:
             with self.leaving or nullcontext():
@@ -256,8 +259,14 @@ class Trainer:
         self._evaluate_noted()
         self.log.write_evaluation()
         self.standing.add([(self.position.step, self.log.metrics)])
-        self.milestones.stopped = self.standing.stops
+        self.milestones.stopped = self.standing.reason
+        if self._judge is not None and not self.milestones.ended:
+            self.milestones.stopped = self._surviving(self._judged)
         self._evaluate_s = self.comm.now() - start
+
+    def _judged(self) -> str | None:
+        judge, leader = cast(Callable[[], str | None], self._judge), self.comm.failures.living[0]
+        return self.comm.gather(self.comm.together(lambda: judge() if self.comm.rank == leader else None))[leader]
 
     def _evaluate(self) -> None:
         self._require_finite()
@@ -355,7 +364,8 @@ class Trainer:
         pending = torch.tensor([self.strategy.records.pending() if self.replica.speaks else 0])
         self.comm.allreduce(pending)
         self.comm.barrier()  # all records are in the files
-        stopped = f"stopped early at step {self.position.step}: {self.standing}" if self.milestones.stopped else None
+        reason = self.milestones.stopped
+        stopped = None if reason is None else f"stopped early at step {self.position.step}: {reason}"
         return self.log.summarise(
             sha256, int(pending), workers=len(self.workers), cut=list(self.replica.cut), best=self._best(),
             stopped_early=stopped,

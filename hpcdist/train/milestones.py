@@ -20,11 +20,12 @@ class Milestones:
 
     Attributes:
         global_batch: samples of a step, on all ranks together.
-        stopped: the run ends here, whatever its limits.
+        stopped: the reason to end earlier; None to go on.
     """
 
     def __init__(self, config: JobConfig, comm: Communicator, position: Position, n_samples: int):
-        self.n_samples, self.global_batch, self.stopped = n_samples, 1, False
+        self.n_samples, self.global_batch = n_samples, 1
+        self.stopped: str | None = None
         self._config, self._comm, self._position = config, comm, position
         self._seconds = 0.0  # of training, as all ranks know it
         self._unlooked = 1  # steps until they look at the clock again
@@ -44,7 +45,7 @@ class Milestones:
             (self.samples, budget.samples),
             (self._seconds, budget.seconds),
         )
-        return self.stopped or any(limit is not None and done >= limit for done, limit in limits)
+        return self.stopped is not None or any(limit is not None and done >= limit for done, limit in limits)
 
     @property
     def steps(self) -> int | None:

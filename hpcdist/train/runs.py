@@ -9,6 +9,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -72,6 +73,7 @@ def train(
     timeline: bool = False,
     allow_changes: bool = False,
     environment: Mapping[str, str] = MappingProxyType({}),
+    judge: Callable[[Path], str | None] | None = None,
 ) -> tuple[Path, Summary | None]:
     """Collective. Run a job to its end; return its folder and its summary, the same on all ranks.
 
@@ -88,6 +90,8 @@ def train(
         make: makes the trainer, from the arguments of Trainer.
         timeline: write `timeline.json`, or `timeline-2.json`... if the run is resumed.
         allow_changes: go on also with other settings than those of the checkpoint.
+        judge: called with the run's folder, on the first living rank, after each evaluation but the last; a text ends
+            the run there, and the summary's `stopped_early` says it.
 
     Raises:
         ConfigError: a setting breaks its rule, the folder holds another run, or another process works in it; a resumed
@@ -105,7 +109,8 @@ def train(
         report = None if show is None else lambda progress: show(config.strategy.name, progress)
         if resume and config.parallel.measures:
             config = _with_saved_cut(comm, config, Path(config.checkpoint.folder or folder / "checkpoints"))
-        trainer = make(job, config, comm, folder, report, ends_at=ends_at, listens=comm.trace.virtual is None)
+        judged, listens = None if judge is None else partial(judge, folder), comm.trace.virtual is None
+        trainer = make(job, config, comm, folder, report, ends_at=ends_at, listens=listens, judge=judged)
         newest, changed = _newest(trainer, allow_changes) if resume else (None, {})
         write_down(trainer, job_path, command, newest, changed)
         leads = comm.rank == comm.failures.living[0]

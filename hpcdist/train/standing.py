@@ -50,9 +50,9 @@ class Standing:
         return None if not self.steps else (self.steps[0], dict(self._evaluations)[self.steps[0]])
 
     @property
-    def stops(self) -> bool:
-        """Whether so many evaluations were no better as `stop.patience` says."""
-        return self._patience is not None and self._waited >= self._patience
+    def reason(self) -> str | None:
+        """Return why the run ends: as many evaluations were no better as `stop.patience` says; else None."""
+        return str(self) if self._patience is not None and self._waited >= self._patience else None
 
     @property
     def _waited(self) -> int:

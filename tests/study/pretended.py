@@ -20,6 +20,12 @@ class PretendedRuns:
     def __init__(self, *failing: str):
         self.failing, self.made = failing, []
 
+    def __enter__(self) -> PretendedRuns:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        pass
+
     def make(self, run: PlannedRun, folder: Path) -> None:
         self.made.append(run.folder)
         if run.name in self.failing:

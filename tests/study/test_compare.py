@@ -23,12 +23,11 @@ from hpcdist.config.merge import as_flags
 from hpcdist.errors import ConfigError, DataError, RunError, UnknownNameError
 from hpcdist.records import Evaluation, RecordWriter, StepRecord, append_evaluation, load_summary, record_path
 from hpcdist.tools import baselines, cli
-from hpcdist.tools.compare import folder, launchers, run_all
+from hpcdist.tools.compare import folder, run_all, sweep
 from hpcdist.tools.compare.comparison import Comparison, search_within
 from hpcdist.tools.compare.launchers import MpiLauncher, find_launcher, ranks_environment
 from hpcdist.tools.compare.plan import Declaration, PlannedRun, SweepDeclaration
 from hpcdist.tools.compare.run_all import missing
-from hpcdist.tools.compare.sweep import Sweep
 from hpcdist.tools.report import wording
 from hpcdist.tools.runs import COMPARISON, FAILURE
 from study import evidence, pretended
@@ -49,7 +48,7 @@ DECLARED = Declaration(
 )
 
 SWEPT = SweepDeclaration(
-    job=str(JOB), job_sha256="", strategy="allreduce", over=("batch_size=8,16",), points=0, ranks=1, metric="loss"
+    job=str(JOB), job_sha256="", strategy="allreduce", over=("batch_size=8,16",), trials=2, ranks=1, metric="loss"
 )
 
 
@@ -108,10 +107,10 @@ def test_what_cannot_run_is_left_out_with_a_sentence(tmp_path, monkeypatch):
     assert others == [f"horovod is left out on {ranks} ranks: It is not there." for ranks in (2, 5)]
 
 
-@pytest.mark.parametrize("plan", [Comparison, Sweep])
+@pytest.mark.parametrize("plan", [Comparison, sweep.Sweep])
 def test_a_folder_that_cannot_be_made_is_refused(plan, tmp_path):
     (tmp_path / "taken").touch()
-    made = plan(SWEPT if plan is Sweep else DECLARED, tmp_path / "taken" / "below")
+    made = plan(SWEPT if plan is sweep.Sweep else DECLARED, tmp_path / "taken" / "below")
     with pytest.raises(ConfigError, match="--output must be a folder that can be made; got .*taken/below .Not a dir"):
         run_all.make(made, pretended.launchers(PretendedRuns()))
 
@@ -310,17 +309,6 @@ def test_a_terminal_shows_the_current_runs_loss_and_metrics(tmp_path, monkeypatc
         assert shown._lines.plain == "" and shown._bar.tasks[0].completed == 1
 
 
-def test_a_run_that_goes_on_after_its_summary_is_shown_as_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    run = PlannedRun("allreduce", "strategy", 2, 0, (), "runs/a")
-    PretendedRuns().make(run, tmp_path)
-    with run_all.shown("runs", 1) as shown:
-        shown.begin(run, tmp_path)
-        append_evaluation(tmp_path, Evaluation(9, 0, 900, 9.0, {"accuracy": 0.25}))
-        shown.look()
-        assert shown._lines.plain == "allreduce, 2 ranks, seed 0: accuracy 0.2500"
-
-
 def test_a_terminal_shows_all_runs_that_are_made_at_the_same_time(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     runs = [PlannedRun("allreduce", "strategy", 2, seed, (), f"runs/{seed}") for seed in range(10)]
@@ -409,6 +397,7 @@ def test_wrong_arguments(arguments, message, tmp_path, monkeypatch):
         (["--output", "new", "--over", "batch_size=8"], "JOB must be given to begin a sweep; got none"),
         (["--output", "new"], "JOB must be given where there is no sweep to go on with; got none, .* holds none"),
         ([JOB], "--over must be given to begin a sweep; got none. Such as --over batch_size=16,32"),
+        ([JOB, "--over", "batch_size=8", "--network", "1us,1Gbit/s"], "--virtual must be given with --network"),
     ],
 )
 def test_wrong_arguments_of_a_sweep(arguments, message, tmp_path, monkeypatch):
@@ -420,14 +409,29 @@ def test_wrong_arguments_of_a_sweep(arguments, message, tmp_path, monkeypatch):
 
 def test_a_sweep_goes_on_by_its_folder_alone(tmp_path, monkeypatch):
     made = PretendedRuns()
-    monkeypatch.setattr(launchers, "mpi_launchers", lambda *given: pretended.launchers(made))
+    monkeypatch.setattr(sweep, "mpi_launchers", lambda *given, **shares: pretended.launchers(made))
     monkeypatch.setattr(run_all, "find_spec", lambda name: None)  # no report: it takes seconds
     out = ("--output", tmp_path / "out")
-    assert hpcdist("sweep", JOB, "--over", "batch_size=8,16", "--grid", *out) == 0 and len(made.made) == 2
+    command = ("sweep", JOB, "--over", "batch_size=8,16", "--sampler", "grid", "--jobs", 2, *out)
+    assert hpcdist(*command) == 0 and len(made.made) == 2
     (tmp_path / "out" / made.made[0] / "summary.json").unlink()
     assert hpcdist("sweep", *out) == 0 and made.made[2:] == made.made[:1]
     with pytest.raises(ConfigError, match="another thing: `hpcdist sweep --output .*out` goes on with it"):
         hpcdist("compare", *out)
+
+
+def test_a_sweep_runs_on_virtual_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_all, "find_spec", lambda name: None)
+    data = f"data.path={json.dumps(str(tmp_path / 'digits.h5'))}"
+    given = ("--over", "batch_size=8,16", "--sampler", "grid", "--budget", "samples=320", "--set", data)
+    out = ("--output", tmp_path / "out")
+    compute = ("--virtual", "--compute", "10ms", "--jobs", 1, "--ranks", 2)
+    assert hpcdist("sweep", JOB, *given, *compute, *out) == 0
+    trials = json.loads((tmp_path / "out" / "sweep.json").read_text())["trials"]
+    found = [load_summary(tmp_path / "out" / trial["folders"][0]) for trial in trials]
+    assert [summary.wall_s for summary in found] == [pytest.approx(0.1, rel=0.1)] * 2  # as many samples
+    with pytest.raises(ConfigError, match="--slurm and --launcher must be left out with virtual ranks; got one"):
+        hpcdist("sweep", "--launcher", "mpirun -n", *out)
 
 
 def test_settings_of_a_file_become_flags_which_mean_the_same(tmp_path):

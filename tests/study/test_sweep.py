@@ -1,82 +1,89 @@
-"""A sweep: its points, what is refused, and halving, with runs that pretend."""
+"""A sweep: its space, what is refused, and its trials, with runs that pretend and with virtual ranks."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import sys
+import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import load
-from hpcdist.errors import ConfigError
-from hpcdist.tools.compare import folder
-from hpcdist.tools.compare.plan import Declaration, SweepDeclaration
-from hpcdist.tools.compare.sweep import Sweep, points, read_axis
-from hpcdist.tools.runs import COMPARISON
-from study.pretended import PretendedRuns, runner
+from hpcdist.errors import ConfigError, RunError, UnknownNameError
+from hpcdist.records import load_summary, read_evaluations
+from hpcdist.tools.compare import folder, trial, trials
+from hpcdist.tools.compare.launchers import MpiLauncher, ranks_environment, share_cores
+from hpcdist.tools.compare.plan import Declaration, PlannedRun, SweepDeclaration
+from hpcdist.tools.compare.run_all import Runner
+from hpcdist.tools.compare.space import grid, read_axis
+from hpcdist.tools.compare.sweep import FILE_NAME, Sweep
+from hpcdist.tools.compare.trials import CUT, Trials
+from hpcdist.tools.runs import COMPARISON, FAILURE
+from study.pretended import PretendedRuns, launchers, runner
 
 DECLARED = SweepDeclaration(
     job=str(Path(__file__).parents[2] / "jobs" / "digits.py"),
     job_sha256="0",
     strategy="softsync:splits=1",
     over=("optimizer.lr=0.001..0.128:log:8", "batch_size=16"),
-    points=0,
+    trials=8,
     ranks=2,
+    sampler="grid",
     metric="accuracy",
 )
 
 
+# --- the space --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("text", "grid"),
+    ("text", "values"),
     [
         ("batch_size=16, 32", ("16", "32")),
         ("optimizer.lr=0.01..1:log:3", ("0.01", "0.1", "1")),
         ("optimizer.lr=1e-4..1e-2:log:3", ("0.0001", "0.001", "0.01")),
         ("strategy.period=1..4:4", ("1", "2", "3", "4")),
         ("model.width=1..3:9", ("1", "2", "3")),
-        ("optimizer.momentum=0..0.5:2", ("0", "0.5")),
+        ("optimizer.momentum=-.5..0.5:2", ("-0.5", "0.5")),
     ],
 )
-def test_a_grid_has_the_values_listed_or_so_many_of_a_range(text, grid):
-    assert read_axis(text).grid() == grid
+def test_an_axis_has_the_values_listed_or_so_many_of_a_range(text, values):
+    assert read_axis(text).values == values
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("batch_size", "--over must be KEY=A,B,C or KEY=LOW..HIGH"),
+        ("=1,2", "--over must be KEY=A,B,C or KEY=LOW..HIGH"),
+        ("batch_size=1,,2", "--over must be KEY=A,B,C or KEY=LOW..HIGH"),
         ("lr=1..0.1", "--over lr must be LOW..HIGH with two numbers, of which the first is the smaller one"),
         ("lr=0..1:log", "above 0 with :log"),
         ("lr=a..b", "two numbers"),
-        ("lr=0.1..1", "--over lr must list values, or say how many of a range, for a grid"),
+        ("lr=0.1..1:1", "at least 2 POINTS"),
+        ("lr=0.1..1", "--over lr must list values, or count those of a range, for --sampler grid; got a range"),
     ],
 )
 def test_wrong_values_are_refused(text, message):
     with pytest.raises(ConfigError, match=message):
-        read_axis(text).grid()
+        grid([read_axis(text)])
 
 
-def test_random_points_lie_in_their_ranges_are_different_and_always_the_same():
-    declared = replace(DECLARED, points=20, over=("optimizer.lr=0.01..1:log", "batch_size=8..12"))
-    found = points(declared)
-    assert found == points(declared) and len(found) == 20 == len(set(found))
-    drawn = [load({}, None, settings) for settings in found]
-    assert {point["batch_size"] for point in drawn} <= set(range(8, 13))
-    assert 4 < sum(point["optimizer"]["lr"] < 0.1 for point in drawn) < 16
-    assert len(points(replace(declared, over=("batch_size=8,16",)))) == 2, "there are no more"
-
-
-def test_a_sweep_makes_each_run_once_and_shows_the_best_first(tmp_path):
+# --- trials -----------------------------------------------------------------------------------------------------------
+def test_a_grid_makes_each_run_once_and_shows_the_best_first(tmp_path):
     declared, first = replace(DECLARED, seeds=2), PretendedRuns()
     sweep = Sweep(declared, tmp_path)
     assert sweep.make(runner(tmp_path, first)) == [] and len(first.made) == 16
-    table = sweep.table()
-    assert table[0] == {"optimizer.lr": "0.008", "batch_size": "16", "samples": 200, "accuracy": pytest.approx(0.905)}
+    best = {"trial": 3, "optimizer.lr": "0.008", "batch_size": "16", "samples": 200, "accuracy": pytest.approx(0.905)}
+    assert sweep.table()[0] == {**best, "state": "complete"}
     again = PretendedRuns()
     assert Sweep(declared, tmp_path).make(runner(tmp_path, again)) == [] and again.made == []
     found = json.loads((tmp_path / COMPARISON).read_text())
-    assert len(found["runs"]) == 16 and found["runs"][0]["name"].startswith("optimizer.lr=")
+    assert len(found["runs"]) == 16 and found["runs"][0]["name"] == "optimizer.lr=0.001, batch_size=16"
     with pytest.raises(ConfigError, match="seeds: 2 against 1 now"):
         Sweep(DECLARED, tmp_path)
     with pytest.raises(ConfigError, match="JOB must be given where there is no comparison to go on with"):
@@ -84,32 +91,219 @@ def test_a_sweep_makes_each_run_once_and_shows_the_best_first(tmp_path):
     assert folder.declared_in(tmp_path, SweepDeclaration) == declared
 
 
-def test_a_point_that_fails_is_last(tmp_path):
-    failing = "optimizer.lr=0.008, batch_size=16"
-    sweep = Sweep(DECLARED, tmp_path)
-    (failed,) = sweep.make(runner(tmp_path, PretendedRuns(failing)))
-    assert failed.name == failing and sweep.table()[-1]["accuracy"] is None
-
-
-def test_halving_gives_the_whole_budget_to_the_best(tmp_path):
-    over = ("optimizer.lr=0.001..0.256:log:9", "batch_size=16")
-    declared, first = replace(DECLARED, over=over, halving=True, budget={"samples": 16 * 90}), PretendedRuns()
-    sweep = Sweep(declared, tmp_path)
-    assert sweep.rungs() == [9, 3, 1]
-    steps = {part: load({}, None, sweep.plan(sweep.cells[:1], part)[0].overrides) for part in sweep.rungs()}
-    assert [steps[part]["budget"] for part in sweep.rungs()] == [{"steps": 10}, {"steps": 30}, {"steps": 90}]
-    assert {found["checkpoint"]["every_steps"] for found in steps.values()} == {10}, "each rung ends with one"
-    sweep.make(runner(tmp_path, first))
-    assert len(first.made) == 13 and len(set(first.made)) == 9
-    table = sweep.table()
-    assert table[0]["optimizer.lr"] == "0.008" and [row["samples"] for row in table] == [9000, 3000, 3000, *[1000] * 6]
-    assert len(json.loads((tmp_path / COMPARISON).read_text())["runs"]) == 1, "the others have another budget"
+def test_the_folder_tells_the_space_and_each_trial(tmp_path):
+    declared = replace(DECLARED, over=("optimizer.lr=0.001..0.1:log", "batch_size=8,16"), sampler="random", trials=3)
+    Sweep(declared, tmp_path).write()
+    failing = ", ".join(Trials(tmp_path, declared).begin(0))
+    Sweep(declared, tmp_path).make(runner(tmp_path, PretendedRuns(failing)))
+    found = json.loads((tmp_path / FILE_NAME).read_text())
+    assert (found["sampler"], found["pruner"], found["metric"], found["ranks"]) == ("random", "none", "accuracy", 2)
+    lr, batch = found["space"]
+    assert (lr["key"], lr["low"], lr["high"], lr["log"]) == ("optimizer.lr", 0.001, 0.1, True)
+    assert batch["values"] == ["8", "16"]
+    failed, second, _ = found["trials"]
+    assert (failed["state"], failed["value"], failed["samples"]) == ("failed", None, None)
+    assert second["state"] == "complete" and second["folders"] == ["runs/trial-001-r2-s0"] and second["samples"] == 200
+    assert second["value"] == pytest.approx(
+        0.9 - abs(math.log2(float(second["settings"]["optimizer.lr"]) / 0.008)) / 10
+    )
+    assert Sweep(declared, tmp_path).table()[-1]["state"] == "failed"
     again = PretendedRuns()
-    assert Sweep(declared, tmp_path).make(runner(tmp_path, again)) == [] and again.made == []
+    assert Sweep(declared, tmp_path).make(runner(tmp_path, again)) == []
+    assert again.made == ["runs/trial-000-r2-s0"] and not (tmp_path / again.made[0] / FAILURE).exists()
 
 
-def test_halving_needs_a_budget_and_points_are_checked_before_anything_runs(tmp_path):
-    with pytest.raises(ConfigError, match="--halving must have a --budget of samples or steps; got none"):
-        Sweep(replace(DECLARED, halving=True), tmp_path)
-    with pytest.raises(ConfigError, match="batch_size must be an integer"):
-        Sweep(replace(DECLARED, over=("batch_size=16,many",)), tmp_path)
+def test_random_settings_lie_in_their_ranges_and_are_always_the_same(tmp_path):
+    over = ("optimizer.lr=0.01..1:log", "batch_size=8..12")
+    drawn = []
+    for name in ("one", "other"):
+        sweep = Sweep(replace(DECLARED, trials=20, over=over, sampler="random"), tmp_path / name)
+        sweep.write()
+        own = Trials(tmp_path / name, sweep.declared)
+        drawn.append([own.begin(number) for number in (range(20) if name == "one" else reversed(range(20)))])
+    assert drawn[0] == drawn[1][::-1] and len(set(drawn[0])) == 20
+    found = [load({}, None, settings) for settings in drawn[0]]
+    assert {point["batch_size"] for point in found} <= set(range(8, 13))
+    assert 4 < sum(point["optimizer"]["lr"] < 0.1 for point in found) < 16
+
+
+def test_tpe_learns_from_the_runs_before_also_after_an_interruption(tmp_path):
+    class Interrupted(PretendedRuns):
+        def make(self, run, folder):
+            if len(self.made) == 15:
+                (folder / "checkpoints").mkdir()
+                raise KeyboardInterrupt
+            super().make(run, folder)
+
+    declared = replace(DECLARED, over=("optimizer.lr=0.0001..1:log",), sampler="tpe", trials=30)
+    first, rest = Interrupted(), PretendedRuns()
+    with pytest.raises(KeyboardInterrupt):
+        Sweep(declared, tmp_path).make(runner(tmp_path, first))
+    sweep = Sweep(declared, tmp_path)
+    assert sweep.make(runner(tmp_path, rest)) == [] and len(rest.made) == 15
+    assert rest.made[0] == "runs/trial-015-r2-s0" and (tmp_path / rest.made[0] / "checkpoints").exists(), "it goes on"
+    rates = [float(row["optimizer.lr"]) for row in sorted(sweep.table(), key=lambda row: row["trial"])]
+
+    def near(rates: list[float]) -> int:
+        return sum(abs(math.log2(rate / 0.008)) < 2 for rate in rates)
+
+    assert near(rates[20:]) >= 5 > near(rates[:10])
+
+
+def test_processes_draw_a_trials_settings_once(tmp_path):
+    declared = replace(DECLARED, over=("optimizer.lr=0.01..1:log",), sampler="tpe", seeds=4)
+    Sweep(declared, tmp_path).write()
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(Trials(tmp_path, declared).begin(2))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and len(set(found)) == 1
+
+
+def test_a_run_without_a_number_as_its_result_has_failed_and_is_not_made_again(tmp_path):
+    class Diverging(PretendedRuns):
+        def make(self, run, folder):
+            super().make(run, folder)
+            path = folder / "summary.json"
+            path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": {"accuracy": math.nan}}))
+
+    sweep = Sweep(replace(DECLARED, over=("batch_size=16",)), tmp_path)
+    sweep.make(runner(tmp_path, Diverging()))
+    assert json.loads((tmp_path / FILE_NAME).read_text())["trials"][0]["state"] == "failed"
+    again = PretendedRuns()
+    assert Sweep(sweep.declared, tmp_path).make(runner(tmp_path, again)) == [] and again.made == []
+
+
+# --- pruning, on virtual ranks ----------------------------------------------------------------------------------------
+class VirtualRuns:
+    """Makes the runs of a sweep on virtual ranks, in this process."""
+
+    def make(self, run: PlannedRun, folder: Path) -> None:
+        run_virtual(lambda comm: trial.train(comm, folder), run.ranks)
+
+
+@pytest.mark.parametrize(("pruner", "strategy"), [("asha", "allreduce"), ("median", "softsync:splits=1")])
+def test_a_pruner_cuts_runs_of_poor_settings_on_all_ranks_at_the_same_step(pruner, strategy, tmp_path):
+    declared = replace(
+        DECLARED, over=("optimizer.lr=0.01,0.02,0.005,0.03,0.015,1e-7,1e-6",), budget={"samples": 1440}, evaluations=9,
+        pruner=pruner, strategy=strategy, settings=(f"data.path={json.dumps(str(tmp_path / 'digits.h5'))}",),
+    )  # fmt: skip
+    sweep = Sweep(declared, tmp_path)
+    assert sweep.make(Runner(tmp_path, launchers(VirtualRuns()))) == [], "a run that was cut is no failure"
+    table = {float(row["optimizer.lr"]): row for row in sweep.table()}
+    for rate in (1e-7, 1e-6):
+        row = table[rate]
+        run = tmp_path / "runs" / f"trial-{row['trial']:03}-r2-s0"
+        assert row["state"] == "cut" and row["samples"] < 1440 and load_summary(run).stopped_early.endswith(CUT)
+        (evaluation,) = read_evaluations(run)
+        assert row["accuracy"] == evaluation.metrics["accuracy"]
+    assert table[max(rate for rate, row in table.items() if row["state"] == "complete")]["samples"] >= 1440
+    states = [row["state"] for row in sweep.table()]
+    assert states == sorted(states, key=("complete", "cut").index)
+
+
+def test_a_run_that_was_interrupted_is_judged_again(tmp_path):
+    declared = replace(
+        DECLARED, over=("optimizer.lr=0.01,1e-7",), budget={"samples": 960}, evaluations=3, pruner="asha",
+        settings=(f"data.path={json.dumps(str(tmp_path / 'digits.h5'))}",),
+    )  # fmt: skip
+    sweep = Sweep(declared, tmp_path)
+    sweep.make(Runner(tmp_path, launchers(VirtualRuns())))
+    cut = tmp_path / "runs" / "trial-001-r2-s0"
+    own = Trials(tmp_path, declared)
+    assert own.all()[1].state == "cut" and load_summary(cut).stopped_early.endswith(CUT)
+    open_again = Sweep(declared, tmp_path / "again")
+    open_again.write()
+    run = tmp_path / "again" / "runs" / "trial-000-r2-s0"
+    own = Trials(tmp_path / "again", declared)
+    own.begin(0)
+    run.mkdir(parents=True)
+    (run / "evaluations.jsonl").write_bytes((tmp_path / "runs" / "trial-000-r2-s0" / "evaluations.jsonl").read_bytes())
+    assert own.judge(0, run) is None and own.judge(0, run) is None
+
+
+def test_a_runs_folder_must_be_a_sweeps(tmp_path):
+    with pytest.raises(ConfigError, match="--output must be the folder of a run of `hpcdist sweep`; got"):
+        trials.of_folder(tmp_path / "runs" / "it")
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pruner": "asha", "seeds": 2, "budget": {"samples": 9000}}, "--seeds must be 1 with --pruner asha"),
+        (
+            {"pruner": "asha", "budget": {"seconds": 9}},
+            "--pruner must be none where runs have fewer than 3 evaluations",
+        ),
+        ({"over": ("batch_size=16,many",)}, "batch_size must be an integer"),
+        ({"over": ("batch_sise=16",)}, "Did you mean 'batch_size'"),
+        ({"metric": "acuracy"}, "metric must be one of accuracy, loss; got 'acuracy'"),
+    ],
+)
+def test_a_sweep_is_checked_before_anything_runs(change, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        Sweep(replace(DECLARED, **change), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("option", ["sampler", "pruner"])
+def test_unknown_names_are_refused(option, tmp_path):
+    with pytest.raises(UnknownNameError, match=f"--{option} must be one of .*; got 'tpee'"):
+        Sweep(replace(DECLARED, **{option: "tpee"}), tmp_path)
+
+
+def test_without_optuna_it_is_said_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(trials, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"hpcdist sweep must have Optuna; .* Run: pip install 'hpcdist\[sweep\]'"):
+        Sweep(DECLARED, tmp_path)
+
+
+# --- several runs at once ---------------------------------------------------------------------------------------------
+def test_runs_at_the_same_time_have_cores_of_their_own(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda who: set(range(8)))
+    assert share_cores(None, 2) == [{0, 1}, {2, 3}, {4, 5}, {6, 7}] and share_cores(None, 16) == [set(range(8))]
+    assert share_cores(2, 2) == [{0, 1, 2, 3}, {4, 5, 6, 7}] and share_cores(16, 1)[8:] == share_cores(8, 1)
+    several = ranks_environment({}, 1, 2, 2, jobs=2)
+    assert several["PRTE_MCA_hwloc_default_binding_policy"] == "none" and len(ranks_environment({}, 1, 2, 2)) == 1
+
+
+def test_an_interruption_ends_all_runs_that_are_under_way(tmp_path):
+    script = tmp_path / "launch.py"
+    script.write_text("import sys, time\nopen(sys.argv[-1] + '/begun', 'w')\ntime.sleep(600)")
+    launcher = MpiLauncher("job.py", [sys.executable, str(script)], os.environ, shares=share_cores(2, 1))
+    runs = [PlannedRun(str(n), "strategy", 1, n, (), f"runs/{n}", judged=True) for n in range(3)]
+    making = Runner(tmp_path, {"strategy": launcher}, 2)
+
+    class Done(Exception):
+        pass
+
+    def enough() -> None:
+        while len(list(tmp_path.glob("runs/*/begun"))) < 2:
+            threading.Event().wait(0.01)
+
+    def make() -> None:
+        with suppress(KeyboardInterrupt):  # as which the interruption comes to the thread
+            making.run_all(runs)
+
+    with pytest.raises(Done), launcher:
+        thread = threading.Thread(target=make)
+        thread.start()
+        enough()
+        raise Done
+    thread.join()
+    assert not list(tmp_path.glob(f"runs/*/{FAILURE}")) and not (tmp_path / "runs" / "2").exists()
+
+
+def test_a_failing_run_does_not_stop_the_others(tmp_path):
+    class Failing(PretendedRuns):
+        def make(self, run, folder):
+            if run.seed % 2:
+                raise RunError("error: a rank has died")
+            super().make(run, folder)
+
+    runs = [PlannedRun("it", "strategy", 1, seed, (), f"runs/{seed}") for seed in range(9)]
+    failed = Runner(tmp_path, launchers(Failing()), 3).run_all(iter(runs))
+    assert sorted(run.seed for run in failed) == [1, 3, 5, 7]

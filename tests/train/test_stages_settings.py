@@ -10,12 +10,13 @@ import pytest
 from torch import nn
 
 from hpcdist.comm.virtual import run_virtual
-from hpcdist.config import JobConfig
+from hpcdist.config import JobConfig, load
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import load_summary
 from hpcdist.tools.compare.comparison import Comparison
 from hpcdist.tools.compare.plan import Declaration, SweepDeclaration, cells, runs
 from hpcdist.tools.compare.sweep import Sweep
+from hpcdist.tools.compare.trials import Trials
 from hpcdist.tools.simulate.cluster import ClusterConfig
 from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
 from hpcdist.tools.simulate.step_time import on_cluster
@@ -117,12 +118,17 @@ def test_a_sweep_over_stages_counts_the_samples_of_replicas(tmp_path):
         job="staged_job.py",
         strategy="allreduce",
         over=("parallel.stages=1,2,4",),
-        points=0,
+        trials=3,
         ranks=4,
+        sampler="grid",
         metric="accuracy",
-        budget={"steps": 2},
+        budget={"steps": 20},
+        evaluations=20,
     )
-    assert [cell.samples for cell in Sweep(declared, tmp_path / "sweep").cells] == [64, 32, 16]
+    trials = Trials(tmp_path / "sweep", declared)
+    runs = [trials.run(0, 0, (f"parallel.stages={stages}",)) for stages in (1, 2, 4)]
+    every = [load({}, None, run.overrides)["eval_every_samples"] for run in runs]
+    assert Sweep(declared, tmp_path / "sweep") and every == [64, 32, 16]
 
 
 def test_a_simulation_has_stages(tmp_path):

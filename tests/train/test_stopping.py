@@ -64,16 +64,16 @@ def test_a_run_that_goes_on_getting_better_does_not_stop(tmp_path):
 
 def test_which_evaluation_is_the_best():
     standing = Standing(tiny.job, JobConfig(stop={"patience": 2}))
-    assert standing.best is None and not standing.stops
+    assert standing.best is None and not standing.reason
     standing.add([(1, {"accuracy": math.nan}), (2, {"accuracy": 0.5}), (3, {"accuracy": 0.7}), (4, {"accuracy": 0.7})])
-    assert standing.best == (3, 0.7) and standing.steps == [3, 4, 2] and not standing.improved and not standing.stops
+    assert standing.best == (3, 0.7) and standing.steps == [3, 4, 2] and not standing.improved and not standing.reason
     standing.add([(4, {"accuracy": 0.9}), (5, {"accuracy": math.nan})])
-    assert standing.stops and str(standing) == "accuracy no better for 2 evaluations; best 0.7 at step 3"
+    assert standing.reason and str(standing) == "accuracy no better for 2 evaluations; best 0.7 at step 3"
     standing = Standing(tiny.job, JobConfig(stop={"patience": 1, "metric": "loss"}))
     standing.add([(1, {"loss": math.inf})])
-    assert standing.stops and str(standing) == "loss not finite for 1 evaluation"
+    assert standing.reason and str(standing) == "loss not finite for 1 evaluation"
     standing.add([(2, {"loss": 2.0}), (3, {"loss": 1.0})])
-    assert standing.best == (3, 1.0) and standing.improved and not standing.stops
+    assert standing.best == (3, 1.0) and standing.improved and not standing.reason
 
 
 def test_a_metric_that_the_job_does_not_have_is_refused():

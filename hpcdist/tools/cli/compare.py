@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from hpcdist.errors import ConfigError
-from hpcdist.tools import completion
+from hpcdist.errors import LEFT, ConfigError
+from hpcdist.tools import completion, console
 from hpcdist.tools.cli.base import Overrides, Target, read_counts, read_number, read_target
 from hpcdist.tools.compare.plan import Declaration, RunDeclaration, SweepDeclaration, read_budget
+
+if TYPE_CHECKING:
+    from hpcdist.tools.compare.run_all import RunPlan
 
 D = TypeVar("D", bound=RunDeclaration)
 app = typer.Typer()
@@ -51,6 +55,37 @@ Launcher = Annotated[
     typer.Option(metavar="COMMAND", help="Command that starts ranks: 'srun --mpi=pmix -n'. Default: mpirun -n."),
 ]
 Threads = Annotated[int, typer.Option(min=1, help="Threads of each process.")]
+Network = Annotated[
+    str | None,
+    typer.Option(metavar="LATENCY,BANDWIDTH", help="Speed of each link, as 50us,1Gbit/s. Default: 20us,10Gbit/s."),
+]
+Compute = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Time of a step: SECONDS, jitter:SECONDS,CV, exponential:SECONDS, straggler:RANK,FACTOR,SECONDS, "
+        "slow:PART,FACTOR,SECONDS. Default: measured here.",
+    ),
+]
+Cluster = Annotated[
+    Path | None, typer.Option(metavar="TOML", help="File with network, intra_network, ranks_per_node, compute.")
+]
+Slurm = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SITE",
+        help="Submit the runs as Slurm's job arrays: a cluster's profile, NAME or TOML.",
+        autocompletion=completion.sites,
+    ),
+]
+SlurmSet = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Setting of these jobs, such as time_min=30; may be repeated.",
+        autocompletion=completion.specification,
+    ),
+]
 
 
 @app.command()
@@ -77,14 +112,8 @@ def compare(
     ] = None,
     launcher: Launcher = None,
     threads: Threads = 1,
-    slurm: Annotated[
-        str | None,
-        typer.Option(metavar="SITE", help="Submit the runs as Slurm's job arrays: a cluster's profile, NAME or TOML."),
-    ] = None,
-    slurm_set: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Setting of these jobs, such as time_min=30; may be repeated."),
-    ] = None,
+    slurm: Slurm = None,
+    slurm_set: SlurmSet = None,
 ) -> None:
     """Compare strategies on a job: make all runs, one after the other, then show a table and write a report.
 
@@ -99,7 +128,6 @@ def compare(
     """
     from hpcdist.tools.compare import experiment
     from hpcdist.tools.compare.comparison import Comparison
-    from hpcdist.tools.slurm import arrays
 
     if job is None:
         declared, output = _going_on("comparison", output, strategies, Declaration)
@@ -111,14 +139,8 @@ def compare(
             controls=controls, threads=threads,
         )  # fmt: skip
         output = output or _default("compare", declared)
-    if slurm is not None and launcher is not None:
-        raise ConfigError(f"--launcher must be left out with --slurm, whose profile has its own; got {launcher!r}.")
-    if slurm is None and slurm_set:
-        raise ConfigError("--slurm must be given with --slurm-set; got none. Such as --slurm generic.")
-    if slurm is not None:
-        raise typer.Exit(int(arrays.submit_missing(Comparison(declared, output), slurm, slurm_set or [])))
-    if waiting := arrays.under_way(output):
-        raise typer.Exit(int(arrays.show(Comparison(declared, output), waiting)))
+    _require_slurm(slurm, slurm_set, launcher)
+    _by_slurm(lambda: Comparison(declared, output), output, slurm, slurm_set)
     raise typer.Exit(int(experiment.make(declared, output, launcher).failed))
 
 
@@ -128,21 +150,9 @@ def simulate(
     strategies: Strategies = None,
     ranks: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of virtual ranks.")] = "16",
     seeds: Seeds = 1,
-    network: Annotated[
-        str | None,
-        typer.Option(metavar="LATENCY,BANDWIDTH", help="Speed of each link, as 50us,1Gbit/s. Default: 20us,10Gbit/s."),
-    ] = None,
-    compute: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Time of a step: SECONDS, jitter:SECONDS,CV, exponential:SECONDS, straggler:RANK,FACTOR,SECONDS, "
-            "slow:PART,FACTOR,SECONDS. Default: measured here.",
-        ),
-    ] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(metavar="TOML", help="File with network, intra_network, ranks_per_node, compute.")
-    ] = None,
+    network: Network = None,
+    compute: Compute = None,
+    cluster: Cluster = None,
     budget: Budget = None,
     target: Target = None,
     tune: Tune = 0,
@@ -190,23 +200,37 @@ def simulate(
 
 @app.command()
 def sweep(
-    job: Annotated[
-        Path | None, typer.Argument(help="Python file that defines `job`; left out, --output's sweep goes on.")
-    ] = None,
+    job: JobToBegin = None,
     over: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUES", help="Setting and values: A,B,C or LOW..HIGH[:log][:POINTS]. May be repeated."
         ),
     ] = None,
-    runs: Annotated[int, typer.Option(min=1, help="Number of random combinations.")] = 20,
-    grid: Annotated[bool, typer.Option("--grid", help="Try all combinations instead.")] = False,
-    halving: Annotated[
-        bool, typer.Option("--halving", help="Begin with 1/9 of the budget. The best third goes on, twice.")
-    ] = False,
-    strategy: Annotated[str, typer.Option(metavar="NAME:KEY=VALUE,...", help="Strategy of all runs.")] = "allreduce",
+    runs: Annotated[int, typer.Option(min=1, help="Number of combinations to try; a grid has all.")] = 20,
+    sampler: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="How combinations are chosen: tpe (near those that were good), random, or grid (all)."
+        ),
+    ] = "tpe",
+    pruner: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Which runs end early: asha (all but the best third, after 1/9 and 1/3 of the evaluations), median "
+            "(those worse than the median), or none.",
+        ),
+    ] = "none",
+    strategy: Annotated[
+        str,
+        typer.Option(metavar="NAME:KEY=VALUE,...", help="Strategy of all runs.", autocompletion=completion.strategies),
+    ] = "allreduce",
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of each run.")] = 1,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each combination, with different seeds.")] = 1,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at the same time. Default: as many as have cores of their own.")
+    ] = None,
     budget: Budget = None,
     target: Target = None,
     evaluations: Evaluations = 20,
@@ -217,19 +241,31 @@ def sweep(
     ] = None,
     launcher: Launcher = None,
     threads: Threads = 1,
+    virtual: Annotated[
+        bool, typer.Option("--virtual", help="Run on virtual ranks, as `hpcdist simulate` does.")
+    ] = False,
+    network: Network = None,
+    compute: Compute = None,
+    cluster: Cluster = None,
+    slurm: Slurm = None,
+    slurm_set: SlurmSet = None,
 ) -> None:
-    """Search for good settings of a job: make runs with random combinations of values, or with all of them.
+    """Search for good settings of a job: make runs with combinations of values, and show the best first.
 
     After an interruption the same command goes on, and so does `hpcdist sweep --output FOLDER`: only the missing runs
-    are made.
+    are made, and those that have failed. It needs Optuna: pip install 'hpcdist[sweep]'.
 
-    Example: hpcdist sweep jobs/digits.py --over optimizer.lr=0.0001..0.1:log --over batch_size=16,32 --runs 9 --halving
-    --budget samples=20000
+    Example: hpcdist sweep jobs/digits.py --over optimizer.lr=0.0001..0.1:log --over batch_size=16,32 --runs 20
+    --pruner asha --budget samples=20000
     """
-    from hpcdist.tools.compare import experiment, run_all
-    from hpcdist.tools.compare.launchers import mpi_launchers
-    from hpcdist.tools.compare.sweep import Sweep
+    from hpcdist.tools.compare import experiment
+    from hpcdist.tools.compare.sweep import Sweep, make
+    from hpcdist.tools.simulate.cluster import read_cluster
+    from hpcdist.tools.simulate.step_time import on_cluster
 
+    described = read_cluster(cluster, network, compute) if virtual else None
+    if described is None and (cluster, network, compute) != (None, None, None):
+        raise ConfigError("--virtual must be given with --network, --compute and --cluster; got none. Add it.")
     if job is None:
         declared, output = _going_on("sweep", output, over, SweepDeclaration)
     else:
@@ -237,13 +273,36 @@ def sweep(
             raise ConfigError("--over must be given to begin a sweep; got none. Such as --over batch_size=16,32.")
         declared = SweepDeclaration(
             **experiment.shared(job, **_shared(budget, target, config, overrides)), strategy=strategy, over=tuple(over),
-            points=0 if grid else runs, ranks=ranks, seeds=seeds, evaluations=evaluations, halving=halving,
+            trials=runs, sampler=sampler, pruner=pruner, ranks=ranks, seeds=seeds, evaluations=evaluations,
             threads=threads,
         )  # fmt: skip
-        output = output or _default("sweep", declared)
+        output = output or _default(
+            "sweep", declared if described is None else replace(declared, virtual=described.model_dump())
+        )
+        declared = declared if described is None else on_cluster(declared, described, output)
+    _require_slurm(slurm, slurm_set, launcher)
+    if declared.virtual is not None and (slurm is not None or launcher is not None):
+        raise ConfigError("--slurm and --launcher must be left out with virtual ranks; got one of them. Remove it.")
     found = Sweep(declared, output)
-    launchers = mpi_launchers(declared.job, declared.ranks, declared.threads, launcher, os.environ)
-    raise typer.Exit(int(run_all.make(found, launchers)))
+    _by_slurm(lambda: found, output, slurm, slurm_set, jobs)
+    raise typer.Exit(int(make(found, launcher, jobs, sys.argv)))
+
+
+@app.command(hidden=True)
+def trial(
+    output: Annotated[Path, typer.Option(envvar="HPCDIST_RUN", help="Folder of the run.")],
+) -> None:
+    """Make a run of a sweep on the ranks that mpirun or srun started. Collective. `hpcdist sweep` calls it."""
+    from hpcdist import session
+    from hpcdist.tools.compare.trial import train
+    from hpcdist.tools.slurm.queue import end_time
+
+    comm = session.init()
+    folder, summary = train(comm, output, None, end_time(os.environ) if comm.rank == 0 else None, sys.argv)
+    if summary is None:
+        raise typer.Exit(LEFT)
+    if comm.rank == comm.failures.living[0]:
+        console.result(folder, summary)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -275,6 +334,30 @@ def _require(kind: str, declared: Declaration, output: Path) -> None:
             f"--output must hold a comparison on {kind} ranks; got {output}, on {there} ones. Go on with it by "
             f"`hpcdist {command} --output {output}`."
         )
+
+
+def _require_slurm(slurm: str | None, slurm_set: Sequence[str] | None, launcher: str | None) -> None:
+    """Check that options of Slurm's jobs fit together."""
+    if slurm is not None and launcher is not None:
+        raise ConfigError(f"--launcher must be left out with --slurm, whose profile has its own; got {launcher!r}.")
+    if slurm is None and slurm_set:
+        raise ConfigError("--slurm must be given with --slurm-set; got none. Such as --slurm generic.")
+
+
+def _by_slurm(
+    plan: Callable[[], RunPlan],
+    output: Path,
+    slurm: str | None,
+    slurm_set: Sequence[str] | None,
+    at_once: int | None = None,
+) -> None:
+    """Submit the runs of a plan if so asked, or show those that Slurm still has, and exit; else do nothing."""
+    from hpcdist.tools.slurm import arrays
+
+    if slurm is not None:
+        raise typer.Exit(int(arrays.submit_missing(plan(), slurm, slurm_set or [], at_once)))
+    if waiting := arrays.under_way(output):
+        raise typer.Exit(int(arrays.show(plan(), waiting)))
 
 
 def _cells(strategies: Sequence[str] | None, ranks: str, rate: Sequence[str] | None) -> dict[str, Any]:

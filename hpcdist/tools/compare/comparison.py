@@ -66,7 +66,6 @@ class Comparison(RunPlan):
 
     Attributes:
         left_out: sentences about what can't be run.
-        runs: all of them, at the rates that the user or a search has chosen.
 
     Raises:
         ConfigError: a setting is wrong, as `hpcdist train` would find, or the folder holds another comparison.
@@ -93,7 +92,12 @@ class Comparison(RunPlan):
             )
         folder.require_same(output, declared)  # after the settings, as a wrong one should be named first
         self._chosen: list[ChosenRate] = []
-        self.runs = self._plan()
+        self._runs = self._plan()
+
+    @property
+    def runs(self) -> list[PlannedRun]:
+        """All runs, at the rates that the user or a search has chosen."""
+        return self._runs
 
     def _possible(self, every: Sequence[ComparedCell]) -> tuple[list[ComparedCell], list[str]]:
         """Divide cells into those that can run, and a sentence for each of the others.
@@ -172,7 +176,7 @@ class Comparison(RunPlan):
             self._chosen = [self._search(cell, runner) for cell in reversed(firsts.values())]
         for one in self._chosen:
             print(one)
-        self.runs = self._plan()
+        self._runs = self._plan()
         self.write()
         return self._chosen
 

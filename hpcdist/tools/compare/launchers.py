@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import queue
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import psutil
 
@@ -26,6 +28,7 @@ LOG = "output.log"  # in a run's folder: what its processes wrote
 LAST_LINES = 12  # of them are shown where a run fails
 ENDING_S = 20.0  # for which ranks may save and leave, once they are told to
 TRAIN = ("-m", "hpcdist", "train")
+TRIAL = ("-m", "hpcdist", "trial", "--output")
 
 
 class Launcher(Protocol):
@@ -47,40 +50,91 @@ class MpiLauncher:
         launcher: words up to the number of ranks.
         variables: of the ranks' environment, but for the variables of a launcher that has started this process.
         program: arguments of Python before the job's file, such as `-m hpcdist.tools.baselines.ddp`.
+        shares: cores of each of the runs that are made at the same time, by as many threads; empty: all have all.
     """
 
-    def __init__(self, job: str, launcher: Sequence[str], variables: Mapping[str, str], program: Sequence[str] = TRAIN):
+    def __init__(
+        self,
+        job: str,
+        launcher: Sequence[str],
+        variables: Mapping[str, str],
+        program: Sequence[str] = TRAIN,
+        shares: Sequence[set[int]] = (),
+    ):
         self._job, self._launcher, self._program = job, launcher, program
         self._variables = unlaunched(variables)
+        self._shares = queue.SimpleQueue[set[int]]()
+        for share in shares:
+            self._shares.put(share)
+        self._is_shared = bool(shares)
+        self._starting, self._running, self._ended = threading.Lock(), set[subprocess.Popen](), False
 
     def make(self, run: PlannedRun, folder: Path) -> None:
         """Make a run; on an interruption end its processes first."""
-        command = [*self._launcher, str(run.ranks), sys.executable, *self._program, self._job]
-        command += ["--output", str(folder), *(word for setting in run.overrides for word in ("--set", setting))]
-        if self._program == TRAIN:
-            command += ["--progress", "off", *(["--resume"] if (folder / "checkpoints").exists() else [])]
+        words = [*TRIAL, str(folder)] if run.judged else self._words(run, folder)
+        command = [*self._launcher, str(run.ranks), sys.executable, *words]
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / LOG, "ab") as log:
-            status = _run(command, self._variables, log)
-        if status == LEFT:  # a signal has reached the ranks, or the time limit of the batch job is near
+        with open(folder / LOG, "ab") as log, self._share():
+            status = self._run(command, log)
+        if status == LEFT or self._ended:  # a signal has reached the ranks, or the batch job's time limit is near
             raise KeyboardInterrupt
         if status or not (folder / "summary.json").exists():
             said = "\n".join(last_lines(folder / LOG, LAST_LINES)) or "(none)"
             raise RunError(f"exit status {status} of `{shlex.join(command)}`; its last lines:\n{said}")
 
+    def _words(self, run: PlannedRun, folder: Path) -> list[str]:
+        words = [*self._program, self._job, "--output", str(folder)]
+        words += [word for setting in run.overrides for word in ("--set", setting)]
+        if self._program == TRAIN:
+            words += ["--progress", "off", *(["--resume"] if (folder / "checkpoints").exists() else [])]
+        return words
 
-def _run(command: Sequence[str], variables: Mapping[str, str], log) -> int:
-    """Run a command to its end. It has a session of its own, so that a terminal's Ctrl-C does not reach it."""
-    others = psutil.Process().children()
-    try:
-        return subprocess.Popen(
-            command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        ).wait()
-    except BaseException:
-        for child in psutil.Process().children():  # the interruption may come before Popen returns
-            if child not in others:
-                end(child)
-        raise
+    @contextmanager
+    def _share(self) -> Iterator[None]:
+        """Give this thread, and the processes that it starts, a share of the cores."""
+        if not self._is_shared:
+            yield
+            return
+        share = self._shares.get()
+        os.sched_setaffinity(0, share)  # of this thread alone
+        try:
+            yield
+        finally:
+            self._shares.put(share)
+
+    def _run(self, command: Sequence[str], log: BinaryIO) -> int:
+        """Run a command to its end. It has a session of its own, so that a terminal's Ctrl-C does not reach it."""
+        others = psutil.Process().children()
+        try:
+            with self._starting:
+                if self._ended:
+                    raise KeyboardInterrupt
+                process = subprocess.Popen(
+                    command, env=self._variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    start_new_session=True,
+                )  # fmt: skip
+                self._running.add(process)
+            status = process.wait()
+            self._running.discard(process)
+            return status
+        except BaseException:
+            for child in psutil.Process().children():  # the interruption may come before Popen returns
+                if child not in others:
+                    end(child)
+            raise
+
+    def __enter__(self) -> MpiLauncher:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        """End the runs that threads are still making."""
+        with self._starting:
+            self._ended = True
+        for process in list(self._running):
+            process.terminate()
+        for process in list(self._running):
+            with suppress(psutil.NoSuchProcess):
+                end(psutil.Process(process.pid))
 
 
 def end(launcher: psutil.Process) -> None:
@@ -140,12 +194,34 @@ def find_launcher(chosen: str | None, path: str) -> list[str]:
     return [program, "-n"]
 
 
-def ranks_environment(variables: Mapping[str, str], threads: int, most_ranks: int, cores: int) -> dict[str, str]:
+def share_cores(jobs: int | None, each: int) -> list[set[int]]:
+    """Divide this process's cores among runs that are made at the same time; return those of each.
+
+    Args:
+        jobs: how many; None: as many as have cores of their own. Where they are too many, several have the same core.
+        each: cores that a run can use.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    count = jobs or max(1, len(cores) // each)
+    size = max(1, len(cores) // count)
+    starts = (size * job % (len(cores) - size + 1) for job in range(count))
+    return [set(cores[start : start + size]) for start in starts]
+
+
+def ranks_environment(
+    variables: Mapping[str, str], threads: int, most_ranks: int, cores: int, jobs: int = 1
+) -> dict[str, str]:
     """Return the environment of ranks: so many threads each, and more ranks than cores where the plan has them.
 
     Variables that the user has set stay, but for the number of threads.
+
+    Args:
+        cores: of a run.
+        jobs: runs at the same time.
     """
     given = {**variables, "OMP_NUM_THREADS": str(threads)}
+    if jobs > 1:  # else Open MPI binds the ranks of each run to the machine's first cores
+        given = {"PRTE_MCA_hwloc_default_binding_policy": "none", "OMPI_MCA_hwloc_base_binding_policy": "none", **given}
     if most_ranks > cores:  # Open MPI refuses that otherwise, and its ranks would not let each other's compute
         shared = {
             "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
@@ -164,18 +240,21 @@ def mpi_launchers(
     launcher: str | None,
     variables: Mapping[str, str],
     baselines: Sequence[str] = (),
-) -> dict[str, Launcher]:
+    shares: Sequence[set[int]] = (),
+) -> dict[str, MpiLauncher]:
     """Return the launchers of real ranks, by the kinds of runs and the baselines' names.
 
     Args:
         launcher: chosen by the user, see `find_launcher`.
+        shares: see `share_cores`; empty for one run at a time.
     """
     words = find_launcher(launcher, variables.get("PATH", ""))
-    cores = len(os.sched_getaffinity(0)) if launcher is None else most_ranks * threads  # the user's may have nodes
+    cores = len(shares[0] if shares else os.sched_getaffinity(0))
+    cores = cores if launcher is None else most_ranks * threads  # the user's may have nodes
     if most_ranks * threads > cores:
         console.note(f"{most_ranks} ranks share {cores} cores: such times are not those of ranks with their own")
-    environment = ranks_environment(variables, threads, most_ranks, cores)
-    train = MpiLauncher(job, words, environment)
+    environment = ranks_environment(variables, threads, most_ranks, cores, len(shares) or 1)
+    train = MpiLauncher(job, words, environment, shares=shares if launcher is None else ())
     modules = {name: ("-m", f"hpcdist.tools.baselines.{name}") for name in baselines}
     others = {name: MpiLauncher(job, words, environment, module) for name, module in modules.items()}
     return {"strategy": train, "serial": train, **others}

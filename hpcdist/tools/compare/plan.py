@@ -34,7 +34,7 @@ class PlannedRun:
         loop: function that trains instead of the job's own training, as path/to/file.py:name. It is called with the
             run's settings, as one table, and its folder; it returns a function of a rank's communicator, collective,
             which leaves in the folder what `hpcdist train` would.
-        steps: after which it has ended; a run that ended earlier goes on. 0: it ends once.
+        judged: it is a sweep's, whose settings are drawn when it begins, and which a pruner may end early.
     """
 
     name: str
@@ -45,7 +45,7 @@ class PlannedRun:
     folder: str
     cluster: tuple[str, ...] = ()
     loop: str = ""
-    steps: int = 0
+    judged: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,16 +105,18 @@ class SweepDeclaration(RunDeclaration):
     Attributes:
         strategy: of all runs, `NAME` or `NAME:KEY=VALUE,KEY=VALUE`.
         over: settings and their values, each `KEY=A,B,C` or `KEY=LOW..HIGH`, with `:log` and `:POINTS` behind it.
-        points: number of random points; 0 for the whole grid.
+        trials: combinations that are tried; a grid has all.
         ranks: of each run.
-        halving: give most points a part of the budget only.
+        sampler: tpe, random or grid.
+        pruner: asha, median or none.
     """
 
     strategy: str
     over: tuple[str, ...]
-    points: int
+    trials: int
     ranks: int
-    halving: bool = False
+    sampler: str = "tpe"
+    pruner: str = "none"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -46,18 +46,33 @@ class Runner:
             yield
         self._display = None
 
-    def run_all(self, runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-        """Make the runs that are missing, in their order; return those that failed."""
-        left = missing(runs, self.output)
-        if min(self._workers, len(left)) <= 1:
-            ended = [self._run(run) for run in left]
+    def run_all(self, runs: Iterable[PlannedRun]) -> list[PlannedRun]:
+        """Make the runs that are missing, in their order; return those that failed.
+
+        Args:
+            runs: of which the next one is asked for when it is to begin.
+        """
+        left, turn, failed = (run for run in runs if not is_done(self.output / run.folder)), threading.Lock(), []
+
+        def work() -> None:
+            while True:
+                with turn:
+                    run = next(left, None)
+                if run is None:
+                    return
+                if not self._run(run):
+                    failed.append(run)
+
+        if self._workers == 1:
+            work()
         else:
             threads = ThreadPoolExecutor(self._workers)
             try:
-                ended = list(threads.map(self._run, left))
+                for worker in [threads.submit(work) for _ in range(self._workers)]:
+                    worker.result()
             finally:  # also on an interruption, after which no run is to begin
                 threads.shutdown(wait=False, cancel_futures=True)
-        return [run for run, well in zip(left, ended, strict=True) if not well]
+        return failed
 
     def _run(self, run: PlannedRun) -> bool:
         """Make a run; tell whether it ended well. If not, its folder says why."""
@@ -75,13 +90,8 @@ class Runner:
 
 
 def missing(runs: Sequence[PlannedRun], output: Path) -> list[PlannedRun]:
-    """List the runs that have not ended well yet, or not with as many steps as they are to have."""
-
-    def ended(run: PlannedRun) -> bool:
-        folder = output / run.folder
-        return is_done(folder) and (not run.steps or Run(folder).evaluations[-1].step >= run.steps)
-
-    return [run for run in runs if not ended(run)]
+    """List the runs that have not ended well yet."""
+    return [run for run in runs if not is_done(output / run.folder)]
 
 
 def prepare(run: PlannedRun, output: Path) -> Path:
@@ -110,6 +120,19 @@ class RunPlan(abc.ABC):
     output: Path
     command: str
     left_out: Sequence[str]
+
+    @property
+    @abc.abstractmethod
+    def runs(self) -> list[PlannedRun]:
+        """All runs, as far as they are known."""
+
+    @abc.abstractmethod
+    def write(self) -> None:
+        """Write the plan down in the folder."""
+
+    @abc.abstractmethod
+    def make_data(self) -> None:
+        """Make the job's data file if it isn't there, because runs side by side can't share that."""
 
     @abc.abstractmethod
     def make(self, runner: Runner) -> list[PlannedRun]:
@@ -195,7 +218,8 @@ class RunsDisplay:
     def end(self, run: PlannedRun, folder: Path, failure: str | None) -> None:
         """Show how a run has ended."""
         if failure is None:
-            said = _figures(load_summary(folder).metrics)
+            summary = load_summary(folder)
+            said = _figures(summary.metrics) + (f" ({summary.stopped_early})" if summary.stopped_early else "")
         else:
             lines = [line for line in failure.splitlines() if line.strip()] or [""]
             said = f"FAILED: {next((line for line in reversed(lines) if 'error' in line.lower()), lines[-1])}"
@@ -219,11 +243,8 @@ class RunsDisplay:
             return
         with self._lock:
             running, lines = list(self._running.items()), []
-            for folder, (run, read) in running[:MOST_LINES]:
-                if read.ended:  # at an earlier rung of a sweep, whose summary is there until the run ends again
-                    self._running[folder] = run, (read := Run(folder, follow=True))
-                else:
-                    read.update()
+            for _, (run, read) in running[:MOST_LINES]:
+                read.update()
                 lines.append(_state(run, read))
         lines += [f"and {len(running) - MOST_LINES} more"] * (len(running) > MOST_LINES)
         self._lines.plain = "\n".join(lines)

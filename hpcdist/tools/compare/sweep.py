@@ -1,127 +1,44 @@
-"""Sweep settings of a job with one strategy: a grid or random points, of which halving goes on with the best."""
+"""Sweep settings of a job with one strategy: the trials of a study of Optuna, their runs, and a table of the best."""
 
 from __future__ import annotations
 
-import itertools
+import json
 import math
-import random
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hpcdist import strategies
+from hpcdist.config import JobConfig
 from hpcdist.config.files import neighbours
-from hpcdist.errors import ConfigError
-from hpcdist.records import Summary
+from hpcdist.errors import ConfigError, UnknownNameError
+from hpcdist.records import load_summary, replace_durably
 from hpcdist.tools import console
-from hpcdist.tools.compare import folder
-from hpcdist.tools.compare.plan import (
-    ComparedCell,
-    PlannedRun,
-    SweepDeclaration,
-    file_name,
-    higher_is_better,
-    read_strategy,
-)
-from hpcdist.tools.compare.run_all import Runner, RunPlan
-from hpcdist.tools.compare.table import mean_metric
-from hpcdist.tools.runs import Run, is_done
+from hpcdist.tools.compare import folder, run_all
+from hpcdist.tools.compare.launchers import mpi_launchers, share_cores
+from hpcdist.tools.compare.plan import PlannedRun, SweepDeclaration, higher_is_better
+from hpcdist.tools.compare.run_all import Runner, RunPlan, missing
+from hpcdist.tools.compare.trials import ETA, Trial, Trials
+from hpcdist.tools.runs import is_done
+from hpcdist.train.job import make_data
 from hpcdist.train.planning import rehearse
 from hpcdist.train.runs import specify
 
-ETA = 3  # halving goes on with one in so many, and gives it as many times the budget
-RUNGS = 3  # at most: the first has 1/9 of the budget
-_RANGE = re.compile(r"(?P<low>[^.:,]+(?:\.\d+)?(?:e-?\d+)?)\.\.(?P<high>[^:,]+)(?P<log>:log)?(?::(?P<points>\d+))?")
+FILE_NAME = "sweep.json"  # in the sweep's folder: its space, and its trials
+VERSION = 1
+SAMPLERS = ("tpe", "random", "grid")
+PRUNERS = ("asha", "median", "none")
 
 
-# --- points -----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Axis:
-    """The values of one setting: those listed, or all between two."""
-
-    key: str
-    values: tuple[str, ...] = ()
-    low: float = 0.0
-    high: float = 0.0
-    log: bool = False
-    points: int = 0
-    whole: bool = False  # whole numbers only
-
-    def draw(self, chance: random.Random) -> str:
-        """Draw a value."""
-        return chance.choice(self.values) if self.values else self._at(chance.random())
-
-    def grid(self) -> tuple[str, ...]:
-        """List the values of a grid.
-
-        Raises:
-            ConfigError: it is a range without a number of points.
-        """
-        if self.values:
-            return self.values
-        if self.points < 2:
-            raise ConfigError(
-                f"--over {self.key} must list values, or say how many of a range, for a grid; got a range. Write "
-                f"{self.key}=LOW..HIGH:5, or leave out --grid."
-            )
-        return tuple(dict.fromkeys(self._at(i / (self.points - 1)) for i in range(self.points)))
-
-    def _at(self, part: float) -> str:
-        value = self.low * (self.high / self.low) ** part if self.log else self.low + (self.high - self.low) * part
-        return str(round(value)) if self.whole else f"{value:.4g}"
-
-
-def read_axis(text: str) -> Axis:
-    """Read `KEY=A,B,C`, `KEY=LOW..HIGH`, `KEY=LOW..HIGH:log` or `KEY=LOW..HIGH:log:POINTS`.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    key, equals, values = text.partition("=")
-    if not equals or not values:
-        raise ConfigError(f"--over must be KEY=A,B,C or KEY=LOW..HIGH[:log][:POINTS]; got {text!r}.")
-    if ".." not in values:
-        return Axis(key, tuple(value.strip() for value in values.split(",")))
-    match = _RANGE.fullmatch(values)
-    try:
-        low, high = (float(match["low"]), float(match["high"])) if match else (1.0, 0.0)
-    except ValueError:
-        low, high = 1.0, 0.0
-    if match is None or not low < high or (match["log"] and low <= 0):
-        raise ConfigError(
-            f"--over {key} must be LOW..HIGH with two numbers, of which the first is the smaller one, and above 0 with "
-            f":log; got {values!r}."
-        )
-    whole = match["low"].isdigit() and match["high"].isdigit()
-    return Axis(key, (), low, high, bool(match["log"]), int(match["points"] or 0), whole)
-
-
-def points(declared: SweepDeclaration) -> list[tuple[str, ...]]:
-    """List the points, each by its settings KEY=VALUE: random ones, or the whole grid."""
-    axes = [read_axis(text) for text in declared.over]
-    if declared.points:
-        chance, drawn = random.Random(0), dict[tuple[str, ...], None]()
-        for _ in range(100 * declared.points):  # there may be fewer different ones
-            drawn[tuple(axis.draw(chance) for axis in axes)] = None
-            if len(drawn) == declared.points:
-                break
-        found = list(drawn)
-    else:
-        found = list(itertools.product(*(axis.grid() for axis in axes)))
-    return [tuple(f"{axis.key}={value}" for axis, value in zip(axes, values, strict=True)) for values in found]
-
-
-# --- the sweep --------------------------------------------------------------------------------------------------------
 class Sweep(RunPlan):
-    """Make the runs of a sweep in one folder. Making it checks all points, and starts nothing.
+    """Make the runs of a sweep in one folder. Making it checks all settings, and starts nothing.
 
-    Attributes:
-        cells: a cell for each point.
+    Args:
+        output: the folder; one that holds this very sweep goes on with it.
 
     Raises:
-        ConfigError: a setting is wrong, or the folder holds another sweep.
+        ConfigError: a setting is wrong, Optuna is not installed, or the folder holds another sweep.
     """
 
     declared: SweepDeclaration
@@ -131,95 +48,173 @@ class Sweep(RunPlan):
     def __init__(self, declared: SweepDeclaration, output: Path):
         self.declared, self.output = declared, output
         self.title = f"{declared.job}: the best settings first"
+        for option, name, known in (("sampler", declared.sampler, SAMPLERS), ("pruner", declared.pruner, PRUNERS)):
+            if name not in known:
+                raise UnknownNameError(f"--{option}", name, known)
         folder.require_same(output, declared)
-        if declared.halving and not declared.budget.keys() & {"samples", "steps"}:
-            raise ConfigError("--halving must have a --budget of samples or steps; got none. Add --budget samples=N.")
-        name, options = read_strategy(declared.strategy)
-        strategy = (f"strategy={name}", *(f"strategy.{option}" for option in options))
-        job = Path(declared.job)
-        with neighbours(job):
-            metrics = specify(job, None, declared.settings)[0].metrics
-            self.higher_is_better = higher_is_better(metrics, declared.metric)
-            self.cells = [self._cell(job, strategy, point) for point in points(declared)]
+        self._trials = Trials(output, declared)
+        self._job_path = Path(declared.job)
+        with neighbours(self._job_path):
+            self._job, self._config = specify(self._job_path, None, declared.settings)
+        self.higher_is_better = higher_is_better(self._job.metrics, declared.metric)
+        self._evaluations = _count_evaluations(self._config, declared)
+        self._planned: dict[tuple[int, int], PlannedRun] = {}  # of trials that have begun
+        self._require_prunable()
+        self._require_values()
 
-    def _cell(self, job: Path, strategy: tuple[str, ...], point: tuple[str, ...]) -> ComparedCell:
-        """Check a point, and make its cell."""
+    def _require_prunable(self) -> None:
         declared = self.declared
-        _, config = specify(job, None, (*declared.settings, *strategy, *point))
-        rehearse(config, declared.ranks)
-        cls = strategies.load(config.strategy.name)
-        replicas = declared.ranks // config.parallel.stages
-        workers = cls.Config.from_mapping(config.strategy.options, "strategy").workers(replicas)
-        samples = len(workers) * config.batch_size * config.accumulation
-        return ComparedCell(
-            ", ".join(point), "strategy", declared.ranks, samples, (*strategy, *point), file_name("-".join(point))
-        )
+        if declared.pruner == "none":
+            return
+        if declared.seeds > 1:
+            raise ConfigError(
+                f"--seeds must be 1 with --pruner {declared.pruner}, which judges single runs; got {declared.seeds}. "
+                "Take --pruner none, or compare the best settings on more seeds afterwards."
+            )
+        if self._evaluations < ETA:
+            raise ConfigError(
+                f"--pruner must be none where runs have fewer than {ETA} evaluations; got {declared.pruner}, and "
+                f"{self._evaluations} of them. Add --budget samples=N, or --evaluations {ETA} or more."
+            )
+
+    def _require_values(self) -> None:
+        """Check each value of each setting, with the first values of the others."""
+        ends = [axis.ends for axis in self._trials.axes]
+        first = [values[0] for values in ends]
+        points = [[*first[:at], value, *first[at + 1 :]] for at, values in enumerate(ends) for value in values]
+        for point in dict.fromkeys(map(tuple, points)):
+            settings = tuple(f"{axis.key}={value}" for axis, value in zip(self._trials.axes, point, strict=True))
+            run = self._trials.run(0, 0, settings)
+            with neighbours(self._job_path):
+                rehearse(specify(self._job_path, None, run.overrides)[1], self.declared.ranks)
 
     # --- runs ---------------------------------------------------------------------------------------------------------
-    def rungs(self) -> list[int]:
-        """List by how much less than the budget the runs of each rung have; the last one has all of it."""
-        if not self.declared.halving:
-            return [1]
-        most = int(math.log(max(1, len(self.cells)), ETA) + 1e-9)
-        return [ETA**rung for rung in reversed(range(min(RUNGS, most + 1)))]
+    @property
+    def runs(self) -> list[PlannedRun]:
+        """All runs; those of trials that have not begun have no settings of their own yet."""
+        return [run for number in range(len(self._trials.points)) for run in self._trials.bare(number)]
 
-    def plan(self, cells: Sequence[ComparedCell], part: int = 1) -> list[PlannedRun]:
-        """List the runs of cells with a part of the budget, in random order."""
-        order = [self._run(cell, seed, part) for cell in cells for seed in range(self.declared.seeds)]
-        random.Random(0).shuffle(order)
-        return order
-
-    def _run(self, cell: ComparedCell, seed: int, part: int) -> PlannedRun:
-        declared = self.declared
-        if not declared.halving:
-            return cell.run(declared, seed)
-        last = ETA ** (len(self.rungs()) - 1)
-        steps = declared.budget.get("steps", declared.budget.get("samples", 0) / cell.samples)
-        first = max(1, round(steps / last))  # of the first rung; so that each ends with a checkpoint
-        whole = first * last // part
-        run = cell.run(replace(declared, budget={**declared.budget, "steps": whole}), seed)
-        saves = (f"checkpoint.every_steps={first}", "checkpoint.keep=1", "checkpoint.best=false")
-        overrides = [setting for setting in run.overrides if not setting.startswith("budget.samples")]
-        return replace(run, overrides=(*overrides, *saves), steps=whole)
+    def make_data(self) -> None:
+        """Make the job's data file if it isn't there, because runs side by side can't share that."""
+        with neighbours(self._job_path):
+            make_data(self._job, Path(self._config.data.path))
 
     def make(self, runner: Runner) -> list[PlannedRun]:
-        """Make all runs, rung by rung; return those that failed."""
-        left = list(self.cells)
-        failed: list[PlannedRun] = []
-        rungs = self.rungs()
-        points = sum(max(1, len(self.cells) // ETA**rung) for rung in range(len(rungs)))
-        with runner.shown("runs", points * self.declared.seeds):
-            for part in rungs:
-                planned = self.plan(left, part)
-                # Of halving, `comparison.json` has the runs that are still in it, because their budgets are equal.
-                better = self.higher_is_better
-                folder.write(self.output, self.declared, higher_is_better=better, cells=self.cells, runs=planned)
-                failed += runner.run_all(planned)
-                if part > 1:
-                    left = sorted(left, key=self._merit)[: max(1, len(left) // ETA)]
+        """Make the runs that are missing, each with the settings that are best to try when it begins."""
+        self.write()
+        self.make_data()
+        left = missing(self.runs, self.output)
+        with runner.shown("runs", len(left)):
+            failed = runner.run_all(self._begun(left))
+        self.write()
         return failed
 
-    # --- results ------------------------------------------------------------------------------------------------------
-    def _summaries(self, cell: ComparedCell) -> list[Summary | None]:
-        """Read the summaries of a cell's runs; None where a run has failed."""
-        folders = [self.output / self._run(cell, seed, 1).folder for seed in range(self.declared.seeds)]
-        return [Run(one).summary if is_done(one) else None for one in folders]
+    def _begun(self, left: list[PlannedRun]) -> Iterator[PlannedRun]:
+        """Yield runs with their settings, which are drawn when a run is to begin."""
+        for number in range(len(self._trials.points)):
+            for seed, bare in enumerate(self._trials.bare(number)):
+                if bare in left:
+                    run = self._plan(number, seed, self._trials.begin(number))
+                    self.write()
+                    yield run
 
-    def _merit(self, cell: ComparedCell) -> float:
-        value = mean_metric(self._summaries(cell), self.declared.metric)
-        return math.inf if value is None else -value if self.higher_is_better else value
+    def _plan(self, number: int, seed: int, settings: tuple[str, ...]) -> PlannedRun:
+        if (number, seed) not in self._planned:
+            self._planned[number, seed] = self._trials.run(number, seed, settings)
+        return self._planned[number, seed]
+
+    # --- results ------------------------------------------------------------------------------------------------------
+    def write(self) -> None:
+        """Write `comparison.json`, the study and `sweep.json` as they are now."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        self._trials.create(self.higher_is_better, self._evaluations)
+        trials = self._trials.all()
+        begun = {trial.number: trial.settings for trial in trials if trial.settings is not None}
+        seeds = range(self.declared.seeds)
+        runs = [self._plan(number, seed, settings) for number, settings in begun.items() for seed in seeds]
+        folder.write(self.output, self.declared, higher_is_better=self.higher_is_better, cells=(), runs=runs)
+        declared = self.declared
+        found = {
+            "version": VERSION,
+            "job": declared.job,
+            "strategy": declared.strategy,
+            "ranks": declared.ranks,
+            "seeds": declared.seeds,
+            "metric": declared.metric,
+            "higher_is_better": self.higher_is_better,
+            "sampler": declared.sampler,
+            "pruner": declared.pruner,
+            "space": [asdict(axis) for axis in self._trials.axes],
+            "trials": [self._entry(trial) for trial in trials],
+        }
+        text = json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        replace_durably(self.output / FILE_NAME, text.encode())
+
+    def _entry(self, trial: Trial) -> dict[str, Any]:
+        settings = dict(setting.split("=", 1) for setting in trial.settings or ())
+        folders = [run.folder for run in self._trials.bare(trial.number)] if settings else []
+        value = trial.value if trial.value is not None and math.isfinite(trial.value) else None
+        return {
+            "number": trial.number,
+            "state": trial.state,
+            "settings": settings,
+            "value": value,
+            "samples": self._samples(folders),
+            "folders": folders,
+        }
+
+    def _samples(self, folders: list[str]) -> int | None:
+        """Return the samples of a trial's first run; None before it has ended."""
+        return load_summary(self.output / folders[0]).samples if folders and is_done(self.output / folders[0]) else None
 
     def show_table(self) -> None:
         """Show all points, the best first."""
         console.rows(self.title, self.table())
 
     def table(self) -> list[dict[str, Any]]:
-        """Make a table of all points, the best first; of halving, those that went on first."""
+        """Make a table of the trials that have begun: the best first; those that were cut, and failed, are last."""
+        order = ("complete", "cut", "running", "failed")
         rows = []
-        for cell in self.cells:
-            settings = dict(setting.split("=", 1) for setting in cell.settings[-len(self.declared.over) :])
-            found, metric = self._summaries(cell), self.declared.metric
-            samples = 0 if found[0] is None else found[0].samples
-            place = (-samples * self.declared.halving, self._merit(cell))
-            rows.append((place, {**settings, "samples": samples, metric: mean_metric(found, metric)}))
+        for trial in self._trials.all():
+            if trial.settings is None:
+                continue
+            entry = self._entry(trial)
+            value = entry["value"] if trial.state in ("complete", "cut") else None
+            merit = math.inf if value is None else -value if self.higher_is_better else value
+            samples = entry["samples"] or 0
+            row = {"trial": trial.number, **entry["settings"], "samples": samples, self.declared.metric: value}
+            row["state"] = trial.state
+            rows.append(((order.index(trial.state), -samples if trial.state == "cut" else 0, merit), row))
         return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+
+
+def _count_evaluations(config: JobConfig, declared: SweepDeclaration) -> int:
+    """Count the evaluations of a run with the whole budget, the last one included."""
+    if declared.budget.keys() & {"samples", "steps"} and declared.evaluations:
+        return declared.evaluations
+    return 0 if declared.budget or config.epochs is None else config.epochs // config.eval_every
+
+
+def make(sweep: Sweep, launcher: str | None = None, jobs: int | None = None, command: Sequence[str] = ()) -> bool:
+    """Make all runs of a sweep that are missing, on real or virtual ranks, and show them; tell whether one failed.
+
+    Args:
+        launcher: of real ranks, see `find_launcher`; one run at a time by default, as its ranks may run elsewhere.
+        jobs: runs at the same time; None for as many as have cores of their own.
+        command: the words of the command line, for `run.json`.
+    """
+    from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
+
+    declared = sweep.declared
+    each = declared.ranks * declared.threads if declared.virtual is None else 1
+    shares = share_cores(jobs or (None if launcher is None else 1), each)[: len(sweep.runs)]
+    if len(shares) > 1 and launcher is None:
+        console.note(f"{len(shares)} runs at the same time, each on {len(shares[0])} of {os.cpu_count()} cores")
+    if declared.virtual is not None:
+        simulation = Simulation.of(declared, command)
+        console.note(str(simulation))
+        with VirtualLauncher(simulation, len(shares)) as pool:
+            return run_all.make(sweep, {"strategy": pool}, len(shares))
+    launchers = mpi_launchers(declared.job, declared.ranks, declared.threads, launcher, os.environ, shares=shares)
+    with launchers["strategy"] as made:
+        return run_all.make(sweep, {"strategy": made}, len(shares))

@@ -19,7 +19,8 @@ from hpcdist.comm.virtual import Straggler, run_virtual
 from hpcdist.config import load
 from hpcdist.config.files import load_function
 from hpcdist.errors import HpcdistError, RunError
-from hpcdist.tools.compare.plan import Declaration, PlannedRun
+from hpcdist.tools.compare import trial
+from hpcdist.tools.compare.plan import PlannedRun, RunDeclaration
 from hpcdist.tools.simulate.cluster import ClusterConfig
 from hpcdist.train import runs
 
@@ -45,7 +46,7 @@ class Simulation:
     command: Sequence[str] = ()
 
     @classmethod
-    def of(cls, declared: Declaration, command: Sequence[str] = ()) -> Simulation:
+    def of(cls, declared: RunDeclaration, command: Sequence[str] = ()) -> Simulation:
         """Read the cluster from a declaration that `on_cluster` has made."""
         described = dict(declared.virtual or {})
         step_s = {int(samples): seconds for samples, seconds in described.pop("step_s").items()}
@@ -72,6 +73,8 @@ class Simulation:
         resume = (folder / "checkpoints").exists()
 
         def body(comm):
+            if run.judged:
+                return trial.train(comm, folder, command=self.command)
             return runs.train(comm, Path(self.job), None, run.overrides, folder, resume, command=self.command)
 
         if run.loop:

@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 
@@ -14,7 +15,7 @@ from hpcdist.config.files import neighbours
 from hpcdist.data.hdf5 import HDF5Dataset
 from hpcdist.data.loader import Loader
 from hpcdist.tools.compare.folder import read
-from hpcdist.tools.compare.plan import Declaration
+from hpcdist.tools.compare.plan import Declaration, SweepDeclaration
 from hpcdist.tools.simulate.cluster import MEASURED, ClusterConfig
 from hpcdist.train import Job
 from hpcdist.train.job import make_data
@@ -22,6 +23,7 @@ from hpcdist.train.loop import own_device
 from hpcdist.train.runs import specify
 
 WARM_UP, STEPS = 2, 7
+D = TypeVar("D", Declaration, SweepDeclaration)
 
 
 def measure_step(job: Job, config: JobConfig, samples: int) -> float:
@@ -64,7 +66,7 @@ def _median_s(job: Job, config: JobConfig, samples: int) -> float:
     return median(taken[WARM_UP:]) * samples / len(x)
 
 
-def on_cluster(declared: Declaration, cluster: ClusterConfig, output: Path) -> Declaration:
+def on_cluster(declared: D, cluster: ClusterConfig, output: Path) -> D:
     """Describe the virtual cluster in a declaration, with times of steps that are measured once for each folder.
 
     The job's data file is made if it isn't there, for processes side by side can't share that.
@@ -77,7 +79,8 @@ def on_cluster(declared: Declaration, cluster: ClusterConfig, output: Path) -> D
         job, config = specify(job_path, None, declared.settings)
         make_data(job, Path(config.data.path))
         own = config.batch_size * config.accumulation
-        cluster.steps(lambda given_s: given_s or 1.0).check(max(declared.ranks))
+        counts = declared.ranks if isinstance(declared, Declaration) else (declared.ranks,)
+        cluster.steps(lambda given_s: given_s or 1.0).check(max(counts))
         described = {**cluster.model_dump(), "samples": own}
         step_s: dict[str, float] = {}
         known = (read(output) or {}).get("virtual") or {}
@@ -85,6 +88,8 @@ def on_cluster(declared: Declaration, cluster: ClusterConfig, output: Path) -> D
             step_s = known["step_s"]
         elif MEASURED in cluster.compute:
             stages = config.parallel.stages
-            sizes = {own, *(own * max(1, ranks // stages) for ranks in declared.ranks if declared.controls)}
+            sizes = {own}
+            if isinstance(declared, Declaration) and declared.controls:
+                sizes |= {own * max(1, ranks // stages) for ranks in counts}
             step_s = {str(size): float(f"{measure_step(job, config, size):.3g}") for size in sorted(sizes)}
     return replace(declared, virtual={**described, "step_s": step_s})

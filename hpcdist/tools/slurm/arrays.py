@@ -1,18 +1,18 @@
-"""Submit the runs of a comparison as job arrays, one for each number of ranks, and ask how their tasks are."""
+"""Submit the runs of a comparison or a sweep as job arrays, one for each number of ranks; ask how their tasks are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hpcdist.config.merge import load
 from hpcdist.errors import ConfigError
 from hpcdist.records import claimed
 from hpcdist.tools import console
-from hpcdist.tools.compare.comparison import Comparison
 from hpcdist.tools.compare.launchers import LAST_LINES
-from hpcdist.tools.compare.plan import Declaration, PlannedRun
-from hpcdist.tools.compare.run_all import missing, prepare
+from hpcdist.tools.compare.plan import Declaration, PlannedRun, RunDeclaration, SweepDeclaration
+from hpcdist.tools.compare.run_all import RunPlan, missing, prepare
 from hpcdist.tools.compare.run_all import show as show_plan
 from hpcdist.tools.runs import FAILURE, is_done, last_lines
 from hpcdist.tools.slurm import history, queue
@@ -21,57 +21,73 @@ from hpcdist.tools.slurm.render import render
 from hpcdist.tools.slurm.spec import JobSpec, load_site, load_spec
 from hpcdist.tools.slurm.state import FORGOTTEN, State, describe
 
-# Settings of a job that follow from the comparison.
+# Settings of a job that follow from the comparison or the sweep.
 OWN = "cases command config folders job nodes output provider servers servers_on settings shape site strategy".split()
 
 
 def specify(
-    declared: Declaration, runs: Sequence[PlannedRun], output: Path, site: str, overrides: Sequence[str] = ()
+    declared: RunDeclaration,
+    runs: Sequence[PlannedRun],
+    output: Path,
+    site: str,
+    overrides: Sequence[str] = (),
+    at_once: int | None = None,
 ) -> list[JobSpec]:
     """Describe the arrays: one for each number of ranks, because all tasks of an array have the same number.
 
     Args:
-        output: the comparison's folder.
+        output: the folder of the comparison or the sweep.
         site: profile of the cluster.
         overrides: settings of the jobs, as `hpcdist slurm submit --set` takes them.
+        at_once: tasks of each that run at the same time; None for all.
 
     Raises:
         ConfigError: a setting is wrong, or the comparison has runs that no array can make.
     """
-    if declared.tune:
+    if isinstance(declared, Declaration) and declared.tune:
         raise ConfigError(
             f"--tune must be 0 with --slurm, whose runs don't wait for each other; got {declared.tune}. Search the "
             "rates inside one allocation, with --launcher, and give them by --rate."
         )
-    if declared.baselines:
+    if isinstance(declared, Declaration) and declared.baselines:
         raise ConfigError(
             f"--baselines must be left out with --slurm, whose jobs run `hpcdist train`; got "
             f"{','.join(declared.baselines)}. Compare with them inside one allocation, with --launcher."
         )
     for key in load({}, None, overrides):
         if key in OWN:
-            raise ConfigError(f"--slurm-set must leave {key} to the comparison; got it there. Remove it.")
+            raise ConfigError(f"--slurm-set must leave {key} to the comparison or the sweep; got it there. Remove it.")
     sizes = sorted({run.ranks for run in runs})
-    return [_array(declared, [run for run in runs if run.ranks == size], output, site, overrides) for size in sizes]
+    by_size = ([run for run in runs if run.ranks == size] for size in sizes)
+    return [_array(declared, of_size, output, site, overrides, at_once) for of_size in by_size]
 
 
 def _array(
-    declared: Declaration, runs: Sequence[PlannedRun], output: Path, site: str, overrides: Sequence[str]
+    declared: RunDeclaration,
+    runs: Sequence[PlannedRun],
+    output: Path,
+    site: str,
+    overrides: Sequence[str],
+    at_once: int | None,
 ) -> JobSpec:
     """Describe the array of runs with one number of ranks: on one node, or on several by `ranks_per_node`."""
     ranks = runs[0].ranks
+    command = "sweep" if isinstance(declared, SweepDeclaration) else "compare"
+    payload: dict[str, Any] = {"job": declared.job, "cases": [list(run.overrides) for run in runs]}
+    if runs[0].judged:  # a run finds its settings by its folder, when it begins
+        payload = {"command": ["hpcdist", "trial"], "cases": [[] for _ in runs]}
     spec = load_spec(
         overrides=overrides,
         shape="study",
         site=site,
-        name=f"compare-{Path(declared.job).stem}",
-        job=declared.job,
+        name=f"{command}-{Path(declared.job).stem}",
         output=str(output / Path(runs[0].folder).parent),
-        cases=[list(run.overrides) for run in runs],
         folders=[Path(run.folder).name for run in runs],
+        at_once=at_once,
         ranks_per_node=ranks,
         cpus_per_rank=declared.threads,
         env={"OMP_NUM_THREADS": str(declared.threads)},  # also where a rank has more cores
+        **payload,
     )
     on_node = min(spec.ranks_per_node, ranks)
     if ranks % on_node:
@@ -81,23 +97,23 @@ def _array(
     return spec.model_copy(update={"nodes": ranks // on_node, "ranks_per_node": on_node})
 
 
-def submit_missing(comparison: Comparison, site: str, overrides: Sequence[str]) -> bool:
+def submit_missing(plan: RunPlan, site: str, overrides: Sequence[str], at_once: int | None = None) -> bool:
     """Submit the runs that are missing to Slurm, an array for each number of ranks; tell whether a check refuses.
 
     All is checked, as by `hpcdist slurm check`, before anything is written.
     """
-    output, profile = comparison.output, load_site(site)
+    output, profile = plan.output, load_site(site)
     waiting = under_way(output)
-    left = [run for run in missing(comparison.runs, output) if output / run.folder not in waiting]
-    specs = specify(comparison.declared, left, output, site, overrides)
+    left = [run for run in missing(plan.runs, output) if output / run.folder not in waiting]
+    specs = specify(plan.declared, left, output, site, overrides, at_once)
     findings = dict.fromkeys(finding for spec in specs for finding in examine(spec, profile))
-    for sentence in (*comparison.left_out, *map(str, findings)):
+    for sentence in (*plan.left_out, *map(str, findings)):
         console.note(sentence)
     if any(finding.level == "error" for finding in findings):
         return True
     with claimed(output):
-        comparison.write()
-        comparison.make_data()
+        plan.write()
+        plan.make_data()
         for run in left:
             prepare(run, output)
         for spec in specs:
@@ -105,13 +121,15 @@ def submit_missing(comparison: Comparison, site: str, overrides: Sequence[str]) 
             history.append(entry, output)  # for `under_way`
             print(entry.job)
             console.note(f"job {entry.job}: runs on {spec.size} ranks: {entry.cases}; their logs go to {entry.log}")
-    console.note(f"{len(left)} runs are submitted; `hpcdist compare --output {output}` shows what has come of them")
+    console.note(
+        f"{len(left)} runs are submitted; `hpcdist {plan.command} --output {output}` shows what has come of them"
+    )
     return False
 
 
-def show(comparison: Comparison, waiting: Mapping[Path, State]) -> bool:
+def show(plan: RunPlan, waiting: Mapping[Path, State]) -> bool:
     """Show what runs have measured while others wait or run under Slurm; tell whether one failed."""
-    output, planned = comparison.output, comparison.runs
+    output, planned = plan.output, plan.runs
     left = missing(planned, output)
     pending = sum(state.state == "PENDING" for state in waiting.values())
     console.note(
@@ -120,7 +138,9 @@ def show(comparison: Comparison, waiting: Mapping[Path, State]) -> bool:
     )
     failed = [run for run in left if (output / run.folder / FAILURE).exists()]
     if len(left) < len(planned):
-        show_plan(comparison, failed)
+        with claimed(output):
+            plan.write()  # a sweep knows more now
+        show_plan(plan, failed)
     return bool(failed)
 
 

@@ -185,7 +185,7 @@ def _going_on(spec: JobSpec, site: Site) -> Problems:
 def _study(spec: JobSpec, site: Site) -> Problems:
     cases = [tuple(sorted(case)) for case in spec.cases]
     twice = sorted({i for i, case in enumerate(cases) if case in cases[:i]})
-    if twice:
+    if twice and not spec.command:  # else they have folders, by which the command tells them apart
         yield warning(f"cases must differ; got {spec.cases[twice[0]]} twice. They would be the same run.")
     if spec.spare_nodes and not spec.doctor:
         yield warning(f"doctor must be true to find which nodes to leave out; got {spec.spare_nodes} spare ones.")

@@ -82,7 +82,7 @@ class JobSpec(Settings):
             raise ValueError("job or command must be given; got neither. Name a file such as jobs/digits.py.")
         if self.shape == "study" and not self.cases:
             raise ValueError('cases must be given in the shape study; got none. Write cases = [["seed=1"], ["seed=2"]]')
-        if self.shape == "study" and not self.job:
+        if self.shape == "study" and not self.job and any(self.cases):
             raise ValueError("job must be given in the shape study, whose cases are its settings; got none.")
         if self.shape != "study" and self.cases:
             raise ValueError(f'shape must be study for cases; got {self.shape!r}. Set shape = "study".')

@@ -1,0 +1,243 @@
+"""The trials of a sweep, each a combination of settings: a study of Optuna, in the sweep's folder.
+
+All processes that make the sweep's runs share the study, on this host or others. The settings of a trial are drawn when
+its first run begins, by what is known then. A trial whose runs were interrupted or have failed stays one that runs, so
+that the same command goes on with it.
+
+Reference: Takuya Akiba, Shotaro Sano, Toshihiko Yanase, Takeru Ohta, Masanori Koyama, "Optuna: a next-generation
+hyperparameter optimization framework", 2019.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from hpcdist import strategies
+from hpcdist.config import JobConfig
+from hpcdist.config.files import neighbours
+from hpcdist.errors import ConfigError
+from hpcdist.records import load_summary, locked, read_evaluations
+from hpcdist.tools.compare import folder
+from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, SweepDeclaration, read_strategy
+from hpcdist.tools.compare.space import Axis, grid, read_axis
+from hpcdist.tools.compare.table import mean_metric
+from hpcdist.tools.runs import FAILURE, is_done
+from hpcdist.train.runs import specify
+
+if TYPE_CHECKING:
+    import optuna
+
+JOURNAL = "optuna.log"  # in the sweep's folder: Optuna's journal
+STUDY = "sweep"  # its name there
+CUT = "cut by the sweep's pruner"  # reason of a run that has ended before its budget
+ETA = 3  # `asha` goes on with one in so many
+FIRST = 9  # both pruners look at a run first after one in so many of its evaluations
+TURN_S = 60.0  # for which processes wait for each other's turn at the study
+_FOLDER = re.compile(r"trial-(\d+)-.*-s(\d+)")
+State = Literal["waiting", "running", "failed", "cut", "complete"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial as it is now.
+
+    Attributes:
+        settings: KEY=VALUE; None before they are drawn.
+        value: the metric's mean over its runs; of a trial that was cut that of the last evaluation.
+    """
+
+    number: int
+    state: State
+    settings: tuple[str, ...] | None
+    value: float | None
+
+
+class Trials:
+    """The trials of the sweep in a folder.
+
+    Raises:
+        ConfigError: Optuna is not installed, or the space can't be read.
+    """
+
+    def __init__(self, output: Path, declared: SweepDeclaration):
+        require_optuna("hpcdist sweep")
+        self.output, self.declared = output, declared
+        self.axes = [read_axis(text) for text in declared.over]
+        self.points = grid(self.axes) if declared.sampler == "grid" else [{}] * declared.trials
+
+    def create(self, higher_is_better: bool, evaluations: int) -> None:
+        """Make the study with all trials, of which none has begun; add those that it lacks.
+
+        Args:
+            evaluations: of a run with the whole budget.
+        """
+        import optuna
+
+        storage = _storage(self.output)
+        direction = optuna.study.StudyDirection.MAXIMIZE if higher_is_better else optuna.study.StudyDirection.MINIMIZE
+        study = optuna.create_study(storage=storage, study_name=STUDY, direction=direction, load_if_exists=True)
+        study.set_user_attr("first", max(1, evaluations // FIRST))
+        for point in self.points[len(study.get_trials(deepcopy=False)) :]:
+            study.enqueue_trial(point)
+
+    # --- runs ---------------------------------------------------------------------------------------------------------
+    def begin(self, number: int) -> tuple[str, ...]:
+        """Draw the settings of a trial that begins, KEY=VALUE; return the same for one that has begun."""
+        import optuna
+
+        with self._turn():
+            study = self._study(number)
+            self._tell(study)
+            frozen = study.get_trials(deepcopy=False)[number]
+            if frozen.state == optuna.trial.TrialState.WAITING:
+                study._storage.set_trial_state_values(frozen._trial_id, optuna.trial.TrialState.RUNNING)
+            elif frozen.state.is_finished() or len(frozen.params) == len(self.axes):
+                return self._settings(frozen) or ()
+            trial = optuna.Trial(study, frozen._trial_id)
+            for axis in self.axes:
+                _suggest(trial, axis)
+            return self._settings(trial) or ()
+
+    def run(self, number: int, seed: int, settings: tuple[str, ...]) -> PlannedRun:
+        """Plan a run of a trial with these settings."""
+        name, options = read_strategy(self.declared.strategy)
+        own = (f"strategy={name}", *(f"strategy.{option}" for option in options), *settings)
+        with neighbours(Path(self.declared.job)):
+            _, config = specify(Path(self.declared.job), None, (*self.declared.settings, *own))
+        return self._run(number, seed, ", ".join(settings), step_samples(config, self.declared.ranks), own)
+
+    def bare(self, number: int) -> list[PlannedRun]:
+        """Plan the runs of a trial, by seed, as far as they are known before its settings are drawn."""
+        return [self._run(number, seed, f"trial {number}") for seed in range(self.declared.seeds)]
+
+    def _run(self, number: int, seed: int, name: str, samples: int = 1, settings: tuple[str, ...] = ()) -> PlannedRun:
+        cell = ComparedCell(name, "strategy", self.declared.ranks, samples, settings, f"trial-{number:03}")
+        return replace(cell.run(self.declared, seed), judged=True)
+
+    def judge(self, number: int, run: Path) -> str | None:
+        """Report a run's newest evaluation; return the reason if the pruner ends the run here."""
+        import optuna
+
+        with self._turn():
+            study = self._study(number)
+            frozen, evaluations = study.get_trials(deepcopy=False)[number], read_evaluations(run)
+            if frozen.state.is_finished():  # of a run whose summary was removed, to be made again
+                return None
+            trial, step = optuna.Trial(study, frozen._trial_id), len(evaluations)
+            if step not in frozen.intermediate_values:  # a run that was interrupted comes here again
+                trial.report(evaluations[-1].metrics[self.declared.metric], step)
+            return CUT if trial.should_prune() else None
+
+    def all(self) -> list[Trial]:
+        """List all trials as they are now; none before the study is made."""
+        if not (self.output / JOURNAL).exists():
+            return []
+        with self._turn():
+            study = self._study(0)
+            self._tell(study)
+            frozen = study.get_trials(deepcopy=False)
+        return [Trial(one.number, self._state(one), self._settings(one), one.value) for one in frozen]
+
+    # --- the study ----------------------------------------------------------------------------------------------------
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Let no other process draw or tell meanwhile."""
+        turn = self.output / "runs"
+        turn.mkdir(exist_ok=True)
+        with locked(turn, TURN_S):
+            yield
+
+    def _study(self, number: int) -> optuna.Study:
+        """Open the study to draw trial `number`, whose draw depends on its number and on what is known alone."""
+        import optuna
+
+        kind = optuna.samplers.TPESampler if self.declared.sampler == "tpe" else optuna.samplers.RandomSampler
+        study = optuna.load_study(study_name=STUDY, storage=_storage(self.output), sampler=kind(seed=number))
+        first: int = study.user_attrs["first"]
+        if self.declared.pruner == "asha":
+            study.pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=ETA)
+        elif self.declared.pruner == "median":
+            study.pruner = optuna.pruners.MedianPruner(n_warmup_steps=first)
+        else:
+            study.pruner = optuna.pruners.NopPruner()
+        return study
+
+    def _tell(self, study: optuna.Study) -> None:
+        """Tell the study which trials have ended, and what they have measured."""
+        from optuna.trial import TrialState
+
+        for frozen in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            folders = self._folders(frozen.number)
+            if not all(map(is_done, folders)):
+                continue
+            summaries = [load_summary(one) for one in folders]
+            value = mean_metric(summaries, self.declared.metric)
+            if any(CUT in (summary.stopped_early or "") for summary in summaries):
+                study.tell(frozen.number, state=TrialState.PRUNED)
+            elif value is None:  # it is no number
+                study.tell(frozen.number, state=TrialState.FAIL)
+            else:
+                study.tell(frozen.number, value)
+
+    def _folders(self, number: int) -> list[Path]:
+        return [self.output / run.folder for run in self.bare(number)]
+
+    def _settings(self, trial: Any) -> tuple[str, ...] | None:
+        if any(axis.key not in trial.params for axis in self.axes):
+            return None
+        return tuple(f"{axis.key}={axis.text(trial.params[axis.key])}" for axis in self.axes)
+
+    def _state(self, frozen: optuna.trial.FrozenTrial) -> State:
+        if frozen.state.name == "RUNNING":
+            return "failed" if any((one / FAILURE).exists() for one in self._folders(frozen.number)) else "running"
+        states: dict[str, State] = {"WAITING": "waiting", "COMPLETE": "complete", "PRUNED": "cut", "FAIL": "failed"}
+        return states[frozen.state.name]
+
+
+def of_folder(run: Path) -> tuple[Trials, int, int]:
+    """Find the trials that a run's folder belongs to, its own trial's number, and its seed.
+
+    Raises:
+        ConfigError: it is the folder of no sweep's run.
+    """
+    output, match = run.parent.parent, _FOLDER.fullmatch(run.name)
+    if match is None:
+        raise ConfigError(f"--output must be the folder of a run of `hpcdist sweep`; got {run}.")
+    return Trials(output, folder.declared_in(output, SweepDeclaration)), int(match[1]), int(match[2])
+
+
+def step_samples(config: JobConfig, ranks: int) -> int:
+    """Return the samples of a step, of all ranks together."""
+    options = strategies.load(config.strategy.name).Config.from_mapping(config.strategy.options, "strategy")
+    return len(options.workers(ranks // config.parallel.stages)) * config.batch_size * config.accumulation
+
+
+def require_optuna(what: str) -> None:
+    """Raise ConfigError where Optuna is not installed; hush its lines on each trial."""
+    if find_spec("optuna") is None:
+        raise ConfigError(f"{what} must have Optuna; got no module of that name. Run: pip install 'hpcdist[sweep]'")
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+def _storage(output: Path) -> optuna.storages.JournalStorage:
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    return JournalStorage(JournalFileBackend(str(output / JOURNAL)))
+
+
+def _suggest(trial: optuna.Trial, axis: Axis) -> None:
+    if axis.values:
+        trial.suggest_categorical(axis.key, axis.values)
+    elif axis.whole:
+        trial.suggest_int(axis.key, int(axis.low), int(axis.high), log=axis.log)
+    else:
+        trial.suggest_float(axis.key, axis.low, axis.high, log=axis.log)

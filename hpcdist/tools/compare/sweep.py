@@ -184,7 +184,7 @@ class Sweep(RunPlan):
             samples = entry["samples"] or 0
             row = {"trial": trial.number, **entry["settings"], "samples": samples, self.declared.metric: value}
             row["state"] = trial.state
-            rows.append(((order.index(trial.state), -samples if trial.state == "cut" else 0, merit), row))
+            rows.append(((order.index(trial.state), -trial.evaluations if trial.state == "cut" else 0, merit), row))
         return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
 
 

@@ -50,12 +50,14 @@ class Trial:
     Attributes:
         settings: KEY=VALUE; None before they are drawn.
         value: the metric's mean over its runs; of a trial that was cut that of the last evaluation.
+        evaluations: that the pruner has seen.
     """
 
     number: int
     state: State
     settings: tuple[str, ...] | None
     value: float | None
+    evaluations: int
 
 
 class Trials:
@@ -142,7 +144,9 @@ class Trials:
             study = self._study(0)
             self._tell(study)
             frozen = study.get_trials(deepcopy=False)
-        return [Trial(one.number, self._state(one), self._settings(one), one.value) for one in frozen]
+        return [
+            Trial(one.number, self._state(one), self._settings(one), one.value, one.last_step or 0) for one in frozen
+        ]
 
     # --- the study ----------------------------------------------------------------------------------------------------
     @contextmanager

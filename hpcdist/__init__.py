@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # for editors and checkers of types; see __getattr__
     from hpcdist.session.sync_batch_norm import SyncBatchNorm
     from hpcdist.session.values import allgather, allreduce, barrier, broadcast, metric
     from hpcdist.session.world import init, local_rank, local_size, rank, size
-    from hpcdist.tools.compare.experiment import compare, simulate
+    from hpcdist.tools.compare.experiment import compare, simulate, sweep
     from hpcdist.tools.report.page import read_runs
     from hpcdist.tools.slurm.submit import Future, submit
 
@@ -46,6 +46,7 @@ __all__ = [
     "simulate",
     "size",
     "submit",
+    "sweep",
     "unsplit",
 ]
 # Names of the tools, by their modules; all others are in hpcdist.session.
@@ -55,6 +56,7 @@ _TOOLS = {
     "read_runs": "report.page",
     "simulate": "compare.experiment",
     "submit": "slurm.submit",
+    "sweep": "compare.experiment",
 }
 
 

@@ -23,7 +23,7 @@ from hpcdist.config.merge import as_flags
 from hpcdist.errors import ConfigError, DataError, RunError, UnknownNameError
 from hpcdist.records import Evaluation, RecordWriter, StepRecord, append_evaluation, load_summary, record_path
 from hpcdist.tools import baselines, cli
-from hpcdist.tools.compare import folder, run_all, sweep
+from hpcdist.tools.compare import experiment, folder, run_all
 from hpcdist.tools.compare.comparison import Comparison, search_within
 from hpcdist.tools.compare.launchers import MpiLauncher, find_launcher, ranks_environment
 from hpcdist.tools.compare.plan import Declaration, PlannedRun, SweepDeclaration
@@ -409,7 +409,7 @@ def test_wrong_arguments_of_a_sweep(arguments, message, tmp_path, monkeypatch):
 
 def test_a_sweep_goes_on_by_its_folder_alone(tmp_path, monkeypatch):
     made = PretendedRuns()
-    monkeypatch.setattr(sweep, "mpi_launchers", lambda *given, **shares: pretended.launchers(made))
+    monkeypatch.setattr(experiment, "mpi_launchers", lambda *given, **shares: pretended.launchers(made))
     monkeypatch.setattr(run_all, "find_spec", lambda name: None)  # no report: it takes seconds
     out = ("--output", tmp_path / "out")
     command = ("sweep", JOB, "--over", "batch_size=8,16", "--sampler", "grid", "--jobs", 2, *out)

@@ -307,3 +307,9 @@ def test_a_failing_run_does_not_stop_the_others(tmp_path):
     runs = [PlannedRun("it", "strategy", 1, seed, (), f"runs/{seed}") for seed in range(9)]
     failed = Runner(tmp_path, launchers(Failing()), 3).run_all(iter(runs))
     assert sorted(run.seed for run in failed) == [1, 3, 5, 7]
+
+
+def test_without_optuna_a_sentence_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(trials, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="hpcdist sweep must have Optuna; got no module of that name. Run: pip"):
+        Trials(tmp_path, DECLARED)

@@ -259,7 +259,7 @@ def sweep(
     --pruner asha --budget samples=20000
     """
     from hpcdist.tools.compare import experiment
-    from hpcdist.tools.compare.sweep import Sweep, make
+    from hpcdist.tools.compare.sweep import Sweep
     from hpcdist.tools.simulate.cluster import read_cluster
     from hpcdist.tools.simulate.step_time import on_cluster
 
@@ -285,7 +285,7 @@ def sweep(
         raise ConfigError("--slurm and --launcher must be left out with virtual ranks; got one of them. Remove it.")
     found = Sweep(declared, output)
     _by_slurm(lambda: found, output, slurm, slurm_set, jobs)
-    raise typer.Exit(int(make(found, launcher, jobs, sys.argv)))
+    raise typer.Exit(int(experiment.make_sweep(found, launcher, jobs)))
 
 
 @app.command(hidden=True)

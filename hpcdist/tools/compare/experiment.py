@@ -1,4 +1,4 @@
-"""Comparisons from Python, in the words of the commands: `hpcdist.compare` and `hpcdist.simulate`.
+"""Comparisons and sweeps from Python, in the words of the commands: `hpcdist.compare`, `simulate`, `sweep`.
 
 The commands make their declarations here, too, so that script and command go on with each other's folders.
 """
@@ -19,8 +19,9 @@ from hpcdist.errors import ConfigError
 from hpcdist.tools import console
 from hpcdist.tools.compare import run_all
 from hpcdist.tools.compare.comparison import Comparison
-from hpcdist.tools.compare.launchers import mpi_launchers
-from hpcdist.tools.compare.plan import Declaration, read_budget, split_strategies
+from hpcdist.tools.compare.launchers import mpi_launchers, share_cores
+from hpcdist.tools.compare.plan import Declaration, SweepDeclaration, read_budget, split_strategies
+from hpcdist.tools.compare.sweep import Sweep
 from hpcdist.tools.simulate.cluster import read_cluster
 from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
 from hpcdist.tools.simulate.step_time import on_cluster
@@ -83,6 +84,48 @@ def simulate(
     described = read_cluster(None if cluster is None else Path(cluster), network, compute)
     folder = Path("runs") / f"simulate-{Path(job).stem}" if output is None else Path(output)
     return make_virtual(on_cluster(declared, described, folder), folder, workers)
+
+
+def sweep(
+    job: str | Path,
+    over: Mapping[str, str | Sequence[object]],
+    runs: int = 20,
+    *,
+    strategy: str = "allreduce",
+    ranks: int = 1,
+    seeds: int = 1,
+    sampler: str = "tpe",
+    pruner: str = "none",
+    evaluations: int = 20,
+    threads: int = 1,
+    jobs: int | None = None,
+    output: str | Path | None = None,
+    launcher: str | None = None,
+    **shared_options: Any,
+) -> SweptRuns:
+    """Search for good settings of a job, as `hpcdist sweep` does; only runs that are missing in the folder are made.
+
+    Args:
+        over: settings with their values: a list, or a text as `--over` takes it, such as `0.001..0.1:log`.
+        runs: number of combinations to try; the sampler `grid` tries all.
+        strategy: of all runs, `NAME` or `NAME:KEY=VALUE`.
+        sampler: tpe, random or grid.
+        pruner: asha, median or none.
+        jobs: runs at the same time; None: as many as have cores of their own.
+        output: folder for all files; None: runs/sweep-JOB.
+        shared_options: `budget`, `target`, `config`, `settings`; see `shared`.
+
+    Raises:
+        ConfigError: a setting is wrong, Optuna is not installed, or the folder holds another sweep.
+    """
+    spaces = {key: text if isinstance(text, str) else ",".join(map(str, text)) for key, text in over.items()}
+    declared = SweepDeclaration(
+        **shared(job, **shared_options), over=tuple(f"{key}={text}" for key, text in spaces.items()), trials=runs,
+        strategy=strategy, ranks=ranks, seeds=seeds, sampler=sampler, pruner=pruner, evaluations=evaluations,
+        threads=threads,
+    )  # fmt: skip
+    found = Sweep(declared, Path("runs") / f"sweep-{Path(job).stem}" if output is None else Path(output))
+    return SweptRuns(found, make_sweep(found, launcher, jobs))
 
 
 def declare(
@@ -169,6 +212,63 @@ def make_virtual(declared: Declaration, output: Path, workers: int | None) -> Co
     processes = min(workers or len(os.sched_getaffinity(0)), len(comparison.cells) * declared.seeds)
     with VirtualLauncher(simulation, processes) as starter:
         return ComparedRuns(output, run_all.make(comparison, {"strategy": starter, "serial": starter}, processes))
+
+
+def make_sweep(found: Sweep, launcher: str | None, jobs: int | None) -> bool:
+    """Make the runs of a sweep that are missing, on real or virtual ranks; tell whether one failed.
+
+    Args:
+        jobs: runs at the same time; None: as many as have cores of their own, or one with a launcher, which may start
+            ranks elsewhere.
+    """
+    declared = found.declared
+    each = declared.ranks * declared.threads if declared.virtual is None else 1
+    shares = share_cores(jobs or (None if launcher is None else 1), each)[: len(found.runs)]
+    if len(shares) > 1 and launcher is None:
+        console.note(f"{len(shares)} runs at the same time, each on {len(shares[0])} of {os.cpu_count()} cores")
+    if declared.virtual is not None:
+        simulation = Simulation.of(declared, sys.argv)
+        console.note(str(simulation))
+        with VirtualLauncher(simulation, len(shares)) as starter:
+            return run_all.make(found, {"strategy": starter}, len(shares))
+    launchers = mpi_launchers(declared.job, declared.ranks, declared.threads, launcher, os.environ, shares=shares)
+    with launchers["strategy"] as made:
+        return run_all.make(found, {"strategy": made}, len(shares))
+
+
+class SweptRuns:
+    """The trials of a sweep. A notebook shows their table.
+
+    Attributes:
+        folder: of all files.
+        failed: a run has failed; its folder says why, and the same call makes it again.
+    """
+
+    def __init__(self, found: Sweep, failed: bool):
+        self.folder, self.failed, self._sweep = found.output, failed, found
+
+    @property
+    def best(self) -> dict[str, str]:
+        """Return the settings of the best trial that has ended, by KEY; empty without any."""
+        keys = [axis.partition("=")[0] for axis in self._sweep.declared.over]
+        rows = [row for row in self._sweep.table() if row["state"] == "complete"]
+        return {key: rows[0][key] for key in keys} if rows else {}
+
+    @property
+    def table(self) -> DataFrame:
+        """Return a row for each trial that has begun, the best first."""
+        from pandas import DataFrame
+
+        return DataFrame(self._sweep.table())
+
+    def report(self, output: str | Path | None = None) -> Path:
+        """Write the report to a folder, None: `report` in that of the runs; return its page."""
+        from hpcdist.tools import report
+
+        return report.write(self.folder, None if output is None else Path(output))
+
+    def _repr_html_(self) -> str:
+        return self.table.to_html(index=False, na_rep="")
 
 
 class ComparedRuns:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ from hpcdist.config.files import neighbours
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.records import load_summary, replace_durably
 from hpcdist.tools import console
-from hpcdist.tools.compare import folder, run_all
-from hpcdist.tools.compare.launchers import mpi_launchers, share_cores
+from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.plan import PlannedRun, SweepDeclaration, higher_is_better
 from hpcdist.tools.compare.run_all import Runner, RunPlan, missing
-from hpcdist.tools.compare.trials import ETA, Trial, Trials
+from hpcdist.tools.compare.trials import ETA, SweepTrial, Trials
 from hpcdist.tools.runs import is_done
 from hpcdist.train.job import make_data
 from hpcdist.train.planning import rehearse
@@ -150,7 +148,7 @@ class Sweep(RunPlan):
         text = json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
         replace_durably(self.output / FILE_NAME, text.encode())
 
-    def _entry(self, trial: Trial) -> dict[str, Any]:
+    def _entry(self, trial: SweepTrial) -> dict[str, Any]:
         settings = dict(setting.split("=", 1) for setting in trial.settings or ())
         folders = [run.folder for run in self._trials.bare(trial.number)] if settings else []
         value = trial.value if trial.value is not None and math.isfinite(trial.value) else None
@@ -193,28 +191,3 @@ def _count_evaluations(config: JobConfig, declared: SweepDeclaration) -> int:
     if declared.budget.keys() & {"samples", "steps"} and declared.evaluations:
         return declared.evaluations
     return 0 if declared.budget or config.epochs is None else config.epochs // config.eval_every
-
-
-def make(sweep: Sweep, launcher: str | None = None, jobs: int | None = None, command: Sequence[str] = ()) -> bool:
-    """Make all runs of a sweep that are missing, on real or virtual ranks, and show them; tell whether one failed.
-
-    Args:
-        launcher: of real ranks, see `find_launcher`; one run at a time by default, as its ranks may run elsewhere.
-        jobs: runs at the same time; None for as many as have cores of their own.
-        command: the words of the command line, for `run.json`.
-    """
-    from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
-
-    declared = sweep.declared
-    each = declared.ranks * declared.threads if declared.virtual is None else 1
-    shares = share_cores(jobs or (None if launcher is None else 1), each)[: len(sweep.runs)]
-    if len(shares) > 1 and launcher is None:
-        console.note(f"{len(shares)} runs at the same time, each on {len(shares[0])} of {os.cpu_count()} cores")
-    if declared.virtual is not None:
-        simulation = Simulation.of(declared, command)
-        console.note(str(simulation))
-        with VirtualLauncher(simulation, len(shares)) as pool:
-            return run_all.make(sweep, {"strategy": pool}, len(shares))
-    launchers = mpi_launchers(declared.job, declared.ranks, declared.threads, launcher, os.environ, shares=shares)
-    with launchers["strategy"] as made:
-        return run_all.make(sweep, {"strategy": made}, len(shares))

@@ -44,7 +44,7 @@ State = Literal["waiting", "running", "failed", "cut", "complete"]
 
 
 @dataclass(frozen=True)
-class Trial:
+class SweepTrial:
     """A trial as it is now.
 
     Attributes:
@@ -136,7 +136,7 @@ class Trials:
                 trial.report(evaluations[-1].metrics[self.declared.metric], step)
             return CUT if trial.should_prune() else None
 
-    def all(self) -> list[Trial]:
+    def all(self) -> list[SweepTrial]:
         """List all trials as they are now; none before the study is made."""
         if not (self.output / JOURNAL).exists():
             return []
@@ -145,7 +145,8 @@ class Trials:
             self._tell(study)
             frozen = study.get_trials(deepcopy=False)
         return [
-            Trial(one.number, self._state(one), self._settings(one), one.value, one.last_step or 0) for one in frozen
+            SweepTrial(one.number, self._state(one), self._settings(one), one.value, one.last_step or 0)
+            for one in frozen
         ]
 
     # --- the study ----------------------------------------------------------------------------------------------------

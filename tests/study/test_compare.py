@@ -28,6 +28,7 @@ from hpcdist.tools.compare.comparison import Comparison, search_within
 from hpcdist.tools.compare.launchers import MpiLauncher, find_launcher, ranks_environment
 from hpcdist.tools.compare.plan import Declaration, PlannedRun, SweepDeclaration
 from hpcdist.tools.compare.run_all import missing
+from hpcdist.tools.compare.sweep import Sweep
 from hpcdist.tools.report import wording
 from hpcdist.tools.runs import COMPARISON, FAILURE
 from study import evidence, pretended
@@ -107,7 +108,7 @@ def test_what_cannot_run_is_left_out_with_a_sentence(tmp_path, monkeypatch):
     assert others == [f"horovod is left out on {ranks} ranks: It is not there." for ranks in (2, 5)]
 
 
-@pytest.mark.parametrize("plan", [Comparison, sweep.Sweep])
+@pytest.mark.parametrize("plan", [Comparison, Sweep])
 def test_a_folder_that_cannot_be_made_is_refused(plan, tmp_path):
     (tmp_path / "taken").touch()
     made = plan(SWEPT if plan is sweep.Sweep else DECLARED, tmp_path / "taken" / "below")

@@ -145,8 +145,7 @@ class Trials:
             self._tell(study)
             frozen = study.get_trials(deepcopy=False)
         return [
-            SweepTrial(one.number, self._state(one), self._settings(one), one.value, one.last_step or 0)
-            for one in frozen
+            SweepTrial(of.number, self._state(of), self._settings(of), of.value, of.last_step or 0) for of in frozen
         ]
 
     # --- the study ----------------------------------------------------------------------------------------------------

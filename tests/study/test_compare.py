@@ -111,7 +111,7 @@ def test_what_cannot_run_is_left_out_with_a_sentence(tmp_path, monkeypatch):
 @pytest.mark.parametrize("plan", [Comparison, Sweep])
 def test_a_folder_that_cannot_be_made_is_refused(plan, tmp_path):
     (tmp_path / "taken").touch()
-    made = plan(SWEPT if plan is sweep.Sweep else DECLARED, tmp_path / "taken" / "below")
+    made = plan(SWEPT if plan is Sweep else DECLARED, tmp_path / "taken" / "below")
     with pytest.raises(ConfigError, match="--output must be a folder that can be made; got .*taken/below .Not a dir"):
         run_all.make(made, pretended.launchers(PretendedRuns()))
 

@@ -1,0 +1,192 @@
+"""`hpcdist runs`: list, tag, remove and compare the runs of a folder."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from hpcdist.errors import ConfigError, DataError, UnknownNameError
+from hpcdist.tools import completion, console
+
+if TYPE_CHECKING:
+    from hpcdist.tools.runs.listing import ListedRun
+
+app = typer.Typer(name="runs", invoke_without_command=True)
+HOME = Path("runs")  # where `hpcdist train` makes folders
+KEYS = ("job", "strategy", "ranks", "comparison")  # of --where
+ORDERS = ("folder", "state", "job", "strategy", "ranks", "age", "time", "metric")
+Names = Annotated[
+    list[str],
+    typer.Argument(metavar="NAME", help="Runs, by their folder, or its name in runs/.", autocompletion=completion.runs),
+]
+
+
+@app.callback()
+def runs(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Option("--in", metavar="FOLDER", help="Folder with runs in it.")] = HOME,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Only runs with this job, strategy, ranks or comparison. Repeatable."),
+    ] = None,
+    state: Annotated[
+        str | None, typer.Option(help="Only these: running, finished, interrupted, failed or dead.")
+    ] = None,
+    tag: Annotated[list[str] | None, typer.Option(metavar="WORD", help="Only runs with this tag. Repeatable.")] = None,
+    sort: Annotated[str, typer.Option(metavar="COLUMN", help="Column that the rows are sorted by.")] = "age",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with numbers that are not rounded.")] = False,
+) -> None:
+    """List runs: their state, metric, time and tags; those of a comparison below its folder.
+
+    Example: hpcdist runs --where strategy=allreduce --state finished --sort metric
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from pydantic_core import to_json
+
+    from hpcdist.tools.runs.listing import ListedState
+
+    if state is not None and state not in get_args(ListedState):
+        raise UnknownNameError("--state", state, get_args(ListedState))
+    if sort not in ORDERS:
+        raise UnknownNameError("--sort", sort, ORDERS)
+    wanted = dict(_condition(text) for text in where or [])
+    found = [
+        one
+        for one in _listed(folder)
+        if state in (None, one.state)
+        and set(tag or []) <= set(one.tags)
+        and all(_has(one, key, value) for key, value in wanted.items())
+    ]
+    found.sort(key=lambda one: _place(one, sort))
+    if as_json:
+        print(to_json([asdict(one) for one in found], indent=1, inf_nan_mode="null").decode())
+        return
+    if not found:
+        console.note(f"no such runs in {folder}")
+    for comparison, group in groupby(sorted(found, key=lambda one: one.comparison or ""), lambda one: one.comparison):
+        above = Path(comparison or folder)
+        console.rows(comparison, [_row(one, above) for one in group], left=("run", "state", "metric", "tags"))
+
+
+@app.command()
+def tag(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Run.", autocompletion=completion.runs)],
+    words: Annotated[list[str], typer.Argument(metavar="WORD", help="Tags.")],
+    remove: Annotated[bool, typer.Option("--remove", help="Take these tags away.")] = False,
+) -> None:
+    """Add tags to a run, or take them away, also while it trains.
+
+    Example: hpcdist runs tag digits-allreduce-4-1 baseline
+    """
+    from hpcdist.tools.runs.listing import read_tags, write_tags
+
+    folder = _find(name)
+    before = set(read_tags(folder))
+    write_tags(folder, before - set(words) if remove else before | set(words))
+
+
+@app.command()
+def rm(
+    names: Names, yes: Annotated[bool, typer.Option("--yes", help="Remove them without a question.")] = False
+) -> None:
+    """Remove runs with all their files. Runs that are at work are refused."""
+    from hpcdist.records import locked
+    from hpcdist.tools.runs.listing import read_listed
+
+    folders = [_find(name) for name in names]
+    for folder in folders:
+        if read_listed(folder).state == "running":
+            raise ConfigError(f"NAME must be a run that is not at work; got {folder}. End it first.")
+    if not yes:
+        typer.confirm(f"Remove {', '.join(map(str, folders))}?", abort=True)
+    for folder in folders:
+        with locked(folder):
+            shutil.rmtree(folder)
+
+
+@app.command()
+def compare(names: Names) -> None:
+    """Compare runs in the table of `hpcdist report`.
+
+    Example: hpcdist runs compare digits-allreduce-4-1 digits-gossip_pull-4-1
+    """
+    from hpcdist.tools.report import table
+    from hpcdist.tools.report.evidence import read_jobs
+    from hpcdist.tools.report.findings import analyse
+
+    table.show(table.tables([analyse(job) for job in read_jobs([_find(name) for name in names])]))
+
+
+# --- arguments and rows -----------------------------------------------------------------------------------------------
+def _find(name: str) -> Path:
+    """Find a run by its folder, or by its name in `runs`."""
+    from hpcdist.tools.runs import FILES
+
+    for folder in (Path(name), HOME / name):
+        if any((folder / file).exists() for file in FILES):
+            return folder
+    raise ConfigError(f"NAME must be the folder of a run, or its name in {HOME}; got {name}. `hpcdist runs` lists all.")
+
+
+def _listed(folder: Path) -> list[ListedRun]:
+    """Read all runs in a folder; one that is damaged is left out with a note."""
+    from hpcdist.tools.runs.listing import read_listed, walk
+
+    if not folder.is_dir():
+        raise ConfigError(f"--in must be a folder with runs in it; got {folder}. `hpcdist train` makes {HOME}.")
+    found = []
+    for run, comparison in walk(folder):
+        try:
+            found.append(read_listed(run, comparison))
+        except DataError as error:
+            console.note(f"left out: {error}")
+    return found
+
+
+def _condition(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--where must be KEY=VALUE; got {text!r}. Such as strategy=allreduce.")
+    if key not in KEYS:
+        raise UnknownNameError("--where", key, KEYS)
+    return key, value
+
+
+def _has(one: ListedRun, key: str, value: str) -> bool:
+    known = getattr(one, key)
+    return str(known) == value or (key == "comparison" and known is not None and Path(known).name == value)
+
+
+def _metric(one: ListedRun) -> tuple[str, float] | None:
+    """Return the name and value of the first metric of a run's end, the loss if there is no other."""
+    return next(iter(one.metrics.items()), None)
+
+
+def _place(one: ListedRun, column: str) -> Any:
+    """Return what a list is sorted by: runs without such a value are last, of metrics the largest first."""
+    if column == "metric":
+        metric = _metric(one)
+        return (True, 0.0) if metric is None else (False, -metric[1])
+    value = getattr(one, f"{column}_s" if column in ("age", "time") else column)
+    return (value is None, 0.0 if value is None else value)
+
+
+def _row(one: ListedRun, above: Path) -> dict[str, Any]:
+    metric = _metric(one)
+    return {
+        "run": str(Path(one.folder).relative_to(above)),
+        "state": one.state,
+        "metric": "" if metric is None else f"{metric[0]} {metric[1]:.4f}",
+        "time": "" if one.time_s is None else console.duration(one.time_s),
+        "age": "" if one.age_s is None else console.duration(one.age_s),
+        "tags": " ".join(one.tags),
+        "strategy": one.strategy,
+        "ranks": one.ranks,
+        "job": one.job,
+    }

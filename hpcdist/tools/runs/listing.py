@@ -1,0 +1,128 @@
+"""The list of runs, read from `run.json` and `summary.json` of each, never from step records; tags of runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+from hpcdist.errors import DataError
+from hpcdist.records import Start, is_abandoned, load_run, load_summary, parse_json, read_bounded, replace_durably
+from hpcdist.tools.runs.folder import COMPARISON, FILES
+from hpcdist.tools.runs.run import FAILURE, is_done, quiet_s
+
+TAGS = "tags.json"  # in the folder of a run; training never opens it, so that no lock is needed
+ListedState = Literal["running", "finished", "interrupted", "failed", "dead"]
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A run in a list.
+
+    Attributes:
+        state: interrupted: it left early, and goes on with --resume; dead: no process works, and nothing says why.
+        age_s: seconds since its first start; None if unknown.
+        time_s: seconds that its starts took, so far as their ends are known.
+        metrics: at its end; empty before.
+        comparison: the folder of the comparison or sweep that it is a part of.
+    """
+
+    folder: str
+    state: ListedState
+    job: str
+    strategy: str
+    ranks: int
+    age_s: float | None
+    time_s: float | None
+    metrics: dict[str, float]
+    tags: list[str]
+    comparison: str | None
+
+
+def walk(folder: Path, comparison: Path | None = None) -> Iterator[tuple[Path, Path | None]]:
+    """Yield the folders of runs, each with that of its comparison; nothing within a run's folder is looked at."""
+    with os.scandir(folder) as entries:
+        found = {entry.name: entry for entry in entries}
+    if any(name in found for name in FILES):
+        yield folder, comparison
+        return
+    if COMPARISON in found:
+        comparison = folder
+    for name in sorted(found):
+        is_search = comparison == folder and name == "tuning"
+        if found[name].is_dir(follow_symlinks=False) and not is_search:
+            yield from walk(folder / name, comparison)
+
+
+def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
+    """Read a run for a list.
+
+    Raises:
+        DataError: a file is damaged.
+    """
+    abandoned = is_abandoned(folder, quiet_s(folder))  # before the summary, which a process leaves behind
+    record, summary = load_run(folder), load_summary(folder) if is_done(folder) else None
+    start = None if record is None else record.last
+    name = "" if start is None else str(start.settings.get("strategy", {}).get("name", ""))
+    state: ListedState = "running"
+    if summary is not None:
+        state = "finished"
+    elif (start is not None and start.outcome == "failed") or (folder / FAILURE).exists():
+        state = "failed"
+    elif start is not None and start.outcome == "interrupted":
+        state = "interrupted"
+    elif abandoned:
+        state = "dead"
+    return ListedRun(
+        folder=str(folder),
+        state=state,
+        job="" if record is None else Path(record.job.path).stem,
+        strategy=name or (summary.strategy if summary else ""),
+        ranks=start.ranks if start is not None else (summary.ranks if summary else 0),
+        age_s=None if record is None else _since(record.started),
+        time_s=None if record is None else sum(_taken(one, state) for one in (record, *record.resumed)),
+        metrics={} if summary is None else summary.metrics,
+        tags=read_tags(folder),
+        comparison=None if comparison is None else str(comparison),
+    )
+
+
+def _since(started: str, ended: str | None = None) -> float:
+    """Return the seconds from one date of a record to another, or to now."""
+    end = datetime.now(timezone.utc) if ended is None else _date(ended)
+    return (end - _date(started)).total_seconds()
+
+
+def _date(text: str) -> datetime:
+    return datetime.fromisoformat(text.replace("Z", "+00:00"))
+
+
+def _taken(start: Start, state: ListedState) -> float:
+    """Return the seconds of a start; 0 for one that was killed, as its end is not known."""
+    return _since(start.started, start.ended) if start.ended is not None or state == "running" else 0.0
+
+
+# --- tags -------------------------------------------------------------------------------------------------------------
+def read_tags(folder: Path) -> list[str]:
+    """Read the tags of a run, sorted.
+
+    Raises:
+        DataError: their file is damaged.
+    """
+    path = folder / TAGS
+    try:
+        found = parse_json(read_bounded(path), path, DataError)
+    except FileNotFoundError:
+        return []
+    if not isinstance(found, list) or not all(isinstance(tag, str) for tag in found):
+        raise DataError(f"{path} must be a list of words; got something else. Remove it, and tag the run again.")
+    return sorted(found)
+
+
+def write_tags(folder: Path, tags: set[str]) -> None:
+    """Replace the tags of a run."""
+    replace_durably(folder / TAGS, f"{json.dumps(sorted(tags), ensure_ascii=False)}\n".encode())

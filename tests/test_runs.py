@@ -1,0 +1,117 @@
+"""`hpcdist runs`: the list of runs, their tags, and their removal."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.errors import ConfigError, DataError
+from hpcdist.records import end_run, locked
+from hpcdist.tools import cli
+from hpcdist.tools.cli.runs import rm, tag
+from hpcdist.tools.runs.listing import read_listed, read_tags
+from hpcdist.train import runs
+
+JOB = Path(__file__).with_name("train") / "tiny.py"
+
+
+@pytest.fixture
+def hpcdist(capsys):
+    """Runs a command line: exit status, standard output, standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()  # of what came before
+        return cli._run(list(arguments), True), *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch) -> Path:
+    """A folder `runs` with a finished run on each of 1 and 2 ranks, and one that was interrupted in a comparison."""
+    monkeypatch.chdir(tmp_path)
+    settings = ["data.path=tiny.h5", "epochs=1"]
+    for ranks in (1, 2):
+        run_virtual(lambda comm: runs.train(comm, JOB, None, settings), ranks)
+    inner = Path("runs/compare-tiny/runs/a")
+    run_virtual(lambda comm: runs.train(comm, JOB, None, settings, inner), 1)
+    (inner / "summary.json").unlink()
+    end_run(inner, "interrupted", "SIGTERM")
+    Path("runs/compare-tiny/comparison.json").write_text("{}")
+    return tmp_path
+
+
+def listed(hpcdist, *arguments) -> list[dict]:
+    status, out, err = hpcdist("runs", *arguments, "--json")
+    assert (status, err) == (0, "")
+    return json.loads(out)
+
+
+def test_runs_are_listed_filtered_and_sorted(hpcdist, made):
+    found = listed(hpcdist, "--sort", "ranks")
+    assert [(one["folder"], one["state"], one["ranks"]) for one in found] == [
+        ("runs/compare-tiny/runs/a", "interrupted", 1),
+        ("runs/tiny-allreduce-1-1", "finished", 1),
+        ("runs/tiny-allreduce-2-1", "finished", 2),
+    ]
+    assert [one["comparison"] for one in found] == ["runs/compare-tiny", None, None]
+    assert found[1]["metrics"] and found[1]["job"] == "tiny" and found[1]["time_s"] >= 0
+    assert [one["ranks"] for one in listed(hpcdist, "--where", "ranks=2", "--state", "finished")] == [2]
+    assert len(listed(hpcdist, "--where", "comparison=compare-tiny")) == 1
+    assert max(map(len, hpcdist("runs")[1].splitlines())) < 120
+
+
+def test_tags_are_added_listed_and_taken_away(hpcdist, made):
+    assert hpcdist("runs", "tag", "tiny-allreduce-1-1", "good", "old")[0] == 0
+    assert hpcdist("runs", "tag", "tiny-allreduce-1-1", "old", "--remove")[0] == 0
+    assert read_tags(Path("runs/tiny-allreduce-1-1")) == ["good"]
+    assert [one["tags"] for one in listed(hpcdist, "--tag", "good")] == [["good"]]
+    Path("runs/tiny-allreduce-1-1/tags.json").write_text("3")
+    with pytest.raises(DataError, match="tags.json must be a list of words"):
+        tag("tiny-allreduce-1-1", ["good"])
+    assert "left out" in hpcdist("runs")[2]
+
+
+def test_runs_are_removed_but_not_those_at_work(hpcdist, made):
+    folder = Path("runs/tiny-allreduce-2-1")
+    (folder / "summary.json").unlink()
+    with locked(folder):
+        assert read_listed(folder).state == "running"
+        with pytest.raises(ConfigError, match="NAME must be a run that is not at work; got runs/tiny-allreduce-2-1"):
+            rm(["tiny-allreduce-2-1"], yes=True)
+    assert hpcdist("runs", "rm", "tiny-allreduce-1-1", "--yes")[0] == 0
+    assert not Path("runs/tiny-allreduce-1-1").exists() and folder.exists()
+
+
+def test_runs_are_compared_in_the_table_of_reports(hpcdist, made):
+    status, out, _ = hpcdist("runs", "compare", "tiny-allreduce-1-1", "runs/tiny-allreduce-2-1")
+    assert status == 0 and "allreduce" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--state", "finshed"], "--state must be one of .*Did you mean 'finished'"),
+        (["--sort", "agee"], "--sort must be one of .*Did you mean 'age'"),
+        (["--where", "ranks"], "--where must be KEY=VALUE; got 'ranks'"),
+        (["--where", "rank=1"], "--where must be one of .*Did you mean 'ranks'"),
+        (["--in", "nowhere"], "--in must be a folder with runs in it; got nowhere"),
+        (["compare", "nothing"], "NAME must be the folder of a run, or its name in runs; got nothing"),
+    ],
+)
+def test_wrong_arguments(arguments, message, hpcdist, made):
+    status, _, err = hpcdist("runs", *arguments)
+    assert status == 1 and re.search(message, " ".join(err.split()))
+
+
+def test_a_list_needs_no_torch(made):
+    script = (
+        "import sys; from hpcdist.tools import cli; status = cli._run(['runs'], True); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)

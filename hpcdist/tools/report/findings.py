@@ -48,13 +48,17 @@ class Cell:
 
     @property
     def shown(self) -> str:
-        """Return the cell's name, which says so where ranks are virtual."""
-        return self.name + ", virtual" * self.virtual
+        """Return the cell's name, which says so where its ranks are virtual and those of others are not."""
+        return self.name + self._mark
 
     @property
     def label(self) -> str:
         """Return the cell's name with its ranks."""
-        return f"{self.name}, {self.ranks} rank{'s' * (self.ranks > 1)}{', virtual' * self.virtual}"
+        return f"{self.name}, {self.ranks} rank{'s' * (self.ranks > 1)}{self._mark}"
+
+    @cached_property
+    def _mark(self) -> str:
+        return ", virtual" * (self.virtual and not all(one.virtual for one in self.evidence.runs))
 
     @property
     def title(self) -> str:

@@ -155,7 +155,7 @@ def _columns(findings: Findings) -> list[KindColumn]:
     """List all columns of a job, the most important ones first."""
     evidence, cells = findings.evidence, findings.cells
     found = [
-        KindColumn("name", lambda cell: cell.name, partial(_name, cells), is_text=True),
+        KindColumn("name", lambda cell: cell.name, _name, is_text=True),
         KindColumn("kind", lambda cell: cell.kind, lambda cell: cell.kind, is_text=True),
         KindColumn("virtual", lambda cell: cell.virtual, lambda cell: str(cell.virtual).lower(), is_text=True),
         _number("ranks", lambda cell: cell.ranks, str),
@@ -222,9 +222,8 @@ def _listed(key: str) -> KindColumn:
 
 
 # --- what is in a column ----------------------------------------------------------------------------------------------
-def _name(cells: Sequence[Cell], cell: Cell) -> str:
-    some_virtual = len({one.virtual for one in cells}) > 1
-    return (cell.shown if some_virtual else cell.name) + " [baseline]" * (cell.kind == "baseline")
+def _name(cell: Cell) -> str:
+    return cell.shown + " [baseline]" * (cell.kind == "baseline")
 
 
 def _runs(cell: Cell) -> str:

@@ -150,6 +150,7 @@ def dots(
     write: Callable[[float], str],
     *,
     geometric: bool = False,
+    least: float | None = None,
     most: float = math.inf,
 ) -> list[ReportFigure]:
     """Draw a line for each cell: the values of its runs, their mean and its interval. No figure without any value.
@@ -157,6 +158,7 @@ def dots(
     Args:
         found: cell, values, and a remark that stands beside them.
         geometric: take the geometric mean, and none where a remark says that runs are left out.
+        least: where the axis begins; None: a little below the lowest value.
         most: the largest value that there can be, at which intervals are cut off.
     """
     if not any(values for _, values, _ in found):
@@ -186,6 +188,7 @@ def dots(
     axes.set_ylim(len(found) - 0.4, -0.6)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     axes.set_xlabel(unit)
+    axes.set_xlim(left=least)
     left, right = axes.get_xlim()
     axes.set_xlim(left, min(right, most + 0.02 * (most - left)) if most < right else right)
     return [ReportFigure(name, title, said, figure)]

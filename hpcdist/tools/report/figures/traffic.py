@@ -18,7 +18,9 @@ def draw(findings: Findings) -> Iterator[Part]:
         return
     for what, write in (("bytes", wording.amount), ("messages", wording.number)):
         found = [(cell, cell[f"{what}_per_step"].values(), "") for cell in cells]
-        yield from dots(findings, f"{what}-per-step", f"{what.capitalize()} per step of a worker", what, found, write)
+        yield from dots(
+            findings, f"{what}-per-step", f"{what.capitalize()} per step of a worker", what, found, write, least=0
+        )
     yield ReportTable(
         "Sent and fetched by all ranks, per step of a worker",
         ["runs of one kind", "bytes per step", "messages per step", "bytes to the target"],

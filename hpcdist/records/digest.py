@@ -6,9 +6,8 @@ import hashlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-if TYPE_CHECKING:  # torch takes seconds to load, and whoever looks at a run needs none
+if TYPE_CHECKING:  # they take time to load, and whoever looks at a run needs none
+    import numpy as np
     from torch import Tensor
 
 

@@ -275,8 +275,9 @@ SAID = {
         ["All runs are of virtual ranks: their seconds are virtual"],
     ),
     "ranks that shared cores of a busy machine": (
-        changed(versus(1.5), slice(None), machine={"cores": {"n0": 1, "n1": 1}, "processors": 2, "load": [1.0, 900.25]}),
-        {}, "", [], ["n0: The machine was busy: its load average was 900.2, of 2 processors and 1 rank."],
+        changed(
+            versus(1.5), slice(None), machine={"cores": {"n0": 1, "n1": 1}, "processors": 2, "load": [1.0, 900.25]}
+        ), {}, "", [], ["n0: The machine was busy: its load average was 900.2, of 2 processors and 1 rank."],
     ),
     "one strategy alone": (
         versus(1.5)[::2], {}, "There is nothing to compare",

@@ -138,7 +138,7 @@ def compare(
             evaluations=evaluations, baselines=tuple(baselines.split(",")) if baselines else (), tune=tune,
             controls=controls, threads=threads,
         )  # fmt: skip
-        output = output or _default("compare", declared)
+        output = output or experiment.default_folder("compare", declared)
     _require_slurm(slurm, slurm_set, launcher)
     _by_slurm(lambda: Comparison(declared, output), output, slurm, slurm_set)
     raise typer.Exit(int(experiment.make(declared, output, launcher).failed))
@@ -193,7 +193,7 @@ def simulate(
             job, **_shared(budget, target, config, overrides), **_cells(strategies, ranks, rate), seeds=seeds,
             evaluations=evaluations, tune=tune, controls=controls,
         )  # fmt: skip
-        output = output or _default("simulate", replace(declared, virtual=described.model_dump()))
+        output = output or experiment.default_folder("simulate", replace(declared, virtual=described.model_dump()))
         declared = on_cluster(declared, described, output)
     raise typer.Exit(int(experiment.make_virtual(declared, output, workers).failed))
 
@@ -276,7 +276,7 @@ def sweep(
             trials=runs, sampler=sampler, pruner=pruner, ranks=ranks, seeds=seeds, evaluations=evaluations,
             threads=threads,
         )  # fmt: skip
-        output = output or _default(
+        output = output or experiment.default_folder(
             "sweep", declared if described is None else replace(declared, virtual=described.model_dump())
         )
         declared = declared if described is None else on_cluster(declared, described, output)
@@ -317,13 +317,6 @@ def _going_on(noun: str, output: Path | None, beginning: object, kind: type[D]) 
     if output is None or beginning:
         raise ConfigError(f"JOB must be given to begin a {noun}; got none. It is a file such as jobs/digits.py.")
     return folder.declared_in(output, kind), output
-
-
-def _default(command: str, declared: RunDeclaration) -> Path:
-    """Choose the folder of a command that names none."""
-    from hpcdist.tools.compare import folder
-
-    return folder.default(Path("runs") / f"{command}-{Path(declared.job).stem}", declared)
 
 
 def _require(kind: str, declared: Declaration, output: Path) -> None:

@@ -1,8 +1,10 @@
-"""`hpcdist runs`: list, tag, remove and compare the runs of a folder."""
+"""`hpcdist runs`: list, show, tag, remove and compare the runs of a folder."""
 
 from __future__ import annotations
 
+import shlex
 import shutil
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -32,7 +34,10 @@ def runs(
     folder: Annotated[Path, typer.Option("--in", metavar="FOLDER", help="Folder with runs in it.")] = HOME,
     where: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="Only runs with this job, strategy, ranks or comparison. Repeatable."),
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Only runs with this job, strategy, ranks, comparison or setting: optimizer.lr=0.1. Repeatable.",
+        ),
     ] = None,
     state: Annotated[
         str | None, typer.Option(help="Only these: running, finished, interrupted, failed or dead.")
@@ -43,7 +48,7 @@ def runs(
 ) -> None:
     """List runs: their state, metric, time and tags; those of a comparison below its folder.
 
-    Example: hpcdist runs --where strategy=allreduce --state finished --sort metric
+    Example: hpcdist runs --where strategy=allreduce --where optimizer.lr=0.1 --state finished --sort metric
     """
     if context.invoked_subcommand is not None:
         return
@@ -72,6 +77,32 @@ def runs(
     for comparison, group in groupby(sorted(found, key=lambda one: one.comparison or ""), lambda one: one.comparison):
         above = Path(comparison or folder)
         console.rows(comparison, [_row(one, above) for one in group], left=("run", "state", "metric", "tags"))
+
+
+@app.command()
+def show(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Run.", autocompletion=completion.runs)],
+) -> None:
+    """Show a run: its result, its starts with their commands, its checkpoints and settings."""
+    from hpcdist.checkpoint.folder import listing as checkpoints
+    from hpcdist.tools.runs.listing import read_listed
+    from hpcdist.tools.runs.run import Run
+
+    folder = _find(name)
+    one, run = read_listed(folder), Run(folder)
+    best = None if run.summary is None else run.summary.best
+    saved = Path((one.settings.get("checkpoint") or {}).get("folder") or folder / "checkpoints")
+    starts = [] if run.record is None else [run.record, *run.record.resumed]
+    found = {
+        **_row(one, folder.parent),
+        "best": best and f"{best.metric} {best.value:.4g} at step {best.step}",
+        "no result": run.failure,
+        "checkpoints": ", ".join(path.name for path in checkpoints(saved)),
+        "starts": {f"from step {start.step}, {start.started}": shlex.join(start.command) for start in starts},
+        "changes": "; ".join(run.changes),
+        "settings": one.settings,
+    }
+    console.facts({key: value for key, value in found.items() if value not in (None, "", {})})
 
 
 @app.command()
@@ -153,14 +184,19 @@ def _condition(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"--where must be KEY=VALUE; got {text!r}. Such as strategy=allreduce.")
-    if key not in KEYS:
-        raise UnknownNameError("--where", key, KEYS)
     return key, value
 
 
 def _has(one: ListedRun, key: str, value: str) -> bool:
-    known = getattr(one, key)
-    return str(known) == value or (key == "comparison" and known is not None and Path(known).name == value)
+    """Tell whether a run has this in a column, or as a setting, where 0.1 and 1e-1 are one number."""
+    if key == "comparison":
+        return one.comparison is not None and value in (one.comparison, Path(one.comparison).name)
+    known: Any = one.settings if key not in KEYS else {key: getattr(one, key)}
+    for part in key.split("."):
+        known = known.get(part) if isinstance(known, dict) else None
+    with suppress(TypeError, ValueError):
+        return float(known) == float(value)
+    return str(known).lower() == value.lower()
 
 
 def _metric(one: ListedRun) -> tuple[str, float] | None:

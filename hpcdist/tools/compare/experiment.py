@@ -10,6 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from hpcdist.config.merge import as_flags, load
 from hpcdist.errors import ConfigError
 from hpcdist.tools import console
-from hpcdist.tools.compare import run_all
+from hpcdist.tools.compare import folder, run_all
 from hpcdist.tools.compare.comparison import Comparison
 from hpcdist.tools.compare.launchers import mpi_launchers, share_cores
-from hpcdist.tools.compare.plan import Declaration, SweepDeclaration, read_budget, split_strategies
+from hpcdist.tools.compare.plan import Declaration, RunDeclaration, SweepDeclaration, read_budget, split_strategies
 from hpcdist.tools.compare.sweep import Sweep
 from hpcdist.tools.simulate.cluster import read_cluster
 from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
@@ -48,7 +49,8 @@ def compare(
         strategies: each `NAME` or `NAME:KEY=VALUE,KEY=VALUE`.
         ranks: numbers of ranks to run on.
         seeds: runs of each strategy on each number of ranks.
-        output: folder for all files; None: runs/compare-JOB.
+        output: folder for all files; None: runs/compare-JOB, or -2 and so on if that holds other
+            settings.
         launcher: command that starts ranks, such as `srun --mpi=pmix -n`; None: mpirun.
         options: see `declare`.
 
@@ -56,7 +58,7 @@ def compare(
         ConfigError: a setting is wrong, or the folder holds another comparison.
     """
     declared = declare(job, strategies, ranks, seeds, **options)
-    return make(declared, Path("runs") / f"compare-{Path(job).stem}" if output is None else Path(output), launcher)
+    return make(declared, default_folder("compare", declared) if output is None else Path(output), launcher)
 
 
 def simulate(
@@ -82,8 +84,9 @@ def simulate(
     """
     declared = declare(job, strategies, ranks, seeds, **options)
     described = read_cluster(None if cluster is None else Path(cluster), network, compute)
-    folder = Path("runs") / f"simulate-{Path(job).stem}" if output is None else Path(output)
-    return make_virtual(on_cluster(declared, described, folder), folder, workers)
+    where = replace(declared, virtual=described.model_dump())
+    found = default_folder("simulate", where) if output is None else Path(output)
+    return make_virtual(on_cluster(declared, described, found), found, workers)
 
 
 def sweep(
@@ -124,8 +127,13 @@ def sweep(
         strategy=strategy, ranks=ranks, seeds=seeds, sampler=sampler, pruner=pruner, evaluations=evaluations,
         threads=threads,
     )  # fmt: skip
-    found = Sweep(declared, Path("runs") / f"sweep-{Path(job).stem}" if output is None else Path(output))
+    found = Sweep(declared, default_folder("sweep", declared) if output is None else Path(output))
     return SweptRuns(found, make_sweep(found, launcher, jobs))
+
+
+def default_folder(command: str, declared: RunDeclaration) -> Path:
+    """Choose the folder of a command, or of a call, that names none: the one that holds this already, or a new one."""
+    return folder.default(Path("runs") / f"{command}-{Path(declared.job).stem}", declared)
 
 
 def declare(

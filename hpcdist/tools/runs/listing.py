@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hpcdist.errors import DataError
 from hpcdist.records import Start, is_abandoned, load_run, load_summary, parse_json, read_bounded, replace_durably
@@ -29,6 +29,7 @@ class ListedRun:
         time_s: seconds that its starts took, so far as their ends are known.
         metrics: at its end; empty before.
         comparison: the folder of the comparison or sweep that it is a part of.
+        settings: of its newest start.
     """
 
     folder: str
@@ -41,6 +42,7 @@ class ListedRun:
     metrics: dict[str, float]
     tags: list[str]
     comparison: str | None
+    settings: dict[str, Any]
 
 
 def walk(folder: Path, comparison: Path | None = None) -> Iterator[tuple[Path, Path | None]]:
@@ -64,7 +66,7 @@ def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
     Raises:
         DataError: a file is damaged.
     """
-    abandoned = is_abandoned(folder, quiet_s(folder))  # before the summary, which a process leaves behind
+    abandoned = not is_done(folder) and is_abandoned(folder, quiet_s(folder))  # before the summary, which it may leave
     record, summary = load_run(folder), load_summary(folder) if is_done(folder) else None
     start = None if record is None else record.last
     name = "" if start is None else str(start.settings.get("strategy", {}).get("name", ""))
@@ -88,6 +90,7 @@ def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
         metrics={} if summary is None else summary.metrics,
         tags=read_tags(folder),
         comparison=None if comparison is None else str(comparison),
+        settings={} if start is None else start.settings,
     )
 
 

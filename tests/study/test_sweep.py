@@ -15,16 +15,18 @@ import pytest
 
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import load
-from hpcdist.errors import ConfigError, RunError, UnknownNameError
+from hpcdist.errors import ConfigError, DataError, RunError, UnknownNameError
 from hpcdist.records import load_summary, read_evaluations
 from hpcdist.tools.compare import folder, trial, trials
 from hpcdist.tools.compare.launchers import MpiLauncher, ranks_environment, share_cores
 from hpcdist.tools.compare.plan import Declaration, PlannedRun, SweepDeclaration
 from hpcdist.tools.compare.run_all import Runner
 from hpcdist.tools.compare.space import grid, read_axis
-from hpcdist.tools.compare.sweep import FILE_NAME, Sweep
+from hpcdist.tools.compare.sweep import Sweep
 from hpcdist.tools.compare.trials import CUT, Trials
-from hpcdist.tools.runs import COMPARISON, FAILURE
+from hpcdist.tools.report import write
+from hpcdist.tools.report.sweep import judge_sweep, read_sweep
+from hpcdist.tools.runs import COMPARISON, FAILURE, SWEEP
 from study.pretended import PretendedRuns, launchers, runner
 
 DECLARED = SweepDeclaration(
@@ -96,7 +98,7 @@ def test_the_folder_tells_the_space_and_each_trial(tmp_path):
     Sweep(declared, tmp_path).write()
     failing = ", ".join(Trials(tmp_path, declared).begin(0))
     Sweep(declared, tmp_path).make(runner(tmp_path, PretendedRuns(failing)))
-    found = json.loads((tmp_path / FILE_NAME).read_text())
+    found = json.loads((tmp_path / SWEEP).read_text())
     assert (found["sampler"], found["pruner"], found["metric"], found["ranks"]) == ("random", "none", "accuracy", 2)
     lr, batch = found["space"]
     assert (lr["key"], lr["low"], lr["high"], lr["log"]) == ("optimizer.lr", 0.001, 0.1, True)
@@ -171,9 +173,41 @@ def test_a_run_without_a_number_as_its_result_has_failed_and_is_not_made_again(t
 
     sweep = Sweep(replace(DECLARED, over=("batch_size=16",)), tmp_path)
     sweep.make(runner(tmp_path, Diverging()))
-    assert json.loads((tmp_path / FILE_NAME).read_text())["trials"][0]["state"] == "failed"
+    assert json.loads((tmp_path / SWEEP).read_text())["trials"][0]["state"] == "failed"
     again = PretendedRuns()
     assert Sweep(sweep.declared, tmp_path).make(runner(tmp_path, again)) == [] and again.made == []
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+def test_the_page_says_which_settings_are_best_and_which_matter(tmp_path):
+    declared = replace(DECLARED, over=("optimizer.lr=0.001..0.128:log:8", "batch_size=16,32"), seeds=1)
+    trials = Sweep(declared, tmp_path)
+    trials.make(runner(tmp_path, PretendedRuns("optimizer.lr=0.004, batch_size=32")))
+    page = write(tmp_path).read_text()
+    assert "<h1>Which settings? digits.py</h1>" in page and "fastest" not in page and "held against" not in page
+    assert "The best settings: <code>optimizer.lr</code> 0.008, <code>batch_size</code> 16, with accuracy 90 %." in page
+    assert "15 of 16 trials had the whole budget; 1 failed." in page and "each ran with one seed" in page
+    found = json.loads((tmp_path / "report" / SWEEP).read_text())
+    assert found["importance"]["optimizer.lr"] > 0.9 and sum(found["importance"].values()) == pytest.approx(1)
+    made = {path.name for path in (tmp_path / "report" / "figures").iterdir()}
+    assert made == {f"{name}.{kind}" for name in ("setting-1", "setting-2", "parallel") for kind in ("svg", "png")}
+
+
+@pytest.mark.parametrize(("best", "end"), [("0.0011", "lower"), ("0.01", None), ("0.098", "upper")])
+def test_a_best_value_at_the_end_of_its_range_is_named(best, end, tmp_path):
+    axis = {"key": "optimizer.lr", "values": [], "low": 0.001, "high": 0.1, "log": True, "whole": False}
+    trial = {"number": 0, "state": "complete", "settings": {"optimizer.lr": best}, "value": 0.9, "samples": 10}
+    content = {
+        "job": "job.py", "strategy": "allreduce", "ranks": 1, "seeds": 1, "metric": "accuracy",
+        "higher_is_better": True, "sampler": "tpe", "pruner": "asha", "space": [axis], "trials": [{**trial, "folders": ["runs/a"]}],
+    }  # fmt: skip
+    (tmp_path / SWEEP).write_text(json.dumps(content))
+    said = "".join(judge_sweep(read_sweep(tmp_path)).caveats)
+    assert (f"lies at the {end} end of its range" in said) == (end is not None)
+    for broken in ({**content, "trials": 3}, {}):
+        (tmp_path / SWEEP).write_text(json.dumps(broken))
+        with pytest.raises(DataError, match="sweep.json must be what `hpcdist sweep` writes"):
+            read_sweep(tmp_path)
 
 
 # --- pruning, on virtual ranks ----------------------------------------------------------------------------------------

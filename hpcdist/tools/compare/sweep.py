@@ -18,12 +18,11 @@ from hpcdist.tools.compare import folder
 from hpcdist.tools.compare.plan import PlannedRun, SweepDeclaration, higher_is_better
 from hpcdist.tools.compare.run_all import Runner, RunPlan, missing
 from hpcdist.tools.compare.trials import ETA, SweepTrial, Trials
-from hpcdist.tools.runs import is_done
+from hpcdist.tools.runs import SWEEP, is_done
 from hpcdist.train.job import make_data
 from hpcdist.train.planning import rehearse
 from hpcdist.train.runs import specify
 
-FILE_NAME = "sweep.json"  # in the sweep's folder: its space, and its trials
 VERSION = 1
 SAMPLERS = ("tpe", "random", "grid")
 PRUNERS = ("asha", "median", "none")
@@ -146,7 +145,7 @@ class Sweep(RunPlan):
             "trials": [self._entry(trial) for trial in trials],
         }
         text = json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-        replace_durably(self.output / FILE_NAME, text.encode())
+        replace_durably(self.output / SWEEP, text.encode())
 
     def _entry(self, trial: SweepTrial) -> dict[str, Any]:
         settings = dict(setting.split("=", 1) for setting in trial.settings or ())

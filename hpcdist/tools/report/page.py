@@ -6,7 +6,7 @@ import csv
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,14 @@ from hpcdist.tools.report import wording
 from hpcdist.tools.report.evidence import Progress, read_jobs
 from hpcdist.tools.report.findings import Cell, Findings, analyse
 from hpcdist.tools.report.verdict import Verdict, judge
+from hpcdist.tools.runs import SWEEP
 from hpcdist.tools.statistics import Interval
 from hpcdist.version import __version__
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-    from hpcdist.tools.report.figures.base import ReportFigure, ReportTable
+    from hpcdist.tools.report.figures.base import ReportFigure, Section
 
 TEMPLATE = "template.html.j2"
 VERSION = 2  # of runs.json
@@ -78,12 +79,12 @@ def write(
         raise ConfigError(
             "matplotlib must be installed to draw a report's figures; got none. Run: pip install 'hpcdist[plots]'"
         ) from error
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
     from hpcdist.tools.report.figures.base import STYLE
 
     folders = [folder] if isinstance(folder, Path) else list(folder)
     output = folders[0] / "report" if output is None else output
+    if len(folders) == 1 and (folders[0] / SWEEP).exists():
+        return _write_sweep(folders[0], output)
     jobs = [analyse(job) for job in read_jobs(folders, target)]
     verdicts = list(map(judge, jobs))
     for one in progress([one for findings in jobs for one in findings.evidence.runs], "reading steps"):
@@ -95,16 +96,7 @@ def write(
         sections = [
             _unique(sections_of(findings), i) if i else sections_of(findings) for i, findings in enumerate(jobs)
         ]
-        (output / "figures").mkdir(parents=True, exist_ok=True)
-        figures = [
-            drawn for of_job in sections for section in of_job for of in section.figures.values() for drawn in of
-        ]
-        for drawn in progress(figures, "drawing"):
-            head, title, rest = drawn.svg.partition("<title")
-            file = output / "figures" / drawn.name
-            file.with_suffix(".svg").write_text(head + STANDALONE + title + rest, "utf-8")
-            drawn.figure.set(dpi=150, facecolor="white")
-            FigureCanvasAgg(drawn.figure).print_png(file.with_suffix(".png"))  # savefig would draw it twice
+        _write_figures(output, [section for of_job in sections for section in of_job], progress)
         rows = [row for findings in jobs for row in findings.rows]
         with open(output / "runs.csv", "w", newline="", encoding="utf-8") as lines:
             writer = csv.DictWriter(lines, list(dict.fromkeys(key for row in rows for key in row)))
@@ -112,28 +104,56 @@ def write(
             writer.writerows(rows)
         content = {"version": VERSION, "jobs": list(map(numbers, jobs, verdicts))}
         (output / "runs.json").write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
-        page.write_text(_render(jobs, verdicts, sections), "utf-8")
+        page.write_text(_rendered(jobs, verdicts, sections), "utf-8")
+    return page
+
+
+def _write_figures(output: Path, sections: Sequence[Section], progress: Progress) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    (output / "figures").mkdir(parents=True, exist_ok=True)
+    figures = [drawn for section in sections for of in section.figures.values() for drawn in of]
+    for drawn in progress(figures, "drawing"):
+        head, title, rest = drawn.svg.partition("<title")
+        file = output / "figures" / drawn.name
+        file.with_suffix(".svg").write_text(head + STANDALONE + title + rest, "utf-8")
+        drawn.figure.set(dpi=150, facecolor="white")
+        FigureCanvasAgg(drawn.figure).print_png(file.with_suffix(".png"))  # savefig would draw it twice
+
+
+def _write_sweep(folder: Path, output: Path) -> Path:
+    """Write the page on a sweep, with its figures and `sweep.json`; return the page."""
+    import matplotlib.style
+
+    from hpcdist.tools.report.figures.base import STYLE
+    from hpcdist.tools.report.sweep import judge_sweep, read_sweep, sections_of_sweep
+
+    found, page = read_sweep(folder), output / "index.html"
+    with matplotlib.style.context(["default", STYLE]), writing(page):
+        sections = sections_of_sweep(found)
+        _write_figures(output, sections, lambda items, title: items)
+        content = {"version": VERSION, **found.content, "importance": found.importance}
+        (output / SWEEP).write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
+        better = "higher" if found.content["higher_is_better"] else "lower"
+        trials = found.content["trials"]
+        facts = {
+            "metric": f"{found.metric} ({better} is better)",
+            "strategy": f"`{found.content['strategy']}` on {wording.count(found.content['ranks'], 'rank')}",
+            "sampler": found.content["sampler"],
+            "pruner": found.content["pruner"],
+            "trials": f"{len(found.complete)} of {len(trials)} with the whole budget",
+        }
+        job = {"name": found.content["job"], "facts": facts, "verdict": judge_sweep(found), "sections": sections}
+        page.write_text(
+            _render("Which settings?", found.content["job"], [job | {"runs": len(trials)}], [SWEEP]), "utf-8"
+        )
     return page
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Section:
-    """A part of the page: what its plug-in has drawn.
-
-    `figures`: by number of ranks, of which the page shows the first and folds away the others; None: any number.
-    """
-
-    name: str
-    title: str
-    figures: Mapping[int | None, Sequence[ReportFigure]]
-    tables: Sequence[ReportTable]
-    remarks: Sequence[str]
-
-
 def sections_of(findings: Findings) -> list[Section]:
     """Draw all sections that have something to show, in their order; those of other packages last."""
-    from hpcdist.tools.report.figures.base import ReportFigure, ReportTable
+    from hpcdist.tools.report.figures.base import ReportFigure, ReportTable, Section
 
     sections = []
     kinds = catalogue("figures")
@@ -166,7 +186,30 @@ def _unique(sections: Sequence[Section], job: int) -> list[Section]:
     ]
 
 
-def _render(jobs: Sequence[Findings], verdicts: Sequence[Verdict], sections: Sequence[Sequence[Section]]) -> str:
+def _rendered(jobs: Sequence[Findings], verdicts: Sequence[Verdict], sections: Sequence[Sequence[Section]]) -> str:
+    return _render(
+        "Which strategy?",
+        jobs[0].evidence.title,
+        [
+            {"name": findings.evidence.job or "jobs that are not written down", "facts": _facts(findings)}
+            | {"verdict": verdict, "sections": of_job, "runs": len(findings.evidence.runs)}
+            for findings, verdict, of_job in zip(jobs, verdicts, sections, strict=True)
+        ],
+        ["runs.csv", "runs.json"],
+        [one.virtual for findings in jobs for one in findings.evidence.runs],
+    )
+
+
+def _render(
+    question: str, title: str, jobs: Sequence[Mapping[str, Any]], files: Sequence[str], virtual: Sequence[bool] = ()
+) -> str:
+    """Render the page.
+
+    Args:
+        jobs: each with `name`, `facts`, `verdict`, `sections` and the number of its `runs`.
+        files: beside it, with its numbers.
+        virtual: whether each run was on virtual ranks.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -176,19 +219,15 @@ def _render(jobs: Sequence[Findings], verdicts: Sequence[Verdict], sections: Seq
     )
     # Names in backquotes are code.
     environment.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text)))
-    virtual = [one.virtual for findings in jobs for one in findings.evidence.runs]
     environment.tests["number"] = lambda text: re.match(r"[−+<\d–]", text) is not None
-    title = jobs[0].evidence.title
     return environment.get_template(TEMPLATE).render(
+        question=question,
         title=Path(title).name if title.endswith(".py") else title,
-        jobs=[
-            {"name": findings.evidence.job or "jobs that are not written down", "facts": _facts(findings)}
-            | {"verdict": verdict, "sections": of_job, "runs": len(findings.evidence.runs)}
-            for findings, verdict, of_job in zip(jobs, verdicts, sections, strict=True)
-        ],
+        jobs=jobs,
+        files=files,
         shown_reasons=SHOWN_REASONS,
         shown_rows=SHOWN_ROWS,
-        virtual="all" if all(virtual) else "some" if any(virtual) else "",
+        virtual="all" if virtual and all(virtual) else "some" if any(virtual) else "",
         written=now(),
         version=__version__,
     )

@@ -1,6 +1,6 @@
 """The one reader of runs: a run's state, settings, records and metrics, while it trains and after it has ended."""
 
-from hpcdist.tools.runs.folder import COMPARISON, FILES, find_runs, read_comparison
+from hpcdist.tools.runs.folder import COMPARISON, FILES, SWEEP, find_runs, read_comparison
 from hpcdist.tools.runs.run import FAILURE, Run, State, is_done, last_lines, quiet_s
 from hpcdist.tools.runs.steps import Steps
 
@@ -8,6 +8,7 @@ __all__ = [
     "COMPARISON",
     "FAILURE",
     "FILES",
+    "SWEEP",
     "Run",
     "State",
     "Steps",

@@ -11,6 +11,7 @@ from hpcdist.errors import DataError
 from hpcdist.records import parse_json, read_bounded
 
 COMPARISON = "comparison.json"  # in the folder of a comparison or a sweep: its declaration and its runs
+SWEEP = "sweep.json"  # beside it in the folder of a sweep: its space and its trials
 TUNING = "tuning"  # beside it: the runs by which rates were chosen
 FILES = ("run.json", "summary.json")  # one of them makes a folder a run's
 

@@ -6,7 +6,7 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -95,6 +95,20 @@ class ReportTable:
 
 
 Part = ReportFigure | ReportTable | str  # of a section; a text is a remark
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: what its plug-in has drawn.
+
+    `figures`: by number of ranks, of which the page shows the first and folds away the others; None: any number.
+    """
+
+    name: str
+    title: str
+    figures: Mapping[int | None, Sequence[ReportFigure]]
+    tables: Sequence[ReportTable]
+    remarks: Sequence[str]
 
 
 class Look(NamedTuple):

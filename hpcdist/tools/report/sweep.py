@@ -1,0 +1,238 @@
+"""The page of a sweep: which settings are best, and which of them matter. No strategy is compared here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcdist.errors import DataError
+from hpcdist.records import parse_json, read_bounded
+from hpcdist.tools.report import wording
+from hpcdist.tools.report.figures.base import COLOURS, WIDTH, ReportFigure, ReportTable, Section, axes_of
+from hpcdist.tools.report.verdict import Verdict
+from hpcdist.tools.runs import SWEEP
+
+LEAST = 4  # complete trials, from which importance is computed
+EDGE = 0.05  # of a range: a best value so near its end may lie beyond
+
+
+@dataclass(frozen=True)
+class SweptSettings:
+    """A sweep, as its `sweep.json` tells it.
+
+    Attributes:
+        content: the file.
+        complete, cut: trials with a value, the best first.
+        importance: of each setting, adding up to 1; empty where it is not known.
+    """
+
+    content: Mapping[str, Any]
+    complete: Sequence[Mapping[str, Any]]
+    cut: Sequence[Mapping[str, Any]]
+    importance: Mapping[str, float]
+
+    @property
+    def metric(self) -> str:
+        return self.content["metric"]
+
+    @property
+    def space(self) -> Sequence[Mapping[str, Any]]:
+        return self.content["space"]
+
+
+def read_sweep(folder: Path) -> SweptSettings:
+    """Read the sweep in a folder.
+
+    Raises:
+        DataError: its file is damaged.
+    """
+    path = folder / SWEEP
+    try:
+        content = parse_json(read_bounded(path), path, DataError)
+        sign = -1 if content["higher_is_better"] else 1
+        known = sorted(
+            (trial for trial in content["trials"] if trial["value"] is not None), key=lambda one: sign * one["value"]
+        )
+        complete, cut = ([one for one in known if one["state"] == state] for state in ("complete", "cut"))
+        return SweptSettings(content, complete, cut, _importance(folder) if len(complete) >= LEAST else {})
+    except (LookupError, TypeError) as error:
+        raise DataError(f"{path} must be what `hpcdist sweep` writes; got {error!r}. Make it again.") from None
+
+
+def _importance(folder: Path) -> dict[str, float]:
+    """Ask Optuna which settings explain the metric of complete trials.
+
+    Reference: Frank Hutter, Holger Hoos, Kevin Leyton-Brown, "An efficient approach for assessing hyperparameter
+    importance", 2014.
+    """
+    try:
+        import optuna
+        from optuna.storages.journal import JournalFileBackend
+    except ImportError:
+        return {}
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    backend = JournalFileBackend(str(folder / "optuna.log"))
+    study = optuna.load_study(study_name="sweep", storage=optuna.storages.JournalStorage(backend))
+    evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
+    return dict(optuna.importance.get_param_importances(study, evaluator=evaluator))
+
+
+# --- the answer -------------------------------------------------------------------------------------------------------
+def judge_sweep(found: SweptSettings) -> Verdict:
+    """Say which settings are best, what is known of each, and what to bear in mind."""
+    trials, metric = found.content["trials"], found.metric
+    states = {
+        state: sum(trial["state"] == state for trial in trials) for state in ("cut", "failed", "waiting", "running")
+    }
+    counted = "".join(f"; {n} {state}" for state, n in states.items() if n)
+    whole = f"{len(found.complete)} of {wording.count(len(trials), 'trial')} had the whole budget"
+    reasons = [f"{whole}{counted}."]
+    caveats = []
+    if not found.complete:
+        return Verdict("No trial has ended with the whole budget yet.", reasons, [])
+    best = found.complete[0]
+    headline = f"The best settings: {_described(best)}, with {metric} {wording.value(metric, best['value'])}."
+    if len(found.complete) > 1:
+        second = found.complete[1]
+        gap = wording.gap(metric, abs(best["value"] - second["value"]), sign=False) + wording.gap_unit(metric)
+        reasons.append(f"Next: {_described(second)}, {gap} behind.")
+    for key, share in found.importance.items():
+        reasons.append(f"`{key}` explains {100 * share:.0f} % of the differences between complete trials.")
+    for axis in found.space:
+        if (end := _end(axis, best["settings"][axis["key"]])) is not None:
+            caveats.append(
+                f"The best `{axis['key']}` lies at the {end} end of its range: a wider range may hold a better one."
+            )
+    seeds = found.content["seeds"]
+    caveats.append(
+        f"The best of {wording.count(len(trials), 'trial')} was also lucky"
+        f"{', as each ran with one seed' if seeds == 1 else ''}: compare it again, on other seeds."
+    )
+    return Verdict(headline, reasons, caveats)
+
+
+def _described(trial: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{key}` {value}" for key, value in trial["settings"].items())
+
+
+def _end(axis: Mapping[str, Any], text: str) -> str | None:
+    """Return at which end of a range a value lies; None for one within, and for values that were listed."""
+    if axis["values"]:
+        return None
+    place = _places([axis])[axis["key"]]({axis["key"]: text})
+    return "lower" if place < EDGE else "upper" if place > 1 - EDGE else None
+
+
+def _places(space: Sequence[Mapping[str, Any]]) -> dict[str, Callable[[Mapping[str, str]], float]]:
+    """Return for each setting the function that places its value between 0 and 1."""
+
+    def place(axis: Mapping[str, Any]) -> Callable[[Mapping[str, str]], float]:
+        if axis["values"]:
+            values = list(axis["values"])
+            return lambda settings: values.index(settings[axis["key"]]) / max(1, len(values) - 1)
+        scale: Callable[[float], float] = math.log if axis["log"] else float
+        low, high = scale(axis["low"]), scale(axis["high"])
+        return lambda settings: (scale(float(settings[axis["key"]])) - low) / (high - low)
+
+    return {axis["key"]: place(axis) for axis in space}
+
+
+# --- sections ---------------------------------------------------------------------------------------------------------
+def sections_of_sweep(found: SweptSettings) -> list[Section]:
+    """Draw all sections of the page."""
+    figures = [_over(found, number, axis) for number, axis in enumerate(found.space, 1)] if found.complete else []
+    parallel = [_parallel(found)] if len(found.space) > 1 and found.complete else []
+    shares = [[key, f"{100 * share:.0f} %"] for key, share in found.importance.items()]
+    remark = (
+        "Importance is the share of the differences between complete trials that a setting explains alone (fANOVA, "
+        f"Hutter et al. 2014). It needs Optuna, and at least {LEAST} complete trials."
+    )
+    importance = [ReportTable("Importance", ["setting", "share"], shares)] if shares else []
+    others = [
+        _row(found, trial) for trial in found.content["trials"] if trial["state"] != "complete" and trial["settings"]
+    ]
+    sections = [Section("answer", "The best first", {}, [_table(found)], [])]
+    if figures:
+        title = "Which settings matter"
+        sections.append(Section("settings", title, {None: [*figures, *parallel]}, importance, [remark]))
+    if others:
+        heads = ["trial", "state", *(axis["key"] for axis in found.space), "samples", f"last {found.metric}"]
+        said = f"Runs that `{found.content['pruner']}` cut show the metric of their last evaluation."
+        sections.append(
+            Section("others", "Trials that were cut, or failed", {}, [ReportTable("Trials", heads, others)], [said])
+        )
+    return sections
+
+
+def _table(found: SweptSettings) -> ReportTable:
+    heads = ["place", *(axis["key"] for axis in found.space), found.metric, "samples", "folder"]
+    rows = [
+        [
+            str(place),
+            *trial["settings"].values(),
+            wording.value(found.metric, trial["value"]),
+            _samples(trial),
+            trial["folders"][0],
+        ]
+        for place, trial in enumerate(found.complete, 1)
+    ]
+    return ReportTable("Trials with the whole budget, the best first", heads, rows)
+
+
+def _row(found: SweptSettings, trial: Mapping[str, Any]) -> list[str]:
+    value = wording.NONE if trial["value"] is None else wording.value(found.metric, trial["value"])
+    return [str(trial["number"]), trial["state"], *trial["settings"].values(), _samples(trial), value]
+
+
+def _samples(trial: Mapping[str, Any]) -> str:
+    return wording.NONE if trial["samples"] is None else wording.number(trial["samples"])
+
+
+def _over(found: SweptSettings, number: int, axis: Mapping[str, Any]) -> ReportFigure:
+    """Draw the metric over one setting."""
+    key, values = axis["key"], list(axis["values"])
+    figure, axes = axes_of(2.6)
+    for trials, fill, label in ((found.cut, "none", "cut"), (found.complete, COLOURS[0], "complete")):
+        x = [values.index(one["settings"][key]) if values else float(one["settings"][key]) for one in trials]
+        y = [one["value"] for one in trials]
+        if trials:
+            axes.plot(x, y, "o", markerfacecolor=fill, markeredgecolor=COLOURS[0], linestyle="none", label=label)
+        if trials is found.complete:
+            axes.plot(x[:1], y[:1], "D", color=COLOURS[1], markersize=8, label="the best")
+    if values:
+        axes.set_xticks(range(len(values)), values)
+    elif axis["log"]:
+        axes.set_xscale("log")
+    axes.set_xlabel(key)
+    axes.set_ylabel(found.metric)
+    axes.legend(fontsize=9)
+    best = found.complete[0]
+    said = [f"the best trial has {key} {best['settings'][key]} and {wording.value(found.metric, best['value'])}"]
+    return ReportFigure(f"setting-{number}", f"{wording.capital(found.metric)} over {key}", said, figure)
+
+
+def _parallel(found: SweptSettings) -> ReportFigure:
+    """Draw each trial as a line through its settings and its metric: parallel coordinates."""
+    figure, axes = axes_of(3.0)
+    figure.set_figwidth(max(WIDTH, 1.2 * (len(found.space) + 1)))
+    places = _places(found.space)
+    low, high = found.complete[-1]["value"], found.complete[0]["value"]
+    ends = sorted((low, high))
+    for rank, trial in reversed(list(enumerate(found.complete))):
+        y = [places[key](trial["settings"]) for key in places]
+        y.append((trial["value"] - ends[0]) / (ends[1] - ends[0]) if ends[1] > ends[0] else 0.5)
+        style: Any = {"color": COLOURS[1], "linewidth": 2.4} if rank == 0 else {"color": COLOURS[0], "alpha": 0.45}
+        axes.plot(range(len(y)), y, **style)
+    names = [*(_labelled(axis) for axis in found.space), f"{found.metric}\n{ends[0]:.4g} to {ends[1]:.4g}"]
+    axes.set_xticks(range(len(names)), names, fontsize=9)
+    axes.set_yticks([0, 1], ["low", "high"])
+    said = [f"{_described(found.complete[0])}: the best".replace("`", "")]
+    return ReportFigure("parallel", "Settings and metric of each complete trial; the best stands out", said, figure)
+
+
+def _labelled(axis: Mapping[str, Any]) -> str:
+    ends = (axis["values"][0], axis["values"][-1]) if axis["values"] else (f"{axis['low']:.4g}", f"{axis['high']:.4g}")
+    return f"{axis['key']}\n{ends[0]} to {ends[1]}{', log' if axis['log'] else ''}"

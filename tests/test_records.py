@@ -200,6 +200,13 @@ def test_a_summary_of_a_server_and_two_workers():
     assert summary.seconds.model_dump() == {"computing": 0.375, "communicating": 0.75, "waiting": (3 * 0.125 + 1) / 2}
 
 
+def test_steps_that_send_count_in_the_mean_without_samples_too():
+    """The last step of an epoch, in which a worker has no sample left: its part of an all-reduce is as long."""
+    full, empty = StepRecord(1, samples=8, bytes_sent=90), StepRecord(2, bytes_sent=90)
+    ranks = {0: [full, StepRecord(2, samples=8, bytes_sent=90)], 1: [full, empty]}
+    assert summarise(ranks, **GIVEN).bytes_per_step == 90
+
+
 def test_a_run_without_records_has_the_workers_that_it_is_said_to_have():
     summary = summarise({0: [], 1: []}, workers=2, **GIVEN)
     assert (summary.workers, summary.samples, summary.bytes_per_step) == (2, 0, 0)

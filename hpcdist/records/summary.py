@@ -113,7 +113,9 @@ def summarise(
     work = [record for record in everything if record.samples]
     worked = {rank // stages for rank, of_rank in records.items() if any(record.samples for record in of_rank)}
     theirs = {rank: of_rank for rank, of_rank in records.items() if rank // stages in worked}
-    steps = max(1, len(work))
+    # A step of a worker that has no samples left counts where it sends as much as others.
+    taken = [r for of_rank in theirs.values() for r in of_rank if r.samples or r.bytes_sent or r.bytes_fetched]
+    steps = max(1.0, len(taken) / stages)
 
     def per_rank(name: str) -> float:
         return sum(getattr(r, name) for of_rank in theirs.values() for r in of_rank) / max(1, len(theirs))

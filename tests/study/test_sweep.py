@@ -198,8 +198,8 @@ def test_a_best_value_at_the_end_of_its_range_is_named(best, end, tmp_path):
     axis = {"key": "optimizer.lr", "values": [], "low": 0.001, "high": 0.1, "log": True, "whole": False}
     trial = {"number": 0, "state": "complete", "settings": {"optimizer.lr": best}, "value": 0.9, "samples": 10}
     content = {
-        "job": "job.py", "strategy": "allreduce", "ranks": 1, "seeds": 1, "metric": "accuracy",
-        "higher_is_better": True, "sampler": "tpe", "pruner": "asha", "space": [axis], "trials": [{**trial, "folders": ["runs/a"]}],
+        "job": "job.py", "strategy": "allreduce", "ranks": 1, "seeds": 1, "sampler": "tpe", "pruner": "asha",
+        "metric": "accuracy", "higher_is_better": True, "space": [axis], "trials": [{**trial, "folders": ["runs/a"]}],
     }  # fmt: skip
     (tmp_path / SWEEP).write_text(json.dumps(content))
     said = "".join(judge_sweep(read_sweep(tmp_path)).caveats)

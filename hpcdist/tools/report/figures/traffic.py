@@ -21,6 +21,11 @@ def draw(findings: Findings) -> Iterator[Part]:
         yield from dots(
             findings, f"{what}-per-step", f"{what.capitalize()} per step of a worker", what, found, write, least=0
         )
+    if any(cell.name.startswith("allreduce") for cell in cells):
+        yield (
+            "A ring all-reduce of n bytes of gradients sends 2n(p − 1)/p bytes for each of p ranks. Beyond these, "
+            "`allreduce` sends buffers, such as batch norm's averages, and 32 bytes that check gradients and settings."
+        )
     yield ReportTable(
         "Sent and fetched by all ranks, per step of a worker",
         ["runs of one kind", "bytes per step", "messages per step", "bytes to the target"],

@@ -39,7 +39,13 @@ def test_names_and_words_arrive_as_they_are(cluster, workdir):
     [
         ([], []),
         (["cpus_per_rank=9"], ["ranks_per_node x cpus_per_rank must be at most the 8 cores", "sbatch --test-only"]),
-        (["nodes=5"], ["nodes and spare_nodes must be at most the 4 nodes of main", "sbatch --test-only"]),
+        (
+            ["nodes=5"],
+            [
+                "nodes and spare_nodes must be together at most the number of nodes of main that fit, 4",
+                "sbatch --test-only",
+            ],
+        ),
         (["gpus_per_rank=3"], ["ranks_per_node x gpus_per_rank must be at most the 2 GPUs", "sbatch --test-only"]),
         (["directives.add.partition=x"], ["partition must be one of main, urgent; got 'x'.", "sbatch --test-only"]),
         (["directives.add.constraint=x"], ["sbatch --test-only"]),

@@ -27,6 +27,8 @@ PARTS=( # name; minutes on 2 free cores; tables, or where else the numbers stand
     "regression 6 regression,regression-job"
     "devices 15 devices,devices-epochs"
     "benchmarks 17 allreduce,horovod,step,server,steps,pipeline,compress"
+    "learning-rate 6 learning-rate,learning-rate-others"
+    "memory 6 memory"
     "digits 5 README.md,docs/simulate.md,docs/studies/benchmarks.md"
 )
 
@@ -119,6 +121,35 @@ networks() { echo python jobs/studies/network.py $SMALL --output $OUT/networks; 
 staleness() { echo python jobs/studies/staleness.py $SMALL --output $OUT/staleness; }
 scaling() { echo python jobs/studies/scaling.py $SMALL --output $OUT/scaling; }
 regression() { echo python jobs/studies/regression.py $SMALL --output $OUT/regression; }
+
+# The rate as it is, by both rules, and by the linear one after a warm-up; then other strategies. See docs/learning-rate.md.
+learning-rate() {
+    local sgd="--set optimizer.name=SGD --set optimizer.momentum=0.9 --set optimizer.lr=0.02 --set epochs=10"
+    local digits="hpcdist simulate jobs/digits.py --compute 5ms --no-controls --seeds $SEEDS $sgd" out=$OUT/learning-rate rule
+    local reference="--set optimizer.reference_batch=16" falls="--set schedule.gamma=0.8"
+    echo $digits --ranks 1,8,32 $(strategies allreduce) $falls --output $out/none
+    for rule in sqrt linear; do
+        echo $digits --ranks 8,32 $(strategies allreduce) $falls --set optimizer.scale=$rule $reference --output $out/$rule
+    done
+    local warm="$(strategies allreduce) --set optimizer.scale=linear $reference --set schedule.per=step"
+    echo $digits --ranks 8 $warm --set schedule.gamma=0.9816 --set schedule.warmup_steps=24 --output $out/warm-8
+    echo $digits --ranks 32 $warm --set schedule.gamma=0.928 --set schedule.warmup_steps=6 --output $out/warm-32
+    echo $digits --ranks 8 $falls --output $out/others \
+        $(strategies gossip_pull local_sgd:period=8 parameter_server parameter_server:modulation=per-gradient strom)
+    echo $digits --ranks 8 $falls --set optimizer.scale=linear $reference --output $out/others-linear \
+        $(strategies gossip_pull local_sgd:period=8)
+    echo $digits --ranks 8 $falls --set optimizer.lr=0.0025 --output $out/strom $(strategies strom)
+}
+
+memory() {
+    local measure="env MALLOC_MMAP_THRESHOLD_=1048576 mpirun -n 4 python jobs/studies/memory.py" name
+    for name in allreduce gossip_{pull,push,sync} dpsgd adpsgd sgp strom hardsync parameter_server easgd; do
+        echo $measure $name
+    done
+    for name in local_sgd diloco; do echo $measure $name --set period=4; done
+    for name in topk powersgd; do echo $measure allreduce --set compression=$name; done
+    echo $measure allreduce --adam
+}
 
 devices() {
     local alone="hpcdist compare jobs/mnist.py --ranks 1 --seeds 1 --no-controls $EPOCHS"

@@ -371,7 +371,7 @@ def test_a_job_trains_by_a_strategy_in_a_file_and_goes_on(folder):
         return train(comm, Path("jobs/it.py"), None, [*settings, *more], **given)
 
     ((made, summary), _) = run_virtual(body, 2)
-    assert made.name == "it-mine-Alone-1" and summary.strategy == name
+    assert made.name == "it-mine-Alone-2-1" and summary.strategy == name
     text = (made / "run.json").read_text()
     assert f'"name": "{name}"' in text and "helpers.py" in text
     assert "the job" in next(made.glob("job*/**/helpers.py")).read_text()

@@ -40,6 +40,7 @@ def main(
     adam: Annotated[bool, typer.Option("--adam", help="Adam in place of SGD with momentum.")] = False,
 ) -> None:
     hd.init()
+    torch.manual_seed(0)  # the same data on all ranks
     build()(torch.randn(BATCH, WIDTH)).sum().backward()  # what libraries take on first use is not counted
     before = highest = resident()
     model = build()

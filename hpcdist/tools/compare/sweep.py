@@ -48,7 +48,6 @@ class Sweep(RunPlan):
         for option, name, known in (("sampler", declared.sampler, SAMPLERS), ("pruner", declared.pruner, PRUNERS)):
             if name not in known:
                 raise UnknownNameError(f"--{option}", name, known)
-        folder.require_same(output, declared)
         self._trials = Trials(output, declared)
         self._job_path = Path(declared.job)
         with neighbours(self._job_path):
@@ -58,6 +57,7 @@ class Sweep(RunPlan):
         self._planned: dict[tuple[int, int], PlannedRun] = {}  # of trials that have begun
         self._require_prunable()
         self._require_values()
+        folder.require_same(output, declared)  # at last: a mistake in a setting makes it another sweep, too
 
     def _require_prunable(self) -> None:
         declared = self.declared

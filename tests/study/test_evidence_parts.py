@@ -64,6 +64,7 @@ def _check(words: list[str], tables) -> None:
 
 
 def _parse_command(words: list[str], tables) -> None:
+    words = words[words.index("python") :] if "python" in words else words  # without what starts its ranks
     if words[0] == "python" and words[1].startswith("jobs/studies/"):
         _parse(importlib.import_module(Path(words[1]).stem).main, words[2:])
     elif words[0] == "python":
@@ -73,6 +74,8 @@ def _parse_command(words: list[str], tables) -> None:
         command, rest = typer.main.get_command(cli.app), words[words.index("hpcdist") + 1 :]
         while getattr(command, "commands", None):
             command, rest = command.commands[rest[0]], rest[1:]
+        if "--json" in rest:  # the script makes its folder
+            Path(rest[rest.index("--json") + 1]).parent.mkdir(parents=True, exist_ok=True)
         command.make_context("hpcdist", rest)
 
 

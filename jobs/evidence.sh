@@ -22,6 +22,7 @@ PARTS=( # name; minutes on 2 free cores; tables, or where else the numbers stand
     "slow-link 14 slow-link"
     "sandblaster 35 sandblaster"
     "networks 15 networks"
+    "slow-network 30 slow-network"
     "staleness 15 staleness"
     "scaling 15 scaling-stragglers,scaling-even"
     "regression 6 regression,regression-job"
@@ -118,6 +119,7 @@ sandblaster() {
 }
 
 networks() { echo python jobs/studies/network.py $SMALL --output $OUT/networks; } # as root, on shaped networks
+slow-network() { echo python jobs/studies/network.py $SMALL --slowest --seeds $SEEDS --output $OUT/slow-network; }
 staleness() { echo python jobs/studies/staleness.py $SMALL --output $OUT/staleness; }
 scaling() { echo python jobs/studies/scaling.py $SMALL --output $OUT/scaling; }
 regression() { echo python jobs/studies/regression.py $SMALL --output $OUT/regression; }

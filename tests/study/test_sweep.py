@@ -17,7 +17,7 @@ from hpcdist.comm.virtual import run_virtual
 from hpcdist.config import load
 from hpcdist.errors import ConfigError, DataError, RunError, UnknownNameError
 from hpcdist.records import load_summary, read_evaluations
-from hpcdist.tools.compare import folder, trial, trials
+from hpcdist.tools.compare import folder, study, trial, trials
 from hpcdist.tools.compare.launchers import MpiLauncher, ranks_environment, share_cores
 from hpcdist.tools.compare.plan import Declaration, PlannedRun, SweepDeclaration
 from hpcdist.tools.compare.run_all import Runner
@@ -290,7 +290,7 @@ def test_unknown_names_are_refused(option, tmp_path):
 
 
 def test_without_optuna_it_is_said_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(trials, "find_spec", lambda name: None)
+    monkeypatch.setattr(study, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"hpcdist sweep must have Optuna; .* Run: pip install 'hpcdist\[sweep\]'"):
         Sweep(DECLARED, tmp_path)
 
@@ -341,9 +341,3 @@ def test_a_failing_run_does_not_stop_the_others(tmp_path):
     runs = [PlannedRun("it", "strategy", 1, seed, (), f"runs/{seed}") for seed in range(9)]
     failed = Runner(tmp_path, launchers(Failing()), 3).run_all(iter(runs))
     assert sorted(run.seed for run in failed) == [1, 3, 5, 7]
-
-
-def test_without_optuna_a_sentence_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr(trials, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="hpcdist sweep must have Optuna; got no module of that name. Run: pip"):
-        Trials(tmp_path, DECLARED)

@@ -23,10 +23,10 @@ from hpcdist.tools.compare.plan import (
     cells,
     counted_ranks,
     higher_is_better,
+    mean_metric,
     runs,
 )
 from hpcdist.tools.compare.run_all import Runner, RunPlan, missing
-from hpcdist.tools.compare.table import mean_metric
 from hpcdist.tools.report import table
 from hpcdist.tools.report.evidence import read_jobs
 from hpcdist.tools.report.findings import analyse

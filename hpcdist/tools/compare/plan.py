@@ -5,14 +5,19 @@ Pure: nothing is started, read or written.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.registry import label
+
+if TYPE_CHECKING:
+    from hpcdist.records import Summary
 
 WHOLE = ("parallel.stages=1", "parallel.chunks=1", "parallel.cut=none")  # a model that is in no stages
 BUDGETS = ("samples", "steps", "seconds")
@@ -285,6 +290,12 @@ def higher_is_better(metrics: Mapping[str, Any], metric: str) -> bool:
     if metric not in metrics:
         raise UnknownNameError("metric", metric, [*metrics, "loss"])
     return metrics[metric].higher_is_better
+
+
+def mean_metric(found: Sequence[Summary | None], metric: str) -> float | None:
+    """Average a metric over runs; None where one failed, or ended with a NaN."""
+    values = [math.nan if one is None else one.metrics[metric] for one in found]
+    return fmean(values) if all(map(math.isfinite, values)) else None
 
 
 def counted_ranks(count: int) -> str:

@@ -55,6 +55,7 @@ class Sweep(RunPlan):
         self.higher_is_better = higher_is_better(self._job.metrics, declared.metric)
         self._evaluations = _count_evaluations(self._config, declared)
         self._planned: dict[tuple[int, int], PlannedRun] = {}  # of trials that have begun
+        self._trained: dict[str, int] = {}  # samples of runs that have ended
         self._require_prunable()
         self._require_values()
         folder.require_same(output, declared)  # at last: a mistake in a setting makes it another sweep, too
@@ -112,7 +113,7 @@ class Sweep(RunPlan):
             for seed, bare in enumerate(self._trials.bare(number)):
                 if bare in left:
                     run = self._plan(number, seed, self._trials.begin(number))
-                    self.write()
+                    self._write_begun()
                     yield run
 
     def _plan(self, number: int, seed: int, settings: tuple[str, ...]) -> PlannedRun:
@@ -125,6 +126,10 @@ class Sweep(RunPlan):
         """Write `comparison.json`, the study and `sweep.json` as they are now."""
         self.output.mkdir(parents=True, exist_ok=True)
         self._trials.create(self.higher_is_better, self._evaluations)
+        self._write_begun()
+
+    def _write_begun(self) -> None:
+        """Write which trials have begun, and what those that have ended have measured."""
         trials = self._trials.all()
         begun = {trial.number: trial.settings for trial in trials if trial.settings is not None}
         seeds = range(self.declared.seeds)
@@ -156,13 +161,15 @@ class Sweep(RunPlan):
             "state": trial.state,
             "settings": settings,
             "value": value,
-            "samples": self._samples(folders),
+            "samples": self._samples(folders[0]) if folders else None,
             "folders": folders,
         }
 
-    def _samples(self, folders: list[str]) -> int | None:
-        """Return the samples of a trial's first run; None before it has ended."""
-        return load_summary(self.output / folders[0]).samples if folders and is_done(self.output / folders[0]) else None
+    def _samples(self, run: str) -> int | None:
+        """Return the samples of a run; None before it has ended."""
+        if run not in self._trained and is_done(self.output / run):
+            self._trained[run] = load_summary(self.output / run).samples
+        return self._trained.get(run)
 
     def show_table(self) -> None:
         """Show all points, the best first."""

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,17 +24,15 @@ from hpcdist.config.files import neighbours
 from hpcdist.errors import ConfigError
 from hpcdist.records import load_summary, locked, read_evaluations
 from hpcdist.tools.compare import folder
-from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, SweepDeclaration, read_strategy
+from hpcdist.tools.compare.plan import ComparedCell, PlannedRun, SweepDeclaration, mean_metric, read_strategy
 from hpcdist.tools.compare.space import Axis, grid, read_axis
-from hpcdist.tools.compare.table import mean_metric
+from hpcdist.tools.compare.study import JOURNAL, STUDY, open_journal, require_optuna
 from hpcdist.tools.runs import FAILURE, is_done
 from hpcdist.train.runs import specify
 
 if TYPE_CHECKING:
     import optuna
 
-JOURNAL = "optuna.log"  # in the sweep's folder: Optuna's journal
-STUDY = "sweep"  # its name there
 CUT = "cut by the sweep's pruner"  # reason of a run that has ended before its budget
 ETA = 3  # `asha` goes on with one in so many
 FIRST = 9  # both pruners look at a run first after one in so many of its evaluations
@@ -81,9 +79,8 @@ class Trials:
         """
         import optuna
 
-        storage = _storage(self.output)
         direction = optuna.study.StudyDirection.MAXIMIZE if higher_is_better else optuna.study.StudyDirection.MINIMIZE
-        study = optuna.create_study(storage=storage, study_name=STUDY, direction=direction, load_if_exists=True)
+        study = optuna.create_study(storage=self._journal, study_name=STUDY, direction=direction, load_if_exists=True)
         study.set_user_attr("first", max(1, evaluations // FIRST))
         for point in self.points[len(study.get_trials(deepcopy=False)) :]:
             study.enqueue_trial(point)
@@ -149,6 +146,10 @@ class Trials:
         ]
 
     # --- the study ----------------------------------------------------------------------------------------------------
+    @cached_property
+    def _journal(self) -> optuna.storages.JournalStorage:
+        return open_journal(self.output)  # kept open, as each look reads only what is new in it
+
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """Let no other process draw or tell meanwhile."""
@@ -162,7 +163,7 @@ class Trials:
         import optuna
 
         kind = optuna.samplers.TPESampler if self.declared.sampler == "tpe" else optuna.samplers.RandomSampler
-        study = optuna.load_study(study_name=STUDY, storage=_storage(self.output), sampler=kind(seed=number))
+        study = optuna.load_study(study_name=STUDY, storage=self._journal, sampler=kind(seed=number))
         first: int = study.user_attrs["first"]
         if self.declared.pruner == "asha":
             study.pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=first, reduction_factor=ETA)
@@ -220,22 +221,6 @@ def step_samples(config: JobConfig, ranks: int) -> int:
     """Return the samples of a step, of all ranks together."""
     options = strategies.load(config.strategy.name).Config.from_mapping(config.strategy.options, "strategy")
     return len(options.workers(ranks // config.parallel.stages)) * config.batch_size * config.accumulation
-
-
-def require_optuna(what: str) -> None:
-    """Raise ConfigError where Optuna is not installed; hush its lines on each trial."""
-    if find_spec("optuna") is None:
-        raise ConfigError(f"{what} must have Optuna; got no module of that name. Run: pip install 'hpcdist[sweep]'")
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-
-
-def _storage(output: Path) -> optuna.storages.JournalStorage:
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    return JournalStorage(JournalFileBackend(str(output / JOURNAL)))
 
 
 def _suggest(trial: optuna.Trial, axis: Axis) -> None:

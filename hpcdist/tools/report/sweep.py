@@ -10,6 +10,7 @@ from typing import Any
 
 from hpcdist.errors import DataError
 from hpcdist.records import parse_json, read_bounded
+from hpcdist.tools.compare.study import STUDY, open_journal
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.figures.base import COLOURS, WIDTH, ReportFigure, ReportTable, Section, axes_of
 from hpcdist.tools.report.verdict import Verdict
@@ -70,12 +71,9 @@ def _importance(folder: Path) -> dict[str, float]:
     """
     try:
         import optuna
-        from optuna.storages.journal import JournalFileBackend
     except ImportError:
         return {}
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    backend = JournalFileBackend(str(folder / "optuna.log"))
-    study = optuna.load_study(study_name="sweep", storage=optuna.storages.JournalStorage(backend))
+    study = optuna.load_study(study_name=STUDY, storage=open_journal(folder))
     evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
     return dict(optuna.importance.get_param_importances(study, evaluator=evaluator))
 

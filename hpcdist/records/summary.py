@@ -15,7 +15,6 @@ from hpcdist.records.files import parse_json, read_bounded, replace_durably
 from hpcdist.records.step import StepRecord
 
 FILE_NAME = "summary.json"
-NOT_MEASURED = "an older version of hpcdist made the run"
 
 
 class Staleness(BaseModel):

@@ -107,11 +107,8 @@ def _of_job(given: Sequence[str]) -> dict[str, Setting]:
     """Return the settings of a job by their dotted keys, with those of the algorithms that `given` names."""
     chosen = dict(text.partition("=")[::2] for text in given)
     found = fields(*JOB)
-    for key, group in (
-        ("strategy", "strategies"),
-        ("strategy.compression", "compressors"),
-        ("strategy.topology", "topologies"),
-    ):
+    groups = {"strategy": "strategies", "strategy.compression": "compressors", "strategy.topology": "topologies"}
+    for key, group in groups.items():
         if (named := found.get(f"{key}.name")) is not None:
             found[key] = found[f"{key}.name"] = named._replace(values=tuple(catalogue(group).available()))
             name = chosen.get(f"{key}.name", chosen.get(key, named.default))

@@ -205,7 +205,6 @@ def test_a_growing_run_is_read_on(tmp_path):
 
 
 def test_a_run_that_goes_on_has_not_ended_while_it_is_followed(tmp_path):
-    """As runs do that a sweep by halving gives more of the budget."""
     evidence.write_run(tmp_path)
     followed, ended = Run(tmp_path, follow=True), Run(tmp_path)
     assert followed.ended and followed.summary == ended.summary

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -138,7 +137,7 @@ def compare(
             evaluations=evaluations, baselines=tuple(baselines.split(",")) if baselines else (), tune=tune,
             controls=controls, threads=threads,
         )  # fmt: skip
-        output = output or experiment.default_folder("compare", declared)
+        declared, output = experiment.place("compare", declared, output)
     _require_slurm(slurm, slurm_set, launcher)
     _by_slurm(lambda: Comparison(declared, output), output, slurm, slurm_set)
     raise typer.Exit(int(experiment.make(declared, output, launcher).failed))
@@ -182,7 +181,6 @@ def simulate(
     """
     from hpcdist.tools.compare import experiment
     from hpcdist.tools.simulate.cluster import read_cluster
-    from hpcdist.tools.simulate.step_time import on_cluster
 
     if job is None:
         declared, output = _going_on("simulation", output, strategies, Declaration)
@@ -193,8 +191,7 @@ def simulate(
             job, **_shared(budget, target, config, overrides), **_cells(strategies, ranks, rate), seeds=seeds,
             evaluations=evaluations, tune=tune, controls=controls,
         )  # fmt: skip
-        output = output or experiment.default_folder("simulate", replace(declared, virtual=described.model_dump()))
-        declared = on_cluster(declared, described, output)
+        declared, output = experiment.place("simulate", declared, output, described)
     raise typer.Exit(int(experiment.make_virtual(declared, output, workers).failed))
 
 
@@ -261,7 +258,6 @@ def sweep(
     from hpcdist.tools.compare import experiment
     from hpcdist.tools.compare.sweep import Sweep
     from hpcdist.tools.simulate.cluster import read_cluster
-    from hpcdist.tools.simulate.step_time import on_cluster
 
     described = read_cluster(cluster, network, compute) if virtual else None
     if described is None and (cluster, network, compute) != (None, None, None):
@@ -271,15 +267,11 @@ def sweep(
     else:
         if not over:
             raise ConfigError("--over must be given to begin a sweep; got none. Such as --over batch_size=16,32.")
-        declared = SweepDeclaration(
-            **experiment.shared(job, **_shared(budget, target, config, overrides)), strategy=strategy, over=tuple(over),
-            trials=runs, sampler=sampler, pruner=pruner, ranks=ranks, seeds=seeds, evaluations=evaluations,
-            threads=threads,
+        declared = experiment.declare_sweep(
+            job, over, runs, **_shared(budget, target, config, overrides), strategy=strategy, sampler=sampler,
+            pruner=pruner, ranks=ranks, seeds=seeds, evaluations=evaluations, threads=threads,
         )  # fmt: skip
-        output = output or experiment.default_folder(
-            "sweep", declared if described is None else replace(declared, virtual=described.model_dump())
-        )
-        declared = declared if described is None else on_cluster(declared, described, output)
+        declared, output = experiment.place("sweep", declared, output, described)
     _require_slurm(slurm, slurm_set, launcher)
     if declared.virtual is not None and (slurm is not None or launcher is not None):
         raise ConfigError("--slurm and --launcher must be left out with virtual ranks; got one of them. Remove it.")

@@ -27,9 +27,7 @@ def strategies(name: Annotated[str | None, _name(completion.names("strategies"))
 
     Example: hpcdist strategies softsync
     """
-    known = catalogue("strategies")
-    if not _listed("strategies", known, name):
-        _show(known.load(str(name)), name, "strategy", f"{TRAIN} --set strategy={name}")
+    _list_or_show("strategies", name, "strategy")
 
 
 @app.command()
@@ -38,9 +36,7 @@ def compressors(name: Annotated[str | None, _name(completion.names("compressors"
 
     Example: hpcdist compressors topk
     """
-    known = catalogue("compressors")
-    if not _listed("compressors", known, name):
-        _show(known.load(str(name)), name, "strategy.compression", f"{TRAIN} --set strategy.compression={name}")
+    _list_or_show("compressors", name, "strategy.compression")
 
 
 @app.command()
@@ -100,10 +96,8 @@ def schedules(
         console.algorithm(each, known.load(each))
         table = known.make(each, ranks, micro_batches, chunks=2 if each == "interleaved" else 1)
         timing = known.simulate(table, EQUAL)
-        whole = max(
-            1, int((console.columns() - MARGIN) // timing.makespan_s)
-        )  # columns of a forward pass: all are as wide
-        print(*gantt(table, timing, int(timing.makespan_s) * whole), "", sep="\n")
+        pass_columns = max(1, int((console.columns() - MARGIN) // timing.makespan_s))  # so that all are as wide
+        print(*gantt(table, timing, int(timing.makespan_s) * pass_columns), "", sep="\n")
 
 
 @app.command()
@@ -145,6 +139,13 @@ def topology(
 
 
 # --- algorithms -------------------------------------------------------------------------------------------------------
+def _list_or_show(group: str, name: str | None, setting: str) -> None:
+    """List the algorithms of a group, or show one in full, which `setting` names."""
+    known = catalogue(group)
+    if not _listed(group, known, name):
+        _show(known.load(str(name)), name, setting, f"{TRAIN} --set {setting}={name}")
+
+
 def _listed(command: str, known: Any, name: str | None) -> bool:
     """List what is known, a line for each, unless one is named."""
     if name is None:

@@ -5,6 +5,7 @@ The commands make their declarations here, too, so that script and command go on
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import io
 import os
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcdist.config.merge import as_flags, load
 from hpcdist.errors import ConfigError
@@ -21,15 +22,17 @@ from hpcdist.tools import console
 from hpcdist.tools.compare import folder, run_all
 from hpcdist.tools.compare.comparison import Comparison
 from hpcdist.tools.compare.launchers import mpi_launchers, share_cores
-from hpcdist.tools.compare.plan import Declaration, RunDeclaration, SweepDeclaration, read_budget, split_strategies
+from hpcdist.tools.compare.plan import Declaration, SweepDeclaration, read_budget, split_strategies
 from hpcdist.tools.compare.sweep import Sweep
-from hpcdist.tools.simulate.cluster import read_cluster
+from hpcdist.tools.simulate.cluster import ClusterConfig, read_cluster
 from hpcdist.tools.simulate.launcher import Simulation, VirtualLauncher
 from hpcdist.tools.simulate.step_time import on_cluster
 from hpcdist.train import load_job
 
 if TYPE_CHECKING:  # they load pandas and matplotlib
     from pandas import DataFrame
+
+D = TypeVar("D", Declaration, SweepDeclaration)
 
 
 def compare(
@@ -49,16 +52,14 @@ def compare(
         strategies: each `NAME` or `NAME:KEY=VALUE,KEY=VALUE`.
         ranks: numbers of ranks to run on.
         seeds: runs of each strategy on each number of ranks.
-        output: folder for all files; None: runs/compare-JOB, or -2 and so on if that holds other
-            settings.
+        output: folder for all files; None: runs/compare-JOB, or -2 and so on if that holds other settings.
         launcher: command that starts ranks, such as `srun --mpi=pmix -n`; None: mpirun.
         options: see `declare`.
 
     Raises:
         ConfigError: a setting is wrong, or the folder holds another comparison.
     """
-    declared = declare(job, strategies, ranks, seeds, **options)
-    return make(declared, default_folder("compare", declared) if output is None else Path(output), launcher)
+    return make(*place("compare", declare(job, strategies, ranks, seeds, **options), output), launcher)
 
 
 def simulate(
@@ -84,9 +85,7 @@ def simulate(
     """
     declared = declare(job, strategies, ranks, seeds, **options)
     described = read_cluster(None if cluster is None else Path(cluster), network, compute)
-    where = replace(declared, virtual=described.model_dump())
-    found = default_folder("simulate", where) if output is None else Path(output)
-    return make_virtual(on_cluster(declared, described, found), found, workers)
+    return make_virtual(*place("simulate", declared, output, described), workers)
 
 
 def sweep(
@@ -94,46 +93,27 @@ def sweep(
     over: Mapping[str, str | Sequence[object]],
     runs: int = 20,
     *,
-    strategy: str = "allreduce",
-    ranks: int = 1,
-    seeds: int = 1,
-    sampler: str = "tpe",
-    pruner: str = "none",
-    evaluations: int = 20,
-    threads: int = 1,
     jobs: int | None = None,
     output: str | Path | None = None,
     launcher: str | None = None,
-    **shared_options: Any,
+    **options: Any,
 ) -> SweptRuns:
     """Search for good settings of a job, as `hpcdist sweep` does; only runs that are missing in the folder are made.
 
     Args:
         over: settings with their values: a list, or a text as `--over` takes it, such as `0.001..0.1:log`.
         runs: number of combinations to try; the sampler `grid` tries all.
-        strategy: of all runs, `NAME` or `NAME:KEY=VALUE`.
-        sampler: tpe, random or grid.
-        pruner: asha, median or none.
         jobs: runs at the same time; None: as many as have cores of their own.
-        output: folder for all files; None: runs/sweep-JOB.
-        shared_options: `budget`, `target`, `config`, `settings`; see `shared`.
+        output: folder for all files; None: runs/sweep-JOB, or -2 and so on if that holds other settings.
+        launcher: see `compare`.
+        options: see `declare_sweep`.
 
     Raises:
         ConfigError: a setting is wrong, Optuna is not installed, or the folder holds another sweep.
     """
-    spaces = {key: text if isinstance(text, str) else ",".join(map(str, text)) for key, text in over.items()}
-    declared = SweepDeclaration(
-        **shared(job, **shared_options), over=tuple(f"{key}={text}" for key, text in spaces.items()), trials=runs,
-        strategy=strategy, ranks=ranks, seeds=seeds, sampler=sampler, pruner=pruner, evaluations=evaluations,
-        threads=threads,
-    )  # fmt: skip
-    found = Sweep(declared, default_folder("sweep", declared) if output is None else Path(output))
+    spaces = [f"{key}={text if isinstance(text, str) else ','.join(map(str, text))}" for key, text in over.items()]
+    found = Sweep(*place("sweep", declare_sweep(job, spaces, runs, **options), output))
     return SweptRuns(found, make_sweep(found, launcher, jobs))
-
-
-def default_folder(command: str, declared: RunDeclaration) -> Path:
-    """Choose the folder of a command, or of a call, that names none: the one that holds this already, or a new one."""
-    return folder.default(Path("runs") / f"{command}-{Path(declared.job).stem}", declared)
 
 
 def declare(
@@ -165,6 +145,40 @@ def declare(
         **shared(job, **shared_options), strategies=tuple(split_strategies(",".join(strategies))),
         ranks=tuple(dict.fromkeys(ranks)), rates=dict(rates or {}), seeds=seeds, baselines=tuple(baselines), tune=tune,
         controls=controls, evaluations=evaluations, threads=threads,
+    )  # fmt: skip
+
+
+def declare_sweep(
+    job: str | Path,
+    over: Sequence[str],
+    runs: int,
+    *,
+    strategy: str = "allreduce",
+    ranks: int = 1,
+    seeds: int = 1,
+    sampler: str = "tpe",
+    pruner: str = "none",
+    evaluations: int = 20,
+    threads: int = 1,
+    **shared_options: Any,
+) -> SweepDeclaration:
+    """Declare a sweep.
+
+    Args:
+        over: settings with their values, each KEY=VALUES.
+        runs: number of combinations to try; the sampler `grid` tries all.
+        strategy: of all runs, `NAME` or `NAME:KEY=VALUE`.
+        ranks: of each run.
+        seeds: runs of each combination.
+        sampler: tpe, random or grid.
+        pruner: asha, median or none.
+        evaluations: of each run with a budget of samples or steps.
+        threads: of each process.
+        shared_options: `budget`, `target`, `config`, `settings`; see `shared`.
+    """
+    return SweepDeclaration(
+        **shared(job, **shared_options), over=tuple(over), trials=runs, strategy=strategy, ranks=ranks, seeds=seeds,
+        sampler=sampler, pruner=pruner, evaluations=evaluations, threads=threads,
     )  # fmt: skip
 
 
@@ -202,6 +216,18 @@ def shared(
         "budget": read_budget([f"{unit}={limit}" for unit, limit in (budget or {}).items()]),
         "settings": tuple(as_flags(load({}, None if config is None else Path(config), settings))),
     }
+
+
+def place(command: str, declared: D, output: str | Path | None, cluster: ClusterConfig | None = None) -> tuple[D, Path]:
+    """Choose the folder of a command that names none: the one that holds this already, or a new one.
+
+    Args:
+        cluster: of virtual ranks, which the declaration is given; None for real ones.
+    """
+    if output is None:
+        where = declared if cluster is None else replace(declared, virtual=cluster.model_dump())
+        output = folder.default(Path("runs") / f"{command}-{Path(declared.job).stem}", where)
+    return declared if cluster is None else on_cluster(declared, cluster, Path(output)), Path(output)
 
 
 def make(declared: Declaration, output: Path, launcher: str | None) -> ComparedRuns:
@@ -244,16 +270,38 @@ def make_sweep(found: Sweep, launcher: str | None, jobs: int | None) -> bool:
         return run_all.make(found, {"strategy": made}, len(shares))
 
 
-class SweptRuns:
-    """The trials of a sweep. A notebook shows their table.
+class MadeRuns(abc.ABC):
+    """The runs of a comparison or a sweep. A notebook shows their table.
 
     Attributes:
         folder: of all files.
         failed: a run has failed; its folder says why, and the same call makes it again.
     """
 
+    def __init__(self, folder: Path, failed: bool):
+        self.folder, self.failed = folder, failed
+
+    @property
+    @abc.abstractmethod
+    def table(self) -> DataFrame:
+        """Return what the runs have measured."""
+
+    def report(self, output: str | Path | None = None) -> Path:
+        """Write the report to a folder, None: `report` in that of the runs; return its page."""
+        from hpcdist.tools import report
+
+        return report.write(self.folder, None if output is None else Path(output))
+
+    def _repr_html_(self) -> str:
+        return self.table.to_html(index=False, na_rep="")
+
+
+class SweptRuns(MadeRuns):
+    """The trials of a sweep; see `MadeRuns`."""
+
     def __init__(self, found: Sweep, failed: bool):
-        self.folder, self.failed, self._sweep = found.output, failed, found
+        super().__init__(found.output, failed)
+        self._sweep = found
 
     @property
     def best(self) -> dict[str, str]:
@@ -269,26 +317,9 @@ class SweptRuns:
 
         return DataFrame(self._sweep.table())
 
-    def report(self, output: str | Path | None = None) -> Path:
-        """Write the report to a folder, None: `report` in that of the runs; return its page."""
-        from hpcdist.tools import report
 
-        return report.write(self.folder, None if output is None else Path(output))
-
-    def _repr_html_(self) -> str:
-        return self.table.to_html(index=False, na_rep="")
-
-
-class ComparedRuns:
-    """The runs of a comparison. A notebook shows its table.
-
-    Attributes:
-        folder: of all files.
-        failed: a run has failed; its folder says why, and the same call makes it again.
-    """
-
-    def __init__(self, folder: Path, failed: bool):
-        self.folder, self.failed = folder, failed
+class ComparedRuns(MadeRuns):
+    """The runs of a comparison; see `MadeRuns`."""
 
     @cached_property
     def table(self) -> DataFrame:
@@ -315,12 +346,6 @@ class ComparedRuns:
 
         return judge(self._findings).headline
 
-    def report(self, output: str | Path | None = None) -> Path:
-        """Write the report to a folder, None: `report` in that of the runs; return its page."""
-        from hpcdist.tools import report
-
-        return report.write(self.folder, None if output is None else Path(output))
-
     @cached_property
     def figures(self) -> dict[str, Any]:
         """Return the report's figures, matplotlib's, by their names."""
@@ -329,12 +354,10 @@ class ComparedRuns:
         found = [drawn for section in sections_of(self._findings) for of in section.figures.values() for drawn in of]
         return {drawn.name: drawn.figure for drawn in found}
 
-    def _repr_html_(self) -> str:
-        return self.table.to_html(index=False, na_rep="")
-
     @cached_property
     def _findings(self) -> Any:
-        from hpcdist.tools.report.evidence import read
+        from hpcdist.tools.report.evidence import read_jobs
         from hpcdist.tools.report.findings import analyse
 
-        return analyse(read([self.folder]))
+        (evidence,) = read_jobs([self.folder])
+        return analyse(evidence)

@@ -21,7 +21,7 @@ import typer
 from bench_tables import Table, short
 
 from hpcdist.config.files import load_module
-from hpcdist.tools.report.evidence import read
+from hpcdist.tools.report.evidence import Evidence, read_jobs
 from hpcdist.tools.report.findings import SIGNIFICANT, Cell, Contrast, Findings, analyse
 from hpcdist.tools.statistics import Effect, Interval, interval
 
@@ -32,7 +32,7 @@ CONDITIONS = {"jitter": "even steps", "straggler": "a straggler", "exponential":
 # --- the tables, by their names ---------------------------------------------------------------------------------------
 def compression(folder: Path) -> Table:
     """Set accuracy beside the bytes that each compressor saves, on each number of ranks."""
-    findings = analyse(read([folder]))
+    findings = analyse(_read(folder))
     cells = _cells(findings)
     numbers = sorted({ranks for _, ranks in cells})
     names = list(dict.fromkeys(name for name, _ in cells))  # in order, which those of equal bytes keep
@@ -54,7 +54,7 @@ def compression(folder: Path) -> Table:
 
 def modulation(folder: Path) -> Table:
     """Set accuracy beside staleness."""
-    findings = analyse(replace(read([folder]), reference="hardsync"))
+    findings = analyse(replace(_read(folder), reference="hardsync"))
     rows = []
     for cell in _in_order(findings):
         stale = sum(value * share for value, share in cell.staleness.items())
@@ -65,7 +65,7 @@ def modulation(folder: Path) -> Table:
 
 def gossip(folder: Path) -> Table:
     """Set times to the target beside each other, under each model of the time of a step."""
-    of_each = {name: analyse(read([folder / name])) for name in CONDITIONS}
+    of_each = {name: analyse(_read(folder / name)) for name in CONDITIONS}
     head, rows = ["strategy"], {cell.name: [shown(cell.name)] for cell in _in_order(of_each["jitter"])}
     for name, findings in of_each.items():
         head += [f"{CONDITIONS[name]}: s to {_target(findings)}", "times sooner", "accuracy in %"]
@@ -76,7 +76,7 @@ def gossip(folder: Path) -> Table:
 
 def slow_link(folder: Path) -> Table:
     """Set times and bytes to the target beside each other."""
-    findings = analyse(read([folder]))
+    findings = analyse(_read(folder))
     rows = []
     for cell in _in_order(findings):
         rows.append([shown(cell.name), _seconds(cell), _sooner(findings, cell), _megabytes(cell), _accuracy(cell)])
@@ -89,7 +89,7 @@ def sandblaster(folder: Path) -> Table:
 
     Seconds are virtual on virtual ranks; on real ones they are those of a clock, on the cores that the ranks shared.
     """
-    of_each = [analyse(read([path.parent])) for path in sorted(folder.glob("*/comparison.json"))]
+    of_each = [analyse(_read(path.parent)) for path in sorted(folder.glob("*/comparison.json"))]
     target = _target(of_each[0])
     rows = [["ranks", "strategy", "batch of all workers", f"s to {target}", f"MB to {target}"]]
     cells = (cell for findings in of_each for cell in _in_order(findings))
@@ -101,7 +101,7 @@ def sandblaster(folder: Path) -> Table:
 
 def devices(folder: Path) -> Table:
     """Set the seconds of an epoch on one and on two ranks beside the reported ones; of each seed, as they are few."""
-    cells = _cells(analyse(read([folder / "study"])))
+    cells = _cells(analyse(_read(folder / "study")))
     epoch = max(samples for cell in cells.values() for samples in cell["samples"].values())
     head = ["", "s per epoch, 1 rank", "s per epoch, 2 ranks", "% of scaling", "accuracy, 1 rank", "accuracy, 2 ranks"]
     rows = []
@@ -121,7 +121,7 @@ def devices(folder: Path) -> Table:
 def devices_epochs(folder: Path) -> Table:
     """Show the accuracy after each epoch on one rank, of both optimisers."""
     told = {"adam": "Adam, 0.001 (the job's own)", "sgd": "SGD, 0.03, momentum 0.9"}
-    points = {name: read([folder / name]).runs[0].evaluations for name in told}
+    points = {name: _read(folder / name).runs[0].evaluations for name in told}
     epochs = [f"{number} epoch{'s' * (number > 1)}" for number in range(1, 1 + max(map(len, points.values())))]
     rows = [[told[name], *(f"{value:.4f}" for value in found["metric.accuracy"])] for name, found in points.items()]
     return [["1 rank, batch 64, seed 0", *epochs], *rows]
@@ -140,6 +140,11 @@ TABLES: dict[str, Callable[[Path], Table]] = {
 
 
 # --- cells and how they are written -----------------------------------------------------------------------------------
+def _read(folder: Path) -> Evidence:
+    (found,) = read_jobs([folder])  # all runs of a folder are of one job
+    return found
+
+
 def _in_order(findings: Findings) -> list[Cell]:
     """List the cells that have a result by their names, the reference first, and `splits 4` before `splits 16`."""
     ended = [cell for cell in findings.cells if cell.ended]

@@ -32,7 +32,7 @@ from hpcdist.records import (
 from hpcdist.registry import catalogue
 from hpcdist.tools.machine import remarks
 from hpcdist.tools.report import wording, write
-from hpcdist.tools.report.evidence import read, read_jobs
+from hpcdist.tools.report.evidence import Evidence, read_jobs
 from hpcdist.tools.report.figures.base import COLOURS, ReportTable, looks
 from hpcdist.tools.report.figures.time import STYLES
 from hpcdist.tools.report.findings import Findings, analyse
@@ -43,9 +43,14 @@ DARK, LIGHT = "#0f1419", "#ffffff"
 NOISE = (1.0, 1.3, 0.8, 1.1, 0.9)
 
 
+def only_job(folder: Path, target: tuple[str, float] | None = None) -> Evidence:
+    (found,) = read_jobs([folder], target)
+    return found
+
+
 def found_in(folder: Path, runs: list[dict], **said: object):
     evidence.write_comparison(folder, runs, **said)
-    return analyse(read([folder]))
+    return analyse(only_job(folder))
 
 
 def versus(times: float, noise=(1.0, 1.01, 0.99, 1.02, 1.0), accuracy=(0.0,) * 5, **other: object) -> list[dict]:
@@ -68,7 +73,7 @@ def tables(section: str, findings: Findings) -> list[ReportTable]:
 # --- reading ----------------------------------------------------------------------------------------------------------
 def test_a_run_is_read_with_what_it_had_spent(tmp_path):
     evidence.write_run(tmp_path / "a", ranks=2, seconds=12.0)
-    (run,) = read([tmp_path]).runs
+    (run,) = only_job(tmp_path).runs
     assert run.evaluations["samples"].tolist() == [60, 120, 180, 240]
     assert run.evaluations["seconds"].tolist() == [3.0, 6.0, 9.0, 12.0]
     assert run.evaluations["bytes"].tolist() == [6000, 12000, 18000, 24000], "1000 per step and rank"
@@ -91,7 +96,7 @@ def test_servers_and_ranks_that_diverge_have_their_place_in_curves(tmp_path):
     append_evaluation(tmp_path, Evaluation(120, 2, 2400, 12.0, {"accuracy": 0.75}))
     given = {"strategy": "softsync", "ranks": 3, "seed": 0, "wall_s": 12.0, "sha256": "0" * 64}
     write_summary(tmp_path, summarise(read_records(tmp_path), metrics={"accuracy": 0.75}, **given))
-    (run,) = read([tmp_path]).runs
+    (run,) = only_job(tmp_path).runs
     assert run.evaluations["bytes"].tolist() == [1200 + 600, 2400 + 1200], "a server is as far as its workers"
     assert len(run.losses) == 60 and run.losses["loss"].tolist() == [1.5] * 30 + [1.0] * 30
     assert run.times["waiting"].tolist() == pytest.approx([2.4, 0.0, 0.0]) and run.run.batch is None
@@ -107,7 +112,7 @@ def test_runs_that_nobody_planned_are_grouped_by_what_differs(tmp_path):
     (tmp_path / "study" / "tuning").mkdir(parents=True)
     (tmp_path / "study" / "comparison.json").write_text("{}")
     evidence.write_run(tmp_path / "study" / "tuning" / "a", seed=1000)
-    findings = analyse(read([tmp_path]))
+    findings = analyse(only_job(tmp_path))
     assert {cell.label: [run.seed for run in cell.runs] for cell in findings.cells} == {
         "allreduce, 2 ranks": [0, 1, 0],
         "allreduce, 2 ranks, virtual": [0],
@@ -144,25 +149,25 @@ def test_a_run_that_failed_is_shown_by_its_last_lines(tmp_path):
     evidence.write_comparison(tmp_path, runs)
     (tmp_path / "runs/1").mkdir()
     (tmp_path / "runs/1/failure.txt").write_text("exit status 1 of `mpirun`\nfirst\nsecond\n\nthird\nRuntimeError: no")
-    failed = analyse(read([tmp_path])).failures
+    failed = analyse(only_job(tmp_path)).failures
     assert [one.run.failure for one in failed] == ["failed:\nfirst\nsecond\nthird\nRuntimeError: no", "was not made"]
 
 
 def test_a_folder_that_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="folders must hold a run that has ended"):
-        read([tmp_path])
+        only_job(tmp_path)
     evidence.write_run(tmp_path / "a")
     with pytest.raises(ConfigError, match="--target must name a metric of the runs, accuracy, loss; got rmse"):
-        read([tmp_path], ("rmse", 1.0))
+        only_job(tmp_path, ("rmse", 1.0))
     (tmp_path / "comparison.json").write_text('{"runs": [], "metric": "accuracy"}')
     with pytest.raises(DataError, match="must be what `hpcdist compare` writes; got KeyError"):
-        read([tmp_path])
+        only_job(tmp_path)
 
 
 def test_runs_of_one_seed_are_all_counted_and_a_target_may_be_lower_than_the_first_value(tmp_path):
     for name in "ab":
         evidence.write_run(tmp_path / name)
-    findings = analyse(read([tmp_path], ("loss", 0.1)))
+    findings = analyse(only_job(tmp_path, ("loss", 0.1)))
     assert not findings.evidence.higher_is_better
     assert findings.cells[0].seconds_to_target == {(0, 0): 6.0, (0, 1): 6.0}
 
@@ -356,17 +361,6 @@ def test_times_of_ranks_that_share_cores_or_a_busy_machine_are_doubted():
     ):
         found = remarks(ranks, cores, processors=2, load=load)
         assert len(found) == len(said) and all(text.startswith(start) for text, start in zip(found, said)), found
-
-
-def test_runs_of_several_jobs_are_not_compared_with_each_other(tmp_path):
-    for name in ("allreduce", "softsync"):
-        evidence.write_run(tmp_path / name, name)
-        evidence.write_run(tmp_path / f"other-{name}", name, job="jobs/other.py")
-    findings = analyse(read([tmp_path]))
-    assert [(c.cell.name, c.reference.name) for c in findings.contrasts] == [
-        ("softsync (digits)", "allreduce (digits)")
-    ]
-    assert "Runs of other jobs than digits are compared with nothing: other." in judge(findings).caveats
 
 
 def test_a_page_has_each_job_behind_its_name(tmp_path):

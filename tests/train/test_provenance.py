@@ -182,7 +182,7 @@ def test_changes_that_a_later_start_has_taken_back_are_in_no_result():
 
 def test_the_report_holds_a_run_that_was_resumed_with_other_settings_apart(capsys, monkeypatch):
     from hpcdist.tools import cli
-    from hpcdist.tools.report.evidence import read
+    from hpcdist.tools.report.evidence import read_jobs
     from hpcdist.tools.report.findings import analyse
     from hpcdist.tools.report.verdict import judge
 
@@ -194,7 +194,8 @@ def test_the_report_holds_a_run_that_was_resumed_with_other_settings_apart(capsy
         cli.main()
     change = "settings changed at step 10: optimizer.lr 0.01 → 0.02"
     assert f"hpcdist: runs/2: {change}\n" in capsys.readouterr().err
-    findings = analyse(read([Path("runs")]))
+    (evidence,) = read_jobs([Path("runs")])
+    findings = analyse(evidence)
     first, second = findings.cells
     assert change not in first.name and change in second.name and (len(first.runs), len(second.runs)) == (1, 1)
     caveats = judge(findings).caveats

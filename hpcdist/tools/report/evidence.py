@@ -181,15 +181,6 @@ def _aimed(evidence: Evidence, metric: str, target: float) -> Evidence:
     return replace(evidence, metric=metric, target=target, higher_is_better=better)
 
 
-def read(folders: Sequence[Path], target: tuple[str, float] | None = None) -> Evidence:
-    """Read all jobs as `read_jobs` does, and put them together: each run's name has its job's, if there are several."""
-    jobs = read_jobs(folders, target)
-    if len(jobs) == 1:
-        return jobs[0]
-    runs = [replace(one, name=f"{one.name} ({job.job})") for job in jobs for one in job.runs]
-    return replace(jobs[0], job=None, reference=f"{jobs[0].reference} ({jobs[0].job})", runs=runs)
-
-
 def is_higher_better(metric: str) -> bool:
     """Guess by a metric's name whether more of it is better."""
     return not any(part in metric.lower() for part in LOWER_IS_BETTER)

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -64,11 +63,6 @@ class Cell:
     def title(self) -> str:
         """Return the label with the kind of the runs, for tables."""
         return self.label + ("" if self.kind == "strategy" else f" [{self.kind}]")
-
-    @property
-    def job(self) -> str | None:
-        """Return the name of the job, where it is written down."""
-        return next((Path(one.run.start.job.path).stem for one in self.runs if one.run.start is not None), None)
 
     @cached_property
     def ended(self) -> dict[Seed, RunEvidence]:
@@ -265,8 +259,6 @@ def _are_compared(cell: Cell, other: Cell, reference: str) -> bool:
     """Tell whether `other` is the reference for `cell`: on as many ranks, or of one process with as large a batch."""
     if other.name != reference or cell.name == reference or cell.virtual != other.virtual:
         return False
-    if None not in (cell.job, other.job) and cell.job != other.job:
-        return False
     if cell.kind == "serial":
         return other.ranks > 1 and cell.total_batch is not None and cell.total_batch == other.total_batch
     return cell.ranks == other.ranks
@@ -305,6 +297,6 @@ def _scaling(cells: Iterable[Cell]) -> list[ScalingRow]:
 
 
 def _is_alone(other: Cell, cell: Cell, batch: int) -> bool:
-    """Tell whether a cell is of one rank with this batch, and of the same job and kind of time as `cell`."""
-    same = (other.virtual, other.job) == (cell.virtual, cell.job)
-    return same and other.ranks == 1 and other.kind != "baseline" and other.total_batch == batch
+    """Tell whether a cell is of one rank with this batch, and of the same kind of time as `cell`."""
+    same = other.virtual == cell.virtual and other.total_batch == batch
+    return same and other.ranks == 1 and other.kind != "baseline"

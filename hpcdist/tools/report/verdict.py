@@ -109,8 +109,8 @@ class _Speaker:
         if any(len(c.cell.ended) > 1 for c in contenders):
             return "The runs that ended do not suffice to test anything: see below."
         text = "Each has one seed, which shows nothing about noise, so that nothing here is a result."
-        kind = _kind(contenders[0].cell)
-        cells = [cell for cell in self._findings.cells if _kind(cell) == kind and cell.final]
+        virtual = contenders[0].cell.virtual  # seconds of other clocks can't be compared with theirs
+        cells = [cell for cell in self._findings.cells if cell.virtual == virtual and cell.final]
         fastest = min(cells, key=_mean_seconds, default=None)
         if fastest is None or math.isinf(_mean_seconds(fastest)):
             return text
@@ -137,8 +137,8 @@ class _Speaker:
     def first_to_reach(self) -> list[str]:
         """Say which cell was the first of all to reach the target; hold several ranks against one."""
         said = []
-        for kind in dict.fromkeys(map(_kind, self._findings.cells)):
-            cells = [cell for cell in self._findings.cells if _kind(cell) == kind and cell.tried]
+        for virtual in dict.fromkeys(cell.virtual for cell in self._findings.cells):  # each by its own clock
+            cells = [cell for cell in self._findings.cells if cell.virtual == virtual and cell.tried]
             first = min(cells, key=_mean_seconds, default=None)
             if first is None or not first.all_reached:
                 continue
@@ -245,9 +245,6 @@ class _Speaker:
             found.append(f"No run reached {self._target} of {', '.join(none)}.")
         found += [f"{self._on(cell)}: {self._not_finite(cell)} ended with no finite {self._metric}."
                   for cell in cells if cell.diverged]  # fmt: skip
-        job = next((cell.job for cell in cells if cell.name == evidence.reference), None)
-        if others := sorted({cell.job for cell in cells if cell.job is not None} - {job}):
-            found.append(f"Runs of other jobs than {job} are compared with nothing: {', '.join(others)}.")
         found += [f"`{one.run.folder}` was resumed with other settings, and stands alone: {'; '.join(one.run.changes)}."
                   for one in evidence.runs if one.run.ended and one.run.changes]  # fmt: skip
         if failed:
@@ -300,11 +297,6 @@ class _Speaker:
         return [
             f"Within noise does not mean alike: intervals leave room for {' and '.join(room)}. More seeds narrow them."
         ]
-
-
-def _kind(cell: Cell) -> tuple[bool, str | None]:
-    """Return what cells have in common whose seconds may be compared."""
-    return cell.virtual, cell.job
 
 
 def _mean_seconds(cell: Cell) -> float:

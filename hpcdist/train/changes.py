@@ -6,17 +6,32 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from hpcdist.config import JobConfig, changes, optimizers, schedules, without_changeable
 from hpcdist.config.merge import Changes
 from hpcdist.config.optimizer import OWN_RATES
 from hpcdist.errors import CheckpointError
+from hpcdist.train.job import Job
 
-Trainer = Any  # hpcdist.train.loop.Trainer, which imports this module
+
+class Configured(Protocol):
+    """A trainer, this library's or a baseline's, as far as it holds settings."""
+
+    config: JobConfig
+    job: Job
+
+    @property
+    def strategy_options(self) -> dict[str, Any]: ...
+
+    @property
+    def data_source(self) -> str: ...
 
 
-def all_settings(trainer: Trainer) -> dict[str, Any]:
+def all_settings(trainer: Configured) -> dict[str, Any]:
     """Return every setting of a run in types that JSON has, with the defaults of torch, the strategy and the model."""
     config = trainer.config
     values = config.model_dump()
@@ -39,7 +54,7 @@ def _resolved(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, 
     return own | {key: value for key, value in given.items() if value is not None or own.get(key) is None}
 
 
-def changes_since(meta: Mapping[str, Any], trainer: Trainer) -> Changes:
+def changes_since(meta: Mapping[str, Any], trainer: Configured) -> Changes:
     """Find the settings of a checkpoint's run that differ now, without those that are marked `MayChange`."""
     saved = meta.get("settings")
     now = without_changeable(JobConfig, all_settings(trainer))
@@ -57,7 +72,7 @@ def require_state_fits(changed: Changes, path: Path) -> None:
             )
 
 
-def take_over(trainer: Trainer, changed: Changes, path: Path) -> None:
+def take_over(optimizer: Optimizer, schedule: LRScheduler | None, changed: Changes, path: Path) -> None:
     """Put changed options of the optimiser and of the schedule in place of those that a checkpoint's state has.
 
     Raises:
@@ -65,21 +80,21 @@ def take_over(trainer: Trainer, changed: Changes, path: Path) -> None:
     """
     for setting, (saved, now) in changed.items():
         table, _, key = setting.partition(".")
-        if table == "optimizer" and key in trainer.optimizer.defaults and key != "lr":
-            for group in trainer.optimizer.param_groups:
-                group[key] = trainer.optimizer.defaults[key]
+        if table == "optimizer" and key in optimizer.defaults and key != "lr":
+            for group in optimizer.param_groups:
+                group[key] = optimizer.defaults[key]
         if table == "schedule":
-            if trainer.config.schedule.name in OWN_RATES or not hasattr(trainer.schedule, key):
+            if type(schedule).__name__ in OWN_RATES or not hasattr(schedule, key):
                 raise CheckpointError(
                     f"{setting} must be that of the checkpoint to resume from it, {saved!r:.80}; got {now!r:.80}. "
                     f"Torch's schedule has computed with it: resume with the one of {path}."
                 )
-            setattr(trainer.schedule, key, now)
+            setattr(schedule, key, now)
 
 
-def rate_ratio(trainer: Trainer, changed: Changes) -> float:
+def rate_ratio(config: JobConfig, changed: Changes) -> float:
     """Return by which factor the learning rate has changed by itself, whatever scales it."""
     saved, now = changed.get("optimizer.lr", (None, None))
-    if not saved or now is None or trainer.config.schedule.name in OWN_RATES:
+    if not saved or now is None or config.schedule.name in OWN_RATES:
         return 1.0
     return now / saved

@@ -85,8 +85,8 @@ def load(trainer: Trainer, path: Path) -> None:
     together(lambda: _apply(trainer, state, same))
     states.restore(trainer.optimizer, state, together)
     factor = together(lambda: trainer.rate_factor / state.get("rate_factor", trainer.rate_factor))
-    rescale(trainer.optimizer, trainer.schedule, factor * rate_ratio(trainer, changed))
-    together(lambda: take_over(trainer, changed, path))
+    rescale(trainer.optimizer, trainer.schedule, factor * rate_ratio(trainer.config, changed))
+    together(lambda: take_over(trainer.optimizer, trainer.schedule, changed, path))
 
 
 def _compare(trainer: Trainer, saved: SavedWorld) -> Changes:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -271,10 +271,6 @@ def _newest(trainer: Trainer, allow_changes: bool) -> tuple[tuple[Path, checkpoi
 
 
 # --- provenance -------------------------------------------------------------------------------------------------------
-if TYPE_CHECKING:
-    from hpcdist.train.loop import Trainer
-
-
 def write_down(
     trainer: Trainer,
     job_path: Path,

@@ -66,9 +66,7 @@ class ReportFigure:
         stream = io.StringIO()
         with rc_context({"svg.fonttype": "none", "svg.hashsalt": self.name}):  # text stays text
             self.figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-        self.figure.set_layout_engine(
-            "none"
-        )  # its parts have their places now: a further file need not seek them again
+        self.figure.set_layout_engine("none")  # all parts have their places now, also for further files
         text = stream.getvalue()
         text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
         text = re.sub(r"\s*<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", text, count=1, flags=re.S)

@@ -168,6 +168,12 @@ def test_only_the_first_rank_does_what_is_not_collective(hpcdist, monkeypatch, v
     monkeypatch.delenv(variable)
 
 
+def test_every_rank_runs_what_calls_itself_collective():
+    commands = _commands(typer.main.get_command(cli.app))
+    collective = {words[0] for words, command in commands if "Collective" in (command.help or "")}
+    assert collective == cli.COLLECTIVE
+
+
 @each("rank", [0, 1])
 def test_a_world_of_one_under_a_launcher_of_four_is_refused_once(hpcdist, monkeypatch, rank):
     monkeypatch.setenv("PMI_SIZE", "4")
@@ -289,6 +295,8 @@ def test_a_jobs_neighbour_is_imported_whenever_the_job_asks_for_it(hpcdist):
 
 
 def test_every_run_has_a_new_folder(hpcdist):
+    assert hpcdist("train", TINY, *QUICK, "--set", "parallel.stages=2")[0] == 1, "the trainer refuses that"
+    assert not list(Path("runs").iterdir())
     for _ in range(2):
         assert hpcdist("train", TINY, *QUICK)[0] == 0
     assert sorted(path.name for path in Path("runs").iterdir()) == ["tiny-allreduce-1-1", "tiny-allreduce-1-2"]

@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import ConfigError, DataError
-from hpcdist.records import end_run, locked
+from hpcdist.records import begin_run, end_run, load_run, locked
 from hpcdist.tools import cli
 from hpcdist.tools.cli.runs import rm, tag
 from hpcdist.tools.runs.listing import read_listed, read_tags
@@ -57,21 +58,26 @@ def test_runs_are_listed_filtered_and_sorted(hpcdist, made):
     found = listed(hpcdist, "--sort", "ranks")
     assert [(one["folder"], one["state"], one["ranks"]) for one in found] == [
         ("runs/compare-tiny/runs/a", "interrupted", 1),
-        ("runs/tiny-allreduce-1-1", "finished", 1),
-        ("runs/tiny-allreduce-2-1", "finished", 2),
+        ("runs/tiny-allreduce-1-1", "ended", 1),
+        ("runs/tiny-allreduce-2-1", "ended", 2),
     ]
     assert [one["comparison"] for one in found] == ["runs/compare-tiny", None, None]
     assert found[1]["metrics"] and found[1]["job"] == "tiny" and found[1]["time_s"] >= 0
-    assert [one["ranks"] for one in listed(hpcdist, "--where", "ranks=2", "--state", "finished")] == [2]
+    assert [one["ranks"] for one in listed(hpcdist, "--where", "ranks=2", "--state", "ended")] == [2]
     assert len(listed(hpcdist, "--where", "comparison=compare-tiny")) == 1
     assert len(listed(hpcdist, "--where", "epochs=1.0", "--where", "strategy.name=allreduce")) == 3
     assert listed(hpcdist, "--where", "optimizer.lr=7") == []
+    for number in (10, 2):
+        Path("runs/tiny-allreduce-1-1").rename(folder := Path(f"runs/tiny-allreduce-1-{number}"))
+        copytree(folder, "runs/tiny-allreduce-1-1")
+    names = [Path(one["folder"]).name for one in listed(hpcdist, "--sort", "folder", "--where", "ranks=1")]
+    assert names == ["a", "tiny-allreduce-1-1", "tiny-allreduce-1-2", "tiny-allreduce-1-10"]
     assert max(map(len, hpcdist("runs")[1].splitlines())) < 120
 
 
 def test_a_run_is_shown_with_its_commands_and_settings(hpcdist, made):
     status, out, _ = hpcdist("runs", "show", "tiny-allreduce-2-1")
-    assert status == 0 and "state: finished" in out and "settings:" in out and "from step 0" in out
+    assert status == 0 and "state: ended" in out and "settings:" in out and "from step 0" in out
     assert "no result: was interrupted at" in hpcdist("runs", "show", "runs/compare-tiny/runs/a")[1]
 
 
@@ -88,7 +94,7 @@ def test_tags_are_added_listed_and_taken_away(hpcdist, made):
 
 def test_runs_are_removed_but_not_those_at_work(hpcdist, made):
     folder = Path("runs/tiny-allreduce-2-1")
-    (folder / "summary.json").unlink()
+    begin_run(folder, load_run(folder).last.model_copy(update={"ended": None, "outcome": None}))
     with locked(folder):
         assert read_listed(folder).state == "running"
         with pytest.raises(ConfigError, match="NAME must be a run that is not at work; got runs/tiny-allreduce-2-1"):
@@ -105,7 +111,7 @@ def test_runs_are_compared_in_the_table_of_reports(hpcdist, made):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--state", "finshed"], "--state must be one of .*Did you mean 'finished'"),
+        (["--state", "endd"], "--state must be one of .*Did you mean 'ended'"),
         (["--sort", "agee"], "--sort must be one of .*Did you mean 'age'"),
         (["--where", "ranks"], "--where must be KEY=VALUE; got 'ranks'"),
         (["--in", "nowhere"], "--in must be a folder with runs in it; got nowhere"),

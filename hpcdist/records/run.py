@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpcdist.errors import DataError
 from hpcdist.records.files import parse_json, read_bounded, replace_durably, writing
+from hpcdist.records.summary import FILE_NAME as SUMMARY
 
 FILE_NAME = "run.json"
 DATE = "%Y-%m-%dT%H:%M:%SZ"
@@ -127,14 +129,19 @@ def load_average() -> list[float]:
 
 
 def begin_run(folder: Path, start: Start) -> None:
-    """Add a start to `run.json`, or create that file."""
-    path = folder / FILE_NAME
+    """Add a start to `run.json`, or create that file.
+
+    The summary of an earlier start is kept as `summary-1.json`..., by the start's number: `summary.json` is there only
+    while the newest start has ended well.
+    """
     run = load_run(folder)
     if run is None:
         run = RunRecord(**start.model_dump())
     else:
         run.resumed.append(start)
-    _write(path, run)
+    _write(folder / FILE_NAME, run)
+    with suppress(FileNotFoundError):
+        (folder / SUMMARY).rename(folder / f"summary-{len(run.resumed)}.json")
 
 
 def end_run(folder: Path, outcome: Outcome = "ended", reason: str | None = None) -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -215,6 +216,7 @@ def _choose(
     with making(output or Path(config.output)):
         if output is None:
             folder = _new_folder(Path(config.output), f"{job_path.stem}-{label(config.strategy.name)}-{ranks}")
+            until_the_end.callback(_remove_unused, folder)
         else:
             (folder := output).mkdir(parents=True, exist_ok=True)
         until_the_end.enter_context(locked(folder, ENDING_S if resume else 0.0))
@@ -235,6 +237,12 @@ def _new_folder(parent: Path, name: str) -> Path:
             return folder
         except FileExistsError:  # perhaps of another job that starts at this moment
             number += 1
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove a new folder if no run has begun in it, as with a setting that the strategy refuses."""
+    if not (folder / "run.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _with_saved_cut(comm: Communicator, config: JobConfig, checkpoints: Path) -> JobConfig:

@@ -435,6 +435,14 @@ def test_a_sweep_runs_on_virtual_ranks(tmp_path, monkeypatch):
         hpcdist("sweep", "--launcher", "mpirun -n", *out)
 
 
+def test_a_sweep_runs_on_real_ranks(tmp_path):
+    data = f"data.path={json.dumps(str(tmp_path / 'digits.h5'))}"
+    given = ("--over", "batch_size=8,16", "--sampler", "grid", "--budget", "samples=320", "--ranks", 2, "--set", data)
+    assert hpcdist("sweep", JOB, *given, "--output", tmp_path / "out") == 0
+    trials = json.loads((tmp_path / "out" / "sweep.json").read_text())["trials"]
+    assert [load_summary(tmp_path / "out" / trial["folders"][0]).ranks for trial in trials] == [2, 2]
+
+
 def test_settings_of_a_file_become_flags_which_mean_the_same(tmp_path):
     (tmp_path / "a.toml").write_text(
         """

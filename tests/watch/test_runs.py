@@ -20,10 +20,12 @@ from hpcdist.records import (
     append_evaluation,
     begin_run,
     end_run,
+    load_summary,
     record_path,
     write_summary,
 )
 from hpcdist.tools.runs import Run, find_runs, is_done, read_comparison, steps
+from hpcdist.tools.runs.listing import read_listed
 from study import evidence
 
 
@@ -160,7 +162,7 @@ def test_reasons_for_no_summary(tmp_path):
     start = json.loads((tmp_path / "begun" / "run.json").read_text())
     (tmp_path / "begun" / "run.json").write_text(json.dumps({**start, "ended": "2026-01-31T12:05:00Z"}))
     run = Run(tmp_path / "begun")
-    assert run.failure == "failed, and ended at 2026-01-31T12:05:00Z" and run.state == "stopped"
+    assert run.failure == "failed, and ended at 2026-01-31T12:05:00Z" and run.state == "dead"
     end_run(tmp_path / "begun", "interrupted", "SIGTERM on rank 0")
     run.update()
     assert run.state == "interrupted" and run.failure.startswith("was interrupted at ")
@@ -204,17 +206,24 @@ def test_a_growing_run_is_read_on(tmp_path):
     assert run.state == "training" and len(run.records) == 3 and run.evaluations[0].step == 3
 
 
-def test_a_run_that_goes_on_has_not_ended_while_it_is_followed(tmp_path):
+def test_a_run_that_goes_on_has_not_ended_and_keeps_its_earlier_summary(tmp_path):
     evidence.write_run(tmp_path)
-    followed, ended = Run(tmp_path, follow=True), Run(tmp_path)
-    assert followed.ended and followed.summary == ended.summary
-    begin_run(tmp_path, followed.start.model_copy(update={"ended": None}))
+    followed = Run(tmp_path, follow=True)
+    summary = followed.summary
+    assert followed.ended
+    begin_run(tmp_path, followed.start.model_copy(update={"ended": None, "outcome": None}))
     followed.update()
-    assert not followed.ended and followed.state == "training" and Run(tmp_path).ended
-    write_summary(tmp_path, ended.summary.model_copy(update={"samples": 480}))
+    assert (followed.state, Run(tmp_path).state) == ("training", "training") and not is_done(tmp_path)
+    assert load_summary(tmp_path / "summary-1.json") == summary and read_listed(tmp_path).state == "running"
+    end_run(tmp_path, "interrupted", "SIGTERM")
     followed.update()
+    assert followed.state == Run(tmp_path).state == read_listed(tmp_path).state == "interrupted"
+    begin_run(tmp_path, followed.start)
+    write_summary(tmp_path, summary.model_copy(update={"samples": 480}))
     end_run(tmp_path)
+    followed.update()
     assert followed.ended and followed.summary.samples == Run(tmp_path, follow=True).summary.samples == 480
+    assert [path.name for path in tmp_path.glob("summary-*")] == ["summary-1.json"]
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -224,6 +233,7 @@ def test_runs_are_found_at_any_depth_without_those_of_tuning(tmp_path):
     (tmp_path / "study" / "comparison.json").write_text('{"runs": []}')
     found = find_runs([tmp_path, tmp_path / "deep"])
     assert [str(path.relative_to(tmp_path)) for path in found] == ["b", "deep/er/a", "study/runs/0"]
+    assert list(found.values()) == [None, None, tmp_path / "study"] and not find_runs([tmp_path / "none"])
     assert read_comparison(tmp_path) is None and read_comparison(tmp_path / "study") == {"runs": []}
     for text in ("[", "[]", "{}", '{"runs": [{}]}', '{"runs": [{"folder": 1}]}'):
         (tmp_path / "study" / "comparison.json").write_text(text)

@@ -114,7 +114,7 @@ def test_what_the_user_should_look_at_is_noted(tmp_path):
     assert (now.step, now.samples, now.state, now.notes) == (12, 384, "training", ("start 2 of this run",))
     (folder / "run.json").write_text(json.dumps({**begun, "ended": "2026-01-31T12:05:00Z"}))
     assert seen(folder).left_s is None, "nobody is at work"
-    assert seen(folder).state == "stopped" and "it has stopped without a summary" in seen(folder).notes[0]
+    assert seen(folder).state == "dead" and "it is dead: no process" in seen(folder).notes[0]
     (folder / "failure.txt").write_text("exit status 1\nRuntimeError: no\n")
     assert seen(folder).state == "failed" and seen(folder).notes[0] == "failed: exit status 1 | RuntimeError: no"
     (folder / "run.json").write_text("{")
@@ -140,10 +140,10 @@ def killed(folder: Path, host: str, quiet_s: float) -> None:
         os.utime(path, (time.time() - quiet_s,) * 2)
 
 
-def test_a_run_without_a_process_has_stopped(tmp_path):
+def test_a_run_without_a_process_is_dead(tmp_path):
     here = platform.node()
-    cases = [("", 0.0, "training"), ("", 3.0, "stopped"), (here, 25.0, "training"), (here, 35.0, "stopped")]
-    cases += [("another", 35.0, "training"), ("another", 305.0, "stopped")]
+    cases = [("", 0.0, "training"), ("", 3.0, "dead"), (here, 25.0, "training"), (here, 35.0, "dead")]
+    cases += [("another", 35.0, "training"), ("another", 305.0, "dead")]
     for number, (host, quiet_s, state) in enumerate(cases):
         folder = begin(tmp_path / f"run{number}")
         train(folder)

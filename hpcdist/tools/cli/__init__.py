@@ -33,7 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train PyTorch models over MPI with any distribution strategy, and measure what it costs.",
 )
-COLLECTIVE = {"train", "bench", "doctor"}  # commands that all ranks run; the first rank alone runs the others
+COLLECTIVE = {"train", "trial", "bench", "doctor"}  # commands that all ranks run; the first rank alone runs the others
 _format_warning = warnings.formatwarning
 SETTLED_S = 2.0  # the time in which the other ranks' processes end
 RANK_VARIABLES = tuple(dict.fromkeys(variables.rank for variables in LAUNCHERS))

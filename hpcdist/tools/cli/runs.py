@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from contextlib import suppress
@@ -39,16 +40,14 @@ def runs(
             help="Only runs with this job, strategy, ranks, comparison or setting: optimizer.lr=0.1. Repeatable.",
         ),
     ] = None,
-    state: Annotated[
-        str | None, typer.Option(help="Only these: running, finished, interrupted, failed or dead.")
-    ] = None,
+    state: Annotated[str | None, typer.Option(help="Only these: running, ended, interrupted, failed or dead.")] = None,
     tag: Annotated[list[str] | None, typer.Option(metavar="WORD", help="Only runs with this tag. Repeatable.")] = None,
     sort: Annotated[str, typer.Option(metavar="COLUMN", help="Column that the rows are sorted by.")] = "age",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with numbers that are not rounded.")] = False,
 ) -> None:
     """List runs: their state, metric, time and tags; those of a comparison below its folder.
 
-    Example: hpcdist runs --where strategy=allreduce --where optimizer.lr=0.1 --state finished --sort metric
+    Example: hpcdist runs --where strategy=allreduce --where optimizer.lr=0.1 --state ended --sort metric
     """
     if context.invoked_subcommand is not None:
         return
@@ -167,12 +166,13 @@ def _find(name: str) -> Path:
 
 def _listed(folder: Path) -> list[ListedRun]:
     """Read all runs in a folder; one that is damaged is left out with a note."""
-    from hpcdist.tools.runs.listing import read_listed, walk
+    from hpcdist.tools.runs import find_runs
+    from hpcdist.tools.runs.listing import read_listed
 
     if not folder.is_dir():
         raise ConfigError(f"--in must be a folder with runs in it; got {folder}. `hpcdist train` makes {HOME}.")
     found = []
-    for run, comparison in walk(folder):
+    for run, comparison in find_runs([folder]).items():
         try:
             found.append(read_listed(run, comparison))
         except DataError as error:
@@ -210,6 +210,8 @@ def _place(one: ListedRun, column: str) -> Any:
         metric = _metric(one)
         return (True, 0.0) if metric is None else (False, -metric[1])
     value = getattr(one, f"{column}_s" if column in ("age", "time") else column)
+    if column == "folder":  # digits-allreduce-4-10 comes after digits-allreduce-4-2
+        return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", value)]
     return (value is None, 0.0 if value is None else value)
 
 

@@ -211,7 +211,8 @@ def _comparison(folder: Path, plan: Mapping[str, Any], progress: Progress) -> Ev
 
 def _loose(folders: Sequence[Path], progress: Progress) -> list[Evidence]:
     """Read runs that nobody planned."""
-    found, title = [_run(folder) for folder in progress(find_runs(folders), READING)], ", ".join(map(str, folders))
+    found = [_run(folder) for folder in progress(list(find_runs(folders)), READING)]
+    title = ", ".join(map(str, folders))
     if not any(one.run.ended for one in found):
         raise ConfigError(
             f"folders must hold a run that has ended; got none in {title}. A run writes summary.json at its end."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,28 @@ TUNING = "tuning"  # beside it: the runs by which rates were chosen
 FILES = ("run.json", "summary.json")  # one of them makes a folder a run's
 
 
-def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """Find the folders of runs, at any depth; without the runs by which a comparison has tuned its rates."""
-    found: dict[Path, None] = {}
-    for folder in folders:
-        runs = []
-        for where, below, files in os.walk(folder):
-            if COMPARISON in files and TUNING in below:
-                below.remove(TUNING)
-            if not set(FILES).isdisjoint(files):
-                runs.append(Path(where))
-        found |= dict.fromkeys(sorted(runs))
-    return list(found)
+def find_runs(folders: Sequence[Path]) -> dict[Path, Path | None]:
+    """Find the folders of runs, at any depth, each with the folder of its comparison, or None.
+
+    Nothing within a run's folder is looked at, nor the runs by which a comparison has tuned its rates.
+    """
+    return {run: comparison for folder in folders for run, comparison in _walk(folder, None)}
+
+
+def _walk(folder: Path, comparison: Path | None) -> Iterator[tuple[Path, Path | None]]:
+    try:
+        with os.scandir(folder) as entries:
+            below = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+    except OSError:  # it is no folder, or another user's
+        return
+    if any(name in below for name in FILES):
+        yield folder, comparison
+        return
+    if COMPARISON in below:
+        comparison = folder
+    for name in sorted(below):
+        if below[name] and not (comparison == folder and name == TUNING):
+            yield from _walk(folder / name, comparison)
 
 
 def read_comparison(folder: Path) -> dict[str, Any] | None:

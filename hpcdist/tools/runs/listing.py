@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,11 +10,10 @@ from typing import Any, Literal
 
 from hpcdist.errors import DataError
 from hpcdist.records import Start, is_abandoned, load_run, load_summary, parse_json, read_bounded, replace_durably
-from hpcdist.tools.runs.folder import COMPARISON, FILES
-from hpcdist.tools.runs.run import FAILURE, is_done, quiet_s
+from hpcdist.tools.runs.run import Outcome, is_done, outcome_without_summary, quiet_s
 
 TAGS = "tags.json"  # in the folder of a run; training never opens it, so that no lock is needed
-ListedState = Literal["running", "finished", "interrupted", "failed", "dead"]
+ListedState = Literal["running", Outcome]
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,6 @@ class ListedRun:
     """A run in a list.
 
     Attributes:
-        state: interrupted: it left early, and goes on with --resume; dead: no process works, and nothing says why.
         age_s: seconds since its first start; None if unknown.
         time_s: seconds that its starts took, so far as their ends are known.
         metrics: at its end; empty before.
@@ -45,21 +41,6 @@ class ListedRun:
     settings: dict[str, Any]
 
 
-def walk(folder: Path, comparison: Path | None = None) -> Iterator[tuple[Path, Path | None]]:
-    """Yield the folders of runs, each with that of its comparison; nothing within a run's folder is looked at."""
-    with os.scandir(folder) as entries:
-        found = {entry.name: entry for entry in entries}
-    if any(name in found for name in FILES):
-        yield folder, comparison
-        return
-    if COMPARISON in found:
-        comparison = folder
-    for name in sorted(found):
-        is_search = comparison == folder and name == "tuning"
-        if found[name].is_dir(follow_symlinks=False) and not is_search:
-            yield from walk(folder / name, comparison)
-
-
 def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
     """Read a run for a list.
 
@@ -70,15 +51,8 @@ def read_listed(folder: Path, comparison: Path | None = None) -> ListedRun:
     record, summary = load_run(folder), load_summary(folder) if is_done(folder) else None
     start = None if record is None else record.last
     name = "" if start is None else str(start.settings.get("strategy", {}).get("name", ""))
-    state: ListedState = "running"
-    if summary is not None:
-        state = "finished"
-    elif (start is not None and start.outcome == "failed") or (folder / FAILURE).exists():
-        state = "failed"
-    elif start is not None and start.outcome == "interrupted":
-        state = "interrupted"
-    elif abandoned:
-        state = "dead"
+    outcome: Outcome | None = "ended" if summary else outcome_without_summary(folder, start, abandoned)
+    state: ListedState = outcome or "running"
     return ListedRun(
         folder=str(folder),
         state=state,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import time
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
 
 FAILURE = "failure.txt"  # in the folder of a comparison's run that failed: its last lines
 LAST_BYTES = 1 << 16  # of a log, in which its last lines are looked for
-# It has its summary; it left early, on a signal or at a time limit, and may be resumed; no process is at work any more,
-# and nothing says why; an error has ended it.
-Outcome = Literal["ended", "interrupted", "stopped", "failed"]
+# It has its summary; it left early, on a signal or at a time limit, and may be resumed; an error has ended it; no
+# process is at work any more, and nothing says why.
+Outcome = Literal["ended", "interrupted", "failed", "dead"]
 # Nothing is there yet; it has begun; records are written.
 State = Literal[Outcome, "waiting", "starting", "training"]
 T = TypeVar("T")
@@ -68,12 +67,11 @@ class Run:
         self.damage: str | None = None
         self._steps: Steps | None = None
         self._resources: Resources | None = None
-        self._newest_summary: Summary | None = None  # which may be older than the newest start
         self._seen: dict[str, tuple[int, ...]] = {}  # stamps of the files that have been read
         self.update()
 
     def update(self) -> None:
-        """Read what is new. A run that has ended is not looked at again before it goes on, as those of a sweep may.
+        """Read what is new. A run that has ended is not looked at again before it goes on.
 
         Raises:
             DataError: a file is damaged, and the run is not followed.
@@ -90,21 +88,13 @@ class Run:
                 self._steps.read()
             if self._resources is not None:
                 self._resources.read()
-            if ended:
-                self._newest_summary = self._read("summary.json", load_summary, self._newest_summary)
-            self.summary = None if self._goes_on() else self._newest_summary
+            self.summary = self._read("summary.json", load_summary, self.summary) if ended else None
             self.damage = None
         except (DataError, FileNotFoundError) as error:  # it is being replaced, or half there on a network file system
             if not self._follow:
                 raise
             self.damage = str(error)
         self.abandoned = abandoned and self.summary is None
-
-    def _goes_on(self) -> bool:
-        """Tell whether a run that is followed has begun again since its summary was written."""
-        if not self._follow or self.record is None or not self.record.resumed or self.record.last.ended is not None:
-            return False
-        return self._seen.get("run.json", (0,)) > self._seen.get("summary.json", (math.inf,))
 
     def _read(self, name: str, load: Callable[[Path], T], known: T) -> T:
         """Read a file if it has changed."""
@@ -152,14 +142,7 @@ class Run:
     @property
     def outcome(self) -> Outcome | None:
         """Return how the run has ended; None while it is at work, or has not begun."""
-        if self.ended:
-            return "ended"
-        outcome = None if self.start is None else self.start.outcome
-        if outcome == "failed" or (self.folder / FAILURE).exists():
-            return "failed"
-        if outcome == "interrupted":
-            return "interrupted"
-        return "stopped" if self.abandoned or (self.start is not None and self.start.ended is not None) else None
+        return "ended" if self.ended else outcome_without_summary(self.folder, self.start, self.abandoned)
 
     @property
     def state(self) -> State:
@@ -235,6 +218,15 @@ class Run:
         """Return the mean of the ranks' newest training losses; None without any."""
         losses = self.steps.losses.values()
         return statistics.fmean(losses) if losses else None
+
+
+def outcome_without_summary(folder: Path, start: Start | None, abandoned: bool) -> Outcome | None:
+    """Return how the newest start of a run has ended that has no summary; None while it is at work."""
+    if (start is not None and start.outcome == "failed") or (folder / FAILURE).exists():
+        return "failed"
+    if start is not None and start.outcome == "interrupted":
+        return "interrupted"
+    return "dead" if abandoned or (start is not None and start.ended is not None) else None
 
 
 def last_lines(log: Path, count: int) -> list[str]:

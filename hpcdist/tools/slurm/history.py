@@ -53,7 +53,7 @@ def read(folder: Path = FOLDER) -> list[Submission]:
     path, entries = folder / "jobs.jsonl", []
     try:
         lines = read_bounded(path).splitlines()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise DataError(f"{path} must be readable; got {error.strerror}. Move it away to go on.") from None

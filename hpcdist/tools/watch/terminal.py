@@ -25,7 +25,7 @@ BAR = 24  # columns of a rank's bar, where there is room
 LEAST_NAME = 12  # columns of a run's name
 RISING = "▁▂▃▄▅▆▇█"
 STYLES = ("blue", "yellow", "bright_black")  # of computing, communicating, waiting
-STATES = {"training": "green", "ended": "bold green", "stopped": "bold red", "failed": "bold red"}
+STATES = {"training": "green", "ended": "bold green", "dead": "bold red", "failed": "bold red"}
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille character: by column, from above
 LABEL = 7  # characters of the numbers on the left of a curve
 

@@ -108,8 +108,8 @@ class WatchedFolder:
     def __init__(self, folder: Path):
         if not folder.is_dir():
             raise ConfigError(
-                f"folder must be a run's, or hold runs; got {folder}, which is no folder. A run shows its own when it "
-                "begins, or takes the one that --output gives."
+                f"folder must be a run's, or hold runs; got {folder}, which is no folder. `hpcdist runs` lists the "
+                "runs that are there."
             )
         self.folder = folder
         self.planned = 0
@@ -273,8 +273,8 @@ def _notes(run: Run, steps: Steps, skipped: int) -> list[str]:
     return [
         text
         for text, is_so in (
-            ("it has stopped without a summary: it failed, was killed, or left early; --resume goes on with it",
-             run.state == "stopped"),
+            ("it is dead: no process works in its folder any more, and nothing says why; --resume goes on with it",
+             run.state == "dead"),
             ((run.failure or "").replace(":\n", ": ").replace("\n", " | "), run.state in ("failed", "interrupted")),
             (run.damage or "", run.damage is not None),
             (f"no rank has written a record for {duration(max(0.0, silent_s))}: see the run's own messages",

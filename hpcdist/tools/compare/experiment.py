@@ -54,7 +54,7 @@ def compare(
         seeds: runs of each strategy on each number of ranks.
         output: folder for all files; None: runs/compare-JOB, or -2 and so on if that holds other settings.
         launcher: command that starts ranks, such as `srun --mpi=pmix -n`; None: mpirun.
-        options: see `declare`.
+        options: of the command, under the names of `declare`: `budget`, `target`, `settings`, `rates`, `tune`...
 
     Raises:
         ConfigError: a setting is wrong, or the folder holds another comparison.
@@ -106,7 +106,7 @@ def sweep(
         jobs: runs at the same time; None: as many as have cores of their own.
         output: folder for all files; None: runs/sweep-JOB, or -2 and so on if that holds other settings.
         launcher: see `compare`.
-        options: see `declare_sweep`.
+        options: of the command, under the names of `declare_sweep`: `strategy`, `ranks`, `sampler`, `budget`...
 
     Raises:
         ConfigError: a setting is wrong, Optuna is not installed, or the folder holds another sweep.

@@ -6,8 +6,10 @@ import csv
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from html import escape
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from markupsafe import Markup
 from pydantic_core import to_json
 
 from hpcdist.errors import ConfigError
-from hpcdist.records import now, writing
+from hpcdist.records import now, own_cores, writing
 from hpcdist.registry import catalogue
 from hpcdist.tools.report import wording
 from hpcdist.tools.report.evidence import Progress, read_jobs
@@ -93,10 +95,12 @@ def write(
     with warnings.catch_warnings(), matplotlib.style.context(["default", STYLE]), writing(page):
         # In names. A browser has them; only in the PNG files there is a box.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        # Those threads show progress, or compute, and do not draw.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         sections = [
             _unique(sections_of(findings), i) if i else sections_of(findings) for i, findings in enumerate(jobs)
         ]
-        _write_figures(output, [section for of_job in sections for section in of_job], progress)
+        drawn = _write_figures(output, [section for of_job in sections for section in of_job], progress)
         rows = [row for findings in jobs for row in findings.rows]
         with open(output / "runs.csv", "w", newline="", encoding="utf-8") as lines:
             writer = csv.DictWriter(lines, list(dict.fromkeys(key for row in rows for key in row)))
@@ -104,21 +108,36 @@ def write(
             writer.writerows(rows)
         content = {"version": VERSION, "jobs": list(map(numbers, jobs, verdicts))}
         (output / "runs.json").write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
-        page.write_text(_rendered(jobs, verdicts, sections), "utf-8")
+        page.write_text(_rendered(jobs, verdicts, sections, drawn), "utf-8")
     return page
 
 
-def _write_figures(output: Path, sections: Sequence[Section], progress: Progress) -> None:
+def _write_figures(output: Path, sections: Sequence[Section], progress: Progress) -> dict[str, str]:
+    """Write all figures, several at a time; return them as elements of the page, by their names."""
+    figures = [figure for section in sections for of in section.figures.values() for figure in of]
+    (folder := output / "figures").mkdir(parents=True, exist_ok=True)
+    # The copies that a fork makes have the figures already, which would take longer to send than to draw.
+    context, (_, cores) = get_context("fork"), own_cores()
+    with ProcessPoolExecutor(min(len(cores), 8), context, _drawn.extend, (figures,)) as pool:
+        drawn = [pool.submit(_write_figure, number, folder) for number in range(len(figures))]
+        return {figures[number].name: drawn[number].result() for number in progress(range(len(figures)), "drawing")}
+
+
+_drawn: list[ReportFigure] = []  # by a process of `_write_figures`
+
+
+def _write_figure(number: int, folder: Path) -> str:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    (output / "figures").mkdir(parents=True, exist_ok=True)
-    figures = [drawn for section in sections for of in section.figures.values() for drawn in of]
-    for drawn in progress(figures, "drawing"):
-        head, title, rest = drawn.svg.partition("<title")
-        file = output / "figures" / drawn.name
-        file.with_suffix(".svg").write_text(head + STANDALONE + title + rest, "utf-8")
-        drawn.figure.set(dpi=150, facecolor="white")
-        FigureCanvasAgg(drawn.figure).print_png(file.with_suffix(".png"))  # savefig would draw it twice
+    from hpcdist.tools.report.figures.base import svg
+
+    figure = _drawn[number]
+    text = svg(figure)
+    head, title, rest = text.partition("<title")
+    (folder / f"{figure.name}.svg").write_text(head + STANDALONE + title + rest, "utf-8")
+    figure.figure.set(dpi=150, facecolor="white")
+    FigureCanvasAgg(figure.figure).print_png(folder / f"{figure.name}.png")  # savefig would draw it twice
+    return text
 
 
 def _write_sweep(folder: Path, output: Path) -> Path:
@@ -131,7 +150,7 @@ def _write_sweep(folder: Path, output: Path) -> Path:
     found, page = read_sweep(folder), output / "index.html"
     with matplotlib.style.context(["default", STYLE]), writing(page):
         sections = sections_of_sweep(found)
-        _write_figures(output, sections, lambda items, title: items)
+        drawn = _write_figures(output, sections, lambda items, title: items)
         content = {"version": VERSION, **found.content, "importance": found.importance}
         (output / SWEEP).write_bytes(to_json(content, indent=1, inf_nan_mode="null"))
         better = "higher" if found.content["higher_is_better"] else "lower"
@@ -145,7 +164,7 @@ def _write_sweep(folder: Path, output: Path) -> Path:
         }
         job = {"name": found.content["job"], "facts": facts, "verdict": judge_sweep(found), "sections": sections}
         page.write_text(
-            _render("Which settings?", found.content["job"], [job | {"runs": len(trials)}], [SWEEP]), "utf-8"
+            _render("Which settings?", found.content["job"], [job | {"runs": len(trials)}], drawn, [SWEEP]), "utf-8"
         )
     return page
 
@@ -186,7 +205,12 @@ def _unique(sections: Sequence[Section], job: int) -> list[Section]:
     ]
 
 
-def _rendered(jobs: Sequence[Findings], verdicts: Sequence[Verdict], sections: Sequence[Sequence[Section]]) -> str:
+def _rendered(
+    jobs: Sequence[Findings],
+    verdicts: Sequence[Verdict],
+    sections: Sequence[Sequence[Section]],
+    drawn: Mapping[str, str],
+) -> str:
     return _render(
         "Which strategy?",
         jobs[0].evidence.title,
@@ -195,18 +219,25 @@ def _rendered(jobs: Sequence[Findings], verdicts: Sequence[Verdict], sections: S
             | {"verdict": verdict, "sections": of_job, "runs": len(findings.evidence.runs)}
             for findings, verdict, of_job in zip(jobs, verdicts, sections, strict=True)
         ],
+        drawn,
         ["runs.csv", "runs.json"],
         [one.virtual for findings in jobs for one in findings.evidence.runs],
     )
 
 
 def _render(
-    question: str, title: str, jobs: Sequence[Mapping[str, Any]], files: Sequence[str], virtual: Sequence[bool] = ()
+    question: str,
+    title: str,
+    jobs: Sequence[Mapping[str, Any]],
+    drawn: Mapping[str, str],
+    files: Sequence[str],
+    virtual: Sequence[bool] = (),
 ) -> str:
     """Render the page.
 
     Args:
         jobs: each with `name`, `facts`, `verdict`, `sections` and the number of its `runs`.
+        drawn: its figures, by their names.
         files: beside it, with its numbers.
         virtual: whether each run was on virtual ranks.
     """
@@ -224,6 +255,7 @@ def _render(
         question=question,
         title=Path(title).name if title.endswith(".py") else title,
         jobs=jobs,
+        drawn=drawn,
         files=files,
         shown_reasons=SHOWN_REASONS,
         shown_rows=SHOWN_ROWS,

@@ -8,13 +8,13 @@ import re
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from html import escape
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -34,6 +34,7 @@ STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.linewidth": 0.8,
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
     "grid.linewidth": 0.5,
     "grid.alpha": 0.25,
     "legend.frameon": False,
@@ -59,28 +60,6 @@ class ReportFigure:
     said: Sequence[str]
     figure: Figure
     ranks: int | None = None
-
-    @cached_property
-    def svg(self) -> str:
-        """Write it as an element that takes the page's colours and fonts, and says in words what it shows."""
-        stream = io.StringIO()
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": self.name}):  # text stays text
-            self.figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-        self.figure.set_layout_engine("none")  # all parts have their places now, also for further files
-        text = stream.getvalue()
-        text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
-        text = re.sub(r"\s*<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", text, count=1, flags=re.S)
-        text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
-        text = re.sub(r"(\bid=\"|url\(#|href=\"#)", rf"\g<1>{self.name}-", text)  # names are unique in the whole page
-        text = re.sub(r">\s+<", "><", text.replace(INK, "currentColor"))
-        box = re.findall(r'viewBox="[^"]*"', text)[0]
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box} role="img" '
-            f'aria-labelledby="{self.name}-title {self.name}-desc" stroke-linejoin="round" stroke-linecap="butt">'
-            f'<title id="{self.name}-title">{escape(self.title)}</title>'
-            f'<desc id="{self.name}-desc">{escape(self.title)}. {escape("; ".join(self.said))}.</desc>'
-        )
-        return head + text[text.index(">") + 1 :]
 
 
 @dataclass(frozen=True)
@@ -135,6 +114,31 @@ def axes_of(height: float) -> tuple[Figure, Axes]:
     axes.grid(True)
     axes.set_axisbelow(True)
     return figure, axes
+
+
+def svg(shown: ReportFigure) -> str:
+    """Write a figure as an element that takes the page's colours and fonts, and says in words what it shows."""
+    stream, figure = io.StringIO(), shown.figure
+    figure.set_dpi(FigureCanvasSVG.fixed_dpi)
+    if (engine := figure.get_layout_engine()) is not None:
+        engine.execute(figure)
+    figure.set_layout_engine("none")  # all parts have their places now; savefig would draw once more for these
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": shown.name}):  # text stays text
+        FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None})
+    text = stream.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
+    text = re.sub(r"\s*<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", text, count=1, flags=re.S)
+    text = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
+    text = re.sub(r"(\bid=\"|url\(#|href=\"#)", rf"\g<1>{shown.name}-", text)  # names are unique in the whole page
+    text = re.sub(r">\s+<", "><", text.replace(INK, "currentColor"))
+    box = re.findall(r'viewBox="[^"]*"', text)[0]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {box} role="img" '
+        f'aria-labelledby="{shown.name}-title {shown.name}-desc" stroke-linejoin="round" stroke-linecap="butt">'
+        f'<title id="{shown.name}-title">{escape(shown.title)}</title>'
+        f'<desc id="{shown.name}-desc">{escape(shown.title)}. {escape("; ".join(shown.said))}.</desc>'
+    )
+    return head + text[text.index(">") + 1 :]
 
 
 def legend(figure: Figure, axes: Axes) -> None:

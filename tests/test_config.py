@@ -227,7 +227,7 @@ def test_the_settings_that_may_change_are_those_that_the_documentation_lists():
     changeable |= {f"data.{name}" for name in config["data"] if name not in kept["data"]}
     changeable |= {f"parallel.{name}" for name in config["parallel"] if name not in kept["parallel"]}
     text = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
-    listed = text.partition("May change:")[2].partition(".\n")[0]
+    listed = text.partition("may differ without `--allow-changes`:")[2].partition(".\n")[0]
     named = set(re.findall(r"`([a-z_.]+?)(?:\.\*)?`", listed))
     assert named == changeable
 

@@ -46,6 +46,17 @@ def allreduce(folder: Path) -> Table:
     return rows
 
 
+def collectives(folder: Path) -> Table:
+    """Set times of collective calls beside each other, by call and length."""
+    names = {"hpcdist": "hpcdist", **{name: SUMS[name] for name in ("mpi", "gloo", "copy")}}
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for row in _read(folder / "collectives.json"):
+        found.setdefault((row["call"], row["bytes"]), {})[row["name"]] = row["median_s"]
+    lengths = {size: shown for shown, size in SIZES.items()}
+    rows = [[f"`{call}`, {lengths[size]}", *(_time(of[name]) for name in names)] for (call, size), of in found.items()]
+    return [["collective calls on float32", *names.values()], *rows]
+
+
 def step(folder: Path) -> Table:
     """Set times of a training step beside each other."""
     found = {row["name"]: row["median_s"] for row in _read(folder / "train.json")}
@@ -95,6 +106,7 @@ def compress(folder: Path) -> Table:
 
 TABLES: dict[str, Callable[[Path], Table]] = {
     "allreduce": allreduce,
+    "collectives": collectives,
     "step": step,
     "server": server,
     "steps": steps,

@@ -27,7 +27,7 @@ PARTS=( # name; minutes on 2 free cores; tables, or where else the numbers stand
     "scaling 15 scaling-stragglers,scaling-even"
     "regression 6 regression,regression-job"
     "devices 15 devices,devices-epochs"
-    "benchmarks 17 allreduce,horovod,step,server,steps,pipeline,compress"
+    "benchmarks 18 allreduce,collectives,horovod,step,server,steps,pipeline,compress"
     "learning-rate 6 learning-rate,learning-rate-others"
     "memory 6 memory"
     "digits 5 README.md,docs/simulate.md,docs/studies/benchmarks.md"
@@ -165,6 +165,8 @@ benchmarks() {
     local name json="--json $OUT/benchmarks"
     echo mpirun -n 2 hpcdist bench allreduce $ROUNDS $json/allreduce-2.json
     echo mpirun -n 4 hpcdist bench allreduce $ROUNDS $json/allreduce-4.json
+    echo mpirun -n 2 hpcdist bench collectives $ROUNDS --sizes={4096,65536,1048576,4194304,16777216,67108864} \
+        $json/collectives.json
     echo mpirun -n 2 hpcdist bench train $ROUNDS $json/train.json
     echo mpirun -n 5 hpcdist bench server $ROUNDS $json/server.json
     echo mpirun -n 2 hpcdist bench window $ROUNDS $json/window.json
@@ -173,7 +175,7 @@ benchmarks() {
     echo hpcdist bench compress $ROUNDS $json/coding.json
     echo mpirun -n 2 hpcdist bench compress $ROUNDS $json/compress.json
     echo hpcdist bench loader $json/loader.json
-    for name in allreduce step server steps compress; do
+    for name in allreduce collectives step server steps compress; do
         echo python docs/tables.py $name $OUT/benchmarks $OUT/benchmarks/$name.csv
     done
 }

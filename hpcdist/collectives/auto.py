@@ -47,18 +47,20 @@ class Auto(AllReduce):
         self._ends = [end for end, _ in self.ranges]
         self._algorithms = [algorithms[name] for _, name in self.ranges]
         self._native = comm.allreduce
-        library_first = self.ranges[0][1] == "native" and comm.size > 1
-        self._native_bytes = int(min(self._ends[0], sys.maxsize)) if library_first else -1
+        first = self.ranges[0][1] if comm.size > 1 else ""
+        self._first_bytes = int(min(self._ends[0], sys.maxsize)) if first in ("native", "shared_memory") else -1
+        self._first = comm.allreduce if first == "native" else self._algorithms[0]
+        self._takes = _AS_THEY_ARE if first == "native" else SUMMED_AS.keys()
         self._direct = Direct(comm) if Direct.suits(comm) else None
         self._in_place_bytes = comm.size * SLICE_BYTES
 
     def __call__(self, tensor: Tensor) -> None:
         """Collective. Replace `tensor` by its sum over all ranks; see `AllReduce.__call__`."""
-        # The library sums a short tensor in microseconds, so what it can take as it is goes there at once, to be
-        # checked there.
+        # A short tensor is summed in microseconds, so what can be taken as it is goes there at once, to be checked
+        # there.
         n_bytes = tensor.nbytes
-        if n_bytes <= self._native_bytes and tensor.dtype in _AS_THEY_ARE and not self._in_place(tensor, n_bytes):
-            self._native(tensor)
+        if n_bytes <= self._first_bytes and tensor.dtype in self._takes and not self._in_place(tensor, n_bytes):
+            self._first(tensor)
         else:
             AllReduce.__call__(self, tensor)  # not by super(), which costs the other branch time
 

@@ -1,14 +1,19 @@
-"""Shared-memory all-reduce inside one node: each rank publishes its tensor in a window, and adds up the others'."""
+"""Shared-memory all-reduce inside one node: each rank shows its tensor to the others, and adds up theirs."""
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Callable
+from typing import cast, final
 
 import torch
 from torch import Tensor
 
-from hpcdist.collectives.base import Algorithm, chunks, segment_count, sum_in_rank_order
-from hpcdist.comm.communicator import Communicator
+from hpcdist.collectives.base import Algorithm, AllReduce, chunks, segment_count, sum_in_rank_order
+from hpcdist.collectives.calls.lanes import KNOWN, Lane, Lanes, is_dense
+from hpcdist.collectives.calls.reduction import array_function
+from hpcdist.comm.capabilities import Slots
+from hpcdist.comm.communicator import Communicator, Window
+from hpcdist.errors import MismatchError
 
 SEGMENT_BYTES = 1 << 21  # two slots of it per rank in shared memory: small enough for 64 MiB of /dev/shm
 SLOTS = 2
@@ -17,12 +22,12 @@ MOST_RANKS = 8  # with more, reading everything never pays, and the windows fill
 
 @final
 class SharedMemory(Algorithm):
-    """Copy each rank's tensor into a window of shared memory, and add up the windows of all ranks after a barrier.
+    """Copy each rank's tensor into memory that all ranks have mapped, and add up those of all ranks.
 
-    One barrier and n(p-1) bytes read, where others wait for each other more often to read less: the fastest of all
-    for few ranks and medium lengths. Nothing is sent. Longer tensors pass in segments, in two slots in turn: a rank
-    that fills a slot again has passed the barrier that the last reader of its former content came to after reading.
-    The sum is taken in rank order: bitwise that of a loop over the ranks.
+    Ranks wait for each other once, and n(p-1) bytes are read, where others wait more often to read less: the fastest of
+    all for few ranks and medium lengths. Nothing is sent. Longer tensors pass in segments, in two slots in turn: a rank
+    that fills a slot again has met the others since the last of them read its former content. The sum is taken in rank
+    order: bitwise that of a loop over the ranks.
 
     Reference: R. Graham, G. Shipman, "MPI support for multi-core architectures: optimized shared memory collectives",
     2008.
@@ -30,33 +35,80 @@ class SharedMemory(Algorithm):
 
     def __init__(self, comm: Communicator):
         super().__init__(comm)
-        self._window = comm.window(SLOTS * SEGMENT_BYTES, torch.uint8)
-        self._turn = 0  # slots go on in turn from call to call, as others may still read the last one
+        shows = self.suits(comm) and comm.trace.timeline is None  # which notes barriers, and no meetings
+        self._slots = comm.memory.slots(SEGMENT_BYTES) if shows else None
+        self._lanes = None if self._slots is None else Lanes(self._slots, comm)
+        self._known: dict[tuple[int, torch.dtype, torch.Size], Lane] = {}  # of tensors that have been summed before
+        self._window = comm.window(SLOTS * SEGMENT_BYTES, torch.uint8) if self._slots is None else None
+        self._turn = 0  # of the window's slots
 
     @staticmethod
     def suits(comm: Communicator) -> bool:
         return 1 < comm.size <= MOST_RANKS and len(set(comm.memory.nodes)) == 1
 
+    def __call__(self, tensor: Tensor) -> None:
+        lane = self._known.get((tensor.data_ptr(), tensor.dtype, tensor.shape))
+        if lane is None or not is_dense(tensor):
+            AllReduce.__call__(self, tensor)
+            return
+        with self.comm.failures.collective:
+            alike = lane()
+        if not alike:
+            self._refuse(tensor)
+
     def _sum(self, tensor: Tensor) -> None:
-        if tensor.nbytes <= SEGMENT_BYTES:
-            self._sum_segment(tensor)
-        else:
+        if lane := self._known.get((tensor.data_ptr(), tensor.dtype, tensor.shape)):
+            if not lane():
+                self._refuse(tensor)
+            return
+        if tensor.nbytes > SEGMENT_BYTES:
             for segment in chunks(tensor, segment_count(tensor.nbytes, SEGMENT_BYTES)):
                 self._sum_segment(segment)
+            return
+        self._sum_segment(tensor)
+        if self._lanes and array_function("sum", tensor.dtype):
+            if len(self._known) >= KNOWN:
+                self._known.clear()
+            lane = self._lanes.all_reduce(_note(tensor), tensor, "sum")
+            self._known[tensor.data_ptr(), tensor.dtype, tensor.shape] = lane
 
     def _sum_segment(self, segment: Tensor) -> None:
-        comm, start, n_bytes = self.comm, self._turn % SLOTS * SEGMENT_BYTES, segment.nbytes
+        read = self._shown(segment) if self._slots is None else self._met(self._slots, segment)
+        sum_in_rank_order(
+            segment, self.comm.rank, self.comm.size, read, lambda: self.inbox.like(segment, segment.numel())
+        )
+
+    def _met(self, slots: Slots, segment: Tensor) -> Callable[[int], Tensor]:
+        """Show a segment in this rank's slot; return what reads the others'."""
+        start, rows = self.comm.now(), slots.views(segment.dtype, len(segment))[slots.turn].rows
+        rows[slots.rank].copy_(segment)
+        if not slots.meet(_note(segment)):
+            self._refuse(segment)
+        traffic = self.comm.trace.traffic
+        traffic.communicating_s += self.comm.now() - start
+        traffic.fetched((slots.size - 1) * segment.nbytes, slots.size - 1)
+        return rows.__getitem__
+
+    def _shown(self, segment: Tensor) -> Callable[[int], Tensor]:
+        """Show a segment in a window, where there are no slots; return what reads the others'."""
+        window, start, n_bytes = cast(Window, self._window), self._turn % SLOTS * SEGMENT_BYTES, segment.nbytes
         self._turn += 1
+        window.put(segment.view(torch.uint8), self.comm.rank, start)
+        self.comm.barrier()
+        return lambda peer: window.read(peer, start, n_bytes).view(segment.dtype)
 
-        def read(peer: int) -> Tensor:
-            return self._window.read(peer, start, n_bytes).view(segment.dtype)
-
-        self._window.put(segment.view(torch.uint8), comm.rank, start)
-        comm.barrier()
-        sum_in_rank_order(segment, comm.rank, comm.size, read, lambda: self.inbox.like(segment, segment.numel()))
+    def _refuse(self, tensor: Tensor) -> None:
+        found = self.comm.gather(f"{tensor.numel()} of {str(tensor.dtype).removeprefix('torch.')}")
+        raise MismatchError(
+            "tensors that are summed must have the same length and dtype on all ranks; got, in rank order, "
+            f"{', '.join(found)}. Give all the same."
+        )
 
     def close(self) -> None:
-        self._window.close()
+        self._known.clear()
+        for held in (self._slots, self._window):
+            if held is not None:
+                held.close()
 
     @staticmethod
     def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:
@@ -68,3 +120,7 @@ class SharedMemory(Algorithm):
     ) -> float:
         """Predict the seconds of a call as if copies were fetched, each by a request and a reply: an upper bound."""
         return (size - 1).bit_length() * latency_s + (size - 1) * (2 * latency_s + n_bytes * (byte_s + reduce_s))
+
+
+def _note(tensor: Tensor) -> int:
+    return hash((tensor.numel(), tensor.itemsize, tensor.is_floating_point()))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hpcdist.collectives import AllReduce, load
 from hpcdist.comm.communicator import Communicator
+from hpcdist.records import tensor_bytes
 
 
 def make(name: str, comm: Communicator, cache_dir: Path) -> AllReduce:
@@ -29,7 +30,7 @@ def addend(rank: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def bits(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor_bytes(tensor).tobytes()
 
 
 def summed_in_rank_order(count: int, dtype: torch.dtype, size: int) -> Tensor:

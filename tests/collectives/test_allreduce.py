@@ -16,7 +16,7 @@ from harness.ranks import VirtualRanks
 from hpcdist import collectives
 from hpcdist.collectives import allreduce, available, direct, hierarchical, load, ring, shared_memory
 from hpcdist.comm.virtual import Network, run_virtual
-from hpcdist.errors import CommunicationError, ConfigError, UnknownNameError
+from hpcdist.errors import CommunicationError, ConfigError, MismatchError, UnknownNameError
 
 NAMES = available()
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
@@ -278,3 +278,19 @@ def test_every_algorithm_is_documented_and_named_after_its_module(name):
 def test_the_algorithms_of_the_literature_are_there():
     expected = {"ring", "recursive_doubling", "halving_doubling", "tree", "hierarchical", "direct", "native", "auto"}
     assert expected | {"shared_memory"} <= set(NAMES)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_lengths_that_differ_are_refused_in_shared_memory(ranks):
+    def body(comm):
+        reduce, tensor, longer = load("shared_memory")(comm), torch.ones(3), torch.ones(4)
+        reduce(tensor)
+        message = "the same length and dtype on all ranks; got, in rank order, 3 of float32, 4 of float32"
+        for mine in (longer.clone(), longer, tensor.double()):
+            with pytest.raises(MismatchError, match=message if mine.dtype is torch.float32 else "3 of float64"):
+                reduce(tensor if comm.rank == 0 else mine)
+        reduce(tensor)
+        reduce.close()
+        return tensor.tolist()
+
+    assert ranks(body) == [[float(ranks.size) ** 2] * 3] * ranks.size

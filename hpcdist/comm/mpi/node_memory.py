@@ -216,7 +216,7 @@ class _SharedLock:
     def __enter__(self) -> None:
         self._mine.acquire()
         if _try_lock(self._place) and _libc.pthread_mutex_timedlock(
-            self._place, _in(min(self._deadline_s, _LONGEST_S))
+            self._place, within(min(self._deadline_s, _LONGEST_S))
         ):
             self._mine.release()
             raise DeadlineError(
@@ -271,7 +271,7 @@ class LockedMemory(NodeMemory):
         asleep = self._asleep[self._rank]
         asleep[0] = 1  # before the last look: who changes what this looks at sees it
         try:
-            return ready() or not _libc.sem_timedwait(self._semaphores[self._rank], _in(seconds))
+            return ready() or not _libc.sem_timedwait(self._semaphores[self._rank], within(seconds))
         finally:
             asleep[0] = 0
 
@@ -283,7 +283,7 @@ class LockedMemory(NodeMemory):
             _post(self._semaphores[target])
 
 
-def _in(seconds: float) -> Any:
+def within(seconds: float) -> Any:
     """Return the time after so many seconds, as libc takes it."""
     until = time.time() + seconds
     return ctypes.byref(_Time(int(until), int(until % 1 * 1e9)))

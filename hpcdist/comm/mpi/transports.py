@@ -26,6 +26,7 @@ from hpcdist.comm.mpi.attached import AttachedMemory, try_attach
 from hpcdist.comm.mpi.calls import EVERYONE
 from hpcdist.comm.mpi.messages import Staging
 from hpcdist.comm.mpi.node_memory import SharedTensor
+from hpcdist.comm.mpi.slots import NodeSlots
 from hpcdist.comm.mpi.tcp import Server
 from hpcdist.comm.mpi.window import MpiWindow
 from hpcdist.comm.transfer import check_flat
@@ -237,6 +238,15 @@ class Transports(RankMemory):
                 self._shared.append(SharedTensor(self._comm, count, dtype))
                 return self._shared[-1].local
         return torch.zeros(count, dtype=dtype)
+
+    def slots(self, n_bytes: int) -> NodeSlots | None:
+        """Collective. Make slots where all ranks are on one node, and none may die; see RankMemory.slots."""
+        if self._across_nodes or self._comm.size == 1 or self._comm.failures.tolerant:
+            return None
+        try:
+            return NodeSlots(self._comm, n_bytes)
+        except CommunicationError:  # on all ranks: their memory can't be mapped
+            return None
 
     def is_shared(self, tensor: Tensor) -> bool:
         """Tell whether a tensor lies in memory that `shared_zeros` has made."""

@@ -74,6 +74,46 @@ def allreduce(
 
 
 @app.command()
+def collectives(
+    call: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="all_reduce, broadcast, all_gather, reduce_scatter or all_to_all. May be repeated. Default: all.",
+        ),
+    ] = None,
+    sizes: Annotated[
+        list[int] | None, typer.Option(metavar="BYTES", help="Length of the longer tensor. May be repeated.")
+    ] = None,
+    rounds: Rounds = 15,
+    other: Annotated[
+        Path | None, typer.Option("--with", metavar="ENVIRONMENT", help="Also measure the MPI library of this one.")
+    ] = None,
+    json_path: Json = None,
+) -> None:
+    """Time every collective call on float32 tensors: hpcdist's, MPI's, gloo's, another MPI library's.
+
+    Collective: start it with mpirun.
+
+    Example: mpirun -n 2 hpcdist bench collectives --call broadcast --sizes 4096
+    """
+    from hpcdist.errors import UnknownNameError
+    from hpcdist.tools.bench.collectives import CALLS, SIZES, measure
+
+    for name in call or ():
+        if name not in CALLS:
+            raise UnknownNameError("--call", name, CALLS)
+    given = {
+        "calls": call or CALLS,
+        "sizes": sizes or SIZES,
+        "rounds": rounds,
+        "other": other,
+        "environment": os.environ,
+    }
+    _run("collective calls", measure, json_path, **given)
+
+
+@app.command()
 def train(rounds: Rounds = 9, json_path: Json = None) -> None:
     """Time a training step with the strategy allreduce, with Horovod, and with torch's DDP on gloo.
 

@@ -1,0 +1,241 @@
+"""How ranks hand data to each other in a collective call: through slots inside a node, by messages elsewhere.
+
+There are two ways, and each collective is one of them, or both one after the other. In the first, ranks `share`: what a
+rank brings is the same for all who take it (all-gather, broadcast, gather, short all-reduces). In the second they
+`deal`: each rank has a part for every other one (all-to-all, scatter, reduce-scatter). What is brought passes in
+segments. Before anything is taken, all ranks have compared notes of what they call.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hpcdist.collectives.base import TAG, Scratch
+from hpcdist.comm.capabilities import Slots
+from hpcdist.comm.communicator import Communicator
+
+SLOT_BYTES = 1 << 21  # two of them per rank
+MESSAGE_BYTES = 1 << 22
+NOTE_BITS = 40  # so many ranks' notes can be added
+
+Take = Callable[[int, Sequence[Tensor]], None]  # gets where a segment begins, and what each rank has brought of it
+
+
+class Exchange(abc.ABC):
+    """One way for data between the ranks of a communicator. All methods are Collective.
+
+    Tensors are flat, contiguous and on the host. `note` stands for what is called, and is the same on all ranks; if it
+    is not, the methods return False on all ranks before anything is taken.
+    """
+
+    def __init__(self, comm: Communicator):
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+
+    @abc.abstractmethod
+    def agree(self, note: int) -> bool:
+        """Wait for all ranks; tell whether all have this note."""
+
+    @abc.abstractmethod
+    def show_all(self, own: Tensor) -> list[Tensor]:
+        """Return every rank's short tensor, of the same length on all; copies."""
+
+    @abc.abstractmethod
+    def share(
+        self,
+        note: int,
+        own: Tensor,
+        counts: Sequence[int],
+        take: Take,
+        sources: Collection[int],
+        takers: Collection[int],
+    ) -> bool:
+        """Let `takers` take what each of `sources` brings.
+
+        Args:
+            own: what this rank brings; on ranks that are no source, anything of the dtype.
+            counts: elements that each rank brings, known to all.
+            take: called on each taker for each segment, with a tensor of each rank: as long as the segment, but only as
+                far as `counts` go is it what that rank brings.
+        """
+
+    @abc.abstractmethod
+    def deal(
+        self,
+        note: int,
+        own: Sequence[Tensor],
+        counts: Sequence[int],
+        longest: int,
+        take: Take,
+        sources: Collection[int],
+    ) -> bool:
+        """Let every rank take the part that each of `sources` has for it.
+
+        Args:
+            own: a tensor for each rank; on ranks that are no source, any of the dtype.
+            counts: elements of each rank's part for this one.
+            longest: most elements of any part of any rank, known to all.
+            take: as with `share`.
+        """
+
+    def close(self) -> None:
+        """Release what the exchange holds."""
+
+
+class SlotExchange(Exchange):
+    """Exchange in the memory of a node: copied into a slot, and taken from there."""
+
+    def __init__(self, comm: Communicator, slots: Slots):
+        super().__init__(comm)
+        self.slots = slots
+
+    def agree(self, note: int) -> bool:
+        return self.slots.meet(note)
+
+    def show_all(self, own: Tensor) -> list[Tensor]:
+        shown = self.slots.views(own.dtype, len(own))[self.slots.turn]
+        shown.rows[self.rank].copy_(own)
+        return list(shown.table.clone()) if self.slots.meet(0) else []
+
+    def share(
+        self,
+        note: int,
+        own: Tensor,
+        counts: Sequence[int],
+        take: Take,
+        sources: Collection[int],
+        takers: Collection[int],
+    ) -> bool:
+        slots, step, count = self.slots, self.slots.n_bytes // own.itemsize, max(counts)
+        brings, takes = self.rank in sources, self.rank in takers
+        for start in range(0, max(count, 1), step):
+            length = min(step, count - start)
+            shown = slots.views(own.dtype, length)[slots.turn]
+            if brings:
+                piece = own[start : start + length]
+                shown.rows[self.rank][: len(piece)].copy_(piece)
+            if not slots.meet(note):
+                return False
+            if takes and length:
+                rows = shown.rows
+                if brings and self.size == 2 and len(piece) == length:  # read where it lies, which is in the cache
+                    rows = [piece, rows[1]] if self.rank == 0 else [rows[0], piece]
+                take(start, rows)
+        return True
+
+    def deal(
+        self,
+        note: int,
+        own: Sequence[Tensor],
+        counts: Sequence[int],
+        longest: int,
+        take: Take,
+        sources: Collection[int],
+    ) -> bool:
+        slots, size = self.slots, self.size
+        step = slots.n_bytes // own[0].itemsize // size
+        for start in range(0, max(longest, 1), step):
+            length = min(step, longest - start)
+            shown = slots.views(own[0].dtype, size * length)[slots.turn]
+            if self.rank in sources:
+                for part, into in zip(own, shown.rows[self.rank].view(size, length), strict=True):
+                    piece = part[start : start + length]
+                    into[: len(piece)].copy_(piece)
+            if not slots.meet(note):
+                return False
+            if length:
+                take(start, list(shown.table[:, self.rank * length : (self.rank + 1) * length]))
+        return True
+
+    def close(self) -> None:
+        self.slots.close()
+
+
+class MessageExchange(Exchange):
+    """Exchange by messages from each rank to each other one: across nodes, and of virtual ranks."""
+
+    def __init__(self, comm: Communicator):
+        super().__init__(comm)
+        self._inbox = Scratch()
+
+    def agree(self, note: int) -> bool:
+        own = note & ((1 << NOTE_BITS) - 1)
+        total = torch.tensor([own])
+        self.comm.allreduce(total)
+        return int(total) == own * self.size
+
+    def show_all(self, own: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        self._pass(dict.fromkeys(range(self.size), own), dict(enumerate(found)))
+        return found
+
+    def share(
+        self,
+        note: int,
+        own: Tensor,
+        counts: Sequence[int],
+        take: Take,
+        sources: Collection[int],
+        takers: Collection[int],
+    ) -> bool:
+        if not self.agree(note):
+            return False
+        for start, length in self._segments(own, max(counts)):
+            outgoing = dict.fromkeys(takers, own[start : start + length]) if self.rank in sources else {}
+            self._take(own, start, length, counts, take, outgoing, sources if self.rank in takers else ())
+        return True
+
+    def deal(
+        self,
+        note: int,
+        own: Sequence[Tensor],
+        counts: Sequence[int],
+        longest: int,
+        take: Take,
+        sources: Collection[int],
+    ) -> bool:
+        if not self.agree(note):
+            return False
+        for start, length in self._segments(own[0], longest):
+            parts = enumerate(own) if self.rank in sources else ()
+            outgoing = {rank: part[start : start + length] for rank, part in parts}
+            self._take(own[0], start, length, counts, take, outgoing, sources)
+        return True
+
+    @staticmethod
+    def _segments(like: Tensor, count: int) -> Iterator[tuple[int, int]]:
+        step = MESSAGE_BYTES // like.itemsize
+        return ((start, min(step, count - start)) for start in range(0, count, step))
+
+    def _take(
+        self,
+        like: Tensor,
+        start: int,
+        length: int,
+        counts: Sequence[int],
+        take: Take,
+        outgoing: dict[int, Tensor],
+        sources: Collection[int],
+    ) -> None:
+        """Send pieces of a segment, and take one of each source."""
+        inbox = self._inbox.like(like, length * self.size).split(length)
+        self._pass(outgoing, {source: inbox[source][: max(0, counts[source] - start)] for source in sources})
+        if sources:
+            take(start, inbox)
+
+    def _pass(self, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
+        """Send to each rank, and receive from each, neighbours first, so that not all send to the same one."""
+        comm, size, requests = self.comm, self.size, []
+        for source in ((self.rank - step) % size for step in range(1, size)):
+            if source in incoming and len(incoming[source]):
+                requests.append(comm.irecv(incoming[source], source, TAG))
+        for dest in ((self.rank + step) % size for step in range(1, size)):
+            if dest in outgoing and len(outgoing[dest]):
+                requests.append(comm.isend(outgoing[dest], dest, TAG))
+        if self.rank in incoming and self.rank in outgoing:
+            incoming[self.rank].copy_(outgoing[self.rank])
+        for request in requests:
+            request.wait()

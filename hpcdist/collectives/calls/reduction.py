@@ -1,0 +1,126 @@
+"""The operations that combine the ranks' tensors: in rank order, for every dtype of torch, the same bits everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist.comm.pieces import slices
+from hpcdist.errors import ConfigError, UnknownNameError
+
+OPERATIONS = ("sum", "mean", "product", "min", "max", "and", "or", "xor")
+_ARITHMETIC: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "mean": torch.add, "product": torch.mul}
+_ORDERED: dict[str, Callable[..., Tensor]] = {"min": torch.minimum, "max": torch.maximum}
+_BITWISE: dict[str, Callable[..., Tensor]] = {
+    "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
+}  # fmt: skip
+_ARRAYS = {torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+_FUNCTIONS: dict[str, np.ufunc] = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}
+# Two's complement arithmetic knows no sign; torch computes little with the unsigned types but uint8.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_NARROW = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and "float8" in str(dtype)}
+_WIDE = {**dict.fromkeys({torch.float16, torch.bfloat16, *_NARROW}, torch.float32), torch.complex32: torch.complex64}
+
+Reduce = Callable[[Sequence[Tensor], Tensor], None]
+
+
+@cache
+def reduction(operation: str, dtype: torch.dtype) -> Reduce:
+    """Return a function that combines flat tensors of this dtype, one of each rank, into `out`.
+
+    Of two tensors one may be `out` itself; of more only the first.
+
+    Floats of 16 and 8 bits are combined in float32, and rounded once. Sums of truth values are `or`, their products
+    `and`. Integers wrap around. NaN goes through `min` and `max`.
+
+    Raises:
+        ConfigError: there is no such operation, or it says nothing of this dtype.
+    """
+    if operation not in OPERATIONS:
+        raise UnknownNameError("operation", operation, OPERATIONS)
+    if reason := _why_not(operation, dtype):
+        raise ConfigError(f"operation {operation!r} must have {reason}; got {dtype}. Convert the tensor first.")
+    if dtype is torch.bool:
+        operation = {"sum": "or", "product": "and", "min": "and", "max": "or"}.get(operation, operation)
+    if dtype in _WIDE:
+        return _widened(operation, _WIDE[dtype])
+    if dtype in _SIGNED and operation in _ORDERED:
+        return _by_numpy(np.minimum if operation == "min" else np.maximum)
+    function = (_ARITHMETIC | _ORDERED | _BITWISE)[operation]
+    combined = _chained(function)
+    if operation == "mean":
+        return _divided(combined)
+    return _viewed(combined, _SIGNED[dtype]) if dtype in _SIGNED else combined
+
+
+def array_function(operation: str, dtype: torch.dtype) -> np.ufunc | None:
+    """Return NumPy's function of two arrays that does the same for two ranks, where there is one."""
+    return _FUNCTIONS.get(operation) if dtype in _ARRAYS else None
+
+
+def _why_not(operation: str, dtype: torch.dtype) -> str:
+    exact = not dtype.is_floating_point and not dtype.is_complex
+    if operation in _BITWISE and not exact:
+        return "integers or truth values"
+    if operation == "mean" and exact:
+        return "floating-point or complex numbers"
+    if operation in _ORDERED and dtype.is_complex:
+        return "numbers that have an order"
+    return ""
+
+
+def _chained(function: Callable[..., Tensor]) -> Reduce:
+    def reduce(addends: Sequence[Tensor], out: Tensor) -> None:
+        if len(addends) == 1:
+            out.copy_(addends[0])
+            return
+        function(addends[0], addends[1], out=out)
+        for addend in addends[2:]:
+            function(out, addend, out=out)
+
+    return reduce
+
+
+def _divided(reduce: Reduce) -> Reduce:
+    def mean(addends: Sequence[Tensor], out: Tensor) -> None:
+        reduce(addends, out)
+        out.div_(len(addends))
+
+    return mean
+
+
+def _viewed(reduce: Reduce, dtype: torch.dtype) -> Reduce:
+    def viewed(addends: Sequence[Tensor], out: Tensor) -> None:
+        reduce([addend.view(dtype) for addend in addends], out.view(dtype))
+
+    return viewed
+
+
+def _widened(operation: str, wide: torch.dtype) -> Reduce:
+    """Combine in a wider type, piece by piece, and round once."""
+    reduce = reduction(operation, wide)
+
+    def widened(addends: Sequence[Tensor], out: Tensor) -> None:
+        for part in slices(out.numel()):
+            total = torch.empty(part.stop - part.start, dtype=wide)
+            reduce([addend[part].to(wide) for addend in addends], total)
+            out[part].copy_(total)
+
+    return widened
+
+
+def _by_numpy(function: np.ufunc) -> Reduce:
+    def reduce(addends: Sequence[Tensor], out: Tensor) -> None:
+        total, arrays = out.numpy(), [addend.numpy() for addend in addends]
+        if len(arrays) == 1:
+            np.copyto(total, arrays[0])
+            return
+        function(arrays[0], arrays[1], out=total)
+        for array in arrays[2:]:
+            function(total, array, out=total)
+
+    return reduce

@@ -1,0 +1,96 @@
+"""Users' tensors as collective calls take them: flat, contiguous, on the host, and put back where those are copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import ConfigError
+
+Tensors = Tensor | Sequence[Tensor]
+
+
+@contextmanager
+def flattened(comm: Communicator, tensor: Tensor, *, read: bool = True, write: bool = True) -> Iterator[Tensor]:
+    """Yield a tensor's elements, shape (n,).
+
+    Args:
+        read, write: the elements are looked at, and are changed.
+    """
+    tensor = tensor.detach()
+    elements = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    with comm.memory.host(elements) as host:
+        yield host
+    if write and (elements.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg()):
+        tensor.copy_(elements.view(tensor.shape))
+
+
+@contextmanager
+def by_dtype(
+    comm: Communicator, tensors: Tensors, *, read: bool = True, write: bool = True
+) -> Iterator[list[tuple[list[Tensor], Tensor]]]:
+    """Yield tensors of one dtype together, with their elements one after the other, shape (n,)."""
+    if isinstance(tensors, Tensor):
+        with flattened(comm, tensors, read=read, write=write) as elements:
+            yield [([tensors], elements)]
+        return
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    with ExitStack() as until:
+        found = []
+        for group in groups.values():
+            own = [until.enter_context(flattened(comm, one, read=read, write=write)) for one in group]
+            found.append((group, own, torch.cat(own)))
+        yield [(group, together) for group, _, together in found]
+        for _, own, together in found if write else ():
+            for one, part in zip(own, together.split([len(one) for one in own]), strict=True):
+                one.copy_(part)
+
+
+@contextmanager
+def for_each_rank(
+    comm: Communicator, given: Tensors | None, name: str, *, read: bool = True, write: bool = True, here: bool = True
+) -> Iterator[list[Tensor]]:
+    """Yield a flat tensor for each rank: of a list, or equal parts of one tensor; with `here=False` none at all."""
+    size = comm.size
+    if isinstance(given, Tensor):
+        if given.numel() % size:
+            raise ConfigError(
+                f"{name} must have as many elements for each of {size} ranks; got shape {tuple(given.shape)}. Give a "
+                "list with a tensor for each rank."
+            )
+        with flattened(comm, given, read=read, write=write) as elements:
+            yield list(elements.view(size, -1)) if len(elements) else [elements] * size
+        return
+    parts = list(given or ()) if here else []
+    if len(parts) != size * here or len({one.dtype for one in parts}) > 1:
+        types = ", ".join(sorted({type_of(one.dtype) for one in parts})) or "none"
+        raise ConfigError(
+            f"{name} must be a tensor for each of {size} ranks, all of one dtype; got {len(parts)}, of {types}."
+        )
+    with ExitStack() as until:
+        yield [until.enter_context(flattened(comm, one, read=read, write=write)) for one in parts]
+
+
+def each(tensors: Tensors) -> Sequence[Tensor]:
+    """Return several tensors as they are, and one in a list."""
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def type_of(dtype: torch.dtype) -> str:
+    """Name a dtype without the module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def require_fit(name: str, tensor: Tensor, part: Tensor) -> None:
+    """Raise ConfigError if a tensor is not as long as this rank's part, and of its dtype."""
+    if tensor.numel() != len(part) or tensor.dtype != part.dtype:
+        raise ConfigError(
+            f"{name} must be like this rank's part, {len(part)} elements of {type_of(part.dtype)}; got shape "
+            f"{tuple(tensor.shape)} of {type_of(tensor.dtype)}. Make both alike."
+        )

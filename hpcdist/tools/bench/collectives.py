@@ -1,0 +1,164 @@
+"""The time of each collective call, beside MPI's own, gloo's, another MPI library's, and a plain copy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from hpcdist.collectives.calls import Collectives
+from hpcdist.collectives.tuning.timing import between, calls_within
+from hpcdist.comm.communicator import mpi_of
+from hpcdist.comm.external.torch_distributed import default_group
+from hpcdist.comm.launch import unlaunched
+from hpcdist.errors import ConfigError
+from hpcdist.tools.bench import runner
+from hpcdist.tools.bench.runner import Row, Side, beside, check, meet_asleep, table, timed, warm_up
+
+if TYPE_CHECKING:  # it starts MPI
+    from hpcdist.comm.mpi.communicator import MpiCommunicator
+
+CALLS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
+SIZES = tuple(4 << exponent for exponent in range(10, 27, 2))  # 4 KiB to 256 MiB
+CALLS_S = 1e-3  # one timing covers as many calls as take about this long together
+LIMIT_S = 600  # of another library's run
+OURS, COPY = "hpcdist", "copy"
+COLUMNS = ("call", "name", "bytes", "ranks", "median_s", "speedup", "copies")
+
+
+def measure(
+    comm: MpiCommunicator,
+    calls: Sequence[str] = CALLS,
+    sizes: Sequence[int] = SIZES,
+    rounds: int = 15,
+    other: Path | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> list[Row]:
+    """Collective. Time calls on float32 tensors; the same rows on all ranks, by call and size.
+
+    Args:
+        calls: of CALLS.
+        sizes: bytes of the longer of a call's tensors: of what is gathered, or handed out.
+        rounds: how often each side is timed; the median counts, of the slowest rank.
+        other: an environment with another MPI library, mpi4py and NumPy, whose `bin` has `mpiexec` and `python`. It is
+            measured before and after the others, and the faster time counts.
+        environment: this process's environment, for that library's processes.
+
+    Returns:
+        Rows with speedup, how many times as fast as the fastest of the other libraries, and copies, the time as a
+        multiple of a copy's, which every rank makes at the same time.
+
+    Raises:
+        ConfigError: a size, the number of rounds or the environment breaks its rule.
+    """
+    check(comm, rounds, sizes_bytes=sizes, ranks=2)
+    runs = [_other(comm, other, calls, sizes, rounds, environment)]
+    own, rows = Collectives(comm), []
+    with default_group(comm):
+        for call in calls:
+            for n_bytes in sizes:
+                rows += _of_size(comm, own, call, n_bytes, rounds)
+    own.close()
+    runs.append(_other(comm, other, calls, sizes, rounds, environment))
+    name = "" if other is None else other.name
+    for call in calls if other else ():
+        for n_bytes in sizes:
+            fastest_s = min(found[call][str(n_bytes)] for found in runs)
+            rows.append({"call": call, "name": name, "bytes": n_bytes, "ranks": comm.size, "median_s": fastest_s})
+    found = []
+    for call in calls:
+        for n_bytes in sizes:
+            of_size = [row for row in rows if (row["call"], row["bytes"]) == (call, n_bytes)]
+            peers = [row["name"] for row in of_size if row["name"] not in (OURS, COPY)]
+            found += beside(beside(of_size, peers, speedup="speedup"), [COPY], copies="multiple")
+    return table(found, COLUMNS)
+
+
+def _of_size(comm: MpiCommunicator, own: Collectives, call: str, n_bytes: int, rounds: int) -> list[Row]:
+    """Collective. Time one call at one size."""
+    from hpcdist.tools.bench.mpi_calls import mpi_call  # starts MPI: not at import
+
+    gathered = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # named so from torch 2.12 on
+    scattered = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    count = max(1, n_bytes // 4 // comm.size)
+    whole, part, other = torch.zeros(count * comm.size), torch.zeros(count), torch.zeros(count * comm.size)
+    tried: dict[str, Callable[[], object]] = {
+        OURS: {
+            "all_reduce": lambda: own.all_reduce(whole),
+            "broadcast": lambda: own.broadcast(whole),
+            "all_gather": lambda: own.all_gather(whole, part),
+            "reduce_scatter": lambda: own.reduce_scatter(part, whole),
+            "all_to_all": lambda: own.all_to_all(other, whole),
+        }[call],
+        "mpi": mpi_call(mpi_of(comm), call, n_bytes),
+        "gloo": {
+            "all_reduce": lambda: dist.all_reduce(whole),
+            "broadcast": lambda: dist.broadcast(whole, 0),
+            "all_gather": lambda: gathered(whole, part),
+            "reduce_scatter": lambda: scattered(part, whole),
+            "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        }[call],
+        COPY: lambda: other.copy_(whole),
+    }
+    sides = [Side(name, timed(comm, side), {"call": call, "bytes": n_bytes}) for name, side in tried.items()]
+    steps = calls_within(CALLS_S, warm_up(comm, sides, 1, 1), 20)
+    return runner.measure(comm, sides, between(rounds, rounds, rounds), steps)
+
+
+def _other(
+    comm: MpiCommunicator,
+    place: Path | None,
+    calls: Sequence[str],
+    sizes: Sequence[int],
+    rounds: int,
+    environment: Mapping[str, str],
+) -> Mapping[str, Mapping[str, float]]:
+    """Collective. Let rank 0 measure another MPI library in ranks of its own, while these sleep."""
+    if place is None:
+        return {}
+
+    found, failure = {}, None
+    if comm.rank == 0:
+        try:
+            found = _run(place, comm.size, calls, sizes, rounds, environment)
+        except ConfigError as error:
+            failure = error
+    meet_asleep(comm)
+
+    def known() -> Mapping[str, Mapping[str, float]]:
+        if failure is not None:
+            raise failure
+        return found
+
+    return comm.gather(comm.together(known))[0]
+
+
+def _run(
+    place: Path, ranks: int, calls: Sequence[str], sizes: Sequence[int], rounds: int, environment: Mapping[str, str]
+) -> dict:
+    """Measure another MPI library in ranks of its own."""
+    programs, program = place / "bin", Path(__file__).with_name("mpi_calls.py")
+    words = [programs / "mpiexec", "-n", ranks, programs / "python", program, ",".join(calls)]
+    words += [",".join(map(str, sizes)), rounds]
+    own = unlaunched(environment) | {"OMP_NUM_THREADS": "1"}
+    own["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', '')}"
+    for name in ("PYTHONPATH", "MPI4PY_LIBMPI"):  # of this process's MPI
+        own.pop(name, None)
+    try:
+        done = subprocess.run(
+            list(map(str, words)), env=own, capture_output=True, text=True, timeout=LIMIT_S, check=True
+        )
+        return json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        said = getattr(error, "stderr", None) or error
+        raise ConfigError(
+            f"--with must be an environment whose bin has mpiexec, and a python with mpi4py and NumPy; got {place} "
+            f"({str(said).strip()[-300:]})."
+        ) from None

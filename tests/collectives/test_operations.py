@@ -1,0 +1,397 @@
+"""Every collective call beside a loop over the ranks, for every operation, dtype and shape; and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from making import bits
+
+from harness.cases import each
+from hpcdist.collectives.calls import Collectives, exchange, operations
+from hpcdist.collectives.calls.reduction import OPERATIONS, reduction
+from hpcdist.errors import CommunicationError, ConfigError, MismatchError, UnknownNameError
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+SIZES = pytest.mark.sizes(1, 2, 3, 4, 7)
+FEW = pytest.mark.sizes(2, 4)
+NARROW = [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+FLOATS = [torch.float32, torch.float64, *NARROW]
+COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+DTYPES = [*FLOATS, *COMPLEX, *INTEGERS, torch.bool]
+COUNTS = (0, 1, 3, 257)
+
+
+def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers of a rank: small, of both signs where the dtype has them, no two ranks' alike."""
+    numbers = torch.from_numpy(np.random.default_rng([rank, count]).integers(-5, 9, count))
+    if dtype is torch.bool:
+        return numbers > 0
+    if dtype in INTEGERS:
+        return (numbers % 12).to(torch.int64).to(dtype)
+    real = (numbers + torch.from_numpy(np.random.default_rng([count, rank]).random(count))).double()
+    return torch.complex(real, real.flip(0)).to(dtype) if dtype.is_complex else real.to(dtype)
+
+
+def read(found: bytes, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(bytearray(found), dtype=dtype) if found else torch.empty(0, dtype=dtype)
+
+
+def combined(operation: str, dtype: torch.dtype, size: int, count: int) -> torch.Tensor:
+    """What a loop over the ranks finds, in numpy, and in float32 where the dtype is a narrow float."""
+    given = [values(rank, count, dtype) for rank in range(size)]
+    if dtype is torch.bool:
+        operation = {"sum": "or", "product": "and", "min": "and", "max": "or"}.get(operation, operation)
+    wide = {torch.complex32: torch.complex64, **dict.fromkeys(NARROW, torch.float32)}.get(dtype, dtype)
+    arrays = [one.to(wide).numpy() for one in given]
+    function = {
+        "sum": np.add, "mean": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum,
+        "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
+    }[operation]  # fmt: skip
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        total = function(total, array)
+    found = torch.from_numpy(total)
+    return (found / size if operation == "mean" else found).to(dtype)
+
+
+def allowed(operation: str, dtype: torch.dtype) -> bool:
+    try:
+        reduction(operation, dtype)
+    except ConfigError:
+        return False
+    return True
+
+
+CASES = [(operation, dtype) for operation in OPERATIONS for dtype in DTYPES if allowed(operation, dtype)]
+
+
+def done(ranks, body):
+    def with_collectives(comm):
+        found = Collectives(comm)
+        result = body(found)
+        found.close()
+        return result
+
+    return ranks(with_collectives)
+
+
+# --- reductions -------------------------------------------------------------------------------------------------------
+@SIZES
+@each("how", ["whole", "in slices"])
+def test_every_operation_on_every_dtype(ranks, how, monkeypatch):
+    monkeypatch.setattr(operations, "WHOLE_BYTES", {"whole": 1 << 16, "in slices": 0}[how])
+
+    def body(found):
+        results = []
+        for operation, dtype in CASES:
+            for count in COUNTS:
+                tensor = values(found.rank, count, dtype)
+                assert found.all_reduce(tensor, operation) is None
+                results.append(bits(tensor))
+        return results
+
+    results = done(ranks, body)
+    assert all(one == results[0] for one in results)
+    expected = [combined(operation, dtype, ranks.size, count) for operation, dtype in CASES for count in COUNTS]
+    for found, one in zip(results[0], expected, strict=True):
+        if one.dtype.is_complex:  # libraries round products of complex numbers differently
+            wide = [torch.view_as_real(x.to(torch.complex128)) for x in (read(found, one.dtype), one)]
+            torch.testing.assert_close(*wide, rtol=2e-3, atol=1e-3, equal_nan=True)
+        else:
+            assert found == bits(one)
+
+
+@SIZES
+def test_reductions_to_a_root_and_in_parts(ranks):
+    def body(found):
+        size, rank = found.size, found.rank
+        root, own = size - 1, values(rank, 100, torch.float32)
+        found.reduce(own, root, "max")
+        equal, uneven = torch.empty(5), torch.empty(rank + 1, dtype=torch.bfloat16)
+        found.reduce_scatter(equal, values(rank, 5 * size, torch.float32), "mean")
+        found.reduce_scatter(uneven, [values(rank + 9 * r, r + 1, torch.bfloat16) for r in range(size)])
+        return own, equal, uneven
+
+    for rank, (own, equal, uneven) in enumerate(done(ranks, body)):
+        size = ranks.size
+        wanted = combined("max", torch.float32, size, 100) if rank == size - 1 else values(rank, 100, torch.float32)
+        assert torch.equal(own, wanted)
+        assert torch.equal(equal, combined("mean", torch.float32, size, 5 * size).view(size, 5)[rank])
+        addends = [values(r + 9 * rank, rank + 1, torch.bfloat16).float() for r in range(size)]
+        assert torch.equal(uneven, sum(addends[1:], addends[0]).bfloat16())
+
+
+@FEW
+def test_long_sums(ranks, monkeypatch):
+    monkeypatch.setattr(operations, "LONG_BYTES", 1 << 10)
+
+    def body(found):
+        results = []
+        for operation in ("sum", "mean", "max"):
+            for dtype in (torch.float32, torch.int64, torch.complex64, torch.bfloat16):
+                if allowed(operation, dtype):
+                    tensor = values(found.rank, 5000, dtype)
+                    found.all_reduce(tensor, operation, factor=2 if operation == "sum" else None)
+                    results.append(tensor)
+        return results
+
+    results = done(ranks, body)
+    assert all(bits(one) == bits(first) for of in results for one, first in zip(of, results[0], strict=True))
+    kinds = [
+        (o, d) for o in ("sum", "mean", "max") for d in (torch.float32, torch.int64, torch.complex64, torch.bfloat16)
+    ]
+    for (operation, dtype), found in zip([kind for kind in kinds if allowed(*kind)], results[0], strict=True):
+        expected = combined(operation, dtype, ranks.size, 5000) * (2 if operation == "sum" else 1)
+        torch.testing.assert_close(found, expected, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-4)
+
+
+@FEW
+def test_a_factor_is_of_each_rank(ranks):
+    def body(found):
+        tensor, own = torch.ones(3), torch.ones(3)
+        found.all_reduce(tensor, factor=found.rank + 1.0)
+        found.reduce(own, 0, factor=2.0)
+        out = torch.empty(1)
+        found.reduce_scatter(out, torch.ones(found.size), factor=0.5)
+        return tensor.tolist() + out.tolist() + (own.tolist() if found.rank == 0 else [])
+
+    size, results = ranks.size, done(ranks, body)
+    assert results[0] == [size * (size + 1) / 2] * 3 + [size / 2] + [2.0 * size] * 3
+    assert results[1] == results[0][:4]
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+@SIZES
+@each("segment", [16 * 8 * 7, 1 << 20])  # bytes, of which each of seven ranks has 16 elements of complex numbers
+def test_copies_of_every_dtype(ranks, segment, monkeypatch):
+    monkeypatch.setattr(operations, "SLOT_BYTES", 64 * segment)
+    monkeypatch.setattr(exchange, "MESSAGE_BYTES", segment)
+
+    def body(found):
+        size, rank, results = found.size, found.rank, []
+        for dtype in DTYPES:
+            own = [values(rank * size + r, r + 2 * rank, dtype) for r in range(size)]
+            root, results_of = size - 1, []
+            copied = values(rank, 300, dtype)
+            found.broadcast(copied, root)
+            gathered = [torch.empty(2 + 3 * r, dtype=dtype) for r in range(size)]
+            found.all_gather(gathered, values(rank, 2 + 3 * rank, dtype))
+            into = [torch.empty(rank + 2 * r, dtype=dtype) for r in range(size)]
+            found.all_to_all(into, own)
+            to_root = [torch.empty(r, dtype=dtype) for r in range(size)] if rank == root else None
+            found.gather(to_root, values(rank, rank, dtype), root)
+            part = torch.empty(rank + 4, dtype=dtype)
+            found.scatter(part, [values(r, r + 4, dtype) for r in range(size)] if rank == root else None, root)
+            results_of += [copied, *gathered, *into, part, *(to_root or ())]
+            results.append([bits(one) for one in results_of])
+        return results
+
+    size = ranks.size
+    for rank, results in enumerate(done(ranks, body)):
+        for dtype, found in zip(DTYPES, results, strict=True):
+            expected = [values(size - 1, 300, dtype), *(values(r, 2 + 3 * r, dtype) for r in range(size))]
+            expected += [values(r * size + rank, rank + 2 * r, dtype) for r in range(size)]
+            expected.append(values(rank, rank + 4, dtype))
+            expected += [values(r, r, dtype) for r in range(size)] if rank == size - 1 else []
+            assert found == [bits(one) for one in expected]
+
+
+@SIZES
+def test_one_tensor_of_equal_parts(ranks):
+    def body(found):
+        size, rank = found.size, found.rank
+        gathered, given = torch.empty(size, 2, 3), torch.arange(6.0 * size).view(size, 2, 3) + 100 * rank
+        found.all_gather(gathered, given[rank])
+        swapped = torch.empty(3 * size, 2)
+        found.all_to_all(swapped, given)
+        return gathered.tolist(), swapped.view(size, 2, 3).tolist()
+
+    size, whole = ranks.size, torch.arange(6.0 * ranks.size).view(ranks.size, 2, 3)
+    for rank, (gathered, swapped) in enumerate(done(ranks, body)):
+        assert gathered == [(whole[r] + 100 * r).tolist() for r in range(size)]
+        assert swapped == [(whole[rank] + 100 * r).tolist() for r in range(size)]
+
+
+# --- tensors as users have them ---------------------------------------------------------------------------------------
+@FEW
+def test_shapes_and_strides(ranks):
+    def body(found):
+        matrix, scalar, empty = torch.arange(12.0).view(3, 4), torch.tensor(2.0), torch.empty(3, 0)
+        conjugate = torch.tensor([1 + 2j, 3 - 1j]).conj()
+        column, every_other = matrix.clone().t(), torch.arange(10)[::2]
+        for tensor in (column, scalar, empty, conjugate, every_other):
+            found.all_reduce(tensor)
+        rows = torch.zeros(found.size, 3, 2).transpose(1, 2)
+        found.all_gather([rows[r] for r in range(found.size)], torch.full((2, 3), float(found.rank)))
+        several = [torch.ones(2), torch.ones(3, dtype=torch.int64)]
+        found.all_reduce(several)
+        found.broadcast(several, 1)
+        leaf = torch.ones(2, requires_grad=True)
+        found.all_reduce(leaf)
+        return column, scalar, conjugate.resolve_conj(), every_other, rows[:, 0, 0], several, leaf.tolist()
+
+    size = ranks.size
+    for column, scalar, conjugate, every_other, rows, several, leaf in done(ranks, body):
+        assert torch.equal(column, size * torch.arange(12.0).view(3, 4).t()) and scalar.item() == 2 * size
+        assert conjugate.tolist() == [size * (1 - 2j), size * (3 + 1j)]
+        assert every_other.tolist() == [size * n for n in (0, 2, 4, 6, 8)] and rows.tolist() == list(range(size))
+        assert [one.tolist() for one in several] == [[size] * 2, [size] * 3] and leaf == [size] * 2
+
+
+@FEW
+def test_works_are_done_in_their_order(ranks):
+    def body(found):
+        tensor = torch.full((200_000,), 1.0)
+        works = [found.all_reduce(tensor, wait=False) for _ in range(4)]
+        found.broadcast(copy := tensor.clone(), wait=True)
+        for work in works:
+            work.wait()
+        assert all(work.done() for work in works)
+        ended = found.barrier(wait=False)
+        found.barrier()
+        assert ended.done()
+        failed = found.all_reduce(torch.ones(2), "mean" if found.rank else "sum", wait=False)
+        with pytest.raises(MismatchError):
+            failed.wait()
+        return tensor[0].item(), copy.shape
+
+    assert done(ranks, body) == [(ranks.size**4, (200_000,))] * ranks.size
+
+
+@SIZES
+def test_calls_that_are_made_again(ranks):
+    """Short calls inside a node go another way from the second time on, whatever others' tensors are like."""
+
+    def body(found):
+        size, rank, results = found.size, found.rank, []
+        for turn in range(4):
+            given = (torch.arange(3.0 * size) + 100 * rank + turn).view(size, 3)
+            if turn == 2 and rank == 0:
+                given = given.t().contiguous().t()  # of other strides than elsewhere
+            total, copied = given.clone() if turn != 2 else given, given.clone()
+            gathered, part, swapped = torch.empty(size, size, 3), torch.empty(3), torch.empty(size, 3)
+            found.all_reduce(total)
+            found.broadcast(copied, size - 1)
+            found.all_gather(gathered, copied + rank)
+            found.reduce_scatter(part, given if turn != 2 else copied, "max")
+            found.all_to_all(swapped, copied + rank)
+            results.append([one.tolist() for one in (total, copied, gathered, part, swapped)])
+        uneven = [torch.empty(1 + r + rank) for r in range(size)]
+        found.all_to_all(uneven, [torch.full((1 + r + rank,), float(rank)) for r in range(size)])
+        assert [one[0].item() for one in uneven] == list(range(size))
+        return results
+
+    size = ranks.size
+    for rank, results in enumerate(done(ranks, body)):
+        for turn, (total, copied, gathered, part, swapped) in enumerate(results):
+            given = [(torch.arange(3.0 * size) + 100 * r + turn).view(size, 3) for r in range(size)]
+            last = given[-1]
+            assert total == sum(given[1:], given[0]).tolist() and copied == last.tolist()
+            assert gathered == [(last + r).tolist() for r in range(size)]
+            assert part == last[rank].tolist() and swapped == [(last[rank] + r).tolist() for r in range(size)]
+
+
+@FEW
+def test_what_differs_in_a_call_that_is_made_again_is_refused(ranks):
+    def body(found):
+        tensor, size = torch.ones(2), found.size
+        parts = torch.ones(size, 2)
+        for _ in range(2):
+            found.all_reduce(tensor)
+            found.all_to_all(parts, torch.ones(size, 2))
+        with pytest.raises(
+            MismatchError,
+            match="all ranks must make the same collective call; got all_reduce: .*; broadcast: .*root 0 on",
+        ):
+            found.broadcast(tensor) if found.rank else found.all_reduce(tensor)
+        with pytest.raises(MismatchError, match="got 2 elements on rank 0 for rank 1, which expects 3 elements"):
+            many = 2 + (found.rank == 1)
+            found.all_to_all(torch.ones(size, many), torch.ones(size, many))
+        found.all_reduce(tensor)
+        return tensor.tolist()
+
+    assert done(ranks, body) == [[float(ranks.size) ** 3] * 2] * ranks.size
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+def wrong(found, what: str) -> None:
+    rank, size, ones = found.rank, found.size, torch.ones(4)
+    calls = {
+        "shape": lambda: found.all_reduce(torch.ones(4 + (rank == 1))),
+        "dtype": lambda: found.all_reduce(ones.double() if rank else ones),
+        "operation": lambda: found.all_reduce(ones, "min" if rank else "max"),
+        "root": lambda: found.broadcast(ones, min(rank, 1)),
+        "to": lambda: found.reduce(ones, min(rank, 1)),
+        "call": lambda: found.barrier() if rank else found.all_reduce(ones),
+        "gathered": lambda: found.all_gather([torch.ones(3)] * size, torch.ones(3)) if rank
+        else found.all_gather([torch.ones(2)] * size, torch.ones(2)),
+        "parts": lambda: found.reduce_scatter(torch.ones(2 - (rank > 0)), torch.ones((2 - (rank > 0)) * size)),
+        "exchanged": lambda: found.all_to_all([torch.ones(2)] * size, [torch.ones(2 + (rank == 1))] * size),
+        "room": lambda: found.gather([torch.ones(3)] * size if rank == 0 else None, ones),
+        "nothing": lambda: found.scatter(ones, [ones] * size if rank < 2 else None, min(rank, 1)),
+    }  # fmt: skip
+    calls[what]()
+
+
+@FEW
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("shape", r"got all_reduce: float32 \(4,\), sum on ranks? 0.*; all_reduce: float32 \(5,\), sum on rank 1\."),
+        ("dtype", r"float32 \(4,\), sum on rank 0; all_reduce: float64 \(4,\), sum on ranks? 1"),
+        ("operation", r"float32 \(4,\), max on rank 0; all_reduce: float32 \(4,\), min on"),
+        ("root", r"root 0 on rank 0; broadcast: float32 \(4,\), root 1 on ranks? 1"),
+        ("to", r"sum, root 0 on rank 0; reduce: float32 \(4,\), sum, root 1 on"),
+        ("call", "got all_reduce: .* on rank 0; barrier on ranks? 1"),
+        ("gathered", r"all_gather: float32 \(2,\), .* on rank 0; all_gather: float32 \(3,\)"),
+        ("parts", r"reduce_scatter: float32 \(\d+,\), sum on rank 0; reduce_scatter"),
+        ("exchanged", "all_to_all: .* got 3 elements on rank 1 for rank 0, which expects 2 elements"),
+        ("room", "gather: .* got 4 elements on rank 0 for rank 0, which expects 3 elements. Give both the same"),
+        ("nothing", "scatter: float32, root 0 on rank 0; scatter: float32, root 1 on"),
+    ],
+)
+def test_what_differs_is_refused_on_all_ranks_before_anything_is_changed(ranks, what, message):
+    def body(found):
+        with pytest.raises(MismatchError, match=message):
+            wrong(found, what)
+        found.barrier()
+        return True
+
+    assert done(ranks, body) == [True] * ranks.size
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c: c.all_reduce(torch.ones(2), "total"), UnknownNameError, "operation must be one of and, max"),
+        (
+            lambda c: c.all_reduce(torch.ones(2), "and"),
+            ConfigError,
+            "'and' must have integers or truth values; got tor",
+        ),
+        (
+            lambda c: c.all_reduce(torch.ones(2).int(), "mean"),
+            ConfigError,
+            "'mean' must have floating-point or complex",
+        ),
+        (lambda c: c.all_reduce(torch.ones(2) * 1j, "max"), ConfigError, "'max' must have numbers that have an order"),
+        (lambda c: c.all_gather(torch.ones(3), torch.ones(1)), ConfigError, "out must have as many elements for each"),
+        (
+            lambda c: c.all_gather([torch.ones(3)], torch.ones(3)),
+            ConfigError,
+            "out must be a tensor for each of 2 ranks, all of one dtype; got 1",
+        ),
+        (lambda c: c.all_gather(torch.ones(4), torch.ones(3)), ConfigError, "tensor must be like this rank's part"),
+        (lambda c: c.broadcast(torch.ones(2), 2), CommunicationError, "root must be a rank in 0..1; got 2"),
+    ],
+)
+@pytest.mark.sizes(2)
+def test_arguments_that_fit_nothing_are_refused(ranks, call, error, message):
+    def body(found):
+        with pytest.raises(error, match=message):
+            call(found)
+        return True
+
+    assert done(ranks, body) == [True] * ranks.size

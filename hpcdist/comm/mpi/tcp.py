@@ -147,12 +147,22 @@ class Server:
     def put_all(self, puts: Iterable[tuple[int, int, int, Tensor]]) -> None:
         """Send puts, each a rank, a window, an offset and values on the host, and then wait for all replies.
 
-        An owner deals with its own in their order. Raises as `ask` does.
+        An owner deals with its own in their order. Raises as `ask` does; and what `puts` raises, once the puts before
+        it are complete.
         """
         owners: list[int] = []
+        refused: CommunicationError | None = None
+
+        def accepted() -> Iterator[tuple[int, int, int, Tensor]]:
+            nonlocal refused
+            try:
+                yield from puts
+            except CommunicationError as error:
+                refused = error
+
         with ExitStack() as locks:
             try:
-                for rank, window, offset, values in puts:
+                for rank, window, offset, values in accepted():
                     if rank not in owners:
                         locks.enter_context(self._peers[rank].lock)
                     owners.append(rank)
@@ -164,6 +174,8 @@ class Server:
                 for rank in owners:
                     self._peers[rank].drop()
                 raise
+        if refused is not None:
+            raise refused
 
     def _send(self, rank: int, request: bytes, data: memoryview) -> None:
         with self._connected(rank, "put") as connection:

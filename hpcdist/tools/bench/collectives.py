@@ -83,7 +83,7 @@ def measure(
 
 def _of_size(comm: MpiCommunicator, own: Collectives, call: str, n_bytes: int, rounds: int) -> list[Row]:
     """Collective. Time one call at one size."""
-    from hpcdist.tools.bench.mpi_calls import mpi_call  # starts MPI: not at import
+    from hpcdist.comm.mpi.plain_calls import mpi_call  # starts MPI: not at import
 
     gathered = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # named so from torch 2.12 on
     scattered = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -144,7 +144,7 @@ def _run(
     place: Path, ranks: int, calls: Sequence[str], sizes: Sequence[int], rounds: int, environment: Mapping[str, str]
 ) -> dict:
     """Measure another MPI library in ranks of its own."""
-    programs, program = place / "bin", Path(__file__).with_name("mpi_calls.py")
+    programs, program = place / "bin", Path(__file__).parents[2] / "comm" / "mpi" / "plain_calls.py"
     words = [programs / "mpiexec", "-n", ranks, programs / "python", program, ",".join(calls)]
     words += [",".join(map(str, sizes)), rounds]
     own = unlaunched(environment) | {"OMP_NUM_THREADS": "1"}

@@ -1,6 +1,6 @@
 """MPI's own collective calls, by mpi4py alone: of this process's MPI, or, as a program, of another library's.
 
-    mpiexec -n 2 python mpi_calls.py all_reduce,broadcast 4096,65536 15
+    mpiexec -n 2 python plain_calls.py all_reduce,broadcast 4096,65536 15
 
 prints a line of JSON: the seconds of a call, by call and size. It imports nothing of hpcdist, so that the environment
 of another MPI needs mpi4py and NumPy only.

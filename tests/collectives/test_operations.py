@@ -123,6 +123,21 @@ def test_reductions_to_a_root_and_in_parts(ranks):
         assert torch.equal(uneven, sum(addends[1:], addends[0]).bfloat16())
 
 
+@SIZES
+def test_results_in_the_memory_of_what_is_given(ranks):
+    def body(found):
+        given, size = values(found.rank, 3 * found.size, torch.float64), found.size
+        found.reduce_scatter(part := given.view(size, 3)[found.rank], given)
+        swapped = torch.arange(2.0 * size) + 10 * found.rank
+        found.all_to_all(swapped, swapped)
+        return part.clone(), swapped
+
+    size = ranks.size
+    for rank, (part, swapped) in enumerate(done(ranks, body)):
+        assert torch.equal(part, combined("sum", torch.float64, size, 3 * size).view(size, 3)[rank])
+        assert swapped.tolist() == [n + 10 * r for r in range(size) for n in (2.0 * rank, 2.0 * rank + 1)]
+
+
 @FEW
 def test_long_sums(ranks, monkeypatch):
     monkeypatch.setattr(operations, "LONG_BYTES", 1 << 10)

@@ -9,7 +9,7 @@ segments. Before anything is taken, all ranks have compared notes of what they c
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,22 @@ MESSAGE_BYTES = 1 << 22
 NOTE_BITS = 40  # so many ranks' notes can be added
 
 Take = Callable[[int, Sequence[Tensor]], None]  # gets where a segment begins, and what each rank has brought of it
+
+
+class Copies:
+    """A `Take` that copies what ranks bring to where it belongs.
+
+    Args:
+        into: by source: where its elements go, which may be fewer than others bring.
+    """
+
+    def __init__(self, into: Mapping[int, Tensor]):
+        self.into = into
+
+    def __call__(self, start: int, found: Sequence[Tensor]) -> None:
+        for source, whole in self.into.items():
+            into = whole[start : start + len(found[source])]
+            into.copy_(found[source][: len(into)])
 
 
 class Exchange(abc.ABC):
@@ -137,17 +153,22 @@ class SlotExchange(Exchange):
     ) -> bool:
         slots, size = self.slots, self.size
         step = slots.n_bytes // own[0].itemsize // size
+        in_place = self.size == 2 or isinstance(take, Copies)  # else the own part may be where the result is built up
         for start in range(0, max(longest, 1), step):
             length = min(step, longest - start)
             shown = slots.views(own[0].dtype, size * length)[slots.turn]
             if self.rank in sources:
-                for part, into in zip(own, shown.rows[self.rank].view(size, length), strict=True):
-                    piece = part[start : start + length]
-                    into[: len(piece)].copy_(piece)
+                for rank, into in enumerate(shown.rows[self.rank].view(size, length)):
+                    piece = own[rank][start : start + length]
+                    if rank != self.rank or not in_place:
+                        into[: len(piece)].copy_(piece)
             if not slots.meet(note):
                 return False
             if length:
-                take(start, list(shown.table[:, self.rank * length : (self.rank + 1) * length]))
+                mine = list(shown.table[:, self.rank * length : (self.rank + 1) * length])
+                if self.rank in sources and in_place:
+                    mine[self.rank] = own[self.rank][start : start + length]
+                take(start, mine)
         return True
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from hpcdist.collectives.auto import Auto
 from hpcdist.collectives.base import chunks
 from hpcdist.collectives.calls.agreement import NONE, note_of, refuse, shape_numbers, tell_lengths
-from hpcdist.collectives.calls.exchange import SLOT_BYTES, Exchange, MessageExchange, SlotExchange, Take
+from hpcdist.collectives.calls.exchange import SLOT_BYTES, Copies, Exchange, MessageExchange, SlotExchange, Take
 from hpcdist.collectives.calls.lanes import KNOWN, Lane, Lanes, is_dense, plain
 from hpcdist.collectives.calls.reduction import OPERATIONS, Reduce, reduction
 from hpcdist.collectives.calls.tensors import Tensors, by_dtype, each, flattened, for_each_rank, require_fit
@@ -107,7 +107,9 @@ class Collectives:
         brought, take = [len(total)] * self.size, _into(total, combine)
         if not self._exchange.deal(note, parts, brought, max(counts), take, self._everyone):
             return False
-        return self._exchange.share(note, total, counts, _copied(results), self._everyone, self._everyone)
+        return self._exchange.share(
+            note, total, counts, Copies(dict(enumerate(results))), self._everyone, self._everyone
+        )
 
     def reduce(
         self, tensor: Tensor, root: int, operation: str = "sum", *, factor: float | None = None, wait: bool = True
@@ -171,7 +173,7 @@ class Collectives:
         with by_dtype(self.comm, tensors, read=self.rank == root, write=self.rank != root) as joined:
             for like, flat in joined:
                 note, counts = note_of("broadcast", flat.dtype, root, *shape_numbers(like)), [len(flat)] * self.size
-                if not self._exchange.share(note, flat, counts, _into(flat, _of(root)), [root], others):
+                if not self._exchange.share(note, flat, counts, Copies({root: flat}), [root], others):
                     refuse(self.comm, "broadcast", root, *like)
                 self._keep("broadcast", root, like, lambda lanes, one: lanes.broadcast(note, one, root))
 
@@ -193,7 +195,9 @@ class Collectives:
             counts = [len(part) for part in parts]
             require_fit("tensor", tensor, parts[self.rank])
             note = note_of("all_gather", tensor.dtype, *counts)
-            taken = self._exchange.share(note, own, counts, _copied(parts), self._everyone, self._everyone)
+            taken = self._exchange.share(
+                note, own, counts, Copies(dict(enumerate(parts))), self._everyone, self._everyone
+            )
         if not taken:
             refuse(self.comm, "all_gather", "", *each(out), tensor)
         self._keep("all_gather", "", [out, tensor], lambda lanes, out, own: lanes.all_gather(note, out, own))
@@ -214,7 +218,7 @@ class Collectives:
             counts = tell_lengths(self.comm, self._exchange, "gather", tensor.dtype, root, brought, wanted)
             of_root = [row[root] for row in counts]
             with flattened(self.comm, tensor, write=False) as own:
-                self._exchange.share(0, own, of_root, _copied(parts), self._everyone, [root])
+                self._exchange.share(0, own, of_root, Copies(dict(enumerate(parts))), self._everyone, [root])
 
     def scatter(
         self, out: Tensor, given: Sequence[Tensor] | None = None, root: int = 0, *, wait: bool = True
@@ -235,7 +239,7 @@ class Collectives:
             handed = tell_lengths(self.comm, self._exchange, "scatter", out.dtype, root, sent, wanted)[root]
             with flattened(self.comm, out, read=False) as flat:
                 own, mine = parts or [flat] * self.size, [handed[self.rank]] * self.size
-                self._exchange.deal(0, own, mine, max(handed), _into(flat, _of(root)), [root])
+                self._exchange.deal(0, own, mine, max(handed), Copies({root: flat}), [root])
 
     def all_to_all(self, out: Tensors, given: Tensors, *, wait: bool = True) -> Work | None:
         """Hand each rank its part of `given`, and collect what all ranks have for this one.
@@ -260,7 +264,7 @@ class Collectives:
                 equal = False
             else:
                 note, brought = note_of("all_to_all", dtype, longest), [longest] * self.size
-                equal = self._exchange.deal(note, own, brought, longest, _copied(outs), self._everyone)
+                equal = self._exchange.deal(note, own, brought, longest, Copies(dict(enumerate(outs))), self._everyone)
         if not equal:
             self._all_to_all_uneven(out, given)
         else:
@@ -278,7 +282,7 @@ class Collectives:
             counts = tell_lengths(
                 self.comm, self._exchange, "all_to_all", dtype, 0, [len(part) for part in own], wanted
             )
-            self._exchange.deal(0, own, wanted, max(map(max, counts)), _copied(outs), self._everyone)
+            self._exchange.deal(0, own, wanted, max(map(max, counts)), Copies(dict(enumerate(outs))), self._everyone)
 
     def barrier(self, *, wait: bool = True) -> Work | None:
         """Return once all ranks have called it."""
@@ -353,25 +357,5 @@ def _into(out: Tensor, combine: Reduce) -> Take:
     def take(start: int, found: Sequence[Tensor]) -> None:
         into = out[start : start + len(found[0])]  # which may end before the longest rank's
         combine([one[: len(into)] for one in found], into)
-
-    return take
-
-
-def _of(root: int) -> Reduce:
-    """Return what takes root's tensor as the combination of all."""
-
-    def copy(found: Sequence[Tensor], out: Tensor) -> None:
-        out.copy_(found[root])
-
-    return copy
-
-
-def _copied(outs: Sequence[Tensor]) -> Take:
-    """Return what copies each rank's segment into the same segment of its tensor."""
-
-    def take(start: int, found: Sequence[Tensor]) -> None:
-        for out, one in zip(outs, found, strict=True):
-            into = out[start : start + len(one)]
-            into.copy_(one[: len(into)])
 
     return take

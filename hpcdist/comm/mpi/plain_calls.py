@@ -28,8 +28,8 @@ def mpi_call(comm: MPI.Comm, name: str, n_bytes: int) -> Callable[[], object]:
         n_bytes: of the longer of its buffers.
     """
     size = comm.Get_size()
-    whole = np.zeros(max(1, n_bytes // 4 // size) * size, np.float32)
-    part, other = np.zeros(len(whole) // size, np.float32), np.zeros_like(whole)
+    whole = np.full(max(1, n_bytes // 4 // size) * size, 1e-9, np.float32)  # not zeros: they would all be one page
+    part, other = np.full(len(whole) // size, 1e-9, np.float32), np.ones_like(whole)
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: comm.Allreduce(MPI.IN_PLACE, whole),
         "broadcast": lambda: comm.Bcast(whole),

@@ -34,7 +34,7 @@ ROUNDS = 6  # timings of an algorithm at a size in one pass through the sizes, a
 LIMITS = (3.0, 1.9, 1.6, 1.4, 1.3, 1.3)
 HOPELESS = 1.9  # what having no figure counts as
 LATENCY_S, BYTE_S = 2e-6, 1e-10  # of shared memory or a fast network: where the formulas put algorithms beside others
-PLAUSIBLE = 2.5  # an algorithm whose formula gives more than this many times the least is not measured at all
+PLAUSIBLE = 5.0  # an algorithm whose formula gives more than this many times the least is not measured at all
 
 # Choosing another algorithm than the library's own at one size, or than at the size before, must make up for this
 # factor: so the choice follows what is fast over a range of sizes, and not the luck of a single measurement.

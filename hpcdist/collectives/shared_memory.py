@@ -86,7 +86,8 @@ class SharedMemory(Algorithm):
             self._refuse(segment)
         traffic = self.comm.trace.traffic
         traffic.communicating_s += self.comm.now() - start
-        traffic.fetched((slots.size - 1) * segment.nbytes, slots.size - 1)
+        size = slots.size
+        traffic.fetched(2 * (size - 1) * segment.nbytes // size, size - 1)  # a ring's, see Lanes.all_reduce
         return rows.__getitem__
 
     def _shown(self, segment: Tensor) -> Callable[[int], Tensor]:

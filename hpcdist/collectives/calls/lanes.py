@@ -48,9 +48,15 @@ class Lanes:
         self.slots, self.traffic = slots, comm.trace.traffic
 
     def all_reduce(self, note: int, tensor: Tensor, operation: str) -> Lane:
+        """Return the lane of a tensor's all-reduce.
+
+        The bytes counted are those of a ring, 2n(p-1)/p, as for MPI's own: reading memory of the node is no traffic,
+        and the figure of a run must not depend on which of them is chosen.
+        """
         own = memory_of(tensor)
-        shown = self.slots.views(own.dtype, len(own))
-        return self._lane(note, own, shown, self._combining(operation, own, own, shown))
+        shown, size = self.slots.views(own.dtype, len(own)), self.slots.size
+        lane = self._combining(operation, own, own, shown)
+        return self._lane(note, own, shown, lane, 2 * (size - 1) * own.nbytes // size)
 
     def broadcast(self, note: int, tensor: Tensor, root: int) -> Lane:
         own, leads = memory_of(tensor), self.slots.rank == root
@@ -74,17 +80,20 @@ class Lanes:
         return self._lane(note, own, shown, self._copying(out, self._parts(shown, len(own) // self.slots.size)))
 
     # --- what lanes are made of ---------------------------------------------------------------------------------------
-    def _lane(self, note: int, own: Tensor | None, shown: Sequence[Shown], takes: Takes | None) -> Lane:
+    def _lane(
+        self, note: int, own: Tensor | None, shown: Sequence[Shown], takes: Takes | None, fetched: int | None = None
+    ) -> Lane:
         """Make a lane.
 
         Args:
             own: what this rank brings, if it does.
             takes: what is done with the slots of each turn once they are full; None: nothing.
+            fetched: bytes that are counted; by default those of the others' rows.
         """
         slots, meet, traffic = self.slots, self.slots.meet, self.traffic
         rows = [_bytes(of.rows[slots.rank]) for of in shown]
         source = None if own is None else _bytes(own)
-        fetched = (slots.size - 1) * shown[0].rows[0].nbytes if takes else 0
+        n_bytes = (slots.size - 1) * shown[0].rows[0].nbytes * bool(takes) if fetched is None else fetched
 
         def lane() -> bool:
             start, turn = clock(), slots.turn
@@ -94,7 +103,7 @@ class Lanes:
                 return False
             if takes is not None:
                 takes[turn]()
-            traffic.bytes_fetched += fetched
+            traffic.bytes_fetched += n_bytes
             traffic.communicating_s += clock() - start
             return True
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
 
 from hpcdist.collectives.base import Algorithm, AllReduce, chunks, segment_count, sum_in_rank_order
-from hpcdist.collectives.calls.lanes import KNOWN, Lane, Lanes, is_dense
+from hpcdist.collectives.calls.lanes import Lane, Lanes, is_dense, place, remember
 from hpcdist.collectives.calls.reduction import array_function
+from hpcdist.collectives.calls.tensors import type_of
 from hpcdist.comm.capabilities import Slots
 from hpcdist.comm.communicator import Communicator, Window
 from hpcdist.errors import MismatchError
@@ -38,7 +39,7 @@ class SharedMemory(Algorithm):
         shows = self.suits(comm) and comm.trace.timeline is None  # which notes barriers, and no meetings
         self._slots = comm.memory.slots(SEGMENT_BYTES) if shows else None
         self._lanes = None if self._slots is None else Lanes(self._slots, comm)
-        self._known: dict[tuple[int, torch.dtype, torch.Size], Lane] = {}  # of tensors that have been summed before
+        self._known: dict[Any, Lane] = {}  # of tensors that have been summed before, by their places
         self._window = comm.window(SLOTS * SEGMENT_BYTES, torch.uint8) if self._slots is None else None
         self._turn = 0  # of the window's slots
 
@@ -47,7 +48,7 @@ class SharedMemory(Algorithm):
         return 1 < comm.size <= MOST_RANKS and len(set(comm.memory.nodes)) == 1
 
     def __call__(self, tensor: Tensor) -> None:
-        lane = self._known.get((tensor.data_ptr(), tensor.dtype, tensor.shape))
+        lane = self._known.get(place(tensor))
         if lane is None or not is_dense(tensor):
             AllReduce.__call__(self, tensor)
             return
@@ -57,7 +58,7 @@ class SharedMemory(Algorithm):
             self._refuse(tensor)
 
     def _sum(self, tensor: Tensor) -> None:
-        if lane := self._known.get((tensor.data_ptr(), tensor.dtype, tensor.shape)):
+        if lane := self._known.get(place(tensor)):
             if not lane():
                 self._refuse(tensor)
             return
@@ -67,10 +68,7 @@ class SharedMemory(Algorithm):
             return
         self._sum_segment(tensor)
         if self._lanes and array_function("sum", tensor.dtype):
-            if len(self._known) >= KNOWN:
-                self._known.clear()
-            lane = self._lanes.all_reduce(_note(tensor), tensor, "sum")
-            self._known[tensor.data_ptr(), tensor.dtype, tensor.shape] = lane
+            remember(self._known, place(tensor), self._lanes.all_reduce(_note(tensor), tensor, "sum"))
 
     def _sum_segment(self, segment: Tensor) -> None:
         read = self._shown(segment) if self._slots is None else self._met(self._slots, segment)
@@ -99,7 +97,7 @@ class SharedMemory(Algorithm):
         return lambda peer: window.read(peer, start, n_bytes).view(segment.dtype)
 
     def _refuse(self, tensor: Tensor) -> None:
-        found = self.comm.gather(f"{tensor.numel()} of {str(tensor.dtype).removeprefix('torch.')}")
+        found = self.comm.gather(f"{tensor.numel()} of {type_of(tensor.dtype)}")
         raise MismatchError(
             "tensors that are summed must have the same length and dtype on all ranks; got, in rank order, "
             f"{', '.join(found)}. Give all the same."

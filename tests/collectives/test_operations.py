@@ -140,6 +140,7 @@ def test_results_in_the_memory_of_what_is_given(ranks):
 
 @FEW
 def test_long_sums(ranks, monkeypatch):
+    monkeypatch.setattr(operations, "WHOLE_BYTES", 0)
     monkeypatch.setattr(operations, "LONG_BYTES", 1 << 10)
 
     def body(found):
@@ -306,6 +307,40 @@ def test_calls_that_are_made_again(ranks):
             assert total == sum(given[1:], given[0]).tolist() and copied == last.tolist()
             assert gathered == [(last + r).tolist() for r in range(size)]
             assert part == last[rank].tolist() and swapped == [(last[rank] + r).tolist() for r in range(size)]
+
+
+@FEW
+def test_calls_on_the_same_tensors_as_before_on_one_rank_only(ranks):
+    """Where a rank has made a call on a tensor before and another one has not, they still do the same."""
+
+    def body(found):
+        results = []
+        for count in (100, 300_000, 400_000):  # of float32: up to 1.6 MB, about where another algorithm is taken
+            kept = torch.empty(count)
+            for turn in range(3):
+                tensor = kept if found.rank == 0 else torch.empty(count + turn)[turn:]
+                tensor.fill_(found.rank + turn)
+                found.all_reduce(tensor)
+                results.append((tensor[0].item(), tensor[-1].item()))
+        return results
+
+    size = ranks.size
+    wanted = [float(sum(range(size)) + turn * size) for turn in range(3)] * 3
+    assert done(ranks, body) == [[(total, total) for total in wanted]] * size
+
+
+@FEW
+def test_several_tensors_of_one_dtype_travel_together(ranks):
+    def body(found):
+        several = [torch.full((2,), 1.0), torch.full((3,), 2.0 + found.rank)]
+        for _ in range(2):
+            found.all_reduce(several)
+        found.broadcast(several, 1)
+        return [one.tolist() for one in several]
+
+    size = ranks.size
+    total = sum(2.0 + rank for rank in range(size)) * size
+    assert done(ranks, body) == [[[float(size) ** 2] * 2, [total] * 3]] * size
 
 
 @FEW

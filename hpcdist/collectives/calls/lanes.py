@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter as clock
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from hpcdist.comm.communicator import Communicator
 Lane = Callable[[], bool]  # makes the call; False where ranks differ, and nothing has been changed
 Takes = tuple[Callable[[], object], Callable[[], object]]  # of the two turns
 KNOWN = 512  # lanes that are kept
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def plain(tensor: object) -> bool:
@@ -34,6 +37,18 @@ def is_dense(tensor: Tensor) -> bool:
     """Tell whether a tensor is its elements in some memory, one after the other. An address tells the device's from
     the host's."""
     return tensor.is_contiguous() and not tensor.is_neg()
+
+
+def place(tensor: Tensor) -> tuple[int, torch.dtype, torch.Size]:
+    """Say where a tensor lies, and what: a dense one of the same place is the same memory."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape
+
+
+def remember(known: dict[K, V], key: K, lane: V) -> None:
+    """Keep a lane among others; there are not more than KNOWN."""
+    if len(known) >= KNOWN:
+        known.clear()
+    known[key] = lane
 
 
 def memory_of(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from hpcdist.collectives.auto import Auto
 from hpcdist.collectives.base import chunks
 from hpcdist.collectives.calls.agreement import NONE, note_of, refuse, shape_numbers, tell_lengths
 from hpcdist.collectives.calls.exchange import SLOT_BYTES, Copies, Exchange, MessageExchange, SlotExchange, Take
-from hpcdist.collectives.calls.lanes import KNOWN, Lane, Lanes, is_dense, plain
+from hpcdist.collectives.calls.lanes import Lane, Lanes, is_dense, place, plain, remember
 from hpcdist.collectives.calls.reduction import OPERATIONS, Reduce, reduction
 from hpcdist.collectives.calls.tensors import Tensors, by_dtype, each, flattened, for_each_rank, require_fit
 from hpcdist.collectives.calls.work import CallQueue, Work
@@ -21,7 +21,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transfer import check_rank
 
 WHOLE_BYTES = 1 << 22  # of all ranks: up to here a rank adds up their whole tensors, and a slice of longer ones
-LONG_BYTES = 1 << 20  # from here on the fastest all-reduce is chosen for sums of the types that it adds as they are
+LONG_BYTES = 1 << 20  # of longer ones again: sums of the types below take the fastest all-reduce
 LONG_TYPES = {torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128}
 
 
@@ -75,13 +75,15 @@ class Collectives:
                 own = flat if factor is None else flat * factor
                 note = note_of("all_reduce", flat.dtype, OPERATIONS.index(operation), *shape_numbers(like))
                 whole = self.size * flat.nbytes <= WHOLE_BYTES
-                if flat.nbytes > LONG_BYTES and operation in ("sum", "mean") and flat.dtype in LONG_TYPES:
+                if whole:
+                    taken = self._share(note, own, flat, combine)
+                elif flat.nbytes > LONG_BYTES and operation in ("sum", "mean") and flat.dtype in LONG_TYPES:
                     taken = self._sum(note, own, flat, operation)
                 else:
-                    taken = (self._share if whole else self._share_in_slices)(note, own, flat, combine)
+                    taken = self._share_in_slices(note, own, flat, combine)
                 if not taken:
                     refuse(self.comm, "all_reduce", operation, *like)
-                if whole:
+                if whole and len(like) == 1:
                     self._keep("all_reduce", operation, like, lambda lanes, one: lanes.all_reduce(note, one, operation))
 
     def _sum(self, note: int, own: Tensor, out: Tensor, operation: str) -> bool:
@@ -175,7 +177,8 @@ class Collectives:
                 note, counts = note_of("broadcast", flat.dtype, root, *shape_numbers(like)), [len(flat)] * self.size
                 if not self._exchange.share(note, flat, counts, Copies({root: flat}), [root], others):
                     refuse(self.comm, "broadcast", root, *like)
-                self._keep("broadcast", root, like, lambda lanes, one: lanes.broadcast(note, one, root))
+                if len(like) == 1:
+                    self._keep("broadcast", root, like, lambda lanes, one: lanes.broadcast(note, one, root))
 
     def all_gather(self, out: Tensors, tensor: Tensor, *, wait: bool = True) -> Work | None:
         """Collect all ranks' tensors.
@@ -318,9 +321,9 @@ class Collectives:
         if self._queue.waiting:
             return False
         try:
-            key: tuple[Any, ...] = (call, detail, one.data_ptr(), one.dtype, one.shape)
+            key: tuple[Any, ...] = (call, detail, *place(one))
             if other is not None:
-                key += (other.data_ptr(), other.dtype, other.shape)
+                key += place(other)
         except AttributeError:  # of lists
             return False
         found = self._lanes.get(key)
@@ -334,21 +337,22 @@ class Collectives:
         return True
 
     def _keep(
-        self, call: str, detail: str | int, tensors: Sequence[Tensors], make: Callable[..., Lane],
+        self, call: str, detail: str | int, tensors: Sequence[Any], make: Callable[..., Lane],
         otherwise: Callable[..., None] | None = None,
     ) -> None:  # fmt: skip
-        """Keep the lane of a call that has been made, if it is short; `otherwise` is called where ranks differ."""
-        if self._short is None or len(tensors) > 2 or not all(map(plain, tensors)):
+        """Keep the lane of a call that has been made, if it is short; `otherwise` is called where ranks differ.
+
+        Args:
+            tensors: of the call; a rank brings the last one's elements.
+        """
+        if self._short is None or not all(map(plain, tensors)):
             return
-        found = [one for one in tensors if isinstance(one, Tensor)]
-        brought = found[-1].nbytes  # by a rank: the last one's elements are shown
-        if min(one.nbytes for one in found) and brought <= SLOT_BYTES and not found[0].dtype.is_complex:
-            if len(self._lanes) >= KNOWN:
-                self._lanes.clear()
+        if all(one.nbytes for one in tensors) and tensors[-1].nbytes <= SLOT_BYTES and not tensors[0].dtype.is_complex:
             key: tuple[Any, ...] = (call, detail)
-            for one in found:
-                key += (one.data_ptr(), one.dtype, one.shape)
-            self._lanes[key] = make(self._short, *found), otherwise or partial(refuse, self.comm, call, detail)
+            for one in tensors:
+                key += place(one)
+            lane = make(self._short, *tensors)
+            remember(self._lanes, key, (lane, otherwise or partial(refuse, self.comm, call, detail)))
 
 
 def _into(out: Tensor, combine: Reduce) -> Take:

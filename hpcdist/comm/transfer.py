@@ -65,7 +65,7 @@ def check_wanted(source: int, tag: int, size: int) -> None:
 
 
 # torch adds these under another name only: two's complement addition knows no sign.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _ADDABLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16}
 _ADDABLE |= {torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128}
 
@@ -73,8 +73,8 @@ _ADDABLE |= {torch.float32, torch.float64, torch.complex32, torch.complex64, tor
 def addable(tensor: Tensor) -> Tensor:
     """View a tensor under a dtype that torch can add."""
     tensor = tensor.detach()
-    if tensor.dtype in _SIGNED:
-        return tensor.view(_SIGNED[tensor.dtype])
+    if tensor.dtype in SIGNED:
+        return tensor.view(SIGNED[tensor.dtype])
     if tensor.dtype not in _ADDABLE:
         raise CommunicationError(f"dtype of a sum must be a number; got {tensor.dtype}. Convert the tensor first.")
     return tensor

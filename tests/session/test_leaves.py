@@ -153,7 +153,7 @@ def test_a_loop_without_a_data_loader_serves_where_its_range_is_sharded(tmp_path
 BESIDE = """
 import time
 import hpcdist as hd
-from hpcdist.strategies.synchronous.averaging import Background
+from hpcdist.comm.background import Background
 
 comm = hd.init()
 other = comm.split(0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives.calls.exchange import Exchange
-from hpcdist.collectives.calls.tensors import type_of
+from hpcdist.collectives.calls.tensors import DTYPES, type_of
 from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import MismatchError
 
@@ -17,8 +17,7 @@ CALLS = (
     *("barrier",),
 )
 NONE = -1  # of a length: nothing is sent, or received
-_TYPES = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(_TYPES, key=str))}
+_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 def note_of(call: str, dtype: torch.dtype, *more: int) -> int:

@@ -32,8 +32,8 @@ class Copies:
         into: by source: where its elements go, which may be fewer than others bring.
     """
 
-    def __init__(self, into: Mapping[int, Tensor]):
-        self.into = into
+    def __init__(self, into: Mapping[int, Tensor] | Sequence[Tensor]):
+        self.into = into if isinstance(into, Mapping) else dict(enumerate(into))
 
     def __call__(self, start: int, found: Sequence[Tensor]) -> None:
         for source, whole in self.into.items():

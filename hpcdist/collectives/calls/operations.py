@@ -109,9 +109,7 @@ class Collectives:
         brought, take = [len(total)] * self.size, _into(total, combine)
         if not self._exchange.deal(note, parts, brought, max(counts), take, self._everyone):
             return False
-        return self._exchange.share(
-            note, total, counts, Copies(dict(enumerate(results))), self._everyone, self._everyone
-        )
+        return self._exchange.share(note, total, counts, Copies(results), self._everyone, self._everyone)
 
     def reduce(
         self, tensor: Tensor, root: int, operation: str = "sum", *, factor: float | None = None, wait: bool = True
@@ -147,7 +145,7 @@ class Collectives:
         combine = reduction(operation, out.dtype)
         with (
             for_each_rank(self.comm, given, "given", write=False) as parts,
-            flattened(self.comm, out, read=False) as flat,
+            flattened(self.comm, out) as flat,
         ):
             counts = [len(part) for part in parts]
             require_fit("out", out, parts[self.rank])
@@ -172,7 +170,7 @@ class Collectives:
     def _broadcast(self, tensors: Tensors, root: int) -> None:
         check_rank(root, self.size, "root")
         others = [rank for rank in self._everyone if rank != root]
-        with by_dtype(self.comm, tensors, read=self.rank == root, write=self.rank != root) as joined:
+        with by_dtype(self.comm, tensors, write=self.rank != root) as joined:
             for like, flat in joined:
                 note, counts = note_of("broadcast", flat.dtype, root, *shape_numbers(like)), [len(flat)] * self.size
                 if not self._exchange.share(note, flat, counts, Copies({root: flat}), [root], others):
@@ -192,15 +190,13 @@ class Collectives:
 
     def _all_gather(self, out: Tensors, tensor: Tensor) -> None:
         with (
-            for_each_rank(self.comm, out, "out", read=False) as parts,
+            for_each_rank(self.comm, out, "out") as parts,
             flattened(self.comm, tensor, write=False) as own,
         ):
             counts = [len(part) for part in parts]
             require_fit("tensor", tensor, parts[self.rank])
             note = note_of("all_gather", tensor.dtype, *counts)
-            taken = self._exchange.share(
-                note, own, counts, Copies(dict(enumerate(parts))), self._everyone, self._everyone
-            )
+            taken = self._exchange.share(note, own, counts, Copies(parts), self._everyone, self._everyone)
         if not taken:
             refuse(self.comm, "all_gather", "", *each(out), tensor)
         self._keep("all_gather", "", [out, tensor], lambda lanes, out, own: lanes.all_gather(note, out, own))
@@ -215,13 +211,13 @@ class Collectives:
 
     def _gather(self, out: Sequence[Tensor] | None, tensor: Tensor, root: int) -> None:
         check_rank(root, self.size, "root")
-        with for_each_rank(self.comm, out, "out", read=False, here=self.rank == root) as parts:
+        with for_each_rank(self.comm, out, "out", here=self.rank == root) as parts:
             brought = [tensor.numel() if rank == root else NONE for rank in self._everyone]
             wanted = [len(part) for part in parts]
             counts = tell_lengths(self.comm, self._exchange, "gather", tensor.dtype, root, brought, wanted)
             of_root = [row[root] for row in counts]
             with flattened(self.comm, tensor, write=False) as own:
-                self._exchange.share(0, own, of_root, Copies(dict(enumerate(parts))), self._everyone, [root])
+                self._exchange.share(0, own, of_root, Copies(parts), self._everyone, [root])
 
     def scatter(
         self, out: Tensor, given: Sequence[Tensor] | None = None, root: int = 0, *, wait: bool = True
@@ -240,7 +236,7 @@ class Collectives:
             sent = [len(part) for part in parts]
             wanted = [out.numel() if rank == root else NONE for rank in self._everyone]
             handed = tell_lengths(self.comm, self._exchange, "scatter", out.dtype, root, sent, wanted)[root]
-            with flattened(self.comm, out, read=False) as flat:
+            with flattened(self.comm, out) as flat:
                 own, mine = parts or [flat] * self.size, [handed[self.rank]] * self.size
                 self._exchange.deal(0, own, mine, max(handed), Copies({root: flat}), [root])
 
@@ -258,7 +254,7 @@ class Collectives:
     def _all_to_all(self, out: Tensors, given: Tensors) -> None:
         """Exchange at once where all parts of all ranks are as long; else tell each other how long they are, first."""
         with (
-            for_each_rank(self.comm, out, "out", read=False) as outs,
+            for_each_rank(self.comm, out, "out") as outs,
             for_each_rank(self.comm, given, "given", write=False) as own,
         ):
             dtype, lengths, longest = outs[0].dtype, {len(part) for part in (*own, *outs)}, len(own[0])
@@ -267,7 +263,7 @@ class Collectives:
                 equal = False
             else:
                 note, brought = note_of("all_to_all", dtype, longest), [longest] * self.size
-                equal = self._exchange.deal(note, own, brought, longest, Copies(dict(enumerate(outs))), self._everyone)
+                equal = self._exchange.deal(note, own, brought, longest, Copies(outs), self._everyone)
         if not equal:
             self._all_to_all_uneven(out, given)
         else:
@@ -278,14 +274,14 @@ class Collectives:
 
     def _all_to_all_uneven(self, out: Tensors, given: Tensors) -> None:
         with (
-            for_each_rank(self.comm, out, "out", read=False) as outs,
+            for_each_rank(self.comm, out, "out") as outs,
             for_each_rank(self.comm, given, "given", write=False) as own,
         ):
             wanted, dtype = [len(part) for part in outs], outs[0].dtype
             counts = tell_lengths(
                 self.comm, self._exchange, "all_to_all", dtype, 0, [len(part) for part in own], wanted
             )
-            self._exchange.deal(0, own, wanted, max(map(max, counts)), Copies(dict(enumerate(outs))), self._everyone)
+            self._exchange.deal(0, own, wanted, max(map(max, counts)), Copies(outs), self._everyone)
 
     def barrier(self, *, wait: bool = True) -> Work | None:
         """Return once all ranks have called it."""

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcdist.collectives.calls.tensors import DTYPES
 from hpcdist.comm.pieces import slices
+from hpcdist.comm.transfer import SIGNED
 from hpcdist.errors import ConfigError, UnknownNameError
 
 OPERATIONS = ("sum", "mean", "product", "min", "max", "and", "or", "xor")
@@ -20,9 +22,7 @@ _BITWISE: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 _ARRAYS = {torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
 _FUNCTIONS: dict[str, np.ufunc] = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}
-# Two's complement arithmetic knows no sign; torch computes little with the unsigned types but uint8.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-_NARROW = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and "float8" in str(dtype)}
+_NARROW = {dtype for dtype in DTYPES if "float8" in str(dtype)}
 _WIDE = {**dict.fromkeys({torch.float16, torch.bfloat16, *_NARROW}, torch.float32), torch.complex32: torch.complex64}
 
 Reduce = Callable[[Sequence[Tensor], Tensor], None]
@@ -48,13 +48,13 @@ def reduction(operation: str, dtype: torch.dtype) -> Reduce:
         operation = {"sum": "or", "product": "and", "min": "and", "max": "or"}.get(operation, operation)
     if dtype in _WIDE:
         return _widened(operation, _WIDE[dtype])
-    if dtype in _SIGNED and operation in _ORDERED:
-        return _by_numpy(np.minimum if operation == "min" else np.maximum)
+    if dtype in SIGNED and operation in _ORDERED:
+        return _by_numpy(_FUNCTIONS[operation])
     function = (_ARITHMETIC | _ORDERED | _BITWISE)[operation]
     combined = _chained(function)
     if operation == "mean":
         return _divided(combined)
-    return _viewed(combined, _SIGNED[dtype]) if dtype in _SIGNED else combined
+    return _viewed(combined, SIGNED[dtype]) if dtype in SIGNED else combined
 
 
 def array_function(operation: str, dtype: torch.dtype) -> np.ufunc | None:
@@ -76,7 +76,7 @@ def _why_not(operation: str, dtype: torch.dtype) -> str:
 def _chained(function: Callable[..., Tensor]) -> Reduce:
     def reduce(addends: Sequence[Tensor], out: Tensor) -> None:
         if len(addends) == 1:
-            out.copy_(addends[0])
+            out[...] = addends[0]
             return
         function(addends[0], addends[1], out=out)
         for addend in addends[2:]:
@@ -114,13 +114,9 @@ def _widened(operation: str, wide: torch.dtype) -> Reduce:
 
 
 def _by_numpy(function: np.ufunc) -> Reduce:
+    combine: Callable[..., None] = _chained(function)  # arrays and tensors are written alike
+
     def reduce(addends: Sequence[Tensor], out: Tensor) -> None:
-        total, arrays = out.numpy(), [addend.numpy() for addend in addends]
-        if len(arrays) == 1:
-            np.copyto(total, arrays[0])
-            return
-        function(arrays[0], arrays[1], out=total)
-        for array in arrays[2:]:
-            function(total, array, out=total)
+        combine([addend.numpy() for addend in addends], out.numpy())
 
     return reduce

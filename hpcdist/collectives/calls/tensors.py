@@ -12,15 +12,12 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.errors import ConfigError
 
 Tensors = Tensor | Sequence[Tensor]
+DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 
 
 @contextmanager
-def flattened(comm: Communicator, tensor: Tensor, *, read: bool = True, write: bool = True) -> Iterator[Tensor]:
-    """Yield a tensor's elements, shape (n,).
-
-    Args:
-        read, write: the elements are looked at, and are changed.
-    """
+def flattened(comm: Communicator, tensor: Tensor, *, write: bool = True) -> Iterator[Tensor]:
+    """Yield a tensor's elements, shape (n,), and put them back, unless with `write=False`, where they are copies."""
     tensor = tensor.detach()
     elements = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     with comm.memory.host(elements) as host:
@@ -31,11 +28,11 @@ def flattened(comm: Communicator, tensor: Tensor, *, read: bool = True, write: b
 
 @contextmanager
 def by_dtype(
-    comm: Communicator, tensors: Tensors, *, read: bool = True, write: bool = True
+    comm: Communicator, tensors: Tensors, *, write: bool = True
 ) -> Iterator[list[tuple[list[Tensor], Tensor]]]:
     """Yield tensors of one dtype together, with their elements one after the other, shape (n,)."""
     if isinstance(tensors, Tensor):
-        with flattened(comm, tensors, read=read, write=write) as elements:
+        with flattened(comm, tensors, write=write) as elements:
             yield [([tensors], elements)]
         return
     groups: dict[torch.dtype, list[Tensor]] = {}
@@ -44,7 +41,7 @@ def by_dtype(
     with ExitStack() as until:
         found = []
         for group in groups.values():
-            own = [until.enter_context(flattened(comm, one, read=read, write=write)) for one in group]
+            own = [until.enter_context(flattened(comm, one, write=write)) for one in group]
             found.append((group, own, torch.cat(own)))
         yield [(group, together) for group, _, together in found]
         for _, own, together in found if write else ():
@@ -54,7 +51,7 @@ def by_dtype(
 
 @contextmanager
 def for_each_rank(
-    comm: Communicator, given: Tensors | None, name: str, *, read: bool = True, write: bool = True, here: bool = True
+    comm: Communicator, given: Tensors | None, name: str, *, write: bool = True, here: bool = True
 ) -> Iterator[list[Tensor]]:
     """Yield a flat tensor for each rank: of a list, or equal parts of one tensor; with `here=False` none at all."""
     size = comm.size
@@ -64,7 +61,7 @@ def for_each_rank(
                 f"{name} must have as many elements for each of {size} ranks; got shape {tuple(given.shape)}. Give a "
                 "list with a tensor for each rank."
             )
-        with flattened(comm, given, read=read, write=write) as elements:
+        with flattened(comm, given, write=write) as elements:
             yield list(elements.view(size, -1)) if len(elements) else [elements] * size
         return
     parts = list(given or ()) if here else []
@@ -74,7 +71,7 @@ def for_each_rank(
             f"{name} must be a tensor for each of {size} ranks, all of one dtype; got {len(parts)}, of {types}."
         )
     with ExitStack() as until:
-        yield [until.enter_context(flattened(comm, one, read=read, write=write)) for one in parts]
+        yield [until.enter_context(flattened(comm, one, write=write)) for one in parts]
 
 
 def each(tensors: Tensors) -> Sequence[Tensor]:

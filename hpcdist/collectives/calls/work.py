@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
+from hpcdist.comm.background import Background
 from hpcdist.comm.communicator import Communicator, concurrent
 
 
 class Work:
     """A call under way, or one that is over. Its tensors may be touched again once it is complete."""
 
-    def __init__(self, call: Callable[[], None]):
-        self._call, self._over = call, threading.Event()
+    def __init__(self, call: Callable[[], None], awaited: Callable[[], AbstractContextManager[None]] = nullcontext):
+        self._call, self._awaited, self._over = call, awaited, threading.Event()
         self._error: BaseException | None = None
 
     def run(self) -> None:
@@ -32,7 +33,8 @@ class Work:
 
     def wait(self) -> None:
         """Block until the call is over; raise what it raised."""
-        self._over.wait()
+        with self._awaited():
+            self._over.wait()
         if self._error is not None:
             raise self._error
 
@@ -45,50 +47,29 @@ class CallQueue:
 
     def __init__(self, comm: Communicator):
         self._comm, self._concurrent = comm, concurrent(comm) and comm.trace.virtual is None and comm.size > 1
-        self.waiting: deque[Work] = deque()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._ends = False
+        self._thread: Background | None = None
 
     @property
-    def busy(self) -> bool:
-        """Tell whether a call is under way, or is to be made."""
-        return bool(self.waiting)
+    def waiting(self) -> int:
+        """Return the number of calls that are under way, or to be made."""
+        return 0 if self._thread is None else self._thread.pending
 
     def begin(self, call: Callable[[], None]) -> Work:
         """Make a call when those begun before are over."""
-        work = Work(call)
         if not self._concurrent:
+            work = Work(call)
             work.run()
             return work
-        with self._changed:
-            self.waiting.append(work)
-            self._changed.notify()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="hpcdist-collectives", daemon=True)
-            self._comm.failures.threads.append(self)
-            self._thread.start()
+            self._thread = Background(self._comm, "hpcdist-collectives")
+        work = Work(call, self._thread.awaited)
+        self._thread.submit(work.run)
         return work
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self.waiting or self._ends)
-                if not self.waiting:
-                    return
-                work = self.waiting[0]
-            work.run()
-            with self._changed:
-                self.waiting.popleft()
 
     def close(self) -> None:
         """Wait for all calls, and end the thread."""
         if self._thread is not None:
-            with self._changed:
-                self._ends = True
-                self._changed.notify()
-            self._thread.join()
-            self._comm.failures.threads.remove(self)
+            self._thread.close()
             self._thread = None
 
 

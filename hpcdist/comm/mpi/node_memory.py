@@ -216,7 +216,7 @@ class _SharedLock:
     def __enter__(self) -> None:
         self._mine.acquire()
         if _try_lock(self._place) and _libc.pthread_mutex_timedlock(
-            self._place, within(min(self._deadline_s, _LONGEST_S))
+            self._place, _in(min(self._deadline_s, _LONGEST_S))
         ):
             self._mine.release()
             raise DeadlineError(
@@ -227,6 +227,37 @@ class _SharedLock:
     def __exit__(self, *raised: object) -> None:
         _unlock(self._place)
         self._mine.release()
+
+
+class Bell:
+    """Wakes a rank that sleeps until its memory changes, or another rank's. It lies in memory that the ranks share.
+
+    Args:
+        semaphore: its address, of at least 32 bytes.
+        asleep: a word that says whether the rank sleeps.
+    """
+
+    def __init__(self, semaphore: int, asleep: memoryview):
+        self._semaphore, self.asleep = ctypes.c_void_p(semaphore), asleep
+
+    def make(self) -> None:
+        """Make it there, before anyone uses it: a call of the rank that is to be woken."""
+        _libc.sem_init(self._semaphore, _SHARED, 0)
+        self.asleep[0] = 0
+
+    def sleep(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Sleep for so long unless `ready()`, or until `wake` is called; tell whether that was so."""
+        self.asleep[0] = 1  # before the last look: who changes what this looks at sees it
+        try:
+            return ready() or not _libc.sem_timedwait(self._semaphore, _in(seconds))
+        finally:
+            self.asleep[0] = 0
+
+    def wake(self) -> None:
+        """Wake the rank if it sleeps, after a change of what it looks at."""
+        if self.asleep[0]:
+            self.asleep[0] = 0
+            _post(self._semaphore)
 
 
 class LockedMemory(NodeMemory):
@@ -242,19 +273,18 @@ class LockedMemory(NodeMemory):
     def __init__(self, node: MPI.Intracomm, n_bytes: int, dtype: torch.dtype, deadline_s: float):
         self._win = MPI.Win.Allocate_shared(n_bytes + 4 * LINE, 1, comm=node)
         self._win.Lock_all()
-        parts, locks, self._semaphores, self._asleep = [], [], [], []
+        parts, locks, self._bells = [], [], []
         for rank, length in enumerate(node.allgather(n_bytes)):
             memory, _ = self._win.Shared_query(rank)
             first = -memory.address % LINE  # the same in all processes: what is mapped begins at a page
             locks.append(_SharedLock(rank, memory.address + first, deadline_s))
-            self._semaphores.append(ctypes.c_void_p(memory.address + first + LINE))
-            self._asleep.append(_words(memory[first + 2 * LINE : first + 3 * LINE]))
+            asleep = _words(memory[first + 2 * LINE : first + 3 * LINE])
+            self._bells.append(Bell(memory.address + first + LINE, asleep))
             parts.append(memory[first + 3 * LINE : first + 3 * LINE + length])
         super().__init__(parts, locks, dtype)
         self._rank = node.Get_rank()
         locks[self._rank].make()
-        _libc.sem_init(self._semaphores[self._rank], _SHARED, 0)
-        self._asleep[self._rank][0] = 0
+        self._bells[self._rank].make()
         node.Barrier()
 
     def sync(self) -> None:
@@ -262,28 +292,20 @@ class LockedMemory(NodeMemory):
 
     def close(self) -> None:
         super().close()
-        self._asleep.clear()
+        self._bells.clear()
         self._win.Unlock_all()
         self._win.Free()
 
     def sleep(self, ready: Callable[[], bool], seconds: float) -> bool:
         """Sleep for so long unless `ready()`, or until `wake` is called for this rank; tell whether that was so."""
-        asleep = self._asleep[self._rank]
-        asleep[0] = 1  # before the last look: who changes what this looks at sees it
-        try:
-            return ready() or not _libc.sem_timedwait(self._semaphores[self._rank], within(seconds))
-        finally:
-            asleep[0] = 0
+        return self._bells[self._rank].sleep(ready, seconds)
 
     def wake(self, target: int) -> None:
         """Wake a rank that sleeps, after a change of its memory."""
-        asleep = self._asleep[target]
-        if asleep[0]:
-            asleep[0] = 0
-            _post(self._semaphores[target])
+        self._bells[target].wake()
 
 
-def within(seconds: float) -> Any:
+def _in(seconds: float) -> Any:
     """Return the time after so many seconds, as libc takes it."""
     until = time.time() + seconds
     return ctypes.byref(_Time(int(until), int(until % 1 * 1e9)))

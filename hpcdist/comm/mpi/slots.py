@@ -1,8 +1,8 @@
 """Slots of real ranks: memory of a node in which each rank shows the others what it brings to a collective call.
 
-A call is made with reads and writes of memory alone: no system call, and no lock. The words of a rank, which it alone
-writes, are a cache line of their own: how many calls it has come to, a note of what it calls, and whether it sleeps.
-Everyone looks at these of all others. Whoever has to wait spins for a moment, for as long as ranks have cores of their
+A call is made with reads and writes of memory alone: no system call, and no lock. The words that a rank alone writes
+are a cache line of their own: how many calls it has come to, and a note of what it calls. Everyone looks at these of
+all others. Whoever has to wait spins for a moment, for as long as ranks have cores of their
 own; then it leaves its core to others, and at last it sleeps until a rank that comes wakes it.
 
 The order in which other cores see writes is the program's on x86. Where the processor may change it (ARM, POWER), what
@@ -11,18 +11,16 @@ is written before is made visible by a lock that is taken and released twice: bo
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import threading
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from hpcdist.comm.capabilities import Slots
 from hpcdist.comm.mpi.calls import EVERYONE
-from hpcdist.comm.mpi.node_memory import map_parts, within
+from hpcdist.comm.mpi.node_memory import Bell, map_parts
 from hpcdist.records import own_cores
 
 # Words of a rank, 8 bytes each: calls that it has come to, its notes of two calls in turn, whether it sleeps, and its
@@ -31,8 +29,6 @@ COUNT, NOTES, ASLEEP, SEMAPHORE, WORDS = 0, 1, 16, 24, 48
 SPINS = 200  # looks at another rank's words, of 50 ns each, before a rank lets others have its core
 YIELDS = 400  # times that it does so, of half a microsecond each where nobody wants the core, before it may sleep
 ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
-_libc = ctypes.CDLL(None)
-_post = ctypes.PyDLL(None).sem_post
 
 
 class NodeSlots(Slots):
@@ -53,8 +49,9 @@ class NodeSlots(Slots):
         self._words = [words[rank * WORDS : (rank + 1) * WORDS] for rank in range(size)]
         self._own, self._count = self._words[comm.rank], 0
         self._others = [(rank, words) for rank, words in enumerate(self._words) if rank != comm.rank]
-        self._semaphores = [ctypes.c_void_p(every.data_ptr() + 8 * (rank * WORDS + SEMAPHORE)) for rank in range(size)]
-        _libc.sem_init(self._semaphores[comm.rank], 1, 0)
+        places = (every.data_ptr() + 8 * (rank * WORDS + SEMAPHORE) for rank in range(size))
+        self._bells = [Bell(place, words[ASLEEP : ASLEEP + 1]) for place, words in zip(places, self._words)]
+        self._bells[comm.rank].make()
         self._comm, self._spins = comm, SPINS if _have_cores(comm) else 0
         self._lock = threading.Lock()
         comm.barrier()
@@ -69,7 +66,7 @@ class NodeSlots(Slots):
         own[COUNT] = now
         for rank, words in others:
             if words[ASLEEP]:
-                self._wake(rank)
+                self._bells[rank].wake()
         agree = True
         for _, words in others:
             spins = self._spins
@@ -94,25 +91,10 @@ class NodeSlots(Slots):
         def ready() -> bool:
             return all(words[COUNT] >= now for _, words in self._others)
 
-        def missing() -> list[int]:
-            return [rank for rank, words in self._others if words[COUNT] < now]
-
-        first = missing()
-        if first:
-            what = f"rank {', '.join(map(str, first))} to come to a collective call on {comm.name}"
-            comm.calls.await_until(ready, "collective call", what, EVERYONE, sleep=partial(self._sleep, ready))
-
-    def _sleep(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """Sleep for so long unless `ready()`, or until a rank that comes wakes this one; tell whether that was so."""
-        self._own[ASLEEP] = 1  # a rank that comes between these lines and does not see it yet: that costs `seconds`
-        try:
-            return ready() or not _libc.sem_timedwait(self._semaphores[self.rank], within(seconds))
-        finally:
-            self._own[ASLEEP] = 0
-
-    def _wake(self, rank: int) -> None:
-        self._words[rank][ASLEEP] = 0
-        _post(self._semaphores[rank])
+        if missing := [rank for rank, words in self._others if words[COUNT] < now]:
+            what = f"rank {', '.join(map(str, missing))} to come to a collective call on {comm.name}"
+            sleep = partial(self._bells[self.rank].sleep, ready)
+            comm.calls.await_until(ready, "collective call", what, EVERYONE, sleep=sleep)
 
     def _order(self) -> None:
         """Make what was written before visible to whoever sees what is written after, and the same for reads."""
@@ -122,7 +104,7 @@ class NodeSlots(Slots):
 
     def close(self) -> None:
         super().close()
-        for held in (self._words, self._others, self._semaphores):
+        for held in (self._words, self._others, self._bells):
             held.clear()
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import abc
-import queue
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import median
@@ -14,6 +12,7 @@ from pydantic import ConfigDict, Field, model_validator
 from torch import Tensor
 
 from hpcdist import collectives
+from hpcdist.comm.background import Background
 from hpcdist.comm.communicator import Communicator, concurrent, mpi_of
 from hpcdist.comm.external.base import OutsideSum, Pending
 from hpcdist.config import Named
@@ -99,60 +98,7 @@ class ProviderConfig(Named):
         return reduce
 
 
-# --- a thread beside the computation ----------------------------------------------------------------------------------
-class Background:
-    """Run functions one after the other on a thread, which owns the communicator that they use."""
-
-    def __init__(self, comm: Communicator, name: str = "hpcdist-allreduce"):
-        comm.failures.threads.append(self)
-        self._awaited = False
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._lock, self._pending = threading.Lock(), 0
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def busy(self) -> bool:
-        """Tell whether there are tasks for whose end nobody waits."""
-        return self._pending > 0 and not self._awaited
-
-    def submit(self, task: Callable[[], None]) -> None:
-        """Queue a task and return at once."""
-        with self._lock:
-            self._pending += 1
-            self._idle.clear()
-        self._tasks.put(task)
-
-    def wait(self) -> None:
-        """Block until all tasks are done; raise the first one's error, if any has failed."""
-        self._awaited = True
-        self._idle.wait()
-        self._awaited = False
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def close(self) -> None:
-        """End the thread once all tasks are done."""
-        self._tasks.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                if self._error is None:
-                    task()
-            except BaseException as error:
-                self._error = error
-            with self._lock:
-                self._pending -= 1
-                if self._pending == 0:
-                    self._idle.set()
-
-
+# --- which of two ways is faster --------------------------------------------------------------------------------------
 class Trial:
     """Measure which of two ways makes steps shorter: `way` False, then True; the ranks agree on the faster one.
 

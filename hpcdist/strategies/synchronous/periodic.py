@@ -10,12 +10,12 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcdist import collectives
+from hpcdist.comm.background import Background
 from hpcdist.comm.communicator import concurrent
 from hpcdist.compress import CompressionConfig, Reduction, spans
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Along, Entry, mean_of_ranks, reduction
-from hpcdist.strategies.synchronous.averaging import Background
 
 
 class Periodic(Strategy):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hpcdist.collectives.calls import Collectives
-from hpcdist.collectives.tuning.timing import between, calls_within
+from hpcdist.collectives.tuning.timing import calls_within
 from hpcdist.comm.communicator import mpi_of
 from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.comm.launch import unlaunched
@@ -109,7 +109,7 @@ def _of_size(comm: MpiCommunicator, own: Collectives, call: str, n_bytes: int, r
     }
     sides = [Side(name, timed(comm, side), {"call": call, "bytes": n_bytes}) for name, side in tried.items()]
     steps = calls_within(CALLS_S, warm_up(comm, sides, 1, 1), 20)
-    return runner.measure(comm, sides, between(rounds, rounds, rounds), steps)
+    return runner.measure(comm, sides, rounds, steps)
 
 
 def _other(

@@ -103,14 +103,10 @@ def collectives(
     for name in call or ():
         if name not in CALLS:
             raise UnknownNameError("--call", name, CALLS)
-    given = {
-        "calls": call or CALLS,
-        "sizes": sizes or SIZES,
-        "rounds": rounds,
-        "other": other,
-        "environment": os.environ,
-    }
-    _run("collective calls", measure, json_path, **given)
+    _run(
+        "collective calls", measure, json_path,
+        calls=call or CALLS, sizes=sizes or SIZES, rounds=rounds, other=other, environment=os.environ,
+    )  # fmt: skip
 
 
 @app.command()

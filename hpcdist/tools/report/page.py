@@ -95,8 +95,6 @@ def write(
     with warnings.catch_warnings(), matplotlib.style.context(["default", STYLE]), writing(page):
         # In names. A browser has them; only in the PNG files there is a box.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
-        # Those threads show progress, or compute, and do not draw.
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         sections = [
             _unique(sections_of(findings), i) if i else sections_of(findings) for i, findings in enumerate(jobs)
         ]
@@ -118,7 +116,9 @@ def _write_figures(output: Path, sections: Sequence[Section], progress: Progress
     (folder := output / "figures").mkdir(parents=True, exist_ok=True)
     # The copies that a fork makes have the figures already, which would take longer to send than to draw.
     context, (_, cores) = get_context("fork"), own_cores()
-    with ProcessPoolExecutor(min(len(cores), 8), context, _drawn.extend, (figures,)) as pool:
+    with warnings.catch_warnings(), ProcessPoolExecutor(min(len(cores), 8), context, _drawn.extend, (figures,)) as pool:
+        # Those threads show progress, or compute, and do not draw.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         drawn = [pool.submit(_write_figure, number, folder) for number in range(len(figures))]
         return {figures[number].name: drawn[number].result() for number in progress(range(len(figures)), "drawing")}
 
@@ -127,6 +127,7 @@ _drawn: list[ReportFigure] = []  # by a process of `_write_figures`
 
 
 def _write_figure(number: int, folder: Path) -> str:
+    """Write one of this process's figures; return it as an element of the page."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     from hpcdist.tools.report.figures.base import svg

@@ -1,0 +1,75 @@
+"""A thread beside the computation, which makes calls of a communicator one after the other."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hpcdist.comm.communicator import Communicator
+
+
+class Background:
+    """Run functions one after the other on a thread, which owns the communicator that they use.
+
+    Attributes:
+        pending: tasks that are under way, or to be run.
+    """
+
+    def __init__(self, comm: Communicator, name: str = "hpcdist-allreduce"):
+        comm.failures.threads.append(self)
+        self._awaited = False
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._lock, self.pending = threading.Lock(), 0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether there are tasks for whose end nobody waits."""
+        return self.pending > 0 and not self._awaited
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queue a task and return at once."""
+        with self._lock:
+            self.pending += 1
+            self._idle.clear()
+        self._tasks.put(task)
+
+    def wait(self) -> None:
+        """Block until all tasks are done; raise the first one's error, if any has failed."""
+        with self.awaited():
+            self._idle.wait()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Let the others know, inside the context, that the script waits for this thread."""
+        self._awaited = True
+        try:
+            yield
+        finally:
+            self._awaited = False
+
+    def close(self) -> None:
+        """End the thread once all tasks are done."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                if self._error is None:
+                    task()
+            except BaseException as error:
+                self._error = error
+            with self._lock:
+                self.pending -= 1
+                if self.pending == 0:
+                    self._idle.set()

@@ -37,7 +37,7 @@ class SharedMemory(Algorithm):
     def __init__(self, comm: Communicator):
         super().__init__(comm)
         shows = self.suits(comm) and comm.trace.timeline is None  # which notes barriers, and no meetings
-        self._slots = comm.memory.slots(SEGMENT_BYTES) if shows else None
+        self._slots = comm.memory.slots(SEGMENT_BYTES, "allreduce") if shows else None
         self._lanes = None if self._slots is None else Lanes(self._slots, comm)
         self._known: dict[Any, Lane] = {}  # of tensors that have been summed before, by their places
         self._window = comm.window(SLOTS * SEGMENT_BYTES, torch.uint8) if self._slots is None else None

@@ -155,8 +155,12 @@ class RankMemory(abc.ABC):
             return None
         return [self.shared_zeros(len(flat), flat.dtype) for flat in flats]
 
-    def slots(self, n_bytes: int) -> Slots | None:
-        """Collective. Make slots of so many bytes, a multiple of 64; None where ranks share no memory."""
+    def slots(self, n_bytes: int, call: str = "collective call") -> Slots | None:
+        """Collective. Make slots of so many bytes, a multiple of 64; None where ranks share no memory.
+
+        Args:
+            call: what they are used for, by the name that messages give to a rank that waits there.
+        """
         return None
 
     def is_shared(self, tensor: Tensor) -> bool:

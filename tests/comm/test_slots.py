@@ -81,7 +81,7 @@ def test_a_rank_that_does_not_come_is_named(ranks):
         comm.barrier()
         return error
 
-    assert "rank 0: rank 1 to come to a collective call on " in ranks(body)[0]
+    assert "rank 0: rank 1 to come to the collective call on " in ranks(body)[0]
 
 
 @SIZES

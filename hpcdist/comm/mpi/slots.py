@@ -37,9 +37,10 @@ class NodeSlots(Slots):
     Args:
         comm: the MpiCommunicator.
         n_bytes: of a slot.
+        call: the name of the calls that are made with them, for messages.
     """
 
-    def __init__(self, comm, n_bytes: int):
+    def __init__(self, comm, n_bytes: int, call: str):
         size, head = comm.size, 8 * WORDS * comm.size
         (memory, *_) = map_parts(comm, head + 2 * size * n_bytes if comm.rank == 0 else 0)  # all of it is rank 0's
         every = torch.frombuffer(memory, dtype=torch.uint8)
@@ -53,7 +54,7 @@ class NodeSlots(Slots):
         self._bells = [Bell(place, words[ASLEEP : ASLEEP + 1]) for place, words in zip(places, self._words)]
         self._bells[comm.rank].make()
         self._comm, self._spins = comm, SPINS if _have_cores(comm) else 0
-        self._lock = threading.Lock()
+        self._lock, self._call = threading.Lock(), call
         comm.barrier()
 
     def meet(self, note: int) -> bool:
@@ -92,9 +93,9 @@ class NodeSlots(Slots):
             return all(words[COUNT] >= now for _, words in self._others)
 
         if missing := [rank for rank, words in self._others if words[COUNT] < now]:
-            what = f"rank {', '.join(map(str, missing))} to come to a collective call on {comm.name}"
+            what = f"rank {', '.join(map(str, missing))} to come to the {self._call} on {comm.name}"
             sleep = partial(self._bells[self.rank].sleep, ready)
-            comm.calls.await_until(ready, "collective call", what, EVERYONE, sleep=sleep)
+            comm.calls.await_until(ready, self._call, what, EVERYONE, sleep=sleep)
 
     def _order(self) -> None:
         """Make what was written before visible to whoever sees what is written after, and the same for reads."""

@@ -239,12 +239,12 @@ class Transports(RankMemory):
                 return self._shared[-1].local
         return torch.zeros(count, dtype=dtype)
 
-    def slots(self, n_bytes: int) -> NodeSlots | None:
+    def slots(self, n_bytes: int, call: str = "collective call") -> NodeSlots | None:
         """Collective. Make slots where all ranks are on one node, and none may die; see RankMemory.slots."""
         if self._across_nodes or self._comm.size == 1 or self._comm.failures.tolerant:
             return None
         try:
-            return NodeSlots(self._comm, n_bytes)
+            return NodeSlots(self._comm, n_bytes, call)
         except CommunicationError:  # on all ranks: their memory can't be mapped
             return None
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.comm.communicator import TAG_LIMIT, Communicator, check_flat
+from hpcdist.comm.transfer import WIDE
 from hpcdist.errors import ConfigError
 
 TAG = TAG_LIMIT - 1  # apart from the low tags that strategies use on the same communicator
@@ -156,7 +157,7 @@ def sum_in_rank_order(
 ) -> None:
     """Replace `own`, this rank's addend, by x_0 + x_1 + ... + x_(size - 1), added in this order.
 
-    The result is bitwise that of a loop over the ranks.
+    The result is bitwise that of a loop over the ranks, in float32 where the addends are 16-bit floats.
 
     Args:
         own: overwritten by the sum.
@@ -164,6 +165,12 @@ def sum_in_rank_order(
         partial: returns memory for the sum so far, while `own` is still needed as an addend; it may be that of
             `read(0)`.
     """
+    if own.dtype in WIDE:
+        wide = (own if rank == 0 else read(0)).to(WIDE[own.dtype])
+        for peer in range(1, size):
+            wide.add_(own if peer == rank else read(peer))
+        own.copy_(wide)
+        return
     total = own if rank == 0 else read(0)
     for peer in range(1, size):
         addend = own if peer == rank else read(peer)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast, final
+from typing import cast, final
 
 import torch
 from torch import Tensor
 
-from hpcdist.collectives.base import Algorithm, AllReduce, chunks, segment_count, sum_in_rank_order
-from hpcdist.collectives.calls.lanes import Lane, Lanes, is_dense, place, remember
-from hpcdist.collectives.calls.reduction import array_function
+from hpcdist.collectives.base import Algorithm, chunks, segment_count, sum_in_rank_order
+from hpcdist.collectives.calls.prepared import PreparedCall, PreparedCalls, remember
 from hpcdist.collectives.calls.tensors import type_of
-from hpcdist.comm.capabilities import Slots
 from hpcdist.comm.communicator import Communicator, Window
 from hpcdist.errors import MismatchError
 
@@ -38,8 +36,8 @@ class SharedMemory(Algorithm):
         super().__init__(comm)
         shows = self.suits(comm) and comm.trace.timeline is None  # which notes barriers, and no meetings
         self._slots = comm.memory.slots(SEGMENT_BYTES, "allreduce") if shows else None
-        self._lanes = None if self._slots is None else Lanes(self._slots, comm)
-        self._known: dict[Any, Lane] = {}  # of tensors that have been summed before, by their places
+        self._prepared = None if self._slots is None else PreparedCalls(self._slots, comm)
+        self._known: dict[tuple[int, torch.dtype], PreparedCall] = {}  # by length and dtype
         self._window = comm.window(SLOTS * SEGMENT_BYTES, torch.uint8) if self._slots is None else None
         self._turn = 0  # of the window's slots
 
@@ -47,46 +45,21 @@ class SharedMemory(Algorithm):
     def suits(comm: Communicator) -> bool:
         return 1 < comm.size <= MOST_RANKS and len(set(comm.memory.nodes)) == 1
 
-    def __call__(self, tensor: Tensor) -> None:
-        lane = self._known.get(place(tensor))
-        if lane is None or not is_dense(tensor):
-            AllReduce.__call__(self, tensor)
-            return
-        with self.comm.failures.collective:
-            alike = lane()
-        if not alike:
-            self._refuse(tensor)
-
     def _sum(self, tensor: Tensor) -> None:
-        if lane := self._known.get(place(tensor)):
-            if not lane():
+        if self._prepared is not None:
+            key = len(tensor), tensor.dtype
+            call = self._known.get(key)
+            if call is None:
+                call = self._prepared.all_reduce(_note(tensor), tensor.dtype, len(tensor), "sum")
+                remember(self._known, key, call)
+            if not call(tensor):
                 self._refuse(tensor)
             return
-        if tensor.nbytes > SEGMENT_BYTES:
-            for segment in chunks(tensor, segment_count(tensor.nbytes, SEGMENT_BYTES)):
-                self._sum_segment(segment)
-            return
-        self._sum_segment(tensor)
-        if self._lanes and array_function("sum", tensor.dtype):
-            remember(self._known, place(tensor), self._lanes.all_reduce(_note(tensor), tensor, "sum"))
-
-    def _sum_segment(self, segment: Tensor) -> None:
-        read = self._shown(segment) if self._slots is None else self._met(self._slots, segment)
-        sum_in_rank_order(
-            segment, self.comm.rank, self.comm.size, read, lambda: self.inbox.like(segment, segment.numel())
-        )
-
-    def _met(self, slots: Slots, segment: Tensor) -> Callable[[int], Tensor]:
-        """Show a segment in this rank's slot; return what reads the others'."""
-        start, rows = self.comm.now(), slots.views(segment.dtype, len(segment))[slots.turn].rows
-        rows[slots.rank].copy_(segment)
-        if not slots.meet(_note(segment)):
-            self._refuse(segment)
-        traffic = self.comm.trace.traffic
-        traffic.communicating_s += self.comm.now() - start
-        size = slots.size
-        traffic.fetched(2 * (size - 1) * segment.nbytes // size, size - 1)  # a ring's, see Lanes.all_reduce
-        return rows.__getitem__
+        for segment in chunks(tensor, segment_count(tensor.nbytes, SEGMENT_BYTES)):
+            sum_in_rank_order(
+                segment, self.comm.rank, self.comm.size, self._shown(segment),
+                lambda: self.inbox.like(segment, segment.numel()),
+            )  # fmt: skip
 
     def _shown(self, segment: Tensor) -> Callable[[int], Tensor]:
         """Show a segment in a window, where there are no slots; return what reads the others'."""

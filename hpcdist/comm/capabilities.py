@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import add, sub
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from hpcdist.comm.slots import Slots
 from hpcdist.comm.window import Memory, Put
 from hpcdist.records.timeline import Timeline
 
@@ -51,64 +52,9 @@ class Traffic:
         return Traffic(*map(sub, vars(self).values(), vars(earlier).values()))
 
 
-KNOWN_VIEWS = 64  # that slots keep
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 _NOTHING = nullcontext()
-
-
-class Shown(NamedTuple):
-    """What the ranks of a node show each other: a row for each rank, in rank order."""
-
-    table: Tensor  # shape (ranks, count)
-    rows: list[Tensor]
-
-
-class Slots(abc.ABC):
-    """Memory of the ranks of one node, in which each shows the others what it brings to a collective call.
-
-    A call goes like this: fill the own row of this `turn`, `meet`, and read the others' rows of that turn, until the
-    next call. There are two rows of each rank, in turn: what a rank has shown stays as it is until it has met the
-    others once more.
-
-    Args:
-        tables: the memory of both turns, shape (ranks, n_bytes) each, of bytes.
-
-    Attributes:
-        n_bytes: of a row.
-        turn: which table is next, 0 or 1.
-    """
-
-    def __init__(self, rank: int, tables: tuple[Tensor, Tensor]):
-        self.rank, self.turn = rank, 0
-        self.size, self.n_bytes = tables[0].shape
-        self._tables = tables
-        self._views: dict[tuple[torch.dtype, int], tuple[Shown, Shown]] = {}
-
-    def views(self, dtype: torch.dtype, count: int) -> tuple[Shown, Shown]:
-        """Return the tables of both turns as far as rows of `count` elements go."""
-        views = self._views.get((dtype, count))
-        if views is None:
-            if len(self._views) >= KNOWN_VIEWS:
-                self._views.clear()
-            first, second = (table.view(dtype)[:, :count] for table in self._tables)
-            views = self._views[dtype, count] = Shown(first, list(first)), Shown(second, list(second))
-        return views
-
-    @abc.abstractmethod
-    def meet(self, note: int) -> bool:
-        """Collective. Show the own row of this turn, and wait until all ranks have shown theirs.
-
-        Returns:
-            The same on all ranks: whether their notes are equal.
-
-        Args:
-            note: what must be the same on all ranks, as a signed integer of 64 bits.
-        """
-
-    def close(self) -> None:
-        """Release the memory. Nobody may be in a call."""
-        self._views.clear()
 
 
 class RankMemory(abc.ABC):

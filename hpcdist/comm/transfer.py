@@ -66,6 +66,9 @@ def check_wanted(source: int, tag: int, size: int) -> None:
 
 # torch adds these under another name only: two's complement addition knows no sign.
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+# Narrow floats are summed in these, and rounded once, wherever all ranks' addends meet.
+WIDE = {dtype: torch.float32 for name, dtype in vars(torch).items() if name.startswith("float8")}
+WIDE |= {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
 _ADDABLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16}
 _ADDABLE |= {torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128}
 

@@ -34,7 +34,8 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def summed_in_rank_order(count: int, dtype: torch.dtype, size: int) -> Tensor:
-    total = addend(0, count, dtype)
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = addend(0, count, dtype).to(wide)
     for rank in range(1, size):
         total += addend(rank, count, dtype)
-    return total
+    return total.to(dtype)

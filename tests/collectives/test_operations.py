@@ -8,7 +8,7 @@ import torch
 from making import bits
 
 from harness.cases import each
-from hpcdist.collectives.calls import Collectives, exchange, operations
+from hpcdist.collectives.calls import Collectives, exchange, operations, prepared
 from hpcdist.collectives.calls.reduction import OPERATIONS, reduction
 from hpcdist.errors import CommunicationError, ConfigError, MismatchError, UnknownNameError
 
@@ -82,6 +82,7 @@ def done(ranks, body):
 @each("how", ["whole", "in slices"])
 def test_every_operation_on_every_dtype(ranks, how, monkeypatch):
     monkeypatch.setattr(operations, "WHOLE_BYTES", {"whole": 1 << 16, "in slices": 0}[how])
+    monkeypatch.setattr(prepared, "SLICED_BYTES", {"whole": 1 << 16, "in slices": 0}[how])
 
     def body(found):
         results = []
@@ -317,7 +318,7 @@ def test_calls_on_the_same_tensors_as_before_on_one_rank_only(ranks):
         results = []
         for count in (100, 300_000, 400_000):  # of float32: up to 1.6 MB, about where another algorithm is taken
             kept = torch.empty(count)
-            for turn in range(3):
+            for turn in range(5):
                 tensor = kept if found.rank == 0 else torch.empty(count + turn)[turn:]
                 tensor.fill_(found.rank + turn)
                 found.all_reduce(tensor)
@@ -325,8 +326,62 @@ def test_calls_on_the_same_tensors_as_before_on_one_rank_only(ranks):
         return results
 
     size = ranks.size
-    wanted = [float(sum(range(size)) + turn * size) for turn in range(3)] * 3
+    wanted = [float(sum(range(size)) + turn * size) for turn in range(5)] * 3
     assert done(ranks, body) == [[(total, total) for total in wanted]] * size
+
+
+@FEW
+@each("count", [6, 5000, 50_000])  # elements of a part: in one place, in several, and more than a slot holds
+@each("dtype", [torch.float32, torch.bfloat16])
+def test_every_call_on_the_same_tensors_many_times(ranks, count, dtype, monkeypatch):
+    monkeypatch.setattr(operations, "SLOT_BYTES", 1 << 17)
+    calls = 70 if count == 5000 else 6
+
+    def body(found):
+        size, rank = found.size, found.rank
+        given, total, copied = (torch.empty(size, count, dtype=dtype) for _ in range(3))
+        gathered, swapped, part = torch.empty_like(given), torch.empty_like(given), torch.empty(count, dtype=dtype)
+        wanted = torch.arange(float(size))[:, None]
+        for turn in range(calls):
+            for tensor in (given, total, copied):
+                tensor.copy_((wanted + rank + turn).expand(size, count))
+            found.all_reduce(total)
+            found.broadcast(copied, size - 1)
+            found.reduce_scatter(part, given)
+            found.all_gather(gathered, given[rank])
+            found.all_to_all(swapped, given)
+            everyone = size * (wanted + turn) + sum(range(size))
+            assert torch.equal(total, everyone.expand(size, count).to(dtype))
+            assert torch.equal(copied, (wanted + turn + size - 1).expand(size, count).to(dtype))
+            assert torch.equal(part, everyone[rank].expand(count).to(dtype))
+            assert torch.equal(gathered, (2 * wanted + turn).expand(size, count).to(dtype))
+            assert torch.equal(swapped, (wanted + rank + turn).expand(size, count).to(dtype))
+        return True
+
+    assert done(ranks, body) == [True] * ranks.size
+
+
+@FEW
+@pytest.mark.filterwarnings("error")
+def test_sums_that_overflow_do_so_without_a_warning(ranks):
+    def body(found):
+        tensor, other = torch.full((3,), 3e38), torch.tensor([float("inf")])
+        for _ in range(3):
+            found.all_reduce(tensor)
+            found.all_reduce(other.fill_(float("inf") if found.rank else -float("inf")))
+        return tensor.tolist(), other.isnan().tolist()
+
+    assert done(ranks, body) == [([float("inf")] * 3, [True])] * ranks.size
+
+
+@FEW
+def test_what_is_exchanged_has_one_dtype(ranks):
+    def body(found):
+        with pytest.raises(ConfigError, match="given must be of out's dtype, float32; got float64. Make both alike"):
+            found.all_to_all(torch.ones(found.size), torch.ones(found.size, dtype=torch.float64))
+        return True
+
+    assert done(ranks, body) == [True] * ranks.size
 
 
 @FEW

@@ -9,6 +9,7 @@ import torch
 
 from harness.cases import each
 from hpcdist.comm.mpi import slots as module
+from hpcdist.comm.slots import Places, Slots
 from hpcdist.errors import DeadlineError
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -16,30 +17,42 @@ SIZES = pytest.mark.sizes(2, 4)
 
 
 def made(comm):
-    found = comm.memory.slots(4096)
-    assert found is not None and (found.size, found.n_bytes, found.turn) == (comm.size, 4096, 0)
+    found = comm.memory.slots(1 << 15)
+    assert found is not None and (found.size, found.n_bytes, found.calls) == (comm.size, 1 << 15, 0)
     return found
 
 
 @SIZES
 @each("ordered", [True, False])
 @each("spins", [0, 2000])
-def test_ranks_see_what_all_have_shown_in_this_turn(ranks, ordered, spins, monkeypatch):
+@each("count", [5, 2048])  # rows that stay where they are, and rows that move on
+def test_ranks_see_what_all_have_shown_in_this_call(ranks, ordered, spins, count, monkeypatch):
     monkeypatch.setattr(module, "ORDERED", ordered)  # as on x86, and elsewhere
     monkeypatch.setattr(module, "SPINS", spins)
 
     def body(comm):
         slots, seen = made(comm), []
         for call in range(300):
-            views = slots.views(torch.int32, 5)[slots.turn]
-            views.rows[comm.rank].fill_(1000 * comm.rank + call)
+            shown = slots.places(torch.int32, count)[slots.calls]
+            shown.rows[comm.rank].fill_(1000 * comm.rank + call)
             assert slots.meet(call)
-            seen.append(views.table[:, 4].tolist())
+            seen.append(shown.table[:, 4].tolist())
         slots.close()
         return seen
 
     expected = [[1000 * rank + call for rank in range(ranks.size)] for call in range(300)]
     assert ranks(body) == [expected] * ranks.size
+
+
+def test_rows_of_calls_one_after_the_other_never_share_a_place():
+    tables = [torch.zeros(2, 1 << 13, dtype=torch.int32) for _ in range(2)]
+    lengths = [Places(tables, count) for count in (1, 3000, 8192, 2048)]
+    for call in range(2 * Slots.period):
+        for places in lengths:
+            rows, table = places[call].table, tables[call % 2]
+            assert rows.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
+            assert rows.data_ptr() == places[call + Slots.period].table.data_ptr()
+    assert [len({places[call].table.data_ptr() for call in range(64)}) for places in lengths] == [2, 4, 2, 8]
 
 
 @SIZES

@@ -30,9 +30,11 @@ def values(dtype: torch.dtype, count: int, rank: int) -> torch.Tensor:
 @each("size", (*SIZES, 128))
 def test_allreduce_adds_in_rank_order_to_the_bit(dtype, size):
     size = min(size, {torch.float16: 4, torch.float64: 128}.get(dtype, 16))  # more would overflow
-    expected = values(dtype, 50, 0)
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    expected = values(dtype, 50, 0).to(wide)
     for rank in range(1, size):
         expected = expected + values(dtype, 50, rank)
+    expected = expected.to(dtype)
 
     def body(comm):
         comm.compute()  # they arrive in another order

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives.base import TAG, Scratch
-from hpcdist.comm.capabilities import Slots
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.slots import Slots
 
 SLOT_BYTES = 1 << 21  # two of them per rank
 MESSAGE_BYTES = 1 << 22
@@ -112,7 +112,7 @@ class SlotExchange(Exchange):
         return self.slots.meet(note)
 
     def show_all(self, own: Tensor) -> list[Tensor]:
-        shown = self.slots.views(own.dtype, len(own))[self.slots.turn]
+        shown = self.slots.places(own.dtype, len(own))[self.slots.calls]
         shown.rows[self.rank].copy_(own)
         return list(shown.table.clone()) if self.slots.meet(0) else []
 
@@ -129,7 +129,7 @@ class SlotExchange(Exchange):
         brings, takes = self.rank in sources, self.rank in takers
         for start in range(0, max(count, 1), step):
             length = min(step, count - start)
-            shown = slots.views(own.dtype, length)[slots.turn]
+            shown = slots.places(own.dtype, length)[slots.calls]
             if brings:
                 piece = own[start : start + length]
                 shown.rows[self.rank][: len(piece)].copy_(piece)
@@ -156,16 +156,16 @@ class SlotExchange(Exchange):
         in_place = self.size == 2 or isinstance(take, Copies)  # else the own part may be where the result is built up
         for start in range(0, max(longest, 1), step):
             length = min(step, longest - start)
-            shown = slots.views(own[0].dtype, size * length)[slots.turn]
+            shown = slots.places(own[0].dtype, size * length)[slots.calls]
             if self.rank in sources:
-                for rank, into in enumerate(shown.rows[self.rank].view(size, length)):
+                for rank, into in enumerate(shown.parts[self.rank]):
                     piece = own[rank][start : start + length]
                     if rank != self.rank or not in_place:
                         into[: len(piece)].copy_(piece)
             if not slots.meet(note):
                 return False
             if length:
-                mine = list(shown.table[:, self.rank * length : (self.rank + 1) * length])
+                mine = list(shown.parts[:, self.rank])
                 if self.rank in sources and in_place:
                     mine[self.rank] = own[self.rank][start : start + length]
                 take(start, mine)

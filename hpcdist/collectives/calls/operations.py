@@ -13,12 +13,22 @@ from hpcdist.collectives.auto import Auto
 from hpcdist.collectives.base import chunks
 from hpcdist.collectives.calls.agreement import NONE, note_of, refuse, shape_numbers, tell_lengths
 from hpcdist.collectives.calls.exchange import SLOT_BYTES, Copies, Exchange, MessageExchange, SlotExchange, Take
-from hpcdist.collectives.calls.lanes import Lane, Lanes, is_dense, place, plain, remember
+from hpcdist.collectives.calls.prepared import PreparedCall, PreparedCalls, remember
 from hpcdist.collectives.calls.reduction import OPERATIONS, Reduce, reduction
-from hpcdist.collectives.calls.tensors import Tensors, by_dtype, each, flattened, for_each_rank, require_fit
+from hpcdist.collectives.calls.tensors import (
+    Tensors,
+    by_dtype,
+    each,
+    flattened,
+    for_each_rank,
+    is_dense,
+    require_fit,
+    type_of,
+)
 from hpcdist.collectives.calls.work import CallQueue, Work
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transfer import check_rank
+from hpcdist.errors import ConfigError
 
 WHOLE_BYTES = 1 << 22  # of all ranks: up to here a rank adds up their whole tensors, and a slice of longer ones
 LONG_BYTES = 1 << 20  # of longer ones again: sums of the types below take the fastest all-reduce
@@ -47,8 +57,10 @@ class Collectives:
         self.rank, self.size = comm.rank, comm.size
         slots = self.comm.memory.slots(SLOT_BYTES)
         self._exchange: Exchange = MessageExchange(self.comm) if slots is None else SlotExchange(self.comm, slots)
-        self._short = None if slots is None else Lanes(slots, self.comm)
-        self._lanes: dict[tuple[Any, ...], tuple[Lane, Callable[..., None]]] = {}
+        self._prepared = None if slots is None else PreparedCalls(slots, self.comm)
+        self._ready: dict[int, PreparedCall] = {}  # by notes
+        self._by_shape: dict[tuple[Any, ...], tuple[PreparedCall, Callable[..., None]]] = {}
+        self._by_place: dict[tuple[Any, ...], tuple[Callable[[], bool], Callable[..., None]]] = {}
         self._queue = CallQueue(self.comm)
         self._counted = self.comm.failures.collective
         self._everyone = range(self.size)
@@ -74,42 +86,43 @@ class Collectives:
                 combine = reduction(operation, flat.dtype)
                 own = flat if factor is None else flat * factor
                 note = note_of("all_reduce", flat.dtype, OPERATIONS.index(operation), *shape_numbers(like))
-                whole = self.size * flat.nbytes <= WHOLE_BYTES
-                if whole:
-                    taken = self._share(note, own, flat, combine)
-                elif flat.nbytes > LONG_BYTES and operation in ("sum", "mean") and flat.dtype in LONG_TYPES:
-                    taken = self._sum(note, own, flat, operation)
+                long = self.size * own.nbytes > WHOLE_BYTES and own.nbytes > LONG_BYTES
+                if long and operation in ("sum", "mean") and own.dtype in LONG_TYPES:
+                    taken = self._sum(note, own, operation)
+                elif call := self._prepare("all_reduce", note, own.dtype, len(own), operation):
+                    taken = call(own)
+                    self._keep("all_reduce", operation, call, like)
+                elif self.size * own.nbytes <= WHOLE_BYTES:
+                    taken = self._share(note, own, combine)
                 else:
-                    taken = self._share_in_slices(note, own, flat, combine)
+                    taken = self._share_in_slices(note, own, combine)
                 if not taken:
                     refuse(self.comm, "all_reduce", operation, *like)
-                if whole and len(like) == 1:
-                    self._keep("all_reduce", operation, like, lambda lanes, one: lanes.all_reduce(note, one, operation))
+                if own is not flat:
+                    flat.copy_(own)
 
-    def _sum(self, note: int, own: Tensor, out: Tensor, operation: str) -> bool:
+    def _sum(self, note: int, own: Tensor, operation: str) -> bool:
         """Take the algorithm that is the fastest for long tensors on these ranks."""
         if not self._exchange.agree(note):
             return False
-        if own is not out:
-            out.copy_(own)
         if self._auto is None:
             self._auto = Auto(self.comm)
-        (self._auto if operation == "sum" else self._auto.mean)(out)
+        (self._auto if operation == "sum" else self._auto.mean)(own)
         return True
 
-    def _share(self, note: int, own: Tensor, out: Tensor, combine: Reduce) -> bool:
+    def _share(self, note: int, own: Tensor, combine: Reduce) -> bool:
         """Combine all of the tensors on every rank."""
         counts = [len(own)] * self.size
-        return self._exchange.share(note, own, counts, _into(out, combine), self._everyone, self._everyone)
+        return self._exchange.share(note, own, counts, _into(own, combine), self._everyone, self._everyone)
 
-    def _share_in_slices(self, note: int, own: Tensor, out: Tensor, combine: Reduce) -> bool:
+    def _share_in_slices(self, note: int, own: Tensor, combine: Reduce) -> bool:
         """Combine a slice on each rank, and share the slices."""
-        parts, results = chunks(own, self.size), chunks(out, self.size)
-        counts, total = [len(part) for part in parts], torch.empty_like(results[self.rank])
+        parts = chunks(own, self.size)
+        counts, total = [len(part) for part in parts], torch.empty_like(parts[self.rank])
         brought, take = [len(total)] * self.size, _into(total, combine)
         if not self._exchange.deal(note, parts, brought, max(counts), take, self._everyone):
             return False
-        return self._exchange.share(note, total, counts, Copies(results), self._everyone, self._everyone)
+        return self._exchange.share(note, total, counts, Copies(parts), self._everyone, self._everyone)
 
     def reduce(
         self, tensor: Tensor, root: int, operation: str = "sum", *, factor: float | None = None, wait: bool = True
@@ -144,21 +157,22 @@ class Collectives:
     def _reduce_scatter(self, out: Tensor, given: Tensors, operation: str, factor: float | None) -> None:
         combine = reduction(operation, out.dtype)
         with (
-            for_each_rank(self.comm, given, "given", write=False) as parts,
+            for_each_rank(self.comm, given, "given", write=False) as (parts, whole),
             flattened(self.comm, out) as flat,
         ):
             counts = [len(part) for part in parts]
             require_fit("out", out, parts[self.rank])
-            own = parts if factor is None else [part * factor for part in parts]
             note = note_of("reduce_scatter", out.dtype, OPERATIONS.index(operation), *counts)
-            brought, longest = [len(flat)] * self.size, max(counts)
-            taken = self._exchange.deal(note, own, brought, longest, _into(flat, combine), self._everyone)
+            call = self._prepare("reduce_scatter", note, out.dtype, len(flat), operation)
+            if call and whole is not None:
+                taken = call(flat, whole if factor is None else whole * factor)
+                self._keep("reduce_scatter", operation, call, [out, given])
+            else:
+                own = parts if factor is None else [part * factor for part in parts]
+                brought, longest = [len(flat)] * self.size, max(counts)
+                taken = self._exchange.deal(note, own, brought, longest, _into(flat, combine), self._everyone)
         if not taken:
             refuse(self.comm, "reduce_scatter", operation, *each(given))
-        self._keep(
-            "reduce_scatter", operation, [out, given],
-            lambda lanes, out, given: lanes.reduce_scatter(note, out, given, operation),
-        )  # fmt: skip
 
     # --- copies -------------------------------------------------------------------------------------------------------
     def broadcast(self, tensor: Tensors, root: int = 0, *, wait: bool = True) -> Work | None:
@@ -173,10 +187,13 @@ class Collectives:
         with by_dtype(self.comm, tensors, write=self.rank != root) as joined:
             for like, flat in joined:
                 note, counts = note_of("broadcast", flat.dtype, root, *shape_numbers(like)), [len(flat)] * self.size
-                if not self._exchange.share(note, flat, counts, Copies({root: flat}), [root], others):
+                if call := self._prepare("broadcast", note, flat.dtype, len(flat), root):
+                    taken = call(flat)
+                    self._keep("broadcast", root, call, like)
+                else:
+                    taken = self._exchange.share(note, flat, counts, Copies({root: flat}), [root], others)
+                if not taken:
                     refuse(self.comm, "broadcast", root, *like)
-                if len(like) == 1:
-                    self._keep("broadcast", root, like, lambda lanes, one: lanes.broadcast(note, one, root))
 
     def all_gather(self, out: Tensors, tensor: Tensor, *, wait: bool = True) -> Work | None:
         """Collect all ranks' tensors.
@@ -190,16 +207,20 @@ class Collectives:
 
     def _all_gather(self, out: Tensors, tensor: Tensor) -> None:
         with (
-            for_each_rank(self.comm, out, "out") as parts,
+            for_each_rank(self.comm, out, "out") as (parts, whole),
             flattened(self.comm, tensor, write=False) as own,
         ):
             counts = [len(part) for part in parts]
             require_fit("tensor", tensor, parts[self.rank])
             note = note_of("all_gather", tensor.dtype, *counts)
-            taken = self._exchange.share(note, own, counts, Copies(parts), self._everyone, self._everyone)
+            call = self._prepare("all_gather", note, tensor.dtype, len(own))
+            if call and whole is not None:
+                taken = call(whole, own)
+                self._keep("all_gather", "", call, [out, tensor])
+            else:
+                taken = self._exchange.share(note, own, counts, Copies(parts), self._everyone, self._everyone)
         if not taken:
             refuse(self.comm, "all_gather", "", *each(out), tensor)
-        self._keep("all_gather", "", [out, tensor], lambda lanes, out, own: lanes.all_gather(note, out, own))
 
     def gather(self, out: Sequence[Tensor] | None, tensor: Tensor, root: int = 0, *, wait: bool = True) -> Work | None:
         """Collect all ranks' tensors on root.
@@ -211,7 +232,7 @@ class Collectives:
 
     def _gather(self, out: Sequence[Tensor] | None, tensor: Tensor, root: int) -> None:
         check_rank(root, self.size, "root")
-        with for_each_rank(self.comm, out, "out", here=self.rank == root) as parts:
+        with for_each_rank(self.comm, out, "out", here=self.rank == root) as (parts, _):
             brought = [tensor.numel() if rank == root else NONE for rank in self._everyone]
             wanted = [len(part) for part in parts]
             counts = tell_lengths(self.comm, self._exchange, "gather", tensor.dtype, root, brought, wanted)
@@ -232,7 +253,7 @@ class Collectives:
 
     def _scatter(self, out: Tensor, given: Sequence[Tensor] | None, root: int) -> None:
         check_rank(root, self.size, "root")
-        with for_each_rank(self.comm, given, "given", write=False, here=self.rank == root) as parts:
+        with for_each_rank(self.comm, given, "given", write=False, here=self.rank == root) as (parts, _):
             sent = [len(part) for part in parts]
             wanted = [out.numel() if rank == root else NONE for rank in self._everyone]
             handed = tell_lengths(self.comm, self._exchange, "scatter", out.dtype, root, sent, wanted)[root]
@@ -254,28 +275,31 @@ class Collectives:
     def _all_to_all(self, out: Tensors, given: Tensors) -> None:
         """Exchange at once where all parts of all ranks are as long; else tell each other how long they are, first."""
         with (
-            for_each_rank(self.comm, out, "out") as outs,
-            for_each_rank(self.comm, given, "given", write=False) as own,
+            for_each_rank(self.comm, out, "out") as (outs, whole),
+            for_each_rank(self.comm, given, "given", write=False) as (own, brought),
         ):
             dtype, lengths, longest = outs[0].dtype, {len(part) for part in (*own, *outs)}, len(own[0])
+            if own[0].dtype != dtype:
+                raise ConfigError(
+                    f"given must be of out's dtype, {type_of(dtype)}; got {type_of(own[0].dtype)}. Make both alike."
+                )
+            note = note_of("all_to_all", dtype, longest)
+            call = self._prepare("all_to_all", note, dtype, longest)
             if len(lengths) > 1:
                 self._exchange.agree(0)
                 equal = False
+            elif call and whole is not None and brought is not None:
+                equal = call(whole, brought)
+                self._keep("all_to_all", "", call, [out, given], self._all_to_all_uneven)
             else:
-                note, brought = note_of("all_to_all", dtype, longest), [longest] * self.size
-                equal = self._exchange.deal(note, own, brought, longest, Copies(outs), self._everyone)
+                equal = self._exchange.deal(note, own, [longest] * self.size, longest, Copies(outs), self._everyone)
         if not equal:
             self._all_to_all_uneven(out, given)
-        else:
-            self._keep(
-                "all_to_all", "", [out, given], lambda lanes, out, given: lanes.all_to_all(note, out, given),
-                self._all_to_all_uneven,
-            )  # fmt: skip
 
     def _all_to_all_uneven(self, out: Tensors, given: Tensors) -> None:
         with (
-            for_each_rank(self.comm, out, "out") as outs,
-            for_each_rank(self.comm, given, "given", write=False) as own,
+            for_each_rank(self.comm, out, "out") as (outs, _),
+            for_each_rank(self.comm, given, "given", write=False) as (own, _),
         ):
             wanted, dtype = [len(part) for part in outs], outs[0].dtype
             counts = tell_lengths(
@@ -294,7 +318,8 @@ class Collectives:
     def close(self) -> None:
         """Wait for all calls, and release memory, thread and messages."""
         self._queue.close()
-        self._lanes.clear()
+        for known in (self._ready, self._by_shape, self._by_place):
+            known.clear()
         if self._auto is not None:
             self._auto.close()
         self._exchange.close()
@@ -312,43 +337,60 @@ class Collectives:
             return None
         return work
 
-    def _made(self, call: str, detail: str | int, one: Any, other: Any = None) -> bool:
-        """Make a short call by its lane, if it has one; tell whether. Not while others are under way."""
+    def _made(self, call: str, detail: str | int, *tensors: Any) -> bool:
+        """Make a call as one like it was made before; tell whether there was one. Not while others are under way."""
         if self._queue.waiting:
             return False
         try:
-            key: tuple[Any, ...] = (call, detail, *place(one))
-            if other is not None:
-                key += place(other)
+            place: tuple[Any, ...] = (call, detail)
+            for tensor in tensors:
+                place += (tensor.data_ptr(), tensor.dtype, tensor.shape)
+                if not is_dense(tensor):
+                    return False
         except AttributeError:  # of lists
             return False
-        found = self._lanes.get(key)
-        if found is None or not is_dense(one) or not (other is None or is_dense(other)):
-            return False
-        lane, otherwise = found
-        with self._counted:
-            alike = lane()
+        found = self._by_place.get(place)
+        if found is not None:
+            make, otherwise = found
+            with self._counted:
+                alike = make()
+        else:
+            of_shape = self._by_shape.get(_shape_of(call, detail, tensors))
+            if of_shape is None or not all(tensor.is_cpu for tensor in tensors):
+                return False
+            prepared, otherwise = of_shape
+            bound = prepared.bound(*tensors)
+            if bound is not None:
+                remember(self._by_place, place, (bound, otherwise))
+            with self._counted:
+                alike = prepared(*tensors)
         if not alike:
-            otherwise(*(tensor for tensor in (one, other) if tensor is not None))
+            otherwise(*tensors)
         return True
 
+    def _prepare(
+        self, call: str, note: int, dtype: torch.dtype, count: int, *details: str | int
+    ) -> PreparedCall | None:
+        """Return what makes a call, where the ranks are in one node and bring something."""
+        if self._prepared is None or not count:
+            return None
+        found = self._ready.get(note)
+        if found is None:
+            found = remember(self._ready, note, getattr(self._prepared, call)(note, dtype, count, *details))
+        return found
+
     def _keep(
-        self, call: str, detail: str | int, tensors: Sequence[Any], make: Callable[..., Lane],
+        self, call: str, detail: str | int, prepared: PreparedCall, tensors: Sequence[Any],
         otherwise: Callable[..., None] | None = None,
     ) -> None:  # fmt: skip
-        """Keep the lane of a call that has been made, if it is short; `otherwise` is called where ranks differ.
+        """Keep a call for others on tensors like these, unless they are lists; `otherwise`: where ranks differ."""
+        if len(tensors) == 1 + (call not in ("all_reduce", "broadcast")):
+            kept = prepared, otherwise or partial(refuse, self.comm, call, detail)
+            remember(self._by_shape, _shape_of(call, detail, tensors), kept)
 
-        Args:
-            tensors: of the call; a rank brings the last one's elements.
-        """
-        if self._short is None or not all(map(plain, tensors)):
-            return
-        if all(one.nbytes for one in tensors) and tensors[-1].nbytes <= SLOT_BYTES and not tensors[0].dtype.is_complex:
-            key: tuple[Any, ...] = (call, detail)
-            for one in tensors:
-                key += place(one)
-            lane = make(self._short, *tensors)
-            remember(self._lanes, key, (lane, otherwise or partial(refuse, self.comm, call, detail)))
+
+def _shape_of(call: str, detail: str | int, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    return (call, detail, *((tensor.dtype, tensor.shape) for tensor in tensors))
 
 
 def _into(out: Tensor, combine: Reduce) -> Take:

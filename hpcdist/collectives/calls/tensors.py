@@ -52,8 +52,12 @@ def by_dtype(
 @contextmanager
 def for_each_rank(
     comm: Communicator, given: Tensors | None, name: str, *, write: bool = True, here: bool = True
-) -> Iterator[list[Tensor]]:
-    """Yield a flat tensor for each rank: of a list, or equal parts of one tensor; with `here=False` none at all."""
+) -> Iterator[tuple[list[Tensor], Tensor | None]]:
+    """Yield a flat tensor for each rank, of a list, or equal parts of one tensor, with that one; or none at all.
+
+    Args:
+        here: this rank has such tensors.
+    """
     size = comm.size
     if isinstance(given, Tensor):
         if given.numel() % size:
@@ -62,7 +66,7 @@ def for_each_rank(
                 "list with a tensor for each rank."
             )
         with flattened(comm, given, write=write) as elements:
-            yield list(elements.view(size, -1)) if len(elements) else [elements] * size
+            yield list(elements.view(size, -1)) if len(elements) else [elements] * size, elements
         return
     parts = list(given or ()) if here else []
     if len(parts) != size * here or len({one.dtype for one in parts}) > 1:
@@ -71,12 +75,17 @@ def for_each_rank(
             f"{name} must be a tensor for each of {size} ranks, all of one dtype; got {len(parts)}, of {types}."
         )
     with ExitStack() as until:
-        yield [until.enter_context(flattened(comm, one, write=write)) for one in parts]
+        yield [until.enter_context(flattened(comm, one, write=write)) for one in parts], None
 
 
 def each(tensors: Tensors) -> Sequence[Tensor]:
     """Return several tensors as they are, and one in a list."""
     return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Tell whether a tensor is its elements in some memory, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def type_of(dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ from time import perf_counter
 import numpy as np
 from mpi4py import MPI
 
-TIMED_S = 1e-3  # one timing covers as many calls as take about this long together
+TIMED_S, MOST_CALLS = 4e-3, 200  # one timing covers as many calls as take about this long together
 
 
 def mpi_call(comm: MPI.Comm, name: str, n_bytes: int) -> Callable[[], object]:
@@ -47,7 +47,7 @@ def _timed(comm: MPI.Comm, call: Callable[[], object], rounds: int) -> float:
         start = perf_counter()
         call()
         once_s = comm.allreduce(perf_counter() - start, MPI.MAX)
-    times, taken_s = max(1, min(200, int(TIMED_S / once_s))), []
+    times, taken_s = max(1, min(MOST_CALLS, int(TIMED_S / once_s))), []
     for _ in range(rounds):
         comm.Barrier()
         start = perf_counter()

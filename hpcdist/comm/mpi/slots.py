@@ -18,9 +18,9 @@ from functools import partial
 
 import torch
 
-from hpcdist.comm.capabilities import Slots
 from hpcdist.comm.mpi.calls import EVERYONE
 from hpcdist.comm.mpi.node_memory import Bell, map_parts
+from hpcdist.comm.slots import Slots
 from hpcdist.records import own_cores
 
 # Words of a rank, 8 bytes each: calls that it has come to, its notes of two calls in turn, whether it sleeps, and its
@@ -48,7 +48,7 @@ class NodeSlots(Slots):
         super().__init__(comm.rank, (first, second))
         words = memoryview(memory).cast("B")[:head].cast("q")
         self._words = [words[rank * WORDS : (rank + 1) * WORDS] for rank in range(size)]
-        self._own, self._count = self._words[comm.rank], 0
+        self._own = self._words[comm.rank]
         self._others = [(rank, words) for rank, words in enumerate(self._words) if rank != comm.rank]
         places = (every.data_ptr() + 8 * (rank * WORDS + SEMAPHORE) for rank in range(size))
         self._bells = [Bell(place, words[ASLEEP : ASLEEP + 1]) for place, words in zip(places, self._words)]
@@ -58,9 +58,8 @@ class NodeSlots(Slots):
         comm.barrier()
 
     def meet(self, note: int) -> bool:
-        own, others, at, leave = self._own, self._others, NOTES + self.turn, os.sched_yield
-        self._count = now = self._count + 1
-        self.turn = now & 1
+        own, others, at, leave = self._own, self._others, NOTES + (self.calls & 1), os.sched_yield
+        self.calls = now = self.calls + 1
         own[at] = note
         if not ORDERED:
             self._order()

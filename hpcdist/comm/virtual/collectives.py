@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hpcdist.comm.transfer import WIDE
 from hpcdist.comm.virtual.clock import VirtualClock, VirtualRank
 from hpcdist.errors import MismatchError
 
@@ -86,11 +87,11 @@ class _Missing:
 
 
 def sum_in_rank_order(tensors: list[Tensor]) -> Tensor:
-    """Sum tensors as ((x0 + x1) + x2) + ..., rounded to the dtype after every addition."""
-    total = tensors[0].clone()
+    """Sum tensors as ((x0 + x1) + x2) + ..., 16-bit floats in float32."""
+    total = tensors[0].to(WIDE.get(tensors[0].dtype, tensors[0].dtype), copy=True)
     for tensor in tensors[1:]:
         total.add_(tensor)
-    return total
+    return total.to(tensors[0].dtype)
 
 
 def rounds(size: int) -> int:

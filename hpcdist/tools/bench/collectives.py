@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # it starts MPI
 
 CALLS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = tuple(4 << exponent for exponent in range(10, 27, 2))  # 4 KiB to 256 MiB
-CALLS_S = 1e-3  # one timing covers as many calls as take about this long together
+CALLS_S, MOST_CALLS = 4e-3, 200  # one timing covers as many calls as take about this long together
+SHORT_BYTES = 1 << 20
 LIMIT_S = 600  # of another library's run
 OURS, COPY = "hpcdist", "copy"
 COLUMNS = ("call", "name", "bytes", "ranks", "median_s", "speedup", "copies")
@@ -108,7 +109,8 @@ def _of_size(comm: MpiCommunicator, own: Collectives, call: str, n_bytes: int, r
         COPY: lambda: other.copy_(whole),
     }
     sides = [Side(name, timed(comm, side), {"call": call, "bytes": n_bytes}) for name, side in tried.items()]
-    steps = calls_within(CALLS_S, warm_up(comm, sides, 1, 1), 20)
+    once_s = warm_up(comm, sides, 1, 20 if n_bytes <= SHORT_BYTES else 1)  # ranks leave a barrier one after the other
+    steps = calls_within(CALLS_S, once_s, MOST_CALLS)
     return runner.measure(comm, sides, rounds, steps)
 
 

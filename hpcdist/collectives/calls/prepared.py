@@ -1,0 +1,276 @@
+"""Collective calls inside a node, prepared by shape: what is found out at a call serves all later ones like it.
+
+A training loop makes the same calls at every step. torch takes one to three microseconds to view, copy or add a
+tensor, however short, and NumPy a third. So a prepared call works on NumPy's arrays of the tensors and of the slots;
+where NumPy can't combine a dtype, on torch's tensors. Long tensors pass in segments of a slot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter as clock
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hpcdist.collectives.calls.reduction import array_reduction, reduction
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.slots import Slots, array_of
+
+SLICED_BYTES = 1 << 15  # of longer tensors, each of three ranks or more adds up a slice, and they share the slices
+KNOWN = 512  # values that `remember` keeps
+K = TypeVar("K")
+V = TypeVar("V")
+
+Data = Any  # an array, or a tensor: what is done with them is written alike
+Step = Callable[[], object]
+Bind = Callable[..., Sequence[Step]]  # gets the call's number and its tensors' data; the ranks meet between its steps
+View = Callable[[Tensor], Data]
+Combine = Callable[[Sequence[Data], Data], Step]  # makes the step that combines the ranks' data
+
+
+def remember(known: dict[K, V], key: K, value: V) -> V:
+    """Keep a value among others, and return it; there are not more than KNOWN."""
+    if len(known) >= KNOWN:
+        known.clear()
+    known[key] = value
+    return value
+
+
+class PreparedCall:
+    """A collective call on dense tensors on the host, of one shape.
+
+    Args:
+        note: what stands for the call; see `Slots.meet`.
+        views: of each tensor: what views its data.
+        segments: what the call does with each piece of the data, along their last axis.
+        fetched: bytes that are counted.
+    """
+
+    def __init__(
+        self, slots: Slots, comm: Communicator, note: int, views: Sequence[View],
+        segments: Sequence[tuple[slice, Bind]], fetched: int,
+    ):  # fmt: skip
+        self._slots, self._traffic, self._note = slots, comm.trace.traffic, note
+        self._views, self._segments, self._fetched = views, segments, fetched
+        self._seen: dict[tuple[int, ...], bool] = {}  # addresses
+
+    def __call__(self, *tensors: Tensor) -> bool:
+        """Make the call; return False where ranks differ, and nothing has been changed."""
+        start, slots = clock(), self._slots
+        data = [view(tensor) for view, tensor in zip(self._views, tensors)]
+        for cut, bind in self._segments:
+            pieces = data if len(self._segments) == 1 else [one[..., cut] for one in data]
+            first, *others = bind(slots.calls, *pieces)
+            first()
+            for step in others:
+                if not slots.meet(self._note):
+                    return False
+                step()
+        self._traffic.bytes_fetched += self._fetched
+        self._traffic.communicating_s += clock() - start
+        return True
+
+    def bound(self, *tensors: Tensor) -> Callable[[], bool] | None:
+        """Return what makes the call on the memory of these tensors, if they were seen before and are not long.
+
+        It takes half the time of a call on tensors that have to be viewed first. It does not keep them: whoever calls
+        it has tensors at the same addresses.
+        """
+        place = tuple(tensor.data_ptr() for tensor in tensors)
+        if len(self._segments) > 1 or not self._seen.get(place):
+            remember(self._seen, place, True)
+            return None
+        slots, note, meet, traffic, fetched = self._slots, self._note, self._slots.meet, self._traffic, self._fetched
+        data = [view(_memory_of(tensor)) for view, tensor in zip(self._views, tensors)]
+        ((_, bind),) = self._segments
+        kept: list[Sequence[Step]] = [()] * slots.period
+
+        def call() -> bool:
+            start, at = clock(), slots.calls % slots.period
+            steps = kept[at]
+            if not steps:
+                steps = kept[at] = bind(slots.calls, *data)
+            steps[0]()
+            for step in steps[1:]:
+                if not meet(note):
+                    return False
+                step()
+            traffic.bytes_fetched += fetched
+            traffic.communicating_s += clock() - start
+            return True
+
+        return call
+
+
+class PreparedCalls:
+    """Prepares calls over a communicator's slots, which count in its account of traffic.
+
+    Args, of all methods:
+        note: what stands for the call; see `Slots.meet`.
+        count: elements that a rank brings, for each rank where it brings parts.
+    """
+
+    def __init__(self, slots: Slots, comm: Communicator):
+        self.slots, self.comm, self.rank, self.size = slots, comm, slots.rank, slots.size
+
+    def all_reduce(self, note: int, dtype: torch.dtype, count: int, operation: str) -> PreparedCall:
+        """Prepare the all-reduce of a tensor.
+
+        The bytes counted are those of a ring, 2n(p-1)/p, as for MPI's own: reading memory of the node is no traffic,
+        and the figure of a run must not depend on which of them is chosen.
+        """
+        combine, arrays, view = _combining(operation, dtype)
+
+        def of_length(length: int) -> Bind:
+            sliced = self.size > 2 and length * dtype.itemsize > SLICED_BYTES
+            return (self._sliced if sliced else self._whole)(dtype, length, combine, arrays)
+
+        fetched = 2 * (self.size - 1) * count * dtype.itemsize // self.size
+        return self._call(note, dtype, count, of_length, [view], fetched)
+
+    def _whole(self, dtype: torch.dtype, length: int, combine: Combine, arrays: bool) -> Bind:
+        """Combine all ranks' tensors, on every rank; of two ranks the own tensor is read where it lies."""
+        places, rank = self.slots.places(dtype, length, arrays), self.rank
+
+        def bind(number: int, own: Data) -> Sequence[Step]:
+            addends = rows = places[number].rows
+            if len(rows) == 2:
+                addends = [rows[0], own] if rank else [own, rows[1]]
+            return _copy(own, rows[rank]), combine(addends, own)
+
+        return bind
+
+    def _sliced(self, dtype: torch.dtype, length: int, combine: Combine, arrays: bool) -> Bind:
+        """Combine a slice on each rank, and share the slices; every rank combines what is left over."""
+        rank, size, count = self.rank, self.size, length // self.size
+        places, totals = self.slots.places(dtype, length, arrays), self.slots.places(dtype, count, arrays)
+        mine, end = slice(rank * count, (rank + 1) * count), size * count
+
+        def bind(number: int, own: Data) -> Sequence[Step]:
+            rows, total = places[number].rows, totals[number + 1]
+            combined = combine([row[mine] for row in rows], total.rows[rank])
+            if end < length:
+                combined = _both(combined, combine([row[end:] for row in rows], own[end:]))
+            return _copy(own, rows[rank]), combined, _copy(total.table, own[:end].reshape(size, count))
+
+        return bind
+
+    def broadcast(self, note: int, dtype: torch.dtype, count: int, root: int) -> PreparedCall:
+        slots, leads = self.slots, self.rank == root
+
+        def of_length(length: int) -> Bind:
+            places = slots.places(dtype, length, arrays=True)
+
+            def bind(number: int, own: Data) -> Sequence[Step]:
+                row = places[number].rows[root]
+                return (_copy(own, row), _nothing) if leads else (_nothing, _copy(row, own))
+
+            return bind
+
+        fetched = 0 if leads else (self.size - 1) * count * dtype.itemsize
+        return self._call(note, dtype, count, of_length, [array_of], fetched)
+
+    def all_gather(self, note: int, dtype: torch.dtype, count: int) -> PreparedCall:
+        """Prepare an all-gather into a tensor of equal parts; its tensors come in the order of the call's."""
+        slots, rank = self.slots, self.rank
+
+        def of_length(length: int) -> Bind:
+            places = slots.places(dtype, length, arrays=True)
+
+            def bind(number: int, out: Data, own: Data) -> Sequence[Step]:
+                shown = places[number]
+                return _copy(own, shown.rows[rank]), _copy(shown.table, out)
+
+            return bind
+
+        fetched = (self.size - 1) * count * dtype.itemsize
+        return self._call(note, dtype, count, of_length, [self._in_parts(array_of), array_of], fetched)
+
+    def all_to_all(self, note: int, dtype: torch.dtype, count: int) -> PreparedCall:
+        """Prepare an exchange of equal parts between two tensors."""
+        slots, rank, size = self.slots, self.rank, self.size
+
+        def of_length(length: int) -> Bind:
+            places = slots.places(dtype, size * length, arrays=True)
+
+            def bind(number: int, out: Data, given: Data) -> Sequence[Step]:
+                parts = places[number].parts
+                if size > 2:
+                    return _copy(given, parts[rank]), _copy(parts[:, rank], out)
+                other = 1 - rank
+                found = _both(_copy(parts[other, rank], out[other]), _copy(given[rank], out[rank]))
+                return _copy(given[other], parts[rank, other]), found
+
+            return bind
+
+        fetched, views = (size - 1) * count * dtype.itemsize, [self._in_parts(array_of)] * 2
+        return self._call(note, dtype, count, of_length, views, fetched, size)
+
+    def reduce_scatter(self, note: int, dtype: torch.dtype, count: int, operation: str) -> PreparedCall:
+        """Prepare a reduction of equal parts of a tensor."""
+        slots, rank, size = self.slots, self.rank, self.size
+        combine, arrays, view = _combining(operation, dtype)
+
+        def of_length(length: int) -> Bind:
+            places = slots.places(dtype, size * length, arrays)
+
+            def bind(number: int, out: Data, given: Data) -> Sequence[Step]:
+                parts = places[number].parts
+                addends = list(parts[:, rank])
+                if size > 2:
+                    return _copy(given, parts[rank]), combine(addends, out)
+                addends[rank] = given[rank]  # of two ranks the own part is read where it lies
+                return _copy(given[1 - rank], parts[rank, 1 - rank]), combine(addends, out)
+
+            return bind
+
+        fetched = (size - 1) * count * dtype.itemsize
+        return self._call(note, dtype, count, of_length, [view, self._in_parts(view)], fetched, size)
+
+    def _in_parts(self, view: View) -> View:
+        return lambda tensor: view(tensor).reshape(self.size, -1)
+
+    def _call(
+        self, note: int, dtype: torch.dtype, count: int, of_length: Callable[[int], Bind], views: Sequence[View],
+        fetched: int, parts: int = 1,
+    ) -> PreparedCall:  # fmt: skip
+        """Cut so many elements, of each of a rank's parts, into segments that fit into a slot together."""
+        step = self.slots.n_bytes // dtype.itemsize // parts
+        cuts = [slice(start, min(start + step, count)) for start in range(0, count, step)]
+        made = {length: of_length(length) for length in {cut.stop - cut.start for cut in cuts}}
+        segments = [(cut, made[cut.stop - cut.start]) for cut in cuts]
+        return PreparedCall(self.slots, self.comm, note, views, segments, fetched)
+
+
+def _combining(operation: str, dtype: torch.dtype) -> tuple[Combine, bool, View]:
+    """Return what makes the step that combines the ranks' data; whether these are arrays; and what views them."""
+    by_arrays = array_reduction(operation, dtype)
+    if by_arrays is not None:
+        return by_arrays, True, array_of
+    reduce = reduction(operation, dtype)
+    return lambda rows, out: partial(reduce, rows, out), False, lambda tensor: tensor.detach().view(-1)
+
+
+def _copy(source: Data, into: Data) -> Step:
+    return partial(into.__setitem__, ..., source)
+
+
+def _both(first: Step, second: Step) -> Step:
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+def _nothing() -> None:
+    pass
+
+
+def _memory_of(tensor: Tensor) -> Tensor:
+    """View a dense tensor's elements, flat, in a tensor that does not keep them in memory."""
+    return torch.frombuffer((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()), dtype=tensor.dtype)

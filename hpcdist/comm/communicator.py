@@ -23,6 +23,7 @@ from hpcdist.comm.transfer import (
     ANY,
     TAG_LIMIT,
     Envelope,
+    LibraryCalls,
     Neighbourhood,
     Request,
     check_flat,
@@ -48,6 +49,7 @@ __all__ = [
     "check_flat",
     "check_tag",
     "concurrent",
+    "library_calls",
     "mpi_of",
     "overlapping",
 ]
@@ -190,6 +192,7 @@ class Communicator(abc.ABC):
 
     # --- asked by the functions below -----------------------------------------------------------------------------
     _concurrent: bool = False
+    _library: LibraryCalls | None = None
 
     def _overlapping(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -203,6 +206,11 @@ def concurrent(comm: Communicator) -> bool:
 def overlapping(comm: Communicator) -> AbstractContextManager[None]:
     """Let messages under way on `comm` go on inside the context while this rank computes, whatever that costs."""
     return comm._overlapping()
+
+
+def library_calls(comm: Communicator) -> LibraryCalls | None:
+    """Return further collective calls of the library underneath; None where there are none."""
+    return comm._library
 
 
 def mpi_of(comm: Communicator) -> Any:

@@ -181,12 +181,13 @@ class MessageExchange(Exchange):
     def __init__(self, comm: Communicator):
         super().__init__(comm)
         self._inbox = Scratch()
+        self._total = torch.zeros(1, dtype=torch.int64)
+        self._word = self._total.numpy()
 
     def agree(self, note: int) -> bool:
-        own = note & ((1 << NOTE_BITS) - 1)
-        total = torch.tensor([own])
-        self.comm.allreduce(total)
-        return int(total) == own * self.size
+        self._word[0] = own = note & ((1 << NOTE_BITS) - 1)
+        self.comm.allreduce(self._total)
+        return int(self._word[0]) == own * self.size
 
     def show_all(self, own: Tensor) -> list[Tensor]:
         found = [torch.empty_like(own) for _ in range(self.size)]

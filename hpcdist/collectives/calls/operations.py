@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hpcdist.collectives.auto import Auto
 from hpcdist.collectives.base import chunks
+from hpcdist.collectives.calls.across import SUMMED, CallsAcross
 from hpcdist.collectives.calls.agreement import NONE, note_of, refuse, shape_numbers, tell_lengths
 from hpcdist.collectives.calls.exchange import SLOT_BYTES, Copies, Exchange, MessageExchange, SlotExchange, Take
 from hpcdist.collectives.calls.prepared import PreparedCall, PreparedCalls, remember
@@ -26,13 +27,12 @@ from hpcdist.collectives.calls.tensors import (
     type_of,
 )
 from hpcdist.collectives.calls.work import CallQueue, Work
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.communicator import Communicator, library_calls
 from hpcdist.comm.transfer import check_rank
 from hpcdist.errors import ConfigError
 
 WHOLE_BYTES = 1 << 22  # of all ranks: up to here a rank adds up their whole tensors, and a slice of longer ones
-LONG_BYTES = 1 << 20  # of longer ones again: sums of the types below take the fastest all-reduce
-LONG_TYPES = {torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128}
+LONG_BYTES = 1 << 20  # of longer ones again: sums take the fastest all-reduce
 
 
 class Collectives:
@@ -57,8 +57,12 @@ class Collectives:
         self.rank, self.size = comm.rank, comm.size
         slots = self.comm.memory.slots(SLOT_BYTES)
         self._exchange: Exchange = MessageExchange(self.comm) if slots is None else SlotExchange(self.comm, slots)
-        self._prepared = None if slots is None else PreparedCalls(slots, self.comm)
-        self._ready: dict[int, PreparedCall] = {}  # by notes
+        self._prepared: PreparedCalls | CallsAcross | None = None
+        if slots is not None:
+            self._prepared = PreparedCalls(slots, self.comm)
+        elif library := library_calls(self.comm):
+            self._prepared = CallsAcross(self.comm, library, self._exchange.agree, self._fastest_sum)
+        self._ready: dict[int, PreparedCall | None] = {}  # by notes
         self._by_shape: dict[tuple[Any, ...], tuple[PreparedCall, Callable[..., None]]] = {}
         self._by_place: dict[tuple[Any, ...], tuple[Callable[[], bool], Callable[..., None]]] = {}
         self._queue = CallQueue(self.comm)
@@ -87,7 +91,7 @@ class Collectives:
                 own = flat if factor is None else flat * factor
                 note = note_of("all_reduce", flat.dtype, OPERATIONS.index(operation), *shape_numbers(like))
                 long = self.size * own.nbytes > WHOLE_BYTES and own.nbytes > LONG_BYTES
-                if long and operation in ("sum", "mean") and own.dtype in LONG_TYPES:
+                if long and operation in ("sum", "mean") and own.dtype in SUMMED:
                     taken = self._sum(note, own, operation)
                 elif call := self._prepare("all_reduce", note, own.dtype, len(own), operation):
                     taken = call(own)
@@ -105,10 +109,14 @@ class Collectives:
         """Take the algorithm that is the fastest for long tensors on these ranks."""
         if not self._exchange.agree(note):
             return False
+        auto = self._fastest_sum()
+        (auto if operation == "sum" else auto.mean)(own)
+        return True
+
+    def _fastest_sum(self) -> Auto:
         if self._auto is None:
             self._auto = Auto(self.comm)
-        (self._auto if operation == "sum" else self._auto.mean)(own)
-        return True
+        return self._auto
 
     def _share(self, note: int, own: Tensor, combine: Reduce) -> bool:
         """Combine all of the tensors on every rank."""
@@ -371,13 +379,12 @@ class Collectives:
     def _prepare(
         self, call: str, note: int, dtype: torch.dtype, count: int, *details: str | int
     ) -> PreparedCall | None:
-        """Return what makes a call, where the ranks are in one node and bring something."""
+        """Return what makes a call, where there is something faster than an exchange and the ranks bring anything."""
         if self._prepared is None or not count:
             return None
-        found = self._ready.get(note)
-        if found is None:
-            found = remember(self._ready, note, getattr(self._prepared, call)(note, dtype, count, *details))
-        return found
+        if note not in self._ready:
+            remember(self._ready, note, getattr(self._prepared, call)(note, dtype, count, *details))
+        return self._ready[note]
 
     def _keep(
         self, call: str, detail: str | int, prepared: PreparedCall, tensors: Sequence[Any],

@@ -7,6 +7,7 @@ where NumPy can't combine a dtype, on torch's tensors. Long tensors pass in segm
 
 from __future__ import annotations
 
+import abc
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,8 +41,23 @@ def remember(known: dict[K, V], key: K, value: V) -> V:
     return value
 
 
-class PreparedCall:
-    """A collective call on dense tensors on the host, of one shape.
+class PreparedCall(abc.ABC):
+    """A collective call on dense tensors on the host, of one shape."""
+
+    @abc.abstractmethod
+    def __call__(self, *tensors: Tensor) -> bool:
+        """Collective. Make the call; return False where ranks differ, and nothing has been changed."""
+
+    def bound(self, *tensors: Tensor) -> Callable[[], bool] | None:
+        """Return what makes the call on the memory of these tensors, if that is faster.
+
+        It does not keep them: whoever calls it has tensors at the same addresses.
+        """
+        return None
+
+
+class SlotCall(PreparedCall):
+    """A call through slots.
 
     Args:
         note: what stands for the call; see `Slots.meet`.
@@ -59,7 +75,6 @@ class PreparedCall:
         self._seen: dict[tuple[int, ...], bool] = {}  # addresses
 
     def __call__(self, *tensors: Tensor) -> bool:
-        """Make the call; return False where ranks differ, and nothing has been changed."""
         start, slots = clock(), self._slots
         data = [view(tensor) for view, tensor in zip(self._views, tensors)]
         for cut, bind in self._segments:
@@ -75,11 +90,8 @@ class PreparedCall:
         return True
 
     def bound(self, *tensors: Tensor) -> Callable[[], bool] | None:
-        """Return what makes the call on the memory of these tensors, if they were seen before and are not long.
-
-        It takes half the time of a call on tensors that have to be viewed first. It does not keep them: whoever calls
-        it has tensors at the same addresses.
-        """
+        # It takes half the time of a call on tensors that have to be viewed first, but is worth making only for tensors
+        # that come again.
         place = tuple(tensor.data_ptr() for tensor in tensors)
         if len(self._segments) > 1 or not self._seen.get(place):
             remember(self._seen, place, True)
@@ -117,7 +129,7 @@ class PreparedCalls:
     def __init__(self, slots: Slots, comm: Communicator):
         self.slots, self.comm, self.rank, self.size = slots, comm, slots.rank, slots.size
 
-    def all_reduce(self, note: int, dtype: torch.dtype, count: int, operation: str) -> PreparedCall:
+    def all_reduce(self, note: int, dtype: torch.dtype, count: int, operation: str) -> SlotCall:
         """Prepare the all-reduce of a tensor.
 
         The bytes counted are those of a ring, 2n(p-1)/p, as for MPI's own: reading memory of the node is no traffic,
@@ -159,7 +171,7 @@ class PreparedCalls:
 
         return bind
 
-    def broadcast(self, note: int, dtype: torch.dtype, count: int, root: int) -> PreparedCall:
+    def broadcast(self, note: int, dtype: torch.dtype, count: int, root: int) -> SlotCall:
         slots, leads = self.slots, self.rank == root
 
         def of_length(length: int) -> Bind:
@@ -174,7 +186,7 @@ class PreparedCalls:
         fetched = 0 if leads else (self.size - 1) * count * dtype.itemsize
         return self._call(note, dtype, count, of_length, [array_of], fetched)
 
-    def all_gather(self, note: int, dtype: torch.dtype, count: int) -> PreparedCall:
+    def all_gather(self, note: int, dtype: torch.dtype, count: int) -> SlotCall:
         """Prepare an all-gather into a tensor of equal parts; its tensors come in the order of the call's."""
         slots, rank = self.slots, self.rank
 
@@ -190,7 +202,7 @@ class PreparedCalls:
         fetched = (self.size - 1) * count * dtype.itemsize
         return self._call(note, dtype, count, of_length, [self._in_parts(array_of), array_of], fetched)
 
-    def all_to_all(self, note: int, dtype: torch.dtype, count: int) -> PreparedCall:
+    def all_to_all(self, note: int, dtype: torch.dtype, count: int) -> SlotCall:
         """Prepare an exchange of equal parts between two tensors."""
         slots, rank, size = self.slots, self.rank, self.size
 
@@ -210,7 +222,7 @@ class PreparedCalls:
         fetched, views = (size - 1) * count * dtype.itemsize, [self._in_parts(array_of)] * 2
         return self._call(note, dtype, count, of_length, views, fetched, size)
 
-    def reduce_scatter(self, note: int, dtype: torch.dtype, count: int, operation: str) -> PreparedCall:
+    def reduce_scatter(self, note: int, dtype: torch.dtype, count: int, operation: str) -> SlotCall:
         """Prepare a reduction of equal parts of a tensor."""
         slots, rank, size = self.slots, self.rank, self.size
         combine, arrays, view = _combining(operation, dtype)
@@ -237,13 +249,13 @@ class PreparedCalls:
     def _call(
         self, note: int, dtype: torch.dtype, count: int, of_length: Callable[[int], Bind], views: Sequence[View],
         fetched: int, parts: int = 1,
-    ) -> PreparedCall:  # fmt: skip
+    ) -> SlotCall:  # fmt: skip
         """Cut so many elements, of each of a rank's parts, into segments that fit into a slot together."""
         step = self.slots.n_bytes // dtype.itemsize // parts
         cuts = [slice(start, min(start + step, count)) for start in range(0, count, step)]
         made = {length: of_length(length) for length in {cut.stop - cut.start for cut in cuts}}
         segments = [(cut, made[cut.stop - cut.start]) for cut in cuts]
-        return PreparedCall(self.slots, self.comm, note, views, segments, fetched)
+        return SlotCall(self.slots, self.comm, note, views, segments, fetched)
 
 
 def _combining(operation: str, dtype: torch.dtype) -> tuple[Combine, bool, View]:

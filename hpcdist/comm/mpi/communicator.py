@@ -24,6 +24,7 @@ from hpcdist.comm.mpi.library import end, version
 from hpcdist.comm.mpi.messages import (
     NUMBERS,
     SENDING,
+    MpiLibraryCalls,
     MpiNeighbourhood,
     MpiRequest,
     Staging,
@@ -97,6 +98,7 @@ class MpiCommunicator(Communicator):
         self.pids = [int.from_bytes(pid, "little") for pid in self.gather(os.getpid().to_bytes(8, "little"))]
         self.memory = Transports(self, nodes, self.staging, internode)
         self._concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._library = None if process.tolerant else MpiLibraryCalls(self)
         process.calls[id(self.calls)] = self.calls
 
     # --- point to point -------------------------------------------------------------------------------------------

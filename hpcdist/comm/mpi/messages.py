@@ -5,7 +5,7 @@ On the host nothing is copied; device memory goes through pinned host memory, un
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpcdist.comm.messages import check_graph
 from hpcdist.comm.mpi.calls import EVERYONE, Calls
-from hpcdist.comm.transfer import Neighbourhood, Request
+from hpcdist.comm.transfer import LibraryCalls, Neighbourhood, Request
 
 # Transfers move bits, so any MPI type of the right width carries them; counting elements rather than bytes keeps
 # messages of up to 8 GiB of float32 within MPI's 32-bit counts.
@@ -130,6 +130,36 @@ class MpiRequest(Request):
         if self._device is not None:
             self._device.copy_(self._host)
             self._device = None
+
+
+class MpiLibraryCalls(LibraryCalls):
+    """MPI's own collective calls, of the MpiCommunicator `comm`. Bytes counted are those that a rank must send."""
+
+    def __init__(self, comm):
+        self._comm, self._others = comm, comm.size - 1
+
+    def all_gather(self, out: Tensor, own: Tensor) -> None:
+        self._call("all-gather", self._comm.mpi.Allgather, own, out, own.numel())
+        self._comm.traffic.sent(self._others * own.nbytes, self._others)
+
+    def all_to_all(self, out: Tensor, given: Tensor) -> None:
+        count = given.numel() // self._comm.size
+        self._call("all-to-all", self._comm.mpi.Alltoall, given, out, count)
+        self._comm.traffic.sent(self._others * count * given.itemsize, self._others)
+
+    def _call(self, what: str, function: Callable, send: Tensor, out: Tensor, count: int) -> None:
+        comm = self._comm
+        comm.calls.count += 1
+        if send.is_cpu and out.is_cpu:
+            self._communicate(what, function, send, out, count)
+            return
+        with comm.staging.host(send, write=False, slot="send") as given, comm.staging.host(out, read=False) as into:
+            self._communicate(what, function, given, into, count)
+
+    def _communicate(self, what: str, function: Callable, send: Tensor, out: Tensor, count: int) -> None:
+        (source, _, carrier), (target, *_) = message(send), message(out)
+        # MPI counts what goes to, or comes from, one rank.
+        self._comm.calls.communicate(what, EVERYONE, function, [source, count, carrier], [target, count, carrier])
 
 
 class MpiNeighbourhood(Neighbourhood):

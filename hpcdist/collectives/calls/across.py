@@ -1,0 +1,108 @@
+"""Collective calls across nodes, prepared by shape: by the calls of the library underneath, MPI's own.
+
+Before each of them the ranks agree on what they call, by a sum of one word: so what differs is refused before anything
+is overwritten. MPI leaves open in what order it adds, and has neither all operations nor all dtypes: so only sums take
+the fastest all-reduce. Otherwise ranks exchange what they bring, and combine it in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hpcdist.collectives.auto import Auto
+from hpcdist.collectives.base import Scratch
+from hpcdist.collectives.calls.exchange import MESSAGE_BYTES
+from hpcdist.collectives.calls.prepared import PreparedCall
+from hpcdist.collectives.calls.reduction import reduction
+from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.transfer import LibraryCalls
+
+SUMMED = {torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128}
+WHOLE_BYTES = 1 << 16  # of all ranks: up to here a rank combines their whole tensors
+
+
+class AgreedCall(PreparedCall):
+    """A call that is made once all ranks have agreed on it.
+
+    Args:
+        agree: tells whether all ranks have the note.
+        make: the call, of flat tensors.
+    """
+
+    def __init__(self, agree: Callable[[int], bool], note: int, make: Callable[..., None]):
+        self._agree, self._note, self._make = agree, note, make
+
+    def __call__(self, *tensors: Tensor) -> bool:
+        if not self._agree(self._note):
+            return False
+        self._make(*(tensor.detach().view(-1) for tensor in tensors))
+        return True
+
+
+class CallsAcross:
+    """Prepares calls of a communicator whose ranks are on several nodes; None where messages are faster.
+
+    Args:
+        agree: tells whether all ranks have a note.
+        auto: returns the all-reduce for sums.
+
+    See PreparedCalls for the args of the methods.
+    """
+
+    def __init__(
+        self, comm: Communicator, library: LibraryCalls, agree: Callable[[int], bool], auto: Callable[[], Auto]
+    ):
+        self.comm, self.size, self.library = comm, comm.size, library
+        self._agree, self._auto, self._inbox = agree, auto, Scratch()
+
+    def all_reduce(self, note: int, dtype: torch.dtype, count: int, operation: str) -> AgreedCall | None:
+        if operation in ("sum", "mean") and dtype in SUMMED:
+            return self._agreed(note, lambda own: self._summing(operation)(own))
+        if self.size * count * dtype.itemsize > WHOLE_BYTES:
+            return None
+        combine = reduction(operation, dtype)
+
+        def make(own: Tensor) -> None:
+            found = self._inbox.like(own, self.size * count)
+            self.library.all_gather(found, own)
+            combine(list(found.view(self.size, -1)), own)
+
+        return self._agreed(note, make)
+
+    def _summing(self, operation: str) -> Callable[[Tensor], None]:
+        auto = self._auto()
+        return auto if operation == "sum" else auto.mean
+
+    def broadcast(self, note: int, dtype: torch.dtype, count: int, root: int) -> AgreedCall:
+        return self._agreed(note, lambda own: self.comm.broadcast(own, root))
+
+    def all_gather(self, note: int, dtype: torch.dtype, count: int) -> AgreedCall:
+        def make(out: Tensor, own: Tensor) -> None:
+            inside = out.data_ptr() <= own.data_ptr() < out.data_ptr() + out.nbytes
+            self.library.all_gather(out, own.clone() if inside else own)
+
+        return self._agreed(note, make)
+
+    def all_to_all(self, note: int, dtype: torch.dtype, count: int) -> AgreedCall:
+        def make(out: Tensor, given: Tensor) -> None:
+            self.library.all_to_all(out, given.clone() if out.data_ptr() == given.data_ptr() else given)
+
+        return self._agreed(note, make)
+
+    def reduce_scatter(self, note: int, dtype: torch.dtype, count: int, operation: str) -> AgreedCall | None:
+        if self.size * count * dtype.itemsize > MESSAGE_BYTES:  # then messages are combined while others are under way
+            return None
+        combine = reduction(operation, dtype)
+
+        def make(out: Tensor, given: Tensor) -> None:
+            found = self._inbox.like(given, len(given))
+            self.library.all_to_all(found, given)
+            combine(list(found.view(self.size, -1)), out)
+
+        return self._agreed(note, make)
+
+    def _agreed(self, note: int, make: Callable[..., None]) -> AgreedCall:
+        return AgreedCall(self._agree, note, make)

@@ -26,7 +26,8 @@ SIZES = (*(1 << exponent for exponent in range(12, 25)), 1 << 26)
 LONG = 1 << 25  # from here on only what did well at the size before is timed, and only once
 SLOW_S = 0.1  # of the fastest one's call: nothing longer is measured, which a slow network would take minutes for
 BUDGET_S = 0.6  # seconds of timed calls in all, beside the first ones
-CALLS_S = 3e-4  # one timing covers as many calls as take about this long together
+CALLS_S, MOST_CALLS = 1e-3, 50  # one timing covers as many calls as take about this long together
+SHORT_BYTES, FIRST_CALLS = 1 << 16, 4  # so many calls of short tensors come first: an algorithm may prepare them
 ROUNDS = 6  # timings of an algorithm at a size in one pass through the sizes, at most
 
 # After each pass those are dropped from a size that took longer than so many times the best one's time: in the first
@@ -160,7 +161,8 @@ class _Race:
         self._taken_s: dict[str, list[float]] = {}
 
     def warm_up(self, limit: float) -> None:
-        times = interleaved(self._comm, self._racing, self._tensor, rounds=2)
+        calls = dict.fromkeys(self._racing, FIRST_CALLS if self._tensor.nbytes <= SHORT_BYTES else 1)
+        times = interleaved(self._comm, self._racing, self._tensor, 2, calls)
         self._once_s = {name: min(taken_s) for name, taken_s in times.items()}
         self._drop(self._once_s, limit)
 
@@ -173,7 +175,7 @@ class _Race:
         """Time the algorithms a few more times, and drop those beyond the limit."""
         if len(self._racing) > 1:
             once_s = {name: self._once_s[name] for name in self._racing}
-            calls = calls_within(CALLS_S, once_s, 20)
+            calls = calls_within(CALLS_S, once_s, MOST_CALLS)
             round_s = sum(calls[name] * once_s[name] for name in once_s) or budget_s
             rounds = between(1, budget_s / round_s, ROUNDS)
             for name, times in interleaved(self._comm, self._racing, self._tensor, rounds, calls).items():

@@ -27,7 +27,7 @@ LONG = 1 << 25  # from here on only what did well at the size before is timed, a
 SLOW_S = 0.1  # of the fastest one's call: nothing longer is measured, which a slow network would take minutes for
 BUDGET_S = 0.6  # seconds of timed calls in all, beside the first ones
 CALLS_S, MOST_CALLS = 1e-3, 50  # one timing covers as many calls as take about this long together
-SHORT_BYTES, FIRST_CALLS = 1 << 16, 4  # so many calls of short tensors come first: an algorithm may prepare them
+FIRST_CALLS = 8  # at most so many come before those that count: an algorithm may prepare them
 ROUNDS = 6  # timings of an algorithm at a size in one pass through the sizes, at most
 
 # After each pass those are dropped from a size that took longer than so many times the best one's time: in the first
@@ -161,9 +161,10 @@ class _Race:
         self._taken_s: dict[str, list[float]] = {}
 
     def warm_up(self, limit: float) -> None:
-        calls = dict.fromkeys(self._racing, FIRST_CALLS if self._tensor.nbytes <= SHORT_BYTES else 1)
-        times = interleaved(self._comm, self._racing, self._tensor, 2, calls)
-        self._once_s = {name: min(taken_s) for name, taken_s in times.items()}
+        first = interleaved(self._comm, self._racing, self._tensor, 1)
+        calls = calls_within(CALLS_S, {name: taken_s for name, (taken_s,) in first.items()}, FIRST_CALLS)
+        again = interleaved(self._comm, self._racing, self._tensor, 1, calls)
+        self._once_s = {name: min(first[name] + again[name]) for name in self._racing}
         self._drop(self._once_s, limit)
 
     @property

@@ -377,6 +377,27 @@ def test_sums_that_overflow_do_so_without_a_warning(ranks):
 
 
 @FEW
+def test_lists_on_one_rank_and_tensors_on_others(ranks):
+    def body(found):
+        size, rank = found.size, found.rank
+        for turn in range(3):
+            gathered, swapped, part = torch.zeros(size, 2), torch.zeros(size, 2), torch.zeros(2)
+            given = torch.arange(2.0 * size).view(size, 2) + 100 * rank + turn
+            as_given = list if rank == 0 else torch.clone
+            outs = [list(one) if rank == 0 else one for one in (gathered, swapped)]  # views of the same memory
+            found.all_gather(outs[0], given[rank])
+            found.all_to_all(outs[1], as_given(given))
+            found.reduce_scatter(part, as_given(given))
+            everyone = torch.arange(2.0 * size).view(size, 2) + turn
+            hundreds = 100.0 * torch.arange(size)[:, None]
+            assert torch.equal(gathered, everyone + hundreds) and torch.equal(swapped, everyone[rank] + hundreds)
+            assert torch.equal(part, size * everyone[rank] + 50 * size * (size - 1))
+        return True
+
+    assert done(ranks, body) == [True] * ranks.size
+
+
+@FEW
 def test_what_is_exchanged_has_one_dtype(ranks):
     def body(found):
         with pytest.raises(ConfigError, match="given must be of out's dtype, float32; got float64. Make both alike"):

@@ -39,6 +39,7 @@ TESTS = (
     inside.test_one_tensor_of_equal_parts,
     inside.test_shapes_and_strides,
     inside.test_works_are_done_in_their_order,
+    inside.test_lists_on_one_rank_and_tensors_on_others,
     inside.test_calls_that_are_made_again,
     inside.test_calls_on_the_same_tensors_as_before_on_one_rank_only,
     inside.test_several_tensors_of_one_dtype_travel_together,

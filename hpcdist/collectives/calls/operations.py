@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hpcdist.collectives.auto import Auto
 from hpcdist.collectives.base import chunks
-from hpcdist.collectives.calls.across import SUMMED, CallsAcross
 from hpcdist.collectives.calls.agreement import NONE, note_of, refuse, shape_numbers, tell_lengths
+from hpcdist.collectives.calls.by_library import SUMMED, CallsByLibrary
 from hpcdist.collectives.calls.exchange import SLOT_BYTES, Copies, Exchange, MessageExchange, SlotExchange, Take
 from hpcdist.collectives.calls.prepared import PreparedCall, PreparedCalls, remember
 from hpcdist.collectives.calls.reduction import OPERATIONS, Reduce, reduction
@@ -26,12 +26,14 @@ from hpcdist.collectives.calls.tensors import (
     require_fit,
     type_of,
 )
+from hpcdist.collectives.calls.tried import Trial, TriedCall
 from hpcdist.collectives.calls.work import CallQueue, Work
 from hpcdist.comm.communicator import Communicator, library_calls
 from hpcdist.comm.transfer import check_rank
 from hpcdist.errors import ConfigError
 
 WHOLE_BYTES = 1 << 22  # of all ranks: up to here a rank adds up their whole tensors, and a slice of longer ones
+COPIES, TRIED_BYTES = {"broadcast", "all_gather", "all_to_all"}, 1 << 22  # of all ranks: MPI's own may be faster
 LONG_BYTES = 1 << 20  # of longer ones again: sums take the fastest all-reduce
 
 
@@ -57,11 +59,10 @@ class Collectives:
         self.rank, self.size = comm.rank, comm.size
         slots = self.comm.memory.slots(SLOT_BYTES)
         self._exchange: Exchange = MessageExchange(self.comm) if slots is None else SlotExchange(self.comm, slots)
-        self._prepared: PreparedCalls | CallsAcross | None = None
-        if slots is not None:
-            self._prepared = PreparedCalls(slots, self.comm)
-        elif library := library_calls(self.comm):
-            self._prepared = CallsAcross(self.comm, library, self._exchange.agree, self._fastest_sum)
+        self._ways: list[PreparedCalls | CallsByLibrary] = [] if slots is None else [PreparedCalls(slots, self.comm)]
+        if library := library_calls(self.comm):
+            self._ways.append(CallsByLibrary(self.comm, library, self._exchange.agree, self._fastest_sum))
+        self._trials: dict[tuple[str, int], Trial] = {}  # of calls that several ways make, by their length
         self._ready: dict[int, PreparedCall | None] = {}  # by notes
         self._by_shape: dict[tuple[Any, ...], tuple[PreparedCall, Callable[..., None]]] = {}
         self._by_place: dict[tuple[Any, ...], tuple[Callable[[], bool], Callable[..., None]]] = {}
@@ -165,7 +166,7 @@ class Collectives:
     def _reduce_scatter(self, out: Tensor, given: Tensors, operation: str, factor: float | None) -> None:
         combine = reduction(operation, out.dtype)
         with (
-            for_each_rank(self.comm, given, "given", write=False) as (parts, whole),
+            for_each_rank(self.comm, given, "given", write=False, together=True) as (parts, whole),
             flattened(self.comm, out) as flat,
         ):
             counts = [len(part) for part in parts]
@@ -215,7 +216,7 @@ class Collectives:
 
     def _all_gather(self, out: Tensors, tensor: Tensor) -> None:
         with (
-            for_each_rank(self.comm, out, "out") as (parts, whole),
+            for_each_rank(self.comm, out, "out", together=True) as (parts, whole),
             flattened(self.comm, tensor, write=False) as own,
         ):
             counts = [len(part) for part in parts]
@@ -283,8 +284,8 @@ class Collectives:
     def _all_to_all(self, out: Tensors, given: Tensors) -> None:
         """Exchange at once where all parts of all ranks are as long; else tell each other how long they are, first."""
         with (
-            for_each_rank(self.comm, out, "out") as (outs, whole),
-            for_each_rank(self.comm, given, "given", write=False) as (own, brought),
+            for_each_rank(self.comm, out, "out", together=True) as (outs, whole),
+            for_each_rank(self.comm, given, "given", write=False, together=True) as (own, brought),
         ):
             dtype, lengths, longest = outs[0].dtype, {len(part) for part in (*own, *outs)}, len(own[0])
             if own[0].dtype != dtype:
@@ -380,10 +381,16 @@ class Collectives:
         self, call: str, note: int, dtype: torch.dtype, count: int, *details: str | int
     ) -> PreparedCall | None:
         """Return what makes a call, where there is something faster than an exchange and the ranks bring anything."""
-        if self._prepared is None or not count:
+        if not self._ways or not count:
             return None
         if note not in self._ready:
-            remember(self._ready, note, getattr(self._prepared, call)(note, dtype, count, *details))
+            tried = call in COPIES and self.size * count * dtype.itemsize >= TRIED_BYTES
+            ways = [getattr(of, call)(note, dtype, count, *details) for of in self._ways[: None if tried else 1]]
+            if len(ways) > 1:
+                length = call, (count * dtype.itemsize).bit_length()
+                trial = self._trials.setdefault(length, Trial(self._exchange, len(ways)))
+                ways = [TriedCall(ways, trial)]
+            remember(self._ready, note, ways[0])
         return self._ready[note]
 
     def _keep(
@@ -391,7 +398,8 @@ class Collectives:
         otherwise: Callable[..., None] | None = None,
     ) -> None:  # fmt: skip
         """Keep a call for others on tensors like these, unless they are lists; `otherwise`: where ranks differ."""
-        if len(tensors) == 1 + (call not in ("all_reduce", "broadcast")):
+        wanted = 1 + (call not in ("all_reduce", "broadcast"))
+        if len(tensors) == wanted and all(isinstance(one, Tensor) for one in tensors):
             kept = prepared, otherwise or partial(refuse, self.comm, call, detail)
             remember(self._by_shape, _shape_of(call, detail, tensors), kept)
 

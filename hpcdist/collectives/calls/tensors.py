@@ -51,12 +51,19 @@ def by_dtype(
 
 @contextmanager
 def for_each_rank(
-    comm: Communicator, given: Tensors | None, name: str, *, write: bool = True, here: bool = True
+    comm: Communicator,
+    given: Tensors | None,
+    name: str,
+    *,
+    write: bool = True,
+    here: bool = True,
+    together: bool = False,
 ) -> Iterator[tuple[list[Tensor], Tensor | None]]:
     """Yield a flat tensor for each rank, of a list, or equal parts of one tensor, with that one; or none at all.
 
     Args:
         here: this rank has such tensors.
+        together: of a list of equal lengths make one tensor, so that ranks with a list do what those with a tensor do.
     """
     size = comm.size
     if isinstance(given, Tensor):
@@ -75,7 +82,16 @@ def for_each_rank(
             f"{name} must be a tensor for each of {size} ranks, all of one dtype; got {len(parts)}, of {types}."
         )
     with ExitStack() as until:
-        yield [until.enter_context(flattened(comm, one, write=write)) for one in parts], None
+        flat = [until.enter_context(flattened(comm, one, write=write)) for one in parts]
+        lengths = {len(one) for one in flat}
+        if not together or len(lengths) != 1 or 0 in lengths:
+            yield flat, None
+            return
+        whole = torch.cat(flat)
+        joined = list(whole.view(size, -1))
+        yield joined, whole
+        for one, part in zip(flat, joined) if write else ():
+            one.copy_(part)
 
 
 def each(tensors: Tensors) -> Sequence[Tensor]:

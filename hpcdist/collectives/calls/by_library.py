@@ -1,8 +1,8 @@
-"""Collective calls across nodes, prepared by shape: by the calls of the library underneath, MPI's own.
+"""Collective calls by the library underneath, MPI's own, prepared by shape: across nodes, and for long copies in one.
 
-Before each of them the ranks agree on what they call, by a sum of one word: so what differs is refused before anything
-is overwritten. MPI leaves open in what order it adds, and has neither all operations nor all dtypes: so only sums take
-the fastest all-reduce. Otherwise ranks exchange what they bring, and combine it in rank order.
+Before each of them the ranks agree on what they call: across nodes by a sum of one word. So what differs is refused
+before anything is overwritten. MPI leaves open in what order it adds, and has neither all operations nor all dtypes:
+so only sums take the fastest all-reduce. Otherwise ranks exchange what they bring, and combine it in rank order.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class AgreedCall(PreparedCall):
         return True
 
 
-class CallsAcross:
-    """Prepares calls of a communicator whose ranks are on several nodes; None where messages are faster.
+class CallsByLibrary:
+    """Prepares calls; None where messages are faster.
 
     Args:
         agree: tells whether all ranks have a note.

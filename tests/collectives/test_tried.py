@@ -10,7 +10,7 @@ import torch
 from hpcdist.collectives.calls import Collectives, operations
 from hpcdist.collectives.calls.exchange import MessageExchange
 from hpcdist.collectives.calls.prepared import PreparedCall
-from hpcdist.collectives.calls.tried import TRIALS, Trial, TriedCall
+from hpcdist.collectives.calls.tried import TRIALS, FasterWay, TriedCall
 
 SIZES = pytest.mark.sizes(2, 4)
 
@@ -30,7 +30,7 @@ class Sleeping(PreparedCall):
 def test_the_way_that_is_faster_on_the_slowest_rank_is_taken(ranks):
     def body(comm):
         ways = [Sleeping(0.0, 0.05 if comm.rank == 1 else 0.0), Sleeping(0.1, 0.01)]
-        call = TriedCall(ways, Trial(MessageExchange(comm), 2))
+        call = TriedCall(ways, FasterWay(MessageExchange(comm), 2))
         assert all(call(torch.ones(1)) for _ in range(2 * TRIALS + 5))
         return [way.calls for way in ways]
 
@@ -54,7 +54,7 @@ def test_long_copies_in_a_node_are_tried_both_ways(ranks, monkeypatch):
             assert torch.equal(copied, alike + 1)
             assert all(torch.equal(gathered[r], alike + r) for r in range(size))
             assert all(torch.equal(swapped[r], alike[rank] + r) for r in range(size))
-        known = [trial.way() for trial in found._trials.values()]
+        known = [faster.way() for faster in found._faster.values()]
         found.close()
         return len(found._ways), known
 

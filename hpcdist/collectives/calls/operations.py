@@ -26,7 +26,7 @@ from hpcdist.collectives.calls.tensors import (
     require_fit,
     type_of,
 )
-from hpcdist.collectives.calls.tried import Trial, TriedCall
+from hpcdist.collectives.calls.tried import FasterWay, TriedCall
 from hpcdist.collectives.calls.work import CallQueue, Work
 from hpcdist.comm.communicator import Communicator, library_calls
 from hpcdist.comm.transfer import check_rank
@@ -62,7 +62,7 @@ class Collectives:
         self._ways: list[PreparedCalls | CallsByLibrary] = [] if slots is None else [PreparedCalls(slots, self.comm)]
         if library := library_calls(self.comm):
             self._ways.append(CallsByLibrary(self.comm, library, self._exchange.agree, self._fastest_sum))
-        self._trials: dict[tuple[str, int], Trial] = {}  # of calls that several ways make, by their length
+        self._faster: dict[tuple[str, int], FasterWay] = {}  # of calls that several ways make, by their length
         self._ready: dict[int, PreparedCall | None] = {}  # by notes
         self._by_shape: dict[tuple[Any, ...], tuple[PreparedCall, Callable[..., None]]] = {}
         self._by_place: dict[tuple[Any, ...], tuple[Callable[[], bool], Callable[..., None]]] = {}
@@ -388,8 +388,8 @@ class Collectives:
             ways = [getattr(of, call)(note, dtype, count, *details) for of in self._ways[: None if tried else 1]]
             if len(ways) > 1:
                 length = call, (count * dtype.itemsize).bit_length()
-                trial = self._trials.setdefault(length, Trial(self._exchange, len(ways)))
-                ways = [TriedCall(ways, trial)]
+                faster = self._faster.setdefault(length, FasterWay(self._exchange, len(ways)))
+                ways = [TriedCall(ways, faster)]
             remember(self._ready, note, ways[0])
         return self._ready[note]
 

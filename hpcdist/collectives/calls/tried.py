@@ -14,7 +14,7 @@ from hpcdist.collectives.calls.prepared import PreparedCall
 TRIALS = 4  # of each way, of which the first does not count
 
 
-class Trial:
+class FasterWay:
     """What is known of several ways; the same on all ranks, who make the same calls in the same order."""
 
     def __init__(self, exchange: Exchange, ways: int):
@@ -42,15 +42,15 @@ class TriedCall(PreparedCall):
 
     Args:
         ways: which all do the same.
-        trial: of all calls of about this length.
+        faster: of all calls of about this length.
     """
 
-    def __init__(self, ways: Sequence[PreparedCall], trial: Trial):
-        self._ways, self._trial = ways, trial
+    def __init__(self, ways: Sequence[PreparedCall], faster: FasterWay):
+        self._ways, self._faster = ways, faster
 
     def __call__(self, *tensors: Tensor) -> bool:
-        start, way = clock(), self._trial.way()
+        start, way = clock(), self._faster.way()
         if not self._ways[way](*tensors):
             return False
-        self._trial.note(way, clock() - start)
+        self._faster.note(way, clock() - start)
         return True

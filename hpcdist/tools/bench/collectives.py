@@ -109,7 +109,7 @@ def _of_size(comm: MpiCommunicator, own: Collectives, call: str, n_bytes: int, r
         COPY: lambda: other.copy_(whole),
     }
     sides = [Side(name, timed(comm, side), {"call": call, "bytes": n_bytes}) for name, side in tried.items()]
-    once_s = warm_up(comm, sides, 1, 20 if n_bytes <= SHORT_BYTES else 1)  # ranks leave a barrier one after the other
+    once_s = warm_up(comm, sides, 1, 20 if n_bytes <= SHORT_BYTES else 8)  # long ones are tried in two ways
     steps = calls_within(CALLS_S, once_s, MOST_CALLS)
     return runner.measure(comm, sides, rounds, steps)
 

@@ -81,9 +81,8 @@ class Collectives:
             operation: sum, mean, product, min, max, and, or, xor.
             factor: by which this rank's tensor is multiplied before.
         """
-        if wait and factor is None and self._made("all_reduce", operation, tensor):
-            return None
-        return self._begin(wait, lambda: self._all_reduce(tensor, operation, factor))
+        like = () if factor is not None else ("all_reduce", operation, tensor)
+        return self._begin(wait, lambda: self._all_reduce(tensor, operation, factor), *like)
 
     def _all_reduce(self, tensors: Tensors, operation: str, factor: float | None) -> None:
         with by_dtype(self.comm, tensors) as joined:
@@ -159,9 +158,8 @@ class Collectives:
             out: overwritten.
             given: a tensor for each rank, those for one rank alike on all; or one tensor, cut into equal parts.
         """
-        if wait and factor is None and self._made("reduce_scatter", operation, out, given):
-            return None
-        return self._begin(wait, lambda: self._reduce_scatter(out, given, operation, factor))
+        like = () if factor is not None else ("reduce_scatter", operation, out, given)
+        return self._begin(wait, lambda: self._reduce_scatter(out, given, operation, factor), *like)
 
     def _reduce_scatter(self, out: Tensor, given: Tensors, operation: str, factor: float | None) -> None:
         combine = reduction(operation, out.dtype)
@@ -186,9 +184,7 @@ class Collectives:
     # --- copies -------------------------------------------------------------------------------------------------------
     def broadcast(self, tensor: Tensors, root: int = 0, *, wait: bool = True) -> Work | None:
         """Copy root's tensor, or each of several, into everyone's."""
-        if wait and self._made("broadcast", root, tensor):
-            return None
-        return self._begin(wait, lambda: self._broadcast(tensor, root))
+        return self._begin(wait, lambda: self._broadcast(tensor, root), "broadcast", root, tensor)
 
     def _broadcast(self, tensors: Tensors, root: int) -> None:
         check_rank(root, self.size, "root")
@@ -210,9 +206,7 @@ class Collectives:
         Args:
             out: a tensor for each rank, overwritten, alike on all ranks; or one tensor, of equal parts.
         """
-        if wait and self._made("all_gather", "", out, tensor):
-            return None
-        return self._begin(wait, lambda: self._all_gather(out, tensor))
+        return self._begin(wait, lambda: self._all_gather(out, tensor), "all_gather", "", out, tensor)
 
     def _all_gather(self, out: Tensors, tensor: Tensor) -> None:
         with (
@@ -277,9 +271,7 @@ class Collectives:
             out: a tensor for each rank, overwritten, of any lengths; or one tensor, of equal parts.
             given: the same.
         """
-        if wait and self._made("all_to_all", "", out, given):
-            return None
-        return self._begin(wait, lambda: self._all_to_all(out, given))
+        return self._begin(wait, lambda: self._all_to_all(out, given), "all_to_all", "", out, given)
 
     def _all_to_all(self, out: Tensors, given: Tensors) -> None:
         """Exchange at once where all parts of all ranks are as long; else tell each other how long they are, first."""
@@ -335,21 +327,29 @@ class Collectives:
         self.comm.close()
 
     # --- what calls have in common ------------------------------------------------------------------------------------
-    def _begin(self, wait: bool, call: Callable[[], None]) -> Work | None:
+    def _begin(self, wait: bool, call: Callable[[], None], *like: Any) -> Work | None:
+        """Make a call when those begun before are over.
+
+        Args:
+            like: of calls that may be prepared, what `_made` takes.
+        """
+
+        def make() -> None:
+            if not like or not self._made(*like):
+                with self._counted:
+                    call()
+
         if wait and not self._queue.waiting:
-            with self._counted:
-                call()
+            make()
             return None
-        work = self._queue.begin(call)
-        if wait:
-            work.wait()
-            return None
-        return work
+        work = self._queue.begin(make)
+        if not wait:
+            return work
+        work.wait()
+        return None
 
     def _made(self, call: str, detail: str | int, *tensors: Any) -> bool:
-        """Make a call as one like it was made before; tell whether there was one. Not while others are under way."""
-        if self._queue.waiting:
-            return False
+        """Make a call as one like it was made before; tell whether there was one."""
         try:
             place: tuple[Any, ...] = (call, detail)
             for tensor in tensors:

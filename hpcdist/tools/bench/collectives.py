@@ -147,8 +147,8 @@ def _run(
 ) -> dict:
     """Measure another MPI library in ranks of its own."""
     programs, program = place / "bin", Path(__file__).parents[2] / "comm" / "mpi" / "plain_calls.py"
-    words = [programs / "mpiexec", "-n", ranks, programs / "python", program, ",".join(calls)]
-    words += [",".join(map(str, sizes)), rounds]
+    words = [programs / "mpiexec", "-n", ranks, programs / "python", "-m", "mpi4py", program]
+    words += [",".join(calls), ",".join(map(str, sizes)), rounds]  # mpi4py ends all ranks if one fails
     own = unlaunched(environment) | {"OMP_NUM_THREADS": "1"}
     own["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', '')}"
     for name in ("PYTHONPATH", "MPI4PY_LIBMPI"):  # of this process's MPI

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import platform
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -225,7 +226,9 @@ def cached_table(comm: Communicator, cache_dir: Path = DEFAULT_CACHE, *, refresh
         cache_dir: where the file lies; `~` is the user's home. Made where it is missing.
         refresh: measure although there is a file, and replace it.
     """
-    path = cache_file("allreduce", sorted(Counter(comm.memory.nodes).values()), comm.trace.library, folder=cache_dir)
+    hosts = len(set(comm.gather(platform.node())))  # fewer than nodes where ranks of one host are taken to be apart
+    nodes = sorted(Counter(comm.memory.nodes).values())
+    path = cache_file("allreduce", nodes, hosts, comm.trace.library, folder=cache_dir)
     names = candidates(comm)
     kept = comm.gather(_read(path, names) if comm.rank == 0 and not refresh else "")[0]
     if kept:

@@ -49,7 +49,7 @@ TESTS = (
 
 @pytest.mark.sizes(2, 4)
 @each("per_node", [1, 2])
-def test_calls_do_there_what_they_do_in_a_node(ranks, per_node, cache_dir):
+def test_calls_do_there_what_they_do_in_a_node(ranks, per_node):
     if per_node < ranks.size:
         for test in TESTS:
             test(Apart(ranks, per_node))

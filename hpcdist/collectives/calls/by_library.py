@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hpcdist.collectives.auto import Auto
 from hpcdist.collectives.base import Scratch
 from hpcdist.collectives.calls.exchange import MESSAGE_BYTES
 from hpcdist.collectives.calls.prepared import PreparedCall
@@ -47,20 +46,24 @@ class CallsByLibrary:
 
     Args:
         agree: tells whether all ranks have a note.
-        auto: returns the all-reduce for sums.
+        fastest: returns the fastest all-reduce, for a sum or a mean.
 
     See PreparedCalls for the args of the methods.
     """
 
     def __init__(
-        self, comm: Communicator, library: LibraryCalls, agree: Callable[[int], bool], auto: Callable[[], Auto]
+        self,
+        comm: Communicator,
+        library: LibraryCalls,
+        agree: Callable[[int], bool],
+        fastest: Callable[[str], Callable[[Tensor], None]],
     ):
         self.comm, self.size, self.library = comm, comm.size, library
-        self._agree, self._auto, self._inbox = agree, auto, Scratch()
+        self._agree, self._fastest, self._inbox = agree, fastest, Scratch()
 
     def all_reduce(self, note: int, dtype: torch.dtype, count: int, operation: str) -> AgreedCall | None:
         if operation in ("sum", "mean") and dtype in SUMMED:
-            return self._agreed(note, lambda own: self._summing(operation)(own))
+            return self._agreed(note, lambda own: self._fastest(operation)(own))
         if self.size * count * dtype.itemsize > WHOLE_BYTES:
             return None
         combine = reduction(operation, dtype)
@@ -71,10 +74,6 @@ class CallsByLibrary:
             combine(list(found.view(self.size, -1)), own)
 
         return self._agreed(note, make)
-
-    def _summing(self, operation: str) -> Callable[[Tensor], None]:
-        auto = self._auto()
-        return auto if operation == "sum" else auto.mean
 
     def broadcast(self, note: int, dtype: torch.dtype, count: int, root: int) -> AgreedCall:
         return self._agreed(note, lambda own: self.comm.broadcast(own, root))

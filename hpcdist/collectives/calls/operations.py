@@ -61,7 +61,7 @@ class Collectives:
         self._exchange: Exchange = MessageExchange(self.comm) if slots is None else SlotExchange(self.comm, slots)
         self._ways: list[PreparedCalls | CallsByLibrary] = [] if slots is None else [PreparedCalls(slots, self.comm)]
         if library := library_calls(self.comm):
-            self._ways.append(CallsByLibrary(self.comm, library, self._exchange.agree, self._fastest_sum))
+            self._ways.append(CallsByLibrary(self.comm, library, self._exchange.agree, self._fastest))
         self._faster: dict[tuple[str, int], FasterWay] = {}  # of calls that several ways make, by their length
         self._ready: dict[int, PreparedCall | None] = {}  # by notes
         self._by_shape: dict[tuple[Any, ...], tuple[PreparedCall, Callable[..., None]]] = {}
@@ -109,14 +109,14 @@ class Collectives:
         """Take the algorithm that is the fastest for long tensors on these ranks."""
         if not self._exchange.agree(note):
             return False
-        auto = self._fastest_sum()
-        (auto if operation == "sum" else auto.mean)(own)
+        self._fastest(operation)(own)
         return True
 
-    def _fastest_sum(self) -> Auto:
+    def _fastest(self, operation: str) -> Callable[[Tensor], None]:
+        """Collective. Return the fastest all-reduce, for a sum or a mean."""
         if self._auto is None:
             self._auto = Auto(self.comm)
-        return self._auto
+        return self._auto if operation == "sum" else self._auto.mean
 
     def _share(self, note: int, own: Tensor, combine: Reduce) -> bool:
         """Combine all of the tensors on every rank."""

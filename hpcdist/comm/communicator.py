@@ -69,7 +69,7 @@ class Communicator(abc.ABC):
     # --- point to point -------------------------------------------------------------------------------------------
     @abc.abstractmethod
     def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:
-        """Send `send` to `dest` while receiving into `recv` (overwritten, same length as sent) from `source`."""
+        """Send `send` to `dest` while receiving into `recv`, of the same length or longer, from `source`."""
 
     @abc.abstractmethod
     def isend(self, tensor: Tensor, dest: int, tag: int = 0) -> Request:

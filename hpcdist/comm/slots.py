@@ -35,12 +35,20 @@ def array_of(tensor: Tensor) -> np.ndarray:
     return array if array.ndim == 1 else array.reshape(-1)
 
 
+class Shown(NamedTuple):
+    """What ranks show each other: the bytes of their rows, shape (ranks, n), or of the row of one rank, `source`."""
+
+    rows: np.ndarray
+    source: int | None = None
+
+
 class Rows(NamedTuple):
     """A row for each rank of a node, in rank order, in tensors or in NumPy's arrays."""
 
     table: Any  # shape (ranks, count)
     rows: list[Any]
     parts: Any  # shape (ranks, ranks, count / ranks), where it is equal parts: [r, s] is rank r's part for rank s
+    shown: Shown  # all of them
 
 
 class Places:
@@ -53,11 +61,12 @@ class Places:
 
     Args:
         tables: the memory of even and of odd calls, shape (ranks, elements) each: tensors, or arrays.
+        memory: the same, as arrays of bytes.
         count: elements of a row.
     """
 
-    def __init__(self, tables: Sequence[Any], count: int):
-        self._tables, self._count = tables, count
+    def __init__(self, tables: Sequence[Any], memory: Sequence[np.ndarray], count: int):
+        self._tables, self._memory, self._count = tables, memory, count
         (ranks, room), width = tables[0].shape, tables[0].itemsize
         row = max(1, -(-count * width // LINE)) * LINE  # bytes
         self._stride = row // width
@@ -73,12 +82,14 @@ class Places:
             table, parts = self._tables[call & 1][:, start : start + self._count], None
             if self._count % ranks == 0:
                 parts = table.reshape(ranks, ranks, self._count // ranks)
-            found = self._rows[call] = Rows(table, list(table), parts)
+            width = table.itemsize
+            shown = Shown(self._memory[call & 1][:, start * width : (start + self._count) * width])
+            found = self._rows[call] = Rows(table, list(table), parts, shown)
         return found
 
 
 class Slots(abc.ABC):
-    """Memory of the ranks of one node, in which each shows the others what it brings to a collective call.
+    """Memory in which each rank shows the others what it brings to a collective call.
 
     A call goes like this: fill the own row of the next place, `meet`, and read the others' rows of that place, until
     the next call: what a rank has shown stays as it is until it has met the others once more.
@@ -88,16 +99,19 @@ class Slots(abc.ABC):
 
     Attributes:
         n_bytes: of the longest row.
+        tables: as given.
         calls: how often the ranks have met, which is the number of the next call.
         period: a call has the place that one has had so many calls before.
+        counted: whether a rank that reads others' rows counts them as fetched; else rows are counted as they are sent.
     """
 
     period = 2 * MOST_PLACES
+    counted = True
 
     def __init__(self, rank: int, tables: tuple[Tensor, Tensor]):
         self.rank, self.calls = rank, 0
         self.size, self.n_bytes = tables[0].shape
-        self._tables = tables
+        self.tables, self._memory = tables, [table.numpy() for table in tables]
         self._places: dict[tuple[torch.dtype, int, bool], Places] = {}
 
     def places(self, dtype: torch.dtype, count: int, arrays: bool = False) -> Places:
@@ -109,21 +123,23 @@ class Slots(abc.ABC):
         if places is None:
             if len(self._places) >= KNOWN_PLACES:
                 self._places.clear()
-            tables: list[Any] = [table.view(dtype) for table in self._tables]
+            tables: list[Any] = [table.view(dtype) for table in self.tables]
             if arrays:
                 tables = [numeric(table).numpy() for table in tables]
-            places = self._places[dtype, count, arrays] = Places(tables, count)
+            places = self._places[dtype, count, arrays] = Places(tables, self._memory, count)
         return places
 
     @abc.abstractmethod
-    def meet(self, note: int) -> bool:
+    def meet(self, note: int, shown: Shown | None = None) -> bool:
         """Collective. Show the own row of this call, and wait until all ranks have shown theirs.
 
         Returns:
             The same on all ranks: whether their notes are equal.
 
         Args:
-            note: what must be the same on all ranks, as a signed integer of 64 bits.
+            note: what must be the same on all ranks: an integer of more than -2^63, and less than 2^63.
+            shown: the rows of this call that others want to see; None where nobody has brought anything. Ranks with
+                equal notes give alike.
         """
 
     def close(self) -> None:

@@ -80,6 +80,24 @@ time.sleep(600)
     assert re.search(r"Missing:\n  rank 2: not in a call of hpcdist; at .*time.sleep\(600\)", shown)
 
 
+ACROSS_NODES = """
+from hpcdist.collectives.calls import Collectives
+calls = Collectives(comm.apart(nodes=(0, 0, 1, 1)))
+calls.barrier()
+if comm.rank == 3:
+    {does}
+calls.barrier()
+"""
+
+
+def test_a_rank_that_one_of_its_node_waits_for_is_named_on_the_others(tmp_path):
+    shown = ends(tmp_path, ACROSS_NODES.format(does="time.sleep(600)"), 4)
+    assert re.search(r"  rank 3: not in a call of hpcdist; at .*time.sleep\(600\)", shown)
+    shown = ends(tmp_path, ACROSS_NODES.format(does="sys.exit(0)"), 4, START)
+    assert re.search(r"rank 2 waited [\d.]+ s for every rank in collective call on .* It would wait for ever.", shown)
+    assert re.search(r"Missing:\n  rank 3: in exit on world .*, at the end of its script", shown)
+
+
 def test_waits_that_never_end_name_whom_and_the_line(tmp_path):
     call = "window.wait(lambda e: e[0] > 0, what='the answer of rank 1')"
     text = f"""

@@ -46,12 +46,15 @@ def test_ranks_see_what_all_have_shown_in_this_call(ranks, ordered, spins, count
 
 def test_rows_of_calls_one_after_the_other_never_share_a_place():
     tables = [torch.zeros(2, 1 << 13, dtype=torch.int32) for _ in range(2)]
-    lengths = [Places(tables, count) for count in (1, 3000, 8192, 2048)]
+    memory = [table.view(torch.uint8).numpy() for table in tables]
+    lengths = [Places(tables, memory, count) for count in (1, 3000, 8192, 2048)]
     for call in range(2 * Slots.period):
         for places in lengths:
             rows, table = places[call].table, tables[call % 2]
             assert rows.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
             assert rows.data_ptr() == places[call + Slots.period].table.data_ptr()
+            assert rows.data_ptr() == places[call].shown.rows.ctypes.data
+            assert places[call].shown.rows.shape == (2, rows[0].nbytes)
     assert [len({places[call].table.data_ptr() for call in range(64)}) for places in lengths] == [2, 4, 2, 8]
 
 

@@ -20,7 +20,6 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.transfer import LibraryCalls
 
 SUMMED = {torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128}
-WHOLE_BYTES = 1 << 16  # of all ranks: up to here a rank combines their whole tensors
 
 
 class AgreedCall(PreparedCall):
@@ -64,16 +63,7 @@ class CallsByLibrary:
     def all_reduce(self, note: int, dtype: torch.dtype, count: int, operation: str) -> AgreedCall | None:
         if operation in ("sum", "mean") and dtype in SUMMED:
             return self._agreed(note, lambda own: self._fastest(operation)(own))
-        if self.size * count * dtype.itemsize > WHOLE_BYTES:
-            return None
-        combine = reduction(operation, dtype)
-
-        def make(own: Tensor) -> None:
-            found = self._inbox.like(own, self.size * count)
-            self.library.all_gather(found, own)
-            combine(list(found.view(self.size, -1)), own)
-
-        return self._agreed(note, make)
+        return None
 
     def broadcast(self, note: int, dtype: torch.dtype, count: int, root: int) -> AgreedCall:
         return self._agreed(note, lambda own: self.comm.broadcast(own, root))

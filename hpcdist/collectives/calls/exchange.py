@@ -114,7 +114,7 @@ class SlotExchange(Exchange):
     def show_all(self, own: Tensor) -> list[Tensor]:
         shown = self.slots.places(own.dtype, len(own))[self.slots.calls]
         shown.rows[self.rank].copy_(own)
-        return list(shown.table.clone()) if self.slots.meet(0) else []
+        return list(shown.table.clone()) if self.slots.meet(0, shown.shown) else []
 
     def share(
         self,
@@ -133,7 +133,7 @@ class SlotExchange(Exchange):
             if brings:
                 piece = own[start : start + length]
                 shown.rows[self.rank][: len(piece)].copy_(piece)
-            if not slots.meet(note):
+            if not slots.meet(note, shown.shown):
                 return False
             if takes and length:
                 rows = shown.rows
@@ -162,7 +162,7 @@ class SlotExchange(Exchange):
                     piece = own[rank][start : start + length]
                     if rank != self.rank or not in_place:
                         into[: len(piece)].copy_(piece)
-            if not slots.meet(note):
+            if not slots.meet(note, shown.shown):
                 return False
             if length:
                 mine = list(shown.parts[:, self.rank])
@@ -176,15 +176,22 @@ class SlotExchange(Exchange):
 
 
 class MessageExchange(Exchange):
-    """Exchange by messages from each rank to each other one: across nodes, and of virtual ranks."""
+    """Exchange by messages from each rank to each other one: across nodes, and of virtual ranks.
 
-    def __init__(self, comm: Communicator):
+    Args:
+        slots: in which ranks agree; None where there are none.
+    """
+
+    def __init__(self, comm: Communicator, slots: Slots | None = None):
         super().__init__(comm)
+        self._slots = slots
         self._inbox = Scratch()
         self._total = torch.zeros(1, dtype=torch.int64)
         self._word = self._total.numpy()
 
     def agree(self, note: int) -> bool:
+        if self._slots is not None:
+            return self._slots.meet(note)
         self._word[0] = own = note & ((1 << NOTE_BITS) - 1)
         self.comm.allreduce(self._total)
         return int(self._word[0]) == own * self.size
@@ -261,3 +268,7 @@ class MessageExchange(Exchange):
             incoming[self.rank].copy_(outgoing[self.rank])
         for request in requests:
             request.wait()
+
+    def close(self) -> None:
+        if self._slots is not None:
+            self._slots.close()

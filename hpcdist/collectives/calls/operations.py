@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hpcdist.collectives.auto import Auto
 from hpcdist.collectives.base import chunks
+from hpcdist.collectives.calls.across_nodes import PACKET_BYTES, slots_across_nodes
 from hpcdist.collectives.calls.agreement import NONE, note_of, refuse, shape_numbers, tell_lengths
 from hpcdist.collectives.calls.by_library import SUMMED, CallsByLibrary
 from hpcdist.collectives.calls.exchange import SLOT_BYTES, Copies, Exchange, MessageExchange, SlotExchange, Take
@@ -57,11 +58,13 @@ class Collectives:
     def __init__(self, comm: Communicator):
         self.comm = comm.split(0, traffic=comm.trace.traffic)
         self.rank, self.size = comm.rank, comm.size
-        slots = self.comm.memory.slots(SLOT_BYTES)
-        self._exchange: Exchange = MessageExchange(self.comm) if slots is None else SlotExchange(self.comm, slots)
-        self._ways: list[PreparedCalls | CallsByLibrary] = [] if slots is None else [PreparedCalls(slots, self.comm)]
+        inside = self.comm.memory.slots(SLOT_BYTES)
+        slots = inside or slots_across_nodes(self.comm)
+        self._exchange: Exchange = SlotExchange(self.comm, inside) if inside else MessageExchange(self.comm, slots)
+        self._ways: list[PreparedCalls | CallsByLibrary] = [PreparedCalls(slots, self.comm)] if slots else []
         if library := library_calls(self.comm):
             self._ways.append(CallsByLibrary(self.comm, library, self._exchange.agree, self._fastest))
+        self._one_node = len(set(self.comm.memory.nodes)) == 1
         self._faster: dict[tuple[str, int], FasterWay] = {}  # of calls that several ways make, by their length
         self._ready: dict[int, PreparedCall | None] = {}  # by notes
         self._by_shape: dict[tuple[Any, ...], tuple[PreparedCall, Callable[..., None]]] = {}
@@ -384,14 +387,27 @@ class Collectives:
         if not self._ways or not count:
             return None
         if note not in self._ready:
-            tried = call in COPIES and self.size * count * dtype.itemsize >= TRIED_BYTES
-            ways = [getattr(of, call)(note, dtype, count, *details) for of in self._ways[: None if tried else 1]]
+            n_bytes = count * dtype.itemsize
+            ways = [getattr(of, call)(note, dtype, count, *details) for of in self._choose(call, n_bytes)]
             if len(ways) > 1:
-                length = call, (count * dtype.itemsize).bit_length()
+                length = call, n_bytes.bit_length()
                 faster = self._faster.setdefault(length, FasterWay(self._exchange, len(ways)))
                 ways = [TriedCall(ways, faster)]
             remember(self._ready, note, ways[0])
         return self._ready[note]
+
+    def _choose(self, call: str, n_bytes: int) -> Sequence[PreparedCalls | CallsByLibrary]:
+        """Return the ways that may be the fastest for tensors, or parts, of a length."""
+        if self._one_node:
+            return self._ways if call in COPIES and self.size * n_bytes >= TRIED_BYTES else self._ways[:1]
+        if call in ("all_to_all", "reduce_scatter"):
+            short = (self.size - 1) * self.size * n_bytes <= PACKET_BYTES // 4  # all nodes get what is for one rank
+        else:
+            short = (1 if call == "broadcast" else self.size - 1) * n_bytes <= PACKET_BYTES
+        if short:
+            return self._ways[:1]
+        share_nodes = len(set(self.comm.memory.nodes)) < self.size
+        return self._ways if call == "broadcast" and share_nodes else self._ways[-1:]
 
     def _keep(
         self, call: str, detail: str | int, prepared: PreparedCall, tensors: Sequence[Any],

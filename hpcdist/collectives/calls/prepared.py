@@ -1,4 +1,4 @@
-"""Collective calls inside a node, prepared by shape: what is found out at a call serves all later ones like it.
+"""Collective calls by slots, prepared by shape: what is found out at a call serves all later ones like it.
 
 A training loop makes the same calls at every step. torch takes one to three microseconds to view, copy or add a
 tensor, however short, and NumPy a third. So a prepared call works on NumPy's arrays of the tensors and of the slots;
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpcdist.collectives.calls.reduction import array_reduction, reduction
 from hpcdist.comm.communicator import Communicator
-from hpcdist.comm.slots import Slots, array_of
+from hpcdist.comm.slots import Shown, Slots, array_of
 
 SLICED_BYTES = 1 << 15  # of longer tensors, each of three ranks or more adds up a slice, and they share the slices
 KNOWN = 512  # values that `remember` keeps
@@ -28,7 +28,8 @@ V = TypeVar("V")
 
 Data = Any  # an array, or a tensor: what is done with them is written alike
 Step = Callable[[], object]
-Bind = Callable[..., Sequence[Step]]  # gets the call's number and its tensors' data; the ranks meet between its steps
+Met = tuple[Shown, Step]  # what ranks have shown when they meet, and what each does then
+Bind = Callable[..., tuple[Step, Sequence[Met]]]  # gets the call's number and its tensors' data; returns its steps
 View = Callable[[Tensor], Data]
 Combine = Callable[[Sequence[Data], Data], Step]  # makes the step that combines the ranks' data
 
@@ -75,18 +76,18 @@ class SlotCall(PreparedCall):
         self._seen: dict[tuple[int, ...], bool] = {}  # addresses
 
     def __call__(self, *tensors: Tensor) -> bool:
-        start, slots = clock(), self._slots
+        start, before_s, slots = clock(), self._traffic.communicating_s, self._slots
         data = [view(tensor) for view, tensor in zip(self._views, tensors)]
         for cut, bind in self._segments:
             pieces = data if len(self._segments) == 1 else [one[..., cut] for one in data]
-            first, *others = bind(slots.calls, *pieces)
+            first, others = bind(slots.calls, *pieces)
             first()
-            for step in others:
-                if not slots.meet(self._note):
+            for shown, step in others:
+                if not slots.meet(self._note, shown):
                     return False
                 step()
         self._traffic.bytes_fetched += self._fetched
-        self._traffic.communicating_s += clock() - start
+        self._traffic.communicating_s = before_s + clock() - start
         return True
 
     def bound(self, *tensors: Tensor) -> Callable[[], bool] | None:
@@ -99,20 +100,20 @@ class SlotCall(PreparedCall):
         slots, note, meet, traffic, fetched = self._slots, self._note, self._slots.meet, self._traffic, self._fetched
         data = [view(_memory_of(tensor)) for view, tensor in zip(self._views, tensors)]
         ((_, bind),) = self._segments
-        kept: list[Sequence[Step]] = [()] * slots.period
+        kept: list[tuple[Step, Sequence[Met]] | None] = [None] * slots.period
 
         def call() -> bool:
-            start, at = clock(), slots.calls % slots.period
+            start, before_s, at = clock(), traffic.communicating_s, slots.calls % slots.period
             steps = kept[at]
-            if not steps:
+            if steps is None:
                 steps = kept[at] = bind(slots.calls, *data)
             steps[0]()
-            for step in steps[1:]:
-                if not meet(note):
+            for shown, step in steps[1]:
+                if not meet(note, shown):
                     return False
                 step()
             traffic.bytes_fetched += fetched
-            traffic.communicating_s += clock() - start
+            traffic.communicating_s = before_s + clock() - start
             return True
 
         return call
@@ -148,11 +149,11 @@ class PreparedCalls:
         """Combine all ranks' tensors, on every rank; of two ranks the own tensor is read where it lies."""
         places, rank = self.slots.places(dtype, length, arrays), self.rank
 
-        def bind(number: int, own: Data) -> Sequence[Step]:
+        def bind(number: int, own: Data) -> tuple[Step, Sequence[Met]]:
             addends = rows = places[number].rows
             if len(rows) == 2:
                 addends = [rows[0], own] if rank else [own, rows[1]]
-            return _copy(own, rows[rank]), combine(addends, own)
+            return _copy(own, rows[rank]), [(places[number].shown, combine(addends, own))]
 
         return bind
 
@@ -162,12 +163,13 @@ class PreparedCalls:
         places, totals = self.slots.places(dtype, length, arrays), self.slots.places(dtype, count, arrays)
         mine, end = slice(rank * count, (rank + 1) * count), size * count
 
-        def bind(number: int, own: Data) -> Sequence[Step]:
+        def bind(number: int, own: Data) -> tuple[Step, Sequence[Met]]:
             rows, total = places[number].rows, totals[number + 1]
             combined = combine([row[mine] for row in rows], total.rows[rank])
             if end < length:
                 combined = _both(combined, combine([row[end:] for row in rows], own[end:]))
-            return _copy(own, rows[rank]), combined, _copy(total.table, own[:end].reshape(size, count))
+            found = _copy(total.table, own[:end].reshape(size, count))
+            return _copy(own, rows[rank]), [(places[number].shown, combined), (total.shown, found)]
 
         return bind
 
@@ -177,9 +179,9 @@ class PreparedCalls:
         def of_length(length: int) -> Bind:
             places = slots.places(dtype, length, arrays=True)
 
-            def bind(number: int, own: Data) -> Sequence[Step]:
-                row = places[number].rows[root]
-                return (_copy(own, row), _nothing) if leads else (_nothing, _copy(row, own))
+            def bind(number: int, own: Data) -> tuple[Step, Sequence[Met]]:
+                row, shown = places[number].rows[root], places[number].shown._replace(source=root)
+                return (_copy(own, row), [(shown, _nothing)]) if leads else (_nothing, [(shown, _copy(row, own))])
 
             return bind
 
@@ -193,9 +195,9 @@ class PreparedCalls:
         def of_length(length: int) -> Bind:
             places = slots.places(dtype, length, arrays=True)
 
-            def bind(number: int, out: Data, own: Data) -> Sequence[Step]:
-                shown = places[number]
-                return _copy(own, shown.rows[rank]), _copy(shown.table, out)
+            def bind(number: int, out: Data, own: Data) -> tuple[Step, Sequence[Met]]:
+                place = places[number]
+                return _copy(own, place.rows[rank]), [(place.shown, _copy(place.table, out))]
 
             return bind
 
@@ -209,13 +211,13 @@ class PreparedCalls:
         def of_length(length: int) -> Bind:
             places = slots.places(dtype, size * length, arrays=True)
 
-            def bind(number: int, out: Data, given: Data) -> Sequence[Step]:
-                parts = places[number].parts
+            def bind(number: int, out: Data, given: Data) -> tuple[Step, Sequence[Met]]:
+                parts, shown = places[number].parts, places[number].shown
                 if size > 2:
-                    return _copy(given, parts[rank]), _copy(parts[:, rank], out)
+                    return _copy(given, parts[rank]), [(shown, _copy(parts[:, rank], out))]
                 other = 1 - rank
                 found = _both(_copy(parts[other, rank], out[other]), _copy(given[rank], out[rank]))
-                return _copy(given[other], parts[rank, other]), found
+                return _copy(given[other], parts[rank, other]), [(shown, found)]
 
             return bind
 
@@ -230,13 +232,13 @@ class PreparedCalls:
         def of_length(length: int) -> Bind:
             places = slots.places(dtype, size * length, arrays)
 
-            def bind(number: int, out: Data, given: Data) -> Sequence[Step]:
-                parts = places[number].parts
+            def bind(number: int, out: Data, given: Data) -> tuple[Step, Sequence[Met]]:
+                parts, shown = places[number].parts, places[number].shown
                 addends = list(parts[:, rank])
                 if size > 2:
-                    return _copy(given, parts[rank]), combine(addends, out)
+                    return _copy(given, parts[rank]), [(shown, combine(addends, out))]
                 addends[rank] = given[rank]  # of two ranks the own part is read where it lies
-                return _copy(given[1 - rank], parts[rank, 1 - rank]), combine(addends, out)
+                return _copy(given[1 - rank], parts[rank, 1 - rank]), [(shown, combine(addends, out))]
 
             return bind
 
@@ -255,7 +257,7 @@ class PreparedCalls:
         cuts = [slice(start, min(start + step, count)) for start in range(0, count, step)]
         made = {length: of_length(length) for length in {cut.stop - cut.start for cut in cuts}}
         segments = [(cut, made[cut.stop - cut.start]) for cut in cuts]
-        return SlotCall(self.slots, self.comm, note, views, segments, fetched)
+        return SlotCall(self.slots, self.comm, note, views, segments, fetched if self.slots.counted else 0)
 
 
 def _combining(operation: str, dtype: torch.dtype) -> tuple[Combine, bool, View]:

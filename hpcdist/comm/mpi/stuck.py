@@ -96,6 +96,19 @@ def stuck(states: Mapping[int, RankState], *, tolerant: bool = False) -> dict[in
         never = ended | found.keys()
 
 
+def nearest(found: Mapping[int, Collection[int]]) -> int:
+    """Return, of ranks that wait for ever, the first that waits for one that waits for nobody; else the first."""
+    return min(found, key=lambda rank: (set(found[rank]) <= found.keys(), rank))
+
+
+def behind(ranks: Collection[int], states: Mapping[int, RankState]) -> set[int]:
+    """Return these ranks, those that they wait for, and so on."""
+    known = set(ranks)
+    while more := {r for rank in known if rank in states for r in _missing(rank, states, states.keys())} - known:
+        known |= more
+    return known
+
+
 def _missing(rank: int, states: Mapping[int, RankState], never: Collection[int]) -> list[int]:
     """Return those of the ranks that never come which one of a rank's calls waits for."""
     missing: set[int] = set()

@@ -23,7 +23,7 @@ from hpcdist import log
 from hpcdist.comm.lines import line_of
 from hpcdist.comm.mpi.calls import EXIT, Call, Calls, Place
 from hpcdist.comm.mpi.library import end
-from hpcdist.comm.mpi.stuck import RankState, stuck
+from hpcdist.comm.mpi.stuck import RankState, behind, nearest, stuck
 
 POLL_S, BLOCKED_S = 0.25, 0.05  # pause between two looks, and while this rank is blocked
 PATIENCE_S = 0.2  # a rank that is blocked for so long says so
@@ -210,7 +210,7 @@ class Watchdog:
             now_s = time.perf_counter()
             self._unclear, self._ask_from_s = True, now_s + RARELY * (now_s - start)
             return
-        rank = min(found)
+        rank = nearest(found)
         wait = next(iter(states[rank].waits))
         report = [
             f"rank {rank} waited {wait.waited_s:.1f} s {wait.text}, at {states[rank].line}. It would wait for ever. "
@@ -234,6 +234,8 @@ class Watchdog:
             missing = {r for r in calls.world_ranks if r in answers and not answers[r].text.startswith(place)}
             if any(r < self.rank for r in calls.world_ranks if r not in missing):
                 time.sleep(POLL_S + ANSWER_S)  # the lowest waiting rank speaks for all; speak if it doesn't
+        states = {rank: place.state for rank, place in answers.items() if place.state}
+        missing = behind(missing, states) - {self.rank} or missing
         waited_s = time.perf_counter() - call.since
         report = [
             f"rank {self.rank} waited {waited_s:.1f} s for {calls.peer_name(call.peer)} {calls.place(call)}, "

@@ -41,6 +41,7 @@ ENVIRONMENT = {
     "comm/mpi/start.py": "MPI's connection to srun's PMI-2",
     "comm/external/horovod.py": "the only way to give Horovod settings",
     "comm/external/torch_distributed.py": "what torchrun sets, which libraries read, and settings of Gloo",
+    "torch_backend/__init__.py": "where torchrun lets ranks meet, and whether a launcher of MPI's has started them",
     "session/world.py": "the launcher's number of ranks, to hold against MPI's",
 }
 

@@ -8,35 +8,55 @@ from contextlib import AbstractContextManager, nullcontext
 
 from hpcdist.comm.background import Background
 from hpcdist.comm.communicator import Communicator, concurrent
+from hpcdist.errors import DeadlineError
 
 
 class Work:
-    """A call under way, or one that is over. Its tensors may be touched again once it is complete."""
+    """A call under way, or one that is over. Its tensors may be touched again once it is complete.
+
+    Attributes:
+        error: what the call raised.
+    """
 
     def __init__(self, call: Callable[[], None], awaited: Callable[[], AbstractContextManager[None]] = nullcontext):
         self._call, self._awaited, self._over = call, awaited, threading.Event()
-        self._error: BaseException | None = None
+        self._lock, self._followers = threading.Lock(), list[Callable[[], object]]()
+        self.error: BaseException | None = None
 
     def run(self) -> None:
         """Make the call; keep what it raises for whoever waits."""
         try:
             self._call()
         except BaseException as error:
-            self._error = error
+            self.error = error
         finally:
             self._call = _nothing  # lets go of the tensors
-            self._over.set()
+            with self._lock:
+                self._over.set()
+            for follower in self._followers:
+                follower()
+
+    def when_over(self, follower: Callable[[], object]) -> None:
+        """Call a function once the call is over, on the thread that makes it; at once where it is over."""
+        with self._lock:
+            over = self._over.is_set()
+            if not over:
+                self._followers.append(follower)
+        if over:
+            follower()
 
     def done(self) -> bool:
         """Tell whether the call is over. Never blocks."""
         return self._over.is_set()
 
-    def wait(self) -> None:
-        """Block until the call is over; raise what it raised."""
+    def wait(self, limit_s: float | None = None) -> None:
+        """Block until the call is over; raise what it raised, or DeadlineError after so many seconds."""
         with self._awaited():
-            self._over.wait()
-        if self._error is not None:
-            raise self._error
+            over = self._over.wait(limit_s)
+        if not over:
+            raise DeadlineError(f"a collective call was not over after {limit_s:g} s. Give it more time.")
+        if self.error is not None:
+            raise self.error
 
 
 class CallQueue:

@@ -7,6 +7,7 @@ for (`comm/mpi/calls.py`), which the watchdog (`comm/mpi/watchdog.py`) reads whe
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import cast
@@ -36,6 +37,7 @@ from hpcdist.comm.mpi.process import Process
 from hpcdist.comm.mpi.transports import Transports
 from hpcdist.comm.transfer import (
     ANY,
+    TAG_LIMIT,
     Envelope,
     Neighbourhood,
     Request,
@@ -240,9 +242,26 @@ class MpiCommunicator(Communicator):
         if color is None:
             return None
         members = sorted((choice[1], r) for r, choice in enumerate(wanted) if choice and choice[0] == color)
-        nodes = [self.memory.nodes[r] for _, r in members]
+        return self._made(mpi, self._nodes_of([r for _, r in members]), self.memory.wanted, str(color), traffic)
+
+    def _nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the node of each of these ranks, by numbers from 0 on in their order."""
+        nodes = [self.memory.nodes[rank] for rank in ranks]
         index = {node: i for i, node in enumerate(dict.fromkeys(nodes))}
-        return self._made(mpi, tuple(index[node] for node in nodes), self.memory.wanted, str(color), traffic)
+        return tuple(index[node] for node in nodes)
+
+    def among(self, ranks: Sequence[int], name: str) -> MpiCommunicator:
+        """Collective among these ranks alone. Make a communicator of them, in this order.
+
+        Args:
+            name: how messages call it; all that these ranks make have another one.
+        """
+        everyone = self.mpi.Get_group()
+        group = everyone.Incl(list(ranks))
+        mpi = self.mpi.Create_group(group, zlib.crc32(name.encode()) % TAG_LIMIT)
+        group.Free()
+        everyone.Free()
+        return self._made(mpi, self._nodes_of(ranks), self.memory.wanted, name)
 
     def apart(self, internode: str = "auto", nodes: tuple[int, ...] | None = None) -> MpiCommunicator:
         """Collective. Copy this communicator as if its ranks were on other nodes: for tests and measurements.

@@ -1,0 +1,59 @@
+"""MPI as a backend of torch.distributed: `torch.distributed.init_process_group("hpcdist")` under mpirun or srun.
+
+Importing this module registers the backend; torch does so by itself where hpcdist is installed. Nothing here starts
+MPI, or imports what the groups need: that happens when the first group is made.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+from urllib.parse import parse_qsl, urlparse
+
+import torch.distributed as dist
+
+NAME = "hpcdist"
+PLACE = ("MASTER_ADDR", "MASTER_PORT")  # variables that say where ranks meet
+
+
+def register() -> None:
+    """Register the backend, and let ranks that a launcher of MPI's has started meet without those variables."""
+    if not dist.is_available() or hasattr(dist.Backend, NAME.upper()):
+        return
+    dist.Backend.register_backend(NAME, _group, extended_api=True, devices=["cpu", "cuda"])
+    # torch has no other place where a backend may say who its ranks are. Where it is not there, a script says it.
+    handlers = getattr(import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
+    if "env" in handlers:
+        handlers["env"] = _met_by_mpi(handlers["env"])
+
+
+def _group(options: Any, more: Any = None) -> Any:
+    """Collective among the ranks of a group. Make it; torch's function for backends that others provide."""
+    from hpcdist.torch_backend.group import MpiGroup
+
+    return MpiGroup.made(options)
+
+
+def _met_by_mpi(otherwise: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Return a rendezvous that MPI tells its ranks, where their environment does not."""
+
+    def meet_by_mpi(url: str, timeout: timedelta | None = None, **more: Any) -> Iterator[Any]:
+        from hpcdist.comm.launch import declared_size
+
+        if all(name in os.environ for name in PLACE) or declared_size(os.environ) is None:
+            yield from otherwise(url, **({} if timeout is None else {"timeout": timeout}), **more)
+            return
+        from hpcdist.comm.external.torch_distributed import meet
+        from hpcdist.session.world import init
+
+        comm = init(torch_distributed=False)
+        given = dict(parse_qsl(urlparse(url).query))
+        yield meet(comm).store, int(given.get("rank", comm.rank)), int(given.get("world_size", comm.size))
+
+    return meet_by_mpi
+
+
+register()

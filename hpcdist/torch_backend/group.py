@@ -1,0 +1,405 @@
+"""A process group of torch.distributed whose collective calls are hpcdist's, and whose messages are MPI's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp, distributed_c10d
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+from hpcdist.collectives.calls import Collectives
+from hpcdist.comm.communicator import Communicator, mpi_of
+from hpcdist.comm.transfer import TAG_LIMIT
+from hpcdist.comm.waiting import wait_until
+from hpcdist.errors import ConfigError, DeadlineError, WorldError
+from hpcdist.session.world import init
+from hpcdist.torch_backend.work import NO_LIMIT, Begun, FromAnyone, Over, Sent, Several
+
+OPERATIONS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "mean",
+    ReduceOp.PRODUCT: "product",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.BAND: "and",
+    ReduceOp.BOR: "or",
+    ReduceOp.BXOR: "xor",
+    ReduceOp.PREMUL_SUM: "sum",
+}
+# What torch's options are where a script that calls a group's method gives none.
+_ALL_TO_ALL = AllToAllOptions()
+_ALLGATHER = AllgatherOptions()
+_ALLREDUCE = AllreduceOptions()
+_BARRIER = BarrierOptions()
+_BROADCAST = BroadcastOptions()
+_GATHER = GatherOptions()
+_REDUCE = ReduceOptions()
+_REDUCE_SCATTER = ReduceScatterOptions()
+_SCATTER = ScatterOptions()
+BARRIER_TAG = TAG_LIMIT - 2  # of the monitored barrier's messages
+
+
+def by_device(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a group of `cpu:hpcdist,cuda:nccl` hand a call on tensors of a GPU over to NCCL."""
+
+    @functools.wraps(method)
+    def call(group: MpiGroup, tensors: Any, *more: Any, **options: Any) -> Any:
+        first = tensors
+        while isinstance(first, (list, tuple)):
+            first = first[0] if first else None
+        if first is not None and first.is_cuda and (elsewhere := group.on_gpus()) is not None:
+            return getattr(elsewhere, method.__name__)(tensors, *more, **options)
+        return method(group, tensors, *more, **options)
+
+    _leave_uncompiled(call)
+    return call
+
+
+def _leave_uncompiled(function: Callable[..., Any]) -> None:
+    """Let torch.compile call a function, and look neither inside nor at what it calls.
+
+    As torch.compiler.disable does, which takes seconds to import.
+    """
+    frames = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):  # from torch 2.7 on
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+class MpiGroup(dist.ProcessGroup):
+    """Collective. A process group of these ranks.
+
+    Its methods are those that torch.distributed calls, with torch's names and arguments. A call is made at once where
+    the script waits for it; otherwise a thread of the group's makes it, in the order in which calls were begun.
+
+    Args:
+        comm: the ranks, in the group's order; the group closes it.
+        store: by which the ranks meet where others' libraries are used.
+    """
+
+    def __init__(self, comm: Communicator, store: Any = None):
+        cast(Any, super()).__init__(comm.rank, comm.size)  # torch's types want a store
+        self.comm, self._calls, self._store = comm, Collectives(comm), store
+        self._elsewhere: Any = None
+        self._together: list[dist.Work] | None = None  # works begun since `_start_coalescing`
+        self._sequence = 0
+        self._group_name = self._group_desc = ""
+
+    @classmethod
+    def made(cls, options: Any) -> MpiGroup:
+        """Collective among the ranks of a group. Make it as torch.distributed asks for it.
+
+        Raises:
+            WorldError: MPI knows other ranks than torch.distributed.
+        """
+        world, ranks = init(torch_distributed=False), list(options.global_ranks_in_group)
+        rank, size = options.group_rank, options.group_size
+        if not ranks:  # the default group
+            require_same_world(world, rank, size)
+            everyone = world.gather(rank)
+            ranks = sorted(range(size), key=everyone.__getitem__)
+            _of_world[:] = ranks
+        else:
+            ranks = [_of_world[rank] if _of_world else rank for rank in ranks]
+        comm = _among(world, ranks, f"torch.distributed/{options.group_id}")
+        limit_s = options.timeout.total_seconds()
+        comm.failures.deadline_s = limit_s if limit_s > 0 else comm.failures.deadline_s
+        return cls(comm, options.store)
+
+    # --- what torch asks of a group -----------------------------------------------------------------------------------
+    def getBackendName(self) -> str:
+        return "hpcdist"
+
+    name = getBackendName
+
+    def rank(self) -> int:
+        return self.comm.rank
+
+    def size(self) -> int:
+        return self.comm.size
+
+    # torch keeps the names of a group in the backends of C++ that it has.
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    group_name = property(getGroupName)
+
+    def _set_group_desc(self, text: str) -> None:
+        self._group_desc = text
+
+    def getGroupDesc(self) -> str:
+        return self._group_desc
+
+    group_desc = property(getGroupDesc)
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return (self.on_gpus() if torch.device(device).type == "cuda" else None) or self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.comm.failures.deadline_s = timeout.total_seconds()
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def on_gpus(self) -> Any:
+        """Return the group that makes calls on tensors of GPUs; None where it is this one."""
+        if self._elsewhere is None:
+            config = distributed_c10d._world.pg_backend_config.get(self, "")
+            kind: Any = dist.ProcessGroupNCCL
+            store = dist.PrefixStore("cuda", self._store)
+            self._elsewhere = "cuda:nccl" in str(config) and kind(store, self.rank(), self.size(), kind.Options())
+        return self._elsewhere or None
+
+    # --- collective calls ---------------------------------------------------------------------------------------------
+    def _begin(self, options: Any, found: Any, call: Callable[..., Any], *args: Any, **more: Any) -> dist.Work:
+        """Make a call, or begin it where the script does not wait."""
+        self._sequence += 1
+        if getattr(options, "asyncOp", True):
+            work: dist.Work = Begun(call(*args, wait=False, **more), found)
+        else:
+            call(*args, **more)
+            work = Over(found)
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    @by_device
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = _ALLREDUCE) -> dist.Work:
+        if tensors[0].is_sparse:
+            return self._allreduce_sparse(tensors[0], opts)
+        operation, factor = _operation(opts)
+        given = tensors[0] if len(tensors) == 1 else tensors
+        return self._begin(opts, tensors, self._calls.all_reduce, given, operation, factor=factor)
+
+    allreduce_coalesced = allreduce
+
+    def _allreduce_sparse(self, tensor: Tensor, options: Any) -> dist.Work:
+        """Sum sparse tensors: their places are joined, and the values of those that several ranks have are added."""
+        if (operation := _operation(options)[0]) != "sum":
+            raise ConfigError(f"op of a sparse all_reduce must be SUM; got {operation}. Make the tensor dense.")
+        own, size = tensor.coalesce(), self.size()
+        lengths = torch.zeros(size, dtype=torch.int64)
+        self._calls.all_gather(lengths, torch.tensor([own._nnz()]))
+        places = [own.indices().new_empty(own.sparse_dim(), n) for n in lengths.tolist()]
+        values = [own.values().new_empty(n, *own.values().shape[1:]) for n in lengths.tolist()]
+        self._calls.all_gather(places, own.indices())
+        self._calls.all_gather(values, own.values())
+        tensor.copy_(torch.sparse_coo_tensor(torch.cat(places, 1), torch.cat(values), tensor.shape).coalesce())
+        return Over([tensor])
+
+    @by_device
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = _BROADCAST) -> dist.Work:
+        return self._begin(opts, tensors, self._calls.broadcast, tensors[0], opts.rootRank)
+
+    @by_device
+    def reduce(self, tensors: Sequence[Tensor], opts: Any = _REDUCE) -> dist.Work:
+        operation, factor = _operation(opts)
+        return self._begin(opts, tensors, self._calls.reduce, tensors[0], opts.rootRank, operation, factor=factor)
+
+    @by_device
+    def allgather(
+        self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = _ALLGATHER
+    ) -> dist.Work:
+        return self._begin(opts, outs, self._calls.all_gather, outs[0], tensors[0])
+
+    @by_device
+    def allgather_coalesced(
+        self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = _ALLGATHER
+    ) -> dist.Work:
+        works = [self.allgather([list(of_tensor)], [own], opts) for *of_tensor, own in zip(*outs, tensors)]
+        return Several(works, outs)
+
+    @by_device
+    def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = _ALLGATHER) -> dist.Work:
+        return self._begin(opts, [out], self._calls.all_gather, out, tensor)
+
+    @by_device
+    def all_gather_single_coalesced(
+        self, outs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = _ALLGATHER
+    ) -> dist.Work:
+        return Several([self.all_gather_single(out, own, opts) for out, own in zip(outs, tensors)], outs)
+
+    @by_device
+    def gather(self, outs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = _GATHER) -> dist.Work:
+        wanted = outs[0] if self.rank() == opts.rootRank else None
+        return self._begin(opts, outs, self._calls.gather, wanted, tensors[0], opts.rootRank)
+
+    @by_device
+    def scatter(self, outs: Sequence[Tensor], given: Sequence[Sequence[Tensor]], opts: Any = _SCATTER) -> dist.Work:
+        parts = given[0] if self.rank() == opts.rootRank else None
+        return self._begin(opts, outs, self._calls.scatter, outs[0], parts, opts.rootRank)
+
+    @by_device
+    def reduce_scatter(
+        self, outs: Sequence[Tensor], given: Sequence[Sequence[Tensor]], opts: Any = _REDUCE_SCATTER
+    ) -> dist.Work:
+        operation, factor = _operation(opts)
+        return self._begin(opts, outs, self._calls.reduce_scatter, outs[0], given[0], operation, factor=factor)
+
+    @by_device
+    def reduce_scatter_single(self, out: Tensor, given: Tensor, opts: Any = _REDUCE_SCATTER) -> dist.Work:
+        operation, factor = _operation(opts)
+        return self._begin(opts, [out], self._calls.reduce_scatter, out, given, operation, factor=factor)
+
+    @by_device
+    def reduce_scatter_single_coalesced(
+        self, outs: Sequence[Tensor], given: Sequence[Tensor], opts: Any = _REDUCE_SCATTER
+    ) -> dist.Work:
+        return Several([self.reduce_scatter_single(out, own, opts) for out, own in zip(outs, given)], outs)
+
+    @by_device
+    def alltoall(self, outs: Sequence[Tensor], given: Sequence[Tensor], opts: Any = _ALL_TO_ALL) -> dist.Work:
+        return self._begin(opts, outs, self._calls.all_to_all, outs, given)
+
+    @by_device
+    def all_to_all_single(
+        self, out: Tensor, given: Tensor, out_sizes: Sequence[int], sizes: Sequence[int],
+        opts: Any = _ALL_TO_ALL,
+    ) -> dist.Work:  # fmt: skip
+        outs, parts = self._in_parts(out, out_sizes, "output"), self._in_parts(given, sizes, "input")
+        return self._begin(opts, [out], self._calls.all_to_all, outs, parts)
+
+    def _in_parts(self, tensor: Tensor, sizes: Sequence[int], name: str) -> Tensor | list[Tensor]:
+        """Cut a tensor along its first dimension; leave it whole where parts are equal."""
+        if sizes:
+            return list(tensor.split(list(sizes)))
+        if tensor.dim() and tensor.shape[0] % self.size():
+            raise ConfigError(
+                f"{name} of all_to_all_single must have as many rows for each of {self.size()} ranks; got shape "
+                f"{tuple(tensor.shape)}. Give {name}_split_sizes."
+            )
+        return tensor
+
+    def barrier(self, opts: Any = _BARRIER) -> dist.Work:
+        return self._begin(opts, [], self._calls.barrier)
+
+    # Names that these calls have in earlier versions of torch.
+    _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
+    _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def monitored_barrier(self, timeout: timedelta = NO_LIMIT, wait_all_ranks: bool = False) -> None:
+        """Return once all ranks have called it; name those that have not when the time is over, on rank 0.
+
+        Args:
+            timeout: by default the group's.
+            wait_all_ranks: name all of them, and not the first one alone.
+        """
+        limit_s = timeout.total_seconds() if timeout > NO_LIMIT else self.comm.failures.deadline_s
+        word, missing = torch.zeros(1, dtype=torch.uint8), list(range(1, self.size())) if self.rank() == 0 else [0]
+
+        def all_have_come() -> bool:
+            # Nothing is received before it has arrived: who gives up leaves no memory to a message that comes later.
+            for rank in [one for one in missing if self.comm.probe(one, BARRIER_TAG, block=False)]:
+                self.comm.irecv(word, rank, BARRIER_TAG).wait()
+                missing.remove(rank)
+            return not missing
+
+        if self.rank() > 0:
+            self.comm.isend(word, 0, BARRIER_TAG).wait()
+        try:
+            wait_until(all_have_come, limit_s, str)
+        except DeadlineError:
+            named = missing if wait_all_ranks else missing[:1]
+            raise DeadlineError(
+                f"rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} did not come to the monitored barrier "
+                f"of {self.group_name} within {limit_s:g} s. See what keeps them, or give it more time."
+            ) from None
+        for rank in range(1, self.size() if self.rank() == 0 else 0):
+            self.comm.isend(word, rank, BARRIER_TAG).wait()
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+    @by_device
+    def send(self, tensors: Sequence[Tensor], dest: int, tag: int = 0) -> dist.Work:
+        own = tensors[0].detach().contiguous().view(-1)
+        return self._noted(Sent(self.comm.isend(own, dest, tag), tensors))
+
+    @by_device
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> dist.Work:
+        return self._noted(self._receive(tensors, source, tag))
+
+    @by_device
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
+        return self._noted(FromAnyone(self.comm, tag, tensors, lambda source: self._receive(tensors, source, tag)))
+
+    def _receive(self, tensors: Sequence[Tensor], source: int, tag: int) -> Sent:
+        whole = tensors[0].detach()
+        flat = (
+            whole.view(-1) if whole.is_contiguous() else torch.empty_like(whole, memory_format=torch.contiguous_format)
+        )
+        after = None if whole.is_contiguous() else functools.partial(whole.copy_, flat)
+        return Sent(self.comm.irecv(flat.view(-1), source, tag), tensors, after, source)
+
+    def _noted(self, work: dist.Work) -> dist.Work:
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    # --- several calls together, and the end --------------------------------------------------------------------------
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._together = self._together or [], None
+        return Several(works, None)
+
+    def shutdown(self) -> None:
+        """Collective. Wait for all calls, and release what the group holds."""
+        if self._elsewhere:
+            self._elsewhere.shutdown()
+        self._calls.close()
+        self.comm.close()
+
+    abort = shutdown
+
+
+_of_world: list[int] = []  # by ranks of torch.distributed: those of MPI's world
+
+
+def require_same_world(world: Communicator, rank: int, size: int) -> None:
+    """Raise WorldError where MPI knows other ranks than torch.distributed does."""
+    if world.size != size:
+        raise WorldError(
+            f"the backend hpcdist must run under a launcher of MPI's, which starts {size} ranks; MPI knows "
+            f"{world.size}. torchrun starts ranks without MPI: use `mpirun -n {size} python script.py`, or srun."
+        )
+
+
+def _among(world: Communicator, ranks: Sequence[int], name: str) -> Communicator:
+    """Collective among these ranks. Make a communicator of them."""
+    if mpi_of(world) is None:  # one rank, without MPI
+        return world.split(0)
+    return cast(Any, world).among(ranks, name)
+
+
+def _operation(options: Any) -> tuple[str, float | None]:
+    """Return the name of a reduction, and the factor of this rank's tensor."""
+    kind = options.reduceOp
+    operation = OPERATIONS.get(kind.op)
+    if operation is None:
+        raise ConfigError(f"op must be one of ReduceOp's; got {kind.op}. Use ReduceOp.SUM, for example.")
+    return operation, float(kind.factor) if kind.op == ReduceOp.PREMUL_SUM else None

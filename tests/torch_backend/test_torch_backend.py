@@ -1,0 +1,157 @@
+"""The backend hpcdist of torch.distributed: how groups begin, and what stands on them."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from comm.jobs_here import LIMIT_S, ROOT, clean_environment
+from harness.launch import find_mpirun, launch
+
+pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+FEATURES = Path(__file__).with_name("features.py")
+SIZES = [2, pytest.param(4, marks=pytest.mark.extended)]
+
+
+def mpirun(size: int, *arguments: str | Path) -> subprocess.CompletedProcess:
+    """Run Python on ranks, with all of torch."""
+    return launch(size, arguments, env={"PYTHONPATH": str(ROOT)}, timeout_s=LIMIT_S, compiler=True)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_stands_on_torch_distributed_does_what_it_does_in_one_process(size):
+    job = mpirun(size, FEATURES)
+    assert job.returncode == 0, job.stderr[-3000:]
+    assert {"ddp", "fsdp2", "pipelining", "messages", "monitored_barrier"} <= set(job.stdout.split())
+
+
+SAY = """
+def say(text):
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, text)
+    if dist.get_rank() == 0:
+        print(every)
+"""
+ALONE = (
+    SAY
+    + """
+import sys
+import torch.distributed as dist
+import hpcdist.torch_backend
+assert "mpi4py" not in sys.modules and "hpcdist.collectives" not in sys.modules
+dist.init_process_group("hpcdist")
+import torch
+own = torch.ones(3)
+dist.all_reduce(own)
+say([dist.get_backend(), dist.get_rank(), dist.get_world_size(), own.tolist(), dist.group.WORLD.group_name])
+"""
+)
+
+
+def test_importing_it_starts_no_mpi_and_a_launcher_alone_tells_the_ranks():
+    job = mpirun(2, "-c", ALONE)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.strip() == str([["hpcdist", rank, 2, [2.0] * 3, "0"] for rank in range(2)])
+
+
+def test_ranks_that_torch_numbers_otherwise_keep_its_numbers():
+    text = """
+import os
+place = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
+import torch
+import torch.distributed as dist
+import hpcdist.torch_backend
+dist.init_process_group("cpu:hpcdist", rank=2 - place, world_size=3)
+found = [torch.empty(1) for _ in range(3)]
+dist.all_gather(found, torch.tensor([float(place)]))
+group = dist.new_group([0, 1])
+if dist.get_rank() < 2:
+    some = [torch.empty(1) for _ in range(2)]
+    dist.all_gather(some, torch.tensor([float(place)]), group=group)
+    found += some
+say([int(one) for one in found])
+"""
+    job = mpirun(3, "-c", SAY + text)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.strip() == "[[2, 1, 0, 2, 1], [2, 1, 0, 2, 1], [2, 1, 0]]"
+
+
+def test_under_torchrun_it_says_what_to_do():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ALONE], stderr=subprocess.PIPE, text=True,
+            env=clean_environment(PYTHONPATH=str(ROOT), RANK=str(rank), **told),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        _, shown = rank.communicate(timeout=LIMIT_S)
+        assert rank.returncode != 0
+        assert "must run under a launcher of MPI's, which starts 2 ranks; MPI knows 1." in shown
+        assert "use `mpirun -n 2 python script.py`, or srun" in shown
+
+
+def test_strategies_and_groups_of_torch_work_in_one_script():
+    text = """
+import torch
+import torch.distributed as dist
+import hpcdist as hd
+import hpcdist.torch_backend
+dist.init_process_group("hpcdist")
+comm = hd.init()
+dense = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+rest = torch.nn.Linear(4, 1)
+first = torch.optim.SGD(dense.parameters(), lr=0.1)
+second = hd.DistributedOptimizer(torch.optim.SGD(rest.parameters(), lr=0.1), rest, strategy="allreduce")
+torch.manual_seed(comm.rank)
+for _ in range(3):
+    first.zero_grad(), second.zero_grad()
+    rest(dense(torch.randn(8, 4))).square().mean().backward()
+    first.step(), second.step()
+for param in (*dense.parameters(), *rest.parameters()):
+    found = [torch.empty_like(param) for _ in range(2)]
+    dist.all_gather(found, param.detach())
+    assert torch.equal(*found)
+hd.finish(rest)
+say("alike")
+"""
+    job = mpirun(2, "-c", SAY + text)
+    assert job.returncode == 0 and job.stdout.strip() == "['alike', 'alike']", job.stderr
+
+
+REFUSED = {
+    "dist.all_to_all_single(torch.ones(3), torch.ones(3))": "output of all_to_all_single must have as many rows",
+    "dist.all_reduce(torch.eye(2).to_sparse(), dist.ReduceOp.MAX)": "op of a sparse all_reduce must be SUM; got max",
+    "dist.group.WORLD.allreduce([torch.ones(1)], Odd()).wait()": "op must be one of ReduceOp's; got odd",
+}
+
+
+def test_what_has_no_meaning_is_refused_on_all_ranks():
+    text = f"""
+import torch
+import torch.distributed as dist
+import hpcdist.torch_backend
+dist.init_process_group("hpcdist")
+class Odd:
+    asyncOp = False
+    class reduceOp:
+        op = "odd"
+for call, message in {REFUSED!r}.items():
+    try:
+        exec(call)
+    except (ValueError, RuntimeError) as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(call)
+say("refused")
+"""
+    job = mpirun(2, "-c", SAY + text)
+    assert job.returncode == 0 and job.stdout.strip() == "['refused', 'refused']", job.stderr

@@ -91,11 +91,13 @@ class MpiGroup(dist.ProcessGroup):
     Args:
         comm: the ranks, in the group's order; the group closes it.
         store: by which the ranks meet where others' libraries are used.
+        in_world: these ranks' numbers in MPI's world.
     """
 
-    def __init__(self, comm: Communicator, store: Any = None):
+    def __init__(self, comm: Communicator, store: Any = None, in_world: Sequence[int] = ()):
         cast(Any, super()).__init__(comm.rank, comm.size)  # torch's types want a store
         self.comm, self._calls, self._store = comm, Collectives(comm), store
+        self.in_world = in_world
         self._elsewhere: Any = None
         self._together: list[dist.Work] | None = None  # works begun since `_start_coalescing`
         self._sequence = 0
@@ -114,13 +116,12 @@ class MpiGroup(dist.ProcessGroup):
             require_same_world(world, rank, size)
             everyone = world.gather(rank)
             ranks = sorted(range(size), key=everyone.__getitem__)
-            _of_world[:] = ranks
-        else:
-            ranks = [_of_world[rank] if _of_world else rank for rank in ranks]
+        elif isinstance(dist.group.WORLD, MpiGroup):
+            ranks = [dist.group.WORLD.in_world[rank] for rank in ranks]
         comm = _among(world, ranks, f"torch.distributed/{options.group_id}")
         limit_s = options.timeout.total_seconds()
         comm.failures.deadline_s = limit_s if limit_s > 0 else comm.failures.deadline_s
-        return cls(comm, options.store)
+        return cls(comm, options.store, ranks)
 
     # --- what torch asks of a group -----------------------------------------------------------------------------------
     def getBackendName(self) -> str:
@@ -375,9 +376,6 @@ class MpiGroup(dist.ProcessGroup):
         self.comm.close()
 
     abort = shutdown
-
-
-_of_world: list[int] = []  # by ranks of torch.distributed: those of MPI's world
 
 
 def require_same_world(world: Communicator, rank: int, size: int) -> None:

@@ -134,6 +134,21 @@ REFUSED = {
 }
 
 
+def test_a_compressed_sum_wants_a_group_of_this_backend():
+    text = """
+import torch.distributed as dist
+import hpcdist as hd
+from hpcdist.torch_backend.hooks import Compression
+hd.init()
+try:
+    Compression("topk")
+except ValueError as error:
+    say(str(error))
+"""
+    job = mpirun(2, "-c", SAY + text)
+    assert job.returncode == 0 and job.stdout.count("must be on the backend hpcdist; got one on gloo") == 2, job.stderr
+
+
 def test_what_has_no_meaning_is_refused_on_all_ranks():
     text = f"""
 import torch

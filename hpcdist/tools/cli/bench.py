@@ -109,6 +109,37 @@ def collectives(
     )  # fmt: skip
 
 
+@app.command("torch")
+def torch_calls(
+    call: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, send. May be repeated. Default: all.",
+        ),
+    ] = None,
+    sizes: Annotated[
+        list[int] | None, typer.Option(metavar="BYTES", help="Length of the longer tensor. May be repeated.")
+    ] = None,
+    steps: Annotated[bool, typer.Option(help="Also time steps of DistributedDataParallel and FSDP2.")] = True,
+    rounds: Rounds = 15,
+    json_path: Json = None,
+) -> None:
+    """Time torch.distributed's calls on the backend hpcdist, on gloo, and hpcdist's own below them.
+
+    Collective: start it with mpirun.
+
+    Example: mpirun -n 2 hpcdist bench torch --call send --no-steps
+    """
+    from hpcdist.errors import UnknownNameError
+    from hpcdist.tools.bench.torch_calls import CALLS, SIZES, measure
+
+    for name in call or ():
+        if name not in CALLS:
+            raise UnknownNameError("--call", name, CALLS)
+    _run("torch.distributed", measure, json_path, calls=call or CALLS, sizes=sizes or SIZES, rounds=rounds, steps=steps)
+
+
 @app.command()
 def train(rounds: Rounds = 9, json_path: Json = None) -> None:
     """Time a training step with the strategy allreduce, with Horovod, and with torch's DDP on gloo.

@@ -1,0 +1,152 @@
+"""The time of torch.distributed's calls, and of steps that stand on them, on the backend hpcdist and on gloo."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hpcdist.collectives.calls import Collectives
+from hpcdist.collectives.tuning.timing import calls_within
+from hpcdist.comm.external.torch_distributed import default_group
+from hpcdist.tools.bench import runner
+from hpcdist.tools.bench.collectives import CALLS_S, MOST_CALLS, SIZES
+from hpcdist.tools.bench.runner import Row, Side, beside, check, table, timed, warm_up
+from hpcdist.torch_backend.group import MpiGroup
+
+CALLS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send")
+WIDTHS, BATCH = (1000, 2000, 2000, 10), 16  # of the network of the steps: 6 million parameters
+OURS, GLOO, BELOW, ALONE = "hpcdist", "gloo", "communicator", "alone"
+COLUMNS = ("call", "name", "bytes", "ranks", "median_s", "speedup", "over_below")
+
+
+def measure(
+    comm: Any, calls: Sequence[str] = CALLS, sizes: Sequence[int] = SIZES, rounds: int = 15, steps: bool = True
+) -> list[Row]:
+    """Collective. Time calls on float32 tensors, and steps of DistributedDataParallel and FSDP2.
+
+    Args:
+        comm: all real ranks.
+        calls: of CALLS; send: a message from rank 0 to rank 1, and back.
+        sizes: bytes of the longer of a call's tensors.
+        rounds: how often each side is timed; the median counts, of the slowest rank.
+        steps: whether steps are timed, too.
+
+    Returns:
+        The same rows on all ranks, with speedup (over gloo) and over_below: the time as a multiple of that of hpcdist's
+        own call, and for steps of a step of one rank alone.
+
+    Raises:
+        ConfigError: a size or the number of rounds breaks its rule.
+    """
+    check(comm, rounds, sizes_bytes=sizes, ranks=2)
+    rows: list[Row] = []
+    with _groups(comm) as (ours, gloo):
+        own = Collectives(comm)
+        for call, n_bytes in itertools.product(calls, sizes):
+            sides = {OURS: _call(call, n_bytes, comm, ours), GLOO: _call(call, n_bytes, comm, gloo)}
+            if call != "send":
+                sides[BELOW] = _own_call(own, call, n_bytes, comm.size)
+            rows += _timed(comm, call, n_bytes, sides, rounds, BELOW)
+        own.close()
+        for kind, wrap in {"ddp": _ddp, "fsdp2": _fsdp2}.items() if steps else ():
+            sides = {OURS: _step(wrap, ours), GLOO: _step(wrap, gloo), ALONE: _step(None, None)}
+            n_bytes = 4 * sum(a * b + b for a, b in itertools.pairwise(WIDTHS))
+            rows += _timed(comm, kind, n_bytes, sides, rounds, ALONE)
+    return table(rows, COLUMNS)
+
+
+@contextmanager
+def _groups(comm: Any) -> Iterator[tuple[Any, Any]]:
+    """Collective. Give a group on each of the two backends."""
+    with default_group(comm):
+        ours = dist.new_group(backend="hpcdist")
+        yield ours, dist.group.WORLD
+        if isinstance(ours, MpiGroup):
+            dist.destroy_process_group(ours)
+
+
+def _timed(
+    comm: Any, call: str, n_bytes: int, sides: dict[str, Callable[[], object]], rounds: int, below: str
+) -> list[Row]:
+    made = [Side(name, timed(comm, side), {"call": call, "bytes": n_bytes}) for name, side in sides.items()]
+    steps = calls_within(CALLS_S, warm_up(comm, made, 1, 8), MOST_CALLS)
+    rows = beside(runner.measure(comm, made, rounds, steps), [GLOO], speedup="speedup")
+    return beside(rows, [below], over_below="multiple") if below in sides else rows
+
+
+def _tensors(n_bytes: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    count = max(1, n_bytes // 4 // ranks)
+    return torch.zeros(count * ranks), torch.zeros(count), torch.zeros(count * ranks)
+
+
+def _call(call: str, n_bytes: int, comm: Any, group: Any) -> Callable[[], object]:
+    """Return a call of torch.distributed's on a group."""
+    whole, part, other = _tensors(n_bytes, comm.size)
+    gathered = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # named so from torch 2.12 on
+    scattered = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def there_and_back() -> None:
+        if comm.rank == 0:
+            dist.send(whole, 1, group=group)
+            dist.recv(whole, 1, group=group)
+        elif comm.rank == 1:
+            dist.recv(whole, 0, group=group)
+            dist.send(whole, 0, group=group)
+
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+        "all_gather": lambda: gathered(whole, part, group=group),
+        "reduce_scatter": lambda: scattered(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "send": there_and_back,
+    }[call]
+
+
+def _own_call(own: Collectives, call: str, n_bytes: int, ranks: int) -> Callable[[], object]:
+    """Return the same call of hpcdist's own."""
+    whole, part, other = _tensors(n_bytes, ranks)
+    return {
+        "all_reduce": lambda: own.all_reduce(whole),
+        "broadcast": lambda: own.broadcast(whole),
+        "all_gather": lambda: own.all_gather(whole, part),
+        "reduce_scatter": lambda: own.reduce_scatter(part, whole),
+        "all_to_all": lambda: own.all_to_all(other, whole),
+    }[call]
+
+
+def _step(wrap: Callable[[nn.Module, Any], nn.Module] | None, group: Any) -> Callable[[], object]:
+    """Return a training step of a network that is spread over a group's ranks; or of one rank alone."""
+    torch.manual_seed(0)
+    layers = [layer for a, b in itertools.pairwise(WIDTHS) for layer in (nn.Linear(a, b), nn.ReLU())][:-1]
+    net: nn.Module = nn.Sequential(*layers)
+    net = net if wrap is None else wrap(net, group)
+    optimizer, batch = torch.optim.SGD(net.parameters(), lr=0.01), torch.randn(BATCH, WIDTHS[0])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def _ddp(net: nn.Module, group: Any) -> nn.Module:
+    return DistributedDataParallel(net, process_group=group, gradient_as_bucket_view=True)
+
+
+def _fsdp2(net: nn.Module, group: Any) -> nn.Module:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard  # seconds to import
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in [*(child for child in net.children() if list(child.parameters())), net]:
+        fully_shard(layer, mesh=mesh)
+    return net

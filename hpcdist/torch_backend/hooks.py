@@ -18,7 +18,7 @@ from hpcdist.torch_backend.group import MpiGroup
 from hpcdist.torch_backend.work import Begun
 
 
-class Compression:
+class CompressionState:
     """Collective. The state of `compressed`, one for each model.
 
     The first step sends gradients uncompressed: DistributedDataParallel puts its buckets together anew after it. Each
@@ -64,10 +64,10 @@ class Compression:
         return Begun(self._queue.begin(average), [gradients])
 
 
-def compressed(state: Compression, bucket: GradBucket) -> Future[Tensor]:
+def compressed(state: CompressionState, bucket: GradBucket) -> Future[Tensor]:
     """Collective. Replace the gradients of a bucket by their mean over the ranks, compressed.
 
-    For `model.register_comm_hook(Compression("topk"), compressed)`.
+    For `model.register_comm_hook(CompressionState("topk"), compressed)`.
     """
     return state.begin(bucket).get_future().then(_first)
 

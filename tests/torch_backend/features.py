@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import hpcdist.torch_backend
 from hpcdist.registry import catalogue
 from hpcdist.torch_backend.group import BARRIER_TAG
-from hpcdist.torch_backend.hooks import Compression, compressed
+from hpcdist.torch_backend.hooks import CompressionState, compressed
 
 STEPS, OWN = 3, 8  # samples of a rank
 FEATURES = {}
@@ -133,12 +133,12 @@ def ddp_hooks():
 def ddp_hooks_of_every_compressor():
     for name, exact in {"topk": {"ratio": 1.0}, "none": {}}.items():
         net = DistributedDataParallel(network())
-        net.register_comm_hook(Compression({"name": name, **exact}), compressed)
+        net.register_comm_hook(CompressionState({"name": name, **exact}), compressed)
         train(net, sgd(net.parameters()), inputs[mine], targets[mine])
         same(net.parameters(), alone())
     for name in catalogue("compressors").available():
         net = DistributedDataParallel(network(), bucket_cap_mb=0.0005)
-        net.register_comm_hook(Compression(name), compressed)
+        net.register_comm_hook(CompressionState(name), compressed)
         train(net, sgd(net.parameters()), inputs[mine], targets[mine])
         same_everywhere(net.parameters())
 

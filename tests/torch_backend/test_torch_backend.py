@@ -138,10 +138,10 @@ def test_a_compressed_sum_wants_a_group_of_this_backend():
     text = """
 import torch.distributed as dist
 import hpcdist as hd
-from hpcdist.torch_backend.hooks import Compression
+from hpcdist.torch_backend.hooks import CompressionState
 hd.init()
 try:
-    Compression("topk")
+    CompressionState("topk")
 except ValueError as error:
     say(str(error))
 """

@@ -42,6 +42,7 @@ ENVIRONMENT = {
     "comm/external/horovod.py": "the only way to give Horovod settings",
     "comm/external/torch_distributed.py": "what torchrun sets, which libraries read, and settings of Gloo",
     "torch_backend/__init__.py": "where torchrun lets ranks meet, and whether a launcher of MPI's has started them",
+    "hvd/state.py": "HOROVOD_CYCLE_TIME, a setting of Horovod's",
     "session/world.py": "the launcher's number of ranks, to hold against MPI's",
 }
 
@@ -152,6 +153,7 @@ def test_no_module_is_dead():
 # --- names -----------------------------------------------------------------------------------------------------------
 NAMED_TWICE = {
     "AllReduce",  # a strategy, whose class name is in checkpoints; and the collectives' public base
+    "SyncBatchNorm",  # Horovod's name for it, too
     "Trainer",  # that of jobs; and the one for users of transformers' Trainer
 }
 

@@ -1,0 +1,47 @@
+"""`python -m hpcdist.hvd train.py ...`: runs a script whose imports say horovod.torch on hpcdist, as it is."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+from types import ModuleType
+
+NAMES = {  # of Horovod's modules, by hpcdist's
+    "horovod.torch": "hpcdist.hvd",
+    "horovod.torch.mpi_ops": "hpcdist.hvd.operations",
+    "horovod.torch.compression": "hpcdist.hvd.compression",
+    "horovod.torch.functions": "hpcdist.hvd.functions",
+    "horovod.torch.optimizer": "hpcdist.hvd.optimizer",
+    "horovod.torch.sync_batch_norm": "hpcdist.hvd.sync_batch_norm",
+    "horovod.common.exceptions": "hpcdist.hvd.matching",
+    "horovod.common.process_sets": "hpcdist.hvd.state",
+}
+
+
+def stand_in() -> None:
+    """Let imports of Horovod's modules find hpcdist's."""
+    for name in ("horovod", "horovod.common"):
+        package = sys.modules[name] = ModuleType(name, f"{name}, as hpcdist has it.")
+        package.__path__ = []  # has modules
+    for name, ours in NAMES.items():
+        found = sys.modules[name] = importlib.import_module(ours)
+        parent, _, own = name.rpartition(".")
+        if parent in ("horovod", "horovod.common"):
+            setattr(sys.modules[parent], own, found)
+    sys.modules["horovod"].common = sys.modules["horovod.common"]  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    if len(sys.argv) < 2:
+        raise SystemExit(
+            "python -m hpcdist.hvd must be given a script; got none. Start it as "
+            "`mpirun -n 4 python -m hpcdist.hvd train.py`."
+        )
+    stand_in()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Adasum: a combination of gradients that is their sum where they are orthogonal, and their mean where they agree."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hpcdist.collectives.calls import Collectives
+
+
+def adasum(calls: Collectives, tensor: Tensor) -> None:
+    """Collective. Replace a tensor by the ranks' combination: of pairs, then of pairs of these, and so on.
+
+    Ranks beyond a power of two are added to the first ones before. Sums have float64; memory: ranks times the tensor.
+
+    Reference: Saeed Maleki, Madan Musuvathi, Todd Mytkowicz, Olli Saarikivi, Tianju Xu, Vadim Eksarevskiy, Jaliya
+    Ekanayake, Emad Barsoum, "Scaling distributed training with adaptive summation", 2021.
+    """
+    rows = tensor.new_empty(calls.size, tensor.numel())
+    calls.all_gather(rows, tensor)
+    addends = list(rows.double())
+    power = 1 << (calls.size.bit_length() - 1)
+    for place in range(power, calls.size):
+        addends[place - power] = _pair(addends[place - power], addends[place])
+    addends = addends[:power]
+    while len(addends) > 1:
+        addends = [_pair(a, b) for a, b in zip(addends[::2], addends[1::2])]
+    tensor.copy_(addends[0].view(tensor.shape))
+
+
+def _pair(a: Tensor, b: Tensor) -> Tensor:
+    dot, of_a, of_b = (torch.dot(x, y).item() for x, y in ((a, b), (a, a), (b, b)))
+    return a * (1 - dot / (2 * of_a) if of_a else 1) + b * (1 - dot / (2 * of_b) if of_b else 1)

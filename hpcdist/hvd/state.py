@@ -1,0 +1,249 @@
+"""Who the ranks are: init, shutdown, and process sets, by Horovod's names."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hpcdist.comm.communicator import Communicator, mpi_of
+from hpcdist.errors import ConfigError
+from hpcdist.hvd.matching import Matcher
+from hpcdist.hvd.timeline import CallTimeline
+from hpcdist.session import world
+
+T = TypeVar("T")
+
+
+class ProcessSet:
+    """Some of the ranks, which make calls of their own.
+
+    Args:
+        ranks: their numbers; or a communicator of MPI's.
+    """
+
+    process_set_id: int | None = None
+
+    def __init__(self, ranks: Sequence[int] | Any):
+        self.ranks = sorted(ranks) if isinstance(ranks, Iterable) else _ranks_of(ranks)
+        self.matcher: Matcher | None = None
+        self.joins, self.unnamed = 0, Counter[str]()  # how often all have joined; by kind: calls without a name since
+
+    def included(self) -> bool:
+        """Tell whether this rank is one of them."""
+        return self._known(rank() in self.ranks)
+
+    def size(self) -> int:
+        return self._known(len(self.ranks))
+
+    def rank(self) -> int:
+        """Return this rank's number among them; -1 where it is none of them."""
+        return self._known(self.ranks.index(rank()) if rank() in self.ranks else -1)
+
+    def _known(self, value: T) -> T:
+        if self.process_set_id is None:
+            raise ValueError("a process set must be known to all ranks. Call hvd.add_process_set(it) on each.")
+        return value
+
+    def name_of(self, kind: str, name: str | None) -> str:
+        """Return a call's name; one without a name gets a number among those of its kind."""
+        return f"noname.{self.joins}.{self.unnamed[kind]}" if name is None else name
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={list(self.ranks)})"
+
+
+class _State:
+    """What `init` has begun."""
+
+    comm: Communicator | None = None
+    sets: dict[int, ProcessSet]
+    numbers: Iterable[int]
+    gather_s: float
+
+
+_state = _State()
+global_process_set = ProcessSet(())
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Collective. Join the ranks; safe to call again.
+
+    Args:
+        comm: the ranks that take part, by their numbers, or a communicator of MPI's; by default all.
+        process_sets: sets that are known from the beginning; "dynamic" is what they always are here.
+    """
+    if _state.comm is not None:
+        return
+    everyone = world.init(torch_distributed=False)
+    if comm is None:
+        _state.comm = everyone.split(0)
+    else:
+        chosen = sorted(comm) if isinstance(comm, Iterable) else _ranks_of(comm)
+        part = everyone.split(0 if everyone.rank in chosen else 1)
+        if everyone.rank not in chosen:
+            chosen = [everyone.rank]
+            part = part.split(part.rank)
+        _state.comm = part
+    _state.sets, _state.numbers = {}, itertools.count()
+    _state.gather_s = float(os.environ.get("HOROVOD_CYCLE_TIME", 1)) / 1e3  # Horovod's own variable, in milliseconds
+    global_process_set.__init__(range(_state.comm.size))  # type: ignore[misc]  # scripts hold it from their beginning
+    add_process_set(global_process_set)
+    for one in process_sets or () if process_sets != "dynamic" else ():
+        add_process_set(one)
+
+
+def is_initialized() -> bool:
+    return _state.comm is not None
+
+
+def shutdown() -> None:
+    """Collective. Wait for all calls, and leave the ranks; `init` may follow."""
+    if _state.comm is None:
+        return
+    stop_timeline()
+    for one in list(_state.sets.values()):
+        _close(one)
+    _state.sets.clear()
+    _state.comm.close()
+    _state.comm = None
+
+
+def _close(one: ProcessSet) -> None:
+    if one.matcher is not None:
+        one.matcher.close()
+        one.matcher = None
+    one.process_set_id = None
+
+
+def communicator() -> Communicator:
+    """Return the ranks' communicator; raise ValueError before `init`."""
+    if _state.comm is None:
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
+    return _state.comm
+
+
+# --- process sets -----------------------------------------------------------------------------------------------------
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Collective, of all ranks. Make a process set known; return it.
+
+    Raises:
+        ValueError: there is one with the same ranks, or a rank is not there.
+    """
+    comm = communicator()
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if any(one.ranks == added.ranks for one in _state.sets.values()):
+        raise ValueError(f"a process set must have other ranks than those that are known; got {list(added.ranks)}.")
+    if not set(added.ranks) <= set(range(comm.size)) or len(set(added.ranks)) < len(added.ranks):
+        raise ValueError(f"ranks of a process set must be some of 0..{comm.size - 1}; got {list(added.ranks)}.")
+    part = comm.split(0 if comm.rank in added.ranks else None)
+    added.process_set_id = next(_state.numbers)  # type: ignore[call-overload]
+    added.matcher = None if part is None else Matcher(part, _state.gather_s)
+    _state.sets[added.process_set_id] = added
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Collective, of all ranks. Forget a process set; return False where it is not known, or has all ranks."""
+    if process_set is global_process_set or process_set.process_set_id not in _state.sets:
+        return False
+    del _state.sets[process_set.process_set_id]
+    _close(process_set)
+    return True
+
+
+def process_set_of(process_set: ProcessSet) -> tuple[ProcessSet, Matcher]:
+    """Return a process set, and what makes its calls; raise ValueError where this rank is none of its."""
+    communicator()
+    process_set.size()
+    if process_set.matcher is None:
+        raise ValueError(
+            f"the rank that calls must be in the process set; got rank {rank()} and {process_set!r}. Let its ranks "
+            "alone make the call."
+        )
+    return process_set, process_set.matcher
+
+
+def _ranks_of(mpi: Any) -> list[int]:
+    """Return the ranks of a communicator of MPI's, by their numbers in the world."""
+    everyone = mpi_of(world.init(torch_distributed=False))
+    if not hasattr(mpi, "Get_group") or everyone is None:
+        raise ConfigError(f"ranks must be numbers, or a communicator of MPI's; got {mpi!r}.")
+    group = mpi.Get_group()
+    return sorted(type(group).Translate_ranks(group, None, everyone.Get_group()))
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Begin to note how long calls take; rank 0 writes the file when `stop_timeline` is called, or at `shutdown`."""
+    _, matcher = process_set_of(global_process_set)
+    if matcher.watcher is not None:
+        stop_timeline()
+    matcher.watcher = CallTimeline(Path(file_path), mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Write what has been noted."""
+    _, matcher = process_set_of(global_process_set)
+    watcher, matcher.watcher = matcher.watcher, None
+    if isinstance(watcher, CallTimeline) and rank() == 0:
+        watcher.close()
+
+
+# --- questions --------------------------------------------------------------------------------------------------------
+def rank() -> int:
+    return communicator().rank
+
+
+def size() -> int:
+    return communicator().size
+
+
+def _nodes() -> tuple[list[int], int]:
+    comm = communicator()
+    return list(comm.memory.nodes), comm.memory.nodes[comm.rank]
+
+
+def local_rank() -> int:
+    """Return this rank's number among those of its node."""
+    nodes, here = _nodes()
+    return nodes[: rank()].count(here)
+
+
+def local_size() -> int:
+    nodes, here = _nodes()
+    return nodes.count(here)
+
+
+def cross_rank() -> int:
+    """Return the number of this rank's node among those that have a rank of its local number."""
+    nodes, here = _nodes()
+    place = local_rank()
+    return sorted({node for node in nodes if nodes.count(node) > place}, key=nodes.index).index(here)
+
+
+def cross_size() -> int:
+    """Return how many nodes have a rank of this one's local number."""
+    nodes, place = _nodes()[0], local_rank()
+    return sum(nodes.count(node) > place for node in set(nodes))
+
+
+def is_homogeneous() -> bool:
+    """Tell whether all nodes have as many ranks."""
+    nodes = _nodes()[0]
+    return len({nodes.count(node) for node in nodes}) == 1
+
+
+def mpi_threads_supported() -> bool:
+    """Tell whether other threads may call MPI."""
+    return communicator()._concurrent
+
+
+def _answer(value: bool) -> Callable[..., bool]:
+    return lambda *_: value
+
+
+mpi_enabled = mpi_built = _answer(True)
+gloo_enabled = gloo_built = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _answer(False)

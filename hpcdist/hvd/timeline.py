@@ -1,0 +1,59 @@
+"""A timeline of calls, in the format of Chrome's trace viewer: how long each was waited for, and made."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from hpcdist.hvd.matching import NamedCall, Watcher
+
+
+class CallTimeline(Watcher):
+    """Notes what a matcher does.
+
+    Args:
+        path: the file; written by `close`.
+        mark_cycles: whether rounds in which ranks tell each other of their requests are noted, too.
+    """
+
+    def __init__(self, path: Path, mark_cycles: bool):
+        self._path, self._marks, self._start = path, mark_cycles, time.perf_counter()
+        self._lock, self._numbers = threading.Lock(), dict[str, int]()
+        self._events: list[dict[str, Any]] = [
+            {"name": "start_time", "ph": "M", "args": {"start_time_since_epoch_in_micros": time.time_ns() // 1000}}
+        ]
+
+    def submitted(self, request: NamedCall) -> None:
+        self._note(request, "B", f"NEGOTIATE_{request.kind.upper()}")
+
+    def begun(self, request: NamedCall) -> None:
+        self._note(request, "E")
+        self._note(request, "B", request.kind.upper())
+
+    def ended(self, request: NamedCall) -> None:
+        self._note(request, "E")
+
+    def met(self) -> None:
+        if self._marks:
+            self._add({"name": "CYCLE_START", "ph": "i", "s": "g", "pid": -1})
+
+    def _note(self, request: NamedCall, phase: str, name: str = "") -> None:
+        title = f"{request.kind}.{request.name}"
+        with self._lock:
+            new = title not in self._numbers
+            number = self._numbers.setdefault(title, len(self._numbers))
+        if new:
+            self._add({"name": "process_name", "ph": "M", "pid": number, "args": {"name": title}})
+        self._add({"ph": phase, "pid": number} | ({"name": name} if name else {}))
+
+    def _add(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self._events.append({"ts": round((time.perf_counter() - self._start) * 1e6), **event})
+
+    def close(self) -> None:
+        """Write the file."""
+        with self._lock:
+            self._path.write_text(json.dumps(self._events, indent=0) + "\n")

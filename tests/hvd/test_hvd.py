@@ -1,0 +1,28 @@
+"""Scripts that import Horovod run on hpcdist as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from comm.jobs_here import LIMIT_S, ROOT
+from harness.launch import find_mpirun, launch
+from hpcdist.hvd import __main__ as program
+
+pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
+FEATURES = Path(__file__).with_name("features.py")
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.extended)])
+def test_a_script_that_imports_horovod_does_what_it_should(size):
+    words = ["-m", "hpcdist.hvd", FEATURES]
+    job = launch(size, words, env={"PYTHONPATH": str(ROOT)}, timeout_s=LIMIT_S, compiler=True)
+    assert job.returncode == 0, job.stderr[-3000:]
+    assert {"optimizers", "process_sets", "it_ends_and_begins_again"} <= set(job.stdout.split())
+
+
+def test_a_script_is_wanted(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["hvd"])
+    with pytest.raises(SystemExit, match="must be given a script; got none"):
+        program.main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -40,9 +39,7 @@ def broadcast_optimizer_state(
 
 
 def _bytes_of(value: Any) -> Tensor:
-    written = io.BytesIO()
-    cloudpickle.dump(value, written)
-    return torch.frombuffer(bytearray(written.getvalue()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(cloudpickle.dumps(value)), dtype=torch.uint8)
 
 
 def broadcast_object(

@@ -242,12 +242,11 @@ class Matcher:
         by_name = {key[0]: request for key, request in zip(keys, own)}
         if len(present) < len(rows):
             by_name = self._stand_in(present, by_name, common)
-        met = [by_name[name] for name in common]
         differ = {name for name in common if len({asked[rank][name] for rank in present}) > 1}
         for name in common:
             if name in differ:
                 self._refuse(by_name[name])
-        self._make([request for name, request in zip(common, met) if name not in differ])
+        self._make([by_name[name] for name in common if name not in differ])
         return True
 
     def _stand_in(

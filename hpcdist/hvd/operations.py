@@ -29,7 +29,7 @@ from hpcdist.hvd.named_calls import (
 from hpcdist.hvd.named_calls import Max as Max
 from hpcdist.hvd.named_calls import Min as Min
 from hpcdist.hvd.named_calls import Product as Product
-from hpcdist.hvd.state import ProcessSet, global_process_set, process_set_of
+from hpcdist.hvd.state import ProcessSet, global_process_set, matcher_of
 
 # --- handles ----------------------------------------------------------------------------------------------------------
 _handles: dict[int, tuple[Any, NamedCall, Callable[[Any], Any]]] = {}
@@ -39,9 +39,9 @@ _lock = threading.Lock()
 
 def _begin(process_set: ProcessSet, request: NamedCall, result: Callable[[Any], Any]) -> int:
     """Hand a request in; return a handle, by which `result`, of what is found, is asked for."""
-    ranks, matcher = process_set_of(process_set)
+    matcher = matcher_of(process_set)
     matcher.submit(request)
-    ranks.unnamed[request.kind] += request.name == ranks.name_of(request.kind, None)
+    process_set.unnamed[request.kind] += request.name == process_set.name_of(request.kind, None)
     with _lock:
         handle = next(_next)
         _handles[handle] = matcher, request, result
@@ -88,7 +88,7 @@ def _allreduce(
     tensors: Sequence[Tensor], outs: Sequence[Tensor], name: str | None, op: str, prescale: float, postscale: float,
     process_set: ProcessSet, result: Callable[[Any], Any],
 ) -> int:  # fmt: skip
-    name = process_set_of(process_set)[0].name_of("allreduce", name)
+    name = process_set.name_of("allreduce", name)
     return _begin(process_set, Allreduce(name, _flat(tensors), _flat(outs), op, prescale, postscale), result)
 
 
@@ -202,7 +202,7 @@ def sparse_allreduce_async(
 
 # --- gather, broadcast, exchange, reduce-scatter ----------------------------------------------------------------------
 def _gather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, result: Callable[[Any], Any]) -> int:
-    name = process_set_of(process_set)[0].name_of("allgather", name)
+    name = process_set.name_of("allgather", name)
     if any(one.dim() == 0 for one in tensors):
         raise ValueError("a tensor that is gathered must have a dimension; got one without. Use tensor.view(1).")
     return _begin(process_set, Allgather(name, _flat(tensors)), result)
@@ -252,7 +252,7 @@ def _broadcast(
     tensor: Tensor, out: Tensor, root_rank: int, name: str | None, process_set: ProcessSet,
     result: Callable[[Any], Any],
 ) -> int:  # fmt: skip
-    name = process_set_of(process_set)[0].name_of("broadcast", name)
+    name = process_set.name_of("broadcast", name)
     if root_rank not in process_set.ranks:
         raise ValueError(f"root_rank must be a rank of {process_set!r}; got {root_rank}.")
     place = process_set.ranks.index(root_rank)
@@ -310,7 +310,7 @@ def alltoall_async(
     Args:
         splits: how many rows each rank gets; by default as many.
     """
-    name = process_set_of(process_set)[0].name_of("alltoall", name)
+    name = process_set.name_of("alltoall", name)
     ranks, rows = process_set.size(), tensor.shape[0]
     if splits is None:
         if rows % ranks:
@@ -358,7 +358,7 @@ def _reducescatter(
     tensors: Sequence[Tensor], name: str | None, op: str, prescale: float, postscale: float, process_set: ProcessSet,
     result: Callable[[Any], Any],
 ) -> int:  # fmt: skip
-    name = process_set_of(process_set)[0].name_of("reducescatter", name)
+    name = process_set.name_of("reducescatter", name)
     if op not in (Average, Sum):
         raise HorovodInternalError(f"op of reducescatter must be Average or Sum; got {op}.")
     if any(one.dim() == 0 for one in tensors):
@@ -424,7 +424,7 @@ def join(device: int = -1) -> int:
         The last rank that did.
     """
     del device  # where Horovod allocates zeros
-    ranks, matcher = process_set_of(global_process_set)
+    ranks, matcher = global_process_set, matcher_of(global_process_set)
     last = matcher.wait(matcher.submit(Join()))
     ranks.joins, ranks.unnamed = ranks.joins + 1, Counter()  # till then ranks may have made more calls than others
     return last
@@ -432,5 +432,5 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Collective. Return once all ranks have called it."""
-    name = process_set_of(process_set)[0].name_of("barrier", None)
+    name = process_set.name_of("barrier", None)
     synchronize(_begin(process_set, Barrier(name), lambda _: None))

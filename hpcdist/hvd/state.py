@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,7 +49,8 @@ class ProcessSet:
         return value
 
     def name_of(self, kind: str, name: str | None) -> str:
-        """Return a call's name; one without a name gets a number among those of its kind."""
+        """Return a call's name; one without a name gets a number among those of its kind. Raises as `matcher_of`."""
+        matcher_of(self)
         return f"noname.{self.joins}.{self.unnamed[kind]}" if name is None else name
 
     def __repr__(self) -> str:
@@ -61,7 +62,7 @@ class _State:
 
     comm: Communicator | None = None
     sets: dict[int, ProcessSet]
-    numbers: Iterable[int]
+    numbers: Iterator[int]
     gather_s: float
 
 
@@ -140,7 +141,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if not set(added.ranks) <= set(range(comm.size)) or len(set(added.ranks)) < len(added.ranks):
         raise ValueError(f"ranks of a process set must be some of 0..{comm.size - 1}; got {list(added.ranks)}.")
     part = comm.split(0 if comm.rank in added.ranks else None)
-    added.process_set_id = next(_state.numbers)  # type: ignore[call-overload]
+    added.process_set_id = next(_state.numbers)
     added.matcher = None if part is None else Matcher(part, _state.gather_s)
     _state.sets[added.process_set_id] = added
     return added
@@ -155,8 +156,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def process_set_of(process_set: ProcessSet) -> tuple[ProcessSet, Matcher]:
-    """Return a process set, and what makes its calls; raise ValueError where this rank is none of its."""
+def matcher_of(process_set: ProcessSet) -> Matcher:
+    """Return what makes a process set's calls; raise ValueError where this rank is none of its."""
     communicator()
     process_set.size()
     if process_set.matcher is None:
@@ -164,7 +165,7 @@ def process_set_of(process_set: ProcessSet) -> tuple[ProcessSet, Matcher]:
             f"the rank that calls must be in the process set; got rank {rank()} and {process_set!r}. Let its ranks "
             "alone make the call."
         )
-    return process_set, process_set.matcher
+    return process_set.matcher
 
 
 def _ranks_of(mpi: Any) -> list[int]:
@@ -178,7 +179,7 @@ def _ranks_of(mpi: Any) -> list[int]:
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Begin to note how long calls take; rank 0 writes the file when `stop_timeline` is called, or at `shutdown`."""
-    _, matcher = process_set_of(global_process_set)
+    matcher = matcher_of(global_process_set)
     if matcher.watcher is not None:
         stop_timeline()
     matcher.watcher = CallTimeline(Path(file_path), mark_cycles)
@@ -186,7 +187,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 def stop_timeline() -> None:
     """Write what has been noted."""
-    _, matcher = process_set_of(global_process_set)
+    matcher = matcher_of(global_process_set)
     watcher, matcher.watcher = matcher.watcher, None
     if isinstance(watcher, CallTimeline) and rank() == 0:
         watcher.close()

@@ -51,6 +51,7 @@ class Over(dist.Work):
         return self.found
 
     def get_future(self) -> torch.futures.Future:
+        self.wait()
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(self.found)
         return future
@@ -129,10 +130,6 @@ class Sent(Over):
 
     _source_rank = source_rank
 
-    def get_future(self) -> torch.futures.Future:
-        self.wait()
-        return super().get_future()
-
 
 class FromAnyone(Over):
     """A message that any rank may send; it is received once one has arrived.
@@ -167,10 +164,6 @@ class FromAnyone(Over):
 
     _source_rank = source_rank
 
-    def get_future(self) -> torch.futures.Future:
-        self.wait()
-        return super().get_future()
-
 
 class Several(Over):
     """Several calls, waited for together."""
@@ -186,7 +179,3 @@ class Several(Over):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
-
-    def get_future(self) -> torch.futures.Future:
-        self.wait()
-        return super().get_future()

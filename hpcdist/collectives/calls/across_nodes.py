@@ -26,11 +26,11 @@ def slots_across_nodes(comm: Communicator) -> Slots | None:
     nodes = comm.memory.nodes
     if len(set(nodes)) == 1 or library_calls(comm) is None:
         return None
-    n_bytes = max(min(SLOT_BYTES, ALL_BYTES // comm.size), PACKET_BYTES // comm.size) // LINE * LINE
+    n_bytes = max(LINE, min(SLOT_BYTES, ALL_BYTES // comm.size) // LINE * LINE)
     node = comm.split(nodes[comm.rank], traffic=comm.trace.traffic)
     inside = node.memory.slots(-(-comm.size * n_bytes // node.size // LINE) * LINE)
     made = all(comm.gather(inside is not None or node.size == 1))
-    return SlotsAcrossNodes(comm, node, inside, max(LINE, n_bytes)) if made else None
+    return SlotsAcrossNodes(comm, node, inside, n_bytes) if made else None
 
 
 class SlotsAcrossNodes(Slots):

@@ -1,6 +1,6 @@
 """Collective calls by the library underneath, MPI's own, prepared by shape: across nodes, and for long copies in one.
 
-Before each of them the ranks agree on what they call: across nodes by a sum of one word. So what differs is refused
+Before each of them the ranks agree on what they call: by their slots. So what differs is refused
 before anything is overwritten. MPI leaves open in what order it adds, and has neither all operations nor all dtypes:
 so only sums take the fastest all-reduce. Otherwise ranks exchange what they bring, and combine it in rank order.
 """

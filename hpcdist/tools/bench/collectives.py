@@ -8,10 +8,11 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hpcdist.collectives.calls import Collectives
 from hpcdist.collectives.tuning.timing import calls_within
@@ -86,32 +87,47 @@ def _of_size(comm: MpiCommunicator, own: Collectives, call: str, n_bytes: int, r
     """Collective. Time one call at one size."""
     from hpcdist.comm.mpi.plain_calls import mpi_call  # starts MPI: not at import
 
-    gathered = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # named so from torch 2.12 on
-    scattered = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    count = max(1, n_bytes // 4 // comm.size)
-    whole, part, other = torch.zeros(count * comm.size), torch.zeros(count), torch.zeros(count * comm.size)
+    whole, _, other = made = tensors(n_bytes, comm.size)
     tried: dict[str, Callable[[], object]] = {
-        OURS: {
-            "all_reduce": lambda: own.all_reduce(whole),
-            "broadcast": lambda: own.broadcast(whole),
-            "all_gather": lambda: own.all_gather(whole, part),
-            "reduce_scatter": lambda: own.reduce_scatter(part, whole),
-            "all_to_all": lambda: own.all_to_all(other, whole),
-        }[call],
+        OURS: own_call(own, call, *made),
         "mpi": mpi_call(mpi_of(comm), call, n_bytes),
-        "gloo": {
-            "all_reduce": lambda: dist.all_reduce(whole),
-            "broadcast": lambda: dist.broadcast(whole, 0),
-            "all_gather": lambda: gathered(whole, part),
-            "reduce_scatter": lambda: scattered(part, whole),
-            "all_to_all": lambda: dist.all_to_all_single(other, whole),
-        }[call],
+        "gloo": torch_call(call, *made),
         COPY: lambda: other.copy_(whole),
     }
     sides = [Side(name, timed(comm, side), {"call": call, "bytes": n_bytes}) for name, side in tried.items()]
     once_s = warm_up(comm, sides, 1, 20 if n_bytes <= SHORT_BYTES else 8)  # long ones are tried in two ways
     steps = calls_within(CALLS_S, once_s, MOST_CALLS)
     return runner.measure(comm, sides, rounds, steps)
+
+
+def tensors(n_bytes: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Make what a call has of so many bytes: a tensor, a rank's part of it, and another tensor."""
+    count = max(1, n_bytes // 4 // ranks)
+    return torch.zeros(count * ranks), torch.zeros(count), torch.zeros(count * ranks)
+
+
+def own_call(own: Collectives, call: str, whole: Tensor, part: Tensor, other: Tensor) -> Callable[[], object]:
+    """Return one of CALLS, of hpcdist's."""
+    return {
+        "all_reduce": lambda: own.all_reduce(whole),
+        "broadcast": lambda: own.broadcast(whole),
+        "all_gather": lambda: own.all_gather(whole, part),
+        "reduce_scatter": lambda: own.reduce_scatter(part, whole),
+        "all_to_all": lambda: own.all_to_all(other, whole),
+    }[call]
+
+
+def torch_call(call: str, whole: Tensor, part: Tensor, other: Tensor, group: Any = None) -> Callable[[], object]:
+    """Return one of CALLS, of torch.distributed's on a group; by default the default one."""
+    gathered = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # named so from torch 2.12 on
+    scattered = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
+        "all_gather": lambda: gathered(whole, part, group=group),
+        "reduce_scatter": lambda: scattered(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+    }[call]
 
 
 def _other(

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.collectives.calls import Collectives
 from hpcdist.collectives.tuning.timing import calls_within
 from hpcdist.comm.external.torch_distributed import default_group
-from hpcdist.tools.bench import runner
-from hpcdist.tools.bench.collectives import CALLS_S, MOST_CALLS, SIZES
+from hpcdist.tools.bench import collectives, runner
+from hpcdist.tools.bench.collectives import CALLS_S, MOST_CALLS, SIZES, own_call, tensors, torch_call
 from hpcdist.tools.bench.runner import Row, Side, beside, check, table, timed, warm_up
 from hpcdist.torch_backend.group import MpiGroup
 
-CALLS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send")
+CALLS = (*collectives.CALLS, "send")
 WIDTHS, BATCH = (1000, 2000, 2000, 10), 16  # of the network of the steps: 6 million parameters
 OURS, GLOO, BELOW, ALONE = "hpcdist", "gloo", "communicator", "alone"
 COLUMNS = ("call", "name", "bytes", "ranks", "median_s", "speedup", "over_below")
@@ -50,9 +50,12 @@ def measure(
     with _groups(comm) as (ours, gloo):
         own = Collectives(comm)
         for call, n_bytes in itertools.product(calls, sizes):
-            sides = {OURS: _call(call, n_bytes, comm, ours), GLOO: _call(call, n_bytes, comm, gloo)}
-            if call != "send":
-                sides[BELOW] = _own_call(own, call, n_bytes, comm.size)
+            groups = {OURS: ours, GLOO: gloo}
+            if call == "send":
+                sides = {name: _there_and_back(n_bytes, comm.rank, comm.size, of) for name, of in groups.items()}
+            else:
+                sides = {name: torch_call(call, *tensors(n_bytes, comm.size), of) for name, of in groups.items()}
+                sides[BELOW] = own_call(own, call, *tensors(n_bytes, comm.size))
             rows += _timed(comm, call, n_bytes, sides, rounds, BELOW)
         own.close()
         for kind, wrap in {"ddp": _ddp, "fsdp2": _fsdp2}.items() if steps else ():
@@ -81,45 +84,19 @@ def _timed(
     return beside(rows, [below], over_below="multiple") if below in sides else rows
 
 
-def _tensors(n_bytes: int, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    count = max(1, n_bytes // 4 // ranks)
-    return torch.zeros(count * ranks), torch.zeros(count), torch.zeros(count * ranks)
+def _there_and_back(n_bytes: int, rank: int, ranks: int, group: Any) -> Callable[[], object]:
+    """Return a message from rank 0 to rank 1, and back."""
+    whole, *_ = tensors(n_bytes, ranks)
 
-
-def _call(call: str, n_bytes: int, comm: Any, group: Any) -> Callable[[], object]:
-    """Return a call of torch.distributed's on a group."""
-    whole, part, other = _tensors(n_bytes, comm.size)
-    gathered = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # named so from torch 2.12 on
-    scattered = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-    def there_and_back() -> None:
-        if comm.rank == 0:
+    def pass_on() -> None:
+        if rank == 0:
             dist.send(whole, 1, group=group)
             dist.recv(whole, 1, group=group)
-        elif comm.rank == 1:
+        elif rank == 1:
             dist.recv(whole, 0, group=group)
             dist.send(whole, 0, group=group)
 
-    return {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "broadcast": lambda: dist.broadcast(whole, 0, group=group),
-        "all_gather": lambda: gathered(whole, part, group=group),
-        "reduce_scatter": lambda: scattered(part, whole, group=group),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
-        "send": there_and_back,
-    }[call]
-
-
-def _own_call(own: Collectives, call: str, n_bytes: int, ranks: int) -> Callable[[], object]:
-    """Return the same call of hpcdist's own."""
-    whole, part, other = _tensors(n_bytes, ranks)
-    return {
-        "all_reduce": lambda: own.all_reduce(whole),
-        "broadcast": lambda: own.broadcast(whole),
-        "all_gather": lambda: own.all_gather(whole, part),
-        "reduce_scatter": lambda: own.reduce_scatter(part, whole),
-        "all_to_all": lambda: own.all_to_all(other, whole),
-    }[call]
+    return pass_on
 
 
 def _step(wrap: Callable[[nn.Module, Any], nn.Module] | None, group: Any) -> Callable[[], object]:

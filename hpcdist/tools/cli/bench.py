@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +44,16 @@ def _show(title: str, rows: list[dict], path: Path | None) -> None:
     console.rows(title, rows)
     if path is not None:
         path.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def _chosen(given: Sequence[str] | None, known: Sequence[str]) -> Sequence[str]:
+    """Return the calls to be measured, by default all; raise UnknownNameError for others."""
+    from hpcdist.errors import UnknownNameError
+
+    for name in given or ():
+        if name not in known:
+            raise UnknownNameError("--call", name, known)
+    return given or known
 
 
 @app.command()
@@ -97,15 +107,11 @@ def collectives(
 
     Example: mpirun -n 2 hpcdist bench collectives --call broadcast --sizes 4096
     """
-    from hpcdist.errors import UnknownNameError
     from hpcdist.tools.bench.collectives import CALLS, SIZES, measure
 
-    for name in call or ():
-        if name not in CALLS:
-            raise UnknownNameError("--call", name, CALLS)
     _run(
         "collective calls", measure, json_path,
-        calls=call or CALLS, sizes=sizes or SIZES, rounds=rounds, other=other, environment=os.environ,
+        calls=_chosen(call, CALLS), sizes=sizes or SIZES, rounds=rounds, other=other, environment=os.environ,
     )  # fmt: skip
 
 
@@ -131,13 +137,10 @@ def torch_calls(
 
     Example: mpirun -n 2 hpcdist bench torch --call send --no-steps
     """
-    from hpcdist.errors import UnknownNameError
     from hpcdist.tools.bench.torch_calls import CALLS, SIZES, measure
 
-    for name in call or ():
-        if name not in CALLS:
-            raise UnknownNameError("--call", name, CALLS)
-    _run("torch.distributed", measure, json_path, calls=call or CALLS, sizes=sizes or SIZES, rounds=rounds, steps=steps)
+    calls = _chosen(call, CALLS)
+    _run("torch.distributed", measure, json_path, calls=calls, sizes=sizes or SIZES, rounds=rounds, steps=steps)
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
+from pathlib import Path
 from types import ModuleType
 
 NAMES = {  # of Horovod's modules, by hpcdist's
@@ -40,6 +41,7 @@ def main() -> None:
         )
     stand_in()
     sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)  # as `python train.py` has it
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -22,6 +22,15 @@ def test_a_script_that_imports_horovod_does_what_it_should(size):
     assert {"optimizers", "process_sets", "it_ends_and_begins_again"} <= set(job.stdout.split())
 
 
+def test_a_script_finds_the_modules_beside_it(tmp_path):
+    (tmp_path / "beside.py").write_text("answer = 42\n")
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nimport beside\nimport horovod.torch\nprint(beside.answer, *sys.argv[1:])\n")
+    words = ["-m", "hpcdist.hvd", script, "--epochs", "3"]
+    job = launch(1, words, env={"PYTHONPATH": str(ROOT)}, timeout_s=LIMIT_S, compiler=True)
+    assert job.returncode == 0 and job.stdout.split() == ["42", "--epochs", "3"], job.stderr
+
+
 def test_a_script_is_wanted(monkeypatch):
     monkeypatch.setattr("sys.argv", ["hvd"])
     with pytest.raises(SystemExit, match="must be given a script; got none"):

@@ -5,6 +5,7 @@
 #
 #   bash tests/run.sh [--all] [pytest's arguments, such as -k ring]
 #
+# HPCDIST_HOROVOD_TESTS=FOLDER: run Horovod's own tests, test_torch.py and test_adasum_pytorch.py of 0.28.1, too.
 # HPCDIST_TEST_MINUTES=60: of what --all adds, only parts begin that should end by then; the verdicts name the others.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../jobs/setup.sh"
@@ -128,7 +129,7 @@ run_rest() {
     if fits 330 "tests marked extended"; then
         run -- "${PLAIN[@]}" --all -m "extended and not cluster and not alone"
     fi
-    if fits 80 "tests marked alone"; then run -- --all -m alone; fi
+    if fits 180 "tests marked alone"; then run -- --all -m alone; fi
     use_mpich
     say "$(mpichversion --version | head -n 1)"
     if fits 220 "MPICH on 4 ranks"; then run mpiexec -n 4; fi

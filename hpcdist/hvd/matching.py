@@ -11,19 +11,25 @@ from __future__ import annotations
 
 import abc
 import hashlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, ClassVar
 
 import torch
 
 from hpcdist.collectives.calls import Collectives
+from hpcdist.collectives.calls.tensors import type_of
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import HpcdistError, MismatchError
+from hpcdist.errors import CommunicationError, MismatchError
+from hpcdist.hvd.fusion import FusionBuffer
 
-MOST = 64  # requests that a rank tells the others of at once; of more it tells them apart
+MOST, MOST_OF_ALL = 32, 1024  # requests that ranks tell each other of at once: at first, and once they have had more
 SHORTEST_S, LONGEST_S = 50e-6, 1e-3  # pauses of ranks that wait for each other's next request
+AWAKE = 100  # times that the thread looks for requests in vain before it sleeps
+KNOWN = 1 << 16  # names whose numbers are kept
 WORDS = 2  # of a request: its name, and what must be the same on all ranks
 HEAD = 2  # words before them: how many there are, and when the rank joined
 
@@ -36,70 +42,67 @@ class NamedCall(abc.ABC):
     """A call that a rank has been asked for, and later its result.
 
     Args:
-        kind: of call: allreduce, allgather...
         name: by which ranks find each other's.
-        like: what must be the same on all ranks: a name of each property, and its value.
+        like: values of `PROPERTIES`, which can be hashed.
 
     Attributes:
+        kind: of call: allreduce, allgather...
+        PROPERTIES: names of what must be the same on all ranks.
         found: the result.
+        over: the result is there, or the error.
     """
 
-    def __init__(self, kind: str, name: str, like: dict[str, Any]):
-        self.kind, self.name, self.like = kind, name, like
+    kind: ClassVar[str] = ""
+    PROPERTIES: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, name: str, like: tuple[Any, ...] = ()):
+        self.name, self.like = name, like
         self.found: Any = None
         self.error: BaseException | None = None
-        self._over = threading.Event()
+        self.over = False
+
+    @property
+    def together(self) -> Any:
+        """What requests that are made by one call have in common; None where each is made by its own."""
+        return None
 
     @property
     def key(self) -> tuple[int, int]:
         """Return numbers for the name, and for what must be the same on all ranks."""
-        return _number(f"{self.kind}.{self.name}"), _number(repr(sorted(self.like.items())))
-
-    together: Any = None  # requests of equal values, other than None, are made by one call
+        return _number(self.kind, self.name), _number(*self.like)
 
     @abc.abstractmethod
-    def make(self, calls: Collectives, others: Sequence[Any] = ()) -> None:
-        """Collective. Make the call, and those of others that go together with it; leave the results in `found`."""
+    def make(self, calls: Collectives) -> None:
+        """Collective. Make the call; leave the result in `found`."""
 
-    def end(self, found: Any = None, error: BaseException | None = None) -> None:
-        self.found, self.error = found, error
-        self._over.set()
-
-    def done(self) -> bool:
-        return self._over.is_set()
-
-    def wait(self) -> Any:
-        """Wait for the result."""
-        self._over.wait()
-        if self.error is not None:
-            raise self.error
-        return self.found
+    def make_together(self, calls: Collectives, requests: Sequence[Any], buffer: FusionBuffer) -> None:
+        """Collective. Make these calls, of which this is the first, by one; for kinds that have `together`."""
+        raise NotImplementedError
 
 
 class Join(NamedCall):
     """A rank has no more requests of its own; its result is the last rank to say so."""
 
+    kind = "join"
+
     def __init__(self) -> None:
-        super().__init__("join", "", {})
+        super().__init__("")
         self.since_ns = time.time_ns()
 
-    def make(self, calls: Collectives, others: Sequence[Any] = ()) -> None:
+    def make(self, calls: Collectives) -> None:
         raise NotImplementedError  # it is met otherwise
 
 
 class Refused(NamedCall):
     """What a rank that has joined has of a call that it can't take part in."""
 
-    def __init__(self, name: str, like: dict[str, Any]):
-        super().__init__("", name, like)
-
-    def make(self, calls: Collectives, others: Sequence[Any] = ()) -> None:
+    def make(self, calls: Collectives) -> None:
         raise NotImplementedError  # it is ended with an error
 
 
-# By kind of call: what makes a rank's part in it, of its name and of what it must be like, once that rank has joined.
-# Calls of other kinds are refused then.
-STANDINS: dict[str, Callable[[str, dict[str, Any]], NamedCall]] = {}
+# By kind of call: what makes a rank's part in it, once that rank has joined, of its name and what `_plain` has made of
+# what it must be like. Calls of other kinds are refused then.
+STANDINS: dict[str, Callable[[str, Any], NamedCall]] = {}
 
 
 class Watcher(abc.ABC):
@@ -123,7 +126,9 @@ class Watcher(abc.ABC):
 
 
 class Matcher:
-    """Makes the calls of the ranks of a communicator on a thread, which begins with the first of them.
+    """Makes the calls of the ranks of a communicator: on the thread that waits for one, or else on one of its own.
+
+    Its own begins with the first request.
 
     Args:
         comm: closed at the end.
@@ -131,13 +136,16 @@ class Matcher:
     """
 
     def __init__(self, comm: Communicator, gather_s: float):
-        self.comm, self.calls = comm, Collectives(comm)
+        self.comm, self.calls, self._buffer = comm, Collectives(comm), FusionBuffer()
         self._pending: dict[tuple[str, str], NamedCall] = {}
-        self._changed = threading.Condition()
+        self._since_s = 0.0  # when the first of them came
+        self._lock = threading.Lock()
+        self._changed, self._wake = (threading.Condition(self._lock) for _ in range(2))  # for who waits, for the thread
         self._thread: threading.Thread | None = None
-        self._closing, self._waiting, self._gather_s = False, 0, gather_s
-        self._own = torch.zeros(HEAD + WORDS * MOST, dtype=torch.int64)
-        self._all = torch.zeros(comm.size, HEAD + WORDS * MOST, dtype=torch.int64)
+        self._sleeps = self._at_work = self._closing = False
+        self._waiting, self._gather_s = 0, gather_s
+        self._error: BaseException | None = None  # with which an exchange has failed
+        self._make_room(MOST)
         self.watcher: Watcher | None = None
         comm.failures.threads.append(self)
 
@@ -147,116 +155,179 @@ class Matcher:
         return bool(self._pending) and not self._waiting
 
     def submit(self, request: NamedCall) -> NamedCall:
-        """Take a request; raise ValueError where one of that name has not been met yet."""
+        """Take a request; raise ValueError where one of that name has not been met yet.
+
+        Once an exchange has failed, requests end with its error.
+        """
         place = request.kind, request.name
-        with self._changed:
+        with self._lock:
+            if self._error is not None:
+                return self._end_failed(request)
             if place in self._pending:
                 raise ValueError(
                     f"the name of a tensor must not be that of another one under way; got {request.name!r} for "
                     f"{request.kind} twice. Give each its own name, or wait for the first one."
                 )
+            if not self._pending:
+                self._since_s = time.perf_counter()
             self._pending[place] = request
             if self.watcher is not None:
                 self.watcher.submitted(request)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hpcdist-hvd", daemon=True)
                 self._thread.start()
-            self._changed.notify()
+            elif self._sleeps:
+                self._wake.notify()
         return request
 
     def wait(self, request: NamedCall) -> Any:
-        """Wait for a request's result."""
-        with self._changed:
+        """Wait for a request's result, and make calls meanwhile."""
+        pause_s = SHORTEST_S
+        with self._lock:
             self._waiting += 1
-            self._changed.notify()
-        try:
-            return request.wait()
-        finally:
-            with self._changed:
+            try:
+                while not request.over:
+                    if self._at_work:
+                        self._changed.wait()
+                    elif self._advance():
+                        pause_s = SHORTEST_S
+                    else:
+                        self._changed.wait(pause_s)
+                        pause_s = min(2 * pause_s, LONGEST_S)
+            finally:
                 self._waiting -= 1
+        if request.error is not None:
+            raise request.error
+        return request.found
 
     def close(self) -> None:
-        """Collective. End the thread, once all requests have been met."""
-        with self._changed:
+        """Collective, unless an exchange has failed. End the thread, once all requests have been met."""
+        with self._lock:
             self._closing = True
-            self._changed.notify()
+            self._wake.notify()
         if self._thread is not None:
             self._thread.join()
         self.comm.failures.threads.remove(self)
         self.calls.close()
         self.comm.close()
 
-    # --- the thread ---------------------------------------------------------------------------------------------------
+    # --- rounds -------------------------------------------------------------------------------------------------------
     def _run(self) -> None:
-        pause_s = SHORTEST_S
-        while True:
-            with self._changed:
-                while not self._pending and not self._closing:
-                    self._changed.wait()
+        """Make the calls for whose end nobody waits."""
+        pause_s, in_vain = SHORTEST_S, 0
+        with self._lock:
+            while self._error is None and (self._pending or not self._closing):
+                early_s = 0.0 if self._closing else self._since_s + self._gather_s - time.perf_counter()
                 if not self._pending:
-                    return
-                self._changed.wait_for(lambda: self._waiting or self._closing, self._gather_s)
-                told = list(self._pending.values())
-            try:
-                some = self._round(told)
-            except BaseException as error:  # of the exchange itself: no call can be made any more
-                self._fail(error)
-                return
-            if some:
-                pause_s = SHORTEST_S
-                continue
-            with self._changed:
-                if list(self._pending.values()) == told:
-                    self._changed.wait(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_S)
+                    in_vain += 1
+                    self._sleeps = in_vain > AWAKE
+                    self._wake.wait(None if self._sleeps else self._gather_s)
+                    self._sleeps = False
+                    continue
+                in_vain = 0
+                if self._waiting or self._at_work or early_s > 0:
+                    self._wake.wait(max(early_s, self._gather_s))
+                elif self._advance():
+                    pause_s = SHORTEST_S
+                else:
+                    self._wake.wait(pause_s)
+                    pause_s = min(2 * pause_s, LONGEST_S)
 
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
+    def _advance(self) -> bool:
+        """Collective. Make the calls that all ranks have been asked for; tell whether there are any.
+
+        Holds the lock at the beginning and at the end, but not meanwhile.
+        """
+        told, self._at_work = list(self._pending.values()), True
+        self._lock.release()
+        some, broken = True, None
+        try:
+            some = self._round(told)
+        except BaseException as error:  # of the exchange itself: no call can be made any more
+            broken = error
+        self._lock.acquire()
+        self._at_work = False
+        if broken is not None:
+            self._error = broken
             for request in self._pending.values():
-                request.end(error=HorovodInternalError(str(error)))
+                self._end_failed(request)
             self._pending.clear()
+        self._changed.notify_all()
+        if broken is not None and not isinstance(broken, Exception):  # such as KeyboardInterrupt
+            raise broken
+        return some
+
+    def _end_failed(self, request: NamedCall) -> NamedCall:
+        request.error = HorovodInternalError(str(self._error))
+        request.error.__cause__ = self._error
+        request.over = True
+        return request
+
+    def _make_room(self, most: int) -> None:
+        """Let ranks tell each other of so many requests at once."""
+        self._room = most
+        self._own = torch.zeros(HEAD + WORDS * most, dtype=torch.int64)
+        self._all = torch.zeros(self.comm.size, HEAD + WORDS * most, dtype=torch.int64)
 
     def _round(self, told: Sequence[NamedCall]) -> bool:
-        """Collective. Make the calls that all ranks have been asked for; tell whether there are any."""
         joined = next((request for request in told if isinstance(request, Join)), None)
         own = [request for request in told if request is not joined]
         keys = [request.key for request in own]
-        words = [len(own), 0 if joined is None else joined.since_ns, *(word for key in keys[:MOST] for word in key)]
-        self._own[: len(words)] = torch.tensor(words, dtype=torch.int64)
-        self.calls.all_gather(self._all, self._own)
+        asked, since_ns = self._tell_all([*itertools.chain(*keys)], 0 if joined is None else joined.since_ns)
         if self.watcher is not None:
             self.watcher.met()
-        rows = self._all.tolist()
-        if max(row[0] for row in rows) > MOST:
-            asked = [dict(map(tuple, of_rank)) for of_rank in self.comm.gather(keys)]
-        else:
-            asked = [dict(zip(row[HEAD : HEAD + WORDS * row[0] : 2], row[HEAD + 1 :: 2])) for row in rows]
-        present = [rank for rank, row in enumerate(rows) if not row[1]]
+        present = [rank for rank, moment in enumerate(since_ns) if not moment]
         if not present:
             if joined is not None:
-                self._end(joined, max(range(len(rows)), key=lambda rank: (rows[rank][1], rank)))
+                joined.found = max(range(len(since_ns)), key=lambda rank: (since_ns[rank], rank))
+                self._end([joined])
             return True
-        common = [name for name in asked[present[0]] if all(name in asked[rank] for rank in present)]
+        if len(present) == len(asked) and all(row == asked[0] for row in asked):
+            self._make(own)
+            return True
+        by_rank = [dict(zip(row[::WORDS], row[1::WORDS])) for row in asked]
+        common = [name for name in by_rank[present[0]] if all(name in by_rank[rank] for rank in present)]
         if not common:
             return False
         by_name = {key[0]: request for key, request in zip(keys, own)}
-        if len(present) < len(rows):
+        if len(present) < len(asked):
             by_name = self._stand_in(present, by_name, common)
-        differ = {name for name in common if len({asked[rank][name] for rank in present}) > 1}
+        differ = {name for name in common if len({by_rank[rank][name] for rank in present}) > 1}
         for name in common:
             if name in differ:
                 self._refuse(by_name[name])
         self._make([by_name[name] for name in common if name not in differ])
         return True
 
+    def _tell_all(self, words: Sequence[int], since_ns: int) -> tuple[list[list[int]], list[int]]:
+        """Collective. Return all ranks' words, and when each has joined: 0 where it has not."""
+        own, everyone = self._own.numpy(), self._all.numpy()
+        own[:HEAD], told = (len(words), since_ns), len(own) - HEAD
+        own[HEAD : HEAD + len(words)] = words[:told]
+        self.calls.all_gather(self._all, self._own)
+        counts, moments = everyone[:, 0].tolist(), everyone[:, 1].tolist()
+        most = max(counts)
+        if most > told:  # the first time
+            longer = torch.zeros(most, dtype=torch.int64)
+            longer.numpy()[: len(words)] = words
+            all_longer = torch.empty(len(counts), most, dtype=torch.int64)
+            self.calls.all_gather(all_longer, longer)
+            rows = all_longer.numpy()
+            if self._room < MOST_OF_ALL:
+                self._make_room(min(2 * most // WORDS, MOST_OF_ALL))
+        else:
+            rows = everyone[:, HEAD:]
+        return [row[:count].tolist() for row, count in zip(rows, counts)], moments
+
     def _stand_in(
         self, present: Sequence[int], own: dict[int, NamedCall], common: Sequence[int]
     ) -> dict[int, NamedCall]:
         """Collective. Let ranks that have joined know what the calls are; return all ranks' requests."""
-        described = self.comm.gather([[one.kind, one.name, one.like] for name, one in own.items() if name in common])
+        told = [[one.kind, one.name, _plain(one.like)] for name, one in own.items() if name in common]
+        described = self.comm.gather(told)
         found = {}
         for kind, name, like in described[present[0]]:
-            number = _number(f"{kind}.{name}")
+            number = _number(kind, name)
             request = own.get(number) or STANDINS.get(kind, Refused)(name, like)
             if kind not in STANDINS:
                 request.error = HorovodInternalError(f"{kind} must not be called once a rank has joined; got {name!r}.")
@@ -265,51 +336,77 @@ class Matcher:
 
     def _refuse(self, request: NamedCall) -> None:
         """Collective. End a request with what each rank has asked for."""
-        found = self.comm.gather([request.like])
+        found = self.comm.gather([dict(zip(request.PROPERTIES, map(_shown, request.like)))])
         rows = [of_rank[0] for of_rank in found if of_rank]
-        wrong = [name for name in rows[0] if len({repr(row.get(name)) for row in rows}) > 1]
+        wrong = [name for name in rows[0] if len({row.get(name) for row in rows}) > 1]
         texts = [
             f"{', '.join(f'{name} {row.get(name)}' for name in wrong)} on rank {at}" for at, row in enumerate(rows)
         ]
-        self._end(
-            request,
-            error=HorovodInternalError(
-                f"Mismatched {request.kind} of {request.name!r}: all ranks must bring the same {' and '.join(wrong)}; "
-                f"got {'; '.join(texts)}. Make them alike."
-            ),
+        request.error = HorovodInternalError(
+            f"Mismatched {request.kind} of {request.name!r}: all ranks must bring the same {' and '.join(wrong)}; "
+            f"got {'; '.join(texts)}. Make them alike."
         )
+        self._end([request])
 
     def _make(self, requests: Sequence[NamedCall]) -> None:
-        for several in _together(requests):
-            first, *others = several
+        for goes_with, several in _together(requests):
+            first = several[0]
             if self.watcher is not None:
                 for one in several:
                     self.watcher.begun(one)
             try:
                 if first.error is None:
-                    first.make(self.calls, others)
-            except (HpcdistError, RuntimeError, ValueError) as error:
+                    if goes_with is None:
+                        first.make(self.calls)
+                    else:
+                        first.make_together(self.calls, several, self._buffer)
+            except CommunicationError:
+                raise
+            except (RuntimeError, ValueError) as error:
                 kind = HorovodInternalError if isinstance(error, MismatchError) else type(error)
                 for one in several:
                     one.error = kind(str(error))
-            for one in several:
-                self._end(one, one.found, one.error)
+            self._end(several)
 
-    def _end(self, request: NamedCall, found: Any = None, error: BaseException | None = None) -> None:
-        with self._changed:
-            self._pending.pop((request.kind, request.name), None)
-        if self.watcher is not None:
-            self.watcher.ended(request)
-        request.end(found, error)
+    def _end(self, requests: Sequence[NamedCall]) -> None:
+        """Let requests, whose results or errors are there, be over."""
+        with self._lock:
+            for request in requests:
+                self._pending.pop((request.kind, request.name), None)
+        for request in requests:
+            if self.watcher is not None:
+                self.watcher.ended(request)
+            request.over = True
 
 
-def _together(requests: Sequence[NamedCall]) -> Iterator[list[NamedCall]]:
-    """Yield requests, several at a time where these go together."""
+def _together(requests: Sequence[NamedCall]) -> Iterator[tuple[Any, list[NamedCall]]]:
+    """Yield requests, several at a time where these go together, with what they have in common."""
     groups: dict[Any, list[NamedCall]] = {}
     for request in requests:
-        groups.setdefault(id(request) if request.together is None else request.together, []).append(request)
-    yield from groups.values()
+        goes_with = request.together
+        if goes_with is None:
+            yield None, [request]
+        else:
+            groups.setdefault(goes_with, []).append(request)
+    yield from groups.items()
 
 
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+@lru_cache(maxsize=KNOWN, typed=True)
+def _number(*values: Any) -> int:
+    """Return a number for values that is the same on all ranks."""
+    text = repr(list(map(_shown, values))).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+def _shown(value: Any) -> str:
+    """Write a property: without torch's names."""
+    if not isinstance(value, tuple):
+        return type_of(value) if isinstance(value, torch.dtype) else str(value)
+    return ", ".join(str(list(one)) if isinstance(one, torch.Size) else _shown(one) for one in value)
+
+
+def _plain(value: Any) -> Any:
+    """Write a property so that it can travel: dtypes by their names."""
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    return type_of(value) if isinstance(value, torch.dtype) else value

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,15 +11,20 @@ from torch import Tensor
 
 from hpcdist.collectives.calls import Collectives
 from hpcdist.hvd.adasum import adasum
-from hpcdist.hvd.matching import STANDINS, NamedCall
+from hpcdist.hvd.fusion import FusionBuffer
+from hpcdist.hvd.matching import KNOWN, STANDINS, NamedCall
 
 Average, Sum, Adasum, Min, Max, Product = "Average", "Sum", "Adasum", "Min", "Max", "Product"
 OPERATIONS = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
 FUSED_BYTES = 1 << 20  # up to here a tensor travels together with others
 
 
-def _dtype(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(sorted({str(one.dtype).removeprefix("torch.") for one in tensors}))
+def _dtypes(tensors: Sequence[Tensor]) -> tuple[torch.dtype, ...]:
+    return tuple([one.dtype for one in tensors])
+
+
+def _shapes(tensors: Sequence[Tensor]) -> tuple[torch.Size, ...]:
+    return tuple([one.shape for one in tensors])
 
 
 def scaled(tensor: Tensor, factor: float) -> Tensor:
@@ -30,6 +36,14 @@ def scaled(tensor: Tensor, factor: float) -> Tensor:
     return (tensor.float() * factor).to(tensor.dtype) if tensor.itemsize == 2 else tensor * factor
 
 
+@lru_cache(maxsize=KNOWN)
+def _fused_with(dtypes: Sequence[torch.dtype], shapes: Sequence[torch.Size], op: str, *scales: float) -> Any:
+    """Return what all-reduces that travel together have in common; None where one travels alone."""
+    n_bytes = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes))
+    alone = n_bytes > FUSED_BYTES or len(set(dtypes)) > 1 or op == Adasum
+    return None if alone else (dtypes[0], op, *scales)
+
+
 class Allreduce(NamedCall):
     """Sum tensors, or combine them otherwise.
 
@@ -37,52 +51,74 @@ class Allreduce(NamedCall):
         outs: get the results.
     """
 
+    kind = "allreduce"
+    PROPERTIES = ("dtype", "shape", "op", "prescale", "postscale")
+
     def __init__(
         self, name: str, tensors: Sequence[Tensor], outs: Sequence[Tensor], op: str, prescale: float, postscale: float
     ):
-        shapes = [list(one.shape) for one in tensors]
-        like = {"dtype": _dtype(tensors), "shape": shapes, "op": op, "prescale": prescale, "postscale": postscale}
-        super().__init__("allreduce", name, like)
+        super().__init__(name, (_dtypes(tensors), _shapes(tensors), op, float(prescale), float(postscale)))
         self._tensors, self._outs, self._op, self._prescale, self._postscale = tensors, outs, op, prescale, postscale
-        if op != Adasum and sum(one.nbytes for one in tensors) <= FUSED_BYTES:
-            self.together = "allreduce", op, like["dtype"], prescale, postscale
 
-    def make(self, calls: Collectives, others: Sequence[Any] = ()) -> None:
-        every = [self, *others]
-        given = [scaled(one, self._prescale) for request in every for one in request._tensors]
-        outs = [one for request in every for one in request._outs]
-        for one, out in zip(given, outs, strict=True):
-            if one.data_ptr() != out.data_ptr():
-                out.copy_(one)
+    @property
+    def together(self) -> Any:
+        return _fused_with(*self.like)
+
+    def make(self, calls: Collectives) -> None:
+        for one, out in zip(self._tensors, self._outs, strict=True):
+            if self._prescale != 1.0 or one.data_ptr() != out.data_ptr():
+                out.copy_(scaled(one, self._prescale))
+            self._combine(calls, out)
+        self.found = self._outs
+
+    def make_together(self, calls: Collectives, requests: Sequence[Allreduce], buffer: FusionBuffer) -> None:
+        given = [one for request in requests for one in request._tensors]
+        if len(given) == 1:
+            self.make(calls)
+            return
+        flat, parts = buffer.take(given)
+        # A call of torch's for each tensor would wait for the script's thread as often.
+        torch._foreach_copy_(parts, given)
+        if self._prescale != 1.0:
+            flat.copy_(scaled(flat, self._prescale))
+        self._combine(calls, flat)
+        torch._foreach_copy_([one for request in requests for one in request._outs], parts)
+        for request in requests:
+            request.found = request._outs
+
+    def _combine(self, calls: Collectives, out: Tensor) -> None:
+        """Collective. Replace a tensor by the result, and scale it."""
         if self._op == Adasum:
-            for out in outs:
-                adasum(calls, out)
+            adasum(calls, out)
+        elif self._op == Average:
+            exact = not out.is_floating_point() and not out.is_complex()
+            calls.all_reduce(out, "sum" if exact else "mean")
+            if exact:
+                out.div_(calls.size, rounding_mode="trunc")
         else:
-            calls.all_reduce(outs if len(outs) > 1 else outs[0], OPERATIONS[self._op])
-        for out in outs:
-            if self._op == Average:
-                out.div_(calls.size, rounding_mode=None if out.is_floating_point() or out.is_complex() else "trunc")
-            if self._postscale != 1.0:
-                out.copy_(scaled(out, self._postscale))
-        for request in every:
-            request.found = list(request._outs)
+            calls.all_reduce(out, OPERATIONS[self._op])
+        if self._postscale != 1.0:
+            out.copy_(scaled(out, self._postscale))
 
     @classmethod
-    def of_zeros(cls, name: str, like: Mapping[str, Any]) -> Allreduce:
+    def of_zeros(cls, name: str, like: Sequence[Any]) -> Allreduce:
         """Make what a rank that has joined brings."""
-        tensors = [torch.zeros(shape, dtype=getattr(torch, like["dtype"])) for shape in like["shape"]]
-        return cls(name, tensors, tensors, like["op"], like["prescale"], like["postscale"])
+        dtypes, shapes, *more = like
+        tensors = [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in zip(dtypes, shapes)]
+        return cls(name, tensors, tensors, *more)
 
 
 class Allgather(NamedCall):
     """Collect tensors, whose first dimensions may differ between ranks."""
 
+    kind = "allgather"
+    PROPERTIES = ("dtype", "shape after the first dimension")
+
     def __init__(self, name: str, tensors: Sequence[Tensor]):
-        like = {"dtype": _dtype(tensors), "shape after the first dimension": [list(one.shape[1:]) for one in tensors]}
-        super().__init__("allgather", name, like)
+        super().__init__(name, (_dtypes(tensors), tuple([one.shape[1:] for one in tensors])))
         self._tensors = tensors
 
-    def make(self, calls: Collectives, others: Sequence[Any] = ()) -> None:
+    def make(self, calls: Collectives) -> None:
         rows = torch.empty(calls.size, len(self._tensors), dtype=torch.int64)
         calls.all_gather(rows, torch.tensor([one.shape[0] for one in self._tensors]))
         self.found = []
@@ -95,12 +131,14 @@ class Allgather(NamedCall):
 class Broadcast(NamedCall):
     """Copy a rank's tensor to all."""
 
+    kind = "broadcast"
+    PROPERTIES = ("dtype", "shape", "root rank")
+
     def __init__(self, name: str, tensor: Tensor, out: Tensor, root: int, global_root: int):
-        like = {"dtype": _dtype([tensor]), "shape": list(tensor.shape), "root rank": global_root}
-        super().__init__("broadcast", name, like)
+        super().__init__(name, (tensor.dtype, tensor.shape, global_root))
         self._tensor, self._out, self._root = tensor, out, root
 
-    def make(self, calls: Collectives, others: Sequence[Any] = ()) -> None:
+    def make(self, calls: Collectives) -> None:
         if self._out.data_ptr() != self._tensor.data_ptr() and calls.rank == self._root:
             self._out.copy_(self._tensor)
         calls.broadcast(self._out, self._root)
@@ -110,11 +148,14 @@ class Broadcast(NamedCall):
 class Alltoall(NamedCall):
     """Send each rank some rows of a tensor."""
 
+    kind = "alltoall"
+    PROPERTIES = ("dtype", "shape after the first dimension")
+
     def __init__(self, name: str, tensor: Tensor, splits: list[int]):
-        super().__init__("alltoall", name, {"dtype": _dtype([tensor]), "shape after the first": list(tensor.shape[1:])})
+        super().__init__(name, (tensor.dtype, tensor.shape[1:]))
         self._tensor, self._splits = tensor, splits
 
-    def make(self, calls: Collectives, others: Sequence[Any] = ()) -> None:
+    def make(self, calls: Collectives) -> None:
         received = torch.empty(calls.size, dtype=torch.int64)
         calls.all_to_all(received, torch.tensor(self._splits))
         out = self._tensor.new_empty(int(received.sum()), *self._tensor.shape[1:])
@@ -125,12 +166,14 @@ class Alltoall(NamedCall):
 class Reducescatter(NamedCall):
     """Combine tensors; each rank gets some rows of the result."""
 
+    kind = "reducescatter"
+    PROPERTIES = ("dtype", "shape", "op", "prescale", "postscale")
+
     def __init__(self, name: str, tensors: Sequence[Tensor], op: str, prescale: float, postscale: float):
-        like = {"dtype": _dtype(tensors), "shape": [list(one.shape) for one in tensors], "op": op}
-        super().__init__("reducescatter", name, like | {"prescale": prescale, "postscale": postscale})
+        super().__init__(name, (_dtypes(tensors), _shapes(tensors), op, float(prescale), float(postscale)))
         self._tensors, self._op, self._prescale, self._postscale = tensors, op, prescale, postscale
 
-    def make(self, calls: Collectives, others: Sequence[Any] = ()) -> None:
+    def make(self, calls: Collectives) -> None:
         self.found = []
         for tensor in self._tensors:
             each, more = divmod(tensor.shape[0], calls.size)
@@ -144,11 +187,10 @@ class Reducescatter(NamedCall):
 
 
 class Barrier(NamedCall):
-    def __init__(self, name: str):
-        super().__init__("barrier", name, {})
+    kind = "barrier"
 
-    def make(self, calls: Collectives, others: Sequence[Any] = ()) -> None:
+    def make(self, calls: Collectives) -> None:
         calls.barrier()
 
 
-STANDINS |= {"allreduce": Allreduce.of_zeros, "barrier": lambda name, like: Barrier(name)}
+STANDINS |= {"allreduce": Allreduce.of_zeros, "barrier": Barrier}

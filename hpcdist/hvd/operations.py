@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,23 +33,23 @@ from hpcdist.hvd.state import ProcessSet, global_process_set, matcher_of
 # --- handles ----------------------------------------------------------------------------------------------------------
 _handles: dict[int, tuple[Any, NamedCall, Callable[[Any], Any]]] = {}
 _next = itertools.count()
-_lock = threading.Lock()
 
 
-def _begin(process_set: ProcessSet, request: NamedCall, result: Callable[[Any], Any]) -> int:
+def _begin(
+    result: Callable[[Any], Any], process_set: ProcessSet, name: str | None, kind: type[NamedCall], *args: Any
+) -> int:
     """Hand a request in; return a handle, by which `result`, of what is found, is asked for."""
     matcher = matcher_of(process_set)
+    request = kind(process_set.number(kind.kind) if name is None else name, *args)
     matcher.submit(request)
-    process_set.unnamed[request.kind] += request.name == process_set.name_of(request.kind, None)
-    with _lock:
-        handle = next(_next)
-        _handles[handle] = matcher, request, result
+    handle = next(_next)
+    _handles[handle] = matcher, request, result
     return handle
 
 
 def poll(handle: int) -> bool:
     """Tell whether a call is over, so that `synchronize` returns at once."""
-    return _handles[handle][1].done()
+    return _handles[handle][1].over
 
 
 def synchronize(handle: int) -> Any:
@@ -59,10 +58,10 @@ def synchronize(handle: int) -> Any:
     Raises:
         HorovodInternalError: the call has failed, on all ranks alike.
     """
-    with _lock:
-        if handle not in _handles:
-            return None
-        matcher, request, result = _handles.pop(handle)
+    found = _handles.pop(handle, None)
+    if found is None:
+        return None
+    matcher, request, result = found
     return result(matcher.wait(request))
 
 
@@ -71,7 +70,7 @@ def _first(found: Any) -> Any:
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [one.detach() for one in tensors]
+    return [one.detach() if one.requires_grad else one for one in tensors]
 
 
 # --- all-reduce -------------------------------------------------------------------------------------------------------
@@ -88,8 +87,9 @@ def _allreduce(
     tensors: Sequence[Tensor], outs: Sequence[Tensor], name: str | None, op: str, prescale: float, postscale: float,
     process_set: ProcessSet, result: Callable[[Any], Any],
 ) -> int:  # fmt: skip
-    name = process_set.name_of("allreduce", name)
-    return _begin(process_set, Allreduce(name, _flat(tensors), _flat(outs), op, prescale, postscale), result)
+    own = _flat(tensors)
+    into = own if outs is tensors else _flat(outs)
+    return _begin(result, process_set, name, Allreduce, own, into, op, prescale, postscale)
 
 
 def allreduce_async(
@@ -108,7 +108,8 @@ def allreduce_async_(
 ) -> int:  # fmt: skip
     """Begin to combine a tensor over the ranks, in place; return a handle."""
     op = _operation(average, op)
-    return _allreduce([tensor], [tensor], name, op, prescale_factor, postscale_factor, process_set, lambda _: tensor)
+    own = [tensor]
+    return _allreduce(own, own, name, op, prescale_factor, postscale_factor, process_set, lambda _: tensor)
 
 
 def grouped_allreduce_async(
@@ -202,10 +203,9 @@ def sparse_allreduce_async(
 
 # --- gather, broadcast, exchange, reduce-scatter ----------------------------------------------------------------------
 def _gather(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, result: Callable[[Any], Any]) -> int:
-    name = process_set.name_of("allgather", name)
     if any(one.dim() == 0 for one in tensors):
         raise ValueError("a tensor that is gathered must have a dimension; got one without. Use tensor.view(1).")
-    return _begin(process_set, Allgather(name, _flat(tensors)), result)
+    return _begin(result, process_set, name, Allgather, _flat(tensors))
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -252,11 +252,10 @@ def _broadcast(
     tensor: Tensor, out: Tensor, root_rank: int, name: str | None, process_set: ProcessSet,
     result: Callable[[Any], Any],
 ) -> int:  # fmt: skip
-    name = process_set.name_of("broadcast", name)
     if root_rank not in process_set.ranks:
         raise ValueError(f"root_rank must be a rank of {process_set!r}; got {root_rank}.")
     place = process_set.ranks.index(root_rank)
-    return _begin(process_set, Broadcast(name, tensor.detach(), out.detach(), place, root_rank), result)
+    return _begin(result, process_set, name, Broadcast, tensor.detach(), out.detach(), place, root_rank)
 
 
 def broadcast_async(
@@ -310,19 +309,18 @@ def alltoall_async(
     Args:
         splits: how many rows each rank gets; by default as many.
     """
-    name = process_set.name_of("alltoall", name)
     ranks, rows = process_set.size(), tensor.shape[0]
     if splits is None:
         if rows % ranks:
             raise ValueError(f"rows must be as many for each of {ranks} ranks; got {rows}. Give splits.")
-        return _begin(process_set, Alltoall(name, tensor.detach(), [rows // ranks] * ranks), _first)
+        return _begin(_first, process_set, name, Alltoall, tensor.detach(), [rows // ranks] * ranks)
     numbers = torch.as_tensor(splits)
     if numbers.is_floating_point() or numbers.dtype == torch.bool or numbers.dim() != 1 or len(numbers) != ranks:
         raise ValueError(f"splits must be an integer for each of {ranks} ranks; got {splits}.")
     if int(numbers.sum()) > rows or int(numbers.min()) < 0:
         raise ValueError(f"splits must be of at most {rows} rows in all, the tensor's; got {numbers.tolist()}.")
     used = tensor.detach()[: int(numbers.sum())]
-    return _begin(process_set, Alltoall(name, used, numbers.tolist()), tuple)
+    return _begin(tuple, process_set, name, Alltoall, used, numbers.tolist())
 
 
 class _AlltoallFunction(torch.autograd.Function):
@@ -358,12 +356,11 @@ def _reducescatter(
     tensors: Sequence[Tensor], name: str | None, op: str, prescale: float, postscale: float, process_set: ProcessSet,
     result: Callable[[Any], Any],
 ) -> int:  # fmt: skip
-    name = process_set.name_of("reducescatter", name)
     if op not in (Average, Sum):
         raise HorovodInternalError(f"op of reducescatter must be Average or Sum; got {op}.")
     if any(one.dim() == 0 for one in tensors):
         raise ValueError("a tensor that is scattered must have a dimension; got one without. Use tensor.view(1).")
-    return _begin(process_set, Reducescatter(name, _flat(tensors), op, prescale, postscale), result)
+    return _begin(result, process_set, name, Reducescatter, _flat(tensors), op, prescale, postscale)
 
 
 def reducescatter_async(
@@ -432,5 +429,4 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Collective. Return once all ranks have called it."""
-    name = process_set.name_of("barrier", None)
-    synchronize(_begin(process_set, Barrier(name), lambda _: None))
+    synchronize(_begin(lambda _: None, process_set, None, Barrier))

@@ -48,10 +48,10 @@ class ProcessSet:
             raise ValueError("a process set must be known to all ranks. Call hvd.add_process_set(it) on each.")
         return value
 
-    def name_of(self, kind: str, name: str | None) -> str:
-        """Return a call's name; one without a name gets a number among those of its kind. Raises as `matcher_of`."""
-        matcher_of(self)
-        return f"noname.{self.joins}.{self.unnamed[kind]}" if name is None else name
+    def number(self, kind: str) -> str:
+        """Return a name for the next call of its kind without one."""
+        self.unnamed[kind] += 1
+        return f"noname.{self.joins}.{self.unnamed[kind]}"
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={list(self.ranks)})"
@@ -158,9 +158,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def matcher_of(process_set: ProcessSet) -> Matcher:
     """Return what makes a process set's calls; raise ValueError where this rank is none of its."""
-    communicator()
-    process_set.size()
     if process_set.matcher is None:
+        communicator()
+        process_set.size()
         raise ValueError(
             f"the rank that calls must be in the process set; got rank {rank()} and {process_set!r}. Let its ranks "
             "alone make the call."

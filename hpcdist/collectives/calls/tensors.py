@@ -41,12 +41,16 @@ def by_dtype(
     with ExitStack() as until:
         found = []
         for group in groups.values():
-            own = [until.enter_context(flattened(comm, one, write=write)) for one in group]
+            own = [
+                one.detach().view(-1)  # as `flattened` does, in a tenth of the time
+                if one.is_cpu and is_dense(one)
+                else until.enter_context(flattened(comm, one, write=write))
+                for one in group
+            ]
             found.append((group, own, torch.cat(own)))
         yield [(group, together) for group, _, together in found]
         for _, own, together in found if write else ():
-            for one, part in zip(own, together.split([len(one) for one in own]), strict=True):
-                one.copy_(part)
+            torch._foreach_copy_(own, list(together.split([len(one) for one in own])))
 
 
 @contextmanager

@@ -205,6 +205,12 @@ class Failures:
         Ranks keep their numbers; `gather` gives None for the dead.
         """
 
+    def abandon(self) -> None:
+        """Let other ranks' calls of this communicator fail, which wait for this rank: it makes none any more.
+
+        Does nothing where a death ends the job anyway.
+        """
+
     def retry_on_failure(self, action: Callable[[], T], *others: Failures) -> T:
         """Collective among the living. Return the result of `action`, which the others repeat where a rank dies in it.
 

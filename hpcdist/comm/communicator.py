@@ -66,6 +66,16 @@ class Communicator(abc.ABC):
     trace: Trace  # traffic, timeline, and what records say of these ranks
     failures: Failures  # deadlines, and the ranks that have died
 
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank among those of its node."""
+        return self.memory.nodes[: self.rank].count(self.memory.nodes[self.rank])
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks on this rank's node."""
+        return self.memory.nodes.count(self.memory.nodes[self.rank])
+
     # --- point to point -------------------------------------------------------------------------------------------
     @abc.abstractmethod
     def sendrecv(self, send: Tensor, dest: int, recv: Tensor, source: int, tag: int = 0) -> None:

@@ -3,14 +3,15 @@
 Calls are matched by the names of tensors, whatever the order in which ranks make them. Horovod need not be installed.
 """
 
+from hpcdist.hvd import elastic
 from hpcdist.hvd.compression import Compression
+from hpcdist.hvd.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from hpcdist.hvd.functions import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from hpcdist.hvd.matching import HorovodInternalError
 from hpcdist.hvd.named_calls import Adasum, Average, Max, Min, Product, Sum
 from hpcdist.hvd.operations import (
     allgather,
@@ -78,6 +79,7 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "Max",
     "Min",
     "ProcessSet",
@@ -107,6 +109,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

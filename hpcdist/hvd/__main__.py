@@ -15,7 +15,11 @@ NAMES = {  # of Horovod's modules, by hpcdist's
     "horovod.torch.functions": "hpcdist.hvd.functions",
     "horovod.torch.optimizer": "hpcdist.hvd.optimizer",
     "horovod.torch.sync_batch_norm": "hpcdist.hvd.sync_batch_norm",
-    "horovod.common.exceptions": "hpcdist.hvd.matching",
+    "horovod.torch.elastic": "hpcdist.hvd.elastic",
+    "horovod.torch.elastic.state": "hpcdist.hvd.elastic",
+    "horovod.torch.elastic.sampler": "hpcdist.hvd.elastic",
+    "horovod.common.elastic": "hpcdist.hvd.elastic",
+    "horovod.common.exceptions": "hpcdist.hvd.exceptions",
     "horovod.common.process_sets": "hpcdist.hvd.state",
 }
 

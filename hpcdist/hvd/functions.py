@@ -46,7 +46,7 @@ def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Collective. Return root_rank's object, which is pickled."""
-    name, here = name or type(obj).__name__, rank() == root_rank
+    name, here = name or "object", rank() == root_rank  # whatever others have in place of root's
     data = _bytes_of(obj) if here else torch.empty(0, dtype=torch.uint8)
     length = torch.tensor([len(data)])
     broadcast_(length, root_rank, f"{name}.sz", process_set)
@@ -57,7 +57,7 @@ def broadcast_object(
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Collective. Return all ranks' objects, which are pickled."""
-    name, data = name or type(obj).__name__, _bytes_of(obj)
+    name, data = name or "object", _bytes_of(obj)
     lengths = allgather(torch.tensor([len(data)]), f"{name}.sz", process_set).tolist()
     parts = allgather(data, f"{name}.t", process_set).split(lengths)
     return [cloudpickle.loads(part.numpy().tobytes()) for part in parts]

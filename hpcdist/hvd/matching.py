@@ -15,6 +15,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -23,19 +24,18 @@ import torch
 from hpcdist.collectives.calls import Collectives
 from hpcdist.collectives.calls.tensors import type_of
 from hpcdist.comm.communicator import Communicator
-from hpcdist.errors import CommunicationError, MismatchError
+from hpcdist.comm.waiting import wait_until
+from hpcdist.errors import CommunicationError, DeadlineError, MismatchError
+from hpcdist.hvd.exceptions import HorovodInternalError
 from hpcdist.hvd.fusion import FusionBuffer
 
 MOST, MOST_OF_ALL = 32, 1024  # requests that ranks tell each other of at once: at first, and once they have had more
 SHORTEST_S, LONGEST_S = 50e-6, 1e-3  # pauses of ranks that wait for each other's next request
+NEWS_S = 2.0  # so much later than a failure MPI may tell of the death behind it
 AWAKE = 100  # times that the thread looks for requests in vain before it sleeps
 KNOWN = 1 << 16  # names whose numbers are kept
 WORDS = 2  # of a request: its name, and what must be the same on all ranks
 HEAD = 2  # words before them: how many there are, and when the rank joined
-
-
-class HorovodInternalError(RuntimeError):
-    """A collective call has failed, on all ranks alike."""
 
 
 class NamedCall(abc.ABC):
@@ -145,6 +145,7 @@ class Matcher:
         self._sleeps = self._at_work = self._closing = False
         self._waiting, self._gather_s = 0, gather_s
         self._error: BaseException | None = None  # with which an exchange has failed
+        self._died = ""  # who
         self._make_room(MOST)
         self.watcher: Watcher | None = None
         comm.failures.threads.append(self)
@@ -245,6 +246,7 @@ class Matcher:
             some = self._round(told)
         except BaseException as error:  # of the exchange itself: no call can be made any more
             broken = error
+            self._abandon()
         self._lock.acquire()
         self._at_work = False
         if broken is not None:
@@ -257,8 +259,17 @@ class Matcher:
             raise broken
         return some
 
+    def _abandon(self) -> None:
+        """Let other ranks' calls fail, too, and find out who has died, if ranks outlive others."""
+        for comm in (self.comm, self.calls.comm):
+            comm.failures.abandon()
+        failures = self.comm.failures
+        with suppress(DeadlineError):
+            wait_until(lambda: bool(failures.failed()), NEWS_S if failures.tolerant else 0.0, str)
+        self._died = "".join(f" Rank {rank} has died." for rank in failures.failed())
+
     def _end_failed(self, request: NamedCall) -> NamedCall:
-        request.error = HorovodInternalError(str(self._error))
+        request.error = HorovodInternalError(f"{self._error}{self._died}")
         request.error.__cause__ = self._error
         request.over = True
         return request

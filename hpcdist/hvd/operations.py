@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hpcdist.hvd.compression import Compression
-from hpcdist.hvd.matching import HorovodInternalError, Join, NamedCall
+from hpcdist.hvd.exceptions import HorovodInternalError
+from hpcdist.hvd.matching import Join, NamedCall
 from hpcdist.hvd.named_calls import (
     OPERATIONS,
     Adasum,

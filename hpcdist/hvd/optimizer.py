@@ -157,6 +157,13 @@ class _Combined:
         self._synchronized = False
         return super().step(closure)  # type: ignore[misc]
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Take a state, and forget gradients that are under way."""
+        self._waits.clear()
+        self._left = dict.fromkeys(self._left, self.backward_passes_per_step)
+        self._synchronized, self._should_synchronize = False, True
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
     def zero_grad(self, *args: Any, **options: Any) -> Any:
         if self._waits:
             raise AssertionError(

@@ -7,13 +7,16 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.errors import ConfigError
 from hpcdist.hvd.matching import Matcher
 from hpcdist.hvd.timeline import CallTimeline
 from hpcdist.session import world
+
+if TYPE_CHECKING:
+    from hpcdist.comm.mpi.communicator import MpiCommunicator
 
 T = TypeVar("T")
 
@@ -71,7 +74,7 @@ global_process_set = ProcessSet(())
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Collective. Join the ranks; safe to call again.
+    """Collective. Join the ranks, those that live; safe to call again.
 
     Args:
         comm: the ranks that take part, by their numbers, or a communicator of MPI's; by default all.
@@ -80,7 +83,10 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if _state.comm is not None:
         return
     everyone = world.init(torch_distributed=False)
-    if comm is None:
+    everyone.failures.shrink()
+    if everyone.failures.lost:
+        _state.comm = _survivors(everyone, comm)
+    elif comm is None:
         _state.comm = everyone.split(0)
     else:
         chosen = sorted(comm) if isinstance(comm, Iterable) else _ranks_of(comm)
@@ -90,11 +96,21 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             part = part.split(part.rank)
         _state.comm = part
     _state.sets, _state.numbers = {}, itertools.count()
-    _state.gather_s = float(os.environ.get("HOROVOD_CYCLE_TIME", 1)) / 1e3  # Horovod's own variable, in milliseconds
+    # Variables of Horovod's own, which its users know.
+    _state.gather_s = float(os.environ.get("HOROVOD_CYCLE_TIME", 1)) / 1e3  # in milliseconds
     global_process_set.__init__(range(_state.comm.size))  # type: ignore[misc]  # scripts hold it from their beginning
     add_process_set(global_process_set)
+    if path := os.environ.get("HOROVOD_TIMELINE"):
+        start_timeline(path, os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES") == "1")
     for one in process_sets or () if process_sets != "dynamic" else ():
         add_process_set(one)
+
+
+def _survivors(everyone: Communicator, wanted: Any) -> Communicator:
+    """Collective, of the ranks that live. Join these."""
+    if wanted is not None:
+        raise ConfigError(f"comm must be left out once a rank has died; got {wanted!r}. The ranks are those that live.")
+    return cast("MpiCommunicator", everyone).of_living()
 
 
 def is_initialized() -> bool:
@@ -178,18 +194,22 @@ def _ranks_of(mpi: Any) -> list[int]:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin to note how long calls take; rank 0 writes the file when `stop_timeline` is called, or at `shutdown`."""
+    """Begin to write how long calls take, until `stop_timeline` or `shutdown`, to a file of rank 0.
+
+    Raises:
+        OutputError: the file can't be written.
+    """
     matcher = matcher_of(global_process_set)
-    if matcher.watcher is not None:
-        stop_timeline()
-    matcher.watcher = CallTimeline(Path(file_path), mark_cycles)
+    stop_timeline()
+    if rank() == 0:
+        matcher.watcher = CallTimeline(Path(file_path), mark_cycles)
 
 
 def stop_timeline() -> None:
-    """Write what has been noted."""
+    """End the file, where there is one."""
     matcher = matcher_of(global_process_set)
     watcher, matcher.watcher = matcher.watcher, None
-    if isinstance(watcher, CallTimeline) and rank() == 0:
+    if isinstance(watcher, CallTimeline):
         watcher.close()
 
 
@@ -202,39 +222,34 @@ def size() -> int:
     return communicator().size
 
 
-def _nodes() -> tuple[list[int], int]:
-    comm = communicator()
-    return list(comm.memory.nodes), comm.memory.nodes[comm.rank]
-
-
 def local_rank() -> int:
     """Return this rank's number among those of its node."""
-    nodes, here = _nodes()
-    return nodes[: rank()].count(here)
+    return communicator().local_rank
 
 
 def local_size() -> int:
-    nodes, here = _nodes()
-    return nodes.count(here)
+    return communicator().local_size
+
+
+def _peers() -> list[int]:
+    """Return the nodes that have a rank of this one's local number."""
+    nodes, place = communicator().memory.nodes, local_rank()
+    return [node for node in dict.fromkeys(nodes) if nodes.count(node) > place]
 
 
 def cross_rank() -> int:
     """Return the number of this rank's node among those that have a rank of its local number."""
-    nodes, here = _nodes()
-    place = local_rank()
-    return sorted({node for node in nodes if nodes.count(node) > place}, key=nodes.index).index(here)
+    return _peers().index(communicator().memory.nodes[rank()])
 
 
 def cross_size() -> int:
     """Return how many nodes have a rank of this one's local number."""
-    nodes, place = _nodes()[0], local_rank()
-    return sum(nodes.count(node) > place for node in set(nodes))
+    return len(_peers())
 
 
 def is_homogeneous() -> bool:
     """Tell whether all nodes have as many ranks."""
-    nodes = _nodes()[0]
-    return len({nodes.count(node) for node in nodes}) == 1
+    return len(set(Counter(communicator().memory.nodes).values())) == 1
 
 
 def mpi_threads_supported() -> bool:

@@ -9,22 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from hpcdist.hvd.matching import NamedCall, Watcher
+from hpcdist.records.files import append, writing
+from hpcdist.records.timeline import CHUNK
 
 
 class CallTimeline(Watcher):
-    """Notes what a matcher does.
+    """Writes what a matcher does to a file, a chunk of lines at a time.
 
     Args:
-        path: the file; written by `close`.
+        path: the file; overwritten.
         mark_cycles: whether rounds in which ranks tell each other of their requests are noted, too.
     """
 
     def __init__(self, path: Path, mark_cycles: bool):
         self._path, self._marks, self._start = path, mark_cycles, time.perf_counter()
         self._lock, self._numbers = threading.Lock(), dict[str, int]()
-        self._events: list[dict[str, Any]] = [
-            {"name": "start_time", "ph": "M", "args": {"start_time_since_epoch_in_micros": time.time_ns() // 1000}}
-        ]
+        with writing(path):
+            self._file = open(path, "wb", buffering=0)
+        since_us = time.time_ns() // 1000
+        start = {"ts": 0, "name": "start_time", "ph": "M", "args": {"start_time_since_epoch_in_micros": since_us}}
+        self._lines = ["[\n" + json.dumps(start)]
 
     def submitted(self, request: NamedCall) -> None:
         self._note(request, "B", f"NEGOTIATE_{request.kind.upper()}")
@@ -50,10 +54,19 @@ class CallTimeline(Watcher):
         self._add({"ph": phase, "pid": number} | ({"name": name} if name else {}))
 
     def _add(self, event: dict[str, Any]) -> None:
+        line = json.dumps({"ts": round((time.perf_counter() - self._start) * 1e6), **event})
         with self._lock:
-            self._events.append({"ts": round((time.perf_counter() - self._start) * 1e6), **event})
+            self._lines.append(f",\n{line}")
+            if len(self._lines) >= CHUNK and not self._file.closed:
+                self._write()
+
+    def _write(self) -> None:
+        append(self._file, self._path, "".join(self._lines).encode())
+        self._lines.clear()
 
     def close(self) -> None:
-        """Write the file."""
+        """Write the remaining events and end the file; later ones are ignored."""
         with self._lock:
-            self._path.write_text(json.dumps(self._events, indent=0) + "\n")
+            self._lines.append("\n]\n")
+            self._write()
+            self._file.close()

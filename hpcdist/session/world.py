@@ -256,14 +256,12 @@ def size() -> int:
 
 def local_rank() -> int:
     """Return the number of this rank among those of its node: the GPU to use where each rank has one."""
-    comm = current().comm
-    return sum(node == comm.memory.nodes[comm.rank] for node in comm.memory.nodes[: comm.rank])
+    return current().comm.local_rank
 
 
 def local_size() -> int:
     """Return the number of ranks on this rank's node."""
-    comm = current().comm
-    return comm.memory.nodes.count(comm.memory.nodes[comm.rank])
+    return current().comm.local_size
 
 
 def require_equal(comm: Communicator, mine: Mapping[str, Any], what: str, ranks: Sequence[int] | None = None) -> None:

@@ -6,10 +6,12 @@ Prints the name of each feature that does what it should. With names: these alon
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import horovod.torch as hvd
@@ -269,6 +271,18 @@ def timelines():
         events = json.loads(path.read_text())
         names = {event.get("name") for event in events}
         require({"CYCLE_START", "NEGOTIATE_ALLREDUCE", "ALLREDUCE", "process_name"} <= names, names)
+    many = path.with_name(f"many-{path.name}")
+    hvd.shutdown()
+    os.environ["HOROVOD_TIMELINE"] = str(many)
+    hvd.init()
+    del os.environ["HOROVOD_TIMELINE"]
+    for number in range(200):
+        hvd.allreduce(torch.ones(1), name=f"seen {number}")
+    hvd.shutdown()
+    hvd.init()
+    if rank == 0:
+        counts = Counter(event.get("name") for event in json.loads(many.read_text()))
+        require(counts["ALLREDUCE"] == counts["NEGOTIATE_ALLREDUCE"] == 200 and not counts["CYCLE_START"], counts)
 
 
 @feature

@@ -295,6 +295,11 @@ class FaultTolerance(Failures):
         if self.tolerant:
             self._agree(True)
 
+    def abandon(self) -> None:
+        if self.tolerant:
+            for mpi in (self.all, self.alive):
+                mpi.Revoke()
+
     def retry_on_failure(self, action: Callable[[], T], *others: Failures) -> T:
         if not self.tolerant:
             return action()

@@ -263,6 +263,12 @@ class MpiCommunicator(Communicator):
         everyone.Free()
         return self._made(mpi, self._nodes_of(ranks), self.memory.wanted, name)
 
+    def of_living(self) -> MpiCommunicator:
+        """Collective among the living. Make a communicator of them alone, with numbers of their own."""
+        self._made_from += 1
+        living = self.failures.living
+        return self._made(self.failures.alive.Dup(), self._nodes_of(living), self.memory.wanted, "living")
+
     def apart(self, internode: str = "auto", nodes: tuple[int, ...] | None = None) -> MpiCommunicator:
         """Collective. Copy this communicator as if its ranks were on other nodes: for tests and measurements.
 

@@ -143,6 +143,26 @@ def torch_calls(
     _run("torch.distributed", measure, json_path, calls=calls, sizes=sizes or SIZES, rounds=rounds, steps=steps)
 
 
+@app.command("horovod")
+def horovod_calls(
+    sizes: Annotated[
+        list[int] | None, typer.Option(metavar="BYTES", help="Length of a tensor. May be repeated.")
+    ] = None,
+    steps: Annotated[bool, typer.Option(help="Also time steps of DistributedOptimizer.")] = True,
+    rounds: Rounds = 15,
+    json_path: Json = None,
+) -> None:
+    """Time what scripts written for Horovod do, by hpcdist.hvd and by Horovod, which has to be built.
+
+    Collective: start it with mpirun.
+
+    Example: mpirun -n 2 hpcdist bench horovod --sizes 4096 --no-steps
+    """
+    from hpcdist.tools.bench.horovod_calls import SIZES, measure
+
+    _run("Horovod's calls", measure, json_path, sizes=sizes or SIZES, rounds=rounds, steps=steps)
+
+
 @app.command()
 def train(rounds: Rounds = 9, json_path: Json = None) -> None:
     """Time a training step with the strategy allreduce, with Horovod, and with torch's DDP on gloo.

@@ -27,6 +27,7 @@ STEPS = {
     "gossip_sync": "`gossip_sync`", "dpsgd": "`dpsgd`", "sgp": "`sgp`", "adpsgd": "`adpsgd`",
     "strom": "`strom` (0.1 % of the elements)",
 }  # fmt: skip
+WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp2": "FSDP2"}
 CODERS = {
     "threshold_0.1%": "`threshold`, 0.1 %", "threshold_1%": "`threshold`, 1 %", "topk_0.1%": "`topk`, 0.1 %",
     "topk_1%": "`topk`, 1 %", "dgc_0.1%": "`dgc`, 0.1 %", "dgc_1%": "`dgc`, 1 %", "onebit": "`onebit`",
@@ -55,6 +56,43 @@ def collectives(folder: Path) -> Table:
     lengths = {size: shown for shown, size in SIZES.items()}
     rows = [[f"`{call}`, {lengths[size]}", *(_time(of[name]) for name in names)] for (call, size), of in found.items()]
     return [["collective calls on float32", *names.values()], *rows]
+
+
+def torch(folder: Path) -> Table:
+    """Set times of torch.distributed's calls and steps beside each other, by call and length."""
+    rows = [row for row in _read(folder / "torch.json") if row["call"] not in WRAPPERS]
+    sides = {"hpcdist": "hpcdist", "gloo": "gloo", "communicator": "hpcdist's own call"}
+    return [["torch.distributed on float32", *sides.values()], *_by_call(rows, sides)]
+
+
+def steps_of_torch(folder: Path) -> Table:
+    """Set times of DistributedDataParallel's and FSDP2's steps beside each other."""
+    rows = [{**row, "call": WRAPPERS[row["call"]]} for row in _read(folder / "torch.json") if row["call"] in WRAPPERS]
+    sides = {"hpcdist": "hpcdist", "gloo": "gloo", "alone": "one rank alone"}
+    return [["training step on 2 ranks, 6 M parameters", *sides.values()], *_by_call(rows, sides)]
+
+
+def horovod_calls(folder: Path) -> Table:
+    """Set times of what scripts written for Horovod do beside each other."""
+    sides = {"hpcdist": "hpcdist.hvd", "horovod": "Horovod", "alone": "one rank alone"}
+    rows = []
+    for row in _read(folder / "horovod-calls.json"):
+        shown = f"step, {_bytes(row['bytes'] / 4)} parameters" if row["call"] == "step" else row["call"]
+        rows.append({**row, "call": shown, "bytes": row["bytes"] if row["call"] == "allreduce" else None})
+    return [["calls of Horovod's interface", *sides.values()], *_by_call(rows, sides)]
+
+
+def _by_call(rows: Iterable[Row], sides: dict[str, str]) -> Table:
+    """Set the times of these sides beside each other, by call and length."""
+    found: dict[tuple[str, int | None], dict[str, float]] = {}
+    for row in rows:
+        found.setdefault((row["call"], row["bytes"]), {})[row["name"]] = row["median_s"]
+    lengths = {size: shown for shown, size in {**SIZES, "16 KiB": 2**14, "256 KiB": 2**18}.items()}
+    table = []
+    for (call, size), times in found.items():
+        shown = f"`{call}`, {lengths[size]}" if size in lengths else call
+        table.append([shown, *(_time(times[name]) if name in times else "" for name in sides)])
+    return table
 
 
 def step(folder: Path) -> Table:
@@ -107,6 +145,9 @@ def compress(folder: Path) -> Table:
 TABLES: dict[str, Callable[[Path], Table]] = {
     "allreduce": allreduce,
     "collectives": collectives,
+    "torch": torch,
+    "torch-steps": steps_of_torch,
+    "horovod-calls": horovod_calls,
     "step": step,
     "server": server,
     "steps": steps,

@@ -27,7 +27,7 @@ PARTS=( # name; minutes on 2 free cores; tables, or where else the numbers stand
     "scaling 15 scaling-stragglers,scaling-even"
     "regression 6 regression,regression-job"
     "devices 15 devices,devices-epochs"
-    "benchmarks 18 allreduce,collectives,horovod,step,server,steps,pipeline,compress"
+    "benchmarks 21 allreduce,collectives,torch,torch-steps,horovod,horovod-calls,step,server,steps,pipeline,compress"
     "learning-rate 6 learning-rate,learning-rate-others"
     "memory 6 memory"
     "digits 5 README.md,docs/simulate.md,docs/studies/benchmarks.md"
@@ -167,6 +167,10 @@ benchmarks() {
     echo mpirun -n 4 hpcdist bench allreduce $ROUNDS $json/allreduce-4.json
     echo mpirun -n 2 hpcdist bench collectives $ROUNDS --sizes={4096,65536,1048576,4194304,16777216,67108864} \
         $json/collectives.json
+    echo mpirun -n 2 hpcdist bench torch $ROUNDS --sizes={4096,65536,1048576,4194304,16777216,67108864} \
+        $json/torch.json
+    echo hpcdist horovod build
+    echo mpirun -n 2 hpcdist bench horovod $ROUNDS $json/horovod-calls.json
     echo mpirun -n 2 hpcdist bench train $ROUNDS $json/train.json
     echo mpirun -n 5 hpcdist bench server $ROUNDS $json/server.json
     echo mpirun -n 2 hpcdist bench window $ROUNDS $json/window.json
@@ -175,7 +179,7 @@ benchmarks() {
     echo hpcdist bench compress $ROUNDS $json/coding.json
     echo mpirun -n 2 hpcdist bench compress $ROUNDS $json/compress.json
     echo hpcdist bench loader $json/loader.json
-    for name in allreduce collectives step server steps compress; do
+    for name in allreduce collectives torch torch-steps horovod-calls step server steps compress; do
         echo python docs/tables.py $name $OUT/benchmarks $OUT/benchmarks/$name.csv
     done
 }

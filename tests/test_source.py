@@ -153,6 +153,7 @@ def test_no_module_is_dead():
 # --- names -----------------------------------------------------------------------------------------------------------
 NAMED_TWICE = {
     "AllReduce",  # a strategy, whose class name is in checkpoints; and the collectives' public base
+    "State",  # Horovod's name for what elastic training keeps; and how a job of Slurm's is
     "SyncBatchNorm",  # Horovod's name for it, too
     "Trainer",  # that of jobs; and the one for users of transformers' Trainer
 }

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from hpcdist.comm.communicator import Communicator
+from hpcdist.compress import JointCompression, Reduction, Span
 
 
 class NoneCompressor:
@@ -41,5 +45,39 @@ class BF16Compressor(FP16Compressor):
         return (tensor.to(torch.bfloat16), tensor.dtype) if tensor.is_floating_point() else (tensor, tensor.dtype)
 
 
+class Compressed(NoneCompressor):
+    """One of hpcdist's compressors, for one DistributedOptimizer: each rank keeps the errors of its messages.
+
+    The errors are sent with later messages; they are not part of a checkpoint.
+
+    Args:
+        name: of the compressor.
+        options: as in `hpcdist compressors`.
+
+    Raises:
+        ConfigError: there is no such compressor, or an option breaks a rule.
+    """
+
+    def __init__(self, name: str, **options: Any):
+        self.config = JointCompression.from_mapping({"name": name, **options}, "compression")
+        self._sums: dict[str, tuple[Communicator, Reduction]] = {}  # by names of calls
+
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:  # type: ignore[override]
+        raise ValueError(
+            f"compression of single calls must be Compression.none, fp16 or bf16; got {self.config.name}, which keeps "
+            "errors of earlier calls. Give it to DistributedOptimizer."
+        )
+
+    def sum_of(
+        self, name: str, comm: Communicator, tensors: Sequence[Tensor], shapes: Sequence[torch.Size]
+    ) -> Reduction:
+        """Collective, the first time. Return what sums the tensors of a name; they are flat, and keep their lengths."""
+        made = self._sums.get(name)
+        if made is None or made[0] is not comm:
+            every = [[Span(0, len(one), tuple(shape))] for one, shape in zip(tensors, shapes)]
+            made = self._sums[name] = comm, Reduction(comm, self.config, tensors, every)
+        return made[1]
+
+
 class Compression:
-    none, fp16, bf16 = NoneCompressor, FP16Compressor, BF16Compressor
+    none, fp16, bf16, by = NoneCompressor, FP16Compressor, BF16Compressor, Compressed

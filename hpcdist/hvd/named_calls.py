@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hpcdist.collectives.calls import Collectives
 from hpcdist.hvd.adasum import adasum
+from hpcdist.hvd.compression import Compressed
 from hpcdist.hvd.fusion import FusionBuffer
 from hpcdist.hvd.matching import KNOWN, STANDINS, NamedCall
 
@@ -106,6 +107,27 @@ class Allreduce(NamedCall):
         dtypes, shapes, *more = like
         tensors = [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in zip(dtypes, shapes)]
         return cls(name, tensors, tensors, *more)
+
+
+class CompressedAllreduce(NamedCall):
+    """Sum or average tensors in place, compressed."""
+
+    kind = "compressed_allreduce"
+    PROPERTIES = ("dtype", "shape", "op", "compression")
+
+    def __init__(self, name: str, tensors: Sequence[Tensor], op: str, compression: Compressed):
+        super().__init__(name, (_dtypes(tensors), _shapes(tensors), op, repr(compression.config)))
+        self._tensors, self._op, self._compression = tensors, op, compression
+
+    def make(self, calls: Collectives) -> None:
+        flat = [one.reshape(-1) for one in self._tensors]
+        senders = self._compression.sum_of(self.name, calls.comm, flat, _shapes(self._tensors))(flat)
+        for one, total in zip(self._tensors, flat):
+            if self._op == Average:
+                total.div_(senders)
+            if total.data_ptr() != one.data_ptr():
+                one.copy_(total.view(one.shape))
+        self.found = self._tensors
 
 
 class Allgather(NamedCall):

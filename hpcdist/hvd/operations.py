@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcdist.hvd.compression import Compression
+from hpcdist.hvd.compression import Compressed, Compression
 from hpcdist.hvd.exceptions import HorovodInternalError
 from hpcdist.hvd.matching import Join, NamedCall
 from hpcdist.hvd.named_calls import (
@@ -22,6 +22,7 @@ from hpcdist.hvd.named_calls import (
     Average,
     Barrier,
     Broadcast,
+    CompressedAllreduce,
     Reducescatter,
     Sum,
     scaled,
@@ -131,6 +132,13 @@ def grouped_allreduce_async_(
     op = _operation(average, op)
     given = list(tensors)
     return _allreduce(given, given, name, op, prescale_factor, postscale_factor, process_set, lambda _: given)
+
+
+def compressed_allreduce_async_(
+    tensors: Sequence[Tensor], name: str, op: str, compression: Compressed, process_set: ProcessSet
+) -> int:
+    """Begin to sum or average several tensors in place, compressed together; return a handle."""
+    return _begin(lambda _: tensors, process_set, name, CompressedAllreduce, _flat(tensors), op, compression)
 
 
 class _AllreduceFunction(torch.autograd.Function):

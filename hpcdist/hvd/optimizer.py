@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcdist.hvd.compression import Compression
+from hpcdist.hvd.compression import Compressed, Compression
 from hpcdist.hvd.operations import (
     Adasum,
     Average,
     Sum,
     allreduce_async_,
+    compressed_allreduce_async_,
     grouped_allreduce_async_,
     sparse_allreduce_async,
     synchronize,
@@ -101,6 +102,10 @@ class _Combined:
     def _combine_group(self, params: Sequence[Tensor]) -> list[Wait]:
         op, prescale, postscale = self._scales()
         gradients = [self._gradient(param) for param in params]
+        if isinstance(self._compression, Compressed):
+            name = f"allreduce.group.{self._parameter_names[params[0]]}"
+            whole = compressed_allreduce_async_(gradients, name, op, self._compression, self._process_set)
+            return [lambda: synchronize(whole), *[_nothing] * (len(params) - 1)]
         small, contexts = zip(*map(self._compression.compress, gradients))
         name = f"allreduce.group.{self._parameter_names[params[0]]}"
         handle = grouped_allreduce_async_(small, None, name, op, prescale, postscale, self._process_set)
@@ -217,6 +222,8 @@ def DistributedOptimizer(
         backward_passes_per_step: passes whose gradients are added up on a rank before they are combined.
         op: Average, Sum, or Adasum, with which each rank takes a step of its own, and the changes are combined.
         gradient_predivide_factor: with Average: by which gradients are divided before they are summed, not after.
+        compression: one of `Compression`'s; `Compression.by("topk", ratio=0.01)` is one of hpcdist's compressors, with
+            which all gradients travel together, or those of a group.
         groups: lists of parameters whose gradients travel together; or the number of such lists.
 
     Raises:
@@ -226,15 +233,34 @@ def DistributedOptimizer(
     names = _names(named_parameters, params)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
+    wanted = groups if groups is not None else num_groups
+    if isinstance(compression, Compressed):
+        wanted = _check_compressed(wanted, op, gradient_predivide_factor, params)
     kind = _AddsChanges if op == Adasum and process_set.size() > 1 else _Combined
     made: Any = optimizer.__class__.__new__(type(optimizer.__class__.__name__, (kind, optimizer.__class__), {}))
     made.__dict__.update(optimizer.__dict__)
     made.begin_combining(
         names, compression, backward_passes_per_step, Average if op == Adasum and kind is _Combined else op,
-        gradient_predivide_factor, _groups(groups if groups is not None else num_groups, params), sparse_as_dense,
+        gradient_predivide_factor, _groups(wanted, params), sparse_as_dense,
         process_set,
     )  # fmt: skip
     return made
+
+
+def _check_compressed(wanted: Any, op: str, predivide: float, params: Sequence[Tensor]) -> Any:
+    """Return the groups in which gradients are compressed together: by default all of them."""
+    if op not in (Average, Sum) or predivide != 1.0:
+        raise ValueError(
+            f"op must be Average or Sum, without gradient_predivide_factor, where gradients are compressed by one of "
+            f"hpcdist's compressors; got {op} and {predivide}."
+        )
+    trained = {id(one) for one in params if one.requires_grad}
+    if not isinstance(wanted, int) and trained - {id(one) for group in wanted for one in group}:
+        raise ValueError(
+            "groups must have all parameters where gradients are compressed by one of hpcdist's compressors; some are "
+            "in none. Leave out groups."
+        )
+    return wanted or 1
 
 
 def _names(named: Iterable[tuple[str, Tensor]] | None, params: Sequence[Tensor]) -> dict[Tensor, str]:

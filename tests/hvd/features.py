@@ -239,6 +239,31 @@ def optimizers_refuse():
 
 
 @feature
+def compressors_of_hpcdist():
+    def trained(compression, **options):
+        net = network()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        options = {"named_parameters": net.named_parameters(), **options}
+        train(net, hvd.DistributedOptimizer(optimizer, compression=compression, **options), inputs[mine], targets[mine])
+        require(len({repr(one) for one in hvd.allgather_object([p.tolist() for p in net.parameters()])}) == 1)
+        return net
+
+    same_as_alone(trained(hvd.Compression.by("topk", ratio=1.0)))
+    same_as_alone(trained(hvd.Compression.by("topk", ratio=1.0), groups=2))
+    before = F.mse_loss(network()(inputs), targets)
+    for name in ("topk", "powersgd", "qsgd", "onebit", "terngrad", "dgc", "threshold", "fp16"):
+        require(F.mse_loss(trained(hvd.Compression.by(name))(inputs), targets) < before, name)
+    few, net = hvd.Compression.by("topk"), network()
+    raises(ValueError, "compression of single calls", lambda: hvd.allreduce(torch.ones(1), compression=few))
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    for message, options in {
+        "op must be Average or Sum, without": {"op": hvd.Max},
+        "groups must have all parameters": {"groups": [[next(net.parameters())]]},
+    }.items():
+        raises(ValueError, message, lambda o=options: hvd.DistributedOptimizer(sgd, compression=few, **o))
+
+
+@feature
 def adasum_and_sparse_optimizers():
     net = network()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), op=hvd.Adasum)

@@ -143,7 +143,7 @@ class Matcher:
         self._changed, self._wake = (threading.Condition(self._lock) for _ in range(2))  # for who waits, for the thread
         self._thread: threading.Thread | None = None
         self._sleeps = self._at_work = self._closing = False
-        self._waiting, self._gather_s = 0, gather_s
+        self._waiting, self._gather_s = 0, max(gather_s, SHORTEST_S)
         self._error: BaseException | None = None  # with which an exchange has failed
         self._died = ""  # who
         self._make_room(MOST)

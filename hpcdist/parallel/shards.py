@@ -2,7 +2,7 @@
 
 With torch's `fully_shard` (FSDP2) and `parallelize_module` (tensor parallelism) the ranks of a replica hold parameters
 together: DTensors. A strategy averages, sends and compresses plain tensors; it gets each rank's part, and exchanges it
-with the ranks that hold the same part in other replicas.
+with the ranks that hold the same part in other replicas. In DistributedDataParallel each rank's part is all of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.external.torch_distributed import start_default_group, started_for
@@ -44,21 +45,27 @@ class Shards(PartOfModel):
     replica for all of them.
 
     Args:
-        model: on its device; fully_shard or parallelize_module has been called on it already.
+        model: on its device; fully_shard or parallelize_module has been called on it already. Or one that
+            DistributedDataParallel wraps, on the replica's ranks, which then train on different samples.
         grid: its ranks `inner` hold the model together.
 
     Raises:
-        ConfigError: the model has no DTensor, or fully_shard has left out a parameter.
+        ConfigError: the model has no DTensor, or fully_shard has left out a parameter; or DistributedDataParallel is
+            on other ranks.
     """
 
     def __init__(self, model: nn.Module, grid: Grid):
         super().__init__()
         self.grid, self.optimizers = grid, []
         self._models = (model,)  # in a tuple: no submodule, for its parameters are not to be trained as they are
+        model = model if self._ddp is None else self._ddp.module
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
         places = dict(_places(model))
-        _check(places, bool(self._sharded))
+        if self._ddp is None:
+            _check(places, bool(self._sharded))
+        else:
+            _check_ranks(self._ddp, grid)
         self._meshes = list(dict.fromkeys(p.device_mesh for _, _, p in places.values() if isinstance(p, DTensor)))
         self._parts = {name: _OwnShard(*place, by_fsdp=bool(self._sharded)) for name, place in places.items()}
         for name, part in self._parts.items():
@@ -73,8 +80,13 @@ class Shards(PartOfModel):
         for part in self._parts.values():
             if part.own.requires_grad:
                 part.tensor.register_post_accumulate_grad_hook(self._hook(part))
-        model.register_forward_pre_hook(lambda *_: self._begin_forward(), prepend=True)
+        self._models[0].register_forward_pre_hook(lambda *_: self._begin_forward(), prepend=True)
         model.register_state_dict_pre_hook(lambda *_: self._follow())
+
+    @property
+    def _ddp(self) -> DistributedDataParallel | None:
+        (model,) = self._models
+        return model if isinstance(model, DistributedDataParallel) else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._models[0](*args, **kwargs)
@@ -94,7 +106,7 @@ class Shards(PartOfModel):
     def describe_parts(self) -> dict[str, dict[str, Any]]:
         prefix = f"shard{self.grid.stage}of{self.grid.stages}."
         described = {prefix + name: part.describe(name) for name, part in self._parts.items()}
-        buffers = self._models[0].named_buffers()
+        buffers = (self._models[0] if self._ddp is None else self._ddp.module).named_buffers()
         return described | {prefix + name: {**_WHOLE, "of": name, "shape": list(t.shape)} for name, t in buffers}
 
     # --- values ---------------------------------------------------------------------------------------------------
@@ -137,6 +149,8 @@ class Shards(PartOfModel):
 
     def _holders(self, part: _OwnShard) -> list[Any]:
         """List the groups of ranks that hold the same part: one for each dimension of the mesh along which all do."""
+        if self._ddp is not None:
+            return [self._ddp.process_group] if self.grid.stages > 1 else []
         if not isinstance(part.tensor, DTensor):
             return [mesh.get_group(i) for mesh in self._meshes[:1] for i in range(mesh.ndim) if mesh.size(i) > 1]
         mesh, placements = part.tensor.device_mesh, part.tensor.placements
@@ -145,10 +159,15 @@ class Shards(PartOfModel):
     # --- gradients ------------------------------------------------------------------------------------------------
     def _hook(self, part: _OwnShard) -> Any:
         def arrive(tensor: Tensor) -> None:
+            if self._ddp is not None and not self._ddp.require_backward_grad_sync:  # in no_sync: they add up
+                return
             if not self._arrived:
-                # Not `_deliver` yet: FSDP's own callback, with the last gradients, may follow this one.
+                # Not `_deliver` yet: FSDP's own callback, with the last gradients, may follow this one, and DDP's.
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(lambda: engine.queue_callback(self._deliver))
+            if self._ddp is not None:
+                self._arrived[part] = tensor  # until DDP has averaged it
+                return
             grad, earlier = part.take_gradient(), self._arrived.get(part)
             self._arrived[part] = grad if earlier is None else earlier + grad
 
@@ -157,6 +176,9 @@ class Shards(PartOfModel):
     def _deliver(self) -> None:
         """Give the gradients to the parts by a backward pass of their own, with its hooks."""
         arrived, self._arrived = self._arrived, {}
+        if self._ddp is not None:  # also what other ranks alone have used; copies, as DDP's buckets are used again
+            used = (part for part in self._parts.values() if part.tensor.grad is not None)
+            arrived = {part: part.take_gradient().clone() for part in used}
         self.agreement.spread_overflow(arrived.values())
         torch.autograd.backward([part.own for part in arrived], list(arrived.values()))
 
@@ -256,6 +278,16 @@ def _check(places: dict[str, tuple[nn.Module, str, nn.Parameter]], by_fsdp: bool
         raise ConfigError(
             f"fully_shard must have all parameters of a model, for it averages gradients over the replica's samples; "
             f"got {plain[0]!r} left out. Call fully_shard(model) on the whole model, last."
+        )
+
+
+def _check_ranks(ddp: DistributedDataParallel, grid: Grid) -> None:
+    """Raise ConfigError if DistributedDataParallel is not on the ranks of the replica."""
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    if len(ranks) != grid.stages:
+        raise ConfigError(
+            f"DistributedDataParallel must be on the {grid.stages} ranks of a replica; got a process group of "
+            f"{len(ranks)}. Give it none, or process_group=mesh.get_group()."
         )
 
 

@@ -211,13 +211,16 @@ def device_mesh(
 
 
 def local_shards(model: nn.Module) -> Shards:
-    """Collective. Return this rank's parts of a model of DTensors, for an optimiser and for DistributedOptimizer.
+    """Collective. Return this rank's parts of a model, for an optimiser and for DistributedOptimizer.
+
+    The model is one of DTensors, or one in DistributedDataParallel, of which each rank has all.
 
     Call it last, when the model is on its device and distributed over the mesh that `device_mesh` has returned. The
     loop runs the model itself, and zeroes gradients by the optimiser's `zero_grad`.
 
     Raises:
-        ConfigError: no mesh was made, or the model has no DTensor; or fully_shard has left out some parameter.
+        ConfigError: no mesh was made, or the model has no DTensor; or fully_shard has left out some parameter, or
+            DistributedDataParallel is on other ranks than the mesh's.
     """
     from hpcdist.parallel.shards import Shards
 

@@ -255,7 +255,8 @@ RULES = {
     "the model is wrapped in DistributedDataParallel": Rule(
         _always,
         "model must not be wrapped in DistributedDataParallel, which averages gradients too; got one that is, or a "
-        "part of it. Pass the model itself (model.module), and call it in the loop. Accelerate wraps none by "
+        "part of it. Pass the model itself (model.module), and call it in the loop; or hpcdist.local_shards(model), "
+        "where it averages among the ranks of an hpcdist.device_mesh alone. Accelerate wraps none by "
         "accelerator.prepare_model(model, evaluation_mode=True). In place of transformers' Trainer take "
         "hpcdist.hf.Trainer, given a plain optimizer.",
         alone=True,

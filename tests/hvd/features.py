@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 import time
 import warnings
@@ -21,18 +20,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.mpi_ops import allreduce_async, poll, synchronize
 from torch import nn
 
-STEPS, OWN = 3, 8  # samples of a rank
-FEATURES = {}
-
-
-def feature(check):
-    FEATURES[check.__name__] = check
-    return check
-
-
-def require(holds, *what):
-    if not holds:
-        raise AssertionError(what)
+from harness.features import OWN, feature, network, require, run, samples, train
 
 
 def raises(kind, message, call):
@@ -42,19 +30,6 @@ def raises(kind, message, call):
         require(message in str(error), error)
     else:
         raise AssertionError(f"it was taken, where {message!r} was to be said")
-
-
-def network():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-
-
-def train(net, optimizer, x, y, passes=1):
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        for xs, ys in zip(x.chunk(passes), y.chunk(passes)):
-            (F.mse_loss(net(xs), ys) / passes).backward()
-        optimizer.step()
 
 
 def same_as_alone(net):
@@ -325,12 +300,7 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", "Sparse invariant checks")
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
-    torch.manual_seed(0)
-    inputs, targets = torch.randn(OWN * size, 8), torch.randn(OWN * size, 8)
+    inputs, targets = samples(size)
     mine = slice(OWN * rank, OWN * (rank + 1))
-    for name in sys.argv[1:] or FEATURES:
-        FEATURES[name]()
-        hvd.barrier()
-        if rank == 0:
-            print(name, flush=True)
+    run(rank, hvd.barrier)
     hvd.shutdown()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from comm.jobs_here import LIMIT_S, ROOT
-from harness.launch import find_mpirun, launch
+from comm.jobs_here import LIMIT_S
+from harness.launch import IMPORTS, find_mpirun, launch
 from hpcdist.hvd import __main__ as program
 
 pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
@@ -17,7 +17,7 @@ FEATURES = Path(__file__).with_name("features.py")
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.extended)])
 def test_a_script_that_imports_horovod_does_what_it_should(size):
     words = ["-m", "hpcdist.hvd", FEATURES]
-    job = launch(size, words, env={"PYTHONPATH": str(ROOT)}, timeout_s=LIMIT_S, compiler=True)
+    job = launch(size, words, env=IMPORTS, timeout_s=LIMIT_S, compiler=True)
     assert job.returncode == 0, job.stderr[-3000:]
     assert {"optimizers", "process_sets", "it_ends_and_begins_again"} <= set(job.stdout.split())
 
@@ -27,7 +27,7 @@ def test_a_script_finds_the_modules_beside_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys\nimport beside\nimport horovod.torch\nprint(beside.answer, *sys.argv[1:])\n")
     words = ["-m", "hpcdist.hvd", script, "--epochs", "3"]
-    job = launch(1, words, env={"PYTHONPATH": str(ROOT)}, timeout_s=LIMIT_S, compiler=True)
+    job = launch(1, words, env=IMPORTS, timeout_s=LIMIT_S, compiler=True)
     assert job.returncode == 0 and job.stdout.split() == ["42", "--epochs", "3"], job.stderr
 
 

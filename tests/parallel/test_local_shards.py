@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import hpcdist as hd
-from hpcdist.errors import CheckpointError, NonFiniteError
+from hpcdist.errors import CheckpointError, ConfigError, NonFiniteError
 from hpcdist.session.world import init
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.sizes(4, exact=True)]
@@ -38,6 +39,10 @@ def halved(model: nn.Sequential, mesh: Any) -> nn.Sequential:
 
 def parallel(model: nn.Sequential, mesh: Any) -> nn.Sequential:
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def replicated(model: nn.Sequential, mesh: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model, process_group=mesh.get_group())
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +108,7 @@ def close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 
 # --- equal to one process ---------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("share", [halved, parallel])
+@pytest.mark.parametrize("share", [halved, parallel, replicated])
 @pytest.mark.parametrize("clip_norm, overlap", [(None, "on"), (0.2, "off")])
 def test_training_equals_one_process(ranks, share, clip_norm, overlap):
     def body(comm):
@@ -138,8 +143,62 @@ def test_gradients_of_several_passes_add_up(ranks):
     ranks(body)
 
 
+class Branches(nn.Module):
+    """Adds one of two layers, by the sign of the sum of the first column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(FEATURES, CLASSES).double() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[int(x[:, 0].sum() > 0)](x)
+
+
+def test_ddp_inside_with_passes_that_are_not_averaged_and_layers_that_some_ranks_use(ranks):
+    def body(comm):
+        with session(comm):
+            mesh = hd.device_mesh(2)
+            options: dict[str, Any] = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+            model = DistributedDataParallel(Branches(), process_group=mesh.get_group(), **options)
+            shards, expected = hd.local_shards(model), Branches()
+            optimizer = torch.optim.SGD(shards.parameters(), lr=0.1, momentum=0.9)
+            optimizer = hd.DistributedOptimizer(optimizer, shards, "allreduce")
+            by_one = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+            for step in range(STEPS):
+                (x, y), (first, last) = batch(step), (slice(0, 1), slice(1, 2))
+                parts = list(zip(x.chunk(4), y.chunk(4), strict=True))
+                rows = [(u[part], v[part]) for u, v in parts for part in (first, last)]
+                by_one.zero_grad()
+                (sum(nn.functional.cross_entropy(expected(u), v) for u, v in rows) / 4).backward()
+                by_one.step()
+                u, v = parts[comm.rank]
+                optimizer.zero_grad()
+                with model.no_sync():
+                    nn.functional.cross_entropy(model(u[first]), v[first]).backward()
+                nn.functional.cross_entropy(model(u[last]), v[last]).backward()
+                optimizer.step()
+            assert close([one.detach() for one in model.parameters()], [one.detach() for one in expected.parameters()])
+
+    ranks(body)
+
+
+def test_ddp_on_other_ranks_is_refused(ranks):
+    def body(comm):
+        with session(comm):
+            hd.device_mesh(2)
+            (own, *_) = [dist.new_group([rank]) for rank in range(2)][dist.get_rank() :]
+            with pytest.raises(ConfigError, match="must be on the 2 ranks of a replica; got a process group of 1"):
+                hd.local_shards(DistributedDataParallel(make(), process_group=own))
+
+    ranks(body)
+
+
 # --- strategies that let replicas differ ------------------------------------------------------------------------------
-@pytest.mark.parametrize("share, strategy", [(halved, "gossip_pull"), (parallel, "gossip_pull"), (parallel, "dpsgd")])
+@pytest.mark.parametrize(
+    "share, strategy",
+    [(halved, "gossip_pull"), (parallel, "gossip_pull"), (parallel, "dpsgd"), (replicated, "gossip_pull")],
+)
 def test_ranks_of_a_replica_hold_one_model(ranks, share, strategy):
     """Whole parameters are equal on them after each step; and the model is the consensus inside the context."""
 
@@ -216,7 +275,7 @@ def test_training_is_resumed_to_the_bit(ranks, shared_tmp_path):
     ranks(body)
 
 
-@pytest.mark.parametrize("share", [halved, parallel])
+@pytest.mark.parametrize("share", [halved, parallel, replicated])
 @pytest.mark.parametrize("strategy", ["allreduce", "gossip_sync"])
 def test_a_checkpoint_is_the_whole_model_for_one_process(ranks, share, strategy, shared_tmp_path):
     def body(comm):

@@ -6,7 +6,6 @@ Prints the name of each feature that does what it should. With names: these alon
 from __future__ import annotations
 
 import copy
-import sys
 import tempfile
 import time
 import warnings
@@ -31,33 +30,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hpcdist.torch_backend
+from harness.features import OWN, STEPS, feature, network, require, run, samples, train
 from hpcdist.registry import catalogue
 from hpcdist.torch_backend.group import BARRIER_TAG
 from hpcdist.torch_backend.hooks import CompressionState, compressed
 
-STEPS, OWN = 3, 8  # samples of a rank
-FEATURES = {}
-
-
-def feature(check):
-    FEATURES[check.__name__] = check
-    return check
-
-
-def network(seed=1):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-
 
 def sgd(params):
     return torch.optim.SGD(params, lr=0.1)
-
-
-def train(net, optimizer, x, y):
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        F.mse_loss(net(x), y).backward()
-        optimizer.step()
 
 
 def alone(make=sgd):
@@ -70,11 +50,6 @@ def alone(make=sgd):
 def same(found, expected, tolerance=1e-5):
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.detach(), other.detach(), rtol=tolerance, atol=tolerance)
-
-
-def require(holds, *what):
-    if not holds:
-        raise AssertionError(what)
 
 
 @feature
@@ -114,6 +89,49 @@ def ddp_buffers_and_join():
     everyone = [torch.empty(4) for _ in range(size)]
     dist.all_gather(everyone, net.module[0].bias.grad)
     same(everyone[1:], everyone[:1] * (size - 1))
+
+
+class Slow(torch.autograd.Function):
+    """Takes half a second in the backward pass."""
+
+    ended_s = 0.0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.5)
+        Slow.ended_s = time.perf_counter()
+        return gradient
+
+
+@feature
+def ddp_sums_buckets_while_the_backward_pass_goes_on():
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 300_000, bias=False), nn.Linear(300_000, 8, bias=False)
+
+        def forward(self, x):
+            return self.last(Slow.apply(self.first(x)))
+
+    summed_s = {}
+
+    def hook(state, bucket):
+        def done(work):
+            summed_s[bucket.index()] = time.perf_counter()
+            return work.value()[0] / size
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(done)
+
+    model = DistributedDataParallel(Layers(), bucket_cap_mb=1)
+    model.register_comm_hook(None, hook)
+    for _ in range(2):  # buckets are made anew after the first step
+        summed_s.clear()
+        model(inputs[mine]).sum().backward()
+    require(len(summed_s) == 2 and summed_s[0] < Slow.ended_s < summed_s[1], summed_s, Slow.ended_s)
 
 
 @feature
@@ -381,12 +399,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     dist.init_process_group(hpcdist.torch_backend.NAME)
     rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    inputs, targets = torch.randn(OWN * size, 8), torch.randn(OWN * size, 8)
+    inputs, targets = samples(size)
     mine = slice(OWN * rank, OWN * (rank + 1))
-    for name in sys.argv[1:] or FEATURES:
-        FEATURES[name]()
-        dist.barrier()
-        if rank == 0:
-            print(name, flush=True)
+    run(rank, dist.barrier)
     dist.destroy_process_group()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from comm.jobs_here import LIMIT_S, ROOT, clean_environment
-from harness.launch import find_mpirun, launch
+from harness.launch import IMPORTS, find_mpirun, launch
 
 pytestmark = pytest.mark.skipif(find_mpirun() is None, reason="no mpirun is installed")
 FEATURES = Path(__file__).with_name("features.py")
@@ -19,7 +19,7 @@ SIZES = [2, pytest.param(4, marks=pytest.mark.extended)]
 
 def mpirun(size: int, *arguments: str | Path) -> subprocess.CompletedProcess:
     """Run Python on ranks, with all of torch."""
-    return launch(size, arguments, env={"PYTHONPATH": str(ROOT)}, timeout_s=LIMIT_S, compiler=True)
+    return launch(size, arguments, env=IMPORTS, timeout_s=LIMIT_S, compiler=True)
 
 
 @pytest.mark.parametrize("size", SIZES)

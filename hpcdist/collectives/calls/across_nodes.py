@@ -29,8 +29,12 @@ def slots_across_nodes(comm: Communicator) -> Slots | None:
     n_bytes = max(LINE, min(SLOT_BYTES, ALL_BYTES // comm.size) // LINE * LINE)
     node = comm.split(nodes[comm.rank], traffic=comm.trace.traffic)
     inside = node.memory.slots(-(-comm.size * n_bytes // node.size // LINE) * LINE)
-    made = all(comm.gather(inside is not None or node.size == 1))
-    return SlotsAcrossNodes(comm, node, inside, n_bytes) if made else None
+    if all(comm.gather(inside is not None or node.size == 1)):
+        return SlotsAcrossNodes(comm, node, inside, n_bytes)
+    if inside is not None:
+        inside.close()
+    node.close()
+    return None
 
 
 class SlotsAcrossNodes(Slots):

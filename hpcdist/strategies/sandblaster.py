@@ -50,11 +50,13 @@ class Sandblaster(Strategy):
 
     A step's batch has `batch_size` samples for each worker. It is cut into portions, `portions` for each worker. An
     idle worker gets the next portion: it fetches the parameters from the shards, and pushes the gradient to them. A
-    slow worker gets none of the last portions. If it still computes one, or if a portion takes longer than four of five
-    portions did, an idle worker computes this portion, too, and the first result counts. So a slow worker does not
-    delay the others if portions take the same time, and a worker that becomes slow delays a step by one portion at
-    most. Portions of a worker that dies are given to others. Each shard adds gradients in the order of the portions, so
-    that the sum is the same to the bit, whoever computed them.
+    slow worker gets none of the last portions, and none at all if the others will have computed all before it would
+    have one; it is tried again when it has waited for ten times as long as a portion took it. If it still computes one,
+    or if a portion takes longer than four of five portions did, an idle worker computes this portion, too, and the
+    first result counts. So a slow worker does not delay the others if portions take the same time, and a worker that
+    becomes slow delays a step by one portion at most; only at an epoch's end all wait for a portion that is under way.
+    Portions of a worker that dies are given to others. Each shard adds gradients in the order of the portions, so that
+    the sum is the same to the bit, whoever computed them.
 
     Every step begins with the gradient of the new batch at the present point (already known if the batch is the whole
     data set). The line search evaluates the loss a few times on the same batch. It goes beyond the step of L-BFGS only

@@ -275,16 +275,24 @@ def test_a_slow_worker_has_none_of_the_last_portions():
         assert portions.give(3, 14.5) == given, "by 18.5 s the others have completed three more each"
 
 
-def test_a_worker_that_was_slow_is_tried_in_every_evaluation():
-    assert Portions(1, _known({1: 1.0, 3: 40.0})).give(3, 50.0) == 0
+def test_a_worker_that_was_too_slow_is_tried_again_now_and_then():
+    pace = _known({1: 1.0})
+    for worker, seconds in ((1, 1.0),) * 5 + ((3, 40.0),):
+        pace.begin(worker, 0.0)
+        pace.end(worker, seconds)
+    assert Portions(39, pace).give(3, 50.0) is None, "the other one has them all by 90 s"
+    assert Portions(40, pace).give(3, 50.0) == 0
+    pace.end(3, 90.0)
+    assert Portions(1, pace).give(3, 489.0) is None
+    assert Portions(1, pace).give(3, 491.0) == 0, "it has waited for ten times as long as its portion took"
 
 
 def test_what_a_slow_worker_has_is_repeated_before_it_is_late():
     portions = Portions(2, pace := _known({1: 1.0, 2: 1.0, 3: 4.0}))
-    assert [portions.give(worker, 10.0) for worker in (3, 1)] == [0, 1]
-    assert portions.give(2, 10.5) == 0, "it has it by 11.5 s, and worker 3 by 14 s"
-    pace.end(1, 11.0)
-    assert portions.take(1) and portions.give(1, 11.0) is None, "nobody will be sooner"
+    assert [portions.give(worker, 50.0) for worker in (3, 1)] == [0, 1]
+    assert portions.give(2, 50.5) == 0, "it has it by 51.5 s, and worker 3 by 54 s"
+    pace.end(1, 51.0)
+    assert portions.take(1) and portions.give(1, 51.0) is None, "nobody will be sooner"
 
 
 def test_what_a_slow_worker_repeats_is_repeated_again():

@@ -408,6 +408,25 @@ def _step_times(workers, portions, compute, *, slow=None):
     return np.diff([min(ends) for ends in zip(*(found[r] for r in range(2, workers + 2) if r != slow))], prepend=0.0)
 
 
+def _epoch_times(workers, portions, compute):
+    """The seconds of each of ten epochs whose one batch is the whole data set, and at whose ends all ranks meet."""
+
+    def body(comm):
+        loop, ends = Loop(comm, portions=portions), []
+        for _ in range(10):
+            if loop.strategy.is_worker:
+                loop.strategy.joint = JointBatch(loop.samples, whole=True)
+                loop.strategy.minimise(None, lambda part: loop.evaluate(np.arange(loop.samples)[part], part))
+                loop.strategy.pause()
+            else:
+                loop.strategy.serve(None)
+            comm.barrier()
+            ends.append(comm.now())
+        return ends
+
+    return np.diff(run_virtual(body, workers + 2, compute=compute)[0], prepend=0.0)
+
+
 @cache
 def _even_times(workers, portions):
     return _step_times(workers, portions, Constant(1.0))
@@ -424,6 +443,13 @@ def test_a_worker_that_is_slow_does_not_delay_the_others(factor, workers):
     slow = workers + 2
     slowed = _step_times(workers + 1, workers, Straggler(Constant(1.0), slow, factor), slow=slow)
     assert without.min() >= workers + 1 and (slowed <= without + SURELY).all()
+
+
+def test_a_very_slow_worker_does_not_hold_up_the_ends_of_epochs():
+    without = _epoch_times(4, 5, Constant(1.0))
+    slowed = _epoch_times(5, 4, Straggler(Constant(1.0), 6, 40.0))
+    assert slowed[0] >= 40, "before its first portion nobody knows how slow it is"
+    assert (slowed[1:] <= without[1:] + SURELY).all()
 
 
 @pytest.mark.parametrize(("first", "factor"), [(1, 4.0), (2, 1.5), (5, 4.0), (8, 1.5), (9, 4.0)])

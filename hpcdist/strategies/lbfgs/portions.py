@@ -10,6 +10,7 @@ from statistics import fmean
 
 RECENT = 20  # portions, of all workers: how regular they are
 ROUNDING = 1e-6  # of a portion's time: so much later than the others is not late
+REST = 10  # times its last portion's time: so long a worker that was too slow has none, and is then tried again
 
 
 class Pace:
@@ -21,6 +22,7 @@ class Pace:
     def __init__(self) -> None:
         self._mean_s: dict[int, float] = {}  # of each worker's last portions
         self._since: dict[int, float] = {}  # when each worker was given what it computes now
+        self._ended: dict[int, float] = {}  # when each worker's last result was there
         self._ratios: deque[float] = deque(maxlen=RECENT)  # of a portion's time to the mean before it
         self._slack = 1 + ROUNDING
 
@@ -38,6 +40,7 @@ class Pace:
             self._ratios.append(seconds / before)
             most = sorted(self._ratios)[4 * (len(self._ratios) - 1) // 5]
             self._slack = max(1.0, most) * (1 + ROUNDING)
+        self._ended[worker] = now
         self._mean_s[worker] = seconds + 0.75 * (self._mean_s.get(worker, seconds) - seconds)
 
     def forget(self, workers: Iterable[int]) -> None:
@@ -45,6 +48,11 @@ class Pace:
         for worker in workers:
             self._since.pop(worker, None)
             self._mean_s.pop(worker, None)
+            self._ended.pop(worker, None)
+
+    def is_known(self, worker: int, now: float) -> bool:
+        """Tell whether a worker has computed a portion, and not too long ago."""
+        return worker in self._ended and now - self._ended[worker] < REST * self.mean_s(worker)
 
     def mean_s(self, worker: int) -> float:
         """Return how long a portion takes this worker; before its first one the others' mean, at first 0."""
@@ -62,6 +70,10 @@ class Pace:
         """Return until when each of the workers that compute will have ended; of those that are not late."""
         due = {worker: since + self.most_s(worker) for worker, since in self._since.items()}
         return {worker: until for worker, until in due.items() if until > now}
+
+    def free(self, now: float) -> dict[int, float]:
+        """Return when each of the workers that are not late can begin a portion; those that idle, or soon come, now."""
+        return dict.fromkeys(self._mean_s.keys() - self._since.keys(), now) | self.due(now)
 
 
 LEAST = 2  # samples of a portion, where there are as many: batch normalisation can't do with one
@@ -125,10 +137,11 @@ def divide(batch: JointBatch, count: int) -> Division:
 class Portions:
     """Hand out portions, so that the last result is there soon. The first result of a portion counts.
 
-    Each worker has one, by which its pace is known. It has another one unless the others will complete all that wait
-    before it would complete one: a slow worker has none of the last ones. It repeats one that another worker has where
-    that is late, or slower: so the others take no longer than they would without a slow worker, and where one is slow
-    that has not been so, its portion's time longer.
+    A worker has one unless the others will complete all that wait before it would complete one: a slow worker has none
+    of the last ones, and a very slow one none at all, for at an epoch's end all wait for what it computes. A worker
+    whose pace is not known, or not any more, has one. A worker repeats one that another worker has where that is late,
+    or slower: so the others take no longer than they would without a slow worker, and where one is slow that has not
+    been so, its portion's time longer.
 
     Args:
         pace: of the workers, which all evaluations share.
@@ -146,7 +159,8 @@ class Portions:
 
     def give(self, worker: int, now: float) -> int | None:
         """Return the portion that an idle worker computes next; None where there is none for it now."""
-        if self._waiting and not (worker in self._served and self._others_suffice(worker, now)):
+        known = worker in self._served or self._pace.is_known(worker, now)
+        if self._waiting and not (known and self._others_suffice(worker, now)):
             portion = self._waiting.popleft()
         else:
             repeated = self._to_repeat(worker, now)
@@ -174,9 +188,9 @@ class Portions:
                 self._waiting.append(portion)
 
     def _others_suffice(self, worker: int, now: float) -> bool:
-        """Return whether those that compute will complete all that wait before this worker would complete one."""
+        """Return whether the others will complete all that wait before this worker would complete one."""
         end, pace = now + self._pace.mean_s(worker), self._pace
-        left_s = {other: end - until for other, until in pace.due(now).items() if until < end}
+        left_s = {other: end - begin for other, begin in pace.free(now).items() if begin < end and other != worker}
         return sum(int(left_s[other] / pace.most_s(other)) for other in left_s) >= len(self._waiting)
 
     def _to_repeat(self, worker: int, now: float) -> int | None:

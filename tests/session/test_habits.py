@@ -28,9 +28,13 @@ ONE = {
 SAME = {
     "gossip_sync": {}, "sgp": {}, "dpsgd": {},
     "local_sgd": {"period": 2}, "diloco": {"period": 2, "outer_lr": 1.0, "outer_momentum": 0.0},
+    "streaming_diloco": {
+        "period": 2, "fragment_layers": None, "delay": 0, "blend": 0.0, "outer_lr": 1.0, "outer_momentum": 0.0,
+    },
 }  # fmt: skip
 MANY = {
     **{name: {} for name in problem.stepping()}, "local_sgd": {"period": 2}, "diloco": {"period": 2},
+    "streaming_diloco": {"period": 4, "fragment_layers": 1},
     "downpour": {"rate": 0.02}, "easgd": {"period": 2}, "eamsgd": {"period": 2},
 }  # fmt: skip
 del MANY["allreduce"], MANY["hardsync"]

@@ -17,11 +17,12 @@ from strategies import problem
 
 pytestmark = pytest.mark.computes
 OPTIONS = {
-    "local_sgd": {"period": 2}, "diloco": {"period": 2}, "easgd": {"period": 2}, "eamsgd": {"period": 2},
+    "local_sgd": {"period": 2}, "diloco": {"period": 2}, "streaming_diloco": {"period": 4, "fragment_layers": 1},
+    "easgd": {"period": 2}, "eamsgd": {"period": 2},
     "downpour": {"servers": 1},
 }  # fmt: skip
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2, "cut": (1, 2, 2, 2)}
-SYNCHRONOUS = ("allreduce", "gossip_sync", "dpsgd", "sgp", "local_sgd", "diloco")
+SYNCHRONOUS = ("allreduce", "gossip_sync", "dpsgd", "sgp", "local_sgd", "diloco", "streaming_diloco")
 
 
 class Loop:

@@ -23,7 +23,8 @@ every = pytest.mark.parametrize("name", strategies.available())
 # What suits short runs of a small model: diloco's own period is longer, strom's 1 % of so few elements little, and a
 # step of sandblaster is of a large batch.
 SUITED = {
-    "diloco": ["strategy.period=5"], "strom": ["strategy.compression.density=0.1"], "sandblaster": ["batch_size=90"],
+    "diloco": ["strategy.period=5"], "streaming_diloco": ["strategy.period=5"],
+    "strom": ["strategy.compression.density=0.1"], "sandblaster": ["batch_size=90"],
 }  # fmt: skip
 
 

@@ -1,0 +1,277 @@
+"""DiLoCo that exchanges one fragment of the parameters at a time, while the next steps compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, final
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from hpcdist import collectives, compress
+from hpcdist.comm.background import Background
+from hpcdist.comm.communicator import concurrent
+from hpcdist.compress import CompressionConfig, Reduction
+from hpcdist.errors import ConfigError
+from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.common.state import Along, Entry, mean_of_ranks
+from hpcdist.strategies.synchronous.fragments import Fragment, cut
+from hpcdist.strategies.synchronous.periodic import average
+
+
+@final
+class StreamingDiLoCo(Strategy):
+    """Run the local, inner optimiser; exchange each fragment of the parameters once in H = `period` steps, in turn.
+
+    The parameters are cut into F fragments by layers, `fragment_layers` each: strided, so that a fragment has layers
+    from all over the model, or sequential. Fragment f is sent at the end of step ⌊(f + 1)H/F⌋ of each period: ranks
+    begin to average δᵢ = x − θᵢ, where x are the fragment's common parameters and θᵢ those of rank i. `delay` = τ steps
+    later the mean is taken up: the outer optimiser, SGD with Nesterov momentum, moves x by it, and rank i goes on from
+    αθᵢ + (1 − α)x, with α = `blend`; or, with `take_up` = shift, from x and what it has done since the fragment was
+    sent. With one fragment and τ = 0, α = 0 this is `diloco`, and with τ = 1 and shift its `overlap`, to the bit.
+
+    x and the outer momentum are bitwise equal on all ranks; replicas differ, and evaluations use their mean. Each rank
+    keeps the state of its inner optimiser. Every rank has the same weight, also one that had no samples in some step.
+    On one rank there is no outer step: the inner optimiser runs alone. Steps that a blend with α < 1 discards are lost.
+
+    Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, as with `diloco`; but at most those of a fragment
+    in one step. With `compression` = e3m0, (p − 1)(n/8 + 4F)/H: each rank sends its codes to every other one. Memory
+    per rank: four parameter vectors (x, its momentum, the means, δᵢ; without shift three).
+
+    Reference: Arthur Douillard et al., "Streaming DiLoCo with overlapping communication: towards a distributed free
+    lunch", 2025. There δᵢ is the distance from the rank's own parameters of a period ago; here it is that from x, the
+    same where τ = 0 and α = 0.
+    """
+
+    class Config(Strategy.Config):
+        """Options of streaming_diloco."""
+
+        period: int = Field(100, ge=1, description="H: steps in which each fragment is exchanged once")
+        fragment_layers: int | None = Field(
+            3, ge=1, description="layers in a fragment; none: all parameters are one fragment"
+        )
+        order: Literal["strided", "sequential"] = Field(
+            "strided", description="with F fragments one has every F-th layer, or layers that follow each other"
+        )
+        delay: int = Field(1, ge=0, description="τ: steps from sending a fragment to taking up its mean")
+        take_up: Literal["blend", "shift"] = Field(
+            "blend", description="blend the rank's parameters with the common ones, or add what it has done meanwhile"
+        )
+        blend: float = Field(0.5, ge=0, le=1, description="α: weight of the rank's own parameters in a blend")
+        outer_lr: float = Field(0.4, gt=0, description="learning rate of the outer optimiser")
+        outer_momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the outer optimiser")
+        algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
+        compression: CompressionConfig = Field(
+            CompressionConfig(), description="how differences are compressed; e3m0 sends four bits per element"
+        )
+
+        @model_validator(mode="after")
+        def _takes_up_before_it_sends_again(self):
+            if self.delay >= self.period:
+                raise ValueError(
+                    f"strategy.delay must be less than strategy.period, {self.period}, as a fragment is taken up "
+                    f"before it is sent again; got {self.delay}. Take a smaller delay, or a longer period."
+                )
+            if self.compression and compress.load(self.compression.name).along:
+                raise ValueError(
+                    "strategy.compression of streaming_diloco must remember nothing but what it has not sent; got "
+                    f"{self.compression.name}. Take e3m0, qsgd or topk."
+                )
+            return self
+
+        def meets(self, step: int) -> bool:
+            return step % self.period == 0  # then the last fragment is sent, whatever their number
+
+    contract = Contract(averages="parameters", meets="every period")
+    config: Config
+
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
+        self.alone = comm.size == 1
+        self.fragments: list[Fragment] = []
+        self._sent: dict[int, int] = {}  # the step in which each fragment under way was sent
+        self._values: dict[int, list[Tensor]] = {}  # of each: δᵢ, and then the mean
+        self._channel = comm.split(0)  # the thread's own
+        self.records.count(self._channel)
+        self._reduce = collectives.load(config.algorithm)(self._channel)
+        self._background: Background | None = None
+        self.common: list[Tensor] = []
+        self._momentum: list[Tensor] = []
+        self._mean: list[Tensor] = []
+        self._gone: list[Tensor] = []
+        self._compressed: list[Reduction] = []
+        if self.alone:
+            return
+        self.fragments = cut(model, config.fragment_layers, config.order)
+        if len(self.fragments) > config.period:
+            raise ConfigError(
+                f"strategy.period must be at least the number of fragments, {len(self.fragments)}; got "
+                f"{config.period}. Take a longer period, or more strategy.fragment_layers."
+            )
+        if config.delay and concurrent(comm):
+            self._background = Background(self._channel)
+        self.common = [params.clone() for params in model.params]  # x
+        self._momentum = [torch.zeros_like(x) for x in self.common]
+        shared = None if config.compression else self._channel.memory.shared_like(self.common)
+        # δᵢ, and then their mean, of fragments under way
+        self._mean = [torch.empty_like(x) for x in self.common] if shared is None else shared
+        if self._shifts:
+            self._gone = [torch.zeros_like(x) for x in self.common]  # δᵢ of fragments under way
+        if config.compression:
+            for fragment in self.fragments:
+                like = fragment.take(self.common)
+                self._compressed.append(Reduction(self._channel, config.compression, like, fragment.spans))
+
+    @property
+    def _shifts(self) -> bool:
+        """Whether ranks keep what they do while a fragment is under way."""
+        return self.config.take_up == "shift" and self.config.delay > 0
+
+    def sends(self, step: int) -> list[int]:
+        """Return the fragments that are sent at the end of a step, which counts from 1."""
+        period, count = self.config.period, len(self.fragments)
+        place = (step - 1) % period + 1
+        return [fragment for fragment in range(count) if (fragment + 1) * period // count == place]
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+    def advance(self, update: Update) -> Outcome:
+        outcome = self.gradients.step_alone(update)
+        step = self.steps + 1
+        for number in self.sends(step):
+            self._send(number, step)
+        due = [number for number, sent in self._sent.items() if sent + self.config.delay <= step]
+        if due:
+            self._await()
+        for number in sorted(due):
+            self._take_up(number)
+        return outcome
+
+    def _send(self, number: int, step: int) -> None:
+        fragment = self.fragments[number]
+        for mean, x, own in fragment.views(self._mean, self.common, self.model.params):
+            torch.sub(x, own, out=mean)
+        if self._shifts:
+            for gone, mean in fragment.views(self._gone, self._mean):
+                gone.copy_(mean)
+        values = fragment.take(self._mean)
+        self._sent[number], self._values[number] = step, values
+        if self._background is None:  # the same numbers, in one thread
+            self._average(number, values)
+        else:
+            self._background.submit(lambda: self._average(number, values))
+
+    def _average(self, number: int, values: Sequence[Tensor]) -> None:
+        """Collective. Replace each rank's δᵢ of a fragment by the mean over all ranks, to the bit."""
+        if not self._compressed:
+            average(values, self._reduce)
+            return
+        ranks = self._compressed[number](values)
+        for value in values:
+            value.div_(ranks)
+
+    def _await(self) -> None:
+        """Wait for all fragments under way, and put their means in their places."""
+        if self._background is not None:
+            start = self.comm.now()
+            self._background.wait()
+            self.comm.trace.traffic.waiting_s += self.comm.now() - start
+        for number, values in self._values.items():
+            self.fragments[number].put(values, self._mean)
+        self._values.clear()
+
+    def _take_up(self, number: int) -> None:
+        """Move a fragment's common parameters by the mean, and this rank's towards them."""
+        config, fragment = self.config, self.fragments[number]
+        del self._sent[number]
+        if self._shifts:
+            for own, x, gone in fragment.views(self.model.params, self.common, self._gone):
+                own.sub_(x).add_(gone)  # x − gone is where it was
+        for x, momentum, mean in fragment.views(self.common, self._momentum, self._mean):
+            if config.outer_momentum:  # as torch's SGD
+                momentum.mul_(config.outer_momentum).add_(mean)
+                mean.add_(momentum, alpha=config.outer_momentum)
+            x.add_(mean, alpha=-config.outer_lr)
+        for own, x in fragment.views(self.model.params, self.common):
+            if self._shifts:
+                own.add_(x)
+            elif config.take_up == "shift" or not config.blend:
+                own.copy_(x)
+            elif config.blend < 1:
+                own.mul_(config.blend).add_(x, alpha=1 - config.blend)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+    def entries(self) -> list[Entry]:
+        def under_way() -> list[list[int]]:
+            return [[number, sent] for number, sent in sorted(self._sent.items())]
+
+        entries = [
+            *super().entries(),
+            Entry("under_way", under_way, self._load_under_way),
+            Along("common", lambda: self.common, self._load_common),
+            Along("momentum", lambda: self._momentum, lambda saved: _copy(self._momentum, saved)),
+            Along("mean", lambda: self._mean if self._sent else [], lambda saved: _copy(self._mean, saved)),
+            # In another world all begin at the mean of the parameters, which is as far from x as ranks were on average.
+            Along(
+                "gone", lambda: self._gone if self._sent else [], lambda saved: _copy(self._gone, saved), mean_of_ranks
+            ),
+        ]
+        if self._compressed:
+            entries += [
+                Along("compressed.residual", self._residuals, self._load_residuals, mean_of_ranks),
+                Entry("compressed.coders", self._coders, self._load_coders, optional=True),
+            ]
+        return entries
+
+    def state(self) -> dict[str, Any]:
+        self._await()
+        return super().state()
+
+    def _load_under_way(self, saved: Sequence[Sequence[int]]) -> None:
+        self._await()
+        self._sent = {} if self.alone else {number: sent for number, sent in saved}
+
+    def _load_common(self, saved: Sequence[Tensor]) -> None:
+        _copy(self.common, saved or self.model.params)
+
+    def _residuals(self) -> list[Tensor]:
+        """Return what was not sent, along the parameters."""
+        wide = [torch.float64 if x.dtype == torch.float64 else torch.float32 for x in self.common]
+        whole = [torch.zeros(len(x), dtype=dtype) for x, dtype in zip(self.common, wide, strict=True)]
+        for fragment, reduction in zip(self.fragments, self._compressed, strict=True):
+            fragment.put([feedback.residual for feedback in reduction.feedbacks], whole)
+        return whole
+
+    def _load_residuals(self, saved: Sequence[Tensor]) -> None:
+        for fragment, reduction in zip(self.fragments, self._compressed, strict=True):
+            for feedback, residual in zip(reduction.feedbacks, fragment.take(saved) if saved else ()):
+                feedback.set_residual(residual)
+
+    def _coders(self) -> list[Any]:
+        return [[r.calls, [feedback.compressor.state() for feedback in r.feedbacks]] for r in self._compressed]
+
+    def _load_coders(self, saved: Sequence[Any]) -> None:
+        for reduction, (calls, states) in zip(self._compressed, saved):
+            reduction.calls = calls
+            for feedback, state in zip(reduction.feedbacks, states, strict=True):
+                feedback.compressor.load_state(state)
+
+    def take_up(self) -> None:
+        self._await()
+        self._sent.clear()
+        _copy(self.common, self.model.params)
+        average(self.common, self._reduce)
+
+    def close(self) -> None:
+        if self._background is not None:
+            self._background.close()
+        for reduction in self._compressed:
+            reduction.close()
+        self._reduce.close()
+        self._channel.close()
+
+
+def _copy(own: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
+    for tensor, value in zip(own, saved):
+        tensor.copy_(value)

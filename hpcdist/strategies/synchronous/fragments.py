@@ -1,0 +1,101 @@
+"""Cut a model's parameters into fragments, by layers, to exchange one at a time."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hpcdist.compress import Span
+from hpcdist.model.flat import FlatModel
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")  # in a parameter's name, of a member of a list
+
+
+class Fragment:
+    """Some of a model's parameters.
+
+    Args:
+        pieces: in `model.params`: by group the slices, ascending; each group has at least one.
+        spans: of each group: the parameters, one after the other as `take` puts them.
+    """
+
+    def __init__(self, pieces: dict[int, list[slice]], spans: list[list[Span]]):
+        self.pieces, self.spans = pieces, spans
+
+    def take(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Return the fragment's elements, a flat tensor for each group: a view where they lie one after the other."""
+        return [_joined([flats[group][piece] for piece in pieces]) for group, pieces in self.pieces.items()]
+
+    def put(self, values: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
+        """Copy what `take` has returned, of these or others, to its places, unless it lies there."""
+        for value, (group, pieces) in zip(values, self.pieces.items(), strict=True):
+            lengths = [piece.stop - piece.start for piece in pieces]
+            for piece, part in zip(pieces, value.split(lengths), strict=True):
+                into = flats[group][piece]
+                if into.data_ptr() != part.data_ptr():
+                    into.copy_(part)
+
+    def views(self, *flats: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """Return matching views into several lists of flat tensors, piece by piece."""
+        return [tuple(of[group][piece] for of in flats) for group, pieces in self.pieces.items() for piece in pieces]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def cut(model: FlatModel, layers: int | None, order: Literal["strided", "sequential"]) -> list[Fragment]:
+    """Cut a model into fragments of so many layers each.
+
+    Layers are the members of the model's longest list of modules, such as the blocks of a transformer; what stands
+    before the first one goes with it, and what stands after the last one with that. Without such a list each module
+    that has parameters is a layer.
+
+    Args:
+        layers: None: one fragment of all.
+        order: sequential: layers that follow each other; strided: with F fragments every F-th layer.
+    """
+    slots = list(model.named_slices())
+    places = _layers([name for name, *_ in slots])
+    count = max(places, default=0) + 1
+    fragments = 1 if layers is None else -(-count // layers)
+    of_layer = (lambda layer: layer % fragments) if order == "strided" else (lambda layer: layer // (layers or count))
+    found: list[list[tuple[int, int, int, tuple[int, ...]]]] = [[] for _ in range(fragments)]
+    for (_, group, start, stop, shape), layer in zip(slots, places, strict=True):
+        found[of_layer(layer)].append((group, start, stop, tuple(shape)))
+    return [_fragment(sorted(parts)) for parts in found if parts]
+
+
+def _fragment(parts: Sequence[tuple[int, int, int, tuple[int, ...]]]) -> Fragment:
+    pieces: dict[int, list[slice]] = {}
+    spans: dict[int, list[Span]] = {}
+    for group, start, stop, shape in parts:
+        of_group, of_spans = pieces.setdefault(group, []), spans.setdefault(group, [])
+        if of_group and of_group[-1].stop == start:
+            of_group[-1] = slice(of_group[-1].start, stop)
+        else:
+            of_group.append(slice(start, stop))
+        at = of_spans[-1].stop if of_spans else 0
+        of_spans.append(Span(at, at + stop - start, shape))
+    return Fragment(pieces, list(spans.values()))
+
+
+def _layers(names: Sequence[str]) -> list[int]:
+    """Return the number of the layer of each parameter, counted from 0."""
+    indexed = [[(name[: found.start()], int(found[0])) for found in _NUMBER.finditer(name)] for name in names]
+    members = Counter(prefix for prefix, _ in {pair for pairs in indexed for pair in pairs})
+    if not members or max(members.values()) < 2:
+        modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+        return [modules.index(name.rpartition(".")[0]) for name in names]
+    longest = max(members, key=lambda prefix: (members[prefix], -len(prefix)))
+    own = [next((number for prefix, number in pairs if prefix == longest), None) for pairs in indexed]
+    order = {number: place for place, number in enumerate(sorted({number for number in own if number is not None}))}
+    first = next(place for place, number in enumerate(own) if number is not None)
+    places = [None if number is None else order[number] for number in own]
+    last = len(order) - 1
+    return [(0 if at < first else last) if place is None else place for at, place in enumerate(places)]

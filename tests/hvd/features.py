@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import tempfile
 import time
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import horovod.torch as hvd
@@ -20,7 +22,7 @@ from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.mpi_ops import allreduce_async, poll, synchronize
 from torch import nn
 
-from harness.features import OWN, feature, network, require, run, samples, train
+from harness.features import OWN, STEPS, feature, network, require, run, samples, train
 
 
 def raises(kind, message, call):
@@ -188,6 +190,36 @@ def optimizers():
         optimizer.step()
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     require(optimizer.param_groups[0]["lr"] == 0.1)
+
+
+@feature
+def a_schedule_a_scaler_clipping_and_a_checkpoint():
+    def loop(net, optimizer, x, y, synchronize, ahead):
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(F.mse_loss(net(x), y)).backward()
+            synchronize()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            with ahead():
+                scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            saved = pickle.dumps([net.state_dict(), optimizer.state_dict()])
+            of_net, of_optimizer = pickle.loads(saved)
+            net.load_state_dict(of_net)
+            optimizer.load_state_dict(of_optimizer)
+        return [one.detach() for one in net.parameters()]
+
+    net, alone = network(), network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
+    found = loop(net, optimizer, inputs[mine], targets[mine], optimizer.synchronize, optimizer.skip_synchronize)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    for one, other in zip(found, loop(alone, optimizer, inputs, targets, lambda: None, nullcontext), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @feature

@@ -34,7 +34,7 @@ SAME = {
 }  # fmt: skip
 MANY = {
     **{name: {} for name in problem.stepping()}, "local_sgd": {"period": 2}, "diloco": {"period": 2},
-    "streaming_diloco": {"period": 4, "fragment_layers": 1},
+    "streaming_diloco": {"period": 4, "fragment_layers": 2},
     "downpour": {"rate": 0.02}, "easgd": {"period": 2}, "eamsgd": {"period": 2},
 }  # fmt: skip
 del MANY["allreduce"], MANY["hardsync"]

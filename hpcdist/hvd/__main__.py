@@ -7,6 +7,9 @@ import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from hpcdist.errors import ConfigError
 
 NAMES = {  # of Horovod's modules, by hpcdist's
     "horovod.torch": "hpcdist.hvd",
@@ -24,6 +27,21 @@ NAMES = {  # of Horovod's modules, by hpcdist's
 }
 
 
+INTERFACE = "0.28.1"  # the version of Horovod whose interface this is
+
+
+def run(*_: Any, **__: Any) -> None:
+    """Refuse to start ranks, as horovod.run does.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        "horovod.run must not be called here, where mpirun or srun starts the ranks; got a call. Start the script as "
+        "`mpirun -n 4 python -m hpcdist.hvd train.py`, without the option that makes it call horovod.run."
+    )
+
+
 def stand_in() -> None:
     """Let imports of Horovod's modules find hpcdist's."""
     for name in ("horovod", "horovod.common"):
@@ -34,7 +52,7 @@ def stand_in() -> None:
         parent, _, own = name.rpartition(".")
         if parent in ("horovod", "horovod.common"):
             setattr(sys.modules[parent], own, found)
-    sys.modules["horovod"].common = sys.modules["horovod.common"]  # type: ignore[attr-defined]
+    vars(sys.modules["horovod"]).update(common=sys.modules["horovod.common"], run=run, __version__=INTERFACE)
 
 
 def main() -> None:

@@ -31,6 +31,14 @@ def test_a_script_finds_the_modules_beside_it(tmp_path):
     assert job.returncode == 0 and job.stdout.split() == ["42", "--epochs", "3"], job.stderr
 
 
+def test_a_script_must_not_start_ranks_itself(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import horovod\nprint(horovod.__version__, flush=True)\nhorovod.run(print, np=2)\n")
+    job = launch(1, ["-m", "hpcdist.hvd", script], env=IMPORTS, timeout_s=LIMIT_S, compiler=True)
+    assert job.returncode == 1 and job.stdout.split() == ["0.28.1"]
+    assert "horovod.run must not be called here" in job.stderr
+
+
 def test_a_script_is_wanted(monkeypatch):
     monkeypatch.setattr("sys.argv", ["hvd"])
     with pytest.raises(SystemExit, match="must be given a script; got none"):

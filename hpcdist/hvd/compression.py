@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,9 +47,9 @@ class BF16Compressor(FP16Compressor):
 
 
 class Compressed(NoneCompressor):
-    """One of hpcdist's compressors, for one DistributedOptimizer: each rank keeps the errors of its messages.
+    """One of hpcdist's compressors, for DistributedOptimizers: each rank keeps the errors of its messages.
 
-    The errors are sent with later messages; they are not part of a checkpoint.
+    The errors are sent with later messages of the same optimiser; they are not part of a checkpoint.
 
     Args:
         name: of the compressor.
@@ -67,6 +68,12 @@ class Compressed(NoneCompressor):
             f"compression of single calls must be Compression.none, fp16 or bf16; got {self.config.name}, which keeps "
             "errors of earlier calls. Give it to DistributedOptimizer."
         )
+
+    def anew(self) -> Compressed:
+        """Return another one with the same options, and without errors."""
+        other = copy.copy(self)
+        other._sums = {}
+        return other
 
     def sum_of(
         self, name: str, comm: Communicator, tensors: Sequence[Tensor], shapes: Sequence[torch.Size]

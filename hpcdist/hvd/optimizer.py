@@ -102,13 +102,18 @@ class _Combined:
     def _combine_group(self, params: Sequence[Tensor]) -> list[Wait]:
         op, prescale, postscale = self._scales()
         gradients = [self._gradient(param) for param in params]
-        if isinstance(self._compression, Compressed):
-            name = f"allreduce.group.{self._parameter_names[params[0]]}"
-            whole = compressed_allreduce_async_(gradients, name, op, self._compression, self._process_set)
-            return [lambda: synchronize(whole), *[_nothing] * (len(params) - 1)]
-        small, contexts = zip(*map(self._compression.compress, gradients))
         name = f"allreduce.group.{self._parameter_names[params[0]]}"
-        handle = grouped_allreduce_async_(small, None, name, op, prescale, postscale, self._process_set)
+        contexts: Sequence[Any] = [None] * len(params)
+        if isinstance(self._compression, Compressed):
+            if any(gradient.is_sparse for gradient in gradients):
+                raise ValueError(
+                    "gradients must be dense where they are compressed by one of hpcdist's compressors; got a sparse "
+                    "one. Give sparse_as_dense=True."
+                )
+            handle = compressed_allreduce_async_(gradients, name, op, self._compression, self._process_set)
+        else:
+            small, contexts = zip(*map(self._compression.compress, gradients))
+            handle = grouped_allreduce_async_(small, None, name, op, prescale, postscale, self._process_set)
 
         def put_all() -> None:
             for param, gradient, found, context in zip(params, gradients, synchronize(handle), contexts):
@@ -236,6 +241,7 @@ def DistributedOptimizer(
     wanted = groups if groups is not None else num_groups
     if isinstance(compression, Compressed):
         wanted = _check_compressed(wanted, op, gradient_predivide_factor, params)
+        compression = compression.anew()  # what is not sent yet is this optimiser's
     kind = _AddsChanges if op == Adasum and process_set.size() > 1 else _Combined
     made: Any = optimizer.__class__.__new__(type(optimizer.__class__.__name__, (kind, optimizer.__class__), {}))
     made.__dict__.update(optimizer.__dict__)

@@ -260,7 +260,31 @@ def compressors_of_hpcdist():
     before = F.mse_loss(network()(inputs), targets)
     for name in ("topk", "powersgd", "qsgd", "onebit", "terngrad", "dgc", "threshold", "fp16"):
         require(F.mse_loss(trained(hvd.Compression.by(name))(inputs), targets) < before, name)
-    few, net = hvd.Compression.by("topk"), network()
+    few = hvd.Compression.by("topk", ratio=0.3)
+    together, first = [network(), network(2)], trained(few)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in together]
+    optimizers = [hvd.DistributedOptimizer(one, compression=few) for one in optimizers]
+    for _ in range(STEPS):  # each has errors of its own, though their names are the same
+        for net, optimizer in zip(together, optimizers, strict=True):
+            optimizer.zero_grad()
+            F.mse_loss(net(inputs[mine]), targets[mine]).backward()
+            optimizer.step()
+    require(all(map(torch.equal, together[0].parameters(), first.parameters())))
+    every = hvd.Compression.by("topk", ratio=1.0)
+    for options in ({}, {"sparse_as_dense": True}):
+        table = nn.Embedding(10, 3, sparse=True)
+        hvd.broadcast_parameters(table.state_dict(), 0)
+        optimizer = torch.optim.SparseAdam(list(table.parameters()), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, compression=every, **options)
+        table.weight.grad = None
+        loss = table(torch.tensor([rank, 9])).sum()
+        if not options:
+            raises(ValueError, "gradients must be dense", loss.backward)
+            continue
+        loss.backward()
+        optimizer.step()
+        require(len({repr(one) for one in hvd.allgather_object(table.weight.tolist())}) == 1)
+    net = network()
     raises(ValueError, "compression of single calls", lambda: hvd.allreduce(torch.ones(1), compression=few))
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
     for message, options in {

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from hpcdist.comm.pieces import CACHED, slices
 from hpcdist.compress.base import Compressor
-from hpcdist.compress.coding.elements import views
+from hpcdist.compress.coding.elements import as_scale, largest, views
 
-_LEAST = 1e-30  # a tensor of smaller magnitudes is sent as zeros, because their fractions may have fewer bits
-_MOST = float(np.finfo(np.float32).max)
 _SIGN, _FRACTIONS = 8, [2.0 ** (code - 7) for code in range(1, 8)]  # of the scale, for the codes 1 to 7
 
 
@@ -37,7 +35,7 @@ class E3m0(Compressor):
     def encode_residual_(self, tensor: Tensor) -> Tensor:
         message = np.empty(4 + -(-self.count // 2), np.uint8)
         scales, packed = views(message, 1)
-        scales[0] = self._scale(tensor)
+        scales[0] = as_scale(largest(tensor))
         scale = float(scales[0])  # rounded to float32
         values = _values(scale, tensor.dtype)
         # The least magnitude that is rounded to each code: halfway, 3/4 of the next one, but 1/2 of the first.
@@ -53,14 +51,6 @@ class E3m0(Compressor):
         if not scale:
             packed[:] = 0
         return torch.from_numpy(message)
-
-    @staticmethod
-    def _scale(tensor: Tensor) -> float:
-        if not len(tensor):
-            return 0.0
-        least, most = (value.item() for value in torch.aminmax(tensor))
-        most = max(-least, most)
-        return min(most, _MOST) if most >= _LEAST else 0.0
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         scales, packed = views(message.numpy(), 1)

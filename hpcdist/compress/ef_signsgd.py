@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.compress.base import Compressor, Span
-from hpcdist.compress.coding.elements import add_signs, mean, views
-
-_MOST = float(np.finfo(np.float32).max)
+from hpcdist.compress.coding.elements import MOST_SCALE, add_signs, mean, views
 
 
 @final
@@ -44,7 +42,7 @@ class EfSignSgd(Compressor):
         scales, bits = views(message, len(self._parts))
         for place, (elements, packed) in enumerate(self._parts):
             values = tensor.numpy()[elements]
-            scales[place] = min(mean(tensor[elements]), _MOST)
+            scales[place] = min(mean(tensor[elements]), MOST_SCALE)
             bits[packed] = np.packbits(values > 0)
             add_signs(bits[packed], values, -float(scales[place]))
         return torch.from_numpy(message)

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from hpcdist.comm.pieces import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
-from hpcdist.compress.coding.elements import BITS, add_by_bit, views
-
-_MOST = float(np.finfo(np.float32).max)
+from hpcdist.compress.coding.elements import BITS, MOST_SCALE, add_by_bit, views
 
 
 class _Part(NamedTuple):
@@ -92,7 +90,7 @@ class OneBit(Compressor):
             if scale != 1.0:
                 sums, _ = _sums(part, values, bits, scale)
             means = sums / np.maximum([part.columns - number, number], 1) / scale
-        return np.clip(means, -_MOST, _MOST)
+        return np.clip(means, -MOST_SCALE, MOST_SCALE)
 
     @staticmethod
     def _add(part: _Part, out: np.ndarray, means: np.ndarray, bits: np.ndarray, weight: float) -> None:

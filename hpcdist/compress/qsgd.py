@@ -13,12 +13,10 @@ from torch import Tensor
 
 from hpcdist.comm.pieces import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
-from hpcdist.compress.coding.elements import views
+from hpcdist.compress.coding.elements import LEAST_SCALE, MOST_SCALE, views
 
 _RANDOM_BITS = 16
 _SURE = 16  # up to so many levels rounding stays in range: it exceeds the largest level by 2s·2⁻²⁴, less than 2⁻¹⁷
-_LEAST = 1e-30  # smaller norms are sent as 0, because their inverse may be infinite
-_MOST = float(np.finfo(np.float32).max)
 
 
 @final
@@ -130,8 +128,8 @@ class Qsgd(Compressor):
             norms = torch.abs(exact, out=scaled).amax(dim=1)
         else:
             norms = torch.linalg.vector_norm(exact, dim=1, dtype=torch.float64)  # no square overflows
-        norms = np.minimum(norms.numpy(), _MOST).astype(np.float32)
-        up = np.where(norms < _LEAST, 0, most / np.maximum(norms, _LEAST)).astype(values.dtype)
+        norms = np.minimum(norms.numpy(), MOST_SCALE).astype(np.float32)
+        up = np.where(norms < LEAST_SCALE, 0, most / np.maximum(norms, LEAST_SCALE)).astype(values.dtype)
         # Adding a uniform number and rounding down rounds up as often as the fraction says.
         np.copyto(work[1, :size], source.random_raw(-(-size // 4)).view(np.uint16)[:size])
         least = torch.tensor(most + 2.0 ** -(_RANDOM_BITS + 1), dtype=scaled.dtype)

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from hpcdist.comm.pieces import CACHED, slices
 from hpcdist.compress.base import Compressor, Span
-from hpcdist.compress.coding.elements import mean, views
+from hpcdist.compress.coding.elements import as_scale, largest, mean, views
 
 _RANDOM_BITS = 16
-_LEAST = 1e-30  # smaller scales are sent as 0, because their inverse may be infinite
-_MOST = float(np.finfo(np.float32).max)
 _PER_BYTE = 5  # 3^5 = 243 fit one
 
 
@@ -73,11 +71,10 @@ class TernGrad(Compressor):
         return torch.from_numpy(message)
 
     def _scale(self, values: Tensor) -> float:
-        least, most = (value.item() for value in torch.aminmax(values))
-        most = max(-least, most)
+        most = largest(values)
         if self.config.clip is not None:
             most = min(most, self.config.clip * mean(values, 2))
-        return min(most, _MOST) if most >= _LEAST else 0.0
+        return as_scale(most)
 
     @staticmethod
     def _round(values: Tensor, scale: float, source: np.random.SFC64, signs: np.ndarray) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from hpcdist.comm.pieces import CACHED, slices
 
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # the bits of each byte, as numbers
+LEAST_SCALE = 1e-30  # smaller ones are sent as 0, because their inverse may be infinite, or fractions have fewer bits
+MOST_SCALE = float(np.finfo(np.float32).max)
 _LEAST = {torch.float32: 1e-17, torch.float64: 1e-140}  # squares of smaller numbers lose bits
 
 
@@ -43,6 +45,19 @@ def add_by_bit(bits: np.ndarray, out: np.ndarray, table: np.ndarray) -> None:
         values = work[: len(packed)]
         np.take(table, packed, axis=0, out=values, mode="clip")  # "raise" would go through a buffer
         part += values.reshape(-1)[: len(part)]
+
+
+def largest(values: Tensor) -> float:
+    """Return the largest magnitude; 0 of no element."""
+    if not len(values):
+        return 0.0
+    least, most = (value.item() for value in torch.aminmax(values))
+    return max(-least, most)
+
+
+def as_scale(magnitude: float) -> float:
+    """Return a magnitude as it is sent, as float32: at most the largest number of that; 0 where it is too small."""
+    return min(magnitude, MOST_SCALE) if magnitude >= LEAST_SCALE else 0.0
 
 
 def mean(values: Tensor, order: int = 1) -> float:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from hpcdist import hvd
 from hpcdist.collectives.tuning.timing import calls_within
@@ -68,7 +66,7 @@ def measure(comm: MpiCommunicator, sizes: Sequence[int] = SIZES, rounds: int = 1
     of_many = 4 * TENSORS * ELEMENTS
     rows += _timed(comm, f"{TENSORS} tensors", of_many, _many, {OURS: ours, HOROVOD: theirs}, rounds)
     for widths in NETWORKS if steps else ():
-        n_bytes = 4 * sum(a * b + b for a, b in itertools.pairwise(widths))
+        n_bytes = runner.perceptron_bytes(widths)
         made = _timed(comm, "step", n_bytes, _step(widths), {OURS: ours, HOROVOD: theirs, ALONE: _nobody}, rounds)
         rows += beside(made, [ALONE], over_alone="multiple")
     hvd.shutdown()
@@ -120,17 +118,10 @@ def _many(module: Any) -> Call:
 def _step(widths: Sequence[int]) -> Callable[[Any], Call]:
     def make(module: Any) -> Call:
         torch.manual_seed(0)
-        layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())][:-1]
-        net, batch = nn.Sequential(*layers), torch.randn(BATCH, widths[0])
+        net, batch = runner.perceptron(widths), torch.randn(BATCH, widths[0])
         optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.01)
         if module is not None:
             optimizer = module.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
-
-        def step() -> None:
-            optimizer.zero_grad()
-            net(batch).square().mean().backward()
-            optimizer.step()
-
-        return step
+        return runner.training_step(net, optimizer, batch)
 
     return make

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpcdist.collectives.tuning.timing import in_turn, slowest
 from hpcdist.comm.communicator import Communicator
@@ -101,6 +102,28 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int | None:
 def _resident(field: str) -> int:
     (kib,) = re.findall(rf"^{field}:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
     return 1024 * int(kib)
+
+
+def perceptron(widths: Sequence[int]) -> nn.Sequential:
+    """Make a network of layers between these widths, with ReLU."""
+    layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def perceptron_bytes(widths: Sequence[int]) -> int:
+    """Return the bytes of its parameters, of float32."""
+    return sum(4 * (a + 1) * b for a, b in itertools.pairwise(widths))
+
+
+def training_step(net: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Callable[[], object]:
+    """Return a step that makes a network's outputs smaller."""
+
+    def step() -> None:
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+        optimizer.step()
+
+    return step
 
 
 def finish(like: Tensor) -> None:

@@ -60,8 +60,7 @@ def measure(
         own.close()
         for kind, wrap in {"ddp": _ddp, "fsdp2": _fsdp2}.items() if steps else ():
             sides = {OURS: _step(wrap, ours), GLOO: _step(wrap, gloo), ALONE: _step(None, None)}
-            n_bytes = 4 * sum(a * b + b for a, b in itertools.pairwise(WIDTHS))
-            rows += _timed(comm, kind, n_bytes, sides, rounds, ALONE)
+            rows += _timed(comm, kind, runner.perceptron_bytes(WIDTHS), sides, rounds, ALONE)
     return table(rows, COLUMNS)
 
 
@@ -102,17 +101,10 @@ def _there_and_back(n_bytes: int, rank: int, ranks: int, group: Any) -> Callable
 def _step(wrap: Callable[[nn.Module, Any], nn.Module] | None, group: Any) -> Callable[[], object]:
     """Return a training step of a network that is spread over a group's ranks; or of one rank alone."""
     torch.manual_seed(0)
-    layers = [layer for a, b in itertools.pairwise(WIDTHS) for layer in (nn.Linear(a, b), nn.ReLU())][:-1]
-    net: nn.Module = nn.Sequential(*layers)
+    net: nn.Module = runner.perceptron(WIDTHS)
     net = net if wrap is None else wrap(net, group)
     optimizer, batch = torch.optim.SGD(net.parameters(), lr=0.01), torch.randn(BATCH, WIDTHS[0])
-
-    def step() -> None:
-        optimizer.zero_grad()
-        net(batch).square().mean().backward()
-        optimizer.step()
-
-    return step
+    return runner.training_step(net, optimizer, batch)
 
 
 def _ddp(net: nn.Module, group: Any) -> nn.Module:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from hpcdist.comm.external.torch_distributed import default_group
 from hpcdist.model.flat import FlatModel
 from hpcdist.tools.bench import runner
 from hpcdist.tools.bench.compress import CONFIGS
-from hpcdist.tools.bench.runner import Row, Side, beside, check, finish, table, timed
+from hpcdist.tools.bench.runner import Row, Side, beside, check, finish, perceptron, perceptron_bytes, table, timed
 
 MODELS: dict[str, tuple[int, ...]] = {"mlp_100k": (128, 384, 128, 10), "mlp_10M": (1024, 2560, 2560, 384, 10)}
 BATCH = 32
@@ -146,10 +145,9 @@ def compare(
 
 def _side(comm: Communicator, name: str, way: Way, widths: tuple[int, ...], x: torch.Tensor, y: torch.Tensor) -> Side:
     """Collective. Make a replica that is trained in one way."""
-    layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())][:-1]
-    module: nn.Module = nn.Sequential(*layers).to(x.device)
+    module: nn.Module = perceptron(widths).to(x.device)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    n_bytes = sum(4 * (a + 1) * b for a, b in itertools.pairwise(widths))
+    n_bytes = perceptron_bytes(widths)
 
     def take(steps: int, finish_step: Callable[[], object]) -> float:
         start = time.perf_counter()

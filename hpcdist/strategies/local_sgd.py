@@ -12,7 +12,8 @@ from hpcdist import collectives
 from hpcdist.errors import ConfigError
 from hpcdist.model.optimizer_state import Moments
 from hpcdist.strategies.base import Outcome, Update
-from hpcdist.strategies.synchronous.periodic import Periodic, average
+from hpcdist.strategies.synchronous.exchanges import average
+from hpcdist.strategies.synchronous.periodic import Periodic
 
 
 @final
@@ -92,7 +93,7 @@ class LocalSGD(Periodic):
         if self.alone:
             return outcome
         if self.config.meets(step):
-            self._average_state(self._reduce)
+            self._average_state(self.exchanges.reduce)
         elif self._inside and node_period and (step - self.config.warmup_steps) % node_period == 0:
             average(self.model.params, self._inside)
             self._average_state(self._inside)

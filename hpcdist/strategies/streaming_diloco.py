@@ -9,16 +9,14 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from hpcdist import collectives, compress
-from hpcdist.comm.background import Background
-from hpcdist.comm.communicator import concurrent
+from hpcdist import compress
 from hpcdist.compress import CompressionConfig, Reduction
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Along, Entry, mean_of_ranks
+from hpcdist.strategies.synchronous.exchanges import Exchanges
 from hpcdist.strategies.synchronous.fragments import Fragment, cut
-from hpcdist.strategies.synchronous.periodic import average
 
 
 @final
@@ -93,10 +91,8 @@ class StreamingDiLoCo(Strategy):
         self.fragments: list[Fragment] = []
         self._sent: dict[int, int] = {}  # the step in which each fragment under way was sent
         self._values: dict[int, list[Tensor]] = {}  # of each: δᵢ, and then the mean
-        self._channel = comm.split(0)  # the thread's own
-        self.records.count(self._channel)
-        self._reduce = collectives.load(config.algorithm)(self._channel)
-        self._background: Background | None = None
+        self.exchanges = Exchanges(comm, self.records, config.algorithm, aside=config.delay > 0)
+        channel = self.exchanges.channel
         self.common: list[Tensor] = []
         self._momentum: list[Tensor] = []
         self._mean: list[Tensor] = []
@@ -110,11 +106,9 @@ class StreamingDiLoCo(Strategy):
                 f"strategy.period must be at least the number of fragments, {len(self.fragments)}; got "
                 f"{config.period}. Take a longer period, or more strategy.fragment_layers."
             )
-        if config.delay and concurrent(comm):
-            self._background = Background(self._channel)
         self.common = [params.clone() for params in model.params]  # x
         self._momentum = [torch.zeros_like(x) for x in self.common]
-        shared = None if config.compression else self._channel.memory.shared_like(self.common)
+        shared = None if config.compression else channel.memory.shared_like(self.common)
         # δᵢ, and then their mean, of fragments under way
         self._mean = [torch.empty_like(x) for x in self.common] if shared is None else shared
         if self._shifts:
@@ -122,7 +116,7 @@ class StreamingDiLoCo(Strategy):
         if config.compression:
             for fragment in self.fragments:
                 like = fragment.take(self.common)
-                self._compressed.append(Reduction(self._channel, config.compression, like, fragment.spans))
+                self._compressed.append(Reduction(channel, config.compression, like, fragment.spans))
 
     @property
     def _shifts(self) -> bool:
@@ -157,26 +151,12 @@ class StreamingDiLoCo(Strategy):
                 gone.copy_(mean)
         values = fragment.take(self._mean)
         self._sent[number], self._values[number] = step, values
-        if self._background is None:  # the same numbers, in one thread
-            self._average(number, values)
-        else:
-            self._background.submit(lambda: self._average(number, values))
-
-    def _average(self, number: int, values: Sequence[Tensor]) -> None:
-        """Collective. Replace each rank's δᵢ of a fragment by the mean over all ranks, to the bit."""
-        if not self._compressed:
-            average(values, self._reduce)
-            return
-        ranks = self._compressed[number](values)
-        for value in values:
-            value.div_(ranks)
+        compressed = self._compressed[number] if self._compressed else None
+        self.exchanges.begin(lambda: self.exchanges.mean(values, compressed))
 
     def _await(self) -> None:
         """Wait for all fragments under way, and put their means in their places."""
-        if self._background is not None:
-            start = self.comm.now()
-            self._background.wait()
-            self.comm.trace.traffic.waiting_s += self.comm.now() - start
+        self.exchanges.wait()
         for number, values in self._values.items():
             self.fragments[number].put(values, self._mean)
         self._values.clear()
@@ -261,15 +241,10 @@ class StreamingDiLoCo(Strategy):
         self._await()
         self._sent.clear()
         _copy(self.common, self.model.params)
-        average(self.common, self._reduce)
+        self.exchanges.mean(self.common)
 
     def close(self) -> None:
-        if self._background is not None:
-            self._background.close()
-        for reduction in self._compressed:
-            reduction.close()
-        self._reduce.close()
-        self._channel.close()
+        self.exchanges.close(self._compressed)
 
 
 def _copy(own: Sequence[Tensor], saved: Sequence[Tensor]) -> None:

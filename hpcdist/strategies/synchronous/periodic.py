@@ -9,13 +9,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcdist import collectives
-from hpcdist.comm.background import Background
-from hpcdist.comm.communicator import concurrent
 from hpcdist.compress import CompressionConfig, Reduction, spans
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Along, Entry, mean_of_ranks, reduction
+from hpcdist.strategies.synchronous.exchanges import Exchanges
 
 
 class Periodic(Strategy):
@@ -52,15 +50,13 @@ class Periodic(Strategy):
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self.alone = comm.size == 1
-        self._channel = comm.split(0)  # the thread's own
-        self.records.count(self._channel)
-        self._reduce = collectives.load(config.algorithm)(self._channel)
+        self.exchanges = Exchanges(comm, self.records, config.algorithm, aside=config.overlap)
+        channel = self.exchanges.channel
         self._compressed: Reduction | None = None
         if config.compression and not self.alone:
-            self._compressed = Reduction(self._channel, config.compression, model.params, spans(model))
-        self._background = Background(self._channel) if config.overlap and concurrent(comm) and not self.alone else None
+            self._compressed = Reduction(channel, config.compression, model.params, spans(model))
         self.common = [] if self.alone else [params.clone() for params in model.params]  # x
-        shared = self._channel.memory.shared_like(self.common) if self._compressed is None else None
+        shared = channel.memory.shared_like(self.common) if self._compressed is None else None
         self._mean = [torch.empty_like(x) for x in self.common] if shared is None else shared
         self._gone: list[Tensor] = []  # δᵢ of the exchange under way; empty where there is none
 
@@ -83,44 +79,26 @@ class Periodic(Strategy):
                 self._exchange()
         return outcome
 
-    def mean(self, differences: Sequence[Tensor]) -> None:
-        """Collective. Replace each rank's δᵢ by the mean over all ranks, the same to the bit on all of them."""
-        if self._compressed is None:
-            average(differences, self._reduce)
-            return
-        ranks = self._compressed(differences)
-        for difference in differences:
-            difference.div_(ranks)
-
     def _exchange(self) -> None:
         for mean, x, own in zip(self._mean, self.common, self.model.params, strict=True):
             torch.sub(x, own, out=mean)
         if not self.config.overlap:
-            self.mean(self._mean)
+            self.exchanges.mean(self._mean, self._compressed)
             self.move(self._mean)
             self.model.load_params(self.common)
             return
         self._gone = [mean.clone() for mean in self._mean]
-        if self._background is None:  # the same numbers a step later, in one thread
-            self.mean(self._mean)
-        else:
-            self._background.submit(lambda: self.mean(self._mean))
+        self.exchanges.begin(lambda: self.exchanges.mean(self._mean, self._compressed))
 
     def _take_up(self) -> None:
         """Move `common` by the exchange under way; add this rank's own change since that began."""
-        self._await()
+        self.exchanges.wait()
         for own, x, gone in zip(self.model.params, self.common, self._gone, strict=True):
             own.sub_(x).add_(gone)  # x − gone is where it was
         self.move(self._mean)
         for own, x in zip(self.model.params, self.common, strict=True):
             own.add_(x)
         self._gone = []
-
-    def _await(self) -> None:
-        if self._background is not None:
-            start = self.comm.now()
-            self._background.wait()
-            self.comm.trace.traffic.waiting_s += self.comm.now() - start
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:
@@ -134,7 +112,7 @@ class Periodic(Strategy):
         ]
 
     def state(self) -> dict:
-        self._await()
+        self.exchanges.wait()
         return super().state()
 
     def _load_common(self, saved: Sequence[Tensor]) -> None:
@@ -149,22 +127,11 @@ class Periodic(Strategy):
             mean.copy_(value)
 
     def take_up(self) -> None:
-        self._await()
+        self.exchanges.wait()
         self._gone = []
         for x, own in zip(self.common, self.model.params):
             x.copy_(own)
-        average(self.common, self._reduce)
+        self.exchanges.mean(self.common)
 
     def close(self) -> None:
-        if self._background is not None:
-            self._background.close()
-        if self._compressed is not None:
-            self._compressed.close()
-        self._reduce.close()
-        self._channel.close()
-
-
-def average(tensors: Sequence[Tensor], reduce: collectives.AllReduce) -> None:
-    """Collective. Replace each tensor by its mean over the ranks of `reduce`."""
-    for tensor in tensors:
-        reduce.mean(tensor)
+        self.exchanges.close([] if self._compressed is None else [self._compressed])

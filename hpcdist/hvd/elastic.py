@@ -131,8 +131,8 @@ class ObjectState(State):
 
     def sync(self) -> None:
         """Collective. Take rank 0's state."""
+        self.save()
         if self._saved:
-            self.save()
             self._saved = self._bcast_object(self._saved)
             self._take(self._saved)
 
@@ -148,9 +148,9 @@ class TorchState(ObjectState):
     def __init__(self, model: Any = None, optimizer: Any = None, **attributes: Any):
         given = {"model": model, "optimizer": optimizer, **attributes}
         self._parts = {name: one for name, one in given.items() if isinstance(one, PARTS)}
-        self._kept = {name: copy.deepcopy(one.state_dict()) for name, one in self._parts.items()}
         vars(self).update(self._parts)
         super().__init__(**{name: one for name, one in given.items() if name not in self._parts})
+        self.save()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self).get("_parts", ()):
@@ -177,7 +177,6 @@ class TorchState(ObjectState):
             else:
                 one.load_state_dict(broadcast_object(one.state_dict()))
         super().sync()
-        self._kept = {name: copy.deepcopy(one.state_dict()) for name, one in self._parts.items()}
 
     def reset(self) -> None:
         for one in self._parts.values():

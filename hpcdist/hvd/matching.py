@@ -276,7 +276,6 @@ class Matcher:
 
     def _make_room(self, most: int) -> None:
         """Let ranks tell each other of so many requests at once."""
-        self._room = most
         self._own = torch.zeros(HEAD + WORDS * most, dtype=torch.int64)
         self._all = torch.zeros(self.comm.size, HEAD + WORDS * most, dtype=torch.int64)
 
@@ -324,7 +323,7 @@ class Matcher:
             all_longer = torch.empty(len(counts), most, dtype=torch.int64)
             self.calls.all_gather(all_longer, longer)
             rows = all_longer.numpy()
-            if self._room < MOST_OF_ALL:
+            if told < WORDS * MOST_OF_ALL:
                 self._make_room(min(2 * most // WORDS, MOST_OF_ALL))
         else:
             rows = everyone[:, HEAD:]
@@ -347,8 +346,8 @@ class Matcher:
 
     def _refuse(self, request: NamedCall) -> None:
         """Collective. End a request with what each rank has asked for."""
-        found = self.comm.gather([dict(zip(request.PROPERTIES, map(_shown, request.like)))])
-        rows = [of_rank[0] for of_rank in found if of_rank]
+        found = self.comm.gather(dict(zip(request.PROPERTIES, map(_shown, request.like))))
+        rows = [row for row in found if row is not None]
         wrong = [name for name in rows[0] if len({row.get(name) for row in rows}) > 1]
         texts = [
             f"{', '.join(f'{name} {row.get(name)}' for name in wrong)} on rank {at}" for at, row in enumerate(rows)

@@ -58,7 +58,7 @@ class Shards(PartOfModel):
         super().__init__()
         self.grid, self.optimizers = grid, []
         self._models = (model,)  # in a tuple: no submodule, for its parameters are not to be trained as they are
-        model = model if self._ddp is None else self._ddp.module
+        model = self._inside
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._reshard()
         places = dict(_places(model))
@@ -88,6 +88,11 @@ class Shards(PartOfModel):
         (model,) = self._models
         return model if isinstance(model, DistributedDataParallel) else None
 
+    @property
+    def _inside(self) -> nn.Module:
+        """The model, without DistributedDataParallel around it."""
+        return self._models[0] if self._ddp is None else self._ddp.module
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._models[0](*args, **kwargs)
 
@@ -106,7 +111,7 @@ class Shards(PartOfModel):
     def describe_parts(self) -> dict[str, dict[str, Any]]:
         prefix = f"shard{self.grid.stage}of{self.grid.stages}."
         described = {prefix + name: part.describe(name) for name, part in self._parts.items()}
-        buffers = (self._models[0] if self._ddp is None else self._ddp.module).named_buffers()
+        buffers = self._inside.named_buffers()
         return described | {prefix + name: {**_WHOLE, "of": name, "shape": list(t.shape)} for name, t in buffers}
 
     # --- values ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.collectives.auto import Auto
-from hpcdist.collectives.base import chunks
+from hpcdist.collectives.base import AllReduce, chunks
 from hpcdist.collectives.calls.across_nodes import PACKET_BYTES, slots_across_nodes
 from hpcdist.collectives.calls.agreement import NONE, note_of, refuse, shape_numbers, tell_lengths
 from hpcdist.collectives.calls.by_library import SUMMED, CallsByLibrary
@@ -73,7 +73,7 @@ class Collectives:
         self._queue = CallQueue(self.comm)
         self._counted = self.comm.failures.collective
         self._everyone = range(self.size)
-        self._auto: Auto | None = None  # made when it is needed, as it may have to measure
+        self._sums: AllReduce | None = None  # made when it is needed, as it may have to measure
 
     # --- reductions ---------------------------------------------------------------------------------------------------
     def all_reduce(
@@ -118,12 +118,10 @@ class Collectives:
 
     def _fastest(self, operation: str) -> Callable[[Tensor], None]:
         """Collective. Return the fastest all-reduce, for a sum or a mean."""
-        if self.comm.failures.tolerant:  # others have communicators of their own, which nobody would abandon
-            native = Native(self.comm)
-            return native if operation == "sum" else native.mean
-        if self._auto is None:
-            self._auto = Auto(self.comm)
-        return self._auto if operation == "sum" else self._auto.mean
+        if self._sums is None:
+            # Where a rank may die, others have communicators of their own, which nobody would abandon.
+            self._sums = Native(self.comm) if self.comm.failures.tolerant else Auto(self.comm)
+        return self._sums if operation == "sum" else self._sums.mean
 
     def _share(self, note: int, own: Tensor, combine: Reduce) -> bool:
         """Combine all of the tensors on every rank."""
@@ -328,8 +326,8 @@ class Collectives:
         self._queue.close()
         for known in (self._ready, self._by_shape, self._by_place):
             known.clear()
-        if self._auto is not None:
-            self._auto.close()
+        if self._sums is not None:
+            self._sums.close()
         self._exchange.close()
         self.comm.close()
 

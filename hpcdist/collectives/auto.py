@@ -14,7 +14,7 @@ from hpcdist.collectives import load
 from hpcdist.collectives.base import SUMMED_AS, AllReduce
 from hpcdist.collectives.direct import Direct
 from hpcdist.collectives.native import SATURATED
-from hpcdist.collectives.tuning.table import DEFAULT_CACHE, cached_table, predict_table
+from hpcdist.collectives.tuning.table import DEFAULT_CACHE, cached_table, predicted_ranges
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual.network import Network
 
@@ -95,4 +95,4 @@ def _ranges(comm: Communicator, cache_dir: Path, refresh: bool) -> list[tuple[fl
     if comm.trace.virtual is None:
         return cached_table(comm, cache_dir, refresh=refresh).ranges()
     latency_s, bandwidth_bytes_s = Network(**comm.trace.virtual["network"]).slowest(comm.memory.nodes)
-    return predict_table(comm, latency_s, 1 / bandwidth_bytes_s).ranges()
+    return predicted_ranges(comm, latency_s, 1 / bandwidth_bytes_s)

@@ -73,7 +73,9 @@ class HalvingDoubling(Algorithm):
     def cost_s(
         n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
     ) -> float:
+        """Predict the seconds of a call; the ranks of a node share its link in the exchanges with other nodes."""
         steps, folded = core_steps(size)
-        share = (1 - 1 / (1 << steps)) * n_bytes
+        share, outside = 1 - 1 / (1 << steps), 1 - min(ranks_per_node, 1 << steps) / (1 << steps)
+        sent = ranks_per_node * outside + share - outside
         folding_s = folded * (2 * (latency_s + n_bytes * byte_s) + n_bytes * reduce_s)
-        return 2 * (steps * latency_s + share * byte_s) + share * reduce_s + folding_s
+        return 2 * (steps * latency_s + sent * n_bytes * byte_s) + share * n_bytes * reduce_s + folding_s

@@ -48,5 +48,8 @@ class RecursiveDoubling(Algorithm):
     def cost_s(
         n_bytes: float, size: int, latency_s: float, byte_s: float, reduce_s: float = 0.0, ranks_per_node: int = 1
     ) -> float:
+        """Predict the seconds of a call; the ranks of a node share its link in the exchanges with other nodes."""
         steps, folded = core_steps(size)
-        return (steps + 2 * folded) * (latency_s + n_bytes * byte_s) + (steps + folded) * n_bytes * reduce_s
+        inside = min(ranks_per_node.bit_length() - 1, steps)
+        sent = (inside + ranks_per_node * (steps - inside) + 2 * folded) * n_bytes
+        return (steps + 2 * folded) * latency_s + sent * byte_s + (steps + folded) * n_bytes * reduce_s

@@ -23,7 +23,7 @@ from hpcdist.collectives.tuning.table import (
     cached_table,
     candidates,
     measure_table,
-    predict_table,
+    predicted_ranges,
 )
 from hpcdist.comm.virtual import Network, run_virtual
 
@@ -115,18 +115,41 @@ def test_a_broken_table_is_refused(case):
         TimingTable.model_validate_json(text)
 
 
-def test_predicted_tables_follow_the_formulas():
-    def body(comm):
-        found = predict_table(comm, 1e-5, 1e-9)
-        assert sorted(found.seconds) == candidates(comm)
-        return found.ranges()
+@each("cluster", [(4, 1), (6, 1), (8, 1), (16, 1), (16, 4), (16, 16), (9, 3)])
+def test_virtual_ranks_take_the_algorithm_that_is_fastest_on_their_network(cluster):
+    """Each algorithm is timed on the virtual clock, and `auto` beside them."""
+    size, ranks_per_node = cluster
+    lengths = (256, 4096, 80_000, 240_000, 1_600_000)
+    flat = ("native", "ring", "recursive_doubling", "halving_doubling", "tree", "hierarchical")
 
-    results = run_virtual(body, 16, network=NETWORK)
-    assert all(found == results[0] for found in results)
-    assert results[0][0][1] in ("recursive_doubling", "hierarchical")  # few steps for short tensors
-    assert results[0][-1] == (math.inf, "native")
-    alone = run_virtual(lambda comm: predict_table(comm, 1e-5, 1e-9).ranges(), 16)
-    assert [name for _, name in alone[0]] == ["recursive_doubling", "halving_doubling", "native"]
+    def body(comm):
+        taken_s = {}
+        for name in [name for name in flat if load(name).suits(comm)] + ["auto"]:
+            reduce = load(name)(comm)
+            for n_bytes in lengths:
+                comm.barrier()
+                start_s = comm.now()
+                reduce(torch.zeros(n_bytes // 4))
+                taken_s[name, n_bytes] = comm.now() - start_s
+            reduce.close()
+        return taken_s
+
+    network = Network(5e-5, 1.25e8, ranks_per_node)
+    results = run_virtual(body, size, network=network)
+    last_s = {key: max(taken_s[key] for taken_s in results) for key in results[0]}  # the whole call's seconds
+    for n_bytes in lengths:
+        best_s = min(taken_s for (name, length), taken_s in last_s.items() if length == n_bytes and name != "auto")
+        assert last_s["auto", n_bytes] <= 1.35 * best_s, (n_bytes, last_s)
+        if ranks_per_node == 1 and size.bit_count() == 1:
+            assert last_s["auto", n_bytes] == pytest.approx(best_s)
+
+
+def test_predicted_ranges_follow_the_formulas():
+    alone = run_virtual(lambda comm: predicted_ranges(comm, 5e-5, 8e-9), 8)
+    assert all(found == alone[0] for found in alone)
+    assert [name for _, name in alone[0]] == ["recursive_doubling", "halving_doubling"]
+    folded = run_virtual(lambda comm: predicted_ranges(comm, 5e-5, 8e-9), 6)[0]
+    assert [name for _, name in folded] == ["recursive_doubling", "native"]
 
 
 def test_candidates_are_what_has_a_point_on_these_ranks():

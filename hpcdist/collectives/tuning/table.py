@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import platform
 import warnings
@@ -96,10 +97,7 @@ class TimingTable(BaseModel):
 
         A range ends at the geometric mean of two measured sizes.
         """
-        ends = [*(math.sqrt(a * b) for a, b in zip(self.sizes, self.sizes[1:])), math.inf]
-        chosen = self.choice()
-        following = [*chosen[1:], None]
-        return [(end, name) for end, name, after in zip(ends, chosen, following, strict=True) if name != after]
+        return _joined(self.sizes, self.choice())
 
 
 def candidates(comm: Communicator) -> list[str]:
@@ -201,7 +199,7 @@ def _near(seconds: Mapping[str, float], factor: float) -> list[str]:
 
 
 def _costs_s(
-    comm: Communicator, names: Sequence[str], n_bytes: int, latency_s: float, byte_s: float
+    comm: Communicator, names: Sequence[str], n_bytes: float, latency_s: float, byte_s: float
 ) -> dict[str, float]:
     """Predict the seconds of a call of each algorithm by its formula."""
     ranks_per_node = min(Counter(comm.memory.nodes).values())
@@ -209,11 +207,25 @@ def _costs_s(
     return {n: cost_s(n_bytes, comm.size, latency_s, byte_s, 0.0, ranks_per_node) for n, cost_s in formulas.items()}
 
 
-def predict_table(comm: Communicator, latency_s: float, byte_s: float) -> TimingTable:
-    """Make the table from the algorithms' cost formulas, for links of that latency and that time per byte."""
-    sizes, names = tuple(1 << exponent for exponent in range(6, 31)), candidates(comm)
-    columns = [_costs_s(comm, names, size, latency_s, byte_s) for size in sizes]
-    return TimingTable(sizes=sizes, seconds={name: tuple(column[name] for column in columns) for name in names})
+def predicted_ranges(comm: Communicator, latency_s: float, byte_s: float) -> list[tuple[float, str]]:
+    """List the algorithm of least cost by its formula at each length, as `TimingTable.ranges` does.
+
+    The formulas are exact, so no algorithm is preferred but the library's own among equals.
+
+    Args:
+        latency_s, byte_s: of the links between the ranks.
+    """
+    names = sorted(candidates(comm), key=lambda name: name != "native")
+    sizes = [2 ** (quarter / 4) for quarter in range(4 * 6, 4 * 30)]
+    costs_s = [_costs_s(comm, names, n_bytes, latency_s, byte_s) for n_bytes in sizes]
+    return _joined(sizes, [min(each_s, key=each_s.__getitem__) for each_s in costs_s])
+
+
+def _joined(sizes: Sequence[float], chosen: Sequence[str]) -> list[tuple[float, str]]:
+    """Join neighbours of one choice to ranges, which end at the geometric mean of two sizes."""
+    ends = [*(math.sqrt(a * b) for a, b in itertools.pairwise(sizes)), math.inf]
+    following = [*chosen[1:], None]
+    return [(end, name) for end, name, after in zip(ends, chosen, following, strict=True) if name != after]
 
 
 def cached_table(comm: Communicator, cache_dir: Path = DEFAULT_CACHE, *, refresh: bool = False) -> TimingTable:

@@ -21,9 +21,7 @@ class Background:
         comm.failures.threads.append(self)
         self._awaited = False
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._lock, self.pending = threading.Lock(), 0
+        self._ended, self.pending = threading.Condition(), 0
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -35,15 +33,14 @@ class Background:
 
     def submit(self, task: Callable[[], None]) -> None:
         """Queue a task and return at once."""
-        with self._lock:
+        with self._ended:
             self.pending += 1
-            self._idle.clear()
         self._tasks.put(task)
 
-    def wait(self) -> None:
-        """Block until all tasks are done; raise the first one's error, if any has failed."""
-        with self.awaited():
-            self._idle.wait()
+    def wait(self, left: int = 0) -> None:
+        """Block until all tasks but the last `left` are done; raise the first one's error, if any has failed."""
+        with self.awaited(), self._ended:
+            self._ended.wait_for(lambda: self.pending <= left)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -69,7 +66,6 @@ class Background:
                     task()
             except BaseException as error:
                 self._error = error
-            with self._lock:
+            with self._ended:
                 self.pending -= 1
-                if self.pending == 0:
-                    self._idle.set()
+                self._ended.notify_all()

@@ -14,7 +14,7 @@ from hpcdist.compress import CompressionConfig, Reduction
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Along, Entry, mean_of_ranks
+from hpcdist.strategies.common.state import Along, Entry, first, mean_of_ranks
 from hpcdist.strategies.synchronous.exchanges import Exchanges
 from hpcdist.strategies.synchronous.fragments import Fragment, cut
 
@@ -30,17 +30,24 @@ class StreamingDiLoCo(Strategy):
     αθᵢ + (1 − α)x, with α = `blend`; or, with `take_up` = shift, from x and what it has done since the fragment was
     sent. With one fragment and τ = 0, α = 0 this is `diloco`, and with τ = 1 and shift its `overlap`, to the bit.
 
-    x and the outer momentum are bitwise equal on all ranks; replicas differ, and evaluations use their mean. Each rank
-    keeps the state of its inner optimiser. Every rank has the same weight, also one that had no samples in some step.
-    On one rank there is no outer step: the inner optimiser runs alone. Steps that a blend with α < 1 discards are lost.
+    With `take_up` = delayed or eager the exchange of a fragment has the whole next period: the mean is taken up when
+    the fragment is sent again. Delayed: x moves by the mean of the period before, and all ranks go on from it. Eager:
+    each rank has x and a momentum of its own, and replaces its own part of that mean, δᵢ of the period before, by δᵢ of
+    this one: it moves x by mean + (δᵢ − δᵢ before)/p.
+
+    Unless eager, x and the outer momentum are bitwise equal on all ranks; replicas differ, and evaluations use their
+    mean. Each rank keeps the state of its inner optimiser. Every rank has the same weight, also one that had no samples
+    in some step. On one rank there is no outer step: the inner optimiser runs alone. Steps that a blend with α < 1
+    discards are lost.
 
     Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of parameters, as with `diloco`; but at most those of a fragment
     in one step. With `compression` = e3m0, (p − 1)(n/8 + 4F)/H: each rank sends its codes to every other one. Memory
-    per rank: four parameter vectors (x, its momentum, the means, δᵢ; without shift three).
+    per rank: four parameter vectors (x, its momentum, the means, δᵢ; three with blend and delayed).
 
     Reference: Arthur Douillard et al., "Streaming DiLoCo with overlapping communication: towards a distributed free
     lunch", 2025. There δᵢ is the distance from the rank's own parameters of a period ago; here it is that from x, the
-    same where τ = 0 and α = 0.
+    same where τ = 0 and α = 0. Satyen Kale et al., "Eager updates for overlapped communication and computation in
+    DiLoCo", 2025, for delayed and eager.
     """
 
     class Config(Strategy.Config):
@@ -53,9 +60,13 @@ class StreamingDiLoCo(Strategy):
         order: Literal["strided", "sequential"] = Field(
             "strided", description="with F fragments one has every F-th layer, or layers that follow each other"
         )
-        delay: int = Field(1, ge=0, description="τ: steps from sending a fragment to taking up its mean")
-        take_up: Literal["blend", "shift"] = Field(
-            "blend", description="blend the rank's parameters with the common ones, or add what it has done meanwhile"
+        delay: int = Field(
+            1, ge=0, description="τ: steps from sending a fragment to taking up its mean, with blend and shift"
+        )
+        take_up: Literal["blend", "shift", "delayed", "eager"] = Field(
+            "blend",
+            description="blend the rank's parameters with the common ones; shift: add what it has done meanwhile; "
+            "delayed: take up the mean a period later; eager: with this rank's own part of this period",
         )
         blend: float = Field(0.5, ge=0, le=1, description="α: weight of the rank's own parameters in a blend")
         outer_lr: float = Field(0.4, gt=0, description="learning rate of the outer optimiser")
@@ -67,10 +78,15 @@ class StreamingDiLoCo(Strategy):
 
         @model_validator(mode="after")
         def _takes_up_before_it_sends_again(self):
-            if self.delay >= self.period:
+            if not self.lasts_a_period and self.delay >= self.period:
                 raise ValueError(
                     f"strategy.delay must be less than strategy.period, {self.period}, as a fragment is taken up "
                     f"before it is sent again; got {self.delay}. Take a smaller delay, or a longer period."
+                )
+            if self.lasts_a_period and self.delay != 1:
+                raise ValueError(
+                    f"strategy.delay must not be given where strategy.take_up is {self.take_up}, by which a mean is "
+                    f"taken up a period later; got {self.delay}. Leave it away, or take blend or shift."
                 )
             if self.compression and compress.load(self.compression.name).along:
                 raise ValueError(
@@ -78,6 +94,11 @@ class StreamingDiLoCo(Strategy):
                     f"{self.compression.name}. Take e3m0, qsgd or topk."
                 )
             return self
+
+        @property
+        def lasts_a_period(self) -> bool:
+            """Whether an exchange has a whole period."""
+            return self.take_up in ("delayed", "eager")
 
         def meets(self, step: int) -> bool:
             return step % self.period == 0  # then the last fragment is sent, whatever their number
@@ -91,7 +112,8 @@ class StreamingDiLoCo(Strategy):
         self.fragments: list[Fragment] = []
         self._sent: dict[int, int] = {}  # the step in which each fragment under way was sent
         self._values: dict[int, list[Tensor]] = {}  # of each: δᵢ, and then the mean
-        self.exchanges = Exchanges(comm, self.records, config.algorithm, aside=config.delay > 0)
+        aside = config.delay > 0 or config.lasts_a_period
+        self.exchanges = Exchanges(comm, self.records, config.algorithm, aside)
         channel = self.exchanges.channel
         self.common: list[Tensor] = []
         self._momentum: list[Tensor] = []
@@ -111,7 +133,7 @@ class StreamingDiLoCo(Strategy):
         shared = None if config.compression else channel.memory.shared_like(self.common)
         # δᵢ, and then their mean, of fragments under way
         self._mean = [torch.empty_like(x) for x in self.common] if shared is None else shared
-        if self._shifts:
+        if self._shifts or config.take_up == "eager":
             self._gone = [torch.zeros_like(x) for x in self.common]  # δᵢ of fragments under way
         if config.compression:
             for fragment in self.fragments:
@@ -134,45 +156,51 @@ class StreamingDiLoCo(Strategy):
         outcome = self.gradients.step_alone(update)
         step = self.steps + 1
         for number in self.sends(step):
+            if self.config.lasts_a_period:
+                self._take_up_late(number)
+            else:
+                self._difference(number)
             self._send(number, step)
-        due = [number for number, sent in self._sent.items() if sent + self.config.delay <= step]
-        if due:
-            self._await()
-        for number in sorted(due):
-            self._take_up(number)
+        if not self.config.lasts_a_period:
+            for number in sorted(n for n, sent in self._sent.items() if sent + self.config.delay <= step):
+                self._take_up(number)
         return outcome
 
-    def _send(self, number: int, step: int) -> None:
+    def _difference(self, number: int) -> None:
+        """Write a fragment's δᵢ where its mean will be."""
         fragment = self.fragments[number]
         for mean, x, own in fragment.views(self._mean, self.common, self.model.params):
             torch.sub(x, own, out=mean)
         if self._shifts:
             for gone, mean in fragment.views(self._gone, self._mean):
                 gone.copy_(mean)
-        values = fragment.take(self._mean)
+
+    def _send(self, number: int, step: int) -> None:
+        """Begin to replace a fragment's δᵢ by their mean."""
+        values = self.fragments[number].take(self._mean)
         self._sent[number], self._values[number] = step, values
         compressed = self._compressed[number] if self._compressed else None
         self.exchanges.begin(lambda: self.exchanges.mean(values, compressed))
 
-    def _await(self) -> None:
-        """Wait for all fragments under way, and put their means in their places."""
-        self.exchanges.wait()
-        for number, values in self._values.items():
-            self.fragments[number].put(values, self._mean)
-        self._values.clear()
+    def _await(self, number: int | None = None) -> None:
+        """Wait for a fragment, and those sent before; or for all. Put the means that have come in their places."""
+        under_way = list(self._values)
+        arrived = under_way if number is None else under_way[: under_way.index(number) + 1]
+        self.exchanges.wait(len(under_way) - len(arrived))
+        for one in arrived:
+            self.fragments[one].put(self._values.pop(one), self._mean)
 
     def _take_up(self, number: int) -> None:
         """Move a fragment's common parameters by the mean, and this rank's towards them."""
         config, fragment = self.config, self.fragments[number]
+        if number in self._values:
+            self._await(number)
         del self._sent[number]
         if self._shifts:
             for own, x, gone in fragment.views(self.model.params, self.common, self._gone):
                 own.sub_(x).add_(gone)  # x − gone is where it was
         for x, momentum, mean in fragment.views(self.common, self._momentum, self._mean):
-            if config.outer_momentum:  # as torch's SGD
-                momentum.mul_(config.outer_momentum).add_(mean)
-                mean.add_(momentum, alpha=config.outer_momentum)
-            x.add_(mean, alpha=-config.outer_lr)
+            self._move(x, momentum, mean)
         for own, x in fragment.views(self.model.params, self.common):
             if self._shifts:
                 own.add_(x)
@@ -181,16 +209,47 @@ class StreamingDiLoCo(Strategy):
             elif config.blend < 1:
                 own.mul_(config.blend).add_(x, alpha=1 - config.blend)
 
+    def _take_up_late(self, number: int) -> None:
+        """Move a fragment by the mean of the period before, go on from there, and write δᵢ of this one as to be sent.
+
+        Before the first mean there is none: it counts as 0, and so does the rank's own part of it.
+        """
+        fragment, eager = self.fragments[number], self.config.take_up == "eager"
+        if number in self._values:
+            self._await(number)
+        gone = self._gone if eager else self._mean
+        if self._sent.pop(number, None) is None:
+            for mean, before in fragment.views(self._mean, gone):
+                mean.zero_()
+                before.zero_()
+        views = fragment.views(self.model.params, self.common, self._momentum, self._mean, gone)
+        for own, x, momentum, mean, before in views:
+            difference = x - own
+            if eager:
+                mean.add_(difference - before, alpha=1 / self.comm.size)
+                before.copy_(difference)
+            self._move(x, momentum, mean)
+            own.copy_(x)
+            mean.copy_(difference)
+
+    def _move(self, x: Tensor, momentum: Tensor, gradient: Tensor) -> None:
+        """Step as torch's SGD with Nesterov momentum; overwrites the gradient."""
+        if self.config.outer_momentum:
+            momentum.mul_(self.config.outer_momentum).add_(gradient)
+            gradient.add_(momentum, alpha=self.config.outer_momentum)
+        x.add_(gradient, alpha=-self.config.outer_lr)
+
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:
         def under_way() -> list[list[int]]:
             return [[number, sent] for number, sent in sorted(self._sent.items())]
 
+        of_x = mean_of_ranks if self.config.take_up == "eager" else first
         entries = [
             *super().entries(),
             Entry("under_way", under_way, self._load_under_way),
-            Along("common", lambda: self.common, self._load_common),
-            Along("momentum", lambda: self._momentum, lambda saved: _copy(self._momentum, saved)),
+            Along("common", lambda: self.common, self._load_common, of_x),
+            Along("momentum", lambda: self._momentum, lambda saved: _copy(self._momentum, saved), of_x),
             Along("mean", lambda: self._mean if self._sent else [], lambda saved: _copy(self._mean, saved)),
             # In another world all begin at the mean of the parameters, which is as far from x as ranks were on average.
             Along(

@@ -50,11 +50,11 @@ class Exchanges:
         else:
             self._background.submit(exchange)
 
-    def wait(self) -> None:
-        """Wait for the exchanges under way; the time counts as waiting."""
+    def wait(self, left: int = 0) -> None:
+        """Wait for the exchanges under way, but for the last `left` ones; the time counts as waiting."""
         if self._background is not None:
             start = self._comm.now()
-            self._background.wait()
+            self._background.wait(left)
             self._comm.trace.traffic.waiting_s += self._comm.now() - start
 
     def close(self, compressed: Sequence[Reduction] = ()) -> None:

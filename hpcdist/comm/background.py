@@ -6,19 +6,36 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
-from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.capabilities import Failures
+
+
+class Beside(Protocol):
+    """A thread of a rank that runs functions one after the other while the rank goes on."""
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queue a task and return at once."""
+
+    def wait(self, left: int = 0) -> None:
+        """Block until all tasks but the last `left` are done; raise the first one's error, if any has failed."""
+
+    def close(self) -> None:
+        """End the thread once all tasks are done."""
 
 
 class Background:
     """Run functions one after the other on a thread, which owns the communicator that they use.
 
+    Args:
+        failures: of that communicator.
+
     Attributes:
         pending: tasks that are under way, or to be run.
     """
 
-    def __init__(self, comm: Communicator, name: str = "hpcdist-allreduce"):
-        comm.failures.threads.append(self)
+    def __init__(self, failures: Failures, name: str = "hpcdist-allreduce"):
+        failures.threads.append(self)
         self._awaited = False
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ended, self.pending = threading.Condition(), 0

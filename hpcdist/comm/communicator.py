@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hpcdist import errors
+from hpcdist.comm.background import Background, Beside
 from hpcdist.comm.capabilities import Failures, RankMemory, Trace, Traffic
 from hpcdist.comm.transfer import (
     ANY,
@@ -207,10 +208,18 @@ class Communicator(abc.ABC):
     def _overlapping(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def _beside(self) -> Beside | None:
+        return Background(self.failures) if self._concurrent else None
+
 
 def concurrent(comm: Communicator) -> bool:
     """Tell whether another thread of this rank may use another communicator at the same time."""
     return comm._concurrent
+
+
+def beside(comm: Communicator) -> Beside | None:
+    """Start a thread of this rank that makes the calls of `comm`, which nobody else may use; None where none may."""
+    return comm._beside()
 
 
 def overlapping(comm: Communicator) -> AbstractContextManager[None]:

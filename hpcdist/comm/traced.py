@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hpcdist.comm.background import Beside
 from hpcdist.comm.capabilities import Traffic
 from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.comm.transfer import ANY, Envelope, Request
@@ -125,6 +126,9 @@ class TracedCommunicator(Communicator):
         self._splits = self._calls = self._lost = 0
         self._messages: Counter[tuple[int, int, int]] = Counter()
         self._numbers_receives = True
+
+    def _beside(self) -> Beside | None:
+        return self.plain._beside()
 
     def __getattr__(self, name: str) -> Any:
         if name == "plain":

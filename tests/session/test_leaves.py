@@ -157,7 +157,7 @@ from hpcdist.comm.background import Background
 
 comm = hd.init()
 other = comm.split(0)
-thread = Background(other)
+thread = Background(other.failures)
 if comm.rank == 0:
     thread.submit(other.barrier)
     time.sleep(1.5)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from harness.cases import each
 from hpcdist import strategies
+from hpcdist.comm.virtual import Constant, Network, run_virtual
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 from strategies import problem, replicas
@@ -147,3 +150,29 @@ def test_a_delay_of_its_own_has_no_meaning():
     for take_up in ("delayed", "eager"):
         with pytest.raises(ConfigError, match=f"strategy.delay must not be given where .* is {take_up}, .* got 2"):
             strategies.load(NAME).Config(take_up=take_up, delay=2)
+
+
+@each("options", [
+    {"delay": 1, "fragment_layers": 2}, {"delay": 2, "fragment_layers": 2}, {"take_up": "eager"},
+    {"take_up": "delayed", "fragment_layers": 1},
+])  # fmt: skip
+def test_an_exchange_that_lasts_no_longer_than_it_may_takes_no_time(options):
+    """A computation of 0.1 s a step, on a network on which an exchange takes the given seconds at each latency."""
+
+    def seconds(latency_s):
+        def body(comm):
+            strategy, local = make(comm, {"period": 6, "fragment_layers": None, **options})
+            start_s = comm.now()
+            replicas.go(strategy, local, range(12))
+            taken_s = comm.now() - start_s
+            replicas.end(strategy)
+            return taken_s
+
+        return max(run_virtual(body, 3, network=Network(latency_s, math.inf), compute=Constant(0.1)))
+
+    free_s = seconds(0.0)
+    steps = 6 if "take_up" in options else options["delay"]
+    exchanges = 5 if options.get("fragment_layers") == 1 else 1  # of fragments, one after the other, in these steps
+    lasts = steps * 0.1 / (4 * exchanges)  # a ring of three has four messages
+    assert seconds(0.9 * lasts) == pytest.approx(free_s)
+    assert seconds(2 * lasts) > free_s + 0.05

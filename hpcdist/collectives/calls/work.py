@@ -81,7 +81,7 @@ class CallQueue:
             work.run()
             return work
         if self._thread is None:
-            self._thread = Background(self._comm, "hpcdist-collectives")
+            self._thread = Background(self._comm.failures, "hpcdist-collectives")
         work = Work(call, self._thread.awaited)
         self._thread.submit(work.run)
         return work

@@ -2,8 +2,8 @@
 
 `run_virtual(body, size)` calls `body(comm)` on every rank. The same seed gives the same run, to the bit: results,
 virtual times and random numbers. The modules here define the passing of time: `clock` (who runs when), `network`
-(links), `group` (messages: sending is buffered), `collectives` (formulas), `window` (one-sided access), `compute` (step
-times).
+(links), `group` (messages: sending is buffered), `collectives` (formulas), `window` (one-sided access), `thread` (a
+second thread of a rank), `compute` (step times).
 """
 
 from __future__ import annotations

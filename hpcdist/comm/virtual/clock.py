@@ -24,6 +24,7 @@ from hpcdist.errors import CommunicationError, DeadlineError, DeadlockError
 Effect = Iterator[float]
 _EFFECT, _RANK = 0, 1  # which goes first at equal times
 _STANDSTILL = 100_000  # turns without time passing, while a rank waits for it to pass: somebody spins
+IDLE = "a task"  # what a further thread waits for that has nothing to do
 _SEAM = os.path.dirname(os.path.dirname(__file__)) + os.sep  # whose lines are not the user's
 
 
@@ -32,7 +33,7 @@ class RankEnded(BaseException):
 
 
 class VirtualRank:
-    """One rank's thread, and its state on the clock."""
+    """A rank's thread, and its state on the clock; or a further thread of the rank, with a state of its own."""
 
     def __init__(self, rank: int, random: RandomState, live: Callable[[VirtualRank], None]):
         self.rank, self.random = rank, random
@@ -59,6 +60,7 @@ class VirtualClock:
         self._current: VirtualRank | None = None
         self._body: Callable[[int], Any]
         self.ranks = [VirtualRank(rank, RandomState(seed, rank), self._live) for rank in range(size)]
+        self._further: list[VirtualRank] = []  # threads
         self._queue: list[tuple[float, int, int, Any]] = []
         self._order = itertools.count()
         self._polling: list[VirtualRank] = []
@@ -80,7 +82,7 @@ class VirtualClock:
         except BaseException as interruption:  # Ctrl-C reaches the calling thread only
             self._end(interruption)
             self._finished.acquire()
-        for me in self.ranks:
+        for me in [*self.ranks, *self._further]:
             if me.thread.ident is not None:
                 me.thread.join()
         self._current, self._ending = None, False
@@ -88,9 +90,9 @@ class VirtualClock:
             raise self._failure
         return [me.result for me in self.ranks]
 
-    def _live(self, me: VirtualRank) -> None:
+    def _live(self, me: VirtualRank, body: Callable[[], Any] | None = None) -> None:
         try:
-            me.result = self._body(me.rank)
+            me.result = self._body(me.rank) if body is None else body()
         except RankEnded:
             pass
         except BaseException as error:
@@ -104,6 +106,20 @@ class VirtualClock:
     def _end(self, error: BaseException) -> None:
         if not self._ending:
             self._failure, self._ending = error, True
+
+    def thread(self, rank: int, body: Callable[[], None]) -> VirtualRank:
+        """Start a further thread of a rank, which shares its random state. It is ended with the run at the latest."""
+        own = self.ranks[rank]
+        further = VirtualRank(rank, own.random, lambda me: self._live(me, body))
+        further.watched = own.watched
+        self._further.append(further)
+        self._schedule(further, self.now_s)
+        return further
+
+    def running(self, rank: int) -> VirtualRank:
+        """Return the thread of a rank that runs; its first one where another rank's does."""
+        current = self._current
+        return current if current is not None and current.rank == rank else self.ranks[rank]
 
     # --- what calls of the seam are made of -----------------------------------------------------------------------
     def enter(self, me: VirtualRank, *, polling: bool = False) -> None:
@@ -222,7 +238,9 @@ class VirtualClock:
                 return task
         if not self._ending and not all(rank.finished for rank in self.ranks):
             self._end(DeadlockError(self._report()))
-        return next((rank for rank in self.ranks if rank.thread.ident is not None and not rank.finished), None)
+        left = [me for me in (*self.ranks, *self._further) if me.thread.ident is not None and not me.finished]
+        self._ending |= bool(left)  # threads that nobody has closed
+        return left[0] if left else None
 
     def _stands_still(self, due: VirtualRank) -> bool:
         later = [(at_s, task.rank) for at_s, kind, _, task in self._queue if kind == _RANK and at_s > self.now_s]
@@ -275,8 +293,13 @@ class VirtualClock:
             if rank.finished:
                 lines.append(f"  rank {rank.rank} has returned")
             else:
-                lines.append(f"  rank {rank.rank} waits since {rank.since_s:g} s for {rank.awaits}, {self.where(rank)}")
+                lines.append(self._waits(rank))
+        lines += [self._waits(me) for me in self._further if not me.finished and str(me.awaits) != IDLE]
         return "\n".join(lines)
+
+    def _waits(self, me: VirtualRank) -> str:
+        which = f"rank {me.rank}" if me in self.ranks else f"a further thread of rank {me.rank}"
+        return f"  {which} waits since {me.since_s:g} s for {me.awaits}, {self.where(me)}"
 
     def where(self, rank: VirtualRank) -> str:
         """Find the line of the user's code at which a rank is: the one that called the seam."""

@@ -33,6 +33,7 @@ class Gathering:
         self._clock, self.ranks = clock, ranks
         self.call = ""
         self.given: dict[int, Any] = {}  # what each rank brought that is here
+        self._waiting: dict[int, VirtualRank] = {}  # their threads
         self._taken: list = []  # what each will take away
 
     def meet(
@@ -51,18 +52,19 @@ class Gathering:
         elif call != self.call:
             raise MismatchError(self._disagreement(rank, call))
         self.given[rank] = given
-        taken = self._taken
+        me, taken = self._clock.running(self.ranks[rank].rank), self._taken
+        self._waiting[rank] = me
 
         def begin() -> None:
             if len(self.given) == len(self.ranks):
                 everything = [self.given[r] for r in range(len(self.ranks))]
-                self.given, self._taken = {}, []
+                waiting, self.given, self._taken, self._waiting = self._waiting, {}, [], {}
                 result, duration_s = conclude(everything)
                 taken.extend(result)
-                for member in self.ranks:
-                    self._clock.wake(member, self._clock.now_s + duration_s)
+                for member in range(len(self.ranks)):  # whoever came first
+                    self._clock.wake(waiting[member], self._clock.now_s + duration_s)
 
-        self._clock.block(self.ranks[rank], _Missing(self), deadline_s, begin)
+        self._clock.block(me, _Missing(self), deadline_s, begin)
         return taken[rank]
 
     def _disagreement(self, rank: int, call: str) -> str:

@@ -41,7 +41,7 @@ class Group:
         self.cluster, self.members = cluster, members
         ranks = [cluster.clock.ranks[member] for member in members]
         self.gathering = Gathering(cluster.clock, ranks)
-        self.arrivals = [Arrivals(rank, cluster.clock) for rank in ranks]
+        self.arrivals = [Arrivals(rank.rank, cluster.clock) for rank in ranks]
         wiring = cluster.wiring  # collectives are bounded by the links inside a node if all ranks are on one
         self.latency_s, self.bandwidth_bytes_s = wiring.network.slowest([wiring.nodes[member] for member in members])
 
@@ -61,9 +61,13 @@ class Member:
     def __init__(self, group: Group, rank: int, failures: Failures, traffic: Traffic):
         self.group, self.rank, self.size, self.failures = group, rank, len(group.members), failures
         self.traffic, self.clock = traffic, group.cluster.clock
-        self.me = self.clock.ranks[group.members[rank]]
         self.arrivals = group.arrivals[rank]
         self.closed = False
+
+    @property
+    def me(self) -> VirtualRank:
+        """The thread of the rank that makes a call."""
+        return self.clock.running(self.group.members[self.rank])
 
     def enter(self, *, polling: bool = False) -> None:
         """Begin a call of the seam; each of them calls this first."""
@@ -136,11 +140,12 @@ class Receive:
 class Arrivals:
     """The messages that have arrived at one rank of one communicator, and the receives that wait for more."""
 
-    def __init__(self, owner: VirtualRank, clock: VirtualClock):
+    def __init__(self, owner: int, clock: VirtualClock):
         self._owner, self._clock = owner, clock
+        self._waiting: VirtualRank | None = None  # the thread that is blocked
         self._arrived: list[Message] = []
         self._posted: list[Receive] = []
-        self._awaited: Receive | tuple[int, int] | None = None  # what its owner is blocked on
+        self._awaited: Receive | tuple[int, int] | None = None  # what it is blocked on
 
     def carry(self, message: Message, path: Path, start_s: float, duration_s: float) -> Iterator[float]:
         """Transfer a message that leaves at `start_s`, as an effect on the clock."""
@@ -151,11 +156,11 @@ class Arrivals:
                 self._posted.remove(receive)
                 receive.message = message
                 if receive is self._awaited:
-                    self._clock.wake(self._owner)
+                    self._wake()
                 return
         self._arrived.append(message)
         if isinstance(self._awaited, tuple) and message.fits(*self._awaited):
-            self._clock.wake(self._owner)
+            self._wake()
 
     def find(self, source: int, tag: int) -> Message | None:
         return next((message for message in self._arrived if message.fits(source, tag)), None)
@@ -171,11 +176,15 @@ class Arrivals:
             self._block(receive, awaits, deadline_s)
 
     def _block(self, awaited: Receive | tuple[int, int], awaits: str, deadline_s: float) -> None:
-        self._awaited = awaited
+        self._awaited, self._waiting = awaited, self._clock.running(self._owner)
         try:
-            self._clock.block(self._owner, awaits, deadline_s)
+            self._clock.block(self._waiting, awaits, deadline_s)
         finally:
-            self._awaited = None
+            self._awaited = self._waiting = None
+
+    def _wake(self) -> None:
+        if self._waiting is not None:
+            self._clock.wake(self._waiting)
 
     def post(self, receive: Receive) -> None:
         receive.message = self.find(receive.source, receive.tag)

@@ -178,7 +178,7 @@ class OwnAveraging(Averaging):
 
     def begin(self, bucket: Bucket) -> None:
         if self._thread is None:
-            self._thread = Background(self._comm)
+            self._thread = Background(self._comm.failures)
         self._thread.submit(partial(self._average, bucket))
 
     def wait(self) -> None:

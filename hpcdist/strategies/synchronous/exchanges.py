@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from hpcdist import collectives
-from hpcdist.comm.background import Background
-from hpcdist.comm.communicator import Communicator, concurrent
+from hpcdist.comm.communicator import Communicator, beside
 from hpcdist.compress import Reduction
 from hpcdist.strategies.common.records import Recorder
 
@@ -16,7 +15,7 @@ from hpcdist.strategies.common.records import Recorder
 class Exchanges:
     """Collective. Means over all ranks, which are made one after the other.
 
-    Where a rank may have no second thread, as virtual ones, the numbers are the same and the time is not saved.
+    Where MPI lets a rank have no second thread, the numbers are the same and the time is not saved.
 
     Args:
         records: of the strategy; they count what is sent.
@@ -32,7 +31,7 @@ class Exchanges:
         self._comm, self.channel = comm, comm.split(0)
         records.count(self.channel)
         self.reduce = collectives.load(algorithm)(self.channel)
-        self._background = Background(self.channel) if aside and concurrent(comm) and comm.size > 1 else None
+        self._background = beside(self.channel) if aside and comm.size > 1 else None
 
     def mean(self, tensors: Sequence[Tensor], compressed: Reduction | None = None) -> None:
         """Collective. Replace each rank's tensors by the mean over all ranks, the same to the bit on all of them."""

@@ -26,7 +26,7 @@ class Periodic(Strategy):
 
     With `overlap` the exchange that begins at the end of step k runs while step k + 1 computes its gradient, and is
     taken up after that step's update, θᵢ ← x + (θᵢ − θᵢ at step k): each rank keeps what it has done meanwhile. Where
-    a rank may have no second thread, as virtual ones, the numbers are the same and the time is not saved.
+    MPI lets a rank have no second thread, the numbers are the same and the time is not saved.
     """
 
     class Config(Strategy.Config):

@@ -25,6 +25,9 @@ VARIANTS = {
     "onebit row": ("onebit", {"means": "row"}),
     "threshold tau": ("threshold", {"tau": 0.7}),
     "topk fp16": ("topk", {"ratio": 0.3, "values": "fp16"}),
+    "chunk_topk 2bit": ("chunk_topk", {"ratio": 0.2, "side": 8, "values": "2bit", "decay": 0.9}),
+    "chunk_topk fp16": ("chunk_topk", {"ratio": 0.1, "side": 16, "values": "fp16"}),
+    "bins of 4 bits": ("bins", {"bits": 4}),
 }
 each_variant, each_name = each("variant", VARIANTS), each("name", available())
 dtypes = each("dtype", [torch.float32, torch.float64])

@@ -31,11 +31,11 @@ SAME = {
     "streaming_diloco": {
         "period": 2, "fragment_layers": None, "delay": 0, "blend": 0.0, "outer_lr": 1.0, "outer_momentum": 0.0,
     },
+    "sparse_loco": {"period": 2, "compression": {"name": "chunk_topk", "ratio": 1.0, "values": "fp64"}},
 }  # fmt: skip
 MANY = {
-    **{name: {} for name in problem.stepping()}, "local_sgd": {"period": 2}, "diloco": {"period": 2},
-    "streaming_diloco": {"period": 4, "fragment_layers": 2},
-    "downpour": {"rate": 0.02}, "easgd": {"period": 2}, "eamsgd": {"period": 2},
+    **{name: problem.PERIODS.get(name, {}) for name in problem.stepping()},
+    "streaming_diloco": {"period": 4, "fragment_layers": 2}, "downpour": {"rate": 0.02},
 }  # fmt: skip
 del MANY["allreduce"], MANY["hardsync"]
 # Where one rank raises the others are ended, and loops that they are in.

@@ -17,10 +17,7 @@ from harness.cases import each
 from hpcdist.comm.virtual import run_virtual
 from strategies import problem
 
-OPTIONS = {
-    "local_sgd": {"period": 2}, "diloco": {"period": 2}, "streaming_diloco": {"period": 4, "fragment_layers": 1},
-    "easgd": {"period": 2}, "eamsgd": {"period": 2},
-}  # fmt: skip
+OPTIONS = problem.PERIODS
 every = pytest.mark.parametrize("strategy", problem.stepping())
 
 
@@ -258,7 +255,9 @@ def test_torch_saves_what_finish_leaves(ranks, tmp_path):
 
 
 def test_strategies_are_sorted_as_they_are_known_to_be():
-    assert {"allreduce", "gossip_sync", "dpsgd", "sgp", "local_sgd", "diloco", "streaming_diloco"} <= {*SERVERLESS}
+    assert {"allreduce", "gossip_sync", "dpsgd", "sgp", "local_sgd", "diloco", "streaming_diloco", "sparse_loco"} <= {
+        *SERVERLESS
+    }
     assert {"gossip_pull", "gossip_push", "adpsgd", "strom"} <= {*GOSSIPS}
     assert {"hardsync", "softsync", "ssp", "parameter_server", "downpour", "easgd", "eamsgd"} <= {*SERVED}
     assert "hardsync" in SYNCHRONOUS
@@ -271,7 +270,7 @@ def test_strategies_are_sorted_as_they_are_known_to_be():
 )
 def test_training_goes_on_from_values_that_the_loop_loads(ranks, name, when):
     """With a learning rate of 0 they stay, but for what is under way: momentum, changes that are not sent yet."""
-    if when == "between epochs" and name.split()[0] in ("eamsgd", "strom", "diloco", "streaming_diloco"):
+    if when == "between epochs" and name.split()[0] in ("eamsgd", "strom", "diloco", "streaming_diloco", "sparse_loco"):
         when = "before the first epoch"
 
     def body(comm):

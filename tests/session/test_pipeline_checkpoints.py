@@ -16,13 +16,9 @@ from hpcdist.errors import CheckpointError
 from strategies import problem
 
 pytestmark = pytest.mark.computes
-OPTIONS = {
-    "local_sgd": {"period": 2}, "diloco": {"period": 2}, "streaming_diloco": {"period": 4, "fragment_layers": 1},
-    "easgd": {"period": 2}, "eamsgd": {"period": 2},
-    "downpour": {"servers": 1},
-}  # fmt: skip
+OPTIONS = {**problem.PERIODS, "downpour": {"servers": 1}}
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2, "cut": (1, 2, 2, 2)}
-SYNCHRONOUS = ("allreduce", "gossip_sync", "dpsgd", "sgp", "local_sgd", "diloco", "streaming_diloco")
+SYNCHRONOUS = ("allreduce", "gossip_sync", "dpsgd", "sgp", "local_sgd", "diloco", "streaming_diloco", "sparse_loco")
 
 
 class Loop:

@@ -11,10 +11,7 @@ import hpcdist as hd
 from strategies import problem
 
 pytestmark = pytest.mark.computes
-OPTIONS = {
-    "local_sgd": {"period": 2}, "diloco": {"period": 2}, "streaming_diloco": {"period": 4, "fragment_layers": 1},
-    "easgd": {"period": 2}, "eamsgd": {"period": 2},
-}  # fmt: skip
+OPTIONS = problem.PERIODS
 DTYPES = [(torch.float64, 1e-12), (torch.float32, 1e-6)]
 grids = pytest.mark.parametrize("stages", [1, 2, 4])
 

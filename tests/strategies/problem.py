@@ -45,6 +45,21 @@ def stepping() -> list[str]:
     return [name for name in strategies.available() if strategies.load(name).contract.batch == "own"]
 
 
+# By strategy: options for runs of a few steps.
+PERIODS: dict[str, dict[str, Any]] = {
+    "local_sgd": {"period": 2}, "diloco": {"period": 2}, "streaming_diloco": {"period": 4, "fragment_layers": 1},
+    "sparse_loco": {"period": 2, "compression": {"ratio": 0.2}}, "easgd": {"period": 2}, "eamsgd": {"period": 2},
+}  # fmt: skip
+
+
+def _period(name: str) -> int:
+    field = strategies.load(name).Config.model_fields.get("period")
+    return 0 if field is None else field.default
+
+
+LONG_PERIODS = [name for name in stepping() if _period(name) > 20]  # longer than most runs of tests
+
+
 def load(module: nn.Module, params: Collection[Tensor]) -> None:
     """Copies flat parameters into a module."""
     FlatModel(module).load_params(list(params))

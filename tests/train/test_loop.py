@@ -20,10 +20,11 @@ from strategies import problem
 from train import tiny
 
 every = pytest.mark.parametrize("name", strategies.available())
-# What suits short runs of a small model: diloco's own period is longer, strom's 1 % of so few elements little, and a
+# What suits short runs of a small model: own periods are longer, strom's 1 % of so few elements little, and a
 # step of sandblaster is of a large batch.
 SUITED = {
-    "diloco": ["strategy.period=5"], "streaming_diloco": ["strategy.period=5"],
+    **{name: ["strategy.period=5"] for name in problem.LONG_PERIODS},
+    "sparse_loco": ["strategy.period=5", "strategy.compression.ratio=0.2"],
     "strom": ["strategy.compression.density=0.1"], "sandblaster": ["batch_size=90"],
 }  # fmt: skip
 

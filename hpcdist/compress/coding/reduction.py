@@ -32,6 +32,8 @@ class Reduction:
         comm: used only during a call, with one tag.
         like: flat tensors of the same lengths and dtypes, on any device. They are encoded on the host.
         spans: the parameters in each of them.
+        over_senders: give each element the mean over the ranks whose messages have it, in place of the sum. Compressors
+            must be neither `Linear` nor `Recoded`.
 
     Attributes:
         feedbacks: of each tensor, with what this rank has not sent.
@@ -39,16 +41,24 @@ class Reduction:
     """
 
     def __init__(
-        self, comm: Communicator, config: CompressionConfig, like: Sequence[Tensor], spans: Sequence[Sequence[Span]]
+        self,
+        comm: Communicator,
+        config: CompressionConfig,
+        like: Sequence[Tensor],
+        spans: Sequence[Sequence[Span]],
+        over_senders: bool = False,
     ):
-        self._comm, self._config = comm, config
+        self._comm, self._config, self._over_senders = comm, config, over_senders
         self.feedbacks = config.feedbacks(comm, like, spans)
         self._sums = [torch.empty_like(feedback.residual) for feedback in self.feedbacks]
         self._allreduce = collectives.load("auto")(comm)
         self.calls = 0
 
     def __call__(self, tensors: Sequence[Tensor]) -> int:
-        """Collective. Replace the tensors by their sums over the ranks; return the number of ranks that sent any."""
+        """Collective. Replace the tensors by their sums over the ranks; return the number by which means divide them.
+
+        That is how many ranks have sent any, or 1 where each element is its mean already.
+        """
         config, self.calls = self._config, self.calls + 1
         senders = self._comm.size
         if self.calls <= config.warmup_steps and config.warmup_ranks is None:
@@ -62,6 +72,8 @@ class Reduction:
             self._reduce(tensors, senders)
         else:
             self._gather(tensors, senders)
+            if self._over_senders:
+                return 1
         return senders
 
     def _reduce(self, tensors: Sequence[Tensor], senders: int) -> None:
@@ -81,9 +93,16 @@ class Reduction:
         messages = [] if silent else [f.encode(tensor) for f, tensor in zip(self.feedbacks, tensors, strict=True)]
         for out in self._sums:
             out.zero_()
+        having = [torch.zeros_like(out, dtype=torch.int32) for out in self._sums] if self._over_senders else []
         for messages_of_rank in gather(self._comm, messages, len(tensors), range(senders)):
             for feedback, message, out in zip(self.feedbacks, messages_of_rank, self._sums, strict=True):
                 feedback.compressor.add(message, out)
+            for feedback, message, count in zip(self.feedbacks, messages_of_rank, having):
+                one = torch.zeros_like(feedback.residual)
+                feedback.compressor.add(message, one)
+                count.add_(one != 0)
+        for out, count in zip(self._sums, having):
+            out.div_(count.clamp_(min=1))
         for tensor, out in zip(tensors, self._sums, strict=True):
             tensor.copy_(out)
 

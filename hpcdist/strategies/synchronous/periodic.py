@@ -54,11 +54,18 @@ class Periodic(Strategy):
         channel = self.exchanges.channel
         self._compressed: Reduction | None = None
         if config.compression and not self.alone:
-            self._compressed = Reduction(channel, config.compression, model.params, spans(model))
+            self._compressed = Reduction(
+                channel, config.compression, model.params, spans(model), over_senders=self.over_senders
+            )
         self.common = [] if self.alone else [params.clone() for params in model.params]  # x
         shared = channel.memory.shared_like(self.common) if self._compressed is None else None
         self._mean = [torch.empty_like(x) for x in self.common] if shared is None else shared
         self._gone: list[Tensor] = []  # δᵢ of the exchange under way; empty where there is none
+
+    @property
+    def over_senders(self) -> bool:
+        """Whether an element's mean is over the ranks that have sent it, where that is compressed."""
+        return False
 
     # --- what a subclass defines ----------------------------------------------------------------------------------
     @abc.abstractmethod

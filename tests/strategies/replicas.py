@@ -42,7 +42,8 @@ def make(comm: Communicator, name: str, options: dict, optimizer: str):
     module = problem.model()
     local = problem.OPTIMIZERS[optimizer](module.parameters())
     cls = strategies.load(name)
-    strategy = cls(cls.Config(algorithm="ring", **options), in_pairs(comm), FlatModel(module))
+    ring = {"algorithm": "ring"} if "algorithm" in cls.Config.model_fields else {}
+    strategy = cls(cls.Config(**ring, **options), in_pairs(comm), FlatModel(module))
     strategy.optimizer = local
     strategy.records.start()
     return strategy, local
@@ -91,10 +92,12 @@ def same_when_taken_up(comm: Communicator, name: str, options: dict, optimizer: 
 
 def same_when_resumed(comm: Communicator, folder: Path, name: str, options: Sequence[str], at: int) -> bool:
     """Collective. Whether a job resumed from the checkpoint of step `at` ends on the same bits."""
-    settings = [f"strategy={name}", "strategy.algorithm=ring", *(f"strategy.{option}" for option in options)]
+    ring = ["strategy.algorithm=ring"] if "algorithm" in strategies.load(name).Config.model_fields else []
+    settings = [f"strategy={name}", *ring, *(f"strategy.{option}" for option in options)]
 
     def run(to: Path, path: Path | None = None) -> str:
-        saving = ("epochs=2", "batch_size=16", f"checkpoint.every_steps={at}", "checkpoint.keep=100")
+        sgd = ("optimizer.name=SGD", "optimizer.lr=0.05") if name == "qg_dsgd" else ()
+        saving = (*sgd, "epochs=2", "batch_size=16", f"checkpoint.every_steps={at}", "checkpoint.keep=100")
         trainer = tiny.trainer(comm, to, *settings, *saving)
         summary = trainer.run(path)
         trainer.close()

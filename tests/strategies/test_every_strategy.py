@@ -126,7 +126,8 @@ def _with_nan(comm, name, on_nonfinite):
     module = problem.model()
     local = torch.optim.SGD(module.parameters(), lr=0.1)
     cls = strategies.load(name)
-    strategy = cls(cls.Config(on_nonfinite=on_nonfinite), comm.split(0), FlatModel(module))
+    given = {"optimizer": local} if name == "qg_dsgd" else {}
+    strategy = cls(cls.Config(on_nonfinite=on_nonfinite), comm.split(0), FlatModel(module), **given)
     records = []
     if not strategy.is_worker:
         strategy.serve(local.step)

@@ -1,4 +1,4 @@
-"""Mix with the neighbours, x ← Wx, while the ranks compute."""
+"""Mix with the neighbours, x ← Wx, while the ranks compute; and the learning rates that some rules need for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from torch import Tensor
 from hpcdist.comm.communicator import Communicator, Request, overlapping
 from hpcdist.comm.messages import Messages
 from hpcdist.comm.pieces import alongside
+from hpcdist.model.flat import FlatModel
 from hpcdist.topology import Topology
+
+
+def rates(model: FlatModel, optimizer: torch.optim.Optimizer | None) -> list[float]:
+    """Return the learning rate of each parameter, in the order of `model.names`; 1 where none is known."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    of = {id(parameter): float(group.get("lr", 1.0)) for group in groups for parameter in group["params"]}
+    return [of.get(id(parameter), 1.0) for parameter in model.parameters()]
 
 
 class Mixing:
@@ -23,10 +31,11 @@ class Mixing:
     Args:
         comm: nobody else sends on it.
         overlap: ranks compute between `start` and `finish`.
+        kept: part k of a rank's own tensors that stays: it mixes by kI + (1 − k)W.
     """
 
-    def __init__(self, comm: Communicator, topology: Topology, *, overlap: bool):
-        self._comm, self._topology = comm, topology
+    def __init__(self, comm: Communicator, topology: Topology, *, overlap: bool, kept: float = 0.0):
+        self._comm, self._topology, self._kept = comm, topology, kept
         self._static = comm.neighbourhood(*self._peers(0)) if topology.static else None
         self._received: list[Tensor] = []
         self._sent: Sequence[Tensor] = ()
@@ -62,6 +71,9 @@ class Mixing:
         """
         self.drop()
         weights = self._topology.in_neighbours(self._comm.rank, self._step)
+        if self._kept:
+            weights = {peer: (1 - self._kept) * weight for peer, weight in weights.items()}
+            weights[self._comm.rank] += self._kept
         own = weights.pop(self._comm.rank)
         with torch.no_grad():
             for tensor, sent, received in zip(tensors, self._sent, self._received, strict=True):

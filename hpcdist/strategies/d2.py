@@ -1,0 +1,110 @@
+"""D²: average with the neighbours so that what the averages have taken from a rank's own way is taken back once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from hpcdist.config import Named
+from hpcdist.errors import ConfigError
+from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.common.state import Entry, dropped, held_tensors, zeros
+from hpcdist.strategies.decentralised.mixing import Mixing, rates
+from hpcdist.topology import make_topology
+
+_LEAST = -1 / 3 + 1e-9  # eigenvalue of W
+
+
+@final
+class D2(Strategy):
+    """Train by D², all ranks together: x ← W(x + u + c), c what the average before has changed.
+
+    Here u is the local optimiser's step at x, and c = xₜ − (xₜ₋₁ + uₜ₋₁). With SGD this is the published rule,
+    W(2xₜ − xₜ₋₁ − η(gₜ − gₜ₋₁)). In `dpsgd` each rank is drawn to the optimum of its own data, and ranks whose data
+    differ do not agree; here that pull cancels between two steps, and all tend to the optimum of all data. When the
+    learning rate changes, c is multiplied by ηₜ/ηₜ₋₁. The mean of all x follows the mean of the steps u, to rounding.
+    Any local optimiser may make them; the paper has SGD.
+
+    W must be the same in every step, symmetric, doubly stochastic, and without eigenvalues of −1/3 or less: there the
+    rule diverges even without gradients. With `lazy`, the default, ranks mix by (W + I)/2, which has none; without, the
+    ring of an even number of ranks is refused, for example. On one rank the optimiser runs alone.
+
+    Bytes per rank and step: one parameter vector to each neighbour. Memory: c, and one vector per neighbour.
+
+    Reference: Hanlin Tang, Xiangru Lian, Ming Yan, Ce Zhang, Ji Liu, "D²: decentralized training over decentralized
+    data", 2018.
+    """
+
+    class Config(Strategy.Config):
+        """Options of d2."""
+
+        topology: Named = Field(Named(name="ring"), description="graph of the neighbours, see `hpcdist topology`")
+        lazy: bool = Field(True, description="mix by (W + I)/2, so that any symmetric graph will do")
+
+    config: Config
+    contract = Contract(averages="parameters", meets="every step")
+
+    def __init__(self, config: Config, comm, model, **given):
+        topology = make_topology(config.topology, comm)
+        name = config.topology.name
+        if not (topology.symmetric and topology.doubly_stochastic and topology.static):
+            raise ConfigError(
+                "strategy.topology of d2 must be symmetric, doubly stochastic, and the same at every step; got "
+                f"{name}. Take ring, torus, complete or graph; or strategy gradient_tracking, which goes with others."
+            )
+        least = float(np.linalg.eigvalsh(topology.matrix())[0])
+        if not config.lazy and least < _LEAST:
+            raise ConfigError(
+                f"strategy.topology of d2 must have no eigenvalue of −1/3 or less in W; got {name} of {comm.size} "
+                f"ranks, with {least:.3f}. Set strategy.lazy = true, which mixes by (W + I)/2, or take another graph."
+            )
+        super().__init__(config, comm, model, **given)
+        self._mixing = Mixing(comm, topology, overlap=False, kept=0.5 if config.lazy else 0.0)
+        self._changed = [torch.zeros_like(x) for x in model.params] if comm.size > 1 else []  # c
+        self._rates: list[float] = []  # of the parameters, at the last step
+
+    def advance(self, update: Update) -> Outcome:
+        outcome = self.gradients.step_alone(update)
+        if self.comm.size == 1:
+            return outcome
+        self._scale()
+        stepped = [x.clone() for x in self.model.params]
+        for x, changed in zip(self.model.params, self._changed, strict=True):
+            x.add_(changed)
+        self._mixing.start(self.model.params, self.steps)
+        self._mixing.finish(self.model.params)
+        for x, changed, without in zip(self.model.params, self._changed, stepped, strict=True):
+            torch.sub(x, without, out=changed)
+        return outcome
+
+    def _scale(self) -> None:
+        """Multiply c by ηₜ/ηₜ₋₁, where both are above 0."""
+        now = rates(self.model, self.optimizer)
+        if self._rates and now != self._rates:
+            for (_, part), rate, before in zip(self.model.views(self._changed), now, self._rates, strict=True):
+                if rate > 0 and before > 0:
+                    part.mul_(rate / before)
+        self._rates = now
+
+    def entries(self) -> list[Entry]:
+        return [
+            *super().entries(),
+            held_tensors("changed", self._changed, zeros(self._changed)),
+            Entry("rates", lambda: self._rates, self._load_rates, dropped([])),
+        ]
+
+    def _load_rates(self, saved: Sequence[float]) -> None:
+        self._rates = list(saved)
+
+    def take_up(self) -> None:
+        for changed in self._changed:
+            changed.zero_()
+        self._rates = []
+
+    def close(self) -> None:
+        self._mixing.close()

@@ -1,0 +1,109 @@
+"""Gradient tracking: each rank steps along an estimate of the mean gradient, which ranks mix as their parameters."""
+
+from __future__ import annotations
+
+from typing import Literal, final
+
+import torch
+from pydantic import Field
+
+from hpcdist.config import Named
+from hpcdist.errors import ConfigError
+from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.common.state import Entry, held_tensors, spread
+from hpcdist.strategies.decentralised.mixing import Mixing
+from hpcdist.topology import make_topology
+
+
+@final
+class GradientTracking(Strategy):
+    """Train by gradient tracking, all ranks together: yₜ = W yₜ₋₁ + gₜ − gₜ₋₁; xₜ₊₁ = W xₜ − η yₜ.
+
+    At every step the sum of all y is that of all gradients, so y tends to the mean gradient where x does not change,
+    and ranks whose data differ agree on the optimum of all data; in `dpsgd` each is drawn to that of its own. The local
+    optimiser steps along y in the place of the gradient, after it has been clipped, so that it may have momentum. With
+    `order` = after ranks step first and then average, x ← W(x − ηy); on a complete graph that is synchronous SGD. The
+    mean of all x follows the mean of the steps, to rounding.
+
+    W must be doubly stochastic; it may be directed, and change from step to step. With gradients of small batches y has
+    the noise of two of them, so that for data that do not differ `dpsgd` is less noisy. A rank whose gradient is left
+    out, because it is not finite, keeps the one before in y. On one rank the optimiser runs alone.
+
+    Bytes per rank and step: two parameter vectors to each neighbour, x and y. Memory: y, the gradient before, and two
+    vectors per neighbour.
+
+    Reference: Angelia Nedić, Alex Olshevsky, Wei Shi, "Achieving geometric convergence for distributed optimization
+    over time-varying graphs", 2017 (DIGing); Shi Pu, Angelia Nedić, "Distributed stochastic gradient tracking methods",
+    2018.
+    """
+
+    class Config(Strategy.Config):
+        """Options of gradient_tracking."""
+
+        topology: Named = Field(Named(name="ring"), description="graph of the neighbours, see `hpcdist topology`")
+        order: Literal["before", "after"] = Field("before", description="average before the local step, or after it")
+
+    config: Config
+    contract = Contract(averages="parameters", meets="every step")
+
+    def __init__(self, config: Config, comm, model, **given):
+        topology = make_topology(config.topology, comm)
+        if not topology.doubly_stochastic:
+            raise ConfigError(
+                f"strategy.topology of gradient_tracking must be doubly stochastic; got {config.topology.name}. Take "
+                "ring, torus, exponential, one_peer_exponential, complete or graph; or strategy sgp."
+            )
+        super().__init__(config, comm, model, **given)
+        self._mixing = Mixing(comm, topology, overlap=False)
+        like = model.params if comm.size > 1 else []
+        self._tracked = [torch.zeros_like(x) for x in like]  # y
+        self._before = [torch.zeros_like(x) for x in like]  # the gradient of the last step
+
+    def advance(self, update: Update) -> Outcome:
+        if self.comm.size == 1:
+            return self.gradients.step_alone(update)
+        if self.config.order == "before":
+            self._mix()
+        outcome = self.gradients.step_alone(lambda: self._step(update))
+        if self.config.order == "after":
+            self._mix()
+        return outcome
+
+    def _mix(self) -> None:
+        tensors = (*self.model.params, *self._tracked)
+        self._mixing.start(tensors, self.steps)
+        self._mixing.finish(tensors)
+
+    def _step(self, update: Update) -> None:
+        """Let the optimiser step along y; afterwards the gradients are this rank's own again."""
+        own = []
+        tracked, before = (self.model.views(flats) for flats in (self._tracked, self._before))
+        for (parameter, along), (_, last) in zip(tracked, before, strict=True):
+            gradient = parameter.grad
+            own.append((parameter, gradient))
+            along.sub_(last)
+            if gradient is None:
+                last.zero_()
+            else:
+                last.copy_(gradient.to_dense())
+                along.add_(last)
+            parameter.grad = along
+        update()
+        for parameter, gradient in own:
+            parameter.grad = gradient
+
+    def entries(self) -> list[Entry]:
+        return [
+            *super().entries(),
+            # Divided among other ranks the sums of both stay equal.
+            held_tensors("tracked", self._tracked, spread),
+            held_tensors("before", self._before, spread),
+        ]
+
+    def take_up(self) -> None:
+        for flat in (*self._tracked, *self._before):
+            flat.zero_()
+
+    def close(self) -> None:
+        self._mixing.close()

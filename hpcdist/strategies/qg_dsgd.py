@@ -1,0 +1,109 @@
+"""Quasi-global momentum: decentralised SGD whose momentum follows the way that parameters go after averaging."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from pydantic import Field
+
+from hpcdist.config import Named
+from hpcdist.errors import ConfigError
+from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.common.state import Entry, held_tensors, mean_of_ranks
+from hpcdist.strategies.decentralised.mixing import Mixing, rates
+from hpcdist.topology import make_topology
+
+
+@final
+class QGDSGD(Strategy):
+    """Train by decentralised SGD with quasi-global momentum, all ranks together: x ← W(x − ηs), s the step of SGD.
+
+    SGD steps as it always does, m = βm̂ + g, and s = m, or g + βm with Nesterov's momentum; but m̂ is not its last m: it
+    follows what became of the parameters, m̂ ← μm̂ + (1 − μ)(xₜ − xₜ₊₁)/η, with μ = `memory`. So it has the neighbours'
+    part, and ranks whose data differ are not driven apart by momentum of their own gradients alone. β, Nesterov, η and
+    the weight decay are the local optimiser's, which must be torch's SGD. Without momentum this is `dpsgd` in the form
+    that steps before it averages, to the bit. A step whose rate is 0 leaves m̂ as it is. The mean of all x follows the
+    mean of the steps, to rounding.
+
+    W must be doubly stochastic; it may be directed, and change from step to step. On one rank SGD runs alone, with
+    momentum of its own.
+
+    Bytes per rank and step: one parameter vector to each neighbour. Memory: m̂, x before the step, and one vector per
+    neighbour.
+
+    Reference: Tao Lin, Sai Praneeth Karimireddy, Sebastian U. Stich, Martin Jaggi, "Quasi-global momentum: accelerating
+    decentralized deep learning on heterogeneous data", 2021.
+    """
+
+    class Config(Strategy.Config):
+        """Options of qg_dsgd."""
+
+        topology: Named = Field(Named(name="ring"), description="graph of the neighbours, see `hpcdist topology`")
+        memory: float = Field(0.9, ge=0, lt=1, description="μ: part of the momentum that a step keeps")
+
+    config: Config
+    contract = Contract(averages="parameters", meets="every step")
+
+    def __init__(self, config: Config, comm, model, **given):
+        topology = make_topology(config.topology, comm)
+        if not topology.doubly_stochastic:
+            raise ConfigError(
+                f"strategy.topology of qg_dsgd must be doubly stochastic; got {config.topology.name}. Take ring, "
+                "torus, exponential, one_peer_exponential, complete or graph; or strategy sgp."
+            )
+        super().__init__(config, comm, model, **given)
+        if self.optimizer is not None and comm.size > 1:
+            self._sgd()
+        self._mixing = Mixing(comm, topology, overlap=False)
+        self._momentum = [torch.zeros_like(x) for x in model.params] if comm.size > 1 else []  # m̂
+
+    def advance(self, update: Update) -> Outcome:
+        if self.comm.size == 1:
+            return self.gradients.step_alone(update)
+        local = self._sgd()
+        before = [x.clone() for x in self.model.params]
+        outcome = self.gradients.step_alone(lambda: self._step(local, update))
+        self._mixing.start(self.model.params, self.steps)
+        self._mixing.finish(self.model.params)
+        for x, was in zip(self.model.params, before, strict=True):
+            was.sub_(x)
+        moved, kept = self.model.views(before), self.config.memory
+        for (_, momentum), (_, move), rate in zip(
+            self.model.views(self._momentum), moved, rates(self.model, local), strict=True
+        ):
+            if rate:
+                momentum.mul_(kept).add_(move, alpha=(1 - kept) / rate)
+        return outcome
+
+    def _step(self, local: torch.optim.Optimizer, update: Update) -> None:
+        """Let SGD step with m̂ in the place of its own momentum."""
+        has = {parameter for group in local.param_groups if group["momentum"] for parameter in group["params"]}
+        for parameter, momentum in self.model.views(self._momentum):
+            if parameter in has:
+                state: dict[str, Any] = local.state[parameter]
+                buffer = state.get("momentum_buffer")
+                state["momentum_buffer"] = momentum.clone() if buffer is None else buffer.copy_(momentum)
+        update()
+
+    def _sgd(self) -> torch.optim.Optimizer:
+        """Return the local optimiser, if it is one whose momentum this rule defines."""
+        local = self.optimizer
+        if isinstance(local, torch.optim.SGD) and not any(group["dampening"] for group in local.param_groups):
+            return local
+        what = "none" if local is None else type(local).__name__
+        raise ConfigError(
+            f"the optimiser of qg_dsgd must be torch.optim.SGD without dampening; got {what}. Take SGD with momentum, "
+            "or strategy d2 or gradient_tracking."
+        )
+
+    def entries(self) -> list[Entry]:
+        return [*super().entries(), held_tensors("momentum", self._momentum, mean_of_ranks)]
+
+    def take_up(self) -> None:
+        for momentum in self._momentum:
+            momentum.zero_()
+
+    def close(self) -> None:
+        self._mixing.close()

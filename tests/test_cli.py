@@ -734,6 +734,14 @@ def test_an_import_that_is_refused(hpcdist, arguments, message):
     assert (status, out) == (1, "") and message in err and not Path("it.h5").exists()
 
 
+def test_info_shows_what_workers_get_of_data_that_differ(hpcdist):
+    assert hpcdist("data", "import", "digits", "sklearn", "it.h5")[0] == 0
+    status, out, _ = hpcdist("data", "info", "it.h5", "--workers", "3", "--alpha", "0.1")
+    assert status == 0 and "worker 2" in out and "worker 3" not in out
+    status, out, err = hpcdist("data", "info", "it.h5", "--workers", "3", "--alpha", "0")
+    assert status == 1 and "alpha must be a finite number above 0; got 0.0" in err
+
+
 def test_files_that_are_not_there(hpcdist):
     status, out, err = hpcdist("data", "info", "none.h5")
     assert (status, out) == (1, "") and err.startswith("hpcdist: error: none.h5")

@@ -45,6 +45,8 @@ def with_options(name: str, size: int, folder: Path):
     if "path" in needed:
         lines = [f"{a} {a + 1}\n{a + 1} {a}" for a in range(size - 1)] + (["0 2"] if size > 2 else [])
         return make(name, size, path=written(folder, "\n".join(lines)))
+    if "group" in needed:
+        return make(name, size, group=next(group for group in (2, 3, 5, 7, size) if size % group == 0))
     return make(name, size, **({"nodes": tuple(r * r % 3 for r in range(size))} if "nodes" in needed else {}))
 
 
@@ -236,6 +238,8 @@ def test_the_torus_is_as_square_as_can_be():
         ("torus", {"rows": 4}, "rows must be a divisor of the number of ranks, 6; got 4. Leave it out."),
         ("torus", {"rows": 0}, "rows must be a divisor of the number of ranks, 6; got 0."),
         ("random_permutation", {"seed": -1}, "seed must be at least 0; got -1. Numpy takes"),
+        ("random_groups", {"seed": -1}, "seed must be at least 0; got -1. Numpy takes"),
+        ("random_groups", {"group": 4}, "group must divide the number of ranks, 6; got 4. Take another group"),
         ("hierarchical", {"nodes": (0, 1)}, "nodes must be one node per rank, 6; got 2. Give those of all ranks."),
     ],
 )

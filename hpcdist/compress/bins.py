@@ -18,6 +18,7 @@ class Bins(Compressor):
     """Send each element as the mean of its bin; a parameter has B = 2^`bits` bins, around the mean of its elements.
 
     The bins span six standard deviations, and elements beyond go to the outer ones. The mean of a parameter is kept.
+    One of no more than B elements is sent as it is.
 
     Bytes for n elements in t parameters: at most bits·n/8 + 4B(t + 1) + 4, less by the entropy of the bins, which is
     about 1.5 of 2 bits where elements are normally distributed. Error: at most half a bin's width, 3σ/B, or as far as

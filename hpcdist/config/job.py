@@ -87,6 +87,14 @@ class DataConfig(Settings):
     parallel: Annotated[bool, MayChange] = Field(
         True, description="read through parallel HDF5 (mpio) where h5py has it"
     )
+    split: Literal["any", "dirichlet"] = Field(
+        "any",
+        description="samples that a worker gets: any, drawn anew in each epoch; dirichlet: always its own ones, in "
+        "which some labels are more frequent than in others",
+    )
+    alpha: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="of dirichlet: with 0.1 a worker has few labels, with 100 all alike"
+    )
     prefetch: Annotated[int, MayChange] = Field(
         0, ge=0, description="batches that a thread reads ahead; worth it on slow file systems"
     )

@@ -127,6 +127,11 @@ class HDF5Dataset(Dataset):
             return torch.zeros((), dtype=self.y_dtype).expand(len(indices), *self.y_shape)
         return torch.from_numpy(cast(MappedRows, self._y).take(indices))
 
+    def labels(self) -> np.ndarray:
+        """Read y of all samples."""
+        with HDF5Dataset(self.path, self.split, columns=("y",)) as own:
+            return own.batch(np.arange(len(self)))[1].numpy()
+
     def __getitem__(self, index: int | Sequence[int] | np.ndarray | Tensor) -> tuple[Tensor, Tensor]:
         """Read one sample by an integer, or a batch by several."""
         if np.ndim(index):

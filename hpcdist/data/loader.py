@@ -39,7 +39,7 @@ class Loader:
         dataset: The data set.
         batch_size: Samples per worker and step.
         worker, workers: This worker's number, and the number of workers.
-        seed, shuffle: As in EpochPlan.
+        seed, shuffle, parts: As in EpochPlan.
         fill: Yield a batch in every step.
         transform: A function (x, y) -> (x, y), applied to each batch.
         prefetch: Batches that a background thread reads ahead; 0 reads in the caller's thread. The thread ends with
@@ -58,12 +58,13 @@ class Loader:
         fill: bool = False,
         transform: Callable[[Tensor, Tensor], Batch] | None = None,
         prefetch: int = 0,
+        parts: tuple[np.ndarray, ...] = (),
     ):
         if prefetch < 0:
             raise ConfigError(f"prefetch must be at least 0; got {prefetch}.")
         self.dataset, self.transform, self.prefetch = dataset, transform, prefetch
         self._sampler = ShardedBatchSampler(
-            EpochPlan(len(dataset), workers, batch_size, seed=seed, shuffle=shuffle), worker, fill=fill
+            EpochPlan(len(dataset), workers, batch_size, seed=seed, shuffle=shuffle, parts=parts), worker, fill=fill
         )
 
     @property

@@ -8,7 +8,7 @@ an epoch can be resumed at any position on any number of workers.
 from __future__ import annotations
 
 import itertools
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -31,6 +31,9 @@ class EpochPlan:
         seed, epoch: Seeds of the order, by NumPy's default generator: the same with the same version of NumPy.
         shuffle: False takes the samples in the order of the file.
         start: Samples of this epoch that any number of workers have consumed before.
+        parts: The samples that each worker has alone, such as those that `data.labels.dirichlet` gives it; empty if any
+            sample may be any worker's. A worker whose part is shorter than others' has no samples in the last step, and
+            an epoch resumed on another number of workers goes on in other parts, at about the same place.
 
     Raises:
         ConfigError: a number is out of range.
@@ -44,6 +47,7 @@ class EpochPlan:
     epoch: int = 0
     shuffle: bool = True
     start: int = 0
+    parts: tuple[np.ndarray, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, minimum in (("n_samples", 1), ("workers", 1), ("batch_size", 1), ("seed", 0), ("epoch", 0)):
@@ -58,11 +62,15 @@ class EpochPlan:
     @cached_property
     def steps(self) -> int:
         """Steps from `start` to the end of the epoch."""
+        if self.parts:
+            return -(-max(map(len, self.parts)) // self.batch_size) - self._steps_before
         return -(-(self.n_samples - self.start) // self.global_batch)
 
     def position(self, step: int) -> int:
         """Return the samples of this epoch that are consumed after `step` steps: the `start` of a resumed plan."""
         _check_range("step", step, 0, self.steps)
+        if self.parts:
+            return self._consumed(self._steps_before + step)
         return min(self.start + step * self.global_batch, self.n_samples)
 
     def sizes(self, step: int) -> tuple[int, ...]:
@@ -74,7 +82,7 @@ class EpochPlan:
         """Return the samples of `worker` in `step`: int64, a copy, possibly empty."""
         _check_range("worker", worker, 0, self.workers - 1)
         low, high = self._bounds(step)[worker : worker + 2]
-        return self._order[low:high].copy() if self.shuffle else np.arange(low, high)
+        return self._order[low:high].copy() if self.shuffle or self.parts else np.arange(low, high)
 
     def joint(self, step: int, overlap: float = 0.0) -> tuple[np.ndarray, int, int]:
         """Return the samples of all workers in `step`, of which some are also in the steps before and after.
@@ -107,13 +115,36 @@ class EpochPlan:
     def _bounds(self, step: int) -> list[int]:
         """Return the workers + 1 bounds of their slices of the epoch's order in `step`."""
         _check_range("step", step, 0, self.steps - 1)
+        if self.parts:
+            before = self._steps_before + step
+            left = [min(max(len(part) - before * self.batch_size, 0), self.batch_size) for part in self.parts]
+            return list(itertools.accumulate(left, initial=self._consumed(before)))
         first = self.start + step * self.global_batch
         return [min(first + worker * self.batch_size, self.n_samples) for worker in range(self.workers + 1)]
 
+    def _consumed(self, steps: int) -> int:
+        """Count the samples of the workers' parts that so many steps of an epoch consume."""
+        return sum(min(steps * self.batch_size, len(part)) for part in self.parts)
+
+    @cached_property
+    def _steps_before(self) -> int:
+        """The steps of an epoch of parts that have consumed `start` samples."""
+        return next(steps for steps in itertools.count() if self._consumed(steps) >= self.start)
+
     @cached_property
     def _order(self) -> np.ndarray:
+        if self.parts:
+            own = [self._drawn(worker, part) for worker, part in enumerate(self.parts)]
+            firsts = range(0, max(map(len, own)), self.batch_size)
+            return np.concatenate([part[first : first + self.batch_size] for first in firsts for part in own])
         generator = np.random.default_rng(np.random.SeedSequence((self.seed, self.epoch)))
         return generator.permutation(self.n_samples)
+
+    def _drawn(self, worker: int, part: np.ndarray) -> np.ndarray:
+        """Return a worker's part in the order of this epoch."""
+        if not self.shuffle:
+            return part
+        return np.random.default_rng(np.random.SeedSequence((self.seed, self.epoch, worker))).permutation(part)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in vars(self).items() if name != "_order"}  # drawn again when needed

@@ -50,6 +50,9 @@ class Start(BaseModel):
     dirty: bool = Field(description="whether files differed from that commit")
     ranks: int
     samples: int | None = Field(None, description="in an epoch")
+    labels: list[dict[str, int]] | None = Field(
+        None, description="how many samples of each label each worker has, where data.split gives it its own"
+    )
     hosts: list[str] = Field(description="of each rank")
     cores: dict[str, int] = Field(default_factory=dict, description="by host: those that its ranks may use, together")
     processors: int | None = Field(None, description="of the first rank's host")

@@ -322,6 +322,23 @@ RULES = {
         "splits them already. Leave it out, or pass split=False.",
         alone=True,
     ),
+    "a split has another name": Rule(
+        _always,
+        "split must be True, False or 'dirichlet'; got {split!r}. Leave it out to deal out any sample to any rank.",
+        alone=True,
+    ),
+    "a sampler draws what is split by label": Rule(
+        _always,
+        "loader must deal out a map-style data set in order, or shuffled, where it is split by label; got a sampler or "
+        "a stream, which draws by itself. Leave the sampler out, or the split.",
+        alone=True,
+    ),
+    "joint batches are split by label": Rule(
+        lambda contract: contract.batch == "portions",
+        "samples must be any worker's with {strategy}, where all compute parts of one joint batch; got a split by "
+        "label. Leave the split out, or take {others}.",
+        alone=True,
+    ),
     "the loader draws batches, or reads its own samples": Rule(
         lambda contract: contract.batch == "portions",
         "loader must deal out single samples of a map-style data set with a strategy that evaluates portions of a "

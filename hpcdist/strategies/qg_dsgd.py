@@ -44,7 +44,7 @@ class QGDSGD(Strategy):
         memory: float = Field(0.9, ge=0, lt=1, description="μ: part of the momentum that a step keeps")
 
     config: Config
-    contract = Contract(averages="parameters", meets="every step")
+    contract = Contract(averages="parameters", meets="every step", optimizer="SGD")
 
     def __init__(self, config: Config, comm, model, **given):
         topology = make_topology(config.topology, comm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -83,6 +84,13 @@ def uniform(ranks: Iterable[int]) -> dict[int, float]:
     """Return equal weights for the distinct ranks, ascending."""
     distinct = sorted(set(ranks))
     return dict.fromkeys(distinct, 1 / len(distinct))
+
+
+@lru_cache(maxsize=8)
+def drawn_order(size: int, seed: int, step: int) -> tuple[list[int], list[int]]:
+    """Draw an order of the ranks from (seed, step); return it with each rank's position in it."""
+    order = np.random.default_rng([seed, step]).permutation(size)
+    return order.tolist(), np.argsort(order).tolist()
 
 
 class Circulant(Topology):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import final
 
-import numpy as np
-
 from hpcdist.errors import ConfigError
-from hpcdist.topology.base import Topology, uniform
+from hpcdist.topology.base import Topology, drawn_order, uniform
 
 
 @final
@@ -39,16 +36,9 @@ class RandomPermutation(Topology):
         self.seed = seed
 
     def in_neighbours(self, rank: int, step: int) -> dict[int, float]:
-        order, place = _draw(self.size, self.seed, step)
+        order, place = drawn_order(self.size, self.seed, step)
         return uniform((rank, order[place[rank] - 1]))
 
     def out_neighbours(self, rank: int, step: int) -> dict[int, float]:
-        order, place = _draw(self.size, self.seed, step)
+        order, place = drawn_order(self.size, self.seed, step)
         return uniform((rank, order[(place[rank] + 1) % self.size]))
-
-
-@lru_cache(maxsize=4)
-def _draw(size: int, seed: int, step: int) -> tuple[list[int], list[int]]:
-    """Draw the order of the ranks; return it with each rank's position in it."""
-    order = np.random.default_rng([seed, step]).permutation(size)
-    return order.tolist(), np.argsort(order).tolist()

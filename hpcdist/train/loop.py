@@ -15,9 +15,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hpcdist import checkpoint, session, strategies
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig
+from hpcdist.data.labels import counts, dirichlet, labels_of
 from hpcdist.data.loader import Batch, Loader
 from hpcdist.errors import ConfigError
 from hpcdist.records import StepRecord, Summary
+from hpcdist.session import rules
 from hpcdist.session.leaving import Leaving
 from hpcdist.session.loader.period import Weighed, joint_batch, period
 from hpcdist.session.world import current, require_equal
@@ -140,6 +142,7 @@ class Trainer:
     def _deal_samples(self, workers: tuple[int, ...]) -> None:
         """Divide the samples of the next epochs among these replicas."""
         self.workers = workers
+        self.labels: list[dict[str, int]] | None = None  # of each worker, where they have their own samples
         self.loader = Loader(
             self._train,
             self.config.batch_size * self.config.accumulation,
@@ -148,8 +151,20 @@ class Trainer:
             workers=len(self.workers),
             seed=self.config.seed,
             prefetch=self.config.data.prefetch,
+            parts=self._parts(len(workers)),
         )
         self.milestones.global_batch = self.loader.plan.global_batch
+
+    def _parts(self, workers: int) -> tuple[np.ndarray, ...]:
+        """Return the samples of each worker; empty where any may be any one's."""
+        data = self.config.data
+        if data.split == "any":
+            return ()
+        rules.refuse("joint batches are split by label", self.strategy)
+        labels = labels_of(self._train)
+        parts = dirichlet(labels, workers, data.alpha, self.config.seed)
+        self.labels = counts(labels, parts)
+        return parts
 
     @property
     def strategy_options(self) -> dict[str, Any]:

@@ -301,6 +301,7 @@ def write_down(
         dirty=dirty,
         ranks=comm.size,
         samples=trainer.log.n_samples,
+        labels=trainer.labels,
         hosts=[host for host, _ in found],
         cores=cores_by_host(found),
         processors=os.cpu_count(),

@@ -38,7 +38,7 @@ def test_parameters_have_bins_of_their_own():
     torch.testing.assert_close(found[1000:], reference(values[1000:], 4), rtol=1e-5, atol=1e-9)
 
 
-@each("values", [[3.5], [-2.0, -2.0, -2.0], [0.0, 0.0]])
+@each("values", [[3.5], [-2.0, -2.0, -2.0], [0.0, 0.0], [1.0, -1.0], [4.0, 0.5, -3.0, 8.0]])
 def test_few_or_equal_values_are_exact(values):
     codes, means = quantise(np.array(values), 4)
     assert means[codes].tolist() == values

@@ -32,10 +32,13 @@ SAME = {
         "period": 2, "fragment_layers": None, "delay": 0, "blend": 0.0, "outer_lr": 1.0, "outer_momentum": 0.0,
     },
     "sparse_loco": {"period": 2, "compression": {"name": "chunk_topk", "ratio": 1.0, "values": "fp64"}},
+    "slowmo": {"period": 2, "slow_momentum": 0.0}, "sparta": {"share": 0.5},
+    "noloco": {"period": 2, "group": 3, "outer_lr": 1.0, "outer_momentum": 0.0},
 }  # fmt: skip
 MANY = {
     **{name: problem.PERIODS.get(name, {}) for name in problem.stepping()},
-    "streaming_diloco": {"period": 4, "fragment_layers": 2}, "downpour": {"rate": 0.02},
+    "streaming_diloco": {"period": 4, "fragment_layers": 2}, "noloco": {"period": 2, "group": 3},
+    "downpour": {"rate": 0.02},
 }  # fmt: skip
 del MANY["allreduce"], MANY["hardsync"]
 # Where one rank raises the others are ended, and loops that they are in.

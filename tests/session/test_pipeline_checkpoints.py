@@ -18,7 +18,15 @@ from strategies import problem
 pytestmark = pytest.mark.computes
 OPTIONS = {**problem.PERIODS, "downpour": {"servers": 1}}
 INTERLEAVED = {"schedule": "interleaved", "chunks": 2, "cut": (1, 2, 2, 2)}
-SYNCHRONOUS = ("allreduce", "gossip_sync", "dpsgd", "sgp", "local_sgd", "diloco", "streaming_diloco", "sparse_loco")
+SYNCHRONOUS = (
+    "allreduce",
+    "gossip_sync",
+    "dpsgd",
+    "sgp",
+    "local_sgd",
+    "diloco",
+    "streaming_diloco", "sparse_loco",
+               "noloco", "slowmo")  # fmt: skip
 
 
 class Loop:
@@ -29,7 +37,8 @@ class Loop:
         self.model = make() if stages is None else pipeline(comm, stages, **options)
         make_optimizer = torch.optim.SGD if strategy == "qg_dsgd" else torch.optim.AdamW
         optimizer = make_optimizer(self.model.parameters(), lr=rate)
-        settings = OPTIONS.get(strategy, {}) | ({} if compression is None else {"compression": compression})
+        settings = OPTIONS.get(strategy, {}) | problem.fitting(strategy, comm.size // (stages or 1))
+        settings |= {} if compression is None else {"compression": compression}
         self.optimizer = hd.DistributedOptimizer(optimizer, self.model, strategy=strategy, **settings)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
         replicas = comm.size // (stages or 1)

@@ -20,7 +20,7 @@ def trained(comm, stages, *, strategy="allreduce", epochs=2, samples=SAMPLES, dt
     """Collective. The README's loop; what this rank has at the end, and its losses."""
     settings = {key: options.pop(key) for key in ("schedule", "chunks", "micro_batches") if key in options}
     model = pipeline(comm, stages, lambda: make(dtype), **settings)
-    options = OPTIONS.get(strategy, {}) | options
+    options = OPTIONS.get(strategy, {}) | problem.fitting(strategy, comm.size // stages) | options
     hd.DistributedOptimizer(sgd(model.parameters()), model, strategy=strategy, **options)
     losses = []
     for _ in range(epochs):

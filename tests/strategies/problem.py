@@ -49,7 +49,13 @@ def stepping() -> list[str]:
 PERIODS: dict[str, dict[str, Any]] = {
     "local_sgd": {"period": 2}, "diloco": {"period": 2}, "streaming_diloco": {"period": 4, "fragment_layers": 1},
     "sparse_loco": {"period": 2, "compression": {"ratio": 0.2}}, "easgd": {"period": 2}, "eamsgd": {"period": 2},
+    "slowmo": {"period": 2}, "noloco": {"period": 2}, "sparta": {"share": 0.5},
 }  # fmt: skip
+
+
+def fitting(name: str, size: int) -> dict[str, Any]:
+    """The options without which a strategy refuses so many ranks: pairs of an odd number."""
+    return {"group": size} if name == "noloco" and size > 1 and size % 2 else {}
 
 
 def _period(name: str) -> int:
@@ -68,7 +74,7 @@ def load(module: nn.Module, params: Collection[Tensor]) -> None:
 def make(comm: Communicator, name: str, module: nn.Module, **options: Any) -> strategies.Strategy:
     """Collective. A strategy for `module`, on a communicator of its own."""
     cls = strategies.load(name)
-    return cls(cls.Config(**options), comm.split(0), FlatModel(module))
+    return cls(cls.Config(**fitting(name, comm.size), **options), comm.split(0), FlatModel(module))
 
 
 @contextmanager
@@ -130,7 +136,8 @@ def train(
     channel = comm.split(0)
     records: list[StepRecord] = []
     given = {"optimizer": local if tells else None, "on_record": records.append}
-    strategy = cls(cls.Config(**(options or {})), channel, FlatModel(module), **given)
+    needed = fitting(name, comm.size) if isinstance(name, str) else {}
+    strategy = cls(cls.Config(**needed | (options or {})), channel, FlatModel(module), **given)
     workers = strategy.config.workers(comm.size)
     strategy.records.start()
     for epoch in range(epochs):

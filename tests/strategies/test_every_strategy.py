@@ -90,7 +90,7 @@ def test_all_ranks_start_from_rank_0(ranks, name):
                 parameter.add_(comm.rank)
         channel = comm.split(0)
         cls = strategies.load(name)
-        strategy = cls(cls.Config(), channel, FlatModel(module))
+        strategy = cls(cls.Config(**problem.fitting(name, comm.size)), channel, FlatModel(module))
         params = [p.clone() for p in strategy.model.params]
         strategy.close()
         channel.close()
@@ -109,7 +109,7 @@ def test_models_that_differ_are_refused_on_all_ranks(ranks, name):
         channel = comm.split(0)
         cls = strategies.load(name)
         with pytest.raises(MismatchError, match="model must be the same on every rank; rank 2's parameters") as caught:
-            cls(cls.Config(), channel, FlatModel(module))
+            cls(cls.Config(**problem.fitting(name, comm.size)), channel, FlatModel(module))
         others = ", and those of rank 3," if comm.size == 4 else ""
         assert f"rank 2's parameters or buffers{others} differ from rank 0's in name" in str(caught.value)
         first = "first 'weight: trainable float32 [3, 3] in group 0' on rank 0 against"
@@ -127,7 +127,8 @@ def _with_nan(comm, name, on_nonfinite):
     local = torch.optim.SGD(module.parameters(), lr=0.1)
     cls = strategies.load(name)
     given = {"optimizer": local} if name == "qg_dsgd" else {}
-    strategy = cls(cls.Config(on_nonfinite=on_nonfinite), comm.split(0), FlatModel(module), **given)
+    config = cls.Config(on_nonfinite=on_nonfinite, **problem.fitting(name, comm.size))
+    strategy = cls(config, comm.split(0), FlatModel(module), **given)
     records = []
     if not strategy.is_worker:
         strategy.serve(local.step)

@@ -30,6 +30,7 @@ from hpcdist.strategies.common.state import (
     spread,
     zeros,
 )
+from strategies import problem
 
 
 class Counter:
@@ -144,7 +145,7 @@ def test_a_state_that_one_rank_can_not_restore_is_refused_on_all(name):
     def body(comm):
         cls, module = strategies.load(name), nn.Linear(4, 2)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        options = {"compression": "fp16"} if name in ("hardsync", "parameter_server") else {}
+        options = {"compression": "fp16"} if name in ("hardsync", "parameter_server") else problem.fitting(name, 3)
         strategy = cls(cls.Config(**options), comm.split(0), FlatModel(module), optimizer=optimizer)
         state = strategy.state()
         with pytest.raises(CheckpointError, match=r"the strategy's state must have 'steps'; got "):

@@ -185,13 +185,17 @@ def test_every_strategy_resumes(ranks, shared_tmp_path, name):
 @pytest.mark.parametrize(("name", "before", "after"), pairwise(problem.stepping(), [(1, 3), (4, 2), (2, 5)]))
 def test_it_resumes_on_another_number_of_ranks(tmp_path, name, before, after):
     options = (f"strategy={name}", *SUITED.get(name, []), "checkpoint.every_steps=5")
-    run_virtual(lambda comm: tiny.run(comm, tmp_path, *options, "epochs=1"), before)
+
+    def fitting(size):
+        return [f"strategy.{key}={value}" for key, value in problem.fitting(name, size).items()]
+
+    run_virtual(lambda comm: tiny.run(comm, tmp_path, *options, *fitting(before), "epochs=1"), before)
     path = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
     position = checkpoint.SavedRank(path, 0).at("position")
     seen = []
 
     def body(comm):
-        with tiny.training(comm, tmp_path, *options, "epochs=2") as trainer:
+        with tiny.training(comm, tmp_path, *options, *fitting(after), "epochs=2") as trainer:
             fetch, step, fetched = trainer._train.batch, trainer._step, []
 
             def noting(indices):

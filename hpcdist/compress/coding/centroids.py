@@ -14,7 +14,8 @@ def quantise(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Put values into `count` bins; return the bin of each, and the bins' means as float32, 0 of an empty one.
 
     Bin k of B is centred at μ + (k − B/2)w, with w = 6σ/B, where μ and σ are mean and standard deviation of the values;
-    what lies outside goes to the first or last one. So the mean of the values is kept.
+    what lies outside goes to the first or last one. So the mean of the values is kept. No more than B values have a bin
+    each, for the two of a pair would share one.
 
     Args:
         values: float32 or float64, finite.
@@ -22,6 +23,10 @@ def quantise(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     largest = float(np.abs(values).max()) if len(values) else 0.0
     if not largest:
         return np.zeros(len(values), np.int32), np.zeros(count, np.float32)
+    if len(values) <= count:
+        means = np.zeros(count)
+        means[: len(values)] = values
+        return np.arange(len(values), dtype=np.int32), np.clip(means, -MOST_SCALE, MOST_SCALE).astype(np.float32)
     parts = values / np.float64(largest)  # squares of these are finite
     mean = parts.mean()
     deviation = parts.std(ddof=1) if len(parts) > 1 else 0.0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual.random import callers_state_kept
+from hpcdist.data.labels import dirichlet
 from hpcdist.data.sharding import EpochPlan
 from hpcdist.records.digest import tensor_bytes
 from hpcdist.session import rules
@@ -47,7 +49,13 @@ class Order:
     ):
         self._length, self._sampler, self.batch_size, self.drop_last = length, sampler, batch_size, drop_last
         self.single, self._seed, self._shuffle, self._epochs = single, seed, shuffle, epochs
+        self.parts: Callable[[int], tuple[np.ndarray, ...]] | None = None  # of so many workers, each with its own
         self._items: list[Any] | None = None  # once drawn; a position in a plan stands for one of them
+
+    @property
+    def samples_itself(self) -> bool:
+        """Whether a sampler decides which samples there are, or in which order."""
+        return self._sampler is not None
 
     def __len__(self) -> int:
         return self._length() if self._items is None else len(self._items)
@@ -57,7 +65,7 @@ class Order:
         kind = None if self._sampler is None else type(self._sampler).__name__
         return {
             "batch_size": self.batch_size, "drop_last": self.drop_last, "shuffle": self._shuffle,
-            "sampler": kind, "seed": self._seed,
+            "sampler": kind, "seed": self._seed, "split": self.parts is not None,
         }  # fmt: skip
 
     def take(self, share: Callable[[Any], list[Any]], draws: bool) -> None:
@@ -74,7 +82,7 @@ class Order:
         """Plan the distribution of samples over workers and steps."""
         return EpochPlan(
             len(self), workers, self.batch_size or 1, seed=self._seed, epoch=max(epoch, 0), shuffle=self._shuffle,
-            start=start,
+            start=start, parts=() if self.parts is None else self.parts(workers),
         )  # fmt: skip
 
     def batch(self, plan: EpochPlan, step: int, worker: int) -> Any:
@@ -109,6 +117,17 @@ def order_of(loader: DataLoader[Any], seed: int) -> Order:
         return _sampled(batches.sampler, loader, batches.batch_size, batches.drop_last, seed)
     _require_all_samples(batches)
     return Order(lambda: len(batches), sampler=batches, batch_size=None)
+
+
+def split_by_label(order: Order, labels: np.ndarray, alpha: float, seed: int) -> None:
+    """Give each worker a part of the samples, which stays its own.
+
+    Raises:
+        ConfigError: a sampler draws them.
+    """
+    if order.samples_itself:
+        raise rules.error("a sampler draws what is split by label")
+    order.parts = cache(lambda workers: dirichlet(labels, workers, alpha, seed))
 
 
 def _sampled(
@@ -196,3 +215,24 @@ def _digest(batch: Any) -> str:
     leaves = [] if batch is _END else pytree.tree_leaves(batch)
     parts = (tensor_bytes(leaf).tobytes() if isinstance(leaf, Tensor) else repr(leaf).encode() for leaf in leaves)
     return f"{len(leaves)} {zlib.crc32(b' '.join(parts))}"
+
+
+# --- what is in a batch -----------------------------------------------------------------------------------------------
+def samples_in(batch: Any) -> int:
+    """Count the samples of a batch, by the length of the first tensor in it."""
+    tensor = _first_tensor(batch)
+    return 1 if tensor is None or tensor.dim() == 0 else len(tensor)
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    if isinstance(batch, Tensor):
+        return batch
+    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((tensor for tensor in map(_first_tensor, items) if tensor is not None), None)
+
+
+def same_everywhere(group: Communicator, batch: Any) -> bool:
+    """Collective. Tell whether all ranks have the same batch, as from an iterable data set without regard to ranks."""
+    tensor = _first_tensor(batch)
+    data = b"" if tensor is None else tensor_bytes(tensor).tobytes()
+    return len(set(group.gather(f"{zlib.crc32(data)} {len(data)}"))) == 1

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +14,13 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader, IterableDataset
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.data.labels import labels_of
 from hpcdist.data.sharding import EpochPlan
-from hpcdist.records.digest import tensor_bytes
 from hpcdist.session import rules
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.consistency import begin_epoch, require_same_loader
 from hpcdist.session.loader.period import Weighed, counts_of, joint_batch, period, relative
-from hpcdist.session.loader.sampling import Order, drawn_alike, order_of
+from hpcdist.session.loader.sampling import Order, drawn_alike, order_of, same_everywhere, samples_in, split_by_label
 from hpcdist.session.values import broadcast_in
 from hpcdist.session.world import current
 from hpcdist.strategies import Strategy
@@ -40,7 +39,9 @@ def shard(
     *,
     seed: int = 0,
     training: bool = True,
-    split: bool = True,
+    split: bool | Literal["dirichlet"] = True,
+    alpha: float = 1.0,
+    labels: Sequence[int] | Tensor | None = None,
     optimizers: Sequence[torch.optim.Optimizer] | None = None,
 ) -> ShardedLoader:
     """Give this rank its share of `loader`: every sample exactly once per epoch, on whatever number of ranks.
@@ -73,6 +74,12 @@ def shard(
             models that DistributedOptimizers train are the consensus of all ranks.
         split: False says that each rank's loader (each replica's) reads samples of its own already. They may have
             different numbers of batches: one that has none left goes on with one that weighs 0 until all have ended.
+            "dirichlet" gives each worker a part of the samples, in all epochs the same one, in which some labels are
+            more frequent than in others: to study data that differ. See `hpcdist.data.labels.dirichlet`. It follows
+            from `seed`, `alpha` and the number of workers.
+        alpha: of the Dirichlet distribution: with 0.1 a worker has few labels, with 100 all as all others.
+        labels: with "dirichlet" the samples' labels, integers; None takes the data set's `targets`, `labels` or last
+            tensor.
         optimizers: distributed optimisers that the loop steps; all that there are, if None.
 
     Raises:
@@ -87,7 +94,12 @@ def shard(
         loader = DataLoader(loader, batch_size=None)
     if split and not isinstance(loader, DataLoader):
         raise rules.error("the loader is none of torch's", kind=type(loader).__name__)
-    return ShardedLoader(loader, seed, training, split, optimizers)
+    if split not in (True, False, "dirichlet"):
+        raise rules.error("a split has another name", split=split)
+    sharded = ShardedLoader(loader, seed, training, bool(split), optimizers)
+    if split == "dirichlet":
+        sharded.split_by_label(labels, alpha)
+    return sharded
 
 
 class ShardedLoader:
@@ -189,6 +201,12 @@ class ShardedLoader:
         distributed = current().optimizers
         return distributed if self._given is None else [o for o in self._given if o in distributed]
 
+    def split_by_label(self, labels: Sequence[int] | Tensor | None, alpha: float) -> None:
+        """Give each worker a part of the samples, by their labels; see `shard`."""
+        if self._iterable:
+            raise rules.error("a sampler draws what is split by label")
+        split_by_label(self._order, labels_of(self._loader.dataset, labels), alpha, self._seed)
+
     # --- an epoch of training -------------------------------------------------------------------------------------
     def _train(self) -> Iterator[Any]:
         session, optimizers, workers = current(), self._optimizers(), self._replicas()
@@ -259,6 +277,8 @@ class ShardedLoader:
         if not self._split or self._iterable or self._order.batch_size is None:
             raise rules.error("the loader draws batches, or reads its own samples")
         order, plan = self._draw(worker, workers)
+        if plan.parts:
+            raise rules.error("joint batches are split by label", strategy)
         steps = self._steps(plan)
         found = [joint_batch(plan, step, worker, strategy.config) for step in range(steps)]
         self.batches[:] = [order.items(positions.tolist()) for positions, _ in found]
@@ -308,7 +328,7 @@ class ShardedLoader:
         if self._split and workers > 1:
             first = next(batches, None)
             batches = iter(()) if first is None else chain([first], batches)
-            if _same_everywhere(group, first):
+            if same_everywhere(group, first):
                 batches = islice(batches, worker, None, workers)
         joined = workers > 1 and any(strategy.contract.synchronous for strategy in strategies)
         yield from self._joined(group, batches) if joined else map(Weighed, batches)
@@ -318,7 +338,7 @@ class ShardedLoader:
         last, step = None, 0
         while True:
             batch = next(batches, None)
-            counts = counts_of(group, 0 if batch is None else _samples(batch))
+            counts = counts_of(group, 0 if batch is None else samples_in(batch))
             if not counts.any():
                 return
             if step == 0 and not counts.all():  # a rank that has none at all goes along with another one's
@@ -450,23 +470,3 @@ class _Others:
         for name, parameter, before in self._sums:
             if id(parameter) not in own and parameter.grad is not None and parameter.detach().sum().item() != before:
                 raise rules.error("a plain optimiser trains the rest of the model", name=name)
-
-
-def _samples(batch: Any) -> int:
-    """Count the samples of a batch, by the length of the first tensor in it."""
-    tensor = _first_tensor(batch)
-    return 1 if tensor is None or tensor.dim() == 0 else len(tensor)
-
-
-def _first_tensor(batch: Any) -> Tensor | None:
-    if isinstance(batch, Tensor):
-        return batch
-    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((tensor for tensor in map(_first_tensor, items) if tensor is not None), None)
-
-
-def _same_everywhere(group: Communicator, batch: Any) -> bool:
-    """Collective. Tell whether all ranks have the same batch, as from an iterable data set without regard to ranks."""
-    tensor = _first_tensor(batch)
-    data = b"" if tensor is None else tensor_bytes(tensor).tobytes()
-    return len(set(group.gather(f"{zlib.crc32(data)} {len(data)}"))) == 1

@@ -23,6 +23,7 @@ class Contract:
         batch: what a step's gradient is of: each worker's own batch, or portions of the joint batch of all workers.
         closure: how often the optimiser's own step may evaluate the closure that it is given: once, or as often as it
             likes (torch's L-BFGS), each time on the samples of all ranks together. The strategy has `minimise` for it.
+        optimizer: which local optimisers it goes with, on several ranks: any, or torch's SGD alone.
         parameters: what becomes of a worker's parameters in a step: kept, and moved by the strategy's own arithmetic;
             or replaced by values of servers, so that changes which the loop has made are lost.
         frozen: when a frozen parameter may be unfrozen: at any time, or only before the optimiser is distributed.
@@ -39,6 +40,7 @@ class Contract:
     updates: Literal["here", "on servers"] = "here"
     batch: Literal["own", "portions"] = "own"
     closure: Literal["once", "often"] = "once"
+    optimizer: Literal["any", "SGD"] = "any"
     parameters: Literal["kept", "replaced"] = "kept"
     frozen: Literal["at any time", "before"] = "before"
     consensus: Literal["in models", "elsewhere"] = "in models"

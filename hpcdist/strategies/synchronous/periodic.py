@@ -76,13 +76,21 @@ class Periodic(Strategy):
             mean: flat tensors like `model.params`; the method may overwrite them.
         """
 
+    def exchanges_at(self, step: int) -> bool:
+        """Tell whether all ranks exchange at the end of a step; counts from 1."""
+        return self.config.meets(step)
+
+    def inner_step(self, update: Update) -> Outcome:
+        """Take a step of the period: of this rank alone, unless a subclass knows better."""
+        return self.gradients.step_alone(update)
+
     # --- steps ----------------------------------------------------------------------------------------------------
     def advance(self, update: Update) -> Outcome:
-        outcome = self.gradients.step_alone(update)
+        outcome = self.inner_step(update)
         if not self.alone:
             if self._gone:
                 self._take_up()
-            if self.config.meets(self.steps + 1):
+            if self.exchanges_at(self.steps + 1):
                 self._exchange()
         return outcome
 

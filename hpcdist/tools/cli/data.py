@@ -82,11 +82,28 @@ def data_fetch(
 
 
 @app.command("info")
-def data_info(path: Annotated[Path, typer.Argument(metavar="FILE", help="HDF5 file.")]) -> None:
+def data_info(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="HDF5 file.")],
+    workers: Annotated[
+        int, typer.Option("--workers", min=0, help="Show what so many workers get with data.split = dirichlet.")
+    ] = 0,
+    alpha: Annotated[float, typer.Option("--alpha", help="data.alpha of that split.")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="seed of that split.")] = 0,
+) -> None:
     """Describe an HDF5 file: samples, shapes, types, chunks, classes, ranges of values.
 
-    Example: hpcdist data info digits.h5
+    With --workers also how many samples of each label each worker gets where data are to differ between workers.
+
+    Example: hpcdist data info digits.h5 --workers 4 --alpha 0.1
     """
     from hpcdist.data import describe
+    from hpcdist.data.hdf5 import HDF5Dataset
+    from hpcdist.data.labels import counts, dirichlet, labels_of
 
-    console.facts(describe(path))
+    found = describe(path)
+    if workers:
+        with HDF5Dataset(path, "train") as dataset:
+            labels = labels_of(dataset)
+        of_workers = counts(labels, dirichlet(labels, workers, alpha, seed))
+        found["samples of each label"] = {f"worker {number}": own for number, own in enumerate(of_workers)}
+    console.facts(found)

@@ -143,7 +143,10 @@ def _list_or_show(group: str, name: str | None, setting: str) -> None:
     """List the algorithms of a group, or show one in full, which `setting` names."""
     known = catalogue(group)
     if not _listed(group, known, name):
-        _show(known.load(str(name)), name, setting, f"{TRAIN} --set {setting}={name}")
+        found = known.load(str(name))
+        plain = getattr(found, "contract", None) and found.contract.optimizer == "SGD"
+        sgd = " --set optimizer.name=SGD --set optimizer.lr=0.05 --set optimizer.momentum=0.9" if plain else ""
+        _show(found, name, setting, f"{TRAIN} --set {setting}={name}{sgd}")
 
 
 def _listed(command: str, known: Any, name: str | None) -> bool:

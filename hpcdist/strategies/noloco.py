@@ -1,0 +1,94 @@
+"""NoLoCo: DiLoCo without an all-reduce: at a period's end random groups average, and nobody waits for all."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from pydantic import Field
+
+from hpcdist.config import Named
+from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.common.state import Entry, held_tensors, mean_of_ranks
+from hpcdist.strategies.decentralised.mixing import Mixing
+from hpcdist.topology import make_topology
+
+
+@final
+class NoLoCo(Strategy):
+    """Run the local, inner optimiser; every H = `period` steps average with the others of a random group.
+
+    Each rank has outer parameters xᵢ and a momentum vᵢ of its own. The groups are drawn from (seed, exchange), the same
+    on all ranks; in each of them vᵢ ← a·vᵢ + ν·mean(θⱼ − xⱼ) + γ·(mean(xⱼ) − xᵢ), xᵢ ← xᵢ + vᵢ, and rank i goes on from
+    θᵢ = xᵢ; a is `outer_momentum`, ν `outer_lr` and γ `pull`, which draws the ranks together. The means over all ranks
+    follow the rule of `diloco` with heavy-ball momentum, whatever the groups. With one group of all ranks all x are
+    equal, to rounding, and this is that `diloco`.
+
+    A slow rank holds up the others of its group, and no one else. Replicas are never all equal unless all are one
+    group; evaluations use their mean. Each rank keeps the state of its inner optimiser. On one rank it runs alone.
+
+    Bytes per rank and exchange: two parameter vectors to each other rank of the group. Memory per rank: four parameter
+    vectors (x, v, the way and x as they are sent), and two for each other rank of the group.
+
+    Reference: Jari Kolehmainen, Nikolay Blagoev, John Donaghy, Oğuzhan Ersoy, Christopher Nies, "NoLoCo: no-all-reduce
+    low communication training method for large models", 2025; signs and defaults as in its published code.
+    """
+
+    class Config(Strategy.Config):
+        """Options of noloco."""
+
+        period: int = Field(50, ge=1, description="H: inner steps to one exchange")
+        group: int = Field(2, ge=2, description="ranks that average together; must divide their number")
+        outer_lr: float = Field(0.7, gt=0, description="ν: weight of the way of a group in an outer step")
+        outer_momentum: float = Field(0.5, ge=0, lt=1, description="a: momentum of the outer step")
+        pull: float = Field(0.7, ge=0, le=2, description="γ: part of the way to the mean of the group's x")
+        seed: int = Field(0, ge=0, description="seed of the groups")
+
+        def meets(self, step: int) -> bool:
+            return step % self.period == 0
+
+    config: Config
+    contract = Contract(averages="parameters", meets="every period")
+
+    def __init__(self, config: Config, comm, model, **given):
+        groups = make_topology(
+            Named(name="random_groups", group=config.group if comm.size > 1 else 1, seed=config.seed), comm
+        )
+        super().__init__(config, comm, model, **given)
+        self._mixing = Mixing(comm, groups, overlap=False)
+        like = model.params if comm.size > 1 else []
+        self.outer = [params.clone() for params in like]  # x
+        self._momentum = [torch.zeros_like(params) for params in like]  # v
+
+    def advance(self, update: Update) -> Outcome:
+        outcome = self.gradients.step_alone(update)
+        if self.outer and self.config.meets(self.steps + 1):
+            self._meet()
+        return outcome
+
+    def _meet(self) -> None:
+        """Collective in each group. Take an outer step."""
+        config, params = self.config, self.model.params
+        ways = [own - x for own, x in zip(params, self.outer, strict=True)]
+        means = [x.clone() for x in self.outer]
+        self._mixing.start((*ways, *means), (self.steps + 1) // config.period)
+        self._mixing.finish((*ways, *means))
+        for own, x, v, way, mean in zip(params, self.outer, self._momentum, ways, means, strict=True):
+            v.mul_(config.outer_momentum).add_(way, alpha=config.outer_lr).add_(mean.sub_(x), alpha=config.pull)
+            x.add_(v)
+            own.copy_(x)
+
+    def entries(self) -> list[Entry]:
+        return [
+            *super().entries(),
+            held_tensors("outer", self.outer, mean_of_ranks),
+            held_tensors("momentum", self._momentum, mean_of_ranks),
+        ]
+
+    def take_up(self) -> None:
+        for x, own in zip(self.outer, self.model.params):
+            x.copy_(own)
+
+    def close(self) -> None:
+        self._mixing.close()

@@ -1,0 +1,193 @@
+"""SlowMo: a slow momentum over local steps or gossip: once in a period it moves all along the way of that period."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, final
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from hpcdist.config import Named
+from hpcdist.errors import ConfigError
+from hpcdist.model.optimizer_state import Moments
+from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.common.state import Entry, Flats, first, held_tensors
+from hpcdist.strategies.decentralised.mixing import rates
+from hpcdist.strategies.dpsgd import DPSGD
+from hpcdist.strategies.sgp import SGP
+from hpcdist.strategies.sparta import SPARTA
+from hpcdist.strategies.synchronous.exchanges import average
+from hpcdist.strategies.synchronous.periodic import Periodic
+
+BASES: dict[str, type[Strategy]] = {"dpsgd": DPSGD, "sgp": SGP, "sparta": SPARTA}
+
+
+@final
+class SlowMo(Periodic):
+    """Train by a base; every H = `period` steps move all along a momentum of the ways of whole periods.
+
+    The base is `local`, steps of each rank alone, or `dpsgd`, `sgp` or `sparta`, whose ranks also average in every
+    step, with their neighbours or a part of the parameters. At a period's end u ← βu + δ/η and x ← x − αηu, with β =
+    `slow_momentum` and α = `slow_lr`; δ is the way from the common parameters x to the exact mean over all ranks, and η
+    the learning rate of the moment, of each parameter. All ranks go on from x, and are bitwise equal there; between
+    they differ, and evaluations use their mean.
+
+    u is in units of gradients, so that the slow step falls with the learning rate at once; the outer momentum of
+    `diloco` does not. While η stays the same SlowMo with the base `local` is `diloco` with nesterov = false, outer_lr =
+    α, outer_momentum = β, and blockwise model-update filtering (BMUF) in its classical form, with block learning rate α
+    and block momentum β; BMUF in its Nesterov form is `diloco` with Nesterov. With β = 0, α = 1 it is `local_sgd`.
+
+    On one rank the optimiser runs alone, without a slow step. Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of
+    parameters, and the base's. Memory per rank: three parameter vectors (x, u, the mean), and the base's.
+
+    Reference: Jianyu Wang, Vinayak Tantia, Nicolas Ballas, Michael Rabbat, "SlowMo: improving communication-efficient
+    distributed SGD with slow momentum", 2020; Kai Chen, Qiang Huo, "Scalable training of deep learning machines by
+    incremental block training with intra-block parallel optimization and blockwise model-update filtering", 2016.
+    """
+
+    class Config(Periodic.Config):
+        """Options of slowmo."""
+
+        period: int = Field(48, ge=1, description="H: steps to one slow step")
+        base: Named = Field(
+            Named(name="local"), description="what ranks do in a period: local, dpsgd, sgp or sparta, with its options"
+        )
+        slow_lr: float = Field(1.0, gt=0, description="α: learning rate of the slow step, in units of the optimiser's")
+        slow_momentum: float = Field(0.5, ge=0, lt=1, description="β: momentum of the slow step")
+        inner_state: Literal["keep", "reset", "average"] = Field(
+            "keep", description="what becomes of the local optimiser's momentum and mean squares at a slow step"
+        )
+
+        @model_validator(mode="after")
+        def _has_a_base(self):
+            if self.base.name not in ("local", *BASES):
+                raise ValueError(
+                    f"strategy.base must be one of local, {', '.join(BASES)}; got {self.base.name}. Take one of them."
+                )
+            if self.base.name == "local" and self.base.options:
+                raise ValueError(
+                    f"strategy.base must have no options with local; got {next(iter(self.base.options))}. Leave it out."
+                )
+            if self.base.name != "local":
+                options = self.base_options()
+                if self.overlap or getattr(options, "compression", None):
+                    raise ValueError(
+                        "strategy.overlap must be false, and strategy.base without compression, with "
+                        f"{self.base.name}, whose ranks exchange in every step; got one. Leave it out, or take local."
+                    )
+            return self
+
+        def base_options(self) -> Strategy.Config:
+            """Return the options of the base, which is not local."""
+            return BASES[self.base.name].Config.from_mapping(self.base.options, "strategy.base")
+
+        def meets(self, step: int) -> bool:
+            return self.base.name != "local" or step % self.period == 0
+
+        def narrow(self, contract: Contract, size: int) -> Contract:
+            if self.base.name == "local":
+                return contract
+            own = self.base_options().narrow(BASES[self.base.name].contract, size)
+            return replace(
+                contract, meets=own.meets, parameters=own.parameters, sends=own.sends, consensus=own.consensus
+            )
+
+    config: Config
+
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
+        self._slow = [torch.zeros_like(x) for x in self.common]  # u
+        self._moments = Moments(comm, model)
+        self._base: Strategy | None = None
+        if config.base.name != "local" and not self.alone:
+            channel = comm.split(0)
+            self.records.count(channel)
+            self._base = BASES[config.base.name](config.base_options(), channel, model)
+            self._base.gradients = self.gradients  # clipped, and left out, as this strategy says
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+    @property
+    def _at_end(self) -> bool:
+        """Whether the step that is being made is the last one of a period."""
+        return (self.steps + 1) % self.config.period == 0
+
+    def inner_step(self, update: Update) -> Outcome:
+        if self._base is None:
+            return super().inner_step(update)
+        self._base.steps = self.steps
+        outcome = self._base.advance(update)
+        if self._at_end:
+            self._base.pause()  # what is under way is of before the slow step
+        return outcome
+
+    def advance(self, update: Update) -> Outcome:
+        outcome = super().advance(update)
+        if self._at_end and not self.alone:
+            if self._base is not None:
+                self._base.take_up()
+            self._settle_state()
+        return outcome
+
+    def exchanges_at(self, step: int) -> bool:
+        return step % self.config.period == 0
+
+    def move(self, mean: Sequence[Tensor]) -> None:
+        alpha, beta = self.config.slow_lr, self.config.slow_momentum
+        of_all = (self.model.views(flats) for flats in (self.common, self._slow, mean))
+        for (_, x), (_, slow), (_, way), rate in zip(*of_all, rates(self.model, self.optimizer), strict=True):
+            if rate:
+                slow.mul_(beta).add_(way, alpha=1 / rate)
+                x.add_(slow, alpha=-alpha * rate)
+
+    def _settle_state(self) -> None:
+        """Collective where it averages. Keep, forget or average the local optimiser's state."""
+        if self.config.inner_state == "keep":
+            return
+        if self.optimizer is None:
+            raise ConfigError(
+                "strategy.optimizer must be the local optimiser where strategy.inner_state is not keep; got None. Set "
+                "it after making the strategy, or use hpcdist.DistributedOptimizer, which does."
+            )
+        if self.config.inner_state == "reset":
+            self.optimizer.state.clear()
+        else:
+            self._moments.average(self.optimizer, lambda flats: average(flats, self.exchanges.reduce))
+
+    # --- what the loop asks for -----------------------------------------------------------------------------------
+    def pause(self) -> None:
+        if self._base is not None:
+            self._base.pause()
+
+    def consensus(self) -> tuple[list[Tensor], list[Tensor]]:
+        return super().consensus() if self._base is None else self._base.consensus()
+
+    def masters(self) -> Flats | None:
+        return super().masters() if self._base is None else self._base.masters()
+
+    def entries(self) -> list[Entry]:
+        own = [] if self._base is None else self._base.entries()
+        return [
+            *super().entries(),
+            held_tensors("slow", self._slow, first),
+            *(replace(entry, name=f"base.{entry.name}") for entry in own),
+        ]
+
+    def load_state(self, saved: dict[str, Any]) -> None:
+        self.pause()  # what was sent is not what is loaded
+        super().load_state(saved)
+        self._moments.reset()
+
+    def take_up(self) -> None:
+        super().take_up()
+        if self._base is not None:
+            self._base.take_up()
+
+    def close(self) -> None:
+        if self._base is not None:
+            self._base.close()
+            self._base.comm.close()
+        super().close()

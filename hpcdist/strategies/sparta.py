@@ -1,0 +1,140 @@
+"""SPARTA: in every step the ranks average a small part of their parameters, another one each time."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, final
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcdist.strategies.base import Outcome, Strategy, Update
+from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.common.state import Entry, dropped
+from hpcdist.strategies.synchronous.exchanges import Exchanges
+
+
+class Part(NamedTuple):
+    """A part of the parameters that is being averaged."""
+
+    step: int  # at whose end it was sent
+    indices: list[Tensor]  # in each of `model.params`
+    sent: list[Tensor]
+    values: list[Tensor]  # sent, and then their mean
+
+
+@final
+class SPARTA(Strategy):
+    """Run the local optimiser; after each step replace a part S of the parameters by its mean over all ranks.
+
+    The part has the share `share` of the elements, and all ranks draw the same one from (seed, step), so that no
+    indices are sent. `selection` = random: each element with that probability; shuffled: slices of one random order in
+    turn; partition: the same, with a new order once all have had their turn, so that each element is averaged once in
+    1/`share` steps. The optimiser's state and all other parameters stay each rank's own. With `delay` = τ the mean is
+    taken up τ steps later, while these compute: `take_up` = shift keeps what the rank has done meanwhile, plain does
+    not.
+
+    The mean of all ranks' parameters is not changed by averaging. Replicas differ, by what an element moves in
+    1/`share` steps; evaluations use their mean. With `share` = 1 this is `local_sgd` with a period of 1, to rounding.
+    As the base of `slowmo` it is joined with a slow outer step. On one rank the optimiser runs alone.
+
+    Bytes per rank and step: 2·share·n(p − 1)/p for n bytes of parameters. Memory: a part, twice, for each step of the
+    delay; with shuffled and partition an index of 8 bytes for each element.
+
+    Reference: Matt Beton, Mohamed Baioumy, Tycho van der Ouderaa, Matthew Reed, Seth Howes, Alex Cheema, Gelu Vrabie,
+    "Improving the efficiency of distributed training using sparse parameter averaging", 2025. What becomes of the steps
+    of a delay is our choice.
+    """
+
+    class Config(Strategy.Config):
+        """Options of sparta."""
+
+        share: float = Field(0.005, ge=0, le=1, description="part of the parameters that a step averages")
+        selection: Literal["random", "shuffled", "partition"] = Field(
+            "random", description="draw elements anew in each step, or in turn of one order, or of a new one each round"
+        )
+        delay: int = Field(0, ge=0, description="τ: steps from sending a part to taking up its mean")
+        take_up: Literal["shift", "plain"] = Field(
+            "shift", description="after a delay keep what this rank has done meanwhile, or go back to the mean"
+        )
+        seed: int = Field(0, ge=0, description="seed of the parts")
+        algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
+
+    config: Config
+    contract = Contract(averages="parameters", meets="every step")
+
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
+        self.alone = comm.size == 1
+        self.exchanges = Exchanges(comm, self.records, config.algorithm, aside=config.delay > 0)
+        self._under_way: list[Part] = []
+        self._round, self._orders = -1, list[Tensor]()
+
+    def advance(self, update: Update) -> Outcome:
+        outcome = self.gradients.step_alone(update)
+        if not self.alone and self.config.share:
+            self._send(self.steps)
+            while self._under_way and self._under_way[0].step + self.config.delay <= self.steps:
+                self._take_up()
+        return outcome
+
+    def _send(self, step: int) -> None:
+        indices = self._select(step)
+        sent = [flat[at] for flat, at in zip(self.model.params, indices, strict=True)]
+        part = Part(step, indices, sent, [values.clone() for values in sent])
+        self._under_way.append(part)
+        self.exchanges.begin(lambda: self.exchanges.mean(part.values))
+
+    def _take_up(self) -> None:
+        self.exchanges.wait(len(self._under_way) - 1)
+        part = self._under_way.pop(0)
+        for flat, at, sent, mean in zip(self.model.params, part.indices, part.sent, part.values, strict=True):
+            flat[at] = mean.add_(flat[at].sub_(sent)) if self.config.delay and self.config.take_up == "shift" else mean
+
+    # --- which elements -------------------------------------------------------------------------------------------
+    def _select(self, step: int) -> list[Tensor]:
+        """Return the elements that are averaged at a step, in each of `model.params`; the same on all ranks."""
+        share, lengths = self.config.share, [len(flat) for flat in self.model.params]
+        if share == 1:
+            return [torch.arange(length) for length in lengths]
+        if self.config.selection == "random":
+            generator = np.random.default_rng([self.config.seed, 0, step])
+            return [_bernoulli(generator, length, share) for length in lengths]
+        slices = -(-1 // share)
+        turn = int(step // slices) if self.config.selection == "partition" else 0
+        if turn != self._round:
+            generator = np.random.default_rng([self.config.seed, 1, turn])
+            self._round, self._orders = turn, [torch.from_numpy(generator.permutation(length)) for length in lengths]
+        place, count = int(step % slices), int(slices)
+        return [order[len(order) * place // count : len(order) * (place + 1) // count] for order in self._orders]
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+    def entries(self) -> list[Entry]:
+        return [*super().entries(), Entry("under_way", self._saved, self._load_under_way, dropped([]))]
+
+    def _saved(self) -> list[list[Any]]:
+        self.exchanges.wait()
+        return [[part.step, part.sent, part.values] for part in self._under_way]
+
+    def _load_under_way(self, saved: list[list[Any]]) -> None:
+        self.exchanges.wait()
+        self._under_way = [Part(step, self._select(step), list(sent), list(values)) for step, sent, values in saved]
+
+    def take_up(self) -> None:
+        self.exchanges.wait()
+        self._under_way = []
+
+    def close(self) -> None:
+        self.exchanges.close()
+
+
+def _bernoulli(generator: np.random.Generator, length: int, share: float) -> Tensor:
+    """Draw each of `length` elements with probability `share`, by the gaps between them; ascending indices."""
+    found, last = [], -1
+    while last < length:
+        gaps = generator.geometric(share, size=int(length * share + 4 * (length * share) ** 0.5) + 8)
+        found.append(last + np.cumsum(gaps))
+        last = int(found[-1][-1])
+    indices = np.concatenate(found)
+    return torch.from_numpy(indices[indices < length])

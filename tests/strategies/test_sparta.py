@@ -1,0 +1,197 @@
+"""SPARTA: which elements are averaged, and when; as local SGD, alone, with a delay; under a slow momentum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.cases import each
+from hpcdist import strategies
+from hpcdist.comm.virtual import Constant, Network, run_virtual
+from hpcdist.config import Named
+from strategies import problem, replicas
+
+pytestmark = pytest.mark.computes
+
+NAME = "sparta"
+STEPS = 12
+STILL = {"share": 0.25, "selection": "partition"}
+
+
+def still(comm, options, steps, seed=0):
+    """Collective. Parameters after each step of ranks that begin apart and do not move by themselves."""
+    strategy, local = replicas.make(comm, NAME, options, "sgd")
+    noise = torch.randn(strategy.model.n_params, generator=torch.Generator().manual_seed(comm.rank + 10 * seed))
+    strategy.model.params[0].add_(noise)
+    found = [strategy.model.params[0].clone()]
+    for _ in range(steps):
+        for parameter in strategy.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        strategy.step(local.step)
+        found.append(strategy.model.params[0].clone())
+    replicas.end(strategy)
+    return torch.stack(found)
+
+
+def test_the_defaults_are_those_of_the_published_code():
+    config = strategies.load(NAME).Config()
+    assert (config.share, config.selection, config.delay) == (0.005, "random", 0)
+
+
+@pytest.mark.sizes(1, 2, 4)
+def test_all_parameters_in_every_step_are_local_sgd(ranks):
+    def body(comm):
+        own, _ = replicas.train(comm, NAME, {"share": 1.0}, "adam", STEPS)
+        local, _ = replicas.train(comm, "local_sgd", {"period": 1}, "adam", STEPS)
+        torch.testing.assert_close(own, local, rtol=0, atol=1e-12)
+
+    ranks(body)
+
+
+@pytest.mark.sizes(2)
+def test_no_parameters_are_independent_runs_to_the_bit(ranks):
+    for rank, values in enumerate(ranks(lambda comm: replicas.train(comm, NAME, {"share": 0.0}, "adam", STEPS)[0])):
+        module = problem.model()
+        local = problem.OPTIMIZERS["adam"](module.parameters())
+        for step in range(STEPS):
+            local.zero_grad()
+            replicas.backward(module, rank, 2, step)
+            local.step()
+            assert torch.equal(values[step], torch.cat([p.detach().reshape(-1) for p in module.parameters()]))
+
+
+@each("selection", ["random", "shuffled", "partition"])
+@pytest.mark.sizes(3)
+def test_averaging_leaves_the_mean_and_all_other_elements_as_they_are(ranks, selection):
+    found = torch.stack(ranks(lambda comm: still(comm, {"share": 0.3, "selection": selection}, 6)))
+    means = found.mean(dim=0)
+    torch.testing.assert_close(means, means[0].expand_as(means), rtol=0, atol=1e-12)
+    for step in range(6):
+        before, after = found[:, step], found[:, step + 1]
+        met = (after != before).any(dim=0)
+        assert (after[:, met] == after[0, met]).all() and met.float().mean() <= 0.6
+
+
+@each("selection", ["shuffled", "partition"])
+@pytest.mark.sizes(3)
+def test_in_turn_each_element_meets_once_in_a_round(ranks, selection):
+    found = ranks(lambda comm: still(comm, {**STILL, "selection": selection}, 4))
+    assert all(torch.equal(values[4], found[0][4]) for values in found), "consensus after one round"
+    changed = torch.stack([(found[0][step + 1] != found[0][step]) for step in range(4)])
+    assert (changed.sum(dim=0) == 1).all()
+
+
+def test_orders_are_drawn_again_in_each_round_of_a_partition():
+    def parts(comm, selection):
+        strategy, _ = replicas.make(comm, NAME, {**STILL, "selection": selection}, "sgd")
+        found = [strategy._select(step)[0].tolist() for step in range(8)]
+        replicas.end(strategy)
+        return found
+
+    shuffled, partition = (run_virtual(lambda comm, s=s: parts(comm, s), 2)[0] for s in ("shuffled", "partition"))
+    assert shuffled[:4] == shuffled[4:] and partition[:4] != partition[4:]
+    assert sorted(sum(partition[4:], [])) == sorted(sum(shuffled[:4], []))
+
+
+def test_random_elements_meet_at_their_probability():
+    share, steps = 0.05, 40
+
+    def drawn(comm):
+        module = torch.nn.Linear(100, 50, bias=False)
+        strategy = problem.make(comm, NAME, module, share=share)
+        found = [strategy._select(step)[0] for step in range(steps)]
+        strategy.close()
+        return found
+
+    found = run_virtual(drawn, 2)
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all((part[1:] > part[:-1]).all() for part in found[0])
+    sizes = torch.tensor([float(len(part)) for part in found[0]])
+    assert sizes.mean() == pytest.approx(share * 5000, rel=0.05)
+    assert sizes.std() == pytest.approx((5000 * share * (1 - share)) ** 0.5, rel=0.4)
+    met = len(torch.cat(found[0]).unique()) / 5000
+    assert met == pytest.approx(1 - (1 - share) ** steps, rel=0.03)
+
+
+@each("take_up", ["shift", "plain"])
+@pytest.mark.sizes(2, 3)
+def test_after_a_delay_the_mean_comes_with_or_without_what_was_done_meanwhile(ranks, take_up):
+    delay = 2
+    options = {"share": 0.5, "selection": "shuffled", "delay": delay, "take_up": take_up}
+
+    def body(comm):
+        strategy, local = replicas.make(comm, NAME, options, "sgd")
+        values, _ = replicas.go(strategy, local, range(STEPS))
+        parts = [strategy._select(step)[0] for step in range(2)]
+        replicas.end(strategy)
+        return values, parts
+
+    found = ranks(body)
+    size, parts = len(found), found[0][1]
+    hand, late = replicas.ByHand(size, "sgd"), {}
+    for step in range(STEPS):
+        hand.steps()
+        late[step] = [own[parts[step % 2]].clone() for own in hand.params]
+        if step >= delay:
+            at, sent = parts[(step - delay) % 2], late.pop(step - delay)
+            mean = sum(sent) / size
+            for own, then in zip(hand.params, sent, strict=True):
+                own[at] = mean + (own[at] - then) if take_up == "shift" else mean
+        for rank, own in enumerate(hand.params):
+            torch.testing.assert_close(found[rank][0][step], own, rtol=0, atol=1e-12)
+
+
+def test_an_exchange_within_the_delay_takes_no_time():
+    def seconds(delay):
+        def body(comm):
+            strategy, local = replicas.make(comm, NAME, {"share": 0.5, "delay": delay}, "sgd")
+            start_s = comm.now()
+            replicas.go(strategy, local, range(6))
+            taken_s = comm.now() - start_s
+            replicas.end(strategy)
+            return taken_s
+
+        return max(run_virtual(body, 2, network=Network(0.03, 1e12), compute=Constant(0.1)))
+
+    assert seconds(1) == pytest.approx(0.6) and seconds(0) > 0.9
+
+
+@pytest.mark.sizes(2)
+def test_bytes_are_those_of_the_part(ranks):
+    options = {"share": 0.25, "selection": "partition"}
+
+    def body(comm):
+        strategy, local = replicas.make(comm, NAME, options, "sgd")
+        lengths = [8 * len(strategy._select(step)[0]) for step in range(4)]
+        _, records = replicas.go(strategy, local, range(4))
+        replicas.end(strategy)
+        return lengths, [record.bytes_sent for record in records]
+
+    for lengths, sent in ranks(body):
+        assert all(abs(n - length) <= 16 for n, length in zip(sent, lengths, strict=True))
+
+
+@each("options", [
+    {"share": 0.3}, {"share": 0.3, "delay": 2}, {"share": 0.3, "selection": "partition", "delay": 3},
+])  # fmt: skip
+@pytest.mark.sizes(1, 3)
+def test_a_run_taken_up_ends_on_the_same_bits(ranks, options):
+    def body(comm):
+        return [replicas.same_when_taken_up(comm, NAME, options, "adam", at, STEPS) for at in (1, 4)]
+
+    assert all(all(same) for same in ranks(body))
+
+
+@pytest.mark.sizes(3)
+def test_a_resumed_job_ends_where_the_uninterrupted_one_ends(ranks, shared_tmp_path):
+    options = ("share=0.2", "delay=2")
+    assert all(ranks(lambda comm: replicas.same_when_resumed(comm, shared_tmp_path, NAME, options, 6)))
+
+
+@pytest.mark.sizes(3)
+def test_under_a_slow_momentum_replicas_are_equal_at_its_steps(ranks):
+    base = Named(name=NAME, share=0.2, delay=1)
+    found = ranks(lambda comm: replicas.train(comm, "slowmo", {"period": 4, "base": base}, "adam", STEPS)[0])
+    for step in range(STEPS):
+        same = all(torch.equal(values[step], found[0][step]) for values in found)
+        assert same == ((step + 1) % 4 == 0), step

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from hpcdist.comm.communicator import Communicator, mpi_of
 from hpcdist.config import JobConfig
 from hpcdist.config.files import load_file
 from hpcdist.data.hdf5 import COLUMNS, HDF5Dataset
+from hpcdist.data.labels import counts, dirichlet, labels_of
 from hpcdist.errors import NO_SPACE, ConfigError, OutputError, suggestion
 from hpcdist.records import writing
 
@@ -78,6 +80,21 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """Compute the squared difference of each sample, averaged over its outputs; shape (batch,)."""
     return (outputs.reshape(targets.shape) - targets).double().square().reshape(len(targets), -1).mean(dim=1)
+
+
+def own_samples(
+    config: JobConfig, data: HDF5Dataset, workers: int
+) -> tuple[tuple[np.ndarray, ...], list[dict[str, int]] | None]:
+    """Return the samples of each worker, and how many of each label these are; nothing where any may be any one's.
+
+    Raises:
+        ConfigError: samples are to be split by label, and have none.
+    """
+    if config.data.split == "any":
+        return (), None
+    labels = labels_of(data)
+    parts = dirichlet(labels, workers, config.data.alpha, config.seed)
+    return parts, counts(labels, parts)
 
 
 def open_data(

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hpcdist import checkpoint, session, strategies
 from hpcdist.comm.communicator import Communicator
 from hpcdist.config import JobConfig
-from hpcdist.data.labels import counts, dirichlet, labels_of
 from hpcdist.data.loader import Batch, Loader
 from hpcdist.errors import ConfigError
 from hpcdist.records import StepRecord, Summary
@@ -27,7 +26,7 @@ from hpcdist.strategies.lbfgs.portions import JointBatch
 from hpcdist.train import resume
 from hpcdist.train.curves import Curves
 from hpcdist.train.evaluate import IterateAverage, evaluate
-from hpcdist.train.job import Job, open_data
+from hpcdist.train.job import Job, open_data, own_samples
 from hpcdist.train.log import Progress, RunLog
 from hpcdist.train.milestones import Milestones
 from hpcdist.train.numerics import Precision, count_skipped, require_finite
@@ -142,7 +141,9 @@ class Trainer:
     def _deal_samples(self, workers: tuple[int, ...]) -> None:
         """Divide the samples of the next epochs among these replicas."""
         self.workers = workers
-        self.labels: list[dict[str, int]] | None = None  # of each worker, where they have their own samples
+        if self.config.data.split != "any":
+            rules.refuse("joint batches are split by label", self.strategy)
+        parts, self.labels = own_samples(self.config, self._train, len(workers))
         self.loader = Loader(
             self._train,
             self.config.batch_size * self.config.accumulation,
@@ -151,20 +152,9 @@ class Trainer:
             workers=len(self.workers),
             seed=self.config.seed,
             prefetch=self.config.data.prefetch,
-            parts=self._parts(len(workers)),
+            parts=parts,
         )
         self.milestones.global_batch = self.loader.plan.global_batch
-
-    def _parts(self, workers: int) -> tuple[np.ndarray, ...]:
-        """Return the samples of each worker; empty where any may be any one's."""
-        data = self.config.data
-        if data.split == "any":
-            return ()
-        rules.refuse("joint batches are split by label", self.strategy)
-        labels = labels_of(self._train)
-        parts = dirichlet(labels, workers, data.alpha, self.config.seed)
-        self.labels = counts(labels, parts)
-        return parts
 
     @property
     def strategy_options(self) -> dict[str, Any]:

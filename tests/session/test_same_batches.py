@@ -50,7 +50,7 @@ def split(loader):
 
 @each("strategy", problem.stepping())
 def test_one_rank_warns_once_with_every_strategy(strategy):
-    (message,) = told(loop(strategy, batches=split))
+    (message,) = told(loop(strategy, batches=split, **problem.fitting(strategy, RANKS)))
     assert (
         "loader = hpcdist.shard(loader)" in message and "another seed on each rank (seed + hpcdist.rank())" in message
     )

@@ -27,7 +27,7 @@ from hpcdist.tools import console
 from hpcdist.train import runs
 from hpcdist.train.curves import Curves
 from hpcdist.train.evaluate import evaluate_replica
-from hpcdist.train.job import Job, open_data
+from hpcdist.train.job import Job, open_data, own_samples
 from hpcdist.train.log import Progress, RunLog
 from hpcdist.train.loop import own_device
 from hpcdist.train.milestones import Milestones
@@ -120,9 +120,10 @@ class BaselineTrainer:
         self.data_source = self._train.source
         self._library = library(comm, self.device)
         self._make_model()
+        parts, self.labels = own_samples(config, self._train, comm.size)
         self._loader = Loader(
             self._train, config.batch_size * config.accumulation, fill=True, worker=comm.rank, workers=comm.size,
-            seed=config.seed, prefetch=config.data.prefetch,
+            seed=config.seed, prefetch=config.data.prefetch, parts=parts,
         )  # fmt: skip
         self._milestones = Milestones(config, comm, self.position, len(self._train))
         self._milestones.global_batch = self._loader.plan.global_batch

@@ -33,11 +33,11 @@ SAME = {
     },
     "sparse_loco": {"period": 2, "compression": {"name": "chunk_topk", "ratio": 1.0, "values": "fp64"}},
     "slowmo": {"period": 2, "slow_momentum": 0.0}, "sparta": {"share": 0.5},
-    "noloco": {"period": 2, "group": 3, "outer_lr": 1.0, "outer_momentum": 0.0},
+    "noloco": {"period": 2, "outer_lr": 1.0, "outer_momentum": 0.0},
 }  # fmt: skip
 MANY = {
     **{name: problem.PERIODS.get(name, {}) for name in problem.stepping()},
-    "streaming_diloco": {"period": 4, "fragment_layers": 2}, "noloco": {"period": 2, "group": 3},
+    "streaming_diloco": {"period": 4, "fragment_layers": 2},
     "downpour": {"rate": 0.02},
 }  # fmt: skip
 del MANY["allreduce"], MANY["hardsync"]
@@ -77,9 +77,14 @@ def cells():
                 yield pytest.param(name, way, strategy, id=f"{name}-{way}-{strategy.replace(' ', '_')}", marks=marks)
 
 
+def options_of(way, strategy, size):
+    """The options of a strategy in this way, on so many ranks."""
+    return TABLE[way][strategy] | problem.fitting(strategy.split()[0], size)
+
+
 def trained(ranks, way, name, strategy):
     """What the habit came to on each rank: its models, what they were before `finish`, and rates of updates."""
-    habit, options = HABITS[name], TABLE[way][strategy]
+    habit, options = HABITS[name], options_of(way, strategy, ranks.size)
     strategy = strategy.split()[0]
     config = strategies.load(strategy).Config.from_mapping(options, "strategy")
     workers = config.workers(ranks.size)
@@ -103,7 +108,7 @@ def alone(name, joint):
 def contract(way, strategy, size):
     """The contract of a strategy with the options of this way, on so many ranks."""
     cls = strategies.load(strategy.split()[0])
-    return cls.Config.from_mapping(TABLE[way][strategy], "strategy").narrow(cls.contract, size)
+    return cls.Config.from_mapping(options_of(way, strategy, size), "strategy").narrow(cls.contract, size)
 
 
 def examine(ranks, way, name, strategy):

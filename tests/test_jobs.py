@@ -24,7 +24,8 @@ EPOCHS = 3
 STALENESS = {"parameter_server": 2, "downpour": 2, "ssp": 2, "softsync": 2 / 3}  # on 4 ranks
 STALENESS |= {"hardsync": 0, "easgd": 0, "eamsgd": 0}  # as of all that have no servers
 PERIODS = {name: ["strategy.period=40"] for name in problem.LONG_PERIODS}  # as long as these runs
-PERIODS["sparse_loco"].append("strategy.compression.ratio=0.2")
+PERIODS["sparse_loco"] = ["strategy.period=40", "strategy.compression.ratio=0.2"]
+PERIODS["qg_dsgd"] = ["optimizer.name=SGD", "optimizer.lr=0.05", "optimizer.momentum=0.9"]
 TRAIN_SAMPLES = {"digits": 1437, "regression": 1000}
 SHOWN = ("allreduce", "parameter_server", "gossip_pull", "local_sgd")  # of the kinds of strategies one each
 CASES = [

@@ -8,12 +8,10 @@ import torch
 from pydantic import Field
 
 from hpcdist.config import Named
-from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, held_tensors, spread
-from hpcdist.strategies.decentralised.mixing import Mixing
-from hpcdist.topology import make_topology
+from hpcdist.strategies.decentralised.mixing import Mixing, conserving
 
 
 @final
@@ -48,12 +46,7 @@ class GradientTracking(Strategy):
     contract = Contract(averages="parameters", meets="every step")
 
     def __init__(self, config: Config, comm, model, **given):
-        topology = make_topology(config.topology, comm)
-        if not topology.doubly_stochastic:
-            raise ConfigError(
-                f"strategy.topology of gradient_tracking must be doubly stochastic; got {config.topology.name}. Take "
-                "ring, torus, exponential, one_peer_exponential, complete or graph; or strategy sgp."
-            )
+        topology = conserving(config.topology, comm, "gradient_tracking")
         super().__init__(config, comm, model, **given)
         self._mixing = Mixing(comm, topology, overlap=False)
         like = model.params if comm.size > 1 else []

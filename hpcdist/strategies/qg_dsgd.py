@@ -12,8 +12,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, held_tensors, mean_of_ranks
-from hpcdist.strategies.decentralised.mixing import Mixing, rates
-from hpcdist.topology import make_topology
+from hpcdist.strategies.decentralised.mixing import Mixing, conserving, rates
 
 
 @final
@@ -47,12 +46,7 @@ class QGDSGD(Strategy):
     contract = Contract(averages="parameters", meets="every step", optimizer="SGD")
 
     def __init__(self, config: Config, comm, model, **given):
-        topology = make_topology(config.topology, comm)
-        if not topology.doubly_stochastic:
-            raise ConfigError(
-                f"strategy.topology of qg_dsgd must be doubly stochastic; got {config.topology.name}. Take ring, "
-                "torus, exponential, one_peer_exponential, complete or graph; or strategy sgp."
-            )
+        topology = conserving(config.topology, comm, "qg_dsgd")
         super().__init__(config, comm, model, **given)
         if self.optimizer is not None and comm.size > 1:
             self._sgd()

@@ -11,8 +11,10 @@ from torch import Tensor
 from hpcdist.comm.communicator import Communicator, Request, overlapping
 from hpcdist.comm.messages import Messages
 from hpcdist.comm.pieces import alongside
+from hpcdist.config import Named
+from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
-from hpcdist.topology import Topology
+from hpcdist.topology import Topology, make_topology
 
 
 def rates(model: FlatModel, optimizer: torch.optim.Optimizer | None) -> list[float]:
@@ -20,6 +22,21 @@ def rates(model: FlatModel, optimizer: torch.optim.Optimizer | None) -> list[flo
     groups = [] if optimizer is None else optimizer.param_groups
     of = {id(parameter): float(group.get("lr", 1.0)) for group in groups for parameter in group["params"]}
     return [of.get(id(parameter), 1.0) for parameter in model.parameters()]
+
+
+def conserving(chosen: Named, comm: Communicator, strategy: str) -> Topology:
+    """Make a topology for a strategy, one whose weights conserve the mean.
+
+    Raises:
+        ConfigError: they don't.
+    """
+    topology = make_topology(chosen, comm)
+    if not topology.doubly_stochastic:
+        raise ConfigError(
+            f"strategy.topology of {strategy} must be doubly stochastic; got {chosen.name}. Take ring, torus, "
+            "exponential, one_peer_exponential, complete or graph; or strategy sgp."
+        )
+    return topology
 
 
 class Mixing:

@@ -138,7 +138,8 @@ def examine(ranks, way, name, strategy):
     if not habit.exact or way == "many" or {plain, strategy} & set(habit.inexact):
         return "works"
     expected, before, rates = alone(name, len(workers) if way == "joint" else 1)
-    tolerance = habit.tolerance if way == "joint" else max(habit.tolerance, 1e-10)
+    rounds = plain in ("slowmo", "sparta")  # means of equal parameters, which loops that diverge magnify
+    tolerance = habit.tolerance if way == "joint" else max(habit.tolerance, 1e-9 if rounds else 1e-10)
     if plain == "easgd":  # the centre stays where it is
         found = found[::-1]
         assert all(difference(a, b) <= tolerance for a, b in zip(found[0][1], before, strict=True))

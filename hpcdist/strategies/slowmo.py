@@ -37,9 +37,10 @@ class SlowMo(Periodic):
     they differ, and evaluations use their mean.
 
     u is in units of gradients, so that the slow step falls with the learning rate at once; the outer momentum of
-    `diloco` does not. While η stays the same SlowMo with the base `local` is `diloco` with nesterov = false, outer_lr =
-    α, outer_momentum = β, and blockwise model-update filtering (BMUF) in its classical form, with block learning rate α
-    and block momentum β; BMUF in its Nesterov form is `diloco` with Nesterov. With β = 0, α = 1 it is `local_sgd`.
+    `diloco` does not. Where a rate is 0 the last one above it counts, with which the parameter has moved. While η stays
+    the same SlowMo with the base `local` is `diloco` with nesterov = false, outer_lr = α, outer_momentum = β, and
+    blockwise model-update filtering (BMUF) in its classical form, with block learning rate α and block momentum β; BMUF
+    in its Nesterov form is `diloco` with Nesterov. With β = 0, α = 1 it is `local_sgd`.
 
     On one rank the optimiser runs alone, without a slow step. Bytes per rank and step: 2n(p − 1)/(pH) for n bytes of
     parameters, and the base's. Memory per rank: three parameter vectors (x, u, the mean), and the base's.
@@ -101,6 +102,7 @@ class SlowMo(Periodic):
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
         self._slow = [torch.zeros_like(x) for x in self.common]  # u
+        self._rates: list[float] = []  # of each parameter, the last one above 0, with which it has moved
         self._moments = Moments(comm, model)
         self._base: Strategy | None = None
         if config.base.name != "local" and not self.alone:
@@ -116,6 +118,9 @@ class SlowMo(Periodic):
         return (self.steps + 1) % self.config.period == 0
 
     def inner_step(self, update: Update) -> Outcome:
+        if not self.alone:
+            now = rates(self.model, self.optimizer)
+            self._rates = [rate or before for rate, before in zip(now, self._rates or now, strict=True)]
         if self._base is None:
             return super().inner_step(update)
         self._base.steps = self.steps
@@ -138,8 +143,8 @@ class SlowMo(Periodic):
     def move(self, mean: Sequence[Tensor]) -> None:
         alpha, beta = self.config.slow_lr, self.config.slow_momentum
         of_all = (self.model.views(flats) for flats in (self.common, self._slow, mean))
-        for (_, x), (_, slow), (_, way), rate in zip(*of_all, rates(self.model, self.optimizer), strict=True):
-            if rate:
+        for (_, x), (_, slow), (_, way), rate in zip(*of_all, self._rates, strict=True):
+            if rate:  # else it has never moved
                 slow.mul_(beta).add_(way, alpha=1 / rate)
                 x.add_(slow, alpha=-alpha * rate)
 
@@ -173,8 +178,12 @@ class SlowMo(Periodic):
         return [
             *super().entries(),
             held_tensors("slow", self._slow, first),
+            Entry("rates", lambda: self._rates, self._load_rates, optional=True),
             *(replace(entry, name=f"base.{entry.name}") for entry in own),
         ]
+
+    def _load_rates(self, saved: Sequence[float]) -> None:
+        self._rates = list(saved)
 
     def load_state(self, saved: dict[str, Any]) -> None:
         self.pause()  # what was sent is not what is loaded

@@ -108,6 +108,21 @@ def test_the_slow_step_falls_with_the_rate_at_once(ranks):
         torch.testing.assert_close(tenth, 0.1 * whole, rtol=1e-9, atol=1e-15)
 
 
+@pytest.mark.sizes(2)
+def test_a_rate_of_0_at_the_end_of_a_period_loses_no_step(ranks):
+    def body(comm, name, options):
+        strategy, local = replicas.make(comm, name, {"period": 2, **options}, "sgd")
+        for step in range(6):
+            local.param_groups[0]["lr"] = 0.05 * (step % 2 == 0)
+            replicas.go(strategy, local, range(step, step + 1))
+        found = strategy.model.params[0].clone()
+        replicas.end(strategy)
+        return found
+
+    for own, averaged in ranks(lambda c: (body(c, NAME, {"slow_momentum": 0.0}), body(c, "local_sgd", {}))):
+        close(own, averaged)
+
+
 # --- over gossip ------------------------------------------------------------------------------------------------------
 @each("base", GOSSIPS)
 @pytest.mark.sizes(4)

@@ -15,8 +15,8 @@ from torch import Tensor
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding import sparse
 from hpcdist.compress.coding.centroids import decode_codes, encode_codes, quantise
+from hpcdist.compress.coding.elements import FLOATS, as_sent
 
-_DTYPES: dict[str, type[np.floating]] = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
 _BINS = 4  # of 2bit
 
 
@@ -64,9 +64,7 @@ class ChunkTopk(Compressor):
         values = tensor.numpy()
         indices = np.concatenate([_largest(tensor, s, self.config) for s in self.spans] or [np.empty(0, np.int64)])
         if self.config.values != "2bit":
-            dtype = _DTYPES[self.config.values]
-            most = np.finfo(dtype).max
-            sent = np.clip(values[indices], -most, most).astype(dtype)
+            sent = as_sent(values[indices], FLOATS[self.config.values])
             values[indices] -= sent
             return sparse.pack(indices, self.count, sent)
         chosen = values[indices]
@@ -83,7 +81,7 @@ class ChunkTopk(Compressor):
             return
         values = out.numpy()
         if self.config.values != "2bit":
-            indices, (sent,) = sparse.unpack(message, self.count, ((_DTYPES[self.config.values], -1),))
+            indices, (sent,) = sparse.unpack(message, self.count, ((FLOATS[self.config.values], -1),))
             values[indices] += sent.astype(values.dtype) * weight
             return
         size = int(message.numpy()[4:8].copy().view(np.uint32)[0])

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding import sparse
-
-_DTYPES: dict[str, type[np.floating]] = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
+from hpcdist.compress.coding.elements import FLOATS, as_sent
 
 
 class Largest(Compressor):
@@ -33,15 +32,15 @@ class Largest(Compressor):
     def __init__(self, config: Config, count: int, spans: Sequence[Span] = ()):
         super().__init__(config, count, spans)
         self._sample = sparse.Sample(count)
-        self._dtype = _DTYPES[config.values]
+        self._dtype = FLOATS[config.values]
 
     def _encode_(self, values: np.ndarray, ratio: float) -> tuple[Tensor, np.ndarray]:
         """Encode the largest `values`, leave the error there, and return the message and the indices in it."""
         if not self.count:
             return sparse.pack(np.empty(0, np.int64), 0), np.empty(0, np.int64)
         indices = self._sample.largest(values, max(1, round(ratio * self.count)))
-        chosen, most = values[indices], np.finfo(self._dtype).max
-        sent = np.clip(chosen, -most, most).astype(self._dtype)
+        chosen = values[indices]
+        sent = as_sent(chosen, self._dtype)
         values[indices] = chosen - sent
         return sparse.pack(indices, self.count, sent), indices
 

@@ -8,6 +8,7 @@ an epoch can be resumed at any position on any number of workers.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 
@@ -63,7 +64,7 @@ class EpochPlan:
     def steps(self) -> int:
         """Steps from `start` to the end of the epoch."""
         if self.parts:
-            return -(-max(map(len, self.parts)) // self.batch_size) - self._steps_before
+            return self._steps_of_parts - self._steps_before
         return -(-(self.n_samples - self.start) // self.global_batch)
 
     def position(self, step: int) -> int:
@@ -129,7 +130,12 @@ class EpochPlan:
     @cached_property
     def _steps_before(self) -> int:
         """The steps of an epoch of parts that have consumed `start` samples."""
-        return next(steps for steps in itertools.count() if self._consumed(steps) >= self.start)
+        return bisect_left(range(self._steps_of_parts), self.start, key=self._consumed)
+
+    @property
+    def _steps_of_parts(self) -> int:
+        """The steps of a whole epoch of parts."""
+        return -(-max(map(len, self.parts)) // self.batch_size)
 
     @cached_property
     def _order(self) -> np.ndarray:

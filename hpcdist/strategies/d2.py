@@ -76,8 +76,7 @@ class D2(Strategy):
         stepped = [x.clone() for x in self.model.params]
         for x, changed in zip(self.model.params, self._changed, strict=True):
             x.add_(changed)
-        self._mixing.start(self.model.params, self.steps)
-        self._mixing.finish(self.model.params)
+        self._mixing.mix(self.model.params, self.steps)
         for x, changed, without in zip(self.model.params, self._changed, stepped, strict=True):
             torch.sub(x, without, out=changed)
         return outcome

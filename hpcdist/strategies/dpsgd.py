@@ -229,8 +229,7 @@ class CompressedMixing:
         self._public_mixed = [_on_host(flat) for flat in saved or self._public]
         if not saved:
             mixing = Mixing(self._comm, self._topology, overlap=False)
-            mixing.start(self._public_mixed, 0)
-            mixing.finish(self._public_mixed)
+            mixing.mix(self._public_mixed, 0)
             mixing.close()
 
     def _load_coders(self, saved: Sequence[dict]) -> None:

@@ -64,9 +64,7 @@ class GradientTracking(Strategy):
         return outcome
 
     def _mix(self) -> None:
-        tensors = (*self.model.params, *self._tracked)
-        self._mixing.start(tensors, self.steps)
-        self._mixing.finish(tensors)
+        self._mixing.mix((*self.model.params, *self._tracked), self.steps)
 
     def _step(self, update: Update) -> None:
         """Let the optimiser step along y; afterwards the gradients are this rank's own again."""

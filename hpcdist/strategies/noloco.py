@@ -72,8 +72,7 @@ class NoLoCo(Strategy):
         config, params = self.config, self.model.params
         ways = [own - x for own, x in zip(params, self.outer, strict=True)]
         means = [x.clone() for x in self.outer]
-        self._mixing.start((*ways, *means), (self.steps + 1) // config.period)
-        self._mixing.finish((*ways, *means))
+        self._mixing.mix((*ways, *means), (self.steps + 1) // config.period)
         for own, x, v, way, mean in zip(params, self.outer, self._momentum, ways, means, strict=True):
             v.mul_(config.outer_momentum).add_(way, alpha=config.outer_lr).add_(mean.sub_(x), alpha=config.pull)
             x.add_(v)

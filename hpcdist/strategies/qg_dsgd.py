@@ -59,8 +59,7 @@ class QGDSGD(Strategy):
         local = self._sgd()
         before = [x.clone() for x in self.model.params]
         outcome = self.gradients.step_alone(lambda: self._step(local, update))
-        self._mixing.start(self.model.params, self.steps)
-        self._mixing.finish(self.model.params)
+        self._mixing.mix(self.model.params, self.steps)
         for x, was in zip(self.model.params, before, strict=True):
             was.sub_(x)
         moved, kept = self.model.views(before), self.config.memory

@@ -115,7 +115,7 @@ class SlowMo(Periodic):
     @property
     def _at_end(self) -> bool:
         """Whether the step that is being made is the last one of a period."""
-        return (self.steps + 1) % self.config.period == 0
+        return self.exchanges_at(self.steps + 1)
 
     def inner_step(self, update: Update) -> Outcome:
         if not self.alone:

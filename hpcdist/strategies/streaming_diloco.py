@@ -14,7 +14,7 @@ from hpcdist.compress import CompressionConfig, Reduction
 from hpcdist.errors import ConfigError
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Along, Entry, first, mean_of_ranks
+from hpcdist.strategies.common.state import Along, Entry, first, held_tensors, mean_of_ranks
 from hpcdist.strategies.synchronous.exchanges import Exchanges
 from hpcdist.strategies.synchronous.fragments import Fragment, cut
 
@@ -184,6 +184,8 @@ class StreamingDiLoCo(Strategy):
 
     def _await(self, number: int | None = None) -> None:
         """Wait for a fragment, and those sent before; or for all. Put the means that have come in their places."""
+        if number is not None and number not in self._values:
+            return
         under_way = list(self._values)
         arrived = under_way if number is None else under_way[: under_way.index(number) + 1]
         self.exchanges.wait(len(under_way) - len(arrived))
@@ -193,8 +195,7 @@ class StreamingDiLoCo(Strategy):
     def _take_up(self, number: int) -> None:
         """Move a fragment's common parameters by the mean, and this rank's towards them."""
         config, fragment = self.config, self.fragments[number]
-        if number in self._values:
-            self._await(number)
+        self._await(number)
         del self._sent[number]
         if self._shifts:
             for own, x, gone in fragment.views(self.model.params, self.common, self._gone):
@@ -215,8 +216,7 @@ class StreamingDiLoCo(Strategy):
         Before the first mean there is none: it counts as 0, and so does the rank's own part of it.
         """
         fragment, eager = self.fragments[number], self.config.take_up == "eager"
-        if number in self._values:
-            self._await(number)
+        self._await(number)
         gone = self._gone if eager else self._mean
         if self._sent.pop(number, None) is None:
             for mean, before in fragment.views(self._mean, gone):
@@ -249,7 +249,7 @@ class StreamingDiLoCo(Strategy):
             *super().entries(),
             Entry("under_way", under_way, self._load_under_way),
             Along("common", lambda: self.common, self._load_common, of_x),
-            Along("momentum", lambda: self._momentum, lambda saved: _copy(self._momentum, saved), of_x),
+            held_tensors("momentum", self._momentum, of_x),
             Along("mean", lambda: self._mean if self._sent else [], lambda saved: _copy(self._mean, saved)),
             # In another world all begin at the mean of the parameters, which is as far from x as ranks were on average.
             Along(

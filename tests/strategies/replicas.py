@@ -90,6 +90,15 @@ def same_when_taken_up(comm: Communicator, name: str, options: dict, optimizer: 
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def all_same_when_taken_up(ranks, name: str, options: dict, optimizer: str, at: Sequence[int], steps: int) -> bool:
+    """Whether that is so on all ranks, after each of the steps `at`."""
+
+    def body(comm: Communicator) -> list[bool]:
+        return [same_when_taken_up(comm, name, options, optimizer, one, steps) for one in at]
+
+    return all(all(same) for same in ranks(body))
+
+
 def same_when_resumed(comm: Communicator, folder: Path, name: str, options: Sequence[str], at: int) -> bool:
     """Collective. Whether a job resumed from the checkpoint of step `at` ends on the same bits."""
     ring = ["strategy.algorithm=ring"] if "algorithm" in strategies.load(name).Config.model_fields else []

@@ -308,11 +308,7 @@ def test_bytes_are_so_many_vectors_to_each_neighbour(case):
 @pytest.mark.sizes(1, 3)
 def test_a_run_taken_up_ends_on_the_same_bits(ranks, case):
     name, options = case
-
-    def body(comm):
-        return [replicas.same_when_taken_up(comm, name, options, "momentum", at, STEPS) for at in (1, 4)]
-
-    assert all(all(same) for same in ranks(body))
+    assert replicas.all_same_when_taken_up(ranks, name, options, "momentum", (1, 4), STEPS)
 
 
 @each("name", ["d2", "gradient_tracking", "qg_dsgd"])

@@ -133,10 +133,7 @@ def test_bytes_are_two_vectors_to_the_partner(ranks):
 
 @pytest.mark.sizes(1, 4)
 def test_a_run_taken_up_ends_on_the_same_bits(ranks):
-    def body(comm):
-        return [replicas.same_when_taken_up(comm, NAME, {"period": 3}, "adam", at, STEPS) for at in (2, 3, 4)]
-
-    assert all(all(same) for same in ranks(body))
+    assert replicas.all_same_when_taken_up(ranks, NAME, {"period": 3}, "adam", (2, 3, 4), STEPS)
 
 
 @pytest.mark.sizes(4)

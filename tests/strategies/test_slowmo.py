@@ -163,10 +163,7 @@ def test_without_slow_momentum_the_mean_follows_that_of_the_base(ranks, name):
 ])  # fmt: skip
 @pytest.mark.sizes(1, 3)
 def test_a_run_taken_up_ends_on_the_same_bits(ranks, options):
-    def body(comm):
-        return [replicas.same_when_taken_up(comm, NAME, {"period": 4, **options}, "adam", at, STEPS) for at in (3, 4)]
-
-    assert all(all(same) for same in ranks(body))
+    assert replicas.all_same_when_taken_up(ranks, NAME, {"period": 4, **options}, "adam", (3, 4), STEPS)
 
 
 @pytest.mark.sizes(3)

@@ -176,10 +176,7 @@ def test_bytes_are_those_of_the_part(ranks):
 ])  # fmt: skip
 @pytest.mark.sizes(1, 3)
 def test_a_run_taken_up_ends_on_the_same_bits(ranks, options):
-    def body(comm):
-        return [replicas.same_when_taken_up(comm, NAME, options, "adam", at, STEPS) for at in (1, 4)]
-
-    assert all(all(same) for same in ranks(body))
+    assert replicas.all_same_when_taken_up(ranks, NAME, options, "adam", (1, 4), STEPS)
 
 
 @pytest.mark.sizes(3)

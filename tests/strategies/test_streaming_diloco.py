@@ -176,11 +176,8 @@ def test_bytes_are_those_of_each_fragment_once_in_a_period(ranks):
 ])  # fmt: skip
 @pytest.mark.sizes(1, 3)
 def test_a_run_taken_up_while_a_fragment_is_under_way_ends_on_the_same_bits(ranks, options):
-    def body(comm):
-        given = {"fragment_layers": 1, **options}
-        return [replicas.same_when_taken_up(comm, NAME, given, "adam", at, STEPS) for at in (3, 4, 5, 6)]
-
-    assert all(all(same) for same in ranks(body))
+    given = {"fragment_layers": 1, **options}
+    assert replicas.all_same_when_taken_up(ranks, NAME, given, "adam", (3, 4, 5, 6), STEPS)
 
 
 @pytest.mark.sizes(3)

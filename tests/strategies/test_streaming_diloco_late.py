@@ -133,11 +133,8 @@ def test_eager_ranks_differ_by_their_last_part_only(ranks):
 @each("take_up", ["delayed", "eager"])
 @pytest.mark.sizes(1, 3)
 def test_a_run_taken_up_in_the_middle_of_a_period_ends_on_the_same_bits(ranks, take_up):
-    def body(comm):
-        options = {"period": 5, "fragment_layers": 2, "take_up": take_up, "compression": "e3m0"}
-        return [replicas.same_when_taken_up(comm, NAME, options, "adam", at, STEPS) for at in (1, 3, 5, 8)]
-
-    assert all(all(same) for same in ranks(body))
+    options = {"period": 5, "fragment_layers": 2, "take_up": take_up, "compression": "e3m0"}
+    assert replicas.all_same_when_taken_up(ranks, NAME, options, "adam", (1, 3, 5, 8), STEPS)
 
 
 @pytest.mark.sizes(3)

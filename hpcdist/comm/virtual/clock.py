@@ -294,7 +294,7 @@ class VirtualClock:
                 lines.append(f"  rank {rank.rank} has returned")
             else:
                 lines.append(self._waits(rank))
-        lines += [self._waits(me) for me in self._further if not me.finished and str(me.awaits) != IDLE]
+        lines += [self._waits(me) for me in self._further if not me.finished and me.awaits is not IDLE]
         return "\n".join(lines)
 
     def _waits(self, me: VirtualRank) -> str:

@@ -45,7 +45,7 @@ class VirtualThread:
 
     def _put(self, task: Callable[[], None] | None) -> None:
         self._tasks.append(task)
-        if str(self._thread.awaits) == IDLE:
+        if self._thread.awaits is IDLE:
             self._clock.wake(self._thread)
 
     def _run(self) -> None:

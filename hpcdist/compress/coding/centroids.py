@@ -29,7 +29,7 @@ def quantise(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         return np.arange(len(values), dtype=np.int32), np.clip(means, -MOST_SCALE, MOST_SCALE).astype(np.float32)
     parts = values / np.float64(largest)  # squares of these are finite
     mean = parts.mean()
-    deviation = parts.std(ddof=1) if len(parts) > 1 else 0.0
+    deviation = parts.std(ddof=1)
     places = (parts - mean) * (count / (RANGE * deviation) if deviation > 0 else 1.0)
     codes = np.clip(np.rint(places + count / 2), 0, count - 1).astype(np.int32)
     held = np.bincount(codes, minlength=count)

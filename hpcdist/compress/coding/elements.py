@@ -13,6 +13,7 @@ from hpcdist.comm.pieces import CACHED, slices
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # the bits of each byte, as numbers
 LEAST_SCALE = 1e-30  # smaller ones are sent as 0, because their inverse may be infinite, or fractions have fewer bits
 MOST_SCALE = float(np.finfo(np.float32).max)
+FLOATS: dict[str, type[np.floating]] = {"fp16": np.float16, "fp32": np.float32, "fp64": np.float64}
 _LEAST = {torch.float32: 1e-17, torch.float64: 1e-140}  # squares of smaller numbers lose bits
 
 
@@ -58,6 +59,12 @@ def largest(values: Tensor) -> float:
 def as_scale(magnitude: float) -> float:
     """Return a magnitude as it is sent, as float32: at most the largest number of that; 0 where it is too small."""
     return min(magnitude, MOST_SCALE) if magnitude >= LEAST_SCALE else 0.0
+
+
+def as_sent(values: np.ndarray, dtype: type[np.floating]) -> np.ndarray:
+    """Round values to the type in which they are sent; those beyond its range become its largest number."""
+    most = np.finfo(dtype).max
+    return np.clip(values, -most, most).astype(dtype)
 
 
 def mean(values: Tensor, order: int = 1) -> float:

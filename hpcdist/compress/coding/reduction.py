@@ -95,12 +95,14 @@ class Reduction:
             out.zero_()
         having = [torch.zeros_like(out, dtype=torch.int32) for out in self._sums] if self._over_senders else []
         for messages_of_rank in gather(self._comm, messages, len(tensors), range(senders)):
-            for feedback, message, out in zip(self.feedbacks, messages_of_rank, self._sums, strict=True):
-                feedback.compressor.add(message, out)
-            for feedback, message, count in zip(self.feedbacks, messages_of_rank, having):
-                one = torch.zeros_like(feedback.residual)
-                feedback.compressor.add(message, one)
-                count.add_(one != 0)
+            for place, (feedback, message) in enumerate(zip(self.feedbacks, messages_of_rank, strict=True)):
+                if having:
+                    one = torch.empty_like(feedback.residual)
+                    feedback.compressor.decode(message, one)
+                    self._sums[place].add_(one)
+                    having[place].add_(one != 0)
+                else:
+                    feedback.compressor.add(message, self._sums[place])
         for out, count in zip(self._sums, having):
             out.div_(count.clamp_(min=1))
         for tensor, out in zip(tensors, self._sums, strict=True):

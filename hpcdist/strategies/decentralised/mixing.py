@@ -102,6 +102,11 @@ class Mixing:
                     for weight, part in zip(weights.values(), theirs, strict=True):
                         mine.add_(part, alpha=weight)
 
+    def mix(self, tensors: Sequence[Tensor], step: int) -> None:
+        """Collective. Mix `tensors` with the neighbours of `step`, in place, and wait for it."""
+        self.start(tensors, step)
+        self.finish(tensors)
+
     def drop(self) -> None:
         """Collective. Wait for the exchange under way, if there is one, and drop its result."""
         for request in self._requests:

@@ -53,14 +53,16 @@ ALLREDUCE_WAYS = (
 HOROVOD = Way("allreduce_horovod", "allreduce", {"provider": "horovod"})  # apart: its thread is at work all the time
 
 
-def gossip_ways() -> Iterator[Way]:
-    """Make a way of each strategy without servers, but for all-reduce."""
+def gossip_ways(size: int) -> Iterator[Way]:
+    """Make a way of each strategy without servers, but for all-reduce, that trains on `size` ranks."""
     for name in strategies.available():
         fields = strategies.load(name).Config.model_fields
         if "servers" in fields or name == ALLREDUCE.strategy:
             continue
         if "period" in fields:
-            yield Way(f"{name}_{PERIOD}", name, {"period": PERIOD})
+            # Groups of equal size: pairs, unless the number of ranks is odd.
+            group = {"group": size} if "group" in fields and size > 1 and size % 2 else {}
+            yield Way(f"{name}_{PERIOD}", name, {"period": PERIOD, **group})
             continue
         compressor = fields["compression"].default.name if "compression" in fields else "none"
         # Compressors are at the density that `bench compress` begins with: their defaults suit other models.

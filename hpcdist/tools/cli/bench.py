@@ -234,7 +234,7 @@ def gossip(rounds: Rounds = 7, json_path: Json = None) -> None:
     """
     from hpcdist.tools.bench.train import compare, gossip_ways
 
-    _run("training step", compare, json_path, ways=list(gossip_ways()), rounds=rounds)
+    _run("training step", lambda comm: compare(comm, list(gossip_ways(comm.size)), rounds=rounds), json_path)
 
 
 @app.command()

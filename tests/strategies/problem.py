@@ -49,7 +49,7 @@ def stepping() -> list[str]:
 PERIODS: dict[str, dict[str, Any]] = {
     "local_sgd": {"period": 2}, "diloco": {"period": 2}, "streaming_diloco": {"period": 4, "fragment_layers": 1},
     "sparse_loco": {"period": 2, "compression": {"ratio": 0.2}}, "easgd": {"period": 2}, "eamsgd": {"period": 2},
-    "slowmo": {"period": 2}, "noloco": {"period": 2}, "sparta": {"share": 0.5},
+    "slowmo": {"period": 2}, "async_diloco": {"period": 2}, "noloco": {"period": 2}, "sparta": {"share": 0.5},
 }  # fmt: skip
 
 

@@ -87,6 +87,10 @@ class Handler(abc.ABC):
     def settle(self) -> None:
         """Handle requests that waited for a worker which has paused, or is evicted."""
 
+    def patience_s(self) -> float | None:
+        """Return in how many seconds `settle` is to be called, if no request comes before; None: not at all."""
+        return None
+
     def returned(self, child: int) -> None:
         """Remember that a worker that was evicted has pushed again."""
 
@@ -165,9 +169,14 @@ class ServerLoop:
         if self._watches:
             patience_s = self.liveness.patience_s(self.active(), self._comm.now(), self._comm.failures.tolerant)
             timeout_s = min((s for s in (timeout_s, patience_s) if s is not None), default=None)
+        due_s = self.handler.patience_s()
+        if due_s is not None:
+            timeout_s = due_s if timeout_s is None else min(timeout_s, due_s)
         request = self._inbox.next(timeout_s)
         if request is not None:
             self._deal(request)
+        elif due_s is not None:
+            self.handler.settle()
         if self._watches:
             self._evict()
         return True

@@ -34,9 +34,7 @@ def begin_epoch(optimizer: Any) -> None:
     first, optimizer.attachment.begun = not optimizer.attachment.begun, True
     if strategy.comm.size == 1:
         return
-    works = len(strategy.config.workers(strategy.comm.size)) == strategy.comm.size
-    takes_up = works or strategy.contract.updates == "on servers"  # a centre is taken up by the ranks that serve it
-    takes_up = takes_up and type(strategy).take_up is not Strategy.take_up
+    takes_up = type(strategy).take_up is not Strategy.take_up
     replicates = rules.forbids("replicas differ", strategy)
     strategy.model.refresh()
     looks = first or takes_up or replicates

@@ -37,7 +37,9 @@ class AsyncDiLoCo(ServerStrategy):
 
     Records have the staleness of pushes, once for each gradient in them: how many pushes the server has applied since
     the worker read θ. ν and N go together, as a push moves θ by ν/N of its way. A period may go over the end of an
-    epoch. Evaluations use the servers' θ. On one rank the optimiser runs alone.
+    epoch. Each worker has its own samples of an epoch, as with all strategies, so none comes more often than others.
+    A checkpoint has the servers' θ and each worker's own; all ranks load it together, so no worker has read a θ that
+    is newer than the servers'. Evaluations use the servers' θ. On one rank the optimiser runs alone.
 
     Bytes per worker and period: one parameter vector each way. Memory: on a worker θ as it was read; on the servers θ,
     m, Δ, and a slot for each worker.

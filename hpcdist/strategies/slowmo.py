@@ -178,12 +178,15 @@ class SlowMo(Periodic):
         return [
             *super().entries(),
             held_tensors("slow", self._slow, first),
-            Entry("rates", lambda: self._rates, self._load_rates, optional=True),
+            Entry("rates", self._named_rates, self._load_rates, _of_all_stages, optional=True),
             *(replace(entry, name=f"base.{entry.name}") for entry in own),
         ]
 
-    def _load_rates(self, saved: Sequence[float]) -> None:
-        self._rates = list(saved)
+    def _named_rates(self) -> dict[str, float]:
+        return dict(zip(self.model.names, self._rates))
+
+    def _load_rates(self, saved: dict[str, float]) -> None:
+        self._rates = [saved.get(name, 0.0) for name in self.model.names] if saved else []
 
     def load_state(self, saved: dict[str, Any]) -> None:
         self.pause()  # what was sent is not what is loaded
@@ -200,3 +203,8 @@ class SlowMo(Periodic):
             self._base.close()
             self._base.comm.close()
         super().close()
+
+
+def _of_all_stages(saved: Sequence[dict[str, float]], *_: int) -> dict[str, float]:
+    """Join what the ranks of all stages have saved."""
+    return {name: rate for rates_of_rank in saved for name, rate in rates_of_rank.items()}

@@ -276,7 +276,9 @@ def test_strategies_are_sorted_as_they_are_known_to_be():
 )
 def test_training_goes_on_from_values_that_the_loop_loads(ranks, name, when):
     """With a learning rate of 0 they stay, but for what is under way: momentum, changes that are not sent yet."""
-    keep = ("eamsgd", "strom", "diloco", "streaming_diloco", "sparse_loco", "noloco", "slowmo")  # what is under way
+    keep = (  # what is under way
+        "eamsgd", "strom", "diloco", "streaming_diloco", "sparse_loco", "noloco", "slowmo", "async_diloco",
+    )  # fmt: skip
     if when == "between epochs" and name.split()[0] in keep:
         when = "before the first epoch"
 

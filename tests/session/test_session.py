@@ -36,7 +36,7 @@ def _loop(comm, name, epochs=3, loader=None, **options):
     torch.manual_seed(0)
     model = torch.nn.Linear(5, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    options = problem.fitting(name, comm.size) | options
+    options = problem.PERIODS.get(name, {}) | problem.fitting(name, comm.size) | options
     optimizer = hd.DistributedOptimizer(optimizer, model, strategy=name, **options)
     loader = hd.shard(loader or DataLoader(_data(), batch_size=4, shuffle=True))
     seen, steps = [], 0

@@ -53,8 +53,8 @@ def test_on_one_rank_it_is_the_plain_optimiser_to_the_bit(ranks, name, optimizer
 @every
 @pytest.mark.sizes(2, 9)
 def test_it_learns_on_any_number_of_ranks(ranks, name):
-    options = problem.PERIODS["sparse_loco"] if name == "sparse_loco" else {}  # of so few elements 1/64 is little
-    problem.learns(ranks, name, options, epochs=3 if ranks.size == 2 or name == "sandblaster" else 5)
+    epochs = 3 if ranks.size == 2 or name == "sandblaster" else 5
+    problem.learns(ranks, name, problem.PERIODS.get(name, {}), epochs=epochs)
 
 
 @each("name", SERVED)
@@ -62,7 +62,8 @@ def test_it_learns_on_any_number_of_ranks(ranks, name):
 @pytest.mark.sizes(5)
 def test_it_learns_with_several_servers(ranks, name, servers):
     timing = {"compute": Jitter(0.1, 0.2), "network": Network(1e-4, 1e9)}
-    problem.learns(ranks, name, {"servers": servers}, epochs=4, below=0.9, **timing)
+    options = {"servers": servers, **problem.PERIODS.get(name, {})}
+    problem.learns(ranks, name, options, epochs=4, below=0.9, **timing)
 
 
 @every

@@ -82,7 +82,7 @@ def test_on_these_ranks_too(ranks, optimizer):
 
 @served
 def test_every_strategy_learns_with_fewer_parameters_than_servers(name):
-    runs = _train({"servers": 7}, 10, name=name, optimizer="sgd", epochs=2)
+    runs = _train({"servers": 7, **problem.PERIODS.get(name, {})}, 10, name=name, optimizer="sgd", epochs=2)
     assert all(torch.equal(run.consensus[0], runs[0].consensus[0]) for run in runs)
     module = problem.model()
     start = problem.loss(module, range(problem.SAMPLES)).item()

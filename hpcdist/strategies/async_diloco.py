@@ -32,8 +32,8 @@ class AsyncDiLoCo(ServerStrategy):
 
     With `dynamic` a worker's next period has H·s/max(s) steps, rounded down, at least 1, where s are the workers' steps
     per second in their last periods: so all push about equally often, and slow ones less. With `grace_s` the servers
-    wait so long after a first push for others, apply them one after the other, and let these workers begin at the same
-    θ. The inner optimiser's state stays, or is made anew in each period (`inner_state`).
+    wait so long after a first push for others, apply them in order of their ranks, and let these workers begin at the
+    same θ. The inner optimiser's state stays, or is made anew in each period (`inner_state`).
 
     Records have the staleness of pushes, once for each gradient in them: how many pushes the server has applied since
     the worker read θ. ν and N go together, as a push moves θ by ν/N of its way. A period may go over the end of an
@@ -236,6 +236,7 @@ class _WayServer(Handler):
         over = held and self._since_s + self._config.grace_s <= self._now()
         if over or (held and {request.source for request, _ in held}.issuperset(self._loop.active())):
             self._held = []
+            held = sorted(held, key=lambda one: one[0].source)  # the same sums in any order of arrival
             for request, ways in held:
                 self._apply(request, ways)
             for request, _ in held:

@@ -121,6 +121,10 @@ class ParallelConfig(Settings):
         None, description="layers of each stage; measured balances their times, none their parameters"
     )
     spread: Annotated[bool, MayChange] = Field(False, description="let a replica's ranks lie on several nodes")
+    routing: Literal["straight", "random"] = Field(
+        "straight",
+        description="where micro-batches go from stage to stage: to the same replica, or to one drawn for each",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> ParallelConfig:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -62,21 +63,29 @@ class Boundary:
     shapes, before the first values, and must not change; later only tensors are sent, one message each.
 
     Args:
-        comm: the ranks of a replica.
+        comm: has the ranks at both ends.
         stage: the stage before the boundary.
-        other: the rank at the other end.
+        other: the rank at the other end, until `begin` names others.
         device: of received tensors.
+        values: what they are, for messages.
     """
 
-    def __init__(self, comm: Communicator, stage: int, other: int, device: torch.device):
-        self._comm, self._stage, self._other, self._device = comm, stage, other, device
+    def __init__(self, comm: Communicator, stage: int, other: int, device: torch.device, values: str | None = None):
+        self._comm, self._device = comm, device
+        self._what = values or f"what stage {stage} returns"
         self._layouts: dict[Hashable, Layout] = {}
         self._sending: list[tuple[Request, Tensor]] = []
         self._values_tag, self._gradients_tag = tags = 2 * stage, 2 * stage + 1
         self._posted: dict[int, deque[tuple[list[Tensor], list[Request]]]] = {tag: deque() for tag in tags}
+        self._others: dict[int, Iterator[int]] = {tag: itertools.repeat(other) for tag in tags}
         self._here: dict[int, deque[list[Tensor]]] | None = None
         if other == comm.rank:
             self._here = {tag: deque() for tag in tags}
+
+    def begin(self, others: Iterable[int]) -> None:
+        """Begin a batch, for each of whose micro-batches another rank is at the other end."""
+        others = list(others)
+        self._others = {tag: iter(others) for tag in self._others}
 
     # --- the stage before -----------------------------------------------------------------------------------------
     def send(self, key: Hashable, values: Values) -> list[Tensor]:
@@ -91,16 +100,16 @@ class Boundary:
         leaves, tree = pytree.tree_flatten(values)
         layout = Layout(tree, tuple(self._describe(leaf) for leaf in leaves))
         known = self._layouts.setdefault(key, layout)
+        messages = [leaf for leaf in leaves if leaf is not None]
         if known is layout and self._here is None:
             header = torch.frombuffer(bytearray(layout.encode()), dtype=torch.uint8)
-            self._isend(torch.tensor([len(header)]), self._values_tag)
-            self._isend(header, self._values_tag)
+            messages = [torch.tensor([len(header)]), header, *messages]
         elif known != layout:
             raise ConfigError(
-                f"shapes and types of what stage {self._stage} returns must follow from those of the batch; got "
-                f"{layout}, and {known} before for a batch of the same shapes. Pad to a length that the batch tells."
+                f"shapes and types of {self._what} must follow from those of the batch; got {layout}, and {known} "
+                "before for a batch of the same shapes. Pad to a length that the batch tells."
             )
-        self._send([leaf for leaf in leaves if leaf is not None], self._values_tag)
+        self._send(messages, self._values_tag)
         return [leaf for leaf, tensor in zip(leaves, layout.tensors, strict=True) if tensor is not None and tensor.grad]
 
     def _describe(self, leaf: Any) -> Described | None:
@@ -108,8 +117,8 @@ class Boundary:
             return None
         if not isinstance(leaf, Tensor):
             raise ConfigError(
-                f"stage {self._stage} must return tensors, and tuples, lists or dicts of them; got "
-                f"{type(leaf).__name__}. Cut the model elsewhere, or make it a tensor."
+                f"{self._what} must be tensors, and tuples, lists or dicts of them; got {type(leaf).__name__}. Cut the "
+                "model elsewhere, or make it a tensor."
             )
         differentiable = leaf.is_floating_point() or leaf.is_complex()
         return Described(leaf.dtype, tuple(leaf.shape), differentiable and torch.is_grad_enabled())
@@ -132,11 +141,13 @@ class Boundary:
     def receive(self, key: Hashable) -> tuple[list[Tensor | None], Layout]:
         """Receive the values of a micro-batch: the tensors, with None where None was sent, and their layout."""
         if key not in self._layouts:
+            other = next(self._others[self._values_tag])
             length = torch.empty(1, dtype=torch.int64)
-            self._comm.irecv(length, self._other, self._values_tag).wait()
+            self._comm.irecv(length, other, self._values_tag).wait()
             header = torch.empty(int(length), dtype=torch.uint8)
-            self._comm.irecv(header, self._other, self._values_tag).wait()
+            self._comm.irecv(header, other, self._values_tag).wait()
             self._layouts[key] = Layout.decode(header.numpy().tobytes())
+            self._others[self._values_tag] = itertools.chain([other], self._others[self._values_tag])
         layout = self._layouts[key]
         tensors = iter(self._receive(self._values_tag, [tensor for tensor in layout.tensors if tensor is not None]))
         return [None if tensor is None else next(tensors) for tensor in layout.tensors], layout
@@ -152,19 +163,18 @@ class Boundary:
             self._here[tag].append([tensor.clone() for tensor in tensors])  # the next stage may change them in place
             return
         self._sending = [(request, tensor) for request, tensor in self._sending if not request.done()]
+        other = next(self._others[tag])
         for tensor in tensors:
-            self._isend(tensor, tag)
-
-    def _isend(self, tensor: Tensor, tag: int) -> None:
-        if tensor.numel():
-            flat = tensor.contiguous().view(-1)
-            self._sending.append((self._comm.isend(flat, self._other, tag), flat))
+            if tensor.numel():
+                flat = tensor.contiguous().view(-1)
+                self._sending.append((self._comm.isend(flat, other, tag), flat))
 
     def _post(self, tag: int, described: list[Described]) -> None:
         if self._here is not None:
             return
+        other = next(self._others[tag])
         tensors = [torch.empty(one.shape, dtype=one.dtype, device=self._device) for one in described]
-        requests = [self._comm.irecv(t.view(-1), self._other, tag) for t in tensors if t.numel()]
+        requests = [self._comm.irecv(t.view(-1), other, tag) for t in tensors if t.numel()]
         self._posted[tag].append((tensors, requests))
 
     def _receive(self, tag: int, described: list[Described]) -> list[Tensor]:

@@ -28,6 +28,7 @@ class Grid:
         spread: allow a replica on several nodes.
 
     Attributes:
+        comm: all ranks of the grid.
         inner: the ranks of this rank's replica; a rank in it is a stage.
         outer: the ranks that hold this rank's stage; a rank in it is a replica.
         stage, replica: the place of this rank.
@@ -41,7 +42,7 @@ class Grid:
     outer: Communicator
 
     def __init__(self, comm: Communicator, stages: int, spread: bool = False):
-        self.stages = checked_stages(stages, comm.size)
+        self.comm, self.stages = comm, checked_stages(stages, comm.size)
         self.replicas = comm.size // self.stages
         self.replica, self.stage = divmod(comm.rank, self.stages)
         if not spread:

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hpcdist.comm.communicator import TAG_LIMIT, Traffic, overlapping
-from hpcdist.errors import ConfigError
+from hpcdist.comm.communicator import TAG_LIMIT, Communicator, Traffic, overlapping
+from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.parallel import schedules
 from hpcdist.parallel.agreement import Agreement, PartOfModel, TiedParameters, clip_gradients
-from hpcdist.parallel.boundary import Boundary, Values
+from hpcdist.parallel.boundary import Boundary, Layout, Values
 from hpcdist.parallel.cut import Cut, cut_of
 from hpcdist.parallel.grid import Grid
 from hpcdist.parallel.layers import Make, build, outline, unwrapped
+from hpcdist.parallel.routing import ROUTINGS, Routing, composed
 from hpcdist.parallel.schedules import Operation, Table
 from hpcdist.parallel.stage import Stage
 
@@ -48,6 +49,9 @@ class Pipeline(PartOfModel):
         schedule: the order of passes, by name.
         chunks: stages of each rank; more than 1 with the schedule `interleaved`.
         recompute: keep only the inputs of a stage for its backward pass, and compute the rest again.
+        routing: straight, within a replica; or random, to a replica that is drawn for each micro-batch and boundary,
+            see `Routing`.
+        seed: of random routing.
         device: where this rank computes.
 
     Attributes:
@@ -55,6 +59,7 @@ class Pipeline(PartOfModel):
         stages: the numbers of this rank's stages.
         n_stages: the number of stages on all ranks together.
         is_first, is_last: this rank has the first stage, the last stage.
+        routing: random routes; None where they are straight, or there is one replica.
 
     Raises:
         ConfigError: the model can't be cut so.
@@ -75,16 +80,21 @@ class Pipeline(PartOfModel):
         schedule: str = "one_f_one_b",
         chunks: int = 1,
         recompute: bool = False,
+        routing: str = "straight",
+        seed: int = 0,
         device: torch.device | str | None = None,
     ):
         super().__init__()
         if micro_batches < 1:
             raise ConfigError(f"micro_batches must be at least 1; got {micro_batches}.")
+        if routing not in ROUTINGS:
+            raise UnknownNameError("routing", routing, ROUTINGS)
         self.grid, self.optimizers = grid, []
         self._loss, self._micro_batches, self._chunks, self._recompute = loss, micro_batches, chunks, recompute
         self._schedule = schedule
         self._tables: dict[int, Table] = {}
         schedules.make(schedule, grid.inner.size, micro_batches, chunks)  # refused before anything is built
+        self.routing = Routing(grid, seed) if routing == "random" and grid.replicas > 1 else None
         self._device = torch.device("cpu") if device is None else torch.device(device)
         self._build((lambda: make) if isinstance(make, (nn.Module, list, tuple)) else cast(Make, make), cut)
 
@@ -107,7 +117,8 @@ class Pipeline(PartOfModel):
             self._stages[stage] = Stage(stage, own.part(numbers[n] for n in layers), layers, self._recompute)
             for before, other in ((stage - 1, stage - 1), (stage, stage + 1)):
                 if 0 <= other < parts and before not in self._boundaries:
-                    self._boundaries[before] = Boundary(comm, before, other % ranks, self._device)
+                    self._boundaries[before] = Boundary(self._between, before, other % ranks, self._device)
+        self._targets = [Boundary(self._between, parts, 0, self._device, "targets") for _ in ("sent", "received")]
         self.tied = TiedParameters(comm, whole, of_ranks, own)
         once = len(list(own.parameters())) == sum(len(stage.parameters) for stage in self._stages.values())
         self.agreement = Agreement(comm.split(0), self.tied.repeated, announces=once and not self.tied)
@@ -161,12 +172,13 @@ class Pipeline(PartOfModel):
         """
         batch = _Batch(x, y, micro_batches or self._micro_batches, self._device, scaled)
         operations = self._operations(batch.parts)
+        self._begin_routes(batch, trains=True)
         if scaled is not None:
             scaled(torch.zeros((), device=self._device))  # it starts with the first loss, which only one rank has
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.strategy.model.passes.joined())
-            stack.enter_context(overlapping(self.grid.inner))
+            stack.enter_context(overlapping(self._between))
             self.tied.begin_gradients()
             for operation, following in zip_longest(operations, operations[1:]):
                 received = self._incoming(operation)[1](batch.keys[operation.micro_batch])
@@ -176,8 +188,41 @@ class Pipeline(PartOfModel):
             self._wait()
             self.tied.sum_gradients()
             if scaled is not None:
-                self.agreement.spread_overflow(p.grad for p in self.parameters() if p.grad is not None)
+                agreed = self.agreement if self.routing is None else self.routing
+                agreed.spread_overflow(p.grad for p in self.parameters() if p.grad is not None)
             return self._spread(batch.loss)
+
+    @property
+    def _between(self) -> Communicator:
+        """Where stages exchange values: the replica, or the whole grid where these take random routes."""
+        return self.grid.inner if self.routing is None else self.routing.comm
+
+    def _begin_routes(self, batch: _Batch, *, trains: bool) -> None:
+        """Collective where routes are random. Choose where the micro-batches go, and send the targets there."""
+        routing = self.routing
+        if routing is None:
+            return
+        drawn = None
+        if trains:
+            steps = self.optimizers[0].strategy.steps if self.optimizers else 0
+            weights = [optimizer.strategy.model.passes.weight for optimizer in self.optimizers]
+            drawn = routing.draw(steps, (weights, batch.keys), self.n_stages - 1, batch.parts)
+        stages = self.grid.stages
+        for before, boundary in self._boundaries.items():
+            behind = before in self.stages
+            other = (before + behind) % stages
+            ways = None if drawn is None else drawn[before]
+            boundary.begin(routing.ranks(ways, batch.parts, other, behind=behind))
+        if drawn is None:
+            return
+        batch.keys = [("drawn", key) for key in batch.keys]  # of these all replicas have the same ones
+        if self.is_last:
+            whole = composed(drawn)
+            for end, behind in zip(self._targets, (True, False)):
+                end.begin(routing.ranks(whole, batch.parts, stages - 1, behind=behind))
+            for part, key in enumerate(batch.keys):
+                self._targets[0].send(key, (batch.part_of(batch.y, part),))
+            batch.arrives = self._targets[1].receive
 
     def _operations(self, parts: int) -> list[Operation]:
         if parts not in self._tables:
@@ -209,7 +254,7 @@ class Pipeline(PartOfModel):
             if number < self.n_stages - 1:
                 stage.leave(part, self._boundaries[number].send(batch.keys[part], values))
             else:
-                loss = self._loss(unwrapped(values), batch.part_of(batch.y, part)) * batch.shares[part]
+                loss = self._loss(unwrapped(values), batch.target(part)) * batch.shares[part]
                 batch.loss += loss.detach().to(batch.loss)
                 stage.leave(part, [loss if batch.scaled is None else batch.scaled(loss)])
         elif kind == "W":
@@ -229,7 +274,7 @@ class Pipeline(PartOfModel):
 
     def _wait(self) -> None:
         """Wait for all sends."""
-        for boundary in self._boundaries.values():
+        for boundary in (*self._boundaries.values(), *self._targets):
             boundary.wait()
 
     def _spread(self, total: Tensor) -> Tensor:
@@ -258,6 +303,7 @@ class Pipeline(PartOfModel):
         outputs = []
         with torch.no_grad():
             batch = _Batch(x, None, self._micro_batches, self._device)
+            self._begin_routes(batch, trains=False)
             for operation in self._operations(batch.parts):
                 kind, number, part = operation
                 if kind != "F":
@@ -273,12 +319,14 @@ class Pipeline(PartOfModel):
         return pytree.tree_map(lambda *parts: torch.cat(parts), *outputs) if outputs else None
 
     def traffic(self) -> Traffic:
-        """Return all that this rank has exchanged with its replica so far."""
-        return self.grid.inner.trace.traffic + self.agreement.comm.trace.traffic + self.tied.traffic
+        """Return all that this rank has exchanged with other stages so far."""
+        found = self.grid.inner.trace.traffic + self.agreement.comm.trace.traffic + self.tied.traffic
+        return found if self.routing is None else found + self.routing.traffic
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """Copy the layers, for a moving average; communicators are shared, and no optimiser trains the copy."""
-        shared = (self.grid, self.tied, self.agreement, self._loss, *self._boundaries.values())
+        shared = (self.grid, self.tied, self.agreement, self._loss, self.routing, *self._targets)
+        shared = (*shared, *self._boundaries.values())
         memo |= {id(one): one for one in shared} | {id(self.optimizers): []}
         made = memo[id(self)] = self.__class__.__new__(self.__class__)
         vars(made).update(deepcopy(vars(self), memo))
@@ -288,6 +336,8 @@ class Pipeline(PartOfModel):
         self.tied.share_values()
 
     def close(self) -> None:
+        if self.routing is not None:
+            self.routing.close()
         self.agreement.comm.close()
         self.tied.close()
 
@@ -302,10 +352,12 @@ class _Batch:
         parts: their number.
         shares: the part of the batch's samples in each.
         keys: shapes and types of each one's inputs, which determine those at the boundaries.
+        arrives: receives the next micro-batch's targets, where they come from another replica.
     """
 
     def __init__(self, x: Any, y: Any, micro_batches: int, device: torch.device, scaled: Scale = None):
         self.x, self.y, self.scaled, self._device = x, y, scaled, device
+        self.arrives: Callable[[Hashable], tuple[list[Tensor | None], Layout]] | None = None
         self.loss = torch.zeros(1, dtype=torch.float64)
         samples = _samples(x)
         self.parts = min(micro_batches, samples)
@@ -319,6 +371,13 @@ class _Batch:
             (state, *((leaf.dtype, part.stop - part.start, *leaf.shape[1:]) for leaf in leaves))
             for part in self._slices
         ]
+
+    def target(self, part: int) -> Any:
+        """Return the targets of the next micro-batch at the last stage."""
+        if self.arrives is None:
+            return self.part_of(self.y, part)
+        tensors, layout = self.arrives(self.keys[part])
+        return pytree.tree_unflatten(tensors, layout.tree)[0]
 
     def part_of(self, tensors: Any, part: int) -> Any:
         """Return the samples of a micro-batch in `x` or `y`, on the device."""

@@ -358,6 +358,8 @@ def DistributedOptimizer(
         check_optimizer(optimizer, model, evaluating, cls)
     flat = _flat(optimizer, model, bucket_bytes, session.optimizers)
     replicas = config.workers(outer.size)
+    if isinstance(model, Pipeline) and model.routing is not None and len(replicas) < outer.size:
+        raise rules.error("micro-batches go to other replicas", cls)
     peers = _split_off(outer, replicas)
     workers = peers if stages == 1 else _split_off(session.comm, session.ranks_of(replicas))
     synchronise_batch_norms(flat, cls, peers)

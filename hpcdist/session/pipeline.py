@@ -39,6 +39,8 @@ def pipeline(
     cut: Cut | Sequence[int] | None = None,
     example: tuple[Any, Any] | None = None,
     spread: bool = False,
+    routing: str = "straight",
+    seed: int = 0,
     device: torch.device | str | None = None,
 ) -> Pipeline:
     """Collective. Cut `model` into stages, one per rank of `stages` consecutive ranks; return this rank's.
@@ -68,6 +70,10 @@ def pipeline(
         example: a batch (x, y), as for `model.step`. Rank 0 measures each layer with its first micro-batch, and stages
             take about equal times: the cut of `hpcdist plan`. It may be another one in the next run.
         spread: let a replica's ranks be on several nodes.
+        routing: straight, or random: from each stage to the next one a micro-batch goes to a replica that is drawn for
+            it, so that each stage is trained together with all replicas of its neighbours. Then the loss that a step
+            returns is that of the micro-batches which have ended at this replica.
+        seed: of random routing.
         device: device of this rank's stages; that of the model, if None.
 
     Raises:
@@ -82,13 +88,14 @@ def pipeline(
     sizes = list(cut.sizes) if isinstance(cut, Cut) else None if cut is None else list(cut)
     how: dict[str, Any] = {"micro_batches": micro_batches, "schedule": schedule, "chunks": chunks}
     how["recompute"] = recompute
-    mine = {"stages": stages, "spread": spread, "cut": sizes, "example": example is not None}
+    mine = {"stages": stages, "spread": spread, "cut": sizes, "example": example is not None, "routing": routing}
+    mine["seed"] = seed
     require_equal(session.comm, mine | how, "settings of the pipeline")
     grid = grid_of(session, stages, spread)
     if example is not None:
         x, y = _micro_batch(example, micro_batches)
         cut = measured_cut(session.comm, lambda: measure(model, x, loss, y, device=device or "cpu"), stages, **how)
-    made = Pipeline(model, loss, grid, cut=cut, device=device, **how)
+    made = Pipeline(model, loss, grid, cut=cut, routing=routing, seed=seed, device=device, **how)
     session.grid = grid
     return made
 

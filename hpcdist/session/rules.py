@@ -289,6 +289,11 @@ RULES = {
         "strategy must step along each stage by itself where a model is in stages; got {strategy}, whose directions "
         "and line search are of all parameters. Take another one.",
     ),
+    "micro-batches go to other replicas": Rule(
+        lambda contract: contract.ranks == "some serve",
+        "routing must be straight with {strategy} and these options, whose servers take no batches; got random. Leave "
+        "it out, or take a strategy without servers, such as allreduce or noloco.",
+    ),
     "the optimiser of a stage searches along lines": Rule(
         _always,
         "optimizer must step along each stage by itself where a model is in stages; got {kind}, whose directions and "

@@ -126,6 +126,7 @@ class StagedReplica(JobReplica):
             lambda: job.model(**config.model), lambda outputs, targets: job.loss(outputs, targets), self.grid,
             cut=settings.sizes, micro_batches=settings.micro_batches * config.accumulation, device=device,
             schedule=settings.schedule, chunks=settings.chunks, recompute=settings.recompute,
+            routing=settings.routing, seed=config.seed,
         )  # fmt: skip
         _require_parameters(comm, self.module)
         self.cut, self.speaks = self.module.cut.sizes, self.module.is_last

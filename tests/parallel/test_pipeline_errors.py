@@ -113,7 +113,7 @@ def test_a_call_with_gradients_in_training(ranks):
             r"must be able to take what stage 0 returns; got float64 \[1, 4\], and RuntimeError: .*",
         ),
         (lambda x: (x, x), r"got float32 \[1, 4\], float32 \[1, 4\], and TypeError"),
-        (lambda x: [x.tolist()], r"stage 0 must return tensors, .*; got float"),
+        (lambda x: [x.tolist()], r"what stage 0 returns must be tensors, .*; got float"),
     ],
 )
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zero_bubble"])

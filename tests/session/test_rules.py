@@ -94,6 +94,7 @@ def test_rules_that_look_at_the_contract_each_have_a_loop_here():
         "several optimisers share a loop", "the model is in stages", "the loss is a sum",
         "the loader draws batches, or reads its own samples",
         "joint batches are split by label",  # tests/data/test_labels.py
+        "micro-batches go to other replicas",  # tests/session/test_random_routing.py
         "an epoch of a stream is left for an evaluation",  # by transformers' Trainer: tests/hf
     }  # fmt: skip
     assert looking - elsewhere == given & looking

@@ -45,11 +45,12 @@ def test_a_pipeline_ends_where_one_process_does(ranks, shared_tmp_path, options)
 
 @pytest.mark.computes
 @pytest.mark.sizes(4)
-def test_a_grid_ends_where_one_process_with_the_batch_of_all_replicas_does(ranks, shared_tmp_path):
+@pytest.mark.parametrize("routing", ["straight", "random"])
+def test_a_grid_ends_where_one_process_with_the_batch_of_all_replicas_does(ranks, shared_tmp_path, routing):
     options = ("optimizer.scale=linear", "optimizer.reference_batch=32", "epochs=1", "budget.steps=none")
 
     def body(comm):
-        found = staged.run(comm, shared_tmp_path, *TWO, *options)
+        found = staged.run(comm, shared_tmp_path, *TWO, *options, f"parallel.routing={routing}")
         return found, staged.alone(comm, shared_tmp_path, *options, "batch_size=32")
 
     found = ranks(body)
@@ -169,11 +170,12 @@ def test_iterates_are_averaged_in_all_stages_of_one_replica(tmp_path):
 
 # --- resuming ---------------------------------------------------------------------------------------------------------
 @pytest.mark.sizes(2, 4)
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "interleaved"])
-def test_a_resumed_pipeline_ends_on_the_same_bits(ranks, shared_tmp_path, schedule):
+@pytest.mark.parametrize(
+    "more", [(), ("parallel.schedule=interleaved", "parallel.chunks=2"), ("parallel.routing=random",)], ids=str
+)
+def test_a_resumed_pipeline_ends_on_the_same_bits(ranks, shared_tmp_path, more):
     """With dropout and batch norm, whose random numbers and statistics are each stage's own."""
-    chunks = ("parallel.chunks=2",) if schedule == "interleaved" else ()
-    options = (*TWO, f"parallel.schedule={schedule}", *chunks, "strategy.algorithm=ring", "epochs=1")
+    options = (*TWO, *more, "strategy.algorithm=ring", "epochs=1")
 
     def body(comm):
         expected, whole = staged.run(comm, shared_tmp_path / "a", *options, job=tiny.job)

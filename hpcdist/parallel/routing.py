@@ -1,0 +1,118 @@
+"""Random routes of micro-batches: from each stage to the next one they go to a replica that is drawn anew."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcdist.comm.communicator import Traffic
+from hpcdist.errors import ConfigError
+from hpcdist.parallel.agreement import Agreement
+from hpcdist.parallel.grid import Grid
+
+ROUTINGS = ("straight", "random")
+
+
+class Routing:
+    """Collective. Routes through the replicas of a grid, the same on all its ranks.
+
+    For each boundary and each micro-batch of a step a permutation of the replicas is drawn: the outputs of replica i
+    there go to replica permutation[i] of the next stage, and their gradients come back from it. So each rank has as
+    many micro-batches as on the straight route, and the sums over replicas of each stage's gradients are the same,
+    while each stage is trained behind and before all replicas of its neighbours. Batches that differ between replicas
+    in their sizes or weights, as at the end of an epoch, go the straight route.
+
+    Messages of a rank in a step: those of the straight route, which now go to several ranks; from the last stage's
+    ranks the targets, to the rank where the outputs arrive; and one all-reduce of a number for each replica.
+
+    Args:
+        grid: of several stages.
+        seed: of the draw, at least 0.
+
+    Attributes:
+        comm: all ranks of the grid, in the grid's order.
+
+    Raises:
+        ConfigError: there is one stage only, or `seed` is negative.
+
+    Reference: Jari Kolehmainen, Nikolay Blagoev, John Donaghy, Oğuzhan Ersoy, Christopher Nies, "NoLoCo: no-all-reduce
+    low communication training method for large models", 2025.
+    """
+
+    def __init__(self, grid: Grid, seed: int):
+        if grid.stages == 1:
+            raise ConfigError(
+                "routing must be straight where there is one stage, which has no next one; got random. Leave it out, "
+                "or cut the model into several stages."
+            )
+        if seed < 0:
+            raise ConfigError(f"seed of the routing must be at least 0; got {seed}. Numpy takes no negative one.")
+        self._grid, self._seed = grid, seed
+        self.comm, self._column = grid.comm.split(0), grid.outer.split(0)
+        self._agreement = Agreement(self.comm)
+        self._batch = (-1, -1)  # steps before the latest batch, and batches since the last step
+
+    def draw(self, steps: int, facts: object, boundaries: int, parts: int) -> list[np.ndarray] | None:
+        """Collective. Draw the permutations of a batch; None where replicas differ in `facts`.
+
+        Args:
+            steps: taken before this batch.
+            facts: of this replica's batch.
+            boundaries: their number.
+            parts: micro-batches.
+
+        Returns:
+            For each boundary, of shape (parts, replicas): the replica behind it that each one's outputs go to.
+        """
+        before, count = self._batch
+        self._batch = (steps, count + 1 if steps == before else 0)
+        digests = torch.zeros(self._grid.replicas, dtype=torch.int64)
+        digests[self._grid.replica] = zlib.crc32(repr(facts).encode())
+        self._column.allreduce(digests)
+        if len(set(digests.tolist())) > 1:
+            return None
+        straight = np.tile(np.arange(self._grid.replicas), (parts, 1))
+        key = (self._seed, *self._batch)
+        return [np.random.default_rng((*key, number)).permuted(straight, axis=1) for number in range(boundaries)]
+
+    def ranks(self, permutations: np.ndarray | None, parts: int, stage: int, *, behind: bool) -> list[int]:
+        """Return the rank at the other end of a route, for each micro-batch.
+
+        Args:
+            permutations: of shape (parts, replicas); None: the straight route.
+            stage: of that rank in the grid.
+            behind: that rank lies behind this one.
+        """
+        replica = self._grid.replica
+        if permutations is None:
+            others: Sequence[int] = [replica] * parts
+        else:
+            others = (permutations if behind else permutations.argsort(axis=1))[:, replica].tolist()
+        return [other * self._grid.stages + stage for other in others]
+
+    def spread_overflow(self, grads: Iterable[Tensor]) -> None:
+        """Collective. Let all replicas skip the step where one has gradients that are not finite; see `Agreement`.
+
+        Their scales then stay the same, as they must be where one replica scales a loss that others differentiate.
+        """
+        self._agreement.spread_overflow(grads)
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.comm.trace.traffic + self._column.trace.traffic
+
+    def close(self) -> None:
+        self.comm.close()
+        self._column.close()
+
+
+def composed(permutations: Sequence[np.ndarray]) -> np.ndarray:
+    """Compose the permutations of all boundaries: from each replica's first stage to where its outputs end."""
+    whole = permutations[0]
+    for following in permutations[1:]:
+        whole = np.take_along_axis(following, whole, axis=1)
+    return whole

@@ -25,6 +25,10 @@ STALENESS = {"parameter_server": 2, "downpour": 2, "ssp": 2, "softsync": 2 / 3} 
 STALENESS |= {"hardsync": 0, "easgd": 0, "eamsgd": 0}  # as of all that have no servers
 PERIODS = {name: ["strategy.period=40"] for name in problem.LONG_PERIODS}  # as long as these runs
 PERIODS["sparse_loco"] = ["strategy.period=40", "strategy.compression.ratio=0.2"]
+PERIODS["demo"] = ["optimizer.name=SGD", "optimizer.lr=0.005"]
+PERIODS["zero_one_adam"] = ["optimizer.eps=1e-4"]
+PERIODS["dion"] = ["strategy.rate=3", "optimizer.lr=0.05"]
+PERIODS["async_diloco"] = ["strategy.period=5", "strategy.outer_momentum=0.5"]  # few rounds of pushes
 PERIODS["qg_dsgd"] = ["optimizer.name=SGD", "optimizer.lr=0.05", "optimizer.momentum=0.9"]
 TRAIN_SAMPLES = {"digits": 1437, "regression": 1000}
 SHOWN = ("allreduce", "parameter_server", "gossip_pull", "local_sgd")  # of the kinds of strategies one each

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Literal, final
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from hpcdist.compress.base import Compressor, Span
 from hpcdist.compress.coding import sparse
+from hpcdist.compress.coding.blocks import Blocks
 from hpcdist.compress.coding.centroids import decode_codes, encode_codes, quantise
 from hpcdist.compress.coding.elements import FLOATS, as_sent
 
@@ -22,7 +22,7 @@ _BINS = 4  # of 2bit
 
 @final
 class ChunkTopk(Compressor):
-    """Send of each chunk the part `ratio` of its elements that are largest in magnitude, at least one.
+    """Send of each chunk the part `ratio` of its elements that are largest in magnitude, at least one; or `keep`.
 
     The chunks of a matrix are blocks of at most `side` × `side` elements, whose sides are the largest divisors of the
     matrix's own; those of a vector have at most `side` elements; other parameters are matrices whose rows are the first
@@ -43,6 +43,9 @@ class ChunkTopk(Compressor):
         """Options of chunk_topk."""
 
         ratio: float = Field(1 / 64, gt=0, le=1, description="part of the elements of a chunk to send")
+        keep: int | None = Field(
+            None, ge=1, description="elements of each chunk to send, all of a smaller one; none: the part ratio"
+        )
         side: int = Field(64, ge=1, description="most rows and most columns of a chunk; most elements of a vector's")
         values: Literal["fp16", "fp32", "fp64", "2bit"] = Field("fp32", description="type in which values are sent")
         decay: float = Field(
@@ -101,25 +104,18 @@ class ChunkTopk(Compressor):
 def _largest(tensor: Tensor, span: Span, config: ChunkTopk.Config) -> np.ndarray:
     """Find the largest elements of each of a parameter's chunks, no zeros; their indices in `tensor`, ascending."""
     size = span.stop - span.start
-    rows, columns = (span.shape[0], size // max(1, span.shape[0])) if len(span.shape) > 1 else (1, size)
-    height, width = _side(rows, config.side), _side(columns, config.side)
     if not size:
         return np.empty(0, np.int64)
-    blocks = tensor[span.start : span.stop].view(rows // height, height, columns // width, width)
-    chunks = blocks.permute(0, 2, 1, 3).reshape(-1, height * width)
-    chosen = max(1, round(config.ratio * height * width))
-    inside = chunks.abs().topk(chosen, dim=1, sorted=False).indices if chosen < height * width else None
-    if inside is None:
+    blocks = Blocks.of(span, config.side)
+    height, width, across = blocks.height, blocks.width, blocks.columns // blocks.width
+    chunks = blocks.view(tensor[span.start : span.stop]).permute(0, 2, 1, 3).reshape(-1, height * width)
+    chosen = max(1, round(config.ratio * height * width)) if config.keep is None else config.keep
+    if chosen >= height * width:
         indices = torch.arange(size)
     else:
+        inside = chunks.abs().topk(chosen, dim=1, sorted=False).indices
         block = torch.arange(len(chunks))[:, None]
-        row = block // (columns // width) * height + inside // width
-        indices = (row * columns + block % (columns // width) * width + inside % width).reshape(-1).sort().values
+        row = block // across * height + inside // width
+        indices = (row * blocks.columns + block % across * width + inside % width).reshape(-1).sort().values
     indices += span.start
     return indices[tensor[indices] != 0].numpy()
-
-
-def _side(length: int, most: int) -> int:
-    """Find the largest divisor that is at most `most`."""
-    return max((d for low in range(1, math.isqrt(max(1, length)) + 1) if length % low == 0
-                for d in (low, length // low) if d <= most), default=1)  # fmt: skip

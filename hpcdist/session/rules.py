@@ -116,7 +116,7 @@ RULES = {
         alone=True,
     ),
     "an epoch trains without step()": Rule(
-        lambda contract: not contract.replicates,
+        lambda contract: not contract.replicates or contract.step == "the strategy's",
         "optimizer.step() must be called for each update with {strategy}, which takes part in it; got an epoch "
         "without, in which parameters have changed. An optimiser's other methods, and a step kept from before it "
         "became a DistributedOptimizer, pass the strategy by; allreduce allows that.",

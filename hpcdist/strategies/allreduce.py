@@ -14,13 +14,12 @@ from torch import Tensor
 from hpcdist.compress import JointCompression, Reduction, spans
 from hpcdist.errors import ConfigError
 from hpcdist.model.buckets import Bucket
-from hpcdist.model.hyperparameters import difference, digests, sums_are_of_equals
 from hpcdist.records import StepRecord
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, attribute, reduction
+from hpcdist.strategies.synchronous.agreement import StepAgreement
 from hpcdist.strategies.synchronous.averaging import Averaging, OutsideAveraging, OwnAveraging, ProviderConfig, Trial
-from hpcdist.strategies.synchronous.buffers import ChangingBuffers
 
 
 class AllReduce(Strategy):
@@ -136,13 +135,11 @@ class AllReduce(Strategy):
         self._compressed: Reduction | None = None
         if config.compression and comm.size > 1:
             self._compressed = Reduction(self._channel, config.compression, model.grads, spans(model))
-        # Which parameters had a gradient in the last step, here and on any rank.
-        self._used = (torch.ones(len(model.names), dtype=torch.bool),) * 2
+        self._agreement = StepAgreement(self)
         self._bad: list[str] = []
         self._passes = 0  # backward passes whose gradients have not been averaged
         self._merged: dict[int, list[str]] | None = None  # what was not finite, once all have been averaged
         self._accumulates = False
-        self._changing = ChangingBuffers(comm, model)
         announces = self.stages is None or self.stages.announces
         overlaps = self._averaging.beside and self._compressed is None and announces
         self._trial = Trial(comm) if config.overlap == "auto" and overlaps else None
@@ -291,7 +288,7 @@ class AllReduce(Strategy):
             self.model.gradients.flush()
             self._averaging.wait()
         self.model.lay_out_again()  # what is averaged already stays so when it is averaged again
-        self._used = (torch.ones(len(self.model.names), dtype=torch.bool),) * 2
+        self._agreement.forget()
         self._arm(overlapped=False)
 
     def _average(self) -> Tensor:
@@ -321,30 +318,9 @@ class AllReduce(Strategy):
         return used, bad
 
     def _agree(self, used: Tensor) -> tuple[Tensor, dict[int, list[str]]]:
-        """Find which parameters had a gradient on any rank, and which were not finite, by rank.
-
-        Raises:
-            MismatchError: param_groups differ.
-        """
+        """Find which parameters had a gradient on any rank, and which were not finite, by rank."""
         bad, self._bad = self._bad, []
-        if self.comm.size == 1:
-            return used, {0: bad} if bad else {}
-        news = bool(bad) or not torch.equal(used, self._used[0])
-        mine = digests(self.hyperparameters.digest(self.model.passes.batch))
-        word = torch.tensor([news, self._changing.look(), *mine], dtype=torch.int64)
-        self.comm.allreduce(word)
-        news, changing, *sums = word.tolist()
-        if not sums_are_of_equals(sums, self.comm.size):
-            raise difference(self.comm, self.hyperparameters, self.steps + 1)
-        self._changing.average(changing)
-        if news == 0:  # on every rank as in the last step
-            return self._used[1], {}
-        word = torch.cat([used.to(torch.int32), torch.tensor([len(bad)], dtype=torch.int32)])
-        self.comm.allreduce(word)
-        self._used = used, word[:-1] > 0
-        if int(word[-1]) == 0:
-            return self._used[1], {}
-        return self._used[1], {rank: names for rank, names in enumerate(self.comm.gather(list(bad))) if names}
+        return self._agreement(used, bad)
 
     def entries(self) -> list[Entry]:
         return [*super().entries(), attribute(self, "updates"), *reduction("compressed", self._compressed)]

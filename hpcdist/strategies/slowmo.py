@@ -15,7 +15,7 @@ from hpcdist.errors import ConfigError
 from hpcdist.model.optimizer_state import Moments
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
-from hpcdist.strategies.common.state import Entry, Flats, first, held_tensors
+from hpcdist.strategies.common.state import Entry, Flats, first, held_tensors, joined
 from hpcdist.strategies.decentralised.mixing import rates
 from hpcdist.strategies.dpsgd import DPSGD
 from hpcdist.strategies.sgp import SGP
@@ -178,7 +178,7 @@ class SlowMo(Periodic):
         return [
             *super().entries(),
             held_tensors("slow", self._slow, first),
-            Entry("rates", self._named_rates, self._load_rates, _of_all_stages, optional=True),
+            Entry("rates", self._named_rates, self._load_rates, joined, optional=True),
             *(replace(entry, name=f"base.{entry.name}") for entry in own),
         ]
 
@@ -203,8 +203,3 @@ class SlowMo(Periodic):
             self._base.close()
             self._base.comm.close()
         super().close()
-
-
-def _of_all_stages(saved: Sequence[dict[str, float]], *_: int) -> dict[str, float]:
-    """Join what the ranks of all stages have saved."""
-    return {name: rate for rates_of_rank in saved for name, rate in rates_of_rank.items()}

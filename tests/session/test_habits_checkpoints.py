@@ -8,7 +8,7 @@ from habits.groups import GOSSIPS, SERVED, SERVERLESS, SYNCHRONOUS
 from habits.optimizers import Averaging
 from habits.run import copied, data, difference, mse, net, train
 from torch import nn
-from torch.optim import SGD, Adam, lr_scheduler
+from torch.optim import Adam, lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
@@ -31,7 +31,7 @@ class Loop:
 
     def __init__(self, strategy):
         self.model = net(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
-        optimizer = SGD(self.model.parameters(), lr=0.01, momentum=0.5)
+        optimizer = problem.local(strategy, self.model.parameters(), lr=0.01, momentum=0.5)
         options = options_of(strategy, current().comm.size)
         self.optimizer = hd.DistributedOptimizer(optimizer, self.model, strategy=strategy, **options)
         self.schedule = lr_scheduler.StepLR(self.optimizer, 1, 0.5)
@@ -290,7 +290,8 @@ def test_training_goes_on_from_values_that_the_loop_loads(ranks, name, when):
         options = options_of(strategy, comm.size)
         if servers:
             options["servers"] = servers[0] if servers[0] == "colocated" else int(servers[0])
-        optimizer = SGD(model.parameters(), lr=0.0 if when == "before the first epoch" else 0.01)
+        rate = 0.0 if when == "before the first epoch" else 0.01
+        optimizer = problem.local(strategy, model.parameters(), lr=rate)
         optimizer = hd.DistributedOptimizer(optimizer, model, strategy=strategy, **options)
         loader = hd.shard(DataLoader(data(48), batch_size=4))
         for epoch in range(2):

@@ -35,8 +35,7 @@ class Loop:
     def __init__(self, comm, stages, strategy="allreduce", rate=0.01, compression=None, **options):
         hd.init(comm=comm)
         self.model = make() if stages is None else pipeline(comm, stages, **options)
-        make_optimizer = torch.optim.SGD if strategy == "qg_dsgd" else torch.optim.AdamW
-        optimizer = make_optimizer(self.model.parameters(), lr=rate)
+        optimizer = problem.suited(strategy, torch.optim.AdamW)(self.model.parameters(), lr=rate)
         settings = OPTIONS.get(strategy, {}) | problem.fitting(strategy, comm.size // (stages or 1))
         settings |= {} if compression is None else {"compression": compression}
         self.optimizer = hd.DistributedOptimizer(optimizer, self.model, strategy=strategy, **settings)

@@ -21,7 +21,8 @@ def trained(comm, stages, *, strategy="allreduce", epochs=2, samples=SAMPLES, dt
     settings = {key: options.pop(key) for key in ("schedule", "chunks", "micro_batches") if key in options}
     model = pipeline(comm, stages, lambda: make(dtype), **settings)
     options = OPTIONS.get(strategy, {}) | problem.fitting(strategy, comm.size // stages) | options
-    hd.DistributedOptimizer(sgd(model.parameters()), model, strategy=strategy, **options)
+    optimizer = problem.local(strategy, model.parameters(), lr=0.05, momentum=0.5)
+    hd.DistributedOptimizer(optimizer, model, strategy=strategy, **options)
     losses = []
     for _ in range(epochs):
         for x, y in hd.shard(batches(model.grid.replicas, samples, dtype)):

@@ -80,7 +80,8 @@ def test_only_targets_and_one_number_for_each_replica_are_sent_beside(ranks):
 def trained(comm, *, strategy="allreduce", samples=SAMPLES, epochs=2, routing="random", **options):
     model = pipeline(comm, 2, micro_batches=4, routing=routing, seed=5)
     options = OPTIONS.get(strategy, {}) | problem.fitting(strategy, comm.size // 2) | options
-    hd.DistributedOptimizer(sgd(model.parameters()), model, strategy=strategy, **options)
+    optimizer = problem.local(strategy, model.parameters(), lr=0.05, momentum=0.5)
+    hd.DistributedOptimizer(optimizer, model, strategy=strategy, **options)
     losses = []
     for _ in range(epochs):
         for x, y in hd.shard(batches(model.grid.replicas, samples)):

@@ -32,7 +32,8 @@ def loop(strategy, *, batches=None, loss=mse, own=lambda rank: data(12), **optio
     def body(comm):
         hd.init(comm=comm)
         model = net()
-        optimizer = hd.DistributedOptimizer(SGD(model.parameters(), lr=0.01), model, strategy=strategy, **options)
+        local = problem.local(strategy, model.parameters(), lr=0.01)
+        optimizer = hd.DistributedOptimizer(local, model, strategy=strategy, **options)
         loader = DataLoader(own(comm.rank), batch_size=4)
         for _ in range(2):
             for x, y in batches(loader) if batches else loader:

@@ -35,7 +35,7 @@ def _loop(comm, name, epochs=3, loader=None, **options):
     hd.init(comm=comm)
     torch.manual_seed(0)
     model = torch.nn.Linear(5, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = problem.local(name, model.parameters(), lr=0.05)
     options = problem.PERIODS.get(name, {}) | problem.fitting(name, comm.size) | options
     optimizer = hd.DistributedOptimizer(optimizer, model, strategy=name, **options)
     loader = hd.shard(loader or DataLoader(_data(), batch_size=4, shuffle=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,28 @@ PERIODS: dict[str, dict[str, Any]] = {
     "local_sgd": {"period": 2}, "diloco": {"period": 2}, "streaming_diloco": {"period": 4, "fragment_layers": 1},
     "sparse_loco": {"period": 2, "compression": {"ratio": 0.2}}, "easgd": {"period": 2}, "eamsgd": {"period": 2},
     "slowmo": {"period": 2}, "async_diloco": {"period": 2}, "noloco": {"period": 2}, "sparta": {"share": 0.5},
+    "onebit_adam": {"warmup_steps": 4}, "zero_one_adam": {"variance_steps": 6, "full_steps": 2, "local_steps": 4},
+    "dion": {"rate": 4.0},
 }  # fmt: skip
+
+
+def suited(name: str, usual: type[torch.optim.Optimizer] = torch.optim.SGD) -> type[torch.optim.Optimizer]:
+    """The class of optimisers that a strategy goes with; `usual` where it goes with any."""
+    of_word = {"SGD": torch.optim.SGD, "Adam": torch.optim.AdamW, "any": usual}
+    return of_word[strategies.load(name).contract.optimizer]
+
+
+def local(name: str, parameters: Any, lr: float, momentum: float = 0.0) -> torch.optim.Optimizer:
+    """An optimiser that a strategy goes with: SGD, with momentum unless the strategy has its own; or AdamW."""
+    cls = suited(name)
+    if cls is torch.optim.AdamW:  # of a short memory, as nothing corrects the bias of its moments
+        return cls(parameters, lr=lr, betas=(0.9, 0.9))
+    return cls(parameters, lr=lr, momentum=0.0 if steps_itself(name) else momentum)
+
+
+def steps_itself(name: str) -> bool:
+    """Whether a strategy's rule is its own on one rank too, and not the optimiser's."""
+    return strategies.load(name).contract.step == "the strategy's"
 
 
 def fitting(name: str, size: int) -> dict[str, Any]:
@@ -132,10 +154,12 @@ def train(
     """
     cls = strategies.load(name) if isinstance(name, str) else name
     module = model(dtype)
-    local = OPTIMIZERS.get(optimizer, optimizer)(module.parameters())
+    if isinstance(name, str) and steps_itself(name) and name != "dion" and isinstance(optimizer, str):
+        optimizer = partial(local, name, lr=0.02)
+    own = OPTIMIZERS.get(optimizer, optimizer)(module.parameters())
     channel = comm.split(0)
     records: list[StepRecord] = []
-    given = {"optimizer": local if tells else None, "on_record": records.append}
+    given = {"optimizer": own if tells else None, "on_record": records.append}
     needed = fitting(name, comm.size) if isinstance(name, str) else {}
     strategy = cls(cls.Config(**needed | (options or {})), channel, FlatModel(module), **given)
     workers = strategy.config.workers(comm.size)
@@ -143,7 +167,7 @@ def train(
     for epoch in range(epochs):
         plan = EpochPlan(samples, len(workers), batch, seed=1, epoch=epoch)
         worker = workers.index(comm.rank) if strategy.is_worker else 0
-        _epoch(strategy, local, plan, worker, records, poison, turns)
+        _epoch(strategy, own, plan, worker, records, poison, turns)
     run = Run(strategy, records)
     strategy.close()
     channel.close()

@@ -105,7 +105,7 @@ def same_when_resumed(comm: Communicator, folder: Path, name: str, options: Sequ
     settings = [f"strategy={name}", *ring, *(f"strategy.{option}" for option in options)]
 
     def run(to: Path, path: Path | None = None) -> str:
-        sgd = ("optimizer.name=SGD", "optimizer.lr=0.05") if name == "qg_dsgd" else ()
+        sgd = ("optimizer.name=SGD", "optimizer.lr=0.05") if problem.suited(name, None) is torch.optim.SGD else ()
         saving = (*sgd, "epochs=2", "batch_size=16", f"checkpoint.every_steps={at}", "checkpoint.keep=100")
         trainer = tiny.trainer(comm, to, *settings, *saving)
         summary = trainer.run(path)

@@ -144,7 +144,7 @@ def test_a_state_that_one_rank_can_not_restore_is_refused_on_all(name):
 
     def body(comm):
         cls, module = strategies.load(name), nn.Linear(4, 2)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        optimizer = problem.local(name, module.parameters(), lr=0.1)
         options = {"compression": "fp16"} if name in ("hardsync", "parameter_server") else problem.fitting(name, 3)
         strategy = cls(cls.Config(**options), comm.split(0), FlatModel(module), optimizer=optimizer)
         state = strategy.state()

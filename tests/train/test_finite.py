@@ -75,7 +75,7 @@ def test_who_looks_away_is_not_told(tmp_path):
 def test_skipped_steps_are_counted_in_the_summary(tmp_path, name, capsys):
     """Every worker skips its 3rd and its 7th step."""
     fitting = [f"strategy.{key}={value}" for key, value in problem.fitting(name, 3).items()]
-    flags = (f"strategy={name}", "epochs=1", *fitting)
+    flags = (f"strategy={name}", "epochs=1", f"optimizer={problem.suited(name).__name__}", *fitting)
     summary = _run(tmp_path, 3, lambda call: float("inf") if call in (3, 7) else 1.0, *flags)
     assert summary.skipped == 2 * summary.workers
     assert load_summary(tmp_path / "run").skipped == summary.skipped

@@ -23,7 +23,12 @@ class Contract:
         batch: what a step's gradient is of: each worker's own batch, or portions of the joint batch of all workers.
         closure: how often the optimiser's own step may evaluate the closure that it is given: once, or as often as it
             likes (torch's L-BFGS), each time on the samples of all ranks together. The strategy has `minimise` for it.
-        optimizer: which local optimisers it goes with, on several ranks: any, or torch's SGD alone.
+        optimizer: which local optimisers it goes with: any; torch's SGD alone; or Adam, torch's Adam and AdamW.
+        step: whose step moves the parameters: the optimiser's; or the strategy's own, where the optimiser is a part of
+            the algorithm. Then each parameter's rate, decay and other numbers are read from its group, hooks on
+            the optimiser's step run around the strategy's, and its own is not run. So schedules and GradScaler do what
+            they always do; and state that such an optimiser has too, as Adam's moments, is in its `state` for
+            checkpoints.
         parameters: what becomes of a worker's parameters in a step: kept, and moved by the strategy's own arithmetic;
             or replaced by values of servers, so that changes which the loop has made are lost.
         frozen: when a frozen parameter may be unfrozen: at any time, or only before the optimiser is distributed.
@@ -40,7 +45,8 @@ class Contract:
     updates: Literal["here", "on servers"] = "here"
     batch: Literal["own", "portions"] = "own"
     closure: Literal["once", "often"] = "once"
-    optimizer: Literal["any", "SGD"] = "any"
+    optimizer: Literal["any", "SGD", "Adam"] = "any"
+    step: Literal["the optimiser's", "the strategy's"] = "the optimiser's"
     parameters: Literal["kept", "replaced"] = "kept"
     frozen: Literal["at any time", "before"] = "before"
     consensus: Literal["in models", "elsewhere"] = "in models"

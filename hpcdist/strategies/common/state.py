@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hpcdist.compress import Feedback, Reduction
+from hpcdist.compress.coding.two_way import TwoWayMean
 from hpcdist.errors import CheckpointError, HpcdistError
 from hpcdist.model.hyperparameters import Hyperparameters
 
@@ -234,3 +235,18 @@ def reduction(name: str, owned: Reduction | None) -> list[Entry]:
         return []
     calls = Entry(f"{name}.calls", lambda: owned.calls, lambda value: setattr(owned, "calls", value), optional=True)
     return [calls, *feedbacks(name, owned.feedbacks, mean_of_ranks)]
+
+
+def two_way(name: str, owned: TwoWayMean) -> list[Entry]:
+    """Declare the state of a mean that is compressed both ways: what was not sent stays as much in another world."""
+    return [
+        held_tensors(f"{name}.left", owned.left, mean_of_ranks),
+        held_tensors(f"{name}.owed", owned.owed, first, owned.ranges),
+        Entry(f"{name}.coders", owned.coders, owned.load_coders, dropped([]), optional=True),
+    ]
+
+
+# --- values by the names of parameters --------------------------------------------------------------------------------
+def joined(saved: Sequence[dict[str, Any]], *_: int) -> dict[str, Any]:
+    """Join what ranks have saved by the names of their parameters, of all stages of a model."""
+    return {name: value for of_rank in saved for name, value in of_rank.items()}

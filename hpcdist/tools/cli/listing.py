@@ -144,8 +144,11 @@ def _list_or_show(group: str, name: str | None, setting: str) -> None:
     known = catalogue(group)
     if not _listed(group, known, name):
         found = known.load(str(name))
-        plain = getattr(found, "contract", None) and found.contract.optimizer == "SGD"
-        sgd = " --set optimizer.name=SGD --set optimizer.lr=0.05 --set optimizer.momentum=0.9" if plain else ""
+        contract: Any = getattr(found, "contract", None)
+        sgd = ""
+        if contract and contract.optimizer == "SGD":
+            momentum = " --set optimizer.lr=0.05 --set optimizer.momentum=0.9"
+            sgd = " --set optimizer.name=SGD" + momentum * (contract.step == "the optimiser's")
         _show(found, name, setting, f"{TRAIN} --set {setting}={name}{sgd}")
 
 

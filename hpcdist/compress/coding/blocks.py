@@ -1,0 +1,36 @@
+"""Parameters in blocks: the chunks of a matrix that have the largest sides up to a limit that divide its own."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hpcdist.compress.base import Span
+
+
+class Blocks(NamedTuple):
+    """The blocks of a parameter as a matrix of `rows` × `columns`, each of `height` × `width`; a vector is one row."""
+
+    rows: int
+    columns: int
+    height: int
+    width: int
+
+    @staticmethod
+    def of(span: Span, side: int) -> Blocks:
+        """Cut a parameter into blocks of at most `side` × `side`; its first axis are the rows."""
+        size = span.stop - span.start
+        rows, columns = (span.shape[0], size // max(1, span.shape[0])) if len(span.shape) > 1 else (1, size)
+        return Blocks(rows, columns, _side(rows, side), _side(columns, side))
+
+    def view(self, values: Tensor) -> Tensor:
+        """View the parameter's elements, shape (rows · columns,), as (down, height, across, width)."""
+        return values.view(self.rows // self.height, self.height, self.columns // self.width, self.width)
+
+
+def _side(length: int, most: int) -> int:
+    """Find the largest divisor that is at most `most`."""
+    return max((d for low in range(1, math.isqrt(max(1, length)) + 1) if length % low == 0
+                for d in (low, length // low) if d <= most), default=1)  # fmt: skip

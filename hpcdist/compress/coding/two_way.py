@@ -1,0 +1,120 @@
+"""Means over the ranks, compressed both ways: to the rank that averages a piece, and from it to all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hpcdist.collectives.base import bounds
+from hpcdist.comm.communicator import Communicator
+from hpcdist.compress.base import Span
+from hpcdist.compress.coding.feedback import CompressionConfig, Feedback
+from hpcdist.compress.coding.reduction import TAG, receive
+
+
+class TwoWayMean:
+    """Averages flat tensors over the ranks of `comm`, each of which averages one piece of a tensor for all.
+
+    A rank encodes every piece, with what it has not sent of it before, and sends it to the piece's owner. The owner
+    adds the messages in rank order, and encodes their mean with what it has not sent of that before. All ranks decode
+    the same bits. Any compressor will do, since each piece has one of its own at both ends.
+
+    Bytes sent per rank: 2m(p − 1)/p for messages of m bytes in all; a parameter that is cut by a border of pieces has
+    two of a compressor's scales. Memory: two tensors of errors, and a second one of a pᵗʰ.
+
+    Args:
+        comm: used only during a call, with one tag.
+        config: the compressor.
+        like: flat tensors of the same lengths and dtypes, on any device. They are encoded on the host.
+        spans: the parameters in each of them.
+
+    Attributes:
+        left: for each tensor what this rank has not sent of its own.
+        owed: for each tensor what it has not sent of the means of its piece.
+        ranges: the elements of its pieces.
+
+    Reference: Hanlin Tang, Chen Yu, Xiangru Lian, Tong Zhang, Ji Liu, "DoubleSqueeze: parallel stochastic gradient
+    descent with double-pass error-compensated compression", 2019.
+    """
+
+    def __init__(
+        self, comm: Communicator, config: CompressionConfig, like: Sequence[Tensor], spans: Sequence[Sequence[Span]]
+    ):
+        self._comm = comm
+        self.left: list[Tensor] = []
+        self.owed: list[Tensor] = []
+        self.ranges: list[tuple[int, int]] = []
+        self._ends: list[tuple[list[slice], list[Feedback], Feedback]] = []
+        for number, (flat, own) in enumerate(zip(like, spans, strict=True)):
+            pieces = [slice(*pair) for pair in itertools.pairwise(bounds(flat.numel(), comm.size))]
+            stream = number * comm.size + comm.rank
+            sent = []
+            left = torch.zeros(flat.numel(), dtype=torch.float64 if flat.dtype == torch.float64 else torch.float32)
+            for piece in pieces:
+                made = config.make(piece.stop - piece.start, _within(own, piece), stream)
+                feedback = Feedback(made, flat[piece], config.error_feedback)
+                feedback.residual = left[piece]
+                sent.append(feedback)
+            mine = pieces[comm.rank]
+            back = Feedback(
+                config.make(mine.stop - mine.start, _within(own, mine), stream), flat[mine], config.error_feedback
+            )
+            self._ends.append((pieces, sent, back))
+            self.left.append(left)
+            self.owed.append(back.residual)
+            self.ranges.append((mine.start, mine.stop))
+
+    def __call__(self, tensors: Sequence[Tensor]) -> None:
+        """Collective. Replace the tensors by their means over the ranks, the same bits on all of them."""
+        for tensor, (pieces, sent, back) in zip(tensors, self._ends, strict=True):
+            self._average(tensor, pieces, sent, back)
+
+    def _average(self, tensor: Tensor, pieces: list[slice], sent: list[Feedback], back: Feedback) -> None:
+        comm = self._comm
+        ahead = [(comm.rank + step) % comm.size for step in range(1, comm.size)]  # not all to the same one at once
+        messages = {dest: sent[dest].encode(tensor[pieces[dest]]) for dest in (*ahead, comm.rank)}
+        requests = [comm.isend(messages[dest], dest, TAG) for dest in ahead]
+        own = sent[comm.rank]
+        total, arrived = torch.zeros_like(back.residual), {comm.rank: messages[comm.rank]}
+        arrived |= {source: receive(comm, source) for source in reversed(ahead)}
+        for source in range(comm.size):
+            own.compressor.add(arrived[source], total)
+        message = back.encode(total.div_(comm.size))
+        requests += [comm.isend(message, dest, TAG) for dest in ahead]
+        arrived = {comm.rank: message} | {source: receive(comm, source) for source in reversed(ahead)}
+        for source, piece in enumerate(pieces):
+            mean = torch.empty(piece.stop - piece.start, dtype=back.residual.dtype)
+            sent[source].compressor.decode(arrived[source], mean)
+            tensor[piece] = mean.to(tensor)
+        for request in requests:
+            request.wait()
+
+    def forget(self) -> None:
+        """Forget what has not been sent."""
+        for residual in (*self.left, *self.owed):
+            residual.zero_()
+
+    def coders(self) -> list[list[dict]]:
+        """Return what the compressors keep between messages, for a checkpoint."""
+        return [[feedback.compressor.state() for feedback in (*sent, back)] for _, sent, back in self._ends]
+
+    def load_coders(self, saved: Sequence[Sequence[dict]]) -> None:
+        """Restore the result of `coders`."""
+        for (_, sent, back), states in zip(self._ends, saved):
+            for feedback, state in zip((*sent, back), states):
+                feedback.compressor.load_state(state)
+
+
+def _within(spans: Sequence[Span], piece: slice) -> list[Span]:
+    """Return the parts of parameters in a piece, by their places in it; one that is cut is a vector there."""
+    found = []
+    for span in spans:
+        start, stop = max(span.start, piece.start), min(span.stop, piece.stop)
+        if start < stop:
+            shape = span.shape if (start, stop) == (span.start, span.stop) else (stop - start,)
+            found.append(replace(span, start=start - piece.start, stop=stop - piece.start, shape=shape))
+    return found

@@ -1,0 +1,145 @@
+"""Dion: matrices move along the orthonormal factors of a momentum of low rank, and ranks exchange these alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import ClassVar, final
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcdist.compress.powersgd import add_product, orthogonalised
+from hpcdist.strategies.base import Update
+from hpcdist.strategies.common.state import Entry, held_tensors, joined, mean_of_ranks
+from hpcdist.strategies.synchronous.own_step import OwnStep, Trained, rate_of
+
+
+@final
+class Dion(OwnStep):
+    """Step matrices along orthonormal factors of their momentum; all other parameters by the local optimiser.
+
+    For each matrix X of m × n each rank adds its gradient to its momentum, B = M + G. P is the orthonormal basis of the
+    mean of BQ over the ranks, R the mean of BᵀP; M ← B − (1 − μ)PRᵀ, Q ← the columns of R, normalised, and X ← (1 −
+    ηλ)X − η√(m/n)·PQᵀ. So the r largest directions of the momentum count alike, whatever their size, and what they
+    leave out waits in M. M differs between ranks; their mean is M of one process on the mean gradient, which this
+    equals, to rounding.
+
+    Matrices are the parameters of two or more dimensions, their first one by the others, but for those that `others`
+    names: embeddings and the head should be there. These and vectors are stepped by the local optimiser, such as AdamW,
+    on the mean gradient. Rate η and decay λ of a matrix are those of its group; η is multiplied by `rate`, because it
+    is of the size of an orthonormal matrix, and Adam's steps are smaller. Replicas are bitwise equal. On one rank it is
+    this rule too.
+
+    Bytes per rank and step: of a matrix, in place of mn elements, r(m + n) by all-reduce; of the others their
+    gradients. Memory: M, and Q. The basis is computed on the host, in float64 and the same order on every processor.
+
+    Reference: Kwangjun Ahn, Byron Xu et al., "Dion: distributed orthonormalized updates", 2025.
+    """
+
+    class Config(OwnStep.Config):
+        """Options of dion."""
+
+        fraction: float = Field(0.25, gt=0, le=1, description="r: rank of the factors, as a part of the shorter side")
+        momentum: float = Field(0.95, ge=0, lt=1, description="μ: part of the factors' product that stays in M")
+        rate: float = Field(1.0, gt=0, description="rate of the matrices, in units of their group's")
+        others: tuple[str, ...] = Field(
+            (), description="names of matrices that the local optimiser steps, such as embed* and head.weight"
+        )
+
+    config: Config
+    kinds: ClassVar = ()
+    advice: ClassVar = "one of torch's"
+    runs_optimizer: ClassVar = True  # for the others
+
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
+        self._momentum = [torch.zeros_like(flat) for flat in model.params]  # M
+        self.basis: dict[str, Tensor] = {}  # Q of each matrix, shape (r, n)
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+    def move(self, update: Update) -> None:
+        matrices, others = self._divided()
+        self._average([one.views[0] for one in others])
+        self._step_matrices(matrices)
+        is_other = {one.name for one in others}
+        self.model.gradients.release([name in is_other for name in self.model.names])
+        update()
+
+    def _divided(self) -> tuple[list[Trained], list[Trained]]:
+        """Return the matrices, with views of gradients and momentum; and the other parameters."""
+        found: tuple[list[Trained], list[Trained]] = ([], [])
+        for one in self.trained(self.model.grads, self._momentum):
+            other = one.parameter.ndim < 2 or any(fnmatchcase(one.name, pattern) for pattern in self.config.others)
+            found[other].append(one)
+        return found
+
+    def _step_matrices(self, matrices: Sequence[Trained]) -> None:
+        # Half precision is added up in single; others in place.
+        wide = [torch.float64 if one.parameter.dtype == torch.float64 else torch.float32 for one in matrices]
+        sums = [
+            one.views[1].to(dtype).add_(one.views[0]).view(len(one.parameter), -1)
+            for one, dtype in zip(matrices, wide, strict=True)
+        ]
+        factors = [self._basis_of(one, total) for one, total in zip(matrices, sums, strict=True)]
+        left = [q @ total.T for q, total in zip(factors, sums, strict=True)]  # transposed: r rows
+        self._average(left)
+        left = [orthogonalised(rows.cpu().double()).to(rows) for rows in left]
+        right = [p @ total for p, total in zip(left, sums, strict=True)]
+        self._average(right)
+        for one, total, p, r in zip(matrices, sums, left, right, strict=True):
+            total.addmm_(p.T, r, alpha=self.config.momentum - 1)
+            one.views[1].copy_(total.view_as(one.parameter))
+            self.basis[one.name] = q = _normalised(r)
+            rate, x = self.config.rate * rate_of(one.group), one.parameter.detach().view(len(total), -1)
+            if decay := one.group.get("weight_decay", 0):
+                x.mul_(1 - rate * decay)
+            step = torch.zeros_like(total)
+            if x.is_cpu:
+                add_product(step, p, q)  # in the same order on every processor
+            else:
+                torch.mm(p.T, q, out=step)
+            x.sub_(step, alpha=rate * (x.shape[0] / x.shape[1]) ** 0.5)
+
+    def _basis_of(self, one: Trained, total: Tensor) -> Tensor:
+        """Return Q of a matrix, transposed; at the start the same random directions on all ranks and machines."""
+        if one.name not in self.basis:
+            rank = max(1, round(self.config.fraction * min(total.shape)))
+            start = np.random.Generator(np.random.SFC64(0)).random((rank, total.shape[1])) - 0.5
+            self.basis[one.name] = _normalised(torch.from_numpy(start))
+        return self.basis[one.name].to(total)
+
+    def _average(self, tensors: Sequence[Tensor]) -> None:
+        """Collective. Replace tensors by their means over the ranks, those of one type in one sum."""
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            own = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in own])
+            self.exchanges.mean([flat])
+            for tensor, mean in zip(own, flat.split([tensor.numel() for tensor in own]), strict=True):
+                tensor.copy_(mean.view_as(tensor))
+
+    # --- state ----------------------------------------------------------------------------------------------------
+    def entries(self) -> list[Entry]:
+        def load(saved: dict[str, Tensor]) -> None:
+            own = set(self.model.names)
+            self.basis = {name: value for name, value in saved.items() if name in own}
+
+        return [
+            *super().entries(),
+            held_tensors("momentum", self._momentum, mean_of_ranks),
+            Entry("basis", lambda: self.basis, load, joined, optional=True),
+        ]
+
+
+def _normalised(rows: Tensor) -> Tensor:
+    """Divide each row by its norm, with the same bits on every processor.
+
+    A row that is nothing but rounding beside the largest one becomes zeros: a momentum of a lower rank has no direction
+    for it.
+    """
+    wide = rows.cpu().double().numpy()
+    norms = np.sqrt((wide * wide).sum(axis=1, keepdims=True))
+    counts = norms > 100 * torch.finfo(rows.dtype).eps * norms.max()
+    return torch.from_numpy(np.where(counts, wide / np.where(counts, norms, 1.0), 0.0)).to(rows)

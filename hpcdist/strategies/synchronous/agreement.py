@@ -1,0 +1,61 @@
+"""Agree on a step: which parameters have gradients, whether these are finite, and whether all are at the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hpcdist.model.hyperparameters import difference, digests, sums_are_of_equals
+from hpcdist.strategies.base import Strategy
+from hpcdist.strategies.synchronous.buffers import ChangingBuffers
+
+
+class StepAgreement:
+    """Compare the ranks' steps, and average the buffers that have changed.
+
+    Messages: 32 bytes in a step like the last one; a word for each parameter where some rank has other gradients than
+    in its last step, and names where some are not finite.
+    """
+
+    def __init__(self, strategy: Strategy):
+        self._strategy = strategy
+        self._changing = ChangingBuffers(strategy.comm, strategy.model)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, after the number of parameters has changed."""
+        # Which parameters had a gradient in the last step, here and on any rank.
+        self._used = (torch.ones(len(self._strategy.model.names), dtype=torch.bool),) * 2
+
+    def __call__(self, used: Tensor, bad: Sequence[str]) -> tuple[Tensor, dict[int, list[str]]]:
+        """Collective. Find which parameters have a gradient on any rank, and which are not finite, by rank.
+
+        Args:
+            used: whether each parameter has a gradient on this rank, bool, shape (parameters,).
+            bad: names of those whose gradient on this rank is not finite.
+
+        Raises:
+            MismatchError: param_groups differ, or ranks are at different batches.
+        """
+        strategy = self._strategy
+        comm, numbers = strategy.comm, strategy.hyperparameters
+        if comm.size == 1:
+            return used, {0: list(bad)} if bad else {}
+        news = bool(bad) or not torch.equal(used, self._used[0])
+        mine = digests(numbers.digest(strategy.model.passes.batch))
+        word = torch.tensor([news, self._changing.look(), *mine], dtype=torch.int64)
+        comm.allreduce(word)
+        news, changing, *sums = word.tolist()
+        if not sums_are_of_equals(sums, comm.size):
+            raise difference(comm, numbers, strategy.steps + 1)
+        self._changing.average(changing)
+        if news == 0:  # on every rank as in the last step
+            return self._used[1], {}
+        word = torch.cat([used.to(torch.int32), torch.tensor([len(bad)], dtype=torch.int32)])
+        comm.allreduce(word)
+        self._used = used, word[:-1] > 0
+        if int(word[-1]) == 0:
+            return self._used[1], {}
+        return self._used[1], {rank: names for rank, names in enumerate(comm.gather(list(bad))) if names}

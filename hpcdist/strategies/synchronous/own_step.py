@@ -1,0 +1,154 @@
+"""Make the step in place of the optimiser: its numbers are read, group by group, and its own step is not run."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from hpcdist.errors import ConfigError
+from hpcdist.model.flat import FlatModel
+from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
+from hpcdist.strategies.common.contract import Contract
+from hpcdist.strategies.common.state import Entry, attribute
+from hpcdist.strategies.synchronous.agreement import StepAgreement
+from hpcdist.strategies.synchronous.exchanges import Exchanges
+
+
+class Trained(NamedTuple):
+    """A parameter, its group's numbers, and its views of flat tensors."""
+
+    name: str
+    parameter: nn.Parameter
+    group: Mapping[str, Any]
+    views: tuple[Tensor, ...]
+
+
+class OwnStep(Strategy):
+    """Train all ranks in step by a rule of the strategy's own: gradients stay here, and what they become is exchanged.
+
+    The loop sees this rank's own gradients, and clips these. A gradient that is not finite on one rank leaves the
+    update out on all. A parameter that has no gradient counts as one of zeros. Buffers that change in training become
+    their mean over the ranks in every step, and param_groups are compared, as with `allreduce`.
+
+    Attributes:
+        exchanges: means over all ranks.
+        updates: how many there were.
+    """
+
+    class Config(Strategy.Config):
+        """Options of strategies that make the step themselves."""
+
+        algorithm: str = Field("auto", description="all-reduce algorithm; auto chooses by size and ranks")
+
+    config: Config
+    contract = Contract(averages="gradients", meets="every step", step="the strategy's")
+    kinds: ClassVar[tuple[type[torch.optim.Optimizer], ...]]  # whose numbers the rule reads; none: any
+    plain: ClassVar[Mapping[str, Any]] = {}  # settings that the rule does not have, with the value that is none
+    runs_optimizer: ClassVar[bool] = False  # a part of the parameters is stepped by it, with its hooks
+    advice: ClassVar[str]  # what to take, for messages
+
+    def __init__(self, config: Config, comm, model, **given):
+        super().__init__(config, comm, model, **given)
+        odd = [name for name, one in zip(model.names, model.parameters(), strict=True) if one.is_complex()]
+        if odd:
+            raise ConfigError(
+                f"parameters must be real with {name_of(self)}, whose rule is for real ones; got {odd[0]!r}, which is "
+                "complex. Take allreduce, or hold it as two real ones."
+            )
+        self.updates = 0
+        self.exchanges = Exchanges(comm, self.records, config.algorithm, aside=False)
+        self.agreement = StepAgreement(self)
+        model.gradients.move([torch.zeros_like(flat) for flat in model.params])
+        if self.optimizer is not None:
+            self._check_kind(type(self.optimizer))
+            self._check_settings(self.optimizer)
+
+    # --- what a subclass defines ----------------------------------------------------------------------------------
+    @abc.abstractmethod
+    def move(self, update: Update) -> None:
+        """Collective. Move the parameters by the gradients in `model.grads`, which the method may overwrite.
+
+        Args:
+            update: runs the optimiser, on gradients that are in the model, where the contract says that it does.
+        """
+
+    # --- steps ----------------------------------------------------------------------------------------------------
+    def advance(self, update: Update) -> Outcome:
+        self.require_optimizer()
+        used, bad = self.agreement(self.model.gradients.collect(), self.gradients.nonfinite())
+        event = self.gradients.leave_out(bad) if bad else None
+        if not bad:
+            self.gradients.clip(self.model.passes.mean_weight)
+            self.hooked(lambda: self.move(update))
+            self.updates += 1
+        self.model.gradients.release(used)
+        return Outcome(self.updates, staleness=self.gradients.staleness(bad), event=event)
+
+    def hooked(self, step: Callable[[], None]) -> None:
+        """Make a step in place of the optimiser's, with the hooks that it has on that."""
+        optimizer: Any = self.optimizer
+        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        for hook in [] if self.runs_optimizer else list(before.values()):
+            hook(optimizer, (), {})
+        with torch.no_grad():
+            step()
+        for hook in [] if self.runs_optimizer else list(after.values()):
+            hook(optimizer, (), {})
+
+    def require_optimizer(self) -> None:
+        """Raise ConfigError unless there is an optimiser whose numbers the rule reads."""
+        if self.optimizer is None:
+            self._check_kind(None)
+        else:
+            self._check_settings(self.optimizer)
+
+    def _check_kind(self, kind: type[torch.optim.Optimizer] | None) -> None:
+        if kind is None or (self.kinds and kind not in self.kinds):
+            raise ConfigError(
+                f"the optimiser of {name_of(self)} must be {self.advice}, whose numbers it reads to make the step "
+                f"itself; got {'none' if kind is None else kind.__name__}. Take that."
+            )
+
+    def _check_settings(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for key, plain in self.plain.items():
+                if group.get(key, plain) != plain:
+                    raise self.useless(key, plain, group[key])
+
+    def useless(self, key: str, plain: object, got: object) -> ConfigError:
+        """Make the error for a setting of the optimiser that the rule does not have."""
+        return ConfigError(
+            f"{key} of the optimiser must be {plain} with {name_of(self)}, which makes the step itself; got {got}. "
+            f"Take {self.advice}."
+        )
+
+    def trained(self, *flats: Sequence[Tensor]) -> Iterator[Trained]:
+        """Yield each parameter that the optimiser has, in the order of `model.names`, with its views of `flats`."""
+        yield from trained(self.model, self.optimizer, *flats)
+
+    # --- state ----------------------------------------------------------------------------------------------------
+    def entries(self) -> list[Entry]:
+        return [*super().entries(), attribute(self, "updates")]
+
+    def close(self) -> None:
+        self.exchanges.close()
+
+
+def trained(model: FlatModel, optimizer: torch.optim.Optimizer | None, *flats: Sequence[Tensor]) -> Iterator[Trained]:
+    """Yield each of the model's parameters that the optimiser has, with its group and its views of `flats`."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    group_of = {id(parameter): group for group in groups for parameter in group["params"]}
+    views = ([view for _, view in model.views(flat)] for flat in flats)
+    for name, parameter, *own in zip(model.names, model.parameters(), *views, strict=True):
+        if (group := group_of.get(id(parameter))) is not None:
+            yield Trained(name, parameter, group, tuple(own))
+
+
+def rate_of(group: Mapping[str, Any]) -> float:
+    """Return a group's learning rate as a number."""
+    return float(group["lr"])

@@ -1,0 +1,298 @@
+"""1-bit Adam and 0/1 Adam: the published rules step by step, sums of what is sent and left, equal replicas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from harness.cases import each
+from hpcdist import strategies
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.errors import ConfigError
+from hpcdist.model.flat import FlatModel
+from strategies import problem, replicas
+
+pytestmark = pytest.mark.computes
+STEPS, BETAS, EPS, DECAY = 14, (0.9, 0.95), 1e-3, 0.1
+EXACT = {"compression": "none"}
+
+
+def rate(step):
+    return 0.02 / (1 + 0.1 * step)
+
+
+def go(comm, name, options, steps=STEPS, decay=DECAY, make=problem.model, after=lambda strategy: None):
+    """Collective. After each step parameters, m and v as flat tensors; and the gradients of each."""
+    module = make()
+    local = torch.optim.AdamW(module.parameters(), lr=1.0, betas=BETAS, eps=EPS, weight_decay=decay)
+    cls = strategies.load(name)
+    strategy = cls(cls.Config(**options), comm.split(0), FlatModel(module), optimizer=local)
+    found, gradients = [], []
+    for step in range(steps):
+        local.param_groups[0]["lr"] = rate(step)
+        local.zero_grad()
+        replicas.backward(module, comm.rank, comm.size, step)
+        gradients.append(torch.cat([p.grad.reshape(-1) for p in module.parameters()]))
+        strategy.step(local.step)
+        states = [local.state[p] for p in module.parameters()]
+        m, v = (torch.cat([state[key].reshape(-1) for state in states]) for key in ("exp_avg", "exp_avg_sq"))
+        found.append((strategy.model.params[0].clone(), m, v))
+        after(strategy)
+    strategy.close()
+    return found, gradients
+
+
+class Serial:
+    """The rule in one process."""
+
+    def __init__(self, decay=DECAY):
+        self.x, self.decay, self.step = FlatModel(problem.model()).params[0].clone(), decay, 0
+        self.m, self.v = torch.zeros_like(self.x), torch.zeros_like(self.x)
+
+    def momentum(self, gradient):
+        return BETAS[0] * self.m + (1 - BETAS[0]) * gradient
+
+    def squares(self, gradient):
+        self.v = BETAS[1] * self.v + (1 - BETAS[1]) * gradient * gradient
+
+    @property
+    def scale(self):
+        return self.v.sqrt() + EPS
+
+    def move(self):
+        self.x = self.x - rate(self.step) * (self.m / self.scale + self.decay * self.x)
+        self.step += 1
+
+
+def close(found, serial, step):
+    for own, expected in zip(found[step], (serial.x, serial.m, serial.v), strict=True):
+        torch.testing.assert_close(own, expected, rtol=0, atol=1e-12)
+
+
+# --- 1-bit Adam -------------------------------------------------------------------------------------------------------
+@pytest.mark.sizes(1, 2, 3)
+def test_without_an_end_of_the_warm_up_it_is_synchronous_adam_without_bias_correction(ranks):
+    results = ranks(lambda comm: go(comm, "onebit_adam", {"warmup_steps": STEPS}))
+    serial = Serial()
+    for step in range(STEPS):
+        mean = sum(gradients[step] for _, gradients in results) / len(results)
+        serial.m = serial.momentum(mean)
+        serial.squares(mean)
+        serial.move()
+        close(results[0][0], serial, step)
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_with_exact_means_it_has_a_fixed_preconditioner_after_the_warm_up(ranks):
+    results = ranks(lambda comm: go(comm, "onebit_adam", {"warmup_steps": 5, **EXACT}))
+    serial = Serial()
+    for step in range(STEPS):
+        mean = sum(gradients[step] for _, gradients in results) / len(results)
+        serial.m = serial.momentum(mean)
+        if step < 5:
+            serial.squares(mean)
+        serial.move()
+        close(results[0][0], serial, step)
+
+
+@each("name", ["onebit_adam", "zero_one_adam"])
+@pytest.mark.sizes(2, 4)
+def test_replicas_are_equal_where_they_must_be(ranks, name):
+    options = {"warmup_steps": 5} if name == "onebit_adam" else {"variance_steps": 6, "full_steps": 2, "local_steps": 4}
+    results = ranks(lambda comm: go(comm, name, options))
+    config = strategies.load(name).Config(**options)
+    for step in range(STEPS):
+        same = all(
+            torch.equal(own, other)
+            for found, _ in results
+            for own, other in zip(found[step], results[0][0][step], strict=True)
+        )
+        assert same == config.meets(step + 1), step
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_momentum_is_sent_or_left(ranks):
+    """Σz given = Σ mean received + what is left, at both ends, over the steps after the warm-up."""
+    left = []
+
+    def body(comm):
+        kept = []
+
+        def look(strategy):
+            mean = strategy._mean
+            kept.append((mean.left[0].clone(), mean.owed[0].clone(), mean.ranges[0]))
+
+        found, gradients = go(comm, "onebit_adam", {"warmup_steps": 5}, after=look)
+        given = [BETAS[0] * found[step - 1][1] + (1 - BETAS[0]) * gradients[step] for step in range(5, STEPS)]
+        return sum(given), sum(found[step][1] for step in range(5, STEPS)), kept[-1]
+
+    results = ranks(body)
+    received = results[0][1]
+    expected = sum(given - kept[0] for given, _, kept in results) / len(results)
+    for _, _, (_, owed, (start, stop)) in results:
+        expected[start:stop] -= owed
+        left.append(owed.abs().max())
+    torch.testing.assert_close(received, expected, rtol=0, atol=1e-12)
+    assert len(results) == 1 or max(left) > 1e-9
+
+
+def test_elements_without_a_gradient_stay():
+    """One bit has no zero, and v is 0 there."""
+
+    def dead():
+        module = problem.model()
+        module[0].weight.register_hook(lambda gradient: gradient * torch.tensor([0.0, 1, 1, 1, 1, 1]))
+        return module
+
+    for name, options in (("onebit_adam", {"warmup_steps": 5}), ("zero_one_adam", {"variance_steps": 6})):
+        found, _ = run_virtual(lambda comm, n=name, o=options: go(comm, n, o, decay=0.0, make=dead), 3)[0]
+        start = FlatModel(problem.model()).params[0]
+        moved = (found[-1][0] - start)[: 8 * 6].view(8, 6)
+        assert not moved[:, 0].any() and moved[:, 1:].all()
+
+
+def test_the_gradient_of_adam_compressed_from_the_first_step_is_worse():
+    """Why the warm-up is there: v of compressed gradients is wrong."""
+
+    def loss_after(strategy, **options):
+        def body(comm):
+            module = problem.model()
+            local = torch.optim.AdamW(module.parameters(), lr=0.01, betas=(0.9, 0.99), weight_decay=0.0)
+            cls = strategies.load(strategy)
+            made = cls(cls.Config(**options), comm.split(0), FlatModel(module), optimizer=local)
+            for step in range(120):
+                local.zero_grad()
+                replicas.backward(module, comm.rank, comm.size, step)
+                made.step(local.step)
+            made.close()
+            return problem.loss(module, range(problem.SAMPLES)).item()
+
+        return run_virtual(body, 3)[0]
+
+    ours = loss_after("onebit_adam", warmup_steps=20)
+    compressed = loss_after("allreduce", compression="ef_signsgd", overlap="off")
+    assert ours < compressed
+
+
+# --- 0/1 Adam ---------------------------------------------------------------------------------------------------------
+def test_full_steps_are_as_far_apart_as_the_rule_says():
+    """By how v changes: at steps 1 to 16, 18, 20, ... 48, 52, ..."""
+
+    def body(comm):
+        found, _ = go(comm, "zero_one_adam", {"variance_steps": 60}, steps=56)
+        squares = [torch.zeros_like(found[0][2]), *(v for *_, v in found)]
+        return [step for step in range(1, 57) if not torch.equal(squares[step], squares[step - 1])]
+
+    expected = [*range(1, 17), *range(18, 49, 2), 52, 56]
+    assert run_virtual(body, 2) == [expected] * 2
+
+
+@pytest.mark.sizes(1, 2, 3)
+def test_with_exact_means_and_an_exchange_in_every_step_it_is_one_bit_adam_afterwards(ranks):
+    options = {"variance_steps": 5, "most_local": 1, **EXACT}
+    results = ranks(lambda comm: go(comm, "zero_one_adam", options))
+    others = ranks(lambda comm: go(comm, "onebit_adam", {"warmup_steps": 5, **EXACT}))
+    for own, other in zip(results[0][0], others[0][0], strict=True):
+        for one, expected in zip(own, other, strict=True):
+            torch.testing.assert_close(one, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.sizes(3)
+def test_local_steps_and_exchanges_are_those_of_the_rule(ranks):
+    """By hand: v frozen after 4 steps; then exchanges at 5, 6, then every second step, then every fourth."""
+    options = {"variance_steps": 4, "local_steps": 2, "most_local": 4, **EXACT}
+    results = ranks(lambda comm: go(comm, "zero_one_adam", options))
+    size = len(results)
+    serial = Serial()
+    for step in range(4):
+        mean = sum(gradients[step] for _, gradients in results) / size
+        serial.m = serial.momentum(mean)
+        serial.squares(mean)
+        serial.move()
+        close(results[0][0], serial, step)
+    x, scale = serial.x, serial.scale
+    thetas, moments = [x] * size, [serial.m] * size
+    moves, rates, decays, exchanges = [torch.zeros_like(x)] * size, 0.0, 1.0, []
+    for step in range(4, STEPS):
+        eta, distance = rate(step), min(4, 2 ** ((step - 4) // 2))
+        for rank, (_, gradients) in enumerate(results):
+            moments[rank] = BETAS[0] * moments[rank] + (1 - BETAS[0]) * gradients[step]
+            thetas[rank] = thetas[rank] - eta * (moments[rank] / scale + DECAY * thetas[rank])
+            moves[rank] = moves[rank] - eta * moments[rank] / scale
+        rates, decays = rates + eta, decays * (1 - eta * DECAY)
+        if (step + 1) % distance == 0:
+            exchanges.append(step + 1)
+            z = sum(move * scale for move in moves) / size
+            x = x * decays + z / scale
+            thetas, moments = [x] * size, [-z / rates] * size
+            moves, rates, decays = [torch.zeros_like(x)] * size, 0.0, 1.0
+        for rank, (found, _) in enumerate(results):
+            torch.testing.assert_close(found[step][0], thetas[rank], rtol=0, atol=1e-12)
+            torch.testing.assert_close(found[step][1], moments[rank], rtol=0, atol=1e-11)
+    assert exchanges == [5, 6, 8, 12]
+
+
+def test_what_was_left_in_the_first_phase_is_forgotten_in_the_second():
+    seen = []
+
+    def look(strategy):
+        if strategy.steps == 6:  # the last one of the first phase
+            seen.append(strategy._mean.left[0].abs().max().item())
+            assert strategy._mean.left[0].any()
+            strategy._mean.left[0].fill_(1e6)  # would be seen in the next exchange
+
+    options = {"variance_steps": 6, "full_steps": 1}
+    plain, spoilt = (
+        run_virtual(lambda comm, f=after: go(comm, "zero_one_adam", options, after=f)[0], 2)[0]
+        for after in (lambda strategy: None, look)
+    )
+    assert all(torch.equal(a, b) for own, other in zip(plain, spoilt, strict=True) for a, b in zip(own, other)) and seen
+
+
+# --- checkpoints, refusals --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "options", "at"),
+    [
+        ("onebit_adam", ("warmup_steps=4",), 6),
+        ("zero_one_adam", ("variance_steps=4", "local_steps=2"), 7),
+        ("zero_one_adam", ("variance_steps=9", "full_steps=2"), 6),
+    ],
+)
+@pytest.mark.sizes(3)
+def test_a_resumed_job_ends_on_the_same_bits(ranks, name, options, at, shared_tmp_path):
+    assert all(ranks(lambda comm: replicas.same_when_resumed(comm, shared_tmp_path, name, options, at)))
+
+
+def test_its_moments_are_found_where_adam_has_them():
+    """A loop's own checkpoint, by the optimiser's state dict, has them; plain AdamW goes on from it."""
+
+    def body(comm):
+        module = problem.model()
+        local = torch.optim.AdamW(module.parameters(), lr=0.01)
+        cls = strategies.load("onebit_adam")
+        strategy = cls(cls.Config(), comm.split(0), FlatModel(module), optimizer=local)
+        for step in range(3):
+            local.zero_grad()
+            replicas.backward(module, comm.rank, comm.size, step)
+            strategy.step(local.step)
+        plain = torch.optim.AdamW(problem.model().parameters(), lr=0.01)
+        plain.load_state_dict(local.state_dict())
+        return [(state["step"].item(), bool(state["exp_avg"].any())) for state in plain.state.values()]
+
+    assert run_virtual(body, 2) == [[(3.0, True)] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), "the optimiser of onebit_adam must be torch.optim.AdamW, .*; got SGD"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad of the optimiser must be False with onebit_adam"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "weight_decay of the optimiser must be 0 with .*; got 0.1"),
+    ],
+)
+def test_what_the_rule_does_not_have_is_refused(make, message):
+    module: nn.Module = problem.model()
+    cls = strategies.load("onebit_adam")
+    with pytest.raises(ConfigError, match=message):
+        run_virtual(lambda c: cls(cls.Config(), c, FlatModel(module), optimizer=make(module.parameters())), 1)

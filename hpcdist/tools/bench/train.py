@@ -67,7 +67,9 @@ def gossip_ways(size: int) -> Iterator[Way]:
         compressor = fields["compression"].default.name if "compression" in fields else "none"
         # Compressors are at the density that `bench compress` begins with: their defaults suit other models.
         configs = [config for config in CONFIGS.values() if config["name"] == compressor]
-        yield Way(name, name, {"compression": configs[0]} if configs else {})
+        options: dict[str, Any] = {"compression": configs[0]} if configs else {}
+        options |= dict.fromkeys({"warmup_steps", "variance_steps"} & set(fields), 1)  # what follows is measured
+        yield Way(name, name, options)
 
 
 COMPRESSED_WAYS = tuple(Way(name, "allreduce", {"compression": config}) for name, config in CONFIGS.items())
@@ -104,7 +106,7 @@ def time_steps(
 ) -> list[Row]:
     """Collective. Time `steps` training steps of each way in every round.
 
-    Every way has a replica of one of MODELS and a plain SGD optimiser of its own.
+    Every way has a replica of one of MODELS and a plain SGD optimiser of its own; AdamW where its strategy reads that.
 
     Args:
         device: where this rank computes.
@@ -148,7 +150,8 @@ def compare(
 def _side(comm: Communicator, name: str, way: Way, widths: tuple[int, ...], x: torch.Tensor, y: torch.Tensor) -> Side:
     """Collective. Make a replica that is trained in one way."""
     module: nn.Module = perceptron(widths).to(x.device)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    adam = way.strategy is not None and strategies.load(way.strategy).contract.optimizer == "Adam"
+    optimizer = (torch.optim.AdamW if adam else torch.optim.SGD)(module.parameters(), lr=1e-3)
     n_bytes = perceptron_bytes(widths)
 
     def take(steps: int, finish_step: Callable[[], object]) -> float:

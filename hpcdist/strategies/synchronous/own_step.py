@@ -11,7 +11,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from hpcdist.errors import ConfigError
-from hpcdist.model.flat import FlatModel
 from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, attribute
@@ -129,7 +128,12 @@ class OwnStep(Strategy):
 
     def trained(self, *flats: Sequence[Tensor]) -> Iterator[Trained]:
         """Yield each parameter that the optimiser has, in the order of `model.names`, with its views of `flats`."""
-        yield from trained(self.model, self.optimizer, *flats)
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        group_of = {id(parameter): group for group in groups for parameter in group["params"]}
+        views = ([view for _, view in self.model.views(flat)] for flat in flats)
+        for name, parameter, *own in zip(self.model.names, self.model.parameters(), *views, strict=True):
+            if (group := group_of.get(id(parameter))) is not None:
+                yield Trained(name, parameter, group, tuple(own))
 
     # --- state ----------------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:
@@ -137,16 +141,6 @@ class OwnStep(Strategy):
 
     def close(self) -> None:
         self.exchanges.close()
-
-
-def trained(model: FlatModel, optimizer: torch.optim.Optimizer | None, *flats: Sequence[Tensor]) -> Iterator[Trained]:
-    """Yield each of the model's parameters that the optimiser has, with its group and its views of `flats`."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    group_of = {id(parameter): group for group in groups for parameter in group["params"]}
-    views = ([view for _, view in model.views(flat)] for flat in flats)
-    for name, parameter, *own in zip(model.names, model.parameters(), *views, strict=True):
-        if (group := group_of.get(id(parameter))) is not None:
-            yield Trained(name, parameter, group, tuple(own))
 
 
 def rate_of(group: Mapping[str, Any]) -> float:

@@ -349,7 +349,7 @@ def test_a_file_that_holds_none(folder, reference, message):
 
 
 def test_an_unknown_name_lists_no_files(folder):
-    with pytest.raises(UnknownNameError, match="strategy must be one of adpsgd, .*strom; got 'alone'"):
+    with pytest.raises(UnknownNameError, match="strategy must be one of adpsgd, .*zero_one_adam; got 'alone'"):
         strategies.load("alone")
 
 

@@ -164,18 +164,19 @@ class Option(NamedTuple):
     rule: str = ""  # as `at least 1`; empty if the type says all
 
 
-def describe(model: type[Settings], where: str = "") -> list[Option]:
-    """List all settings of a model, nested ones too, in the order of definition."""
+def describe(model: type[Settings], where: str = "", given: Settings | None = None) -> list[Option]:
+    """List all settings of a model, nested ones too, in the order of definition; with the defaults that are `given`."""
     options = []
     for name, field in model.model_fields.items():
         key, inner = _join(where, name), _settings_in(field.annotation)
+        default = _default(field) if given is None else getattr(given, name)
         if inner is not None:
-            first, *others = describe(inner, key)
+            first, *others = describe(inner, key, default if isinstance(default, inner) else None)
             if field.description and not first.description:  # an algorithm by name: the field of the table describes it
-                first = first._replace(default=_default_text(field), description=field.description)
+                first = first._replace(default=_default_text(default), description=field.description)
             options += [first, *others]
         else:
-            described = (_type_text(field.annotation), _default_text(field), field.description or "")
+            described = (_type_text(field.annotation), _default_text(default), field.description or "")
             options.append(Option(key, *described, _rule_text(field)))
     return options
 
@@ -242,14 +243,18 @@ def _locate(model: type[Settings], loc: Iterable[int | str], where: str) -> tupl
 def _hint(field: FieldInfo | None) -> str:
     if field is None or not field.description:
         return ""
-    default = _default_text(field)
+    default = _default_text(_default(field))
     return f" {field.description[0].upper()}{field.description[1:]}" + (f" (default {default})." if default else ".")
 
 
-def _default_text(field: FieldInfo) -> str:
-    if field.is_required():
+def _default(field: FieldInfo) -> Any:
+    """Return a field's default; `...` where it must be given."""
+    return ... if field.is_required() else field.get_default(call_default_factory=True)
+
+
+def _default_text(default: object) -> str:
+    if default is ...:
         return ""
-    default = field.get_default(call_default_factory=True)
     if default is None or isinstance(default, bool):
         return str(default).lower()
     if isinstance(default, Settings):  # its name stands for it

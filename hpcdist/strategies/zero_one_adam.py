@@ -65,6 +65,7 @@ class ZeroOneAdam(AdamStep):
 
     def __init__(self, config: Config, comm, model, **given):
         super().__init__(config, comm, model, **given)
+        model.gradients.move([torch.zeros_like(flat) for flat in model.params])  # which are averaged at first
         self._mean = TwoWayMean(self.exchanges.channel, config.compression, model.params, spans(model))
         self.distance, self.full = 1, 0  # of full steps; how many since it has doubled
         self._common = [flat.clone() for flat in model.params]  # x

@@ -62,7 +62,6 @@ class OwnStep(Strategy):
         self.updates = 0
         self.exchanges = Exchanges(comm, self.records, config.algorithm, aside=False)
         self.agreement = StepAgreement(self)
-        model.gradients.move([torch.zeros_like(flat) for flat in model.params])
         if self.optimizer is not None:
             self._check_kind(type(self.optimizer))
             self._check_settings(self.optimizer)

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from harness.cases import each
+from hpcdist.comm.virtual import run_virtual
 from hpcdist.compress import CompressionConfig, Span
 from hpcdist.compress.coding.two_way import TwoWayMean
+from hpcdist.errors import ConfigError
 
 pytestmark = pytest.mark.computes
 SHAPES = [(7, 5), (3,), (4, 6), (1,)]
@@ -87,6 +89,12 @@ def test_it_sends_a_bit_for_each_element_both_ways(ranks):
         return comm.trace.traffic.bytes_sent - before
 
     assert ranks(body) == [2 * 3 * (1000 + 4)] * 4
+
+
+@pytest.mark.parametrize("option", [{"warmup_steps": 3}, {"warmup_ranks": 1}])
+def test_a_warm_up_is_refused(option):
+    with pytest.raises(ConfigError, match="compression.warmup_steps and warmup_ranks must be left out where means are"):
+        run_virtual(lambda comm: run(comm, "ef_signsgd", **option), 2)
 
 
 @pytest.mark.sizes(2)

@@ -14,6 +14,7 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.compress.base import Span
 from hpcdist.compress.coding.feedback import CompressionConfig, Feedback
 from hpcdist.compress.coding.reduction import TAG, receive
+from hpcdist.errors import ConfigError
 
 
 class TwoWayMean:
@@ -37,6 +38,9 @@ class TwoWayMean:
         owed: for each tensor what it has not sent of the means of its piece.
         ranges: the elements of its pieces.
 
+    Raises:
+        ConfigError: `config` has a warm-up.
+
     Reference: Hanlin Tang, Chen Yu, Xiangru Lian, Tong Zhang, Ji Liu, "DoubleSqueeze: parallel stochastic gradient
     descent with double-pass error-compensated compression", 2019.
     """
@@ -44,6 +48,11 @@ class TwoWayMean:
     def __init__(
         self, comm: Communicator, config: CompressionConfig, like: Sequence[Tensor], spans: Sequence[Sequence[Span]]
     ):
+        if config.warmup_steps or config.warmup_ranks is not None:
+            raise ConfigError(
+                "strategy.compression.warmup_steps and warmup_ranks must be left out where means are compressed both "
+                f"ways; got {config.warmup_steps} and {config.warmup_ranks}. The strategy has a warm-up of its own."
+            )
         self._comm = comm
         self.left: list[Tensor] = []
         self.owed: list[Tensor] = []

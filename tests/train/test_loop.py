@@ -24,7 +24,7 @@ every = pytest.mark.parametrize("name", strategies.available())
 # step of sandblaster is of a large batch.
 SUITED = {
     **{name: ["strategy.period=5"] for name in problem.LONG_PERIODS},
-    "demo": ["optimizer.name=SGD", "optimizer.lr=0.01"], "dion": ["strategy.rate=5"],
+    "demo": ["optimizer.name=SGD", "optimizer.lr=0.01"], "dion": ["strategy.rate=5", "optimizer.lr=0.03"],
     "qg_dsgd": ["optimizer.name=SGD", "optimizer.lr=0.1", "optimizer.momentum=0.9"],
     "sparse_loco": ["strategy.period=5", "strategy.compression.ratio=0.2"],
     "strom": ["strategy.compression.density=0.1"], "sandblaster": ["batch_size=90"],

@@ -35,7 +35,8 @@ class DeMo(OwnStep):
 
     Bytes per rank and step: (p − 1)·B, with B of about 5·`keep` for each block: for blocks of 64 × 64 and 32 components
     about 160 against 16,384. That is less than a ring all-reduce below about 200 ranks. Memory: three vectors like the
-    parameters (gradients as they are sent, m, the sums).
+    parameters (m, what is sent, the sums). The ranks' processors must be of one kind: the last bits of a transform are
+    a processor's own, and where Q is nearly 0 they decide its sign; replicas that part are found out and refused.
 
     Reference: Bowen Peng, Jeffrey Quesnelle, Diederik P. Kingma, "DeMo: decoupled momentum optimization", 2024; the
     rate inside the momentum and the mean over senders are as in its published code.
@@ -70,7 +71,7 @@ class DeMo(OwnStep):
         )
 
     def move(self, update) -> None:
-        config, flats = self.config, self.model.grads
+        config, flats = self.config, [grad.clone() for grad in self.model.grads]
         for one in self.trained(flats):
             one.views[0].mul_(rate_of(one.group))
         self._transform(flats, back=False)

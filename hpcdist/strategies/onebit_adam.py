@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
+import torch
 from pydantic import Field
 
 from hpcdist.compress import CompressionConfig, spans
@@ -30,7 +31,8 @@ class OneBitAdam(AdamStep):
     the mean magnitude. none is exact.
 
     Bytes per rank and step of n bytes of float32 gradients: in the warm-up 2n(p − 1)/p, then a 32ⁿᵈ of that, and eight
-    for each parameter and rank. Memory: m, v, what was not sent, and a second part of that for a pᵗʰ.
+    for each parameter and rank. Memory: m, v, what is sent, what was not sent, and a second
+    part of that for a pᵗʰ.
 
     Reference: Hanlin Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence
     speed", 2021.
@@ -51,17 +53,18 @@ class OneBitAdam(AdamStep):
         self._mean = TwoWayMean(self.exchanges.channel, config.compression, model.params, spans(model))
 
     def move(self, update) -> None:
-        flats = self.model.grads
+        grads = self.model.grads
         if self.updates < self.config.warmup_steps:
-            self.exchanges.mean(flats)
-            for one in self.trained(flats):
+            self.exchanges.mean(grads)
+            for one in self.trained(grads):
                 self.take_in(one, one.views[0], squares=True)
         else:
-            for one in self.trained(flats):
+            sent = [torch.zeros_like(grad) for grad in grads]
+            for one in self.trained(grads, sent):
                 self.take_in(one, one.views[0], squares=False)
-                one.views[0].copy_(self.moments(one.parameter)[0])
-            self._mean(flats)
-            for one in self.trained(flats):
+                one.views[1].copy_(self.moments(one.parameter)[0])
+            self._mean(sent)
+            for one in self.trained(sent):
                 self.moments(one.parameter)[0].copy_(self.still(one, one.views[0]))
         for one in self.trained():
             self.step_along(one, self.direction(one))

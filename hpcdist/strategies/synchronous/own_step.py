@@ -69,7 +69,7 @@ class OwnStep(Strategy):
     # --- what a subclass defines ----------------------------------------------------------------------------------
     @abc.abstractmethod
     def move(self, update: Update) -> None:
-        """Collective. Move the parameters by the gradients in `model.grads`, which the method may overwrite.
+        """Collective. Move the parameters by the gradients in `model.grads`, which stay, or become the ranks' mean.
 
         Args:
             update: runs the optimiser, on gradients that are in the model, where the contract says that it does.

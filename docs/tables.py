@@ -26,6 +26,7 @@ from hpcdist.tools.report.findings import SIGNIFICANT, Cell, Contrast, Findings,
 from hpcdist.tools.statistics import Effect, Interval, interval
 
 STUDY = load_module(Path(__file__).parents[1] / "jobs" / "studies" / "devices.py")
+NETWORKS = {"100 Mbit/s": "100Mbit", "1 Gbit/s": "1Gbit"}
 CONDITIONS = {"jitter": "even steps", "straggler": "a straggler", "exponential": "exponential steps"}
 
 
@@ -127,12 +128,56 @@ def devices_epochs(folder: Path) -> Table:
     return [["1 rank, batch 64, seed 0", *epochs], *rows]
 
 
+def recent(folder: Path) -> Table:
+    """Set the loss at the end beside bytes, and seconds to the target on both networks; of each number of ranks."""
+    of_each = {path.parent.name: analyse(_read(path.parent)) for path in sorted(folder.glob("*/comparison.json"))}
+    target = next(iter(of_each.values())).evidence.target
+    rows = [
+        ["ranks", "strategy", "bits per byte", "kB per rank and step", *(f"s to {target:g}, {n}" for n in NETWORKS)]
+    ]
+    for ranks in (4, 16):
+        for kind in ("", "-bits", "-signs"):
+            slow, fast = (_cells(of_each[f"{ranks}-{name}{kind}"]) for name in NETWORKS.values())
+            for key, cell in slow.items():
+                ended = f"{interval(list(cell.final.values())):.3f}"
+                name = shown(cell.name) + ", ε = 10⁻⁴" * (kind == "-bits")
+                seconds = [_seconds(cell), _seconds(fast[key]) if key in fast else ""]
+                rows.append([str(ranks), name, ended, short(_bytes(cell) / 1e3), *seconds])
+    return rows
+
+
+def labels(folder: Path) -> Table:
+    """Set accuracies beside each other by how unevenly labels are dealt out."""
+    alphas, rows = ("0.1", "1", "10"), {}
+    for kind, told in (("plain", ""), ("momentum", ", momentum 0.9")):
+        for alpha in alphas:
+            for cell in _in_order(analyse(_read(folder / f"{kind}-{alpha}"))):
+                rows.setdefault(shown(cell.name) + told, []).append(_accuracy(cell))
+    head = ["accuracy in %", *(f"α = {alpha}" for alpha in alphas)]
+    return [head, *([name, *accuracies] for name, accuracies in rows.items())]
+
+
+def clusters(folder: Path) -> Table:
+    """Show each rule of the server at that of its rates with which it ends with the least loss."""
+    rows = []
+    for path in sorted(folder.glob("*/comparison.json")):
+        findings = analyse(_read(path.parent))
+        cell = max(_in_order(findings), key=lambda cell: fmean(cell.final.values()))
+        stale = sum(value * share for value, share in cell.staleness.items())
+        rate = re.search(r"outer_lr ([\d.]+)", cell.name)
+        rows.append([path.parent.name, rate[1] if rate else "", _accuracy(cell), _seconds(cell), f"{stale:.2g}"])
+    return [["rule", "ν", "accuracy in %", f"s to {_target(findings)}", "mean staleness"], *rows]
+
+
 TABLES: dict[str, Callable[[Path], Table]] = {
     "compression": compression,
     "modulation": modulation,
     "gossip": gossip,
     "slow-link": slow_link,
     "sandblaster": sandblaster,
+    "recent": recent,
+    "labels": labels,
+    "clusters": clusters,
     "devices": devices,
     "devices-epochs": devices_epochs,
     **bench_tables.TABLES,

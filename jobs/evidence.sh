@@ -29,6 +29,9 @@ PARTS=( # name; minutes on 2 free cores; tables, or where else the numbers stand
     "devices 15 devices,devices-epochs"
     "benchmarks 21 allreduce,collectives,torch,torch-steps,horovod,horovod-calls,step,server,steps,pipeline,compress"
     "learning-rate 6 learning-rate,learning-rate-others"
+    "recent 240 recent"
+    "labels 15 labels"
+    "clusters 60 clusters"
     "memory 6 memory"
     "digits 5 README.md,docs/simulate.md,docs/studies/benchmarks.md"
 )
@@ -143,6 +146,63 @@ learning-rate() {
     echo $digits --ranks 8 $falls --set optimizer.lr=0.0025 --output $out/strom $(strategies strom)
 }
 
+# What came after DiLoCo: a small transformer whose steps take 5 ms, on a slow and a faster network. The rate of each
+# strategy is searched in as many runs. Momentum in one bit needs a larger ε, and demo steps along signs, by SGD.
+recent() {
+    local ranks network out with every=period=20 begins
+    for ranks in 4 16; do
+        begins=$((ranks == 4 ? 90 : 45)) # a third of the steps
+        for network in 100Mbit/s 1Gbit/s; do
+            out=$OUT/recent/$ranks-${network%/s}
+            with="--ranks $ranks --network 100us,$network --compute jitter:5ms,0.1 --seeds $SEEDS --no-controls $TUNE"
+            with+=" --set model.width=32 --set model.blocks=2 --set schedule.gamma=0.9 --target bits_per_byte=3.5"
+            with+=" ${EPOCHS:---budget samples=$((ranks == 4 ? 19200 : 38400)) --evaluations 15}"
+            echo hpcdist simulate jobs/transformer.py $with --output $out $(strategies allreduce \
+                local_sgd:$every diloco:$every strom slowmo:$every noloco:$every sparta sparse_loco:$every \
+                streaming_diloco:$every,fragment_layers=1 streaming_diloco:$every,fragment_layers=1,compression=e3m0 \
+                streaming_diloco:$every,fragment_layers=1,take_up=eager \
+                async_diloco:$every,servers=colocated,outer_momentum={0.9,0.5} "'dion:others=[\"0.*\",\"4.*\"],rate=3'")
+            echo hpcdist simulate jobs/transformer.py $with --output $out-bits --set optimizer.eps=1e-4 \
+                $(strategies allreduce onebit_adam:warmup_steps=$begins zero_one_adam:variance_steps=$begins)
+            echo hpcdist simulate jobs/transformer.py $with --output $out-signs --set optimizer.name=SGD \
+                --set optimizer.lr=0.001 $(strategies demo)
+        done
+    done
+    table recent
+}
+
+# 16 workers on a ring, whose digits are dealt out by label, the less evenly the smaller alpha is.
+labels() {
+    local alpha sgd="--set optimizer.name=SGD --set schedule=none" with
+    for alpha in 0.1 1 10; do
+        with="hpcdist simulate jobs/digits.py --ranks 16 --compute 5ms --seeds $SEEDS --no-controls $TUNE $sgd"
+        with+=" --set data.split=dirichlet --set data.alpha=$alpha ${EPOCHS:---budget samples=43110 --evaluations 10}"
+        echo $with --output $OUT/labels/plain-$alpha --set optimizer.lr=0.1 \
+            $(strategies allreduce dpsgd d2 gradient_tracking)
+        echo $with --output $OUT/labels/momentum-$alpha --set optimizer.lr=0.02 --set optimizer.momentum=0.9 \
+            $(strategies allreduce dpsgd gradient_tracking qg_dsgd)
+    done
+    table labels
+}
+
+# The toy task of delayed Nesterov momentum: four workers of 0.58, 0.75, 1.51 and 3.33 s a step, 20 steps a period. Each
+# rule of the server has the same four rates.
+clusters() {
+    local with rule
+    local speeds=straggler:%d,1.2931,straggler:%d,2.6034,straggler:%d,5.7414,580ms
+    with="hpcdist simulate jobs/studies/clusters_job.py --seeds $SEEDS --no-controls --set schedule=none $TOY"
+    with+=" --target accuracy=0.8"
+    for rule in delayed_nesterov nesterov discounted buffered; do
+        echo $with --ranks 5 --compute $(printf $speeds 2 3 4) --output $OUT/clusters/$rule \
+            $(strategies async_diloco:period=20,rule=$rule,outer_lr={0.03,0.1,0.3,1})
+    done
+    echo $with --ranks 5 --compute $(printf $speeds 2 3 4) --output $OUT/clusters/dynamic \
+        $(strategies async_diloco:period=20,dynamic=true,outer_lr={0.03,0.1,0.3,1})
+    echo $with --ranks 4 --compute $(printf $speeds 1 2 3) --output $OUT/clusters/synchronous \
+        $(strategies diloco:period=20,outer_lr={0.03,0.1,0.3,1})
+    table clusters
+}
+
 memory() {
     local measure="env MALLOC_MMAP_THRESHOLD_=1048576 mpirun -n 4 python jobs/studies/memory.py" name
     for name in allreduce gossip_{pull,push,sync} dpsgd adpsgd sgp strom hardsync parameter_server easgd; do
@@ -233,12 +293,14 @@ list() {
 main() {
     local action=run_part chosen=() failed=() name
     OUT=runs/evidence SEEDS=5 EPOCHS="" CURVE="--budget samples=480000 --evaluations 48"
-    SMALL="" ROUNDS="" DEVICE_SAMPLES=60000
+    SMALL="" ROUNDS="" DEVICE_SAMPLES=60000 TUNE="--tune 4"
+    TOY="--set model.hidden=2048 --budget samples=256000 --evaluations 20"
     while [ $# -gt 0 ]; do
         case $1 in
             --quick)
                 OUT=runs/evidence-quick SEEDS=1 EPOCHS="--budget samples=1280 --evaluations 2" CURVE=$EPOCHS
-                SMALL=--quick ROUNDS="--rounds 1" DEVICE_SAMPLES=640
+                SMALL=--quick ROUNDS="--rounds 1" DEVICE_SAMPLES=640 TUNE=""
+                TOY="--set model.hidden=16 --set data.path=data/clusters-4096.h5 $EPOCHS"
                 ;;
             --only)
                 [[ " ${PARTS[*]%% *} " == *" ${2:-} "* ]] || fail "--only must be one of ${PARTS[*]%% *}; got '${2:-}'"

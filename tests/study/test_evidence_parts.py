@@ -205,3 +205,46 @@ def test_times_of_real_ranks_stand_beside_those_of_virtual_ones(tables, tmp_path
         ["4 real", "`allreduce`", "40", "8.00 ± 0.00", "0.032 ± 0"],
         ["64 real", "`downpour`", "640", "not reached", "not reached"],
     ]
+
+
+def test_the_recent_strategies_stand_beside_bytes_and_seconds_on_both_networks(tables, tmp_path):
+    for ranks in (4, 16):
+        for name in tables.NETWORKS.values():
+            found = [*runs("allreduce", ranks=ranks), *runs("diloco (period 20)", strategy="diloco", ranks=ranks)]
+            evidence.write_comparison(tmp_path / f"{ranks}-{name}", found)
+            for kind, only in (("bits", "onebit_adam"), ("signs", "demo")):
+                evidence.write_comparison(tmp_path / f"{ranks}-{name}-{kind}", runs(only, strategy=only, ranks=ranks))
+    head, *rows = written(tables, "recent", tmp_path)
+    assert head == ["ranks", "strategy", "bits per byte", "kB per rank and step",
+                    "s to 0.97, 100 Mbit/s", "s to 0.97, 1 Gbit/s"]  # fmt: skip
+    assert [row[:2] for row in rows] == [
+        [ranks, name]
+        for ranks in ("4", "16")
+        for name in ("`allreduce`", "`diloco`, period 20", "`onebit_adam`, ε = 10⁻⁴", "`demo`")
+    ]
+    assert rows[0][2:] == ["0.982 ± 0.002", "1", "8.00 ± 0.00", "8.00 ± 0.00"]
+
+
+def test_accuracies_stand_beside_each_other_by_how_labels_are_dealt_out(tables, tmp_path):
+    for kind in ("plain", "momentum"):
+        for place, alpha in enumerate(("0.1", "1", "10")):
+            found = [*runs("allreduce"), *runs("dpsgd", above=-0.1 / (1 + place), strategy="dpsgd")]
+            evidence.write_comparison(tmp_path / f"{kind}-{alpha}", found)
+    head, *rows = written(tables, "labels", tmp_path)
+    assert head == ["accuracy in %", "α = 0.1", "α = 1", "α = 10"]
+    assert [row[0] for row in rows] == ["`allreduce`", "`dpsgd`", "`allreduce`, momentum 0.9", "`dpsgd`, momentum 0.9"]
+    assert [row[1:] for row in rows[:2]] == [["98.20 ± 0.20"] * 3, ["87.80 ± 0.71", "93.00 ± 0.39", "94.73 ± 0.30"]]
+
+
+def test_each_rule_of_the_server_stands_at_its_best_rate(tables, tmp_path):
+    for rule in ("nesterov", "buffered"):
+        found = [
+            run
+            for rate, above in ((0.1, 0.0), (0.3, 0.01), (1, -0.3))
+            for run in runs(f"async_diloco (period 20, outer_lr {rate:g})", above=above, staleness=3, outer_lr=rate)
+        ]
+        evidence.write_comparison(tmp_path / rule, found, reference=found[0]["name"])
+    head, *rows = written(tables, "clusters", tmp_path)
+    assert head == ["rule", "ν", "accuracy in %", "s to 97 %", "mean staleness"]
+    assert [row[:2] for row in rows] == [["buffered", "0.3"], ["nesterov", "0.3"]]
+    assert rows[0][2:] == ["99.24 ± 0.21", "8.00 ± 0.00", "3"]

@@ -118,7 +118,8 @@ class Pipeline(PartOfModel):
             for before, other in ((stage - 1, stage - 1), (stage, stage + 1)):
                 if 0 <= other < parts and before not in self._boundaries:
                     self._boundaries[before] = Boundary(self._between, before, other % ranks, self._device)
-        self._targets = [Boundary(self._between, parts, 0, self._device, "targets") for _ in ("sent", "received")]
+        ends = ("sent", "received") if self.routing is not None and self.is_last else ()
+        self._targets = [Boundary(self._between, parts, 0, self._device, "targets") for _ in ends]
         self.tied = TiedParameters(comm, whole, of_ranks, own)
         once = len(list(own.parameters())) == sum(len(stage.parameters) for stage in self._stages.values())
         self.agreement = Agreement(comm.split(0), self.tied.repeated, announces=once and not self.tied)

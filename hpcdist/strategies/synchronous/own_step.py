@@ -72,7 +72,7 @@ class OwnStep(Strategy):
         """Collective. Move the parameters by the gradients in `model.grads`, which stay, or become the ranks' mean.
 
         Args:
-            update: runs the optimiser, on gradients that are in the model, where the contract says that it does.
+            update: runs the optimiser on the gradients that are in the model; for a class that `runs_optimizer`.
         """
 
     # --- steps ----------------------------------------------------------------------------------------------------
@@ -91,11 +91,13 @@ class OwnStep(Strategy):
         """Make a step in place of the optimiser's, with the hooks that it has on that."""
         optimizer: Any = self.optimizer
         before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        for hook in [] if self.runs_optimizer else list(before.values()):
+        if self.runs_optimizer:  # which calls them
+            before = after = {}
+        for hook in list(before.values()):
             hook(optimizer, (), {})
         with torch.no_grad():
             step()
-        for hook in [] if self.runs_optimizer else list(after.values()):
+        for hook in list(after.values()):
             hook(optimizer, (), {})
 
     def require_optimizer(self) -> None:

@@ -129,19 +129,22 @@ def devices_epochs(folder: Path) -> Table:
 
 
 def recent(folder: Path) -> Table:
-    """Set the loss at the end beside bytes, and seconds to the target on both networks; of each number of ranks."""
+    """Set the loss at the end beside bytes, and seconds to the target on both networks and of real ranks."""
     of_each = {path.parent.name: analyse(_read(path.parent)) for path in sorted(folder.glob("*/comparison.json"))}
     target = next(iter(of_each.values())).evidence.target
     rows = [
-        ["ranks", "strategy", "bits per byte", "kB per rank and step", *(f"s to {target:g}, {n}" for n in NETWORKS)]
+        ["ranks", "strategy", "bits per byte", "kB per rank and step"]
+        + [f"s to {target:g}, {name}" for name in (*NETWORKS, "real ranks")]
     ]
+    real = _cells(of_each["4-real"])
     for ranks in (4, 16):
         for kind in ("", "-bits", "-signs"):
             slow, fast = (_cells(of_each[f"{ranks}-{name}{kind}"]) for name in NETWORKS.values())
             for key, cell in slow.items():
                 ended = f"{interval(list(cell.final.values())):.3f}"
                 name = shown(cell.name) + ", ε = 10⁻⁴" * (kind == "-bits")
-                seconds = [_seconds(cell), _seconds(fast[key]) if key in fast else ""]
+                on = (slow, fast, {} if kind else real)
+                seconds = [_seconds(cells[key]) if key in cells else "" for cells in on]
                 rows.append([str(ranks), name, ended, short(_bytes(cell) / 1e3), *seconds])
     return rows
 

@@ -146,29 +146,48 @@ learning-rate() {
     echo $digits --ranks 8 $falls --set optimizer.lr=0.0025 --output $out/strom $(strategies strom)
 }
 
-# What came after DiLoCo: a small transformer whose steps take 5 ms, on a slow and a faster network. The rate of each
-# strategy is searched in as many runs. Momentum in one bit needs a larger ε, and demo steps along signs, by SGD.
+# What came after DiLoCo: a small transformer whose steps take 5 ms, on a slow network and on one ten times faster; and on
+# four real ranks, each on a host of its own (as root), for seconds of a clock. The rate of each strategy is searched on
+# the slow virtual network, in as many runs, and is that of all. Momentum in one bit needs a larger ε, and demo steps
+# along signs, by SGD.
 recent() {
-    local ranks network out with every=period=20 begins
+    local ranks batch network on with out every=period=20 begins streaming=streaming_diloco:period=20,fragment_layers=1
+    local same="--seeds $SEEDS --no-controls --set model.width=32 --set model.blocks=2 --set schedule.gamma=0.9"
+    same+=" --target bits_per_byte=3.5 ${EPOCHS:---budget samples=19200 --evaluations 15}"
+    local strategies="$(strategies allreduce local_sgd:$every diloco:$every strom slowmo:$every noloco:$every sparta \
+        sparse_loco:$every $streaming $streaming,compression=e3m0 $streaming,take_up=eager \
+        async_diloco:$every,servers=colocated,outer_momentum={0.9,0.5} "'dion:others=[\"0.*\",\"4.*\"],rate=3'")"
     for ranks in 4 16; do
-        begins=$((ranks == 4 ? 90 : 45)) # a third of the steps
+        batch=$((ranks == 4 ? 16 : 8)) begins=$((ranks == 4 ? 90 : 45)) # a third of the steps
         for network in 100Mbit/s 1Gbit/s; do
-            out=$OUT/recent/$ranks-${network%/s}
-            with="--ranks $ranks --network 100us,$network --compute jitter:5ms,0.1 --seeds $SEEDS --no-controls $TUNE"
-            with+=" --set model.width=32 --set model.blocks=2 --set schedule.gamma=0.9 --target bits_per_byte=3.5"
-            with+=" ${EPOCHS:---budget samples=$((ranks == 4 ? 19200 : 38400)) --evaluations 15}"
-            echo hpcdist simulate jobs/transformer.py $with --output $out $(strategies allreduce \
-                local_sgd:$every diloco:$every strom slowmo:$every noloco:$every sparta sparse_loco:$every \
-                streaming_diloco:$every,fragment_layers=1 streaming_diloco:$every,fragment_layers=1,compression=e3m0 \
-                streaming_diloco:$every,fragment_layers=1,take_up=eager \
-                async_diloco:$every,servers=colocated,outer_momentum={0.9,0.5} "'dion:others=[\"0.*\",\"4.*\"],rate=3'")
-            echo hpcdist simulate jobs/transformer.py $with --output $out-bits --set optimizer.eps=1e-4 \
+            out=$OUT/recent/$ranks-${network%/s} with="$same --ranks $ranks --set batch_size=$batch"
+            on="hpcdist simulate jobs/transformer.py --network 100us,$network --compute jitter:5ms,0.1"
+            echo $on $with $(searched "$out") "$strategies"
+            echo $on $with $(searched "$out-bits") --set optimizer.eps=1e-4 \
                 $(strategies allreduce onebit_adam:warmup_steps=$begins zero_one_adam:variance_steps=$begins)
-            echo hpcdist simulate jobs/transformer.py $with --output $out-signs --set optimizer.name=SGD \
-                --set optimizer.lr=0.001 $(strategies demo)
+            echo $on $with $(searched "$out-signs") --set optimizer.name=SGD --set optimizer.lr=0.001 $(strategies demo)
         done
     done
+    echo hpcdist compare jobs/transformer.py "--launcher 'python jobs/studies/on_hosts.py 100'" $same --ranks 4 \
+        --set batch_size=16 --set internode=tcp:eth0 --output $OUT/recent/4-real \
+        "\$(found_rates $OUT/recent/4-100Mbit)" "$strategies"
     table recent
+}
+
+# Where a comparison's runs go, and its rates: searched on the slow network, and on the other one as they were found there.
+searched() { # a folder
+    local slow=${1/1Gbit/100Mbit}
+    echo "--output $1" "$([ "$slow" = "$1" ] && echo "$TUNE" || echo "\$(found_rates $slow)")"
+}
+
+found_rates() { # the folder of a comparison
+    python - "$1" <<'END'
+import json, pathlib, sys
+from hpcdist.tools.compare.plan import title
+found = json.loads(pathlib.Path(sys.argv[1], "comparison.json").read_text())
+rates = {each["name"]: each["rate"] for each in (found["tuning"] or {"chosen": []})["chosen"]}
+print(*(f"--rate {name}={rates[title(name)]}" for name in found["declared"]["strategies"] if title(name) in rates))
+END
 }
 
 # 16 workers on a ring, whose digits are dealt out by label, the less evenly the smaller alpha is.

@@ -14,6 +14,8 @@ from harness.launch import wait_until
 from kit import relay
 from kit.hosts import Cable, Hosts, describe, hosts, why_not
 
+ROOT = Path(__file__).parents[2]
+
 # Host n2 sends back a byte for each one, or, of a connection that begins otherwise, takes and gives a megabyte.
 ECHO = """
 import socket, threading
@@ -190,6 +192,17 @@ def test_a_host_that_does_not_start_says_why(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match="the relay of n1's cable must run; it has ended"):
         with hosts(tmp_path / "others", 1, Cable(delay_ms=1)):
             pass
+
+
+def test_ranks_can_be_started_on_them_from_the_command_line(tmp_path):
+    if reason := why_not(Cable(100)):
+        pytest.skip(reason)
+    program = [sys.executable, ROOT / "jobs" / "studies" / "on_hosts.py", "100", "2"]
+    told = "import os, socket; from mpi4py import MPI; print(MPI.COMM_WORLD.size, socket.gethostname(), flush=True)"
+    for code, status in ((told, 0), (f"{told}; os._exit(3)", 3)):
+        done = subprocess.run([*program, sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+        assert done.returncode == status, done.stderr
+        assert sorted(line for line in done.stdout.splitlines() if line[:1] == "2") == ["2 n1", "2 n2"]
 
 
 @pytest.mark.parametrize(

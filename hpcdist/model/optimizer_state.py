@@ -9,10 +9,35 @@ import torch
 from torch import Tensor, nn
 
 from hpcdist.comm.communicator import Communicator
+from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
 
 _ALONG = "along"  # stands for a tensor with the shape of the parameter
 Described = dict[str, Any]  # of one parameter's state, by name: _ALONG, a number, or [number] for a tensor of one
+
+
+def groups(model: FlatModel, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any] | None]:
+    """Return the group of each parameter, in the order of `model.names`; None for one that no optimiser has."""
+    of_all = [] if optimizer is None else optimizer.param_groups
+    of = {id(parameter): group for group in of_all for parameter in group["params"]}
+    return [of.get(id(parameter)) for parameter in model.parameters()]
+
+
+def required(optimizer: torch.optim.Optimizer | None, where: str) -> torch.optim.Optimizer:
+    """Return the optimiser whose state is to change.
+
+    Args:
+        where: the setting that asks for it, as `strategy.inner_state is not keep`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if optimizer is None:
+        raise ConfigError(
+            f"strategy.optimizer must be the local optimiser where {where}; got None. Set it after making the "
+            "strategy, or use hpcdist.DistributedOptimizer, which does."
+        )
+    return optimizer
 
 
 class Moments:

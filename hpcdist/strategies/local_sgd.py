@@ -9,8 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hpcdist import collectives
-from hpcdist.errors import ConfigError
-from hpcdist.model.optimizer_state import Moments
+from hpcdist.model.optimizer_state import Moments, required
 from hpcdist.strategies.base import Outcome, Update
 from hpcdist.strategies.synchronous.exchanges import average
 from hpcdist.strategies.synchronous.periodic import Periodic
@@ -105,14 +104,9 @@ class LocalSGD(Periodic):
 
     def _average_state(self, reduce: collectives.AllReduce) -> None:
         """Collective. Average the optimiser's state over the ranks of `reduce`, where that is wanted."""
-        if not self.config.average_optimizer_state:
-            return
-        if self.optimizer is None:
-            raise ConfigError(
-                "strategy.optimizer must be the local optimiser where strategy.average_optimizer_state is true; got "
-                "None. Set it after making the strategy, or use hpcdist.DistributedOptimizer, which does."
-            )
-        self._moments.average(self.optimizer, lambda flats: average(flats, reduce))
+        if self.config.average_optimizer_state:
+            optimizer = required(self.optimizer, "strategy.average_optimizer_state is true")
+            self._moments.average(optimizer, lambda flats: average(flats, reduce))
 
     def load_state(self, saved: dict) -> None:
         super().load_state(saved)

@@ -11,8 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from hpcdist.config import Named
-from hpcdist.errors import ConfigError
-from hpcdist.model.optimizer_state import Moments
+from hpcdist.model.optimizer_state import Moments, required
 from hpcdist.strategies.base import Outcome, Strategy, Update
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, Flats, first, held_tensors, joined
@@ -152,15 +151,11 @@ class SlowMo(Periodic):
         """Collective where it averages. Keep, forget or average the local optimiser's state."""
         if self.config.inner_state == "keep":
             return
-        if self.optimizer is None:
-            raise ConfigError(
-                "strategy.optimizer must be the local optimiser where strategy.inner_state is not keep; got None. Set "
-                "it after making the strategy, or use hpcdist.DistributedOptimizer, which does."
-            )
+        optimizer = required(self.optimizer, "strategy.inner_state is not keep")
         if self.config.inner_state == "reset":
-            self.optimizer.state.clear()
+            optimizer.state.clear()
         else:
-            self._moments.average(self.optimizer, lambda flats: average(flats, self.exchanges.reduce))
+            self._moments.average(optimizer, lambda flats: average(flats, self.exchanges.reduce))
 
     # --- what the loop asks for -----------------------------------------------------------------------------------
     def pause(self) -> None:

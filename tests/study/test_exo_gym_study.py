@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 
-import exo_gym
-import exo_gym_job
 import pytest
 import torch
 
+import exo_gym
+import exo_gym_job
 from hpcdist.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def test_a_training_is_measured_in_a_process_of_its_own(tmp_path):
 
 
 def test_a_training_that_fails_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="hpcdist must train nothing on 2 nodes; got status 1. Read .*nothing-2-0.log"):
+    with pytest.raises(ConfigError, match="must train nothing on 2 nodes; got status 1. Read .*nothing-2-0.log"):
         exo_gym.run("hpcdist", "nothing", 2, 0, tmp_path)
 
 

@@ -14,14 +14,13 @@ from hpcdist.comm.pieces import alongside
 from hpcdist.config import Named
 from hpcdist.errors import ConfigError
 from hpcdist.model.flat import FlatModel
+from hpcdist.model.optimizer_state import groups
 from hpcdist.topology import Topology, make_topology
 
 
 def rates(model: FlatModel, optimizer: torch.optim.Optimizer | None) -> list[float]:
     """Return the learning rate of each parameter, in the order of `model.names`; 1 where none is known."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    of = {id(parameter): float(group.get("lr", 1.0)) for group in groups for parameter in group["params"]}
-    return [of.get(id(parameter), 1.0) for parameter in model.parameters()]
+    return [1.0 if group is None else float(group.get("lr", 1.0)) for group in groups(model, optimizer)]
 
 
 def conserving(chosen: Named, comm: Communicator, strategy: str) -> Topology:

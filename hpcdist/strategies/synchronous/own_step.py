@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from hpcdist.errors import ConfigError
+from hpcdist.model.optimizer_state import groups
 from hpcdist.strategies.base import Outcome, Strategy, Update, name_of
 from hpcdist.strategies.common.contract import Contract
 from hpcdist.strategies.common.state import Entry, attribute
@@ -129,11 +130,10 @@ class OwnStep(Strategy):
 
     def trained(self, *flats: Sequence[Tensor]) -> Iterator[Trained]:
         """Yield each parameter that the optimiser has, in the order of `model.names`, with its views of `flats`."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        group_of = {id(parameter): group for group in groups for parameter in group["params"]}
         views = ([view for _, view in self.model.views(flat)] for flat in flats)
-        for name, parameter, *own in zip(self.model.names, self.model.parameters(), *views, strict=True):
-            if (group := group_of.get(id(parameter))) is not None:
+        of_all = zip(self.model.names, self.model.parameters(), groups(self.model, self.optimizer), *views, strict=True)
+        for name, parameter, group, *own in of_all:
+            if group is not None:
                 yield Trained(name, parameter, group, tuple(own))
 
     # --- state ----------------------------------------------------------------------------------------------------

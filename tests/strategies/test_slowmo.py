@@ -86,6 +86,14 @@ def test_blockwise_model_update_filtering_is_slowmo_and_in_its_nesterov_form_dil
 
 
 @pytest.mark.sizes(2)
+def test_of_ranks_that_see_the_same_it_is_lookahead_with_momentum(ranks, monkeypatch):
+    backward = replicas.backward
+    monkeypatch.setattr(replicas, "backward", lambda module, rank, size, step: backward(module, 0, 1, step))
+    for own, _ in ranks(lambda comm: replicas.train(comm, NAME, {"period": 3, "slow_lr": 0.5}, "adam", STEPS)):
+        close(own[2::3], bmuf(1, STEPS, 3, 0.5, 0.5, False))
+
+
+@pytest.mark.sizes(2)
 def test_the_slow_step_falls_with_the_rate_at_once(ranks):
     """A period in which nobody moves, at a tenth of the rate: the slow step is a tenth of one at the old rate."""
 

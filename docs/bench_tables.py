@@ -30,8 +30,9 @@ STEPS = {
 WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp2": "FSDP2"}
 CODERS = {
     "threshold_0.1%": "`threshold`, 0.1 %", "threshold_1%": "`threshold`, 1 %", "topk_0.1%": "`topk`, 0.1 %",
-    "topk_1%": "`topk`, 1 %", "dgc_0.1%": "`dgc`, 0.1 %", "dgc_1%": "`dgc`, 1 %", "onebit": "`onebit`",
-    "signsgd": "`signsgd`", "ef_signsgd": "`ef_signsgd`", "terngrad": "`terngrad`",
+    "topk_1%": "`topk`, 1 %", "chunk_topk_0.1%": "`chunk_topk`, 0.1 %", "chunk_topk_1%": "`chunk_topk`, 1 %",
+    "dgc_0.1%": "`dgc`, 0.1 %", "dgc_1%": "`dgc`, 1 %", "onebit": "`onebit`", "signsgd": "`signsgd`",
+    "ef_signsgd": "`ef_signsgd`", "terngrad": "`terngrad`", "bins": "`bins`, 2 bits", "e3m0": "`e3m0`",
     "qsgd": "`qsgd`, 15 levels in all", "powersgd_1": "`powersgd`, rank 1", "powersgd_4": "`powersgd`, rank 4",
     "fp16": "`fp16`", "bf16": "`bf16`",
 }  # fmt: skip

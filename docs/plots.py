@@ -209,6 +209,26 @@ def regression() -> Figure:
     return made
 
 
+def recent() -> Figure:
+    """Loss over bytes: after equal samples, and after the seconds of the quickest, with a line between both."""
+    _, *rows = table("recent")
+    made, panels = figure(8.6, 3.8, 2, sharey=True)
+    for axes, ranks in zip(panels, ("4", "16")):
+        mine = [row for row in rows if row[0] == ranks]
+        for place, row in enumerate(mine):
+            x, end, early = value(row[4]), value(row[2]), value(row[3])
+            style = {"color": COLOURS[place % len(COLOURS)], "marker": "osD"[place // len(COLOURS)]}
+            axes.plot((x, x), (end, early), color=style["color"], linewidth=0.8)
+            axes.plot(x, early, **style, fillstyle="none", linestyle="")
+            axes.plot(x, end, **style, linestyle="", label=plain(row[1]) if ranks == "4" else None)
+        axes.set(xscale="log", xlabel="kB per rank and step", title=f"{ranks} ranks")
+        ticks(axes.xaxis, (1, 10, 100))
+        axes.grid()
+    panels[0].set_ylabel("bits per byte")
+    made.legend(loc="outside right upper", fontsize=7)
+    return made
+
+
 def allreduce() -> Figure:
     head, *rows = table("allreduce")
     sizes = {"KiB": 2**10, "MiB": 2**20}

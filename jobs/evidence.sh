@@ -183,10 +183,8 @@ searched() { # a folder
 found_rates() { # the folder of a comparison
     python - "$1" <<'END'
 import json, pathlib, sys
-from hpcdist.tools.compare.plan import title
-found = json.loads(pathlib.Path(sys.argv[1], "comparison.json").read_text())
-rates = {each["name"]: each["rate"] for each in (found["tuning"] or {"chosen": []})["chosen"]}
-print(*(f"--rate {name}={rates[title(name)]}" for name in found["declared"]["strategies"] if title(name) in rates))
+tuning = json.loads(pathlib.Path(sys.argv[1], "comparison.json").read_text())["tuning"]
+print(*(f"--rate {found['name']}={found['rate']}" for found in (tuning["chosen"] if tuning else ())))
 END
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import json
 import os
 import re
 import shlex
@@ -41,6 +42,19 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
+def test_rates_are_those_that_a_search_has_found(tmp_path):
+    """Printed as options, of each strategy as it was given, a shell's letters included."""
+    found = {"allreduce": 0.006, 'dion:others=["0.*"],rate=3': 0.012}
+    tuning = {"chosen": [{"name": name, "ranks": 4, "rate": rate} for name, rate in found.items()]}
+    (tmp_path / "comparison.json").write_text(json.dumps({"tuning": tuning}))
+    function = re.search(r"^found_rates\(\).*?^}\n", (ROOT / "jobs" / "evidence.sh").read_text(), re.M | re.S)
+    shown = subprocess.run(["bash", "-c", f"{function[0]} found_rates {tmp_path}"], capture_output=True, text=True)
+    assert shown.stdout.split() == [word for name, rate in found.items() for word in ("--rate", f"{name}={rate}")]
+    (tmp_path / "comparison.json").write_text(json.dumps({"tuning": None}))
+    shown = subprocess.run(["bash", "-c", f"{function[0]} found_rates {tmp_path}"], capture_output=True, text=True)
+    assert (shown.stdout.split(), shown.returncode) == ([], 0)
+
+
 @pytest.mark.extended
 def test_every_command_is_accepted(tmp_path, monkeypatch, tables):
     monkeypatch.chdir(tmp_path)
@@ -219,17 +233,19 @@ def test_the_recent_strategies_stand_beside_bytes_and_seconds_on_all_networks(ta
             found = [*runs("allreduce", ranks=ranks), *runs("diloco (period 20)", strategy="diloco", ranks=ranks)]
             evidence.write_comparison(tmp_path / f"{ranks}-{name}", found)
             for kind, only in (("bits", "onebit_adam"), ("signs", "demo")):
-                evidence.write_comparison(tmp_path / f"{ranks}-{name}-{kind}", runs(only, strategy=only, ranks=ranks))
+                found = runs(only, strategy=only, ranks=ranks, seconds=8.0 if kind == "signs" else 12.0)
+                evidence.write_comparison(tmp_path / f"{ranks}-{name}-{kind}", found)
     head, *rows = written(tables, "recent", tmp_path)
-    assert head == ["ranks", "strategy", "bits per byte", "kB per rank and step",
+    assert head == ["ranks", "strategy", "bits per byte at the end", "when the quickest ends", "kB per rank and step",
                     "s to 0.97, 100 Mbit/s", "s to 0.97, 1 Gbit/s", "s to 0.97, real ranks"]  # fmt: skip
     assert [row[:2] for row in rows] == [
         [ranks, name]
         for ranks in ("4", "16")
         for name in ("`allreduce`", "`diloco`, period 20", "`onebit_adam`, ε = 10⁻⁴", "`demo`")
     ]
-    assert rows[0][2:] == ["0.982 ± 0.002", "1", "8.00 ± 0.00", "8.00 ± 0.00", "24.00 ± 0.00"]
+    assert rows[0][2:] == ["0.982 ± 0.002", "0.970 ± 0.000", "1", "8.00 ± 0.00", "8.00 ± 0.00", "24.00 ± 0.00"]
     assert [row[-1] for row in rows[1:]] == [""] * 7
+    assert rows[3][2:4] == ["0.982 ± 0.002"] * 2, "it is the quickest"
 
 
 def test_accuracies_stand_beside_each_other_by_how_labels_are_dealt_out(tables, tmp_path):

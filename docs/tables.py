@@ -160,6 +160,21 @@ def _loss_after(cell: Cell, seconds: float) -> str:
     return f"{interval([float(np.interp(seconds, *zip(*curve))) for curve in curves]):.3f}"
 
 
+def options(folder: Path) -> Table:
+    """List the losses of strategies by their options."""
+    rows = [["strategy", "bits per byte at the end"]]
+    for name in ("delay", "late", "sparse", "dense", "parts"):
+        for cell in _in_order(analyse(_read(folder / name))):
+            rows.append([shown(cell.name), f"{interval(list(cell.final.values())):.3f}"])
+    return rows
+
+
+def slowmo(folder: Path) -> Table:
+    """List the accuracies with a slow momentum, and without."""
+    cells = _in_order(analyse(_read(folder)))
+    return [["strategy", "accuracy in %"], *([shown(cell.name), _accuracy(cell)] for cell in cells)]
+
+
 def labels(folder: Path) -> Table:
     """Set accuracies beside each other by how unevenly labels are dealt out."""
     alphas, rows = ("0.1", "1", "10"), {}
@@ -190,6 +205,8 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "slow-link": slow_link,
     "sandblaster": sandblaster,
     "recent": recent,
+    "options": options,
+    "slowmo": slowmo,
     "labels": labels,
     "clusters": clusters,
     "devices": devices,

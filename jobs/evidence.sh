@@ -30,6 +30,7 @@ PARTS=( # name; minutes on 2 free cores; tables, or where else the numbers stand
     "benchmarks 21 allreduce,collectives,torch,torch-steps,horovod,horovod-calls,step,server,steps,pipeline,compress"
     "learning-rate 6 learning-rate,learning-rate-others"
     "recent 240 recent"
+    "options 45 options,slowmo"
     "labels 15 labels"
     "clusters 60 clusters"
     "memory 6 memory"
@@ -151,27 +152,30 @@ learning-rate() {
 # the slow virtual network, in as many runs, and is that of all. Momentum in one bit needs a larger ε, and demo steps
 # along signs, by SGD.
 recent() {
-    local ranks batch network on with out every=period=20 begins streaming=streaming_diloco:period=20,fragment_layers=1
-    local same="--seeds $SEEDS --no-controls --set model.width=32 --set model.blocks=2 --set schedule.gamma=0.9"
-    same+=" --target bits_per_byte=3.5 ${EPOCHS:---budget samples=19200 --evaluations 15}"
+    local ranks batch network with out every=period=20 begins streaming=streaming_diloco:period=20,fragment_layers=1
     local strategies="$(strategies allreduce local_sgd:$every diloco:$every strom slowmo:$every noloco:$every sparta \
         sparse_loco:$every $streaming $streaming,compression=e3m0 $streaming,take_up=eager \
         async_diloco:$every,servers=colocated,outer_momentum={0.9,0.5} "'dion:others=[\"0.*\",\"4.*\"],rate=3'")"
     for ranks in 4 16; do
         batch=$((ranks == 4 ? 16 : 8)) begins=$((ranks == 4 ? 90 : 45)) # a third of the steps
         for network in 100Mbit/s 1Gbit/s; do
-            out=$OUT/recent/$ranks-${network%/s} with="$same --ranks $ranks --set batch_size=$batch"
-            on="hpcdist simulate jobs/transformer.py --network 100us,$network --compute jitter:5ms,0.1"
-            echo $on $with $(searched "$out") "$strategies"
-            echo $on $with $(searched "$out-bits") --set optimizer.eps=1e-4 \
+            out=$OUT/recent/$ranks-${network%/s}
+            with="$(transformer simulate $ranks $batch) --network 100us,$network --compute jitter:5ms,0.1"
+            echo $with $(searched "$out") "$strategies"
+            echo $with $(searched "$out-bits") --set optimizer.eps=1e-4 \
                 $(strategies allreduce onebit_adam:warmup_steps=$begins zero_one_adam:variance_steps=$begins)
-            echo $on $with $(searched "$out-signs") --set optimizer.name=SGD --set optimizer.lr=0.001 $(strategies demo)
+            echo $with $(searched "$out-signs") --set optimizer.name=SGD --set optimizer.lr=0.001 $(strategies demo)
         done
     done
-    echo hpcdist compare jobs/transformer.py "--launcher 'python jobs/studies/on_hosts.py 100'" $same --ranks 4 \
-        --set batch_size=16 --set internode=tcp:eth0 --output $OUT/recent/4-real \
-        "\$(found_rates $OUT/recent/4-100Mbit)" "$strategies"
+    echo $(transformer compare 4 16) "--launcher 'python jobs/studies/on_hosts.py 100'" --set internode=tcp:eth0 \
+        --output $OUT/recent/4-real "\$(found_rates $OUT/recent/4-100Mbit)" "$strategies"
     table recent
+}
+
+transformer() { # simulate or compare, ranks, batch size
+    echo hpcdist $1 jobs/transformer.py --ranks $2 --set batch_size=$3 --seeds $SEEDS --no-controls \
+        --set model.width=32 --set model.blocks=2 --set schedule.gamma=0.9 --target bits_per_byte=3.5 \
+        ${EPOCHS:---budget samples=19200 --evaluations 15}
 }
 
 # Where a comparison's runs go, and its rates: searched on the slow network, and on the other one as they were found there.
@@ -186,6 +190,27 @@ import json, pathlib, sys
 tuning = json.loads(pathlib.Path(sys.argv[1], "comparison.json").read_text())["tuning"]
 print(*(f"--rate {found['name']}={found['rate']}" for found in (tuning["chosen"] if tuning else ())))
 END
+}
+
+# What the publications say of options: the same transformer at the rates that `recent` has found; the slow momentum, on
+# digits that are dealt out by label.
+options() {
+    local with out=$OUT/options streaming=streaming_diloco:fragment_layers=1
+    with="$(transformer simulate 4 16) --network 100us,1Gbit/s --compute jitter:5ms,0.1"
+    echo $with --set optimizer.lr=0.006 --output $out/delay \
+        $(strategies $streaming,period=20,delay={1,5,15},blend={0,0.5} $streaming,period=20,delay={1,5,15},take_up=shift)
+    echo $with --set optimizer.lr=0.006 --output $out/late \
+        $(strategies $streaming,period={10,20,40} $streaming,period={10,20,40},take_up={delayed,eager})
+    echo $with --set optimizer.lr=0.012 --output $out/sparse \
+        $(strategies sparse_loco:period={5,15,50},compression.ratio={0.01,0.05,0.25})
+    echo $with --set optimizer.lr=0.003 --output $out/dense $(strategies diloco:period={5,15,50},outer_momentum={0.9,0})
+    echo $with --set optimizer.lr=0.003 --output $out/parts $(strategies sparta:share={0.001,0.005,0.05,1})
+    echo hpcdist simulate jobs/digits.py --ranks 8 --compute 5ms --seeds $SEEDS --no-controls $TUNE --set schedule=none \
+        --set optimizer.name=SGD --set optimizer.lr=0.05 --set data.split=dirichlet --set data.alpha=0.1 \
+        ${EPOCHS:---budget samples=43110 --evaluations 10} --output $OUT/slowmo \
+        $(strategies slowmo:period={12,48},slow_momentum={0,0.5,0.7})
+    table options
+    table slowmo
 }
 
 # 16 workers on a ring, whose digits are dealt out by label, the less evenly the smaller alpha is.

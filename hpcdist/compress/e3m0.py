@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hpcdist.comm.pieces import CACHED, slices
 from hpcdist.compress.base import Compressor
-from hpcdist.compress.coding.elements import as_scale, largest, views
+from hpcdist.compress.coding.elements import add_by_bit, as_scale, largest, views
 
-_SIGN, _FRACTIONS = 8, [2.0 ** (code - 7) for code in range(1, 8)]  # of the scale, for the codes 1 to 7
+_SIGN, _FRACTIONS = 8, [0.0, *(2.0 ** (code - 7) for code in range(1, 8))]  # of the scale, for the codes 0 to 7
 
 
 @final
@@ -33,38 +33,55 @@ class E3m0(Compressor):
     feeds_back = False
 
     def encode_residual_(self, tensor: Tensor) -> Tensor:
-        message = np.empty(4 + -(-self.count // 2), np.uint8)
+        message = np.zeros(4 + -(-self.count // 2), np.uint8)
         scales, packed = views(message, 1)
         scales[0] = as_scale(largest(tensor))
-        scale = float(scales[0])  # rounded to float32
-        values = _values(scale, tensor.dtype)
-        # The least magnitude that is rounded to each code: halfway, 3/4 of the next one, but 1/2 of the first.
-        bounds = values[1:_SIGN] * torch.tensor([0.5, *[0.75] * 6], dtype=tensor.dtype)
-        for piece in slices(self.count) if scale else ():
-            part = tensor[piece]
-            codes = torch.bucketize(part.abs(), bounds, out_int32=True, right=True)
-            codes += _SIGN * (part < 0)
-            part -= values[codes]
-            nibbles = torch.zeros(len(codes) + len(codes) % 2, dtype=torch.uint8)
-            nibbles[: len(codes)] = codes
-            packed[piece.start // 2 : -(-piece.stop // 2)] = nibbles[::2] | nibbles[1::2] << 4
-        if not scale:
-            packed[:] = 0
+        if scales[0]:
+            values = tensor.numpy()
+            table = _values(scales[0], values.dtype)
+            _pack(values, table, packed)
+            add_by_bit(packed, values, _pairs(-table))
         return torch.from_numpy(message)
 
     def add(self, message: Tensor, out: Tensor, weight: float = 1.0) -> None:
         scales, packed = views(message.numpy(), 1)
-        values = weight * _values(float(scales[0]), out.dtype).numpy()
-        pairs = np.stack([np.tile(values, 16), np.repeat(values, 16)], axis=1)  # of each byte's two codes
-        work = np.empty((-(-min(CACHED, self.count) // 2), 2), pairs.dtype)
-        for piece in slices(self.count):  # pieces begin at whole bytes
-            here, part = packed[piece.start // 2 : -(-piece.stop // 2)], out[piece].numpy()
-            found = work[: len(here)]
-            np.take(pairs, here, axis=0, out=found, mode="clip")  # "raise" would go through a buffer
-            part += found.reshape(-1)[: len(part)]
+        values = out.numpy()
+        add_by_bit(packed, values, _pairs(weight * _values(scales[0], values.dtype)))
 
 
-def _values(scale: float, dtype: torch.dtype) -> Tensor:
+def _values(scale: np.float32, dtype: np.dtype) -> np.ndarray:
     """Return the value of each code, shape (16,)."""
-    positive = [0.0, *(scale * fraction for fraction in _FRACTIONS)]
-    return torch.tensor([*positive, *(-value for value in positive)], dtype=dtype)
+    positive = float(scale) * np.array(_FRACTIONS)
+    return np.concatenate([positive, -positive]).astype(dtype)
+
+
+def _pairs(values: np.ndarray) -> np.ndarray:
+    """Return the values of each byte's two codes, the low one first, shape (256, 2)."""
+    return np.stack([np.tile(values, 16), np.repeat(values, 16)], axis=1)
+
+
+def _pack(values: np.ndarray, table: np.ndarray, packed: np.ndarray) -> None:
+    """Write the codes of values, two to a byte.
+
+    Args:
+        table: the value of each code.
+        packed: uint8. Overwritten.
+    """
+    # The least magnitude that is rounded to each code: halfway, 3/4 of the next one, but 1/2 of the first.
+    bounds = table[1:_SIGN] * np.array([0.5, *[0.75] * 6], table.dtype)
+    count = min(CACHED, len(values))
+    magnitudes, reached = np.empty(count, values.dtype), np.empty(count, bool)
+    codes = np.zeros(count + count % 2, np.uint8)
+    for piece in slices(len(values)):
+        part, own = values[piece], codes[: piece.stop - piece.start]
+        above, far = magnitudes[: len(own)], reached[: len(own)]
+        np.abs(part, out=above)
+        np.less(part, 0, out=far)
+        np.left_shift(far.view(np.uint8), _SIGN.bit_length() - 1, out=own)
+        for bound in bounds:  # sooner done than a search in each element's turn
+            np.greater_equal(above, bound, out=far)
+            own += far.view(np.uint8)
+        if len(own) % 2:
+            codes[len(own)] = 0
+        pairs = codes[: len(own) + len(own) % 2].view("<u2")
+        packed[piece.start // 2 : -(-piece.stop // 2)] = pairs | pairs >> 4

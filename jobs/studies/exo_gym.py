@@ -32,7 +32,8 @@ from kit.output import Study, start
 JOB = Path(__file__).with_name("exo_gym_job.py")
 BOTH = ("hpcdist", "exo-gym")
 AGREEMENT = ("allreduce", "local_sgd", "local_sgd, mended", "diloco", "diloco, mended", "sparta", "demo", "own")
-NODES = (4, 16, 64)
+RUNS = {4: 3, 16: 3, 64: 1}  # by nodes, of each of both
+FEW = 4  # nodes on which parameters are compared
 LIMIT_S = 1800
 
 
@@ -62,8 +63,7 @@ def run(by: str, name: str, nodes: int, seed: int, folder: Path) -> Training:
     seconds = time.perf_counter() - began
     if process.returncode:
         raise ConfigError(f"{by} must train {name} on {nodes} nodes; got status {process.returncode}. Read {log}.")
-    parameters = torch.cat([one.flatten() for one in torch.load(file)])
-    return Training(float(log.read_text().split()[-1]), parameters, seconds, most / 1e6)
+    return Training(**torch.load(file), seconds=seconds, megabytes=most / 1e6)
 
 
 def _resident(pid: int) -> int:
@@ -80,8 +80,8 @@ def _resident(pid: int) -> int:
 
 def agreement(name: str, seeds: int, folder: Path) -> dict[str, Any]:
     """Make a row: both losses, and the largest difference of the parameters beside their norm, of all seeds."""
-    ours = [run("hpcdist", name.partition(",")[0], NODES[0], seed, folder) for seed in range(seeds)]
-    theirs = [run("exo-gym", name, NODES[0], seed, folder) for seed in range(seeds)]
+    ours = [run("hpcdist", name.partition(",")[0], FEW, seed, folder) for seed in range(seeds)]
+    theirs = [run("exo-gym", name, FEW, seed, folder) for seed in range(seeds)]
     apart = max(
         ((one.parameters - other.parameters).norm() / other.parameters.norm()).item()
         for one, other in zip(ours, theirs, strict=True)
@@ -127,11 +127,11 @@ def main(
     from kit import exo_gym
 
     study = Study(output)
-    seeds, nodes = (1, NODES[:1]) if quick else (3, NODES)
+    seeds, runs = (1, {FEW: 1}) if quick else (3, RUNS)
     agreed = [agreement(name, seeds, output) for name in AGREEMENT]
-    study.write_csv("agreement.csv", study.table(f"{NODES[0]} nodes, {exo_gym_job.STEPS} steps, {seeds} seeds", agreed))
-    costs = [cost(number, seeds, output) for number in nodes]
-    study.write_csv("cost.csv", study.table(f"diloco, medians of {seeds}", costs))
+    study.write_csv("agreement.csv", study.table(f"{FEW} nodes, {exo_gym_job.STEPS} steps, {seeds} seeds", agreed))
+    costs = [cost(nodes, repeats, output) for nodes, repeats in runs.items()]
+    study.write_csv("cost.csv", study.table(f"diloco, medians of {', '.join(map(str, runs.values()))} runs", costs))
     own = {"hpcdist": lines(exo_gym_job.Averaged), "EXO Gym": lines(exo_gym.Averaged)}
     study.table("lines of a strategy that averages every so many steps", [own])
     study.end([])

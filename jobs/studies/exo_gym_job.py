@@ -1,8 +1,8 @@
-"""One training of the study beside EXO Gym, by the one or by the other: prints the loss, and saves the parameters.
+"""One training of the study beside EXO Gym, by the one or by the other.
 
-    python jobs/studies/exo_gym_job.py hpcdist diloco 4 0 parameters.pt    # by whom, strategy, nodes, seed, file
+    python jobs/studies/exo_gym_job.py hpcdist diloco 4 0 trained.pt    # by whom, strategy, nodes, seed, file
 
-The same perceptron, digits, batches and optimisers. The mean of all nodes' parameters is what is saved.
+The same perceptron, digits, batches and optimisers. The mean of all nodes' parameters is saved, and its loss.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ def by_exo_gym(name: str, nodes: int, seed: int) -> nn.Module:
 if __name__ == "__main__":
     by, name, nodes, seed, file = sys.argv[1:]
     net = {"hpcdist": by_hpcdist, "exo-gym": by_exo_gym}[by](name, int(nodes), int(seed))
-    torch.save([parameter.detach() for parameter in net.parameters()], file)
     with torch.no_grad():
-        print(WithLoss(net)(digits().tensors).item())
+        loss = WithLoss(net)(digits().tensors).item()
+    flat = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+    torch.save({"loss": loss, "parameters": flat}, file)

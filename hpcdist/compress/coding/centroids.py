@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import numpy as np
 
+from hpcdist.comm.pieces import CACHED, slices
 from hpcdist.compress.coding.elements import MOST_SCALE
 from hpcdist.compress.coding.sparse import AnsCoder, Categorical
 
@@ -20,22 +24,32 @@ def quantise(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     Args:
         values: float32 or float64, finite.
     """
-    largest = float(np.abs(values).max()) if len(values) else 0.0
+    largest = max(float(values.max()), -float(values.min())) if len(values) else 0.0
     if not largest:
         return np.zeros(len(values), np.int32), np.zeros(count, np.float32)
     if len(values) <= count:
         means = np.zeros(count)
         means[: len(values)] = values
         return np.arange(len(values), dtype=np.int32), np.clip(means, -MOST_SCALE, MOST_SCALE).astype(np.float32)
-    parts = values / np.float64(largest)  # squares of these are finite
-    mean = parts.mean()
-    deviation = parts.std(ddof=1)
-    places = (parts - mean) * (count / (RANGE * deviation) if deviation > 0 else 1.0)
-    codes = np.clip(np.rint(places + count / 2), 0, count - 1).astype(np.int32)
-    held = np.bincount(codes, minlength=count)
-    sums = np.bincount(codes, weights=parts, minlength=count)
+    mean = sum(parts.sum() for _, parts in _fractions(values, largest)) / len(values)
+    squares = sum(np.square(parts - mean).sum() for _, parts in _fractions(values, largest))
+    deviation = math.sqrt(squares / (len(values) - 1))
+    by = count / (RANGE * deviation) if deviation > 0 else 1.0
+    codes, held, sums = np.empty(len(values), np.int32), np.zeros(count, np.int64), np.zeros(count)
+    for piece, parts in _fractions(values, largest):
+        places = (parts - mean) * by + count / 2
+        codes[piece] = np.rint(places, out=places).clip(0, count - 1, out=places)
+        held += np.bincount(codes[piece], minlength=count)
+        sums += np.bincount(codes[piece], weights=parts, minlength=count)
     means = np.divide(sums, held, out=np.zeros(count), where=held > 0) * largest
     return codes, np.clip(means, -MOST_SCALE, MOST_SCALE).astype(np.float32)
+
+
+def _fractions(values: np.ndarray, largest: float) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield pieces, and their values as float64 fractions of the largest magnitude, of which the squares are finite."""
+    work = np.empty(min(CACHED, len(values)))
+    for piece in slices(len(values)):
+        yield piece, np.divide(values[piece], largest, out=work[: piece.stop - piece.start], dtype=np.float64)
 
 
 def encode_codes(codes: np.ndarray, count: int) -> np.ndarray:

@@ -33,16 +33,17 @@ def add_signs(bits: np.ndarray, out: np.ndarray, step: float) -> None:
 
 
 def add_by_bit(bits: np.ndarray, out: np.ndarray, table: np.ndarray) -> None:
-    """Add the value of each bit to an element of `out`.
+    """Add the values that each byte stands for to the elements of `out`.
 
     Args:
-        table: the values of the 8 bits of each byte, shape (256, 8).
+        bits: uint8, of 8 elements each by NumPy's packbits, or of as many as a row of the table has.
+        table: the values of each byte's elements, shape (256, 8), or fewer in a row.
     """
-    table = table.astype(out.dtype)
+    table, of_byte = table.astype(out.dtype), table.shape[1]
     # One array for all pieces: the pages of fresh memory would take as long as the sum.
-    work = np.empty((-(-min(CACHED, len(out)) // 8), 8), out.dtype)
+    work = np.empty((-(-min(CACHED, len(out)) // of_byte), of_byte), out.dtype)
     for piece in slices(len(out)):  # pieces begin at whole bytes
-        packed, part = bits[piece.start // 8 : -(-piece.stop // 8)], out[piece]
+        packed, part = bits[piece.start // of_byte : -(-piece.stop // of_byte)], out[piece]
         values = work[: len(packed)]
         np.take(table, packed, axis=0, out=values, mode="clip")  # "raise" would go through a buffer
         part += values.reshape(-1)[: len(part)]

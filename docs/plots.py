@@ -220,7 +220,9 @@ def recent() -> Figure:
             style = {"color": COLOURS[place % len(COLOURS)], "marker": "osD"[place // len(COLOURS)]}
             axes.plot((x, x), (end, early), color=style["color"], linewidth=0.8)
             axes.plot(x, early, **style, fillstyle="none", linestyle="")
-            axes.plot(x, end, **style, linestyle="", label=plain(row[1]) if ranks == "4" else None)
+            always = r", (others \[.*?\]|(period|servers|fragment_layers|warmup_steps|variance_steps) [^,]+)"
+            label = re.sub(always, "", plain(row[1]))
+            axes.plot(x, end, **style, linestyle="", label=label if ranks == "4" else None)
         axes.set(xscale="log", xlabel="kB per rank and step", title=f"{ranks} ranks")
         ticks(axes.xaxis, (1, 10, 100))
         axes.grid()
@@ -350,6 +352,7 @@ FIGURES = {
     "scaling": scaling,
     "staleness": staleness,
     "regression": regression,
+    "recent": recent,
     "allreduce": allreduce,
     "horovod": horovod,
     "server": server,

@@ -133,12 +133,11 @@ def recent(folder: Path) -> Table:
     """Set the loss at the end, and when the quickest ends, beside bytes and seconds to the target on all networks."""
     of_each = {path.parent.name: analyse(_read(path.parent)) for path in sorted(folder.glob("*/comparison.json"))}
     target = next(iter(of_each.values())).evidence.target
-    rows = [
-        ["ranks", "strategy", "bits per byte at the end", "when the quickest ends", "kB per rank and step"]
-        + [f"s to {target:g}, {name}" for name in (*NETWORKS, "real ranks")]
-    ]
     kinds = ("", "-bits", "-signs")
     real = _cells(of_each["4-real"]) if "4-real" in of_each else {}  # root alone can make such hosts
+    networks = [*NETWORKS, *["real ranks"] * bool(real)]
+    head = ["ranks", "strategy", "bits per byte at the end", "when the quickest ends", "kB per rank and step"]
+    rows = [[*head, *(f"s to {target:g}, {name}" for name in networks)]]
     for ranks in (4, 16):
         slow, fast = ([_cells(of_each[f"{ranks}-{name}{kind}"]) for kind in kinds] for name in NETWORKS.values())
         quickest = min(min(cell["wall_s"].values()) for cells in slow for cell in cells.values())
@@ -146,7 +145,7 @@ def recent(folder: Path) -> Table:
             for key, cell in on_slow.items():
                 name = shown(cell.name) + ", ε = 10⁻⁴" * (kind == "-bits")
                 losses = f"{interval(list(cell.final.values())):.3f}", _loss_after(cell, quickest)
-                on = (on_slow, on_fast, {} if kind else real)
+                on = (on_slow, on_fast, {} if kind else real)[: len(networks)]
                 seconds = [_seconds(cells[key]) if key in cells else "" for cells in on]
                 rows.append([str(ranks), name, *losses, short(_bytes(cell) / 1e3), *seconds])
     return rows

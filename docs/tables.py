@@ -144,11 +144,16 @@ def recent(folder: Path) -> Table:
         for kind, on_slow, on_fast in zip(kinds, slow, fast, strict=True):
             for key, cell in on_slow.items():
                 name = shown(cell.name) + ", ε = 10⁻⁴" * (kind == "-bits")
-                losses = f"{interval(list(cell.final.values())):.3f}", _loss_after(cell, quickest)
+                losses = _loss(cell), _loss_after(cell, quickest)
                 on = (on_slow, on_fast, {} if kind else real)[: len(networks)]
                 seconds = [_seconds(cells[key]) if key in cells else "" for cells in on]
                 rows.append([str(ranks), name, *losses, short(_bytes(cell) / 1e3), *seconds])
     return rows
+
+
+def _loss(cell: Cell) -> str:
+    """Write the metric at the end."""
+    return f"{interval(list(cell.final.values())):.3f}"
 
 
 def _loss_after(cell: Cell, seconds: float) -> str:
@@ -164,7 +169,7 @@ def options(folder: Path) -> Table:
     rows = [["strategy", "bits per byte at the end"]]
     for name in ("delay", "late", "sparse", "dense", "parts"):
         for cell in _in_order(analyse(_read(folder / name))):
-            rows.append([shown(cell.name), f"{interval(list(cell.final.values())):.3f}"])
+            rows.append([shown(cell.name), _loss(cell)])
     return rows
 
 

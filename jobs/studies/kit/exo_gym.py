@@ -14,20 +14,20 @@ from exogym.strategy.sparta import SPARTAStrategy
 from exogym.strategy.strategy import SimpleReduceStrategy, Strategy
 
 
-class MendedFedAvg(FedAvgStrategy):
-    """Counts steps from 1: as it is, the first period has a step more than the others."""
+class _CountsFromOne(Strategy):
+    """As they are, the first period has a step more than the others."""
 
     def _init_node(self, *arguments: Any) -> None:
         super()._init_node(*arguments)
         self.local_step = 1
 
 
-class MendedDiLoCo(DiLoCoStrategy):
+class MendedFedAvg(_CountsFromOne, FedAvgStrategy):
+    """Its periods are of one length."""
+
+
+class MendedDiLoCo(_CountsFromOne, DiLoCoStrategy):
     """The same, and rank 0 gets a copy: as it is, its parameters on a CPU *are* the outer optimiser's from then on."""
-
-    def _init_node(self, *arguments: Any) -> None:
-        super()._init_node(*arguments)
-        self.local_step = 1
 
     def _synchronize_master_model(self) -> None:
         for parameter, common in zip(self.model.parameters(), self.master_model.parameters(), strict=True):

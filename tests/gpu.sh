@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests and measures on a machine with GPUs and without a network, in eight minutes; without a GPU it checks itself on
+# Tests and measures on a machine with GPUs and without a network, in nine minutes; without a GPU it checks itself on
 # the CPU. Uses the machine's own Python, which has torch with CUDA, mpi4py and h5py; arguments are those of
 # tests/gpu/run.py (--help):
 #
@@ -7,6 +7,7 @@
 #
 # WHEELS: packages that this Python lacks, as wheels, and the source package of Horovod to build that, too:
 #   pip download --no-deps -d folder pydantic pydantic-core annotated-types typing-inspection constriction hypothesis
+#   pip download --no-deps -d folder cffi pycparser  # for Horovod's build
 #   pip download --no-deps --no-binary horovod -d folder horovod==0.28.1
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

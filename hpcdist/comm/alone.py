@@ -189,7 +189,7 @@ class OwnWindow(Window):
         self._part(offset, values).copy_(values.detach())
 
     def _accumulate(self, values: Tensor, rank: int, offset: int) -> None:
-        addable(self._part(offset, values)).add_(addable(values))
+        addable(self._part(offset, values)).add_(addable(values).to(self.local.device))
 
     def _atomic(self, what: str, rank: int, offset: int, *values: int) -> int:
         element = self.local[offset]

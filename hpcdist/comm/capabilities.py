@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import add, sub
 from typing import Any, Protocol, TypeVar
@@ -113,12 +113,19 @@ class RankMemory(abc.ABC):
         """Tell whether a tensor lies in what `shared_zeros` has made, and the other ranks have mapped it."""
         return False
 
-    def host(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
-        """Yield the tensor itself if the library can use its memory; else a host copy, written back at the end.
+    @contextmanager
+    def host(self, tensor: Tensor, *, write: bool = True) -> Iterator[Tensor]:
+        """Yield the tensor itself if it lies on the host, or the library can use its memory; else a copy on the host.
 
         For algorithms that do arithmetic between many small transfers: device memory is then staged once.
+
+        Args:
+            write: copy back at the end.
         """
-        return nullcontext(tensor)
+        staged = tensor.cpu()  # itself on the host
+        yield staged
+        if write and staged is not tensor:
+            tensor.copy_(staged)
 
 
 class Trace:

@@ -10,6 +10,8 @@ TITLES = {
     "ranks": "Two ranks",
     "tests": "Tests, in one process",
     "tests_on_ranks": "Tests, on two ranks",
+    "loops": "Loops as users write them, compared with one process",
+    "loops_on_one_rank": "The same on one rank, which has the GPU for itself",
     "steps": "A training step",
     "steps_on_one_rank": "A training step of one rank, which has the GPU for itself",
     "messages": "Messages of device memory: by pinned host memory, and given to MPI itself",
@@ -57,7 +59,7 @@ def _part(part: Mapping) -> list[str]:
     last = part["output"].strip().splitlines()
     if part["state"] in ("failed", "late"):
         lines += ["", f"{part['state']}: {part['reason']}", "", "```", *last[-SHOWN_LINES:], "```"]
-    elif part["name"].startswith("tests") and last:
+    elif part["name"].startswith(("tests", "loops")) and last:
         lines += ["", "```", *last[-SHOWN_LINES:], "```"]
     elif part["reason"]:
         lines += ["", f"{part['state']}: {part['reason']}"]

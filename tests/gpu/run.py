@@ -33,6 +33,8 @@ UNUSED = {"matplotlib", "setuptools", "ruff", "mypy", "import-linter"}  # plots,
 QUICK = "not a_strategy or allreduce or parameter_server or gossip_pull"  # tests
 RESERVE_S = 8.0  # for ending the last part and writing the report
 TAIL = 4000  # characters of a part's output that are kept
+LOOPS = HERE / "features.py"
+MEASURED_S = 130.0  # what is left for measurements once Horovod is built
 KILL_S = 3.0  # for a launcher to end its ranks
 
 
@@ -41,12 +43,13 @@ class Limits:
     """Hold the seconds that each part may take; all together less than the whole."""
 
     ranks: float = 40
-    tests: float = 100
+    tests: float = 130
     tests_on_ranks: float = 60
+    loops: float = 60
     steps: float = 75
     coding: float = 60
     messages: float = 40
-    horovod_build: float = 330  # beside the parts above
+    horovod_build: float = 400  # beside the tests
     horovod: float = 45
 
 
@@ -253,18 +256,21 @@ def begin_horovod(session: Session) -> subprocess.Popen:
 
 
 def end_horovod(session: Session, job: subprocess.Popen, start: float) -> bool:
-    limit_s = min(Limits.horovod_build, time.monotonic() - start + session.left_s - Limits.horovod / 2)
+    limit_s = min(Limits.horovod_build, time.monotonic() - start + session.left_s - MEASURED_S)
     session.end("horovod_build", job, start, limit_s)
     wheel = next(iter(sorted((session.folder / "horovod").glob("*/*.whl"))), None)
-    if wheel is not None:
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(session.site)
-    return wheel is not None
+    if wheel is None:  # the log says why
+        for log in (session.folder / "horovod").glob("*.log"):
+            shutil.copy(log, session.path.with_name(f"{session.path.name}-horovod.log"))
+        return False
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(session.site)
+    return True
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------
 def run(session: Session) -> None:
-    options, limits = session.options, Limits()
+    options = session.options
     session.found["wheels"] = take_wheels(session, options.wheels) if options.wheels else []
     session.found["missing"] = missing(session)
     session.found["environment"] = probe(session)
@@ -272,38 +278,59 @@ def run(session: Session) -> None:
     if options.device == "auto":
         options.device = session.found["device"] = "cuda" if gpus else "cpu"
     no_ranks = find_launcher(session)
-    ranks = 2 if options.device == "cpu" else max(2, min(4, len(gpus)))
     reason, building, start = why_no_horovod(session), None, time.monotonic()
     if not reason:
         building = begin_horovod(session)
-    tests = ["-m", "pytest", "-m", "gpu", "-q", "--color=no", "-p", "no:cacheprovider", "--gpu-as", options.device]
-    tests += [HERE, "-k", QUICK] if options.quick else [ROOT / "tests"]
-    session.run("tests", session.command(*tests), limits.tests)
-    if no_ranks:
-        for name in ("tests_on_ranks", "steps", "messages"):
-            session.note(name, "skipped", no_ranks)
-    else:
-        session.run("tests_on_ranks", session.command(*tests, ranks=2), limits.tests_on_ranks)
-        session.measure("steps", limits.steps, ranks)
-        session.measure("messages", limits.messages, 2)
-    if options.device == "cuda" and len(gpus) == 1:
-        session.measure("steps_on_one_rank", limits.steps / 3, 0, what="steps")  # where NCCL can take part
-    session.measure("coding", limits.coding, 0)
+    run_tests(session, no_ranks, len(gpus))
+    built = building is not None and end_horovod(session, building, start)
     if building is None:
         session.note("horovod_build", "skipped", reason)
-    if building is not None and not end_horovod(session, building, start):
-        session.note("horovod", "skipped", "its build did not end well")
-    elif no_ranks:
-        session.note("horovod", "skipped", no_ranks)
+    why = no_ranks or ("its build did not end well" if building is not None and not built else "")
+    measure_all(session, no_ranks, why, len(gpus))
+
+
+def run_tests(session: Session, no_ranks: str, gpus: int) -> None:
+    """Run tests in one process, and on ranks that share a GPU, or have one each."""
+    device, limits = session.options.device, Limits()
+    tests = ["-m", "pytest", "-m", "gpu", "-q", "--color=no", "-p", "no:cacheprovider", "--gpu-as", device]
+    tests += [HERE, "-k", QUICK] if session.options.quick else [ROOT / "tests"]
+    session.run("tests", session.command(*tests), limits.tests)
+    parts = {"tests_on_ranks": (limits.tests_on_ranks, tests, 2), "loops": (limits.loops, [LOOPS], _ranks(gpus))}
+    if device == "cuda" and gpus == 1:
+        parts["loops_on_one_rank"] = limits.loops, [LOOPS], 1  # where NCCL can take part
+    for name, (limit_s, arguments, ranks) in parts.items():
+        if no_ranks:
+            session.note(name, "skipped", no_ranks)
+        else:
+            session.run(name, session.command(*arguments, ranks=ranks), limit_s)
+
+
+def measure_all(session: Session, no_ranks: str, no_horovod: str, gpus: int) -> None:
+    """Measure, while nothing else runs here."""
+    limits, ranks = Limits(), _ranks(gpus)
+    for name, limit_s, size in (("steps", limits.steps, ranks), ("messages", limits.messages, 2)):
+        if no_ranks:
+            session.note(name, "skipped", no_ranks)
+        else:
+            session.measure(name, limit_s, size)
+    if session.options.device == "cuda" and gpus == 1:
+        session.measure("steps_on_one_rank", limits.steps / 3, 0, what="steps")
+    session.measure("coding", limits.coding, 0)
+    if no_horovod:
+        session.note("horovod", "skipped", no_horovod)
     else:
-        session.measure("horovod", limits.horovod, max(1, min(ranks, len(gpus))) if gpus else ranks)
+        session.measure("horovod", limits.horovod, max(1, min(ranks, gpus)) if gpus else ranks)
+
+
+def _ranks(gpus: int) -> int:
+    return max(2, min(4, gpus))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Tests and measures on this machine's GPUs.")
     parser.add_argument("--output", type=Path, default=Path("gpu-results"), help="folder for the two files")
     parser.add_argument("--wheels", type=Path, help="folder of wheels that this Python lacks")
-    parser.add_argument("--seconds", type=float, default=480.0, help="for all of it")
+    parser.add_argument("--seconds", type=float, default=560.0, help="for all of it")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--quick", action="store_true", help="small sizes and few rounds: to check this script")
     options = parser.parse_args()

@@ -50,11 +50,13 @@ def test_all_of_it_runs_on_the_cpu(tmp_path):
     skipped = {name: part["reason"] for name, part in parts.items() if part["state"] == "skipped"}
     assert skipped == {"horovod_build": "it is built by tests/run.sh on machines without a GPU"}
     assert list(parts) == [
-        "environment", "ranks", "tests", "tests_on_ranks", "steps", "messages", "coding", "horovod_build", "horovod",
+        "environment", "ranks", "tests", "tests_on_ranks", "loops", "horovod_build", "steps", "messages",
+        "coding", "horovod",
     ]  # fmt: skip
     assert found["missing"] == [] and found["seconds"] < 480 and found["environment"]["torch"]
     for name in ("tests", "tests_on_ranks"):
         assert " passed" in parts[name]["output"] and "skipped" not in parts[name]["output"]
+    assert "stages\na_job_and_its_record\n" in parts["loops"]["output"]
     steps = {row["name"]: row for row in parts["steps"]["rows"]}
     sides = ("alone", "ddp_gloo", "allreduce", "parameter_server", "gossip_pull", "allreduce_gloo")
     assert list(steps) == [f"small/{side}" for side in sides]

@@ -20,7 +20,7 @@ def flattened(comm: Communicator, tensor: Tensor, *, write: bool = True) -> Iter
     """Yield a tensor's elements, shape (n,), and put them back, unless with `write=False`, where they are copies."""
     tensor = tensor.detach()
     elements = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-    with comm.memory.host(elements) as host:
+    with comm.memory.host(elements, write=write) as host:
         yield host
     if write and (elements.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg()):
         tensor.copy_(elements.view(tensor.shape))

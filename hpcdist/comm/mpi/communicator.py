@@ -114,7 +114,7 @@ class MpiCommunicator(Communicator):
             args = (message(send), dest, tag, message(recv), source, tag)
             self.calls.communicate("sendrecv", source, self.mpi.Sendrecv, *args)
         else:
-            with self.staging.host(send, write=False, slot="send") as out, self.staging.host(recv, read=False) as into:
+            with self.staging.host(send, write=False) as out, self.staging.host(recv, read=False) as into:
                 args = (message(out), dest, tag, message(into), source, tag)
                 self.calls.communicate("sendrecv", source, self.mpi.Sendrecv, *args)
         self.traffic.sent(send.nbytes)

@@ -53,7 +53,7 @@ SENDING, EXCHANGE = "isend", "neighbour exchange"
 
 
 class Staging:
-    """Pinned host copies of device tensors, reused by size and dtype.
+    """Pinned host copies of device tensors, from torch's cache of such memory.
 
     Args:
         device_aware: True when MPI itself reads and writes device memory; then nothing is staged. Off unless the
@@ -62,7 +62,6 @@ class Staging:
 
     def __init__(self, device_aware: bool = False):
         self.device_aware = device_aware
-        self._pinned: dict[tuple[int, torch.dtype, str], Tensor] = {}
 
     def direct(self, tensor: Tensor) -> bool:
         """Tell whether MPI may use the tensor's own memory; wait until the device has finished with it."""
@@ -73,15 +72,12 @@ class Staging:
         return self.device_aware
 
     @contextmanager
-    def host(self, tensor: Tensor, *, read: bool = True, write: bool = True, slot: str = "") -> Iterator[Tensor]:
+    def host(self, tensor: Tensor, *, read: bool = True, write: bool = True) -> Iterator[Tensor]:
         """Yield the tensor's contents on the host: copied there before (`read`) and back after (`write`)."""
         if self.direct(tensor):
             yield tensor
             return
-        key = (tensor.numel(), tensor.dtype, slot)
-        if key not in self._pinned:
-            self._pinned[key] = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
-        staged = self._pinned[key]
+        staged = torch.empty_like(tensor, device="cpu", pin_memory=True)
         if read:
             staged.copy_(tensor)  # synchronises with the device's current stream
         yield staged
@@ -153,7 +149,7 @@ class MpiLibraryCalls(LibraryCalls):
         if send.is_cpu and out.is_cpu:
             self._communicate(what, function, send, out, count)
             return
-        with comm.staging.host(send, write=False, slot="send") as given, comm.staging.host(out, read=False) as into:
+        with comm.staging.host(send, write=False) as given, comm.staging.host(out, read=False) as into:
             self._communicate(what, function, given, into, count)
 
     def _communicate(self, what: str, function: Callable, send: Tensor, out: Tensor, count: int) -> None:

@@ -183,8 +183,8 @@ class Transports(RankMemory):
     def device_aware(self, wanted: bool) -> None:
         self._staging.device_aware = wanted
 
-    def host(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
-        return self._staging.host(tensor)
+    def host(self, tensor: Tensor, *, write: bool = True) -> AbstractContextManager[Tensor]:
+        return self._staging.host(tensor, write=write)
 
     # --- windows --------------------------------------------------------------------------------------------------
     def window(self, count: int, dtype: torch.dtype = torch.float32, way: str | None = None) -> Window:

@@ -18,6 +18,8 @@ import traceback
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+import torch
+
 from hpcdist.comm.virtual.random import RandomState
 from hpcdist.errors import CommunicationError, DeadlineError, DeadlockError
 
@@ -91,6 +93,8 @@ class VirtualClock:
         return [me.result for me in self.ranks]
 
     def _live(self, me: VirtualRank, body: Callable[[], Any] | None = None) -> None:
+        # Autograd has one thread for each GPU, where a rank that waits in a hook would keep all others back.
+        torch.autograd.set_multithreading_enabled(False)
         try:
             me.result = self._body(me.rank) if body is None else body()
         except RankEnded:

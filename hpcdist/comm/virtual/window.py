@@ -262,4 +262,4 @@ def _copy(into: Tensor, values: Tensor) -> None:
 
 @torch.inference_mode()
 def _add(into: Tensor, values: Tensor) -> None:
-    addable(into).add_(addable(values))
+    addable(into).add_(addable(values).to(into.device))

@@ -35,6 +35,9 @@ VERSION = "0.28.1"  # Horovod's last release
 NEEDED = ("setuptools", "packaging", "cloudpickle", "psutil", "pyyaml")  # by the build, or by Horovod itself
 JOB_BYTES = 2 << 30  # memory that one compiler takes for torch's headers
 UP_TO_LIBRARIES = "$ORIGIN/../../../.."  # from site-packages/horovod/torch to the environment's lib
+# What Horovod's sources use and don't include; the standard library of GCC 13 does so no more.
+HEADERS = ("algorithm", "cstdint", "cstdlib", "functional", "memory", "mutex", "stdexcept", "string", "utility")
+INCLUDED = " ".join(f"-include {header}" for header in HEADERS)
 RANKS = 2  # that test a build
 CHECK_S, BUILD_S = 180.0, 2 * 3600.0  # limits
 _logger = logging.getLogger(__name__)
@@ -252,7 +255,7 @@ def settings(tools: Tools, folder: Path, environ: Mapping[str, str], jobs: int) 
         "HOROVOD_CPU_OPERATIONS": "MPI",
         "PATH": f"{folder / 'bin'}:{Path(tools.cmake).parent}:{search_path(environ)}",
         "CXX": str(folder / "bin" / "hpcdist-c++"),
-        "CXXFLAGS": f"{environ.get('CXXFLAGS', '')} -fno-strict-aliasing".strip(),
+        "CXXFLAGS": f"{environ.get('CXXFLAGS', '')} -fno-strict-aliasing {INCLUDED}".strip(),
         "LDFLAGS": f"{environ.get('LDFLAGS', '')} -s -Wl,-rpath,{tools.mpi_folder or UP_TO_LIBRARIES}".strip(),
         "MAKEFLAGS": f"-j{jobs}",
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # for CMake 4, with the libraries in the source package

@@ -58,7 +58,8 @@ def run(by: str, name: str, nodes: int, seed: int, folder: Path) -> Training:
         while process.poll() is None:
             most = max(most, _resident(process.pid))
             if time.perf_counter() - began > LIMIT_S:
-                process.kill()
+                for one in (*psutil.Process(process.pid).children(recursive=True), process):
+                    one.kill()
             time.sleep(0.05)
     seconds = time.perf_counter() - began
     if process.returncode:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -26,7 +27,11 @@ def main(mbit_s: str, ranks: str, *command: str) -> int:
     if reason := why_not(cable):
         sys.exit(f"error: this launcher must be able to make hosts on this machine; {reason}.")
     with tempfile.TemporaryDirectory() as folder, hosts(Path(folder), int(ranks), cable) as made:
-        return made.launch(list(command[1:]), timeout_s=TIME_LIMIT_S, capture=False).returncode
+        try:
+            return made.launch(list(command[1:]), timeout_s=TIME_LIMIT_S, capture=False).returncode
+        except subprocess.TimeoutExpired:
+            print(f"error: a run must end within {TIME_LIMIT_S} s; this one did not.", file=sys.stderr)
+            return 124
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import hpcdist as hd
 import hpcdist.hvd as hvd
 import hpcdist.torch_backend
 from harness.features import OWN, STEPS, feature, network, require, run, samples, train
+from hpcdist.session.world import current
 
 KIND = "cuda" if torch.cuda.is_available() else "cpu"
 comm = hd.init(deadline_s=60, torch_distributed=False)
@@ -285,6 +286,24 @@ def a_job_and_its_record():
         made.run()
         params = [p.clone() for p in made.model.params]
     require(all(p.device == device for p in params))
+
+
+@feature
+def shards_on_a_mesh_of_torchs():
+    """By NCCL, where each rank has a GPU of its own; by Gloo on the CPU. Last: the mesh stays."""
+    if not own_gpu:
+        return
+    current().grid = None  # what was trained above, in stages or not, has ended
+    current().optimizers.clear()
+    net = network().to(device)
+    fully_shard(net, mesh=hd.device_mesh(comm.size, device_type=KIND))
+    shards = hd.local_shards(net)
+    optimizer = hd.DistributedOptimizer(sgd(shards.parameters()), shards)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        F.mse_loss(net(inputs[mine]), targets[mine]).backward()
+        optimizer.step()
+    same((p.full_tensor() for p in net.parameters()), alone())
 
 
 if __name__ == "__main__":

@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from harness.launch import wait_until
@@ -203,6 +206,22 @@ def test_ranks_can_be_started_on_them_from_the_command_line(tmp_path):
         done = subprocess.run([*program, sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
         assert done.returncode == status, done.stderr
         assert sorted(line for line in done.stdout.splitlines() if line[:1] == "2") == ["2 n1", "2 n2"]
+
+
+def test_the_launcher_ends_a_run_that_takes_too_long(tmp_path):
+    if reason := why_not(Cable(100)):
+        pytest.skip(reason)
+    code = "import on_hosts, sys; on_hosts.TIME_LIMIT_S = 3; sys.exit(on_hosts.main(*sys.argv[1:]))"
+    program = [sys.executable, "-c", code, "100", "2", sys.executable, "-c", "import time; time.sleep(77.3)"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, cwd=ROOT / "jobs" / "studies")
+    assert (done.returncode, done.stderr) == (124, "error: a run must end within 3 s; this one did not.\n")
+    wait_until(lambda: not any("sleep(77.3)" in " ".join(command) for command in _commands()))
+
+
+def _commands() -> Iterator[list[str]]:
+    for process in psutil.process_iter(["cmdline"]):
+        with suppress(psutil.Error):  # ended meanwhile
+            yield process.info["cmdline"] or []
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,7 @@ class RankMemory(abc.ABC):
         """Tell whether a tensor lies in what `shared_zeros` has made, and the other ranks have mapped it."""
         return False
 
-    @contextmanager
-    def host(self, tensor: Tensor, *, write: bool = True) -> Iterator[Tensor]:
+    def host(self, tensor: Tensor, *, write: bool = True) -> AbstractContextManager[Tensor]:
         """Yield the tensor itself if it lies on the host, or the library can use its memory; else a copy on the host.
 
         For algorithms that do arithmetic between many small transfers: device memory is then staged once.
@@ -122,10 +121,15 @@ class RankMemory(abc.ABC):
         Args:
             write: copy back at the end.
         """
-        staged = tensor.cpu()  # itself on the host
-        yield staged
-        if write and staged is not tensor:
-            tensor.copy_(staged)
+        return nullcontext(tensor) if tensor.is_cpu else _copied(tensor, write)
+
+
+@contextmanager
+def _copied(tensor: Tensor, write: bool) -> Iterator[Tensor]:
+    staged = tensor.cpu()
+    yield staged
+    if write:
+        tensor.copy_(staged)
 
 
 class Trace:

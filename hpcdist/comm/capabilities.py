@@ -121,7 +121,7 @@ class RankMemory(abc.ABC):
         Args:
             write: copy back at the end.
         """
-        return nullcontext(tensor) if tensor.is_cpu else _copied(tensor, write)
+        return nullcontext(tensor) if tensor.is_cpu or self.device_aware else _copied(tensor, write)
 
 
 @contextmanager

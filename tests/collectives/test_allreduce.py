@@ -253,6 +253,7 @@ def test_direct_is_refused_where_memory_can_not_be_attached(ranks):
 
 def test_direct_refuses_device_memory():
     def body(comm):
+        comm.memory.device_aware = True
         with pytest.raises(ConfigError, match="direct all-reduce must be in host memory; got one on meta. Use native"):
             load("direct")(comm)(torch.ones(4, device="meta"))
 

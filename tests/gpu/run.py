@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MODULES = {"scikit-learn": "sklearn", "pillow": "PIL", "pytest-xdist": "xdist", "nvidia-ml-py": "pynvml"}  # else alike
 UNUSED = {"matplotlib", "setuptools", "ruff", "mypy", "import-linter"}  # plots, and checks of the source
+FRAMEWORKS = ["lightning", "transformers"]  # of features.py
 QUICK = "not a_strategy or allreduce or parameter_server or gossip_pull"  # tests
 RESERVE_S = 8.0  # for ending the last part and writing the report
 TAIL = 4000  # characters of a part's output that are kept
@@ -167,7 +168,7 @@ def required() -> list[str]:
     lists = re.findall(r"^(?:dependencies|test) = \[\n(.*?)^\]", text, re.DOTALL | re.MULTILINE)
     entries = [entry for found in lists for entry in re.findall(r'"([^"]+)"', found)]
     names = [re.match(r"[\w-]+", entry)[0] for entry in entries if "python_version" not in entry]
-    return [name for name in names if name not in UNUSED]
+    return [name for name in names if name not in UNUSED] + FRAMEWORKS
 
 
 def missing(session: Session) -> list[str]:
@@ -274,29 +275,31 @@ def run(session: Session) -> None:
     session.found["wheels"] = take_wheels(session, options.wheels) if options.wheels else []
     session.found["missing"] = missing(session)
     session.found["environment"] = probe(session)
-    gpus = session.found["environment"].get("gpus", [])
+    gpus = len(session.found["environment"].get("gpus", []))
     if options.device == "auto":
         options.device = session.found["device"] = "cuda" if gpus else "cpu"
+    gpus *= options.device == "cuda"
     no_ranks = find_launcher(session)
     reason, building, start = why_no_horovod(session), None, time.monotonic()
     if not reason:
         building = begin_horovod(session)
-    run_tests(session, no_ranks, len(gpus))
+    run_tests(session, no_ranks, gpus)
     built = building is not None and end_horovod(session, building, start)
     if building is None:
         session.note("horovod_build", "skipped", reason)
     why = no_ranks or ("its build did not end well" if building is not None and not built else "")
-    measure_all(session, no_ranks, why, len(gpus))
+    measure_all(session, no_ranks, why, gpus)
 
 
 def run_tests(session: Session, no_ranks: str, gpus: int) -> None:
     """Run tests in one process, and on ranks that share a GPU, or have one each."""
-    device, limits = session.options.device, Limits()
-    tests = ["-m", "pytest", "-m", "gpu", "-q", "--color=no", "-p", "no:cacheprovider", "--gpu-as", device]
+    limits = Limits()
+    tests = ["-m", "pytest", "-m", "gpu", "-q", "--color=no", "-p", "no:cacheprovider"]
+    tests += ["--gpu-as", session.options.device]
     tests += [HERE, "-k", QUICK] if session.options.quick else [ROOT / "tests"]
     session.run("tests", session.command(*tests), limits.tests)
     parts = {"tests_on_ranks": (limits.tests_on_ranks, tests, 2), "loops": (limits.loops, [LOOPS], _ranks(gpus))}
-    if device == "cuda" and gpus == 1:
+    if gpus == 1:
         parts["loops_on_one_rank"] = limits.loops, [LOOPS], 1  # where NCCL can take part
     for name, (limit_s, arguments, ranks) in parts.items():
         if no_ranks:
@@ -313,7 +316,7 @@ def measure_all(session: Session, no_ranks: str, no_horovod: str, gpus: int) -> 
             session.note(name, "skipped", no_ranks)
         else:
             session.measure(name, limit_s, size)
-    if session.options.device == "cuda" and gpus == 1:
+    if gpus == 1:
         session.measure("steps_on_one_rank", limits.steps / 3, 0, what="steps")
     session.measure("coding", limits.coding, 0)
     if no_horovod:

@@ -312,7 +312,7 @@ class Gradients:
         Reads the gradients once (those of `bucket`, or all), as NaN and infinity survive in a sum. Only if the sum is
         not finite (it may also overflow) is each gradient looked at. Waits for the device.
         """
-        if all(map(cmath.isfinite, _sums(list(self._tensors()) if bucket is None else [bucket.grads]))):
+        if all(map(cmath.isfinite, _sums(self._tensors() if bucket is None else [bucket.grads]))):
             return []
         within = None if bucket is None else set(bucket.params)
         suspects = [(s.name, s.tensor.grad) for s in self._slots if within is None or s.name in within]
@@ -322,8 +322,9 @@ class Gradients:
 def _sums(tensors: Sequence[Tensor]) -> list[complex]:
     """Sum each tensor; wait once for a device that has all of them."""
     sums = [tensor.sum() for tensor in tensors]
-    together = len({each.device for each in sums}) == 1
-    return torch.stack(sums).tolist() if together else [each.item() for each in sums]
+    if len(sums) > 1 and not sums[0].is_cpu and len({each.device for each in sums}) == 1:
+        return torch.stack(sums).tolist()
+    return [each.item() for each in sums]
 
 
 _PIECES = 256  # of a tensor, whose bits are summed apart, so that their order counts

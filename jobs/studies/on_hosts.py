@@ -17,7 +17,7 @@ TIME_LIMIT_S = 1800  # of a run
 
 
 def main(mbit_s: str, ranks: str, *command: str) -> int:
-    """Run a command of Python, and return its exit status.
+    """Run a command of Python, and return its exit status; 124 where it takes too long.
 
     Args:
         mbit_s: what a cable carries, in 10⁶ bits per second each way.

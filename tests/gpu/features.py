@@ -51,6 +51,11 @@ def alone(loop: Callable = train) -> list[torch.Tensor]:
     return [p.detach() for p in net.parameters()]
 
 
+def shared_folder() -> Path:
+    """Collective. Make a folder, the same on all ranks."""
+    return Path(comm.gather(tempfile.mkdtemp() if comm.rank == 0 else None)[0])
+
+
 def in_half(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> int:
     """Train in bfloat16, with one step in which the last sample's loss is infinite; return how many were left out."""
     scaler, left_out = torch.amp.GradScaler(KIND), 0
@@ -225,7 +230,7 @@ def transformers_trainer():
     from hpcdist.hf import Trainer
 
     transformers.utils.logging.set_verbosity_error()
-    folder = Path(comm.gather(tempfile.mkdtemp())[0])
+    folder = shared_folder()
     data, model = Tokens(8 * comm.size, even=True), make().float()
     trainer = Trainer(model, arguments(folder, 4, max_steps=4), strategy="allreduce", train_dataset=data)
     require(trainer.args.device == device, trainer.args.device)
@@ -260,28 +265,22 @@ def stages():
     if comm.size % 2:
         return
     parts = hd.pipeline(network(), stages=2, loss=F.mse_loss, micro_batches=2, device=device)
-    optimizer = hd.DistributedOptimizer(sgd(parts.parameters()), parts)
+    hd.DistributedOptimizer(sgd(parts.parameters()), parts)
     replicas = comm.size // 2
     share = slice(*(len(inputs) * (comm.rank // 2 + one) // replicas for one in (0, 1)))
     for _ in range(STEPS):
         parts.step(inputs[share], targets[share])
     hd.finish(parts)
-    del optimizer
-    whole = dict(network().to(device).named_parameters())
-    train_whole = network().to(device)
-    train(train_whole, sgd(train_whole.parameters()), inputs, targets)
-    trained = dict(train_whole.named_parameters())
-    require(set(parts.state_dict()) <= set(whole), parts.state_dict().keys())
+    trained = dict(zip((name for name, _ in network().named_parameters()), alone(), strict=True))
     same(parts.state_dict().values(), [trained[name] for name in parts.state_dict()])
 
 
 @feature
-def a_job_and_its_record():
-    """The ranks' GPUs are in the summary of a run, and what they have used."""
+def a_job():
+    """It takes the rank's GPU by itself."""
     from train import tiny
 
-    folder = comm.gather(tempfile.mkdtemp())[0]
-    with tiny.training(comm, Path(folder), "epochs=2", "log_every=1") as made:
+    with tiny.training(comm, shared_folder(), "epochs=2", "log_every=1") as made:
         require(made.device == device, made.device)
         made.run()
         params = [p.clone() for p in made.model.params]
@@ -298,11 +297,7 @@ def shards_on_a_mesh_of_torchs():
     net = network().to(device)
     fully_shard(net, mesh=hd.device_mesh(comm.size, device_type=KIND))
     shards = hd.local_shards(net)
-    optimizer = hd.DistributedOptimizer(sgd(shards.parameters()), shards)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        F.mse_loss(net(inputs[mine]), targets[mine]).backward()
-        optimizer.step()
+    train(net, hd.DistributedOptimizer(sgd(shards.parameters()), shards), inputs[mine], targets[mine])
     same((p.full_tensor() for p in net.parameters()), alone())
 
 

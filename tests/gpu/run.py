@@ -284,11 +284,12 @@ def run(session: Session) -> None:
     if not reason:
         building = begin_horovod(session)
     run_tests(session, no_ranks, gpus)
-    built = building is not None and end_horovod(session, building, start)
+    no_horovod = no_ranks
     if building is None:
         session.note("horovod_build", "skipped", reason)
-    why = no_ranks or ("its build did not end well" if building is not None and not built else "")
-    measure_all(session, no_ranks, why, gpus)
+    elif not end_horovod(session, building, start):
+        no_horovod = "its build did not end well"
+    measure_all(session, no_ranks, no_horovod, gpus)
 
 
 def run_tests(session: Session, no_ranks: str, gpus: int) -> None:

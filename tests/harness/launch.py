@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 
@@ -88,6 +88,15 @@ def wait_until(condition: Callable[[], bool], limit_s: float = 120.0) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"not so after {limit_s} s")
         time.sleep(0.02)
+
+
+def commands() -> list[str]:
+    """List the commands of all processes."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # ended meanwhile
+            found.append(path.read_text(errors="replace"))
+    return found
 
 
 def _command(size: int, arguments: Sequence[str | Path], options: Sequence[str]) -> list[str]:

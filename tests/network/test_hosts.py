@@ -6,14 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
-from harness.launch import wait_until
+from harness.launch import commands, wait_until
 from kit import relay
 from kit.hosts import Cable, Hosts, describe, hosts, why_not
 
@@ -215,13 +212,7 @@ def test_the_launcher_ends_a_run_that_takes_too_long(tmp_path):
     program = [sys.executable, "-c", code, "100", "2", sys.executable, "-c", "import time; time.sleep(77.3)"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, cwd=ROOT / "jobs" / "studies")
     assert (done.returncode, done.stderr) == (124, "error: a run must end within 3 s; this one did not.\n")
-    wait_until(lambda: not any("sleep(77.3)" in " ".join(command) for command in _commands()))
-
-
-def _commands() -> Iterator[list[str]]:
-    for process in psutil.process_iter(["cmdline"]):
-        with suppress(psutil.Error):  # ended meanwhile
-            yield process.info["cmdline"] or []
+    wait_until(lambda: not any("sleep(77.3)" in command for command in commands()))
 
 
 @pytest.mark.parametrize(

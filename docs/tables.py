@@ -198,18 +198,6 @@ def labels(folder: Path) -> Table:
     return [head, *([name, *accuracies] for name, accuracies in rows.items())]
 
 
-def clusters(folder: Path) -> Table:
-    """Show each rule of the server at that of its rates with which it ends with the least loss."""
-    rows = []
-    for path in sorted(folder.glob("*/comparison.json")):
-        findings = analyse(_read(path.parent))
-        cell = max(_in_order(findings), key=lambda cell: fmean(cell.final.values()))
-        stale = sum(value * share for value, share in cell.staleness.items())
-        rate = re.search(r"outer_lr ([\d.]+)", cell.name)
-        rows.append([path.parent.name, rate[1] if rate else "", _accuracy(cell), _seconds(cell), f"{stale:.2g}"])
-    return [["rule", "ν", "accuracy in %", f"s to {_target(findings)}", "mean staleness"], *rows]
-
-
 TABLES: dict[str, Callable[[Path], Table]] = {
     "compression": compression,
     "modulation": modulation,
@@ -220,7 +208,6 @@ TABLES: dict[str, Callable[[Path], Table]] = {
     "options": options,
     "slowmo": slowmo,
     "labels": labels,
-    "clusters": clusters,
     "devices": devices,
     "devices-epochs": devices_epochs,
     **bench_tables.TABLES,

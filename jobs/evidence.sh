@@ -127,6 +127,7 @@ slow-network() { echo python jobs/studies/network.py $SMALL --slowest --seeds $S
 staleness() { echo python jobs/studies/staleness.py $SMALL --output $OUT/staleness; }
 scaling() { echo python jobs/studies/scaling.py $SMALL --output $OUT/scaling; }
 regression() { echo python jobs/studies/regression.py $SMALL --output $OUT/regression; }
+clusters() { echo python jobs/studies/clusters.py $SMALL --output $OUT/clusters; }
 
 # The rate as it is, by both rules, and by the linear one after a warm-up; then other strategies. See docs/learning-rate.md.
 learning-rate() {
@@ -227,24 +228,6 @@ labels() {
     table labels
 }
 
-# The toy task of delayed Nesterov momentum: four workers of 0.58, 0.75, 1.51 and 3.33 s a step, 20 steps a period. Each
-# rule of the server has the same four rates.
-clusters() {
-    local with rule
-    local speeds=straggler:%d,1.2931,straggler:%d,2.6034,straggler:%d,5.7414,580ms
-    with="hpcdist simulate jobs/studies/clusters_job.py --seeds $SEEDS --no-controls --set schedule=none $TOY"
-    with+=" --target accuracy=0.8"
-    for rule in delayed_nesterov nesterov discounted buffered; do
-        echo $with --ranks 5 --compute $(printf $speeds 2 3 4) --output $OUT/clusters/$rule \
-            $(strategies async_diloco:period=20,rule=$rule,outer_lr={0.03,0.1,0.3,1})
-    done
-    echo $with --ranks 5 --compute $(printf $speeds 2 3 4) --output $OUT/clusters/dynamic \
-        $(strategies async_diloco:period=20,dynamic=true,outer_lr={0.03,0.1,0.3,1})
-    echo $with --ranks 4 --compute $(printf $speeds 1 2 3) --output $OUT/clusters/synchronous \
-        $(strategies diloco:period=20,outer_lr={0.03,0.1,0.3,1})
-    table clusters
-}
-
 memory() {
     local measure="env MALLOC_MMAP_THRESHOLD_=1048576 mpirun -n 4 python jobs/studies/memory.py" name
     for name in allreduce gossip_{pull,push,sync} dpsgd adpsgd sgp strom hardsync parameter_server easgd; do
@@ -336,13 +319,11 @@ main() {
     local action=run_part chosen=() failed=() name
     OUT=runs/evidence SEEDS=5 EPOCHS="" CURVE="--budget samples=480000 --evaluations 48"
     SMALL="" ROUNDS="" DEVICE_SAMPLES=60000 TUNE="--tune 4"
-    TOY="--set model.hidden=2048 --budget samples=256000 --evaluations 20"
     while [ $# -gt 0 ]; do
         case $1 in
             --quick)
                 OUT=runs/evidence-quick SEEDS=1 EPOCHS="--budget samples=1280 --evaluations 2" CURVE=$EPOCHS
                 SMALL=--quick ROUNDS="--rounds 1" DEVICE_SAMPLES=640 TUNE=""
-                TOY="--set model.hidden=16 --set data.path=data/clusters-4096.h5 $EPOCHS"
                 ;;
             --only)
                 [[ " ${PARTS[*]%% *} " == *" ${2:-} "* ]] || fail "--only must be one of ${PARTS[*]%% *}; got '${2:-}'"

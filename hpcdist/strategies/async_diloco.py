@@ -104,12 +104,13 @@ class AsyncDiLoCo(ServerStrategy):
         self.compose(lambda: _PeriodWorker(self), lambda: _WayServer(self, every, workers))
 
     def speeds(self, own: float) -> list[float]:
-        """Tell the first server this worker's speed, in steps per second, and return all that are known there."""
+        """Tell the first server this worker's speed, in steps per second, and return those of all that live."""
         found = torch.zeros(self.comm.size, dtype=torch.float64)
         if self._speeds is not None:
             server = self.roles.servers[0]
             self._speeds.put(torch.tensor([own], dtype=torch.float64), server, self.comm.rank)
             self._speeds.get(found, server)
+            found[list(self.comm.failures.failed())] = 0.0
         return found.tolist()
 
     def take_up(self) -> None:

@@ -24,11 +24,11 @@ _LEAST = -1 / 3 + 1e-9  # eigenvalue of W
 class D2(Strategy):
     """Train by D², all ranks together: x ← W(x + u + c), c what the average before has changed.
 
-    Here u is the local optimiser's step at x, and c = xₜ − (xₜ₋₁ + uₜ₋₁). With SGD this is the published rule,
-    W(2xₜ − xₜ₋₁ − η(gₜ − gₜ₋₁)). In `dpsgd` each rank is drawn to the optimum of its own data, and ranks whose data
-    differ do not agree; here that pull cancels between two steps, and all tend to the optimum of all data. When the
-    learning rate changes, c is multiplied by ηₜ/ηₜ₋₁. The mean of all x follows the mean of the steps u, to rounding.
-    Any local optimiser may make them; the paper has SGD.
+    Here u is the local optimiser's step at x, and c = xₜ − (xₜ₋₁ + uₜ₋₁). With SGD this is the published rule, W(2xₜ −
+    xₜ₋₁ − η(gₜ − gₜ₋₁)). In `dpsgd` each rank is drawn to the optimum of its own data, and ranks whose data differ do
+    not agree; here that pull cancels between two steps, and all tend to the optimum of all data. When the learning rate
+    changes, c is multiplied by ηₜ/ηₜ₋₁; after a rate of 0 it begins anew. The mean of all x follows the mean of the
+    steps u, to rounding. Any local optimiser may make them; the paper has SGD.
 
     W must be the same in every step, symmetric, doubly stochastic, and without eigenvalues of −1/3 or less: there the
     rule diverges even without gradients. With `lazy`, the default, ranks mix by (W + I)/2, which has none; without, the
@@ -82,12 +82,12 @@ class D2(Strategy):
         return outcome
 
     def _scale(self) -> None:
-        """Multiply c by ηₜ/ηₜ₋₁, where both are above 0."""
+        """Multiply c by ηₜ/ηₜ₋₁; after a step with a rate of 0 begin anew, as at the first step."""
         now = rates(self.model, self.optimizer)
-        if self._rates and now != self._rates:
+        if self._rates:
             for (_, part), rate, before in zip(self.model.views(self._changed), now, self._rates, strict=True):
-                if rate > 0 and before > 0:
-                    part.mul_(rate / before)
+                if rate != before or not before:
+                    part.mul_(rate / before if before else 0.0)
         self._rates = now
 
     def entries(self) -> list[Entry]:

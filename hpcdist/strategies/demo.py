@@ -33,10 +33,11 @@ class DeMo(OwnStep):
     which this rule has itself; its own step is not run. Replicas are bitwise equal. On one rank it is this rule too,
     and not SGD.
 
-    Bytes per rank and step: (p − 1)·B, with B of about 5·`keep` for each block: for blocks of 64 × 64 and 32 components
-    about 160 against 16,384. That is less than a ring all-reduce below about 200 ranks. Memory: three vectors like the
-    parameters (m, what is sent, the sums). The ranks' processors must be of one kind: the last bits of a transform are
-    a processor's own, and where Q is nearly 0 they decide its sign; replicas that part are found out and refused.
+    Bytes per rank and step: 32 of agreement, and (p − 1)·B, with B of about 5·`keep` for each block: for blocks of 64 ×
+    64 and 32 components about 160 against 16,384. That is less than a ring all-reduce below about 200 ranks. Memory:
+    three vectors like the parameters (m, what is sent, the sums). The ranks' processors must be of one kind: the last
+    bits of a transform are a processor's own, and where Q is nearly 0 they decide its sign; replicas that part are
+    found out and refused.
 
     Reference: Bowen Peng, Jeffrey Quesnelle, Diederik P. Kingma, "DeMo: decoupled momentum optimization", 2024; the
     rate inside the momentum and the mean over senders are as in its published code.

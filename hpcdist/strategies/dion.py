@@ -34,7 +34,8 @@ class Dion(OwnStep):
     this rule too.
 
     Bytes per rank and step: of a matrix, in place of mn elements, r(m + n) by all-reduce; of the others their
-    gradients. Memory: M, and Q. The basis is computed on the host, in float64 and the same order on every processor.
+    gradients; and 32 of agreement. Memory: M, and Q. The basis is computed on the host, in float64 and the same order
+    on every processor.
 
     Reference: Kwangjun Ahn, Byron Xu et al., "Dion: distributed orthonormalized updates", 2025.
     """

@@ -31,8 +31,8 @@ class OneBitAdam(AdamStep):
     the mean magnitude. none is exact.
 
     Bytes per rank and step of n bytes of float32 gradients: in the warm-up 2n(p − 1)/p, then a 32ⁿᵈ of that, and eight
-    for each parameter and rank. Memory: m, v, what is sent, what was not sent, and a second
-    part of that for a pᵗʰ.
+    for each parameter and rank; and 32 of agreement. Memory: m, v, what is sent, what was not sent, and a second part
+    of that for a pᵗʰ.
 
     Reference: Hanlin Tang et al., "1-bit Adam: communication efficient large-scale training with Adam's convergence
     speed", 2021.

@@ -105,9 +105,9 @@ class SlowMo(Periodic):
         self._moments = Moments(comm, model)
         self._base: Strategy | None = None
         if config.base.name != "local" and not self.alone:
-            channel = comm.split(0)
-            self.records.count(channel)
-            self._base = BASES[config.base.name](config.base_options(), channel, model)
+            self._base = BASES[config.base.name](config.base_options(), comm.split(0), model)
+            for channel in self._base.records.channels:
+                self.records.count(channel)
             self._base.gradients = self.gradients  # clipped, and left out, as this strategy says
 
     # --- steps ----------------------------------------------------------------------------------------------------

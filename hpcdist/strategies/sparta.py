@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
@@ -101,13 +102,13 @@ class SPARTA(Strategy):
         if self.config.selection == "random":
             generator = np.random.default_rng([self.config.seed, 0, step])
             return [_bernoulli(generator, length, share) for length in lengths]
-        slices = -(-1 // share)
-        turn = int(step // slices) if self.config.selection == "partition" else 0
+        slices = math.ceil(1 / share - 1e-9)  # a third, as it is in binary, makes three
+        turn = step // slices if self.config.selection == "partition" else 0
         if turn != self._round:
             generator = np.random.default_rng([self.config.seed, 1, turn])
             self._round, self._orders = turn, [torch.from_numpy(generator.permutation(length)) for length in lengths]
-        place, count = int(step % slices), int(slices)
-        return [order[len(order) * place // count : len(order) * (place + 1) // count] for order in self._orders]
+        place = step % slices
+        return [order[len(order) * place // slices : len(order) * (place + 1) // slices] for order in self._orders]
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
     def entries(self) -> list[Entry]:

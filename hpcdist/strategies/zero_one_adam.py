@@ -26,16 +26,16 @@ class ZeroOneAdam(AdamStep):
 
     Then v stays, and each rank makes local steps with its own m. Every lᵗʰ step ranks exchange u, the sum of their
     moves times √v + ε: z = C(u), θ ← x + z/(√v + ε), where x are the parameters of the exchange before, less their
-    decay; m ← −z/Ση. l doubles every `local_steps` steps, up to `most_local`. Errors of the first phase are forgotten
-    at the second one's beginning.
+    decay; m ← −z/Ση, where Ση is above 0. l doubles every `local_steps` steps, up to `most_local`. Errors of the first
+    phase are forgotten at the second one's beginning.
 
     β₁, β₂, ε, η and λ are those of the local optimiser, as in `onebit_adam`; there is no bias correction. Every rank
     counts alike, also one that had fewer samples. In the first phase and after each exchange replicas are bitwise
     equal; evaluations use their mean. On one rank it is this rule too, and not torch's Adam.
 
     Bytes per rank of n bytes of float32 gradients: at a full step 2n(p − 1)/p, at a compressed one and at an exchange a
-    32ⁿᵈ of that and eight for each parameter and rank, at the others nothing. Memory: m, v, u, x, what was not sent,
-    and a second part of that for a pᵗʰ.
+    32ⁿᵈ of that and eight for each parameter and rank, at the others nothing; in the first phase 32 of agreement.
+    Memory: m, v, u, x, what was not sent, and a second part of that for a pᵗʰ.
 
     Reference: Yucheng Lu, Conglong Li, Minjia Zhang, Christopher De Sa, Yuxiong He, "Maximizing communication
     efficiency for large-scale training via 0/1 Adam", 2022.

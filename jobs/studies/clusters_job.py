@@ -11,13 +11,21 @@ Reference: Bo Liu et al., "Asynchronous local-SGD training for language modeling
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+import hpcdist as hd
+from hpcdist.comm.communicator import Communicator
+from hpcdist.data import HDF5Dataset
 from hpcdist.data.writer import Split, create
 from hpcdist.train import Job, Metric, accuracy
+from kit.loop import OwnRun
 
 DIMENSIONS, CLASSES, CLUSTERS, DEVIATION = 512, 4, 8, 0.5
 EVALUATED = 10_000
@@ -57,3 +65,60 @@ job = Job(
         "optimizer": {"name": "AdamW", "lr": 2e-4, "weight_decay": 1e-3},
     },
 )
+
+
+# --- a run of the study -----------------------------------------------------------------------------------------------
+def train(settings: dict[str, Any], folder: Path) -> Callable[[Communicator], None]:
+    """Train until all workers together have drawn so many batches: who is free draws the next one, so fast ones more.
+
+    In a job each worker has its part of an epoch, and all meet to evaluate. Here nobody waits: the worker that has just
+    read the common parameters when one more part of the batches has been drawn looks at them. A new AdamW begins in
+    each period, as in the published code.
+    """
+    splits = (HDF5Dataset(Path(settings["data"]["path"]), name) for name in ("train", "test"))
+    (x, y), test = (split.batch(range(len(split))) for split in splits)
+    drawn = batches(len(x), settings["batch_size"], settings["seed"])
+    taken, due, ended_s, found = 0, 0, 0.0, {}
+
+    def body(comm: Communicator) -> None:
+        nonlocal taken, due, ended_s, found
+        hd.init(comm=comm)
+        torch.manual_seed(settings["seed"])
+        net = model(**settings["model"])
+        inner = torch.optim.AdamW(net.parameters(), lr=2e-4, weight_decay=1e-3)
+        options = dict(settings["strategy"])
+        optimizer = hd.DistributedOptimizer(inner, net, strategy=options.pop("name"), **options)
+        strategy, own = optimizer.strategy, OwnRun(comm, settings, folder)
+        strategy.records.write = own.write
+        exchanged = True
+        while strategy.is_worker and (taken < settings["batches"] or not exchanged):
+            chosen, taken = next(drawn), taken + 1
+            comm.compute()
+            optimizer.zero_grad()
+            job.loss(net(x[chosen]), y[chosen]).backward()
+            optimizer.step()
+            exchanged = optimizer.record.bytes_sent > 0
+            own.write(replace(optimizer.record, samples=len(chosen)))
+            if exchanged:
+                inner.state.clear()
+            if exchanged and taken >= due:
+                due = max(min(taken + settings["every"], settings["batches"]), taken + 1)
+                ended_s, found = comm.now(), {"accuracy": share_right(net, *test)}
+                own.evaluate(taken, taken * settings["batch_size"], ended_s, found)
+        strategy.pause() if strategy.is_worker else strategy.serve(optimizer.attachment.local_step)
+        comm.barrier()
+        own.end(strategy, ended_s, found)
+
+    return body
+
+
+def batches(samples: int, batch: int, seed: int) -> Iterator[Tensor]:
+    """Yield the numbers of samples, of one pass in random order after another."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.randperm(samples, generator=generator).split(batch)
+
+
+@torch.no_grad()
+def share_right(net: nn.Module, x: Tensor, y: Tensor) -> float:
+    return (net(x).argmax(1) == y).double().mean().item()

@@ -202,6 +202,27 @@ def test_periods_follow_the_speed_of_the_workers():
     assert all(one == pytest.approx(0.8, rel=0.1) for own in lengths for one in own)
 
 
+def test_periods_do_not_follow_the_speed_of_a_worker_that_has_died():
+    """The fastest of three says so after its fourth period, as one that is killed would."""
+    gone: list[int] = []
+
+    def body(comm):
+        seen = []
+
+        def look(strategy):
+            strategy.comm.failures.failed = lambda: tuple(gone)
+            if not strategy.worker.done:
+                seen.append(strategy.worker.steps)
+                if comm.rank == 1 and len(seen) == 4:
+                    gone.append(1)
+
+        go(comm, {"period": 8, "dynamic": True}, steps=32 if comm.rank == 1 else 40, after=look)
+        return seen
+
+    found = run_virtual(body, 4, compute=Straggler(Constant(0.4), 1, 0.25), network=Network(1e-5, 1e10))
+    assert found[2:] == [[2, 8, 8, 8, 8]] * 2
+
+
 def test_a_slow_worker_holds_up_nobody():
     def seconds_of_workers(comm):
         ends = []

@@ -51,17 +51,17 @@ class Serial:
         self.m, self.v = torch.zeros_like(self.x), torch.zeros_like(self.x)
 
     def momentum(self, gradient):
-        return BETAS[0] * self.m + (1 - BETAS[0]) * gradient
+        return self.m.mul(BETAS[0]).add(gradient, alpha=1 - BETAS[0])
 
     def squares(self, gradient):
-        self.v = BETAS[1] * self.v + (1 - BETAS[1]) * gradient * gradient
+        self.v = self.v.mul(BETAS[1]).addcmul(gradient, gradient, value=1 - BETAS[1])
 
     @property
     def scale(self):
         return self.v.sqrt() + EPS
 
     def move(self):
-        self.x = self.x - rate(self.step) * (self.m / self.scale + self.decay * self.x)
+        self.x = self.x.sub((self.m / self.scale).add(self.x, alpha=self.decay), alpha=rate(self.step))
         self.step += 1
 
 
@@ -81,6 +81,8 @@ def test_without_an_end_of_the_warm_up_it_is_synchronous_adam_without_bias_corre
         serial.squares(mean)
         serial.move()
         close(results[0][0], serial, step)
+        if len(results) < 3:  # a sum of two has one order
+            assert all(map(torch.equal, results[0][0][step], (serial.x, serial.m, serial.v)))
 
 
 @pytest.mark.sizes(1, 2, 3)

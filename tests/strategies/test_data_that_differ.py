@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
@@ -37,8 +38,9 @@ def targets(size: int) -> torch.Tensor:
     return torch.randn(size, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
 
 
-def descend(comm, name, options, steps, *, momentum=0.0, nesterov=False, decay=0.0, rate=lambda step: RATE, noise=0.0):
-    """Collective. x after each step, shape (steps, WIDTH), and the strategy, still open."""
+def descend(comm, name, options, steps, *, momentum=0.0, nesterov=False, decay=0.0, rate=lambda step: RATE, noise=0.0,
+            until=math.inf):
+    """Collective. x after each step, shape (steps, WIDTH), and the strategy, still open; no gradient from `until` on."""
     module = Point()
     local = torch.optim.SGD(module.parameters(), lr=RATE, momentum=momentum, nesterov=nesterov, weight_decay=decay)
     cls = strategies.load(name)
@@ -48,7 +50,7 @@ def descend(comm, name, options, steps, *, momentum=0.0, nesterov=False, decay=0
     for step in range(steps):
         local.param_groups[0]["lr"] = rate(step)
         drawn = noise * torch.randn(WIDTH, dtype=torch.float64, generator=generator)
-        module.x.grad = module.x.detach() - target + drawn
+        module.x.grad = (module.x.detach() - target + drawn) * (step < until)
         strategy.step(local.step)
         found.append(module.x.detach().clone())
     return torch.stack(found), strategy
@@ -70,7 +72,7 @@ def d2_by_hand(b, steps, weights, rate):
     x, before, gradients, values = torch.zeros_like(b), None, None, []
     for step in range(steps):
         now = x - b
-        if before is None:
+        if before is None or not rate(step - 1):
             after = weights @ (x - rate(step) * now)
         else:
             last = (before - x) / rate(step - 1) + now - gradients
@@ -112,11 +114,12 @@ def same(found, expected):
 
 
 @each("topology", ["ring", "complete"])
-@each("falls", [False, True])
+@each("course", ["constant", "falls", "rests"])
 @pytest.mark.sizes(2, 5)
-def test_d2_does_what_is_done_by_hand(ranks, topology, falls):
+def test_d2_does_what_is_done_by_hand(ranks, topology, course):
     def rate(step):
-        return RATE / (1 + step // 3) if falls else RATE
+        falling = RATE / (1 + step // 3) if course == "falls" else RATE
+        return 0.0 if course == "rests" and step in (0, 5, 6) else falling
 
     found = ranks(lambda comm: run(comm, "d2", {"topology": Named(name=topology), "lazy": True}, STEPS, rate=rate))
     size = len(found)
@@ -226,16 +229,21 @@ def test_without_momentum_qg_is_dpsgd_that_steps_first_to_the_bit(ranks):
             assert torch.equal(found[rank][step], x[rank])
 
 
-@pytest.mark.sizes(3)
-def test_the_sum_of_what_is_tracked_is_that_of_the_gradients(ranks):
-    def body(comm):
-        _, strategy = descend(comm, "gradient_tracking", RINGS, STEPS, noise=1.0)
+@each("topology", ["ring", "one_peer_exponential"])
+@each("order", ["before", "after"])
+@pytest.mark.sizes(4)
+def test_the_sum_of_what_is_tracked_is_that_of_the_gradients(ranks, topology, order):
+    options = {"topology": Named(name=topology), "order": order}
+
+    def body(comm, steps):
+        _, strategy = descend(comm, "gradient_tracking", options, steps, noise=1.0)
         tracked, last = strategy._tracked[0].clone(), strategy._before[0].clone()
         strategy.close()
         return tracked, last
 
-    found = ranks(body)
-    torch.testing.assert_close(sum(y for y, _ in found), sum(g for _, g in found), rtol=0, atol=1e-12)
+    for steps in range(1, STEPS):
+        found = ranks(lambda comm, n=steps: body(comm, n))
+        torch.testing.assert_close(sum(y for y, _ in found), sum(g for _, g in found), rtol=0, atol=1e-12)
 
 
 def test_tracking_has_more_noise_where_data_do_not_differ():
@@ -264,7 +272,7 @@ def test_ranks_that_do_not_mix_track_their_own_gradient(monkeypatch):
 
 @each("case", [(-0.4, True), (-0.3, False)])
 def test_d2_diverges_below_minus_a_third_even_without_gradients(monkeypatch, case):
-    """Two ranks that mix by W of eigenvalues 1 and λ, apart after their first step, and of rate 0 from then on."""
+    """Two ranks that mix by W of eigenvalues 1 and λ, apart after their first step, without gradients from then on."""
     eigenvalue, diverges = case
     init = Mixing.__init__
 
@@ -273,7 +281,7 @@ def test_d2_diverges_below_minus_a_third_even_without_gradients(monkeypatch, cas
 
     with monkeypatch.context() as patched:
         patched.setattr(Mixing, "__init__", mixing)
-        found = run_virtual(lambda comm: run(comm, "d2", RINGS, 400, rate=lambda step: RATE * (step == 0)), 2)
+        found = run_virtual(lambda comm: run(comm, "d2", RINGS, 400, until=1), 2)
     apart = (found[0] - found[1]).abs().max(dim=1).values
     assert apart[-1] > 1e3 * apart[0] if diverges else apart[-1] < 1e-3 * apart[0]
 

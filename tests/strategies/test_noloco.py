@@ -85,7 +85,7 @@ def test_the_means_obey_heavy_ball_whatever_the_pairs(ranks, pull):
         torch.testing.assert_close(x_after, x + v_after, rtol=0, atol=1e-12)
 
 
-@each("case", [(4, 0.7), (8, 0.7), (8, 1.0), (6, 0.3)])
+@each("case", [(4, 0.7), (8, 0.7), (8, 1.0), (6, 0.3), (4, 0.0)])
 def test_pairs_draw_together_at_the_derived_rate(case):
     """Without inner movement and momentum the squared distance from the mean falls, in law, by this factor."""
     size, pull = case

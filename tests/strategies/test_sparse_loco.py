@@ -68,6 +68,11 @@ def test_where_all_is_sent_it_is_diloco_without_momentum(ranks):
     whole, outer = {"period": 3, "outer_lr": 0.8}, {"outer_momentum": 0.0}
 
     def body(comm):
+        strategy, local = replicas.make(comm, NAME, {**whole, "compression": sparse(ratio=1.0, decay=0.9)}, "adam")
+        replicas.go(strategy, local, range(STEPS))
+        feedbacks = strategy._compressed.feedbacks if strategy._compressed else []
+        assert not any(one.residual.any() for one in feedbacks), "nothing is left to be sent"
+        replicas.end(strategy)
         everything = sparse(ratio=1.0, decay=0.9)
         own, _ = replicas.train(comm, NAME, {**whole, "compression": everything}, "adam", STEPS)
         same, _ = replicas.train(comm, "diloco", {**whole, **outer, "compression": everything}, "adam", STEPS)

@@ -81,6 +81,17 @@ def test_in_turn_each_element_meets_once_in_a_round(ranks, selection):
     assert (changed.sum(dim=0) == 1).all()
 
 
+@each("parts", [3, 6, 7, 9, 10, 200])
+def test_a_share_of_one_in_so_many_makes_so_many_parts(parts):
+    def taken(comm):
+        strategy, _ = replicas.make(comm, NAME, {"share": 1 / parts, "selection": "partition"}, "sgd")
+        found = [strategy._select(step)[0].tolist() for step in range(parts)]
+        replicas.end(strategy)
+        return sorted(sum(found, [])) == list(range(strategy.model.n_params))
+
+    assert all(run_virtual(taken, 2))
+
+
 def test_orders_are_drawn_again_in_each_round_of_a_partition():
     def parts(comm, selection):
         strategy, _ = replicas.make(comm, NAME, {**STILL, "selection": selection}, "sgd")
@@ -192,3 +203,17 @@ def test_under_a_slow_momentum_replicas_are_equal_at_its_steps(ranks):
     for step in range(STEPS):
         same = all(torch.equal(values[step], found[0][step]) for values in found)
         assert same == ((step + 1) % 4 == 0), step
+
+
+@pytest.mark.sizes(2)
+def test_under_a_slow_momentum_its_bytes_count_too(ranks):
+    def body(comm):
+        options = {"share": 0.25, "selection": "partition"}
+        slow = {"period": 4, "base": Named(name=NAME, **options)}
+        both, of_parts, of_periods = (
+            [record.bytes_sent for record in replicas.train(comm, name, given, "sgd", 8)[1]]
+            for name, given in (("slowmo", slow), (NAME, options), ("slowmo", {"period": 4}))
+        )
+        assert both == [one + other for one, other in zip(of_parts, of_periods, strict=True)] and min(both) > 0
+
+    ranks(body)

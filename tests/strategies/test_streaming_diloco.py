@@ -57,6 +57,7 @@ BY_HAND = [
     {"period": 4, "fragment_layers": 2, "delay": 0, "blend": 0.0},
     {"period": 5, "fragment_layers": 3, "delay": 4, "take_up": "shift"},
     {"period": 3, "fragment_layers": 5, "delay": 2, "outer_lr": 0.7, "outer_momentum": 0.0},
+    {"period": 4, "fragment_layers": 2, "delay": 0, "blend": 0.0, "outer_lr": 1.0, "outer_momentum": 0.0},
 ]
 
 
@@ -114,6 +115,23 @@ def test_with_a_blend_of_1_ranks_are_on_their_own(ranks):
         assert not torch.equal(values[-1][1], FlatModel(deep()).params[0]), "x moves nevertheless"
 
 
+@each("fragment_layers", [None, 1, 2])
+@pytest.mark.sizes(3, 4)
+def test_where_no_rank_moves_nothing_moves(ranks, fragment_layers):
+    def body(comm):
+        strategy, local = make(comm, {"period": 6, "fragment_layers": fragment_layers, "delay": 0, "blend": 0.0}, "sgd")
+        start = strategy.model.params[0].clone()
+        for _ in range(12):
+            for parameter in strategy.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            strategy.step(local.step)
+        still = torch.equal(strategy.model.params[0], start)
+        replicas.end(strategy)
+        return still
+
+    assert all(ranks(body))
+
+
 @each("options", [{"period": 1, "fragment_layers": None}, {"period": 1, "fragment_layers": None, "take_up": "shift"}])
 @pytest.mark.sizes(2, 4)
 def test_with_a_period_of_1_it_is_synchronous_sgd(ranks, options):
@@ -154,10 +172,13 @@ def test_a_blend_of_0_loses_the_steps_of_the_delay(ranks):
                 torch.testing.assert_close(moved, torch.full_like(moved, counted), rtol=0, atol=1e-9)
 
 
-@pytest.mark.sizes(2)
-def test_bytes_are_those_of_each_fragment_once_in_a_period(ranks):
+@each("compression", [None, "e3m0"])
+@pytest.mark.sizes(2, 3)
+def test_bytes_are_those_of_each_fragment_once_in_a_period(ranks, compression):
     options = {"period": 6, "fragment_layers": 2, "delay": 0}
-    lengths = [8 * len(places) for places in fragments_of(options)]
+    counts = [len(places) for places in fragments_of(options)]
+    if compression:
+        options["compression"] = compression
 
     def body(comm):
         strategy, local = make(comm, options)
@@ -165,8 +186,15 @@ def test_bytes_are_those_of_each_fragment_once_in_a_period(ranks):
         replicas.end(strategy)
         return [record.bytes_sent for record in records]
 
-    for sent in ranks(body):
-        assert sent == [0, lengths[0], 0, lengths[1], 0, lengths[2]] * 2  # 2n(p − 1)/p
+    found = ranks(body)
+    others, size = len(found) - 1, len(found)
+    if compression:  # half a byte each, and one scale of float32 for each fragment
+        lengths = [others * (-(-count // 2) + 4) for count in counts]
+    else:  # 2n(p − 1)/p
+        lengths = [2 * 8 * count * others / size for count in counts]
+    for sent in found:
+        expected = [0, lengths[0], 0, lengths[1], 0, lengths[2]] * 2
+        assert sent == pytest.approx(expected, abs=0 if size == 2 or compression else 32)
 
 
 @each("options", [

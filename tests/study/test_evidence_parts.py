@@ -257,17 +257,3 @@ def test_accuracies_stand_beside_each_other_by_how_labels_are_dealt_out(tables, 
     assert head == ["accuracy in %", "α = 0.1", "α = 1", "α = 10"]
     assert [row[0] for row in rows] == ["`allreduce`", "`dpsgd`", "`allreduce`, momentum 0.9", "`dpsgd`, momentum 0.9"]
     assert [row[1:] for row in rows[:2]] == [["98.20 ± 0.20"] * 3, ["87.80 ± 0.71", "93.00 ± 0.39", "94.73 ± 0.30"]]
-
-
-def test_each_rule_of_the_server_stands_at_its_best_rate(tables, tmp_path):
-    for rule in ("nesterov", "buffered"):
-        found = [
-            run
-            for rate, above in ((0.1, 0.0), (0.3, 0.01), (1, -0.3))
-            for run in runs(f"async_diloco (period 20, outer_lr {rate:g})", above=above, staleness=3, outer_lr=rate)
-        ]
-        evidence.write_comparison(tmp_path / rule, found, reference=found[0]["name"])
-    head, *rows = written(tables, "clusters", tmp_path)
-    assert head == ["rule", "ν", "accuracy in %", "s to 97 %", "mean staleness"]
-    assert [row[:2] for row in rows] == [["buffered", "0.3"], ["nesterov", "0.3"]]
-    assert rows[0][2:] == ["99.24 ± 0.21", "8.00 ± 0.00", "3"]

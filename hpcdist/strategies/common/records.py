@@ -32,6 +32,7 @@ class Recorder:
     """Make a record of all that has happened since the last record of this rank.
 
     Attributes:
+        channels: the communicators whose traffic counts.
         write: receives records that are made outside of `step`, as on servers; None drops them.
         remarks: returns events to add to the next record.
         pending: counts the gradients that this rank, a server, has taken and that no update has applied yet.
@@ -42,16 +43,16 @@ class Recorder:
         self.remarks: Callable[[], list[str]] = list
         self.pending: Callable[[], int] = int
         self._comm = comm
-        self._channels = [comm]
+        self.channels = [comm]
         self._since, self._before = comm.now(), Traffic()
 
     def count(self, channel: Communicator) -> None:
         """Count the traffic of another communicator of the strategy, too."""
-        self._channels.append(channel)
+        self.channels.append(channel)
 
     def traffic(self) -> Traffic:
         """Return all that the strategy has sent and received so far, on this rank."""
-        first, *others = (channel.trace.traffic for channel in self._channels)
+        first, *others = (channel.trace.traffic for channel in self.channels)
         return sum(others, first.copy())
 
     def start(self) -> None:

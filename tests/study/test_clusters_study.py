@@ -1,0 +1,133 @@
+"""The toy task of delayed Nesterov momentum: its quick version is run as a user would, and its claims on numbers made up."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from harness import studies
+from hpcdist.comm.virtual import run_virtual
+from hpcdist.config import load
+from hpcdist.records import Evaluation, load_summary, read_evaluations
+from hpcdist.tools.simulate.cluster import ClusterConfig
+from hpcdist.train import load_job
+from kit.output import verdict
+from study.pretended import ended
+
+STUDY = "clusters"
+
+pytestmark = pytest.mark.time_limit(studies.TIME_LIMIT_S)
+
+
+@pytest.fixture
+def run(study, training, tmp_path):
+    """Make a short run of a rule; its evaluations and summary."""
+    load_job(study.JOB).data(data := tmp_path / "clusters-1024.h5")
+
+    def make(rule, seed: int = 0):
+        cell = study.Scale(hidden=4, batches=400).declare(rule, -1)
+        settings = {**load({}, None, cell.settings), "seed": seed, "data": {"path": str(data)}, "batch_size": 8}
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        compute = ClusterConfig.from_mapping(load({}, None, cell.cluster), "cluster").steps(float)
+        run_virtual(training.train(settings, folder), cell.ranks, seed=seed, compute=compute)
+        return read_evaluations(folder), load_summary(folder)
+
+    return make
+
+
+# --- the quick version ------------------------------------------------------------------------------------------------
+@pytest.mark.extended
+def test_each_rule_has_the_best_of_the_rates_that_were_tried(quick, study):
+    folder, _ = quick
+    found = json.loads((folder / "results.json").read_text())
+    tried: dict[tuple, dict[float, list[float]]] = {}
+    for path in folder.glob("tuning/*/run.json"):
+        settings = json.loads(path.read_text())["settings"]
+        rate = settings["strategy"].pop("outer_lr")
+        accuracy = json.loads((path.parent / "summary.json").read_text())["metrics"]["accuracy"]
+        tried.setdefault(tuple(sorted(settings["strategy"].items())), {}).setdefault(rate, []).append(accuracy)
+    assert len(tried) == len(study.RULES)
+    for settings in (run["settings"] for run in found["runs"]):
+        rate = settings["strategy"].pop("outer_lr")
+        rates = tried[tuple(sorted(settings["strategy"].items()))]
+        assert rate == max(rates, key=lambda one: sum(rates[one])) and min(rates) < rate < max(rates)
+
+
+@pytest.mark.extended
+def test_tables_and_claims_are_written(quick, study):
+    folder, printed = quick
+    with open(folder / "table.csv", encoding="utf-8") as file:
+        assert [row["outer step"] for row in csv.DictReader(file)] == [rule.name for rule in study.RULES]
+    text = (folder / "claims.txt").read_text(encoding="utf-8")
+    assert text in printed
+    assert [paragraph[:3] for paragraph in text.split("\n\n")] == ["1. ", "2. ", "3. ", "4. "]
+
+
+@pytest.mark.extended
+def test_finished_runs_are_not_made_again(goes_on_alike):
+    goes_on_alike()
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+def test_the_slowest_worker_sets_the_pace_of_the_synchronous_rule_alone(study, run):
+    looks, summary = run(study.SYNCHRONOUS)
+    assert looks[-1].step == 400 and summary.samples == 400 * 8
+    assert looks[-1].seconds == pytest.approx(400 / 4 * study.STEPS_S[-1], rel=1e-3)
+    for rule in study.RULES[1:]:
+        looks, summary = run(rule)
+        assert 400 <= looks[-1].step < 400 + 4 * study.PERIOD and summary.samples == looks[-1].step * 8
+        together_s = 1 / sum(1 / step_s for step_s in study.STEPS_S)
+        assert 400 * together_s < looks[-1].seconds < 400 * together_s + study.PERIOD * study.STEPS_S[-1]
+        assert summary.staleness.mean > 1
+        assert [look.step for look in looks] == sorted({look.step for look in looks})
+
+
+def test_the_same_seed_gives_the_same_run(study, run):
+    for rule in (study.SYNCHRONOUS, study.DYNAMIC):
+        assert run(rule, 1) == run(rule, 1) != run(rule, 2)
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
+def pretended(study, accuracies: dict) -> object:
+    """Results that end with these accuracies, in %; the synchronous rule has half of its accuracy in half the time."""
+    runs = {}
+    for rule in study.RULES:
+        ends_s = 200.0 if rule.waits else 100.0
+        runs[rule] = []
+        for seed in range(5):
+            end = (accuracies[rule] + 0.1 * seed) / 100
+            looks = ((ends_s / 2, end / 2), (ends_s, end))
+            curve = [Evaluation(1, 0, 1, seconds, {"accuracy": accuracy}) for seconds, accuracy in looks]
+            runs[rule].append(ended(curve))
+    return study.Results(dict.fromkeys(study.RULES, -1), runs)
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdicts"),
+    [
+        ({}, ["SHOWN", "SHOWN", "SHOWN", "SHOWN"]),
+        ({"NESTEROV": 60, "DELAYED": 60}, ["NOT SHOWN", "SHOWN IN PART", "SHOWN", "SHOWN"]),
+        ({"DYNAMIC": 20}, ["SHOWN", "SHOWN", "NOT SHOWN", "NOT SHOWN"]),
+    ],
+)
+def test_verdicts_follow_their_rules(study, changed, verdicts):
+    accuracies = {rule: 40 for rule in study.RULES} | {study.SYNCHRONOUS: 60, study.DELAYED: 55, study.DYNAMIC: 60}
+    accuracies |= {getattr(study, name): value for name, value in changed.items()}
+    results = pretended(study, accuracies)
+    assert [verdict(claim.parts) for claim in study.claims(results)] == verdicts
+
+
+def test_each_rule_stands_beside_the_quickest(study):
+    accuracies = {rule: 50 for rule in study.RULES}
+    rows = list(pretended(study, accuracies).rows())
+    assert rows[0] == {
+        "outer step": "synchronous DiLoCo",
+        "ν": "0.32",
+        "accuracy in %": "50.20 ± 0.20",
+        "when the quickest ends": "25.10 ± 0.10",
+        "s": "200",
+        "mean staleness": "0.00",
+    }
+    assert rows[1]["when the quickest ends"] == rows[1]["accuracy in %"] and rows[1]["s"] == "100"

@@ -28,6 +28,10 @@ from hpcdist.tools.statistics import Effect, Interval, interval
 
 STUDY = load_module(Path(__file__).parents[1] / "jobs" / "studies" / "devices.py")
 NETWORKS = {"100 Mbit/s": "100Mbit", "1 Gbit/s": "1Gbit"}
+OPTIONS = {  # the parts that vary one
+    "delay": "delay", "late": "period", "dense sparse": "period", "parts": "share", "order": "order",
+    "signs": "transform",
+}  # fmt: skip
 CONDITIONS = {"jitter": "even steps", "straggler": "a straggler", "exponential": "exponential steps"}
 
 
@@ -168,13 +172,13 @@ def options(folder: Path) -> Table:
     """Set losses beside each other by an option of the strategies: a row with its values, and one for each strategy."""
     width = 4  # values
     rows = [["bits per byte at the end", *[""] * width]]
-    for parts, option in (("delay", "delay"), ("late", "period"), ("dense sparse", "period"), ("parts", "share")):
+    for parts, option in OPTIONS.items():
         losses: dict[str, dict[str, str]] = {}
         for part in parts.split():
             for cell in _in_order(analyse(_read(folder / part))):
-                before, value, after = re.split(rf", {option} ([\d.]+)", shown(cell.name))
+                before, value, after = re.split(rf", {option} ([^,]+)", shown(cell.name))
                 losses.setdefault(before + after, {})[value] = _loss(cell)
-        values = sorted({value for of_values in losses.values() for value in of_values}, key=float)
+        values = sorted({value for of_values in losses.values() for value in of_values}, key=_size)
         empty = [""] * (width - len(values))
         rows.append([f"**{option}**", *values, *empty])
         rows += [[name, *(of_values.get(value, "") for value in values), *empty] for name, of_values in losses.items()]
@@ -224,6 +228,11 @@ def _in_order(findings: Findings) -> list[Cell]:
     """List the cells that have a result by their names, the reference first, and `splits 4` before `splits 16`."""
     ended = [cell for cell in findings.cells if cell.ended]
     return sorted(ended, key=lambda cell: (cell.name != findings.evidence.reference, _digits(cell.name)))
+
+
+def _size(value: str) -> tuple[float, str]:
+    """Order numbers by size, and words by their letters."""
+    return (float(value), "") if value[0].isdigit() else (0.0, value)
 
 
 def _digits(name: str) -> list[str]:

@@ -206,6 +206,10 @@ options() {
         $(strategies sparse_loco:period={5,15,50},compression.ratio={0.01,0.05,0.25})
     echo $with --set optimizer.lr=0.003 --output $out/dense $(strategies diloco:period={5,15,50},outer_momentum={0.9,0})
     echo $with --set optimizer.lr=0.003 --output $out/parts $(strategies sparta:share={0.001,0.005,0.05,1})
+    echo $with --set optimizer.lr=0.006 --output $out/order \
+        $(strategies streaming_diloco:fragment_layers=2,period=20,order={strided,sequential})
+    echo $with $TUNE --set optimizer.name=SGD --set optimizer.lr=0.001 --output $out/signs \
+        $(strategies demo:transform={dct,none})
     echo hpcdist simulate jobs/digits.py --ranks 8 --compute 5ms --seeds $SEEDS --no-controls $TUNE --set schedule=none \
         --set optimizer.name=SGD --set optimizer.lr=0.05 --set data.split=dirichlet --set data.alpha=0.1 \
         ${EPOCHS:---budget samples=43110 --evaluations 10} --output $OUT/slowmo \

@@ -136,7 +136,7 @@ def claims(results: Results) -> list[Claim]:
             f"{naive:+.2f} points.",
         ),
         Claim(
-            "Delayed momentum is better than momentum at each push, discounted or not, and than waiting for four pushes.",
+            "Delayed momentum is better than momentum at each push, discounted or not, and than a step in four pushes.",
             [by.low > 0 for by in others.values()],
             f"{listed} (points).",
         ),

@@ -1,6 +1,6 @@
 """Virtual ranks beside EXO Gym, which trains with a process per node: the same numbers? how long, in how much memory?
 
-    PYTHONPATH=PATH_OF_EXO_GYM python jobs/studies/exo_gym.py    # 20 minutes on 2 free cores; --quick: 2 minutes
+    PYTHONPATH=PATH_OF_EXO_GYM python jobs/studies/exo_gym.py    # 20 minutes on 2 free cores; --quick: 4 minutes
     git clone https://github.com/exo-explore/gym && pip install einops tqdm    # what it needs
 
 Each training is a process of its own, with one thread for each node: 200 steps of a small perceptron on scikit-learn's

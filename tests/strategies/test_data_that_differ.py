@@ -38,9 +38,20 @@ def targets(size: int) -> torch.Tensor:
     return torch.randn(size, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
 
 
-def descend(comm, name, options, steps, *, momentum=0.0, nesterov=False, decay=0.0, rate=lambda step: RATE, noise=0.0,
-            until=math.inf):
-    """Collective. x after each step, shape (steps, WIDTH), and the strategy, still open; no gradient from `until` on."""
+def descend(
+    comm,
+    name,
+    options,
+    steps,
+    *,
+    momentum=0.0,
+    nesterov=False,
+    decay=0.0,
+    rate=lambda step: RATE,
+    noise=0.0,
+    until=math.inf,
+):
+    """Collective. x after each step, shape (steps, WIDTH), and the strategy, open; from `until` on no gradients."""
     module = Point()
     local = torch.optim.SGD(module.parameters(), lr=RATE, momentum=momentum, nesterov=nesterov, weight_decay=decay)
     cls = strategies.load(name)

@@ -1,4 +1,4 @@
-"""The toy task of delayed Nesterov momentum: its quick version is run as a user would; its claims on made-up numbers."""
+"""The toy task of delayed Nesterov momentum: its quick version as users run it, and its claims on made-up numbers."""
 
 from __future__ import annotations
 

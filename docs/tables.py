@@ -28,6 +28,7 @@ from hpcdist.tools.statistics import Effect, Interval, interval
 
 STUDY = load_module(Path(__file__).parents[1] / "jobs" / "studies" / "devices.py")
 NETWORKS = {"100 Mbit/s": "100Mbit", "1 Gbit/s": "1Gbit"}
+KINDS = {"": "", "-graphs": "", "-momentum": ", momentum 0.9", "-bits": ", ε = 10⁻⁴", "-signs": ""}  # and what is told
 OPTIONS = {  # the parts that vary one
     "delay": "delay", "late": "period", "dense sparse": "period", "parts": "share", "order": "order",
     "signs": "transform",
@@ -137,21 +138,19 @@ def recent(folder: Path) -> Table:
     """Set the loss at the end, and when the quickest ends, beside bytes and seconds to the target on all networks."""
     of_each = {path.parent.name: analyse(_read(path.parent)) for path in sorted(folder.glob("*/comparison.json"))}
     target = next(iter(of_each.values())).evidence.target
-    kinds = ("", "-bits", "-signs")
     real = _cells(of_each["4-real"]) if "4-real" in of_each else {}  # root alone can make such hosts
     networks = [*NETWORKS, *["real ranks"] * bool(real)]
     head = ["ranks", "strategy", "bits per byte at the end", "when the quickest ends", "kB per rank and step"]
     rows = [[*head, *(f"s to {target:g}, {name}" for name in networks)]]
     for ranks in (4, 16):
-        slow, fast = ([_cells(of_each[f"{ranks}-{name}{kind}"]) for kind in kinds] for name in NETWORKS.values())
+        slow, fast = ([_cells(of_each[f"{ranks}-{name}{kind}"]) for kind in KINDS] for name in NETWORKS.values())
         quickest = min(min(cell["wall_s"].values()) for cells in slow for cell in cells.values())
-        for kind, on_slow, on_fast in zip(kinds, slow, fast, strict=True):
+        for (kind, told), on_slow, on_fast in zip(KINDS.items(), slow, fast, strict=True):
             for key, cell in on_slow.items():
-                name = shown(cell.name) + ", ε = 10⁻⁴" * (kind == "-bits")
                 losses = _loss(cell), _loss_after(cell, quickest)
                 on = (on_slow, on_fast, {} if kind else real)[: len(networks)]
                 seconds = [_seconds(cells[key]) if key in cells else "" for cells in on]
-                rows.append([str(ranks), name, *losses, short(_bytes(cell) / 1e3), *seconds])
+                rows.append([str(ranks), shown(cell.name) + told, *losses, short(_bytes(cell) / 1e3), *seconds])
     return rows
 
 

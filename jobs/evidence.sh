@@ -29,7 +29,7 @@ PARTS=( # name; minutes on 2 free cores; tables, or where else the numbers stand
     "devices 15 devices,devices-epochs"
     "benchmarks 21 allreduce,collectives,torch,torch-steps,horovod,horovod-calls,step,server,steps,pipeline,compress"
     "learning-rate 6 learning-rate,learning-rate-others"
-    "recent 240 recent"
+    "recent 270 recent"
     "options 45 options,slowmo"
     "labels 15 labels"
     "clusters 60 clusters"
@@ -163,6 +163,9 @@ recent() {
             out=$OUT/recent/$ranks-${network%/s}
             with="$(transformer simulate $ranks $batch) --network 100us,$network --compute jitter:5ms,0.1"
             echo $with $(searched "$out") "$strategies"
+            echo $with $(searched "$out-graphs") $(strategies d2 gradient_tracking)
+            echo $with $(searched "$out-momentum") --set optimizer.name=SGD --set optimizer.momentum=0.9 \
+                --set optimizer.lr=0.1 $(strategies allreduce qg_dsgd)
             echo $with $(searched "$out-bits") --set optimizer.eps=1e-4 \
                 $(strategies allreduce onebit_adam:warmup_steps=$begins zero_one_adam:variance_steps=$begins)
             echo $with $(searched "$out-signs") --set optimizer.name=SGD --set optimizer.lr=0.001 $(strategies demo)

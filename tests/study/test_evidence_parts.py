@@ -232,7 +232,7 @@ def test_the_recent_strategies_stand_beside_bytes_and_seconds_on_all_networks(ta
         for name in tables.NETWORKS.values():
             found = [*runs("allreduce", ranks=ranks), *runs("diloco (period 20)", strategy="diloco", ranks=ranks)]
             evidence.write_comparison(tmp_path / f"{ranks}-{name}", found)
-            for kind, only in (("bits", "onebit_adam"), ("signs", "demo")):
+            for kind, only in (("graphs", "d2"), ("momentum", "qg_dsgd"), ("bits", "onebit_adam"), ("signs", "demo")):
                 found = runs(only, strategy=only, ranks=ranks, seconds=8.0 if kind == "signs" else 12.0)
                 evidence.write_comparison(tmp_path / f"{ranks}-{name}-{kind}", found)
     head, *rows = written(tables, "recent", tmp_path)
@@ -241,11 +241,18 @@ def test_the_recent_strategies_stand_beside_bytes_and_seconds_on_all_networks(ta
     assert [row[:2] for row in rows] == [
         [ranks, name]
         for ranks in ("4", "16")
-        for name in ("`allreduce`", "`diloco`, period 20", "`onebit_adam`, ε = 10⁻⁴", "`demo`")
+        for name in (
+            "`allreduce`",
+            "`diloco`, period 20",
+            "`d2`",
+            "`qg_dsgd`, momentum 0.9",
+            "`onebit_adam`, ε = 10⁻⁴",
+            "`demo`",
+        )
     ]
     assert rows[0][2:] == ["0.982 ± 0.002", "0.970 ± 0.000", "1", "8.00 ± 0.00", "8.00 ± 0.00", "24.00 ± 0.00"]
-    assert [row[-1] for row in rows[1:]] == [""] * 7
-    assert rows[3][2:4] == ["0.982 ± 0.002"] * 2, "it is the quickest"
+    assert [row[-1] for row in rows[1:]] == [""] * 11
+    assert rows[5][2:4] == ["0.982 ± 0.002"] * 2, "it is the quickest"
 
 
 def test_accuracies_stand_beside_each_other_by_how_labels_are_dealt_out(tables, tmp_path):

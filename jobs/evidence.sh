@@ -32,7 +32,7 @@ PARTS=( # name; minutes on 2 free cores; tables, or where else the numbers stand
     "recent 270 recent"
     "options 45 options,slowmo"
     "labels 15 labels"
-    "clusters 60 clusters"
+    "clusters 45 clusters"
     "memory 6 memory"
     "digits 5 README.md,docs/simulate.md,docs/studies/benchmarks.md"
 )

@@ -1,6 +1,6 @@
 """Outer momentum where workers differ in speed and nobody waits: the toy task of delayed Nesterov momentum.
 
-    python jobs/studies/clusters.py    # about 30 minutes on 2 free cores; --quick: 15 s
+    python jobs/studies/clusters.py    # 45 minutes on 2 free cores; --quick: 15 s
 
 Four workers need 0.58, 0.75, 1.51 and 3.33 s for a step, on virtual ranks; a period has 20 steps. All rules draw the
 same number of batches: synchronous DiLoCo as many for each worker, at the pace of the slowest, the asynchronous rules
@@ -141,7 +141,7 @@ def claims(results: Results) -> list[Claim]:
             f"{listed} (points).",
         ),
         Claim(
-            "With dynamic periods it is as good as the synchronous one after as many batches.",
+            "With dynamic periods it can't be told from the synchronous one, or is better, after as many batches.",
             [matched.low > 0 or not excludes(matched, 0)],
             f"{matched:+.2f} points.",
         ),

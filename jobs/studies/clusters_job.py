@@ -29,6 +29,7 @@ from kit.loop import OwnRun
 
 DIMENSIONS, CLASSES, CLUSTERS, DEVIATION = 512, 4, 8, 0.5
 EVALUATED = 10_000
+ADAMW = {"lr": 2e-4, "weight_decay": 1e-3}
 
 
 def model(hidden: int = 65_000) -> nn.Module:
@@ -62,7 +63,7 @@ job = Job(
     defaults={
         "data": {"path": "data/clusters-128000.h5"},
         "batch_size": 32,  # of each worker
-        "optimizer": {"name": "AdamW", "lr": 2e-4, "weight_decay": 1e-3},
+        "optimizer": {"name": "AdamW", **ADAMW},
     },
 )
 
@@ -85,7 +86,7 @@ def train(settings: dict[str, Any], folder: Path) -> Callable[[Communicator], No
         hd.init(comm=comm)
         torch.manual_seed(settings["seed"])
         net = model(**settings["model"])
-        inner = torch.optim.AdamW(net.parameters(), lr=2e-4, weight_decay=1e-3)
+        inner = torch.optim.AdamW(net.parameters(), **ADAMW)
         options = dict(settings["strategy"])
         optimizer = hd.DistributedOptimizer(inner, net, strategy=options.pop("name"), **options)
         strategy, own = optimizer.strategy, OwnRun(comm, settings, folder)

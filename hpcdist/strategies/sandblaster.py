@@ -172,15 +172,13 @@ class Sandblaster(Strategy):
             values=MOST * WORDS,
             replies=results,
             bare={COORDINATOR},
-            ordered=False,  # sums are made in the order of the portions
         )
         if one_rank_serves:
             return sums, sums
         asking = Roles(needed, (), roles.workers, dict.fromkeys(roles.workers, (COORDINATOR,)))
         work = RequestChannel(
-            self.comm, asking, {COORDINATOR: Shard(())}, [], names=0, clocks=0, values=NUMBERS, replies=results,
-            ordered=False,
-        )  # fmt: skip
+            self.comm, asking, {COORDINATOR: Shard(())}, [], names=0, clocks=0, values=NUMBERS, replies=results
+        )
         return sums, work
 
     def _settings(self) -> LbfgsSettings:

@@ -164,7 +164,7 @@ def test_a_worker_that_dies_in_the_middle_leaves_the_sum_as_it_is():
                 nonlocal asked
                 asked += 1
                 puts = list(puts)
-                if asked < 4:  # one for each request
+                if asked < 8:  # two for each request, the second of which announces it
                     return real(puts)
                 real([put for put in puts if put.rank == 1])
                 raise KeyError("dead")

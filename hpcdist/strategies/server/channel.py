@@ -3,8 +3,7 @@
 A child (a worker, say) pushes a request by one-sided puts: it copies its tensors into its slot at each of its parents
 (its servers), draws a ticket from the parent's counter, and raises its flag, the ticket. The parent takes the new flag
 with the lowest ticket, and replies by writing into the child's own windows, where the child waits. So a rank only ever
-waits on its own memory, and a child that has a reply from every parent owns its slots again. Where the order of arrival
-does not matter no ticket is drawn, and the flag travels with the request: one round of messages in place of three.
+waits on its own memory, and a child that has a reply from every parent owns its slots again.
 
 Requests and replies may be compressed (`codec.py`). Then slots have room for the longest message, and words beside them
 say how long the message is; no more than that travels.
@@ -101,7 +100,6 @@ class RequestChannel:
         values: how many numbers a request has at most, such as hyper-parameters.
         replies: flat tensors as long as a reply of one parent; None: a reply covers what the request does.
         bare: the children whose requests have no tensors.
-        ordered: requests are taken in the order in which they came; else first that of the child that has asked least.
 
     Attributes:
         client: pushes this rank's requests to its parents.
@@ -122,10 +120,8 @@ class RequestChannel:
         values: int = 0,
         replies: Sequence[Tensor] | None = None,
         bare: Collection[int] = (),
-        ordered: bool = True,
     ):
         self.comm, self.shards, self._roles, rank = comm, shards, roles, comm.rank
-        self.ordered = ordered
         self.parents, self.needed = roles.parents.get(rank, ()), roles.needed
         self.own_slot = {parent: roles.children(parent).index(rank) for parent in self.parents}  # this rank's there
         self.children = roles.children(rank)
@@ -265,15 +261,12 @@ class Client:
             stamps = () if clocks is None else clocks[i]
             weight_bits = struct.unpack("q", struct.pack("d", weight))
             puts.append(channel.put(parent, at + KIND, kind, *weight_bits, *lengths, len(stamps), *stamps))
-            if not channel.ordered:
-                puts.append(channel.put(parent, at + TICKET, self.pushed + 1))
         self._comm.memory.put_all(puts)
         self.pushed += 1
         self._last_used = self._last_used if used is None else used.clone()
         self._last_values = values or self._last_values
-        if channel.ordered:
-            tickets = [(parent, at, channel.words.fetch_add(1, parent) + 1) for parent, _, at in self._places]
-            self._comm.memory.put_all([channel.put(parent, at + TICKET, ticket) for parent, at, ticket in tickets])
+        tickets = [(parent, at, channel.words.fetch_add(1, parent) + 1) for parent, _, at in self._places]
+        self._comm.memory.put_all([channel.put(parent, at + TICKET, ticket) for parent, at, ticket in tickets])
 
     def replied(self) -> bool:
         """Return whether every parent has replied to this rank's last request."""

@@ -86,8 +86,10 @@ class D2(Strategy):
         now = rates(self.model, self.optimizer)
         if self._rates:
             for (_, part), rate, before in zip(self.model.views(self._changed), now, self._rates, strict=True):
-                if rate != before or not before:
-                    part.mul_(rate / before if before else 0.0)
+                if not before:
+                    part.zero_()
+                elif rate != before:
+                    part.mul_(rate / before)
         self._rates = now
 
     def entries(self) -> list[Entry]:

@@ -106,7 +106,10 @@ def train(settings: dict[str, Any], folder: Path) -> Callable[[Communicator], No
                 due = max(min(taken + settings["every"], settings["batches"]), taken + 1)
                 ended_s, found = comm.now(), {"accuracy": share_right(net, *test)}
                 own.evaluate(taken, taken * settings["batch_size"], ended_s, found)
-        strategy.pause() if strategy.is_worker else strategy.serve(optimizer.attachment.local_step)
+        if strategy.is_worker:
+            strategy.pause()
+        else:
+            strategy.serve(optimizer.attachment.local_step)
         comm.barrier()
         own.end(strategy, ended_s, found)
 

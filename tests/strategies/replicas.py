@@ -59,6 +59,13 @@ def go(strategy, local, steps: range) -> tuple[list[Tensor], list]:
     return values, records
 
 
+def stay(strategy, local) -> None:
+    """Takes a step in which this rank does not move by itself."""
+    for parameter in strategy.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    strategy.step(local.step)
+
+
 def train(comm: Communicator, name: str, options: dict, optimizer: str, steps: int) -> tuple[Tensor, list]:
     """Collective. The parameters after each step, as rows, and the records."""
     strategy, local = make(comm, name, options, optimizer)

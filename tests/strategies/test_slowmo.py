@@ -103,10 +103,7 @@ def test_the_slow_step_falls_with_the_rate_at_once(ranks):
         before = strategy.common[0].clone()
         local.param_groups[0]["lr"] *= factor
         for _ in range(2):
-            local.zero_grad()
-            for parameter in strategy.model.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-            strategy.step(local.step)
+            replicas.stay(strategy, local)
         found = strategy.common[0] - before
         replicas.end(strategy)
         return found

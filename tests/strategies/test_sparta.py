@@ -25,9 +25,7 @@ def still(comm, options, steps, seed=0):
     strategy.model.params[0].add_(noise)
     found = [strategy.model.params[0].clone()]
     for _ in range(steps):
-        for parameter in strategy.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        strategy.step(local.step)
+        replicas.stay(strategy, local)
         found.append(strategy.model.params[0].clone())
     replicas.end(strategy)
     return torch.stack(found)

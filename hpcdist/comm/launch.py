@@ -6,6 +6,8 @@ size 1, without any error; each then trains alone.
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
@@ -39,12 +41,27 @@ LAUNCHERS = (
     Variables("MVAPICH2's mpirun", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
     Variables("MPICH's or Intel's mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     Variables("srun --mpi=pmi2", "PMI_RANK", "PMI_SIZE", "SLURM_LOCALID"),
+    Variables("PALS's mpiexec", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
+    Variables("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    Variables("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
     Variables("srun --mpi=pmix", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     Variables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 
-# What a launcher, or an MPI started in a process, leaves in the environment.
-LAUNCHED = ("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_JOB", "HYDRA_")
+# These say only that a world of one rank is wrong, and must all be set. Launchers without MPI: a job that mpirun has
+# started may have their variables from its surroundings, and hpcdist.init() sets torchrun's. PALS: the size of a node.
+PLURAL = (
+    Variables("torchrun, accelerate launch or their like", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    Variables("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK"),
+    Variables("PALS's mpiexec", "PALS_RANKID", "PALS_LOCAL_SIZE", "PALS_LOCAL_RANKID"),
+)
+
+# What a launcher, or an MPI started in a process, leaves in the environment, and what hpcdist.init() sets there.
+LAUNCHED = (
+    *("OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PMIX_", "PMI_", "PRTE_JOB", "HYDRA_"),
+    *("PALS_", "FLUX_JOB_", "FLUX_TASK_", "JSM_NAMESPACE_", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_"),
+)
+INTRODUCED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # In Open MPI's MPI_Finalize ranks wait for each other through the launcher, often for ever where one has died. Without
 # that they need to have met before (`comm/mpi/communicator.py` sees to it).
@@ -99,20 +116,35 @@ def number(environ: Mapping[str, str], name: str) -> int:
 
 def unlaunched(environ: Mapping[str, str]) -> dict[str, str]:
     """Copy an environment without a launcher's variables, so that a new job does not take itself for a part of this."""
-    return {name: value for name, value in environ.items() if not name.startswith(LAUNCHED)}
+    kept = (name for name in environ if name not in INTRODUCED and not name.startswith(LAUNCHED))
+    return {name: environ[name] for name in kept}
+
+
+def contradiction(size: int, environ: Mapping[str, str]) -> tuple[int, str] | None:
+    """Read the number of ranks that a launcher started, and its name, where MPI's world of `size` contradicts it."""
+    declared = declared_size(environ)
+    if size == 1 and (declared or (1, ""))[0] == 1:
+        whole = (
+            each for each in PLURAL if environ.get(each.rank, "").isdigit() and environ.get(each.size, "").isdigit()
+        )
+        declared = max(((int(environ[each.size]), each.launcher) for each in whole), default=None)
+    return None if declared is None or declared[0] == size else declared
 
 
 def check_world(size: int, library: str, environ: Mapping[str, str]) -> None:
     """Check that MPI's world has the size that the launcher declared; raise WorldError otherwise."""
-    declared = declared_size(environ)
-    if declared is None or declared[0] == size:
+    found = contradiction(size, environ)
+    if found is None:
         return
-    count, launcher = declared
+    count, launcher = found
+    command = shlex.join(["python", *sys.argv])
+    advice = f"Launch with the mpirun of that same MPI: `mpirun -n {count} {command}`"
+    if any(launcher == each.launcher for each in PLURAL):
+        advice = f"hpcdist trains over MPI, which that launcher does not start. Type `mpirun -n {count} {command}`"
     raise WorldError(
         f"the number of ranks in MPI's world must be the launcher's, {count} ({launcher}); got {size} with "
-        f"{library}. Each process would train alone. Launch with the mpirun of that same MPI "
-        "(`python -m mpi4py --mpi-lib-version` names it), or under Slurm with the matching PMI: "
-        "`srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH."
+        f"{library}. Each process would train alone. {advice} (`python -m mpi4py --mpi-lib-version` names the MPI), or "
+        "under Slurm srun with the matching PMI: `srun --mpi=pmix` for Open MPI, `srun --mpi=pmi2` for MPICH."
     )
 
 

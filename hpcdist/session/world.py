@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import multiprocessing
 import os
 import platform
 import threading
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from hpcdist import log, registry
 from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import Communicator, mpi_of
-from hpcdist.comm.launch import FINALIZE_ALONE, check_world, declared_size, tolerates_deaths, undisputed_task
+from hpcdist.comm.launch import FINALIZE_ALONE, check_world, contradiction, tolerates_deaths, undisputed_task
 from hpcdist.comm.mpi import library, start
 from hpcdist.comm.traced import begin_timeline, end_timeline
 from hpcdist.config import differences
@@ -124,6 +125,12 @@ def init(
             _thread.begin(comm)
     elif _process.joined is None:
         _process.joined = _join_world(deadline_s, gpu_aware_mpi, internode, torch_distributed)
+        if _process.joined.size == 1 and multiprocessing.parent_process() is not None:
+            _log.warning(
+                "hpcdist.init() has found one rank in %s, which multiprocessing has started: such processes are no "
+                "ranks of one job, and each trains alone. Start ranks by mpirun or srun.",
+                multiprocessing.current_process().name,
+            )
     session = current()
     if deadline_s is not None:
         session.comm.failures.deadline_s = deadline_s
@@ -184,7 +191,7 @@ def _introduce(comm: Communicator, interface: str) -> None:
 
 def _join_alone(deadline_s: float | None, reason: str) -> Communicator:
     """Make the communicator of one rank without MPI; raise WorldError where a launcher started more."""
-    size, launcher = declared_size(os.environ) or (1, "")
+    size, launcher = contradiction(1, os.environ) or (1, "")
     if size > 1:
         task = undisputed_task(os.environ)
         excepthook.install(task.rank if task else 0, os._exit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hpcdist as hd
 from harness import loops
 from harness.cases import each
-from hpcdist.comm.launch import check_world, declared_size
+from hpcdist.comm.launch import check_world, contradiction, declared_size, unlaunched
 from hpcdist.comm.virtual import run_virtual
 from hpcdist.errors import MismatchError, WorldError
 from hpcdist.model.flat import FlatModel
@@ -230,3 +231,62 @@ def test_what_the_launcher_declared(environ, declared):
             check_world(1, "Open MPI", environ)
     else:
         check_world(np.random.default_rng(0).integers(1, 9), "Open MPI", environ)
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+IN_A_STEP = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher"),
+    [
+        (TORCHRUN, "torchrun, accelerate launch or their like"),
+        (TORCHRUN | IN_A_STEP, "torchrun, accelerate launch or their like"),
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, "horovodrun"),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2", "FLUX_TASK_LOCAL_ID": "0"}, "Flux"),
+        ({"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "2"}, "jsrun"),
+        ({"PALS_RANKID": "0", "PMI_SIZE": "2", "PALS_LOCAL_RANKID": "0"}, "PALS's mpiexec"),
+        ({"PALS_RANKID": "0", "PALS_LOCAL_SIZE": "2"}, "PALS's mpiexec"),
+    ],
+)
+def test_launchers_that_start_worlds_of_one_are_named(environ, launcher):
+    assert contradiction(1, environ) == (2, launcher)
+    with pytest.raises(WorldError, match=f"the launcher's, 2 .{launcher}.; got 1 .*`mpirun -n 2 python "):
+        check_world(1, "Open MPI", environ)
+    assert contradiction(1, unlaunched(environ)) is None
+
+
+@pytest.mark.parametrize("environ", [{"WORLD_SIZE": "2"}, {"RANK": "1"}, TORCHRUN | {"WORLD_SIZE": "1"}])
+def test_world_size_counts_together_with_rank_only(environ):
+    check_world(1, "Open MPI", environ)
+
+
+def test_variables_of_torchrun_do_not_count_where_mpi_has_its_ranks():
+    check_world(4, "Open MPI", {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"} | TORCHRUN)
+
+
+def test_what_init_sets_is_left_out_of_a_new_job_s_environment():
+    assert unlaunched(TORCHRUN | {"RANKS": "4", "MASTER_ADDR": "here"}) == {"RANKS": "4"}
+
+
+def test_torchrun_is_refused_with_the_line_to_type(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import hpcdist as hd\nhd.init()\nprint('joined', hd.size())\n")
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), "--epochs", "3"]
+    done = subprocess.run(words, env=unlaunched(os.environ), capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "joined" not in done.stdout
+    assert f"Type `mpirun -n 2 python {script} --epochs 3`" in done.stderr
+
+
+def test_processes_of_multiprocessing_are_told_that_they_are_no_ranks(tmp_path):
+    script = tmp_path / "spawn.py"
+    script.write_text(
+        "import torch.multiprocessing as mp, hpcdist as hd\n"
+        "def train(number):\n    hd.init()\n    print('trained', hd.size())\n"
+        "if __name__ == '__main__':\n    mp.spawn(train, nprocs=2)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script], env=unlaunched(os.environ), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and done.stdout.count("trained 1") == 2
+    assert done.stderr.count("found one rank in SpawnProcess-") == 2

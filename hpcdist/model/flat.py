@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -68,6 +68,7 @@ class FlatModel:
         bucket_bytes, first_bucket_bytes: the largest bucket, and the largest first bucket of each group.
         extra: parameters beside the module's, such as a loss function's, with names for messages.
         only: the parameters to train; None for all. Other trainable parameters stay where they are.
+        buffers: kinds of buffers, see FlatBuffers.
         rest: False leaves frozen parameters and buffers to another FlatModel of the same module.
 
     Raises:
@@ -84,6 +85,7 @@ class FlatModel:
         first_bucket_bytes: int = 1 << 20,
         extra: Sequence[tuple[str, nn.Parameter]] = (),
         only: Iterable[nn.Parameter] | None = None,
+        buffers: Mapping[str, str] | None = None,
         rest: bool = True,
     ):
         if not isinstance(module, nn.Module):
@@ -95,7 +97,7 @@ class FlatModel:
         self.is_swapped = False
         self.moves = 0
         check_flattenable(self._named(), module.named_buffers())
-        self.flat_buffers = FlatBuffers(module if rest else nn.Module())
+        self.flat_buffers = FlatBuffers(module, buffers) if rest else FlatBuffers(nn.Module())
         self._lay_out(flat=True)
 
     def _lay_out(self, flat: bool) -> None:

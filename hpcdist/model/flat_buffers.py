@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
-from hpcdist.errors import ConfigError
+from hpcdist.errors import ConfigError, UnknownNameError
 from hpcdist.model.slots import bind, flatten, getter
+
+KINDS = ("mean", "first", "own")
 
 
 class FlatBuffers:
     """The buffers of a module in flat memory.
 
+    A normalisation layer's running statistics are those of its rank's samples, so that their mean is of all samples.
+    What another buffer means nobody can tell: a queue of vectors of length 1 has no mean. It is the first worker's.
+
+    Args:
+        wanted: kinds of buffers by name, or by pattern such as `head.*`, in place of those that they have by default.
+
     Attributes:
-        flats: one tensor for each (dtype, device).
+        flats: one tensor for each (dtype, device, kind).
+        kinds: of each of `flats`: mean, for those that are averaged over the workers; first, for those that are the
+            first worker's on all ranks; own, for those that each rank has by itself while it trains, and of which the
+            first worker's count in the end; count, for a normalisation layer's number of batches.
+        told: buffers that ranks have changed differently have been named.
         joint: buffers that may change in a batch of weight 0 too, because they come from all ranks' batches.
     """
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, wanted: Mapping[str, str] | None = None):
         self._module = module
         self._kept: list[Tensor] = []  # values from before a batch of weight 0
         self.joint: list[Tensor] = []
-        self.slots, self.flats = flatten(module.named_buffers())
+        self.told = False
+        kinds = _kinds(module, wanted or {})
+        self.slots, self.flats = flatten(module.named_buffers(), kinds)
+        self.kinds = [next(kinds[slot.name] for slot in self.slots if slot.group == i) for i in range(len(self.flats))]
         slots = {id(slot.tensor): slot for slot in self.slots}
         # A buffer registered under several names has several places and one slot.
         self._places = [(name, owner, key, slots[id(t)]) for name, owner, key, t in _buffer_places(module)]
@@ -73,16 +90,18 @@ class FlatBuffers:
         self.sync()
         self._kept = [flat.clone() for flat in self.flats]
 
-    def restore(self) -> None:
-        """Restore the remembered values once, except those of `joint`."""
+    def restore(self, averaged: bool = False) -> None:
+        """Restore the remembered values once, except those of `joint`, and counts where statistics are averaged."""
         kept, self._kept = self._kept, []
         if not kept:
             return
         self.sync()
-        joint = [tensor.clone() for tensor in self.joint]
+        counts = [slot.tensor for slot in self.slots if averaged and self.kinds[slot.group] == "count"]
+        stays = [*self.joint, *counts]
+        joint = [tensor.clone() for tensor in stays]
         for flat, values in zip(self.flats, kept, strict=True):
             flat.copy_(values)
-        for tensor, values in zip(self.joint, joint, strict=True):
+        for tensor, values in zip(stays, joint, strict=True):
             tensor.copy_(values)
 
     def forget(self) -> None:
@@ -93,6 +112,31 @@ class FlatBuffers:
         for _, owner, key, slot in self._places:
             if getattr(owner, key, None) is not slot.tensor:
                 setattr(owner, key, slot.tensor)
+
+
+def _kinds(module: nn.Module, wanted: Mapping[str, str]) -> dict[str, str]:
+    """Return the kind of each buffer by name.
+
+    Raises:
+        ConfigError: there is no such kind or buffer, or numbers without a mean are to be averaged.
+    """
+    kinds: dict[str, str] = {}
+    for name, owner, _, tensor in _buffer_places(module):
+        scripted = getattr(nn, str(getattr(owner, "original_name", None)), None)  # of torch.jit.script
+        cls = scripted if isinstance(scripted, type) else type(owner)
+        normalises = getattr(owner, "normalises", False) or issubclass(cls, _NormBase)
+        kind = ("mean" if tensor.is_floating_point() else "count") if normalises else "first"
+        kinds[name] = next((k for pattern, k in wanted.items() if fnmatchcase(name, pattern)), kind)
+        if kinds[name] == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ConfigError(
+                f"buffers[{name!r}] must be first or own for {tensor.dtype}; got mean. Take one of these."
+            )
+    for pattern, kind in wanted.items():
+        if kind not in KINDS:
+            raise UnknownNameError(f"buffers[{pattern!r}]", kind, KINDS)
+        if not any(fnmatchcase(name, pattern) for name in kinds):
+            raise UnknownNameError("buffers", pattern, kinds)
+    return kinds
 
 
 def _buffer_places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:

@@ -33,8 +33,10 @@ class Passes:
         ends_epoch: the latest batch is the last of an epoch, so that an accumulation may be incomplete.
         more_follow: more gradients will be added to those that arrive now, see `joined`.
         grads: the flat gradients, if any.
+        on_begin: is called at the first gradient of each pass.
         on_end: is called at the end of each pass, on the thread of `backward()`, which raises its errors. With
             reentrant checkpointing inner passes end too, and it is called more than once.
+        weighed_by_loop: the loop says what its batches weigh.
         first: ids of parameters that had no gradient before a batch of weight 0 gave them one.
     """
 
@@ -47,10 +49,11 @@ class Passes:
         self.batch = 0
         self.batches_used = self._used_last = self.changed_by_loop = 0
         self.ends_epoch = self.more_follow = False
+        self.on_begin: Callable[[], None] | None = None
         self.on_end: Callable[[], None] | None = None
         self._weights: list[float] = []  # of the passes since the last step
         self._hooks: list[RemovableHandle] = []
-        self._keeps_hooks = False  # else there are some only while the weight needs them
+        self.weighed_by_loop = False  # hooks stay: else there are some only while the weight needs them
         self._parameters: Sequence[nn.Parameter] = ()
         self.grads: Sequence[Tensor] = ()
         self.first: set[int] = set()
@@ -92,10 +95,10 @@ class Passes:
         """Weigh further passes so, until the next batch. A loop that does so does it for each batch: hooks stay."""
         self.weight = weight
         self.weighed = self.weighed and bool(self._weights)  # gradients that are there already stay as they are
-        self._keeps_hooks = self._keeps_hooks or by_loop
+        self.weighed_by_loop = self.weighed_by_loop or by_loop
         if self._needs_hooks and not self._hooks:
             self._hooks = [self._hook(parameter) for parameter in self._parameters]
-        elif not self._needs_hooks and not self._keeps_hooks:
+        elif not self._needs_hooks and not self.weighed_by_loop:
             self._remove_hooks()
 
     @property
@@ -150,6 +153,8 @@ class Passes:
                 if not self._joined:
                     self._weights.append(self.weight)
                     torch.autograd.Variable._execution_engine.queue_callback(self._end)
+                    if self.on_begin is not None:
+                        self.on_begin()
 
     @contextmanager
     def joined(self) -> Iterator[None]:

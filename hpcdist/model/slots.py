@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -69,13 +69,15 @@ def bind(slots: Iterable[Slot], flats: Sequence[Tensor]) -> None:
         slot.bind(flats[slot.group])
 
 
-def flatten(named: Iterable[tuple[str, Tensor]]) -> tuple[list[Slot], tuple[Tensor, ...]]:
-    """Move tensors into flat memory, one flat tensor for each (dtype, device), in order and without padding."""
-    groups: dict[tuple[torch.dtype, torch.device], int] = {}
+def flatten(
+    named: Iterable[tuple[str, Tensor]], kinds: Mapping[str, str] | None = None
+) -> tuple[list[Slot], tuple[Tensor, ...]]:
+    """Move tensors into flat memory, one flat tensor for each (dtype, device, kind), in order and without padding."""
+    groups: dict[tuple[torch.dtype, torch.device, str], int] = {}
     lengths: list[int] = []
     slots: list[Slot] = []
     for name, tensor in named:
-        group = groups.setdefault((tensor.dtype, tensor.device), len(groups))
+        group = groups.setdefault((tensor.dtype, tensor.device, (kinds or {}).get(name, "")), len(groups))
         if group == len(lengths):
             lengths.append(0)
         start = lengths[group]
@@ -84,7 +86,7 @@ def flatten(named: Iterable[tuple[str, Tensor]]) -> tuple[list[Slot], tuple[Tens
         slots.append(Slot(name, tensor, *place, tensor.dtype, tensor.shape, tensor.requires_grad))
     flats = tuple(
         torch.empty(length, dtype=dtype.to_real(), device=device)
-        for (dtype, device), length in zip(groups, lengths, strict=True)
+        for (dtype, device, _), length in zip(groups, lengths, strict=True)
     )
     for slot in slots:
         slot.view(flats[slot.group]).copy_(slot.tensor.detach())

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcdist.comm.communicator import Communicator
@@ -73,7 +74,8 @@ class Shards(PartOfModel):
             self._home(path).register_parameter(key, part.own)
         for path, module in model.named_modules():
             if module._buffers:  # the same dictionary, for a module may replace its buffers
-                self._home(path)._buffers = module._buffers
+                home: Any = self._home(path)
+                home._buffers, home.normalises = module._buffers, isinstance(module, _NormBase)
         repeated = [part.own for part in self._parts.values() if any(g.rank() > 0 for g in self._holders(part))]
         self.agreement = Agreement(grid.inner.split(0), repeated)
         self._arrived: dict[_OwnShard, Tensor] = {}

@@ -52,7 +52,7 @@ def consensus_of(optimizers: Iterable[Any]) -> Iterator[None]:
             for optimizer in optimizers:
                 flat = optimizer.strategy.model
                 if not flat.is_swapped:  # else within another context
-                    require_same_steps(optimizer.strategy, "at an evaluation")
+                    require_same_steps(optimizer, "at an evaluation")
                     flat.refresh()
                     stack.enter_context(flat.swapped(*optimizer.strategy.consensus()))
                     stack.enter_context(_holding(flat.frozen, frozen_consensus(optimizer.strategy)))
@@ -113,7 +113,7 @@ def finish(*models: nn.Module) -> Any:
 def _finish(model: nn.Module) -> None:
     for optimizer in _holders(model):
         flat = optimizer.strategy.model
-        require_same_steps(optimizer.strategy, "at the end of training")
+        require_same_steps(optimizer, "at the end of training")
         flat.refresh()
         params, buffers = optimizer.strategy.consensus()
         frozen = frozen_consensus(optimizer.strategy) or flat.frozen

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.pieces import sum_and_norm
 from hpcdist.model.hyperparameters import unequal_steps
+from hpcdist.records.digest import tensor_bytes
 from hpcdist.session import rules
 from hpcdist.session.world import current
 from hpcdist.strategies import Strategy
 from hpcdist.strategies.common.gradients import FIRST_STEPS
 
-_FIRST_ROWS = 8
+_log = logging.getLogger("hpcdist")
+_MODES = ("no", "eval()", "train()", "train() and eval()")  # by `modes` of an Attachment
+_FEW = 64  # data sets, or tensors, that a data set holds in a list
+_ROWS, _ENTRIES = 8, 1024  # of the samples that are compared
 
 
 def begin_epoch(optimizer: Any) -> None:
     """Collective. Take up parameters that the loop has set since the last epoch.
 
     Raises:
-        MismatchError: they must be the same on all ranks, and are not; or some rank begins no epoch.
+        MismatchError: they must be the same on all ranks, and are not, or the optimiser's state; or some rank begins no
+            epoch.
     """
     strategy: Strategy = optimizer.strategy
     first, optimizer.attachment.begun = not optimizer.attachment.begun, True
@@ -39,15 +47,67 @@ def begin_epoch(optimizer: Any) -> None:
     strategy.model.refresh()
     looks = first or takes_up or replicates
     mine = [strategy.model.touched(), _sketch(strategy)] if looks else [False, _Sketch()]
-    found = _gathered(strategy, "at an epoch's start", mine)
-    touched = any(touched for touched, _ in found.values())
+    found = _gathered(optimizer, "at an epoch's start", [*mine, _masks(strategy) if first else 0])
+    touched = any(touched for touched, _, _ in found.values())
     if replicates or (first and touched):
-        _require_replicas(strategy, {rank: sketch for rank, (_, sketch) in found.items()})
+        _require_replicas(strategy, {rank: sketch for rank, (_, sketch, _) in found.items()})
+    require_same_state(optimizer, strategy.comm, type(strategy), optimizer.attachment.loads)
+    masks = [found[rank][2] for rank in strategy.config.workers(strategy.comm.size) if rank in found]
+    if len(masks) > 1 and masks[0] and len(set(masks)) == 1 and strategy.comm.rank == min(found):
+        _log.info(
+            "All ranks draw the same random numbers: their dropout masks are the same. For others seed each rank by "
+            "itself when the model is made: torch.manual_seed(seed + hpcdist.rank())."
+        )
     if takes_up and touched:
         strategy.take_up()
 
 
-def follow_servers(strategy: Strategy, place: str) -> None:
+def _masks(strategy: Strategy) -> int:
+    """Return a checksum of the random state that dropout draws from; 0 where the model has none."""
+    modules = [module for module in strategy.model.module.modules() if module.training]
+    shares = [getattr(module, "dropout", getattr(module, "p", 0.0)) for module in modules]  # also of attention and RNNs
+    drops = any(isinstance(share, float) and share > 0.0 for share in shares)
+    return zlib.crc32(torch.get_rng_state().numpy().data) if drops else 0
+
+
+def require_same_state(optimizer: Any, comm: Communicator, strategy: Any, loads: int | None = None) -> None:
+    """Collective. Check that all ranks' optimisers have state of the same parameters, and have loaded it alike.
+
+    Where parameters are the same on all ranks the state must have the same sums, too.
+
+    Args:
+        strategy: that will take the steps, or its class.
+        loads: how often the loop has loaded the state; None before the first step.
+
+    Raises:
+        MismatchError: it differs.
+    """
+    summed = strategy.contract.replicates and strategy.contract.step == "the optimiser's"
+    held: list[tuple[int, dict[str, Any]]] = []
+    if summed or loads is None:  # else each rank has a state of its own, or servers have it
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        held = [(i, state) for i, p in enumerate(parameters) if (state := optimizer.state.get(p))]
+    which = zlib.crc32(repr([i for i, _ in held]).encode())
+    values = [value for _, state in held for value in state.values() if isinstance(value, Tensor) and summed]
+    sums = [sum_and_norm(value.detach().reshape(-1)) for value in values if value.is_floating_point()]
+    norm = math.sqrt(sum(norm * norm for _, norm in sums))
+    mine = [loads or 0, len(held), which, sum(total for total, _ in sums), norm]
+    found = comm.failures.retry_on_failure(partial(comm.gather, mine))
+    first, names = comm.failures.living[0], comm.trace.world_ranks
+    for rank in comm.failures.living:
+        near = all(_near(one, other, 3e-4 * norm) for one, other in zip(found[first][3:], found[rank][3:], strict=True))
+        if found[rank][:3] != found[first][:3] or not near:
+            texts = [
+                f"{n} parameters{f', norm {norm:.6g}' if norm else ''}, loaded {times} times"
+                for times, n, _, _, norm in found
+            ]
+            one, other = names[first], names[rank]
+            raise rules.error(
+                "the optimiser's state differs", own=texts[first], theirs=texts[rank], first=one, rank=other
+            )
+
+
+def follow_servers(optimizer: Any, place: str) -> None:
     """Collective where servers make the updates. Give this rank's model what they have changed outside of an epoch.
 
     Args:
@@ -56,13 +116,14 @@ def follow_servers(strategy: Strategy, place: str) -> None:
     Raises:
         MismatchError: some rank is elsewhere.
     """
+    strategy: Strategy = optimizer.strategy
     if strategy.contract.updates == "on servers" and strategy.comm.size > 1:
         strategy.model.refresh()
-        _gathered(strategy, place, None)
+        _gathered(optimizer, place, None)
         strategy.take_up()
 
 
-def require_same_steps(strategy: Strategy, place: str) -> None:
+def require_same_steps(optimizer: Any, place: str) -> None:
     """Collective. Check that all ranks are there, and that those which step together did so for as many batches.
 
     Args:
@@ -71,11 +132,12 @@ def require_same_steps(strategy: Strategy, place: str) -> None:
     Raises:
         MismatchError: they did not.
     """
+    strategy: Strategy = optimizer.strategy
     if strategy.comm.size == 1:
         return
     replicates = rules.forbids("replicas differ", strategy)
     sketch = _sketch(strategy) if replicates else _Sketch()
-    found = _gathered(strategy, place, [strategy.model.passes.batches_used, sketch])
+    found = _gathered(optimizer, place, [strategy.model.passes.batches_used, sketch])
     workers = [rank for rank in strategy.config.workers(strategy.comm.size) if rank in found]
     if strategy.contract.synchronous:
         error = unequal_steps({rank: found[rank][0] for rank in workers}, "batches that steps were taken for")
@@ -85,16 +147,20 @@ def require_same_steps(strategy: Strategy, place: str) -> None:
         _require_replicas(strategy, {rank: sketch for rank, (_, sketch) in found.items()})
 
 
-def _gathered(strategy: Strategy, place: str, value: Any) -> dict[int, Any]:
+def _gathered(optimizer: Any, place: str, value: Any) -> dict[int, Any]:
     """Collective. Return each living rank's value, which it has at the same place in the loop.
 
-    Workers that don't take their steps together compare here whether they have begun with the same batch.
+    Workers compare whether they have trained in the same mode, and those that don't take their steps together whether
+    they have begun with the same batch.
 
     Raises:
-        MismatchError: some rank is elsewhere.
+        MismatchError: some rank is elsewhere, or has trained in another mode.
     """
-    comm = strategy.comm
-    found = comm.failures.retry_on_failure(partial(comm.gather, [place, value, strategy.gradients.checksums]))
+    strategy: Strategy = optimizer.strategy
+    comm, own = strategy.comm, optimizer.attachment
+    mine = [place, value, strategy.gradients.checksums, [own.modes, own.others]]
+    own.modes = 0
+    found = comm.failures.retry_on_failure(partial(comm.gather, mine))
     places = {rank: found[rank][0] for rank in comm.failures.living}
     first = comm.failures.living[0]
     odd = next((rank for rank in places if places[rank] != places[first]), None)
@@ -107,7 +173,21 @@ def _gathered(strategy: Strategy, place: str, value: Any) -> dict[int, Any]:
     workers = [rank for rank in strategy.config.workers(comm.size) if rank in places]
     if not strategy.contract.synchronous:
         _warn_of_same_batches([found[rank][2] for rank in workers], 1, comm.rank == workers[0])
+    _require_one_mode({rank: found[rank][3] for rank in workers if found[rank][3][0]})
     return {rank: found[rank][1] for rank in comm.failures.living}
+
+
+def _require_one_mode(modes: Mapping[int, Any]) -> None:
+    """Raise MismatchError where ranks have taken steps in other modes, of the model or of modules in it."""
+    first = min(modes, default=0)
+    for rank, (taken, others) in modes.items():
+        if [taken, others] != modes[first]:
+            names = [""] if taken != modes[first][0] else sorted(set(others) ^ set(modes[first][1]))
+            own, theirs = (
+                _MODES[mode if names[0] not in apart else 3 - mode] for mode, apart in (modes[first], modes[rank])
+            )
+            name, habit = f"module {names[0]}" if names[0] else "the model", "ranks train in different modes"
+            raise rules.error(habit, name=name, own=own, theirs=theirs, first=first, rank=rank)
 
 
 class _Sketch(NamedTuple):
@@ -173,7 +253,7 @@ def _near(one: float, other: float, tolerance: float) -> bool:
 def require_same_loader(group: Communicator, settings: Mapping[str, Any], dataset: Any) -> None:
     """Collective in `group`. Check that all workers' loaders deal out the same samples.
 
-    Of the data set its length is compared, the indices of a Subset, and the first rows of a TensorDataset.
+    Of the data set, and of those inside of it, lengths, files and what they have for each sample are compared.
 
     Raises:
         MismatchError: they don't.
@@ -198,14 +278,56 @@ def _alike(one: Any, other: Any) -> bool:
     return str(one) == str(other) or (computed and math.isclose(one, other, rel_tol=1e-3))
 
 
-def _described(dataset: Any) -> dict[str, Any]:
-    if isinstance(dataset, Subset):
-        indices = ",".join(map(str, dataset.indices))
-        return {"the checksum of Subset.indices": zlib.crc32(indices.encode()), **_described(dataset.dataset)}
-    if type(dataset) is TensorDataset:
-        rows = [tensor[:_FIRST_ROWS] for tensor in dataset.tensors if not tensor.is_complex()]
-        return {f"the sum of the first rows of tensor {i}": _sum_of(part) for i, part in enumerate(rows)}
-    return {}
+def _described(dataset: Any, path: str = "loader.dataset", holders: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Describe what a data set has for each of its samples, such as indices, and what the data sets inside of it have.
+
+    Sample i must be the same one on all workers. Samples are not read: that may open files too early, or draw numbers.
+    """
+    found: dict[str, Any] = {}
+    for name, value in getattr(dataset, "__dict__", {}).items():
+        parts = {f"{path}.{name}": value}
+        if isinstance(value, (list, tuple)) and len(value) <= _FEW:
+            parts |= {f"{path}.{name}[{i}]": part for i, part in enumerate(value)}  # tensors, or data sets
+        for label, part in parts.items():
+            mark = _mark(part, len(dataset)) if hasattr(dataset, "__len__") else None
+            if mark is not None:
+                found[f"{mark[0]} of {label}"] = mark[1]
+            elif hasattr(part, "__getitem__") and hasattr(part, "__dict__") and id(part) not in holders:
+                found |= _described(part, label, (*holders, id(dataset)))
+    return found
+
+
+def _mark(value: Any, n: int) -> tuple[str, Any] | None:
+    """Return what tells a value from another rank's, if it is a file, or has an entry for each of `n` samples."""
+    if isinstance(value, (str, os.PathLike)):
+        return ("the file", f"{Path(value).name}, {os.path.getsize(value)} bytes") if os.path.isfile(value) else None
+    if getattr(value, "num_columns", None) == 1:  # the indices of a data set in Arrow's tables
+        value = np.asarray(value.column(0))
+    dims = value.ndim if isinstance(value, (Tensor, np.ndarray)) else int(isinstance(value, (list, tuple, range)))
+    if dims == 0 or len(value) != n:
+        return None
+    positions = np.linspace(0, n - 1, min(n, _ENTRIES if dims == 1 else _ROWS)).astype(np.int64)
+    if not isinstance(value, Tensor) and getattr(value, "dtype", np.dtype(object)).kind not in "biufc":
+        entries = [_plain(value[i]) for i in positions.tolist()]
+        if any(entry is None for entry in entries):
+            return None
+        if not any(isinstance(entry, float) for entry in entries):
+            return "the checksum", zlib.crc32(repr(entries).encode())
+        value, positions = np.asarray(entries), np.arange(len(entries))
+    rows = torch.as_tensor(value[torch.from_numpy(positions) if isinstance(value, Tensor) else positions])
+    if rows.is_floating_point() or rows.is_complex():
+        return "the sum of rows", _sum_of(torch.view_as_real(rows) if rows.is_complex() else rows)
+    return "the checksum", zlib.crc32(tensor_bytes(rows).data)
+
+
+def _plain(entry: Any) -> Any:
+    """Return an entry that ranks can compare: a number, a file's name without its folder, or some; None for others."""
+    if isinstance(entry, (str, os.PathLike)):
+        return Path(entry).name
+    if isinstance(entry, (tuple, list)):
+        plain = [_plain(each) for each in entry]
+        return None if any(each is None for each in plain) else plain
+    return entry if isinstance(entry, (int, float, bytes)) else entry.item() if isinstance(entry, np.generic) else None
 
 
 def _sum_of(rows: Tensor) -> float:

@@ -36,7 +36,7 @@ def _guarded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         _require_effective(optimizer, name)
         with optimizer.attachment.run_own():
             result = method(optimizer, *args, **kwargs)
-        follow_servers(optimizer.strategy, f"at optimizer.{name}()")
+        follow_servers(optimizer, f"at optimizer.{name}()")
         return result
 
     return guarded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
@@ -30,7 +30,7 @@ from hpcdist.session.arguments import (
     require_known,
     require_no_norms,
 )
-from hpcdist.session.consistency import compare_first_batches
+from hpcdist.session.consistency import compare_first_batches, require_same_state
 from hpcdist.session.loader.period import counts_of, relative
 from hpcdist.session.methods import guarded_methods
 from hpcdist.session.pipeline import check_optimizer, require_in_stages, share_tied
@@ -65,6 +65,9 @@ class Attachment:
         record: the record of the last step.
         looks: the loop must not change parameters between steps, in which they are replaced, or sent meanwhile.
         begun: an epoch has begun.
+        loads: how often the loop has loaded the optimiser's state.
+        modes: bit 1 says that steps since ranks met last were taken in training mode, bit 0 in evaluation mode.
+        others: modules that were in the other mode than the model then, at the first step.
         running: the optimiser's own step, or another method of its own, is running.
         seen: the model's `changes` after the last step, where it `looks`.
         end_guard: lets the model run inside DistributedDataParallel again.
@@ -80,6 +83,9 @@ class Attachment:
     end_guard: Callable[[], None]
     record: StepRecord | None = None
     begun: bool = False
+    loads: int = 0
+    modes: int = 0
+    others: Sequence[str] = ()
     running: bool = False
     seen: list[int | bytes] | None = None
 
@@ -159,6 +165,10 @@ class _Distributed:
         strategy, own = self.strategy, self.attachment
         if not strategy.is_worker:
             raise rules.error("a rank that serves takes a step", rank=strategy.comm.rank)
+        module = strategy.model.module
+        if not own.modes:
+            own.others = [name for name, each in module.named_modules() if each.training != module.training]
+        own.modes |= 1 << module.training
         if torch._C._current_graph_task_id() != -1:
             rules.refuse("an optimiser steps inside the backward pass", strategy)
         if strategy.model.is_swapped:
@@ -178,6 +188,7 @@ class _Distributed:
         if current().group is not None:
             rules.refuse("the optimiser's state is loaded within an epoch", self.strategy)
         super().load_state_dict(state_dict)  # type: ignore[misc]
+        self.attachment.loads += 1
 
     def weigh(self, n: float) -> None:
         """Weigh this rank's batch by `n`, what its loss is a mean over: samples that are left, tokens that count.
@@ -205,7 +216,7 @@ class _Distributed:
             raise rules.error(_MICRO_BATCHES, found="optimizer.weigh()")
         if contract.weighs and contract.synchronous:
             peers = self.attachment.peers
-            model.weigh(relative(counts_of(peers, n if model.passes.counts else 0), peers.rank))
+            model.weigh(relative(counts_of(peers, n if model.passes.counts else 0)[0], peers.rank))
         elif contract.weighs:
             model.weigh(float(n > 0))
 
@@ -294,6 +305,7 @@ def DistributedOptimizer(
     clip_norm: float | None = None,
     bucket_bytes: int = 25 << 20,
     loss: Loss = "mean",
+    buffers: Mapping[str, Literal["mean", "first", "own"]] | None = None,
     identical_batches: Literal["warn", "allow"] = "warn",
     **options: Any,
 ) -> torch.optim.Optimizer:
@@ -318,6 +330,9 @@ def DistributedOptimizer(
         loss: what the loss of a batch is: "mean" over its samples, or "sum". With "sum" gradients are added over the
             workers where a strategy would average them. Strategies whose ranks step alone, or whose servers update with
             each gradient, step along the sum over the rank's own batch.
+        buffers: what becomes of buffers that change, by name or pattern (`"head.*"`): "mean" of the workers', "first",
+            the first worker's on all ranks, as with DistributedDataParallel, or "own", each rank's while it trains. By
+            default running statistics of torch's normalisation layers are averaged, and others the first worker's.
         identical_batches: what to do if the first gradients of all workers are the same to the bit, as in a loop
             without `shard` and with one seed: a warning, or nothing with "allow".
         options: the strategy's own, see its Config or `hpcdist strategies`.
@@ -345,9 +360,10 @@ def DistributedOptimizer(
         if isinstance(model, Pipeline):
             raise rules.error(_MICRO_BATCHES, found="loss='sum'")
     mine = {"strategy": strategy, "options": config.model_dump(), "optimizer": type(optimizer).__name__, "loss": loss}
-    mine["identical_batches"] = identical_batches
-    settings = mine | {"clip_norm": clip_norm} | ({"groups": groups} if stages == 1 else {})
+    more: dict[str, Any] = {"identical_batches": identical_batches, "buffers": buffers}
+    settings = mine | more | {"clip_norm": clip_norm} | ({"groups": groups} if stages == 1 else {})
     require_equal(session.comm, settings, "strategy and optimiser")
+    require_same_state(optimizer, outer, cls)
     if stages > 1:  # of which each may have groups of its own
         ranks_of_stage = range(session.comm.rank % stages, session.comm.size, stages)
         require_equal(outer, {"groups": groups}, "param_groups of a stage", ranks_of_stage)
@@ -356,7 +372,7 @@ def DistributedOptimizer(
         check_evaluating(type(optimizer).__name__, strategy, cls, config, clip_norm)
     if stages > 1:
         check_optimizer(optimizer, model, evaluating, cls)
-    flat = _flat(optimizer, model, bucket_bytes, session.optimizers)
+    flat = _flat(optimizer, model, bucket_bytes, buffers, session.optimizers)
     replicas = config.workers(outer.size)
     if isinstance(model, Pipeline) and model.routing is not None and len(replicas) < outer.size:
         raise rules.error("micro-batches go to other replicas", cls)
@@ -433,7 +449,9 @@ def _split_off(comm: Communicator, ranks: tuple[int, ...]) -> Communicator:
     return comm if len(ranks) == comm.size else comm.split(0 if comm.rank in ranks else 1)
 
 
-def _flat(optimizer: torch.optim.Optimizer, model: nn.Module, bucket_bytes: int, others: list[Any]) -> FlatModel:
+def _flat(
+    optimizer: torch.optim.Optimizer, model: nn.Module, bucket_bytes: int, buffers: Any, others: list[Any]
+) -> FlatModel:
     """Lay out in flat memory all that the optimiser trains; the model's rest too, unless another optimiser has it."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     names = {id(p): name for name, p in model.named_parameters()}
@@ -444,4 +462,4 @@ def _flat(optimizer: torch.optim.Optimizer, model: nn.Module, bucket_bytes: int,
             raise rules.error("two optimisers have one parameter", name=twice)
     extra = [(f"optimizer parameter {i}", p) for i, p in enumerate(own) if id(p) not in names]
     rest = all(other.strategy.model.module is not model for other in others)
-    return FlatModel(model, bucket_bytes=bucket_bytes, extra=extra, only=own, rest=rest)
+    return FlatModel(model, bucket_bytes=bucket_bytes, extra=extra, only=own, buffers=buffers, rest=rest)

@@ -19,6 +19,7 @@ from hpcdist import checkpoint
 from hpcdist.checkpoint import Slice, SlicePlace
 from hpcdist.checkpoint.slices import cut, join
 from hpcdist.errors import CheckpointError
+from hpcdist.model.flat_buffers import FlatBuffers
 from hpcdist.session.state import Named, ParameterLayout, capture, order_of, places_of
 from hpcdist.session.world import Session
 from hpcdist.strategies import Strategy
@@ -133,7 +134,7 @@ class SavedState:
         return {
             "params": self.named(layout, "params", ["masters"], ["frozen"]),
             "frozen": self.named(layout, "frozen", ["frozen"], ["masters"], combine=first),
-            "buffers": self.named(layout, "buffers", ["buffers"]),
+            "buffers": self._buffers(strategy.model.flat_buffers, layout),
             "strategy": self._values(strategy, layout),
         }
 
@@ -143,15 +144,25 @@ class SavedState:
         """Return this rank's slices of a kind, each found at the first of some places in the saved states."""
         return {place.name: self._slice(place, sources, combine) for _, _, place in layout.parts(kind)}
 
+    def _buffers(self, buffers: FlatBuffers, layout: ParameterLayout) -> Named:
+        """Return the means of the workers' buffers, or the first worker's, as `FlatBuffers.kinds` says."""
+        return {
+            place.name: self._slice(place, [["buffers"]], mean_of_ranks if buffers.kinds[group] == "mean" else first)
+            for group, _, place in layout.parts("buffers")
+        }
+
     def whole(self) -> dict[str, Tensor]:
         """Return the state dict of the whole model."""
-        beside, complex_ones, state = set(), set(), dict[str, Tensor]()
+        beside, complex_ones, firsts, state = set(), set(), set(), dict[str, Tensor]()
         for rank in self._ranks:
             beside |= set(rank.at("about", "beside"))
             complex_ones |= set(rank.at("about", "complex"))
-        for kind, combine in (("masters", mean_of_ranks), ("frozen", first), ("buffers", mean_of_ranks)):
+            firsts |= set(rank.at("about", "firsts", default=()))
+        for kind in ("masters", "frozen", "buffers"):
             for counted, found in self._index(kind).items():
                 place = found[0][1].place
+                averaged = kind == "masters" or (kind == "buffers" and place.name not in firsts)
+                combine = mean_of_ranks if averaged else first
                 tensor = self._cut(found, SlicePlace.whole(place.name, place.shape), combine).clone()
                 state[counted] = torch.view_as_complex(tensor) if place.name in complex_ones else tensor
         tied = {name: state[counted] for name, counted in self._also.items() if counted in state}

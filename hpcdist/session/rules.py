@@ -171,6 +171,13 @@ RULES = {
         "gradients from the same seed.",
         MismatchError,
     ),
+    "ranks train in different modes": Rule(
+        _always,
+        "modes must be the same on all ranks that train; {name} was in {own} mode in steps of rank {first}, and in "
+        "{theirs} mode in those of rank {rank}. Call model.train() on all ranks before the loop's batches, also after "
+        "an evaluation on one rank.",
+        MismatchError,
+    ),
     "gradients are changed on some ranks only": Rule(
         lambda contract: contract.replicates,
         "gradients must be changed alike on all ranks with {strategy}, which averages them in backward(); between that "
@@ -231,6 +238,13 @@ RULES = {
         lambda contract: contract.updates == "on servers" and contract.ranks == "some serve",
         "optimizer.load_state_dict() must be outside of the training loop with {strategy}, for its servers have the "
         "optimiser's state; got one inside. Do it between epochs, on all ranks.",
+    ),
+    "the optimiser's state differs": Rule(
+        _always,
+        "optimizer's state must be loaded on all ranks alike, or on none; rank {first} has that of {own}, and rank "
+        "{rank} that of {theirs}. Load it on every rank: rank 0's parameters go to all by themselves, its optimizer's "
+        "state does not.",
+        MismatchError,
     ),
     "an optimiser is distributed twice": Rule(
         _always,
@@ -324,8 +338,20 @@ RULES = {
     "the sampler splits samples already": Rule(
         _always,
         "loader's sampler must draw from all samples, which hpcdist.shard splits among the ranks; got {kind}, which "
-        "splits them already. Leave it out, or pass split=False.",
+        "splits them among ranks already. Leave it out, or pass split=False.",
         alone=True,
+    ),
+    "the loader iterates in a way of its own": Rule(
+        _always,
+        "loader must iterate as torch's DataLoader does where hpcdist.shard deals out its samples; got {kind}, which "
+        "has its own {name}. Pass split=False, and let each rank's loader read samples of its own, such as "
+        "indices[hpcdist.rank()::hpcdist.size()]; or pass a DataLoader of its data set.",
+        alone=True,
+    ),
+    "batches can't be compared": Rule(
+        _always,
+        "batches must be picklable where ranks compare whether they read the same ones, as of an IterableDataset; got "
+        "{kind}, which is not. Pass split=False, and let each rank read samples of its own.",
     ),
     "a split has another name": Rule(
         _always,
@@ -443,7 +469,7 @@ _ANSWERS = {
     "process_set": "Pass the ranks to hpcdist.init(comm=...)",
     "device_ids": "Leave it out: put the model on its device before",
     "find_unused_parameters": "Leave it out: parameters without a gradient are seen",
-    "broadcast_buffers": "Leave it out: buffers that change are averaged, see the strategy",
+    "broadcast_buffers": "Use buffers={'*': 'own'} for False, or leave it out",
     "gradient_as_bucket_view": "Leave it out: gradients are views already",
     "static_graph": "Leave it out",
     "bucket_cap_mb": "Use bucket_bytes=N",

@@ -73,7 +73,9 @@ class ParameterLayout:
     def about(self) -> dict[str, Any]:
         """Describe what names alone do not say."""
         complex_ones = [each.own.name for kind in KINDS for each in self._stretches[kind] if each.own != each.place]
-        return {"also": self.also, "beside": self._beside, "complex": complex_ones}
+        kinds = self._model.flat_buffers.kinds
+        firsts = [each.own.name for each in self._stretches["buffers"] if kinds[each.group] != "mean"]
+        return {"also": self.also, "beside": self._beside, "complex": complex_ones, "firsts": firsts}
 
     def parts(self, kind: str, ranges: Ranges | None = None) -> Iterator[tuple[int, int, SlicePlace]]:
         """Yield the group, the first element in the group's tensor, and the place of each slice in these ranges."""

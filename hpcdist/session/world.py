@@ -10,6 +10,7 @@ import os
 import platform
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class Session:
         self.group: Communicator | None = None  # the ranks that iterate it, where others serve them meanwhile
         self.peers: Communicator | None = None  # those of them that have this rank's stage
         self.grid: Grid | None = None  # of the pipeline, where there is one
+        self.calls = 0  # of all ranks, that the loop has made
         self.serves = False  # this rank serves, or has served, others that train
 
     @property
@@ -81,6 +83,16 @@ def current() -> Session:
     session = _thread if _thread.joined is not None else _process
     _ = session.comm  # raises
     return session
+
+
+def shared_calls() -> int:
+    """Count the calls of all ranks that the loop has made: hpcdist's, and torch.distributed's in the default group."""
+    count = current().calls
+    if dist.is_available() and dist.is_initialized():
+        group: Any = dist.group.WORLD
+        with suppress(RuntimeError):  # a backend that doesn't count
+            count += group._get_sequence_number_for_group()
+    return count
 
 
 def init(

@@ -92,9 +92,11 @@ class IterateAverage:
     def add(self) -> None:
         self.steps += 1
         part = (ETA + 1) / (self.steps + ETA)
-        pairs = zip((*self.params, *self.buffers), (*self._model.params, *self._model.buffers), strict=True)
-        for average, now in pairs:
-            if average.is_floating_point():
+        model = self._model
+        pairs = zip((*self.params, *self.buffers), (*model.params, *model.buffers), strict=True)
+        kinds = [*("mean" for _ in self.params), *model.flat_buffers.kinds]
+        for (average, now), kind in zip(pairs, kinds, strict=True):
+            if kind == "mean":
                 average.lerp_(now.detach(), part)
             else:
                 average.copy_(now)  # a count, such as batch normalisation's

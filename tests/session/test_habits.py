@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from habits import gradients, groups, libraries, losses, models, optimizers, samples, schedules  # noqa: F401 (they enter themselves)
+from habits import gradients, groups, libraries, losses, models, optimizers, samples, schedules, splits  # noqa: F401 (they enter themselves)
 from habits.run import HABITS, Alone, Together, copied, difference
 
 from harness.ranks import VirtualRanks

@@ -28,11 +28,11 @@ class Weighed(NamedTuple):
     ends_epoch: bool = False
 
 
-def counts_of(group: Communicator, n: float) -> Tensor:
-    """Collective. Return the `n` of each rank of `group`, shape (ranks,), float64: the samples of its batch, say."""
-    counts = torch.zeros(group.size, dtype=torch.float64)  # one place each: a sum of zeros and one number is exact
-    counts[group.rank] = n
-    group.allreduce(counts)
+def counts_of(group: Communicator, *numbers: float) -> Tensor:
+    """Collective. Return each rank's `numbers`, shape (numbers, ranks), float64: the samples of its batch, say."""
+    counts = torch.zeros(len(numbers), group.size, dtype=torch.float64)  # a sum of zeros and one number is exact
+    counts[:, group.rank] = torch.tensor(numbers, dtype=torch.float64)
+    group.allreduce(counts.view(-1))
     return counts
 
 

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import random
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
+from hpcdist.checkpoint.generators import random_state, set_random_state
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual.random import callers_state_kept
 from hpcdist.data.labels import dirichlet
 from hpcdist.data.sharding import EpochPlan
 from hpcdist.records.digest import tensor_bytes
 from hpcdist.session import rules
+from hpcdist.session.values import broadcast_in
+
+# How a DataLoader iterates. A class that does so in a way of its own can't be replaced by a plain one.
+_ITERATES = ("__iter__", "_get_iterator", "_index_sampler", "_auto_collation")
+
+# What samplers call the number of ranks, by which they are refused early; `Order.require_joint` sees what others do.
+_PARTS = ("num_replicas", "world_size", "num_shards", "num_processes", "num_ranks")
 
 
 class Order:
@@ -51,6 +61,7 @@ class Order:
         self.single, self._seed, self._shuffle, self._epochs = single, seed, shuffle, epochs
         self.parts: Callable[[int], tuple[np.ndarray, ...]] | None = None  # of so many workers, each with its own
         self._items: list[Any] | None = None  # once drawn; a position in a plan stands for one of them
+        self._ahead = False  # they are those of the next epoch
 
     @property
     def samples_itself(self) -> bool:
@@ -68,10 +79,39 @@ class Order:
             "sampler": kind, "seed": self._seed, "split": self.parts is not None,
         }  # fmt: skip
 
-    def take(self, share: Callable[[Any], list[Any]], draws: bool) -> None:
-        """Collective where there is a sampler. Draw an epoch on the worker that `draws`, and `share` it with all."""
-        if self._sampler is not None:
-            self._items = share(list(self._sampler) if draws else None)
+    def take(self, group: Communicator) -> None:
+        """Collective in `group` where there is a sampler. Draw an epoch on the first worker, and share it with all."""
+        if self._sampler is not None and not self._ahead:
+            self._items = broadcast_in(group, list(self._sampler) if group.rank == 0 else None)
+        self._ahead = False
+
+    def require_joint(self, group: Communicator, first: int) -> None:
+        """Collective in `group` where there is a sampler. Check that it draws the same samples on all ranks.
+
+        All draw the next epoch with the random state of rank `first`, whose draw counts. Where a sampler has a state of
+        its own others draw other samples, of which many are the same. Parts of a split have none in common, or one that
+        fills up the last part.
+
+        Raises:
+            ConfigError: it splits samples among ranks by itself.
+        """
+        if self._sampler is None or group.size == 1:
+            return
+        here = group.rank == first
+        state = broadcast_in(group, random_state() if here else None, first)
+        with nullcontext() if here else callers_state_kept():
+            if not here:
+                set_random_state({name: value for name, value in state.items() if name != "cuda"})
+            own = list(self._sampler)
+        self._items, self._ahead = broadcast_in(group, own if here else None, first), True
+        mine, theirs = ({*map(repr, self._singly(items))} for items in (own, self._items or ()))
+        apart = len(mine & theirs) < max(2, min(len(mine), len(theirs)) / 4) and mine != theirs
+        if any(group.gather(apart)):
+            raise rules.error("the sampler splits samples already", kind=type(self._sampler).__name__)
+
+    def _singly(self, items: Sequence[Any]) -> Iterable[Any]:
+        """Return drawn samples, each by itself."""
+        return items if self.batch_size is not None or self.single else chain.from_iterable(items)
 
     def epoch(self, counted: int) -> int:
         """Return the epoch: the loader's count, or the one that the DistributedSampler has been set to."""
@@ -110,6 +150,9 @@ def order_of(loader: DataLoader[Any], seed: int) -> Order:
     Raises:
         ConfigError: its sampler picks samples for other ranks than hpcdist's.
     """
+    for name in _ITERATES:
+        if name in vars(loader) or getattr(type(loader), name) is not getattr(DataLoader, name):
+            raise rules.error("the loader iterates in a way of its own", kind=type(loader).__name__, name=name)
     batches: Any = loader.batch_sampler
     if batches is None:
         return _sampled(loader.sampler, loader, None, False, seed, single=True)
@@ -151,8 +194,30 @@ def _is_permutation(sampler: Any) -> bool:
 
 
 def _require_all_samples(sampler: Any) -> None:
-    if hasattr(sampler, "num_replicas"):
+    """Raise ConfigError where a sampler, or one inside of it, says by a usual name how many parts there are."""
+    if any(hasattr(sampler, name) or hasattr(sampler, f"_{name}") for name in _PARTS):
         raise rules.error("the sampler splits samples already", kind=type(sampler).__name__)
+    for inner in getattr(sampler, "__dict__", {}).values():
+        if isinstance(inner, Sampler):
+            _require_all_samples(inner)
+
+
+def iter_apart(loader: Any, worker: int) -> Iterator[Any]:
+    """Begin an epoch of a loader whose processes draw the random numbers of this worker.
+
+    Their seed follows from (the number that torch draws for the epoch, worker), so that augmentations differ between
+    ranks of one seed. The random state goes on as it would without this.
+    """
+    if not isinstance(loader, DataLoader) or loader.num_workers == 0:
+        return iter(loader)
+    given = loader.generator
+    base = int(torch.empty((), dtype=torch.int64).random_(generator=given))
+    seed = np.random.SeedSequence(base, spawn_key=(worker,)).generate_state(1, np.uint64)[0] >> np.uint64(1)
+    loader.generator = torch.Generator().manual_seed(int(seed))
+    try:
+        return iter(loader)
+    finally:
+        loader.generator = given
 
 
 # --- equal batches on all ranks of a replica --------------------------------------------------------------------------
@@ -203,36 +268,78 @@ def _require_same(inner: Communicator, batch: Any) -> None:
     Raises:
         MismatchError: they have different ones.
     """
-    digests = inner.gather(_digest(batch))
+    digests = _digests(inner, batch)
     odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if odd is not None:
         ranks = [inner.trace.world_ranks[rank] for rank in (0, odd)]
         raise rules.error("the ranks of a replica read different batches", first=ranks[0], rank=ranks[1])
 
 
-def _digest(batch: Any) -> str:
-    """Return a checksum of all tensors of a batch, and of other values as text."""
-    leaves = [] if batch is _END else pytree.tree_leaves(batch)
-    parts = (tensor_bytes(leaf).tobytes() if isinstance(leaf, Tensor) else repr(leaf).encode() for leaf in leaves)
-    return f"{len(leaves)} {zlib.crc32(b' '.join(parts))}"
-
-
 # --- what is in a batch -----------------------------------------------------------------------------------------------
-def samples_in(batch: Any) -> int:
-    """Count the samples of a batch, by the length of the first tensor in it."""
-    tensor = _first_tensor(batch)
-    return 1 if tensor is None or tensor.dim() == 0 else len(tensor)
+class _Pickler(pickle.Pickler):
+    """Writes tensors by their values: torch's own pickles have addresses in them."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        dense = value if value.layout is torch.strided else value.to_dense()
+        return str, (f"{value.dtype} {tuple(value.shape)} {zlib.crc32(tensor_bytes(dense).data)}",)
 
 
-def _first_tensor(batch: Any) -> Tensor | None:
-    if isinstance(batch, Tensor):
-        return batch
-    items = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    return next((tensor for tensor in map(_first_tensor, items) if tensor is not None), None)
+def _digests(group: Communicator, batch: Any) -> list[str]:
+    """Collective. Return a checksum of each rank's batch; raise ConfigError where one can't be pickled."""
+    file, own = io.BytesIO(), ""
+    with suppress(pickle.PicklingError, TypeError, AttributeError, RecursionError):
+        _Pickler(file).dump(batch)
+        own = f"{file.tell()} {zlib.crc32(file.getbuffer())}"
+    digests = group.gather(own)
+    if not all(digests):
+        raise rules.error("batches can't be compared", kind=type(batch).__name__)
+    return digests
+
+
+def _arrays(value: Any, holders: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Yield the tensors and arrays in a batch: in mappings, sequences, and attributes of objects (dataclasses...)."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        yield value
+        return
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
+    elif isinstance(value, (list, tuple)):
+        items = value
+    elif not callable(value):
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        items = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+    for item in items if id(value) not in holders else ():
+        yield from _arrays(item, (*holders, id(value)))
+
+
+def samples_in(batch: Any) -> tuple[int, int]:
+    """Count the samples of a batch; return with it what tells of doubt.
+
+    A batch of graphs, or a tensordict, says how many it has. Otherwise it is the length of the first tensor.
+
+    Returns:
+        The number, and a checksum of the first tensor's other dimensions: where ranks' differ the first one may not be
+        that of samples. −1 where tensors differ in the first dimension, or there is none.
+    """
+    for name in ("num_graphs", "batch_size", "batch_sizes"):  # the last one of a PackedSequence
+        said = getattr(batch, name, None)
+        said = said[0] if isinstance(said, (tuple, Tensor)) and len(said) else said
+        if isinstance(said, int) or (isinstance(said, Tensor) and said.dim() == 0):
+            return int(said), 0
+    shapes = [array.shape for array in _arrays(batch) if array.ndim]
+    if not shapes:
+        return 1, -1
+    alike = len({shape[0] for shape in shapes}) == 1
+    return shapes[0][0], zlib.crc32(repr(tuple(shapes[0][1:])).encode()) if alike else -1
 
 
 def same_everywhere(group: Communicator, batch: Any) -> bool:
-    """Collective. Tell whether all ranks have the same batch, as from an iterable data set without regard to ranks."""
-    tensor = _first_tensor(batch)
-    data = b"" if tensor is None else tensor_bytes(tensor).tobytes()
-    return len(set(group.gather(f"{zlib.crc32(data)} {len(data)}"))) == 1
+    """Collective. Tell whether all ranks have the same batch, as from an iterable data set without regard to ranks.
+
+    Raises:
+        ConfigError: it can't be pickled.
+    """
+    return len(set(_digests(group, batch))) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Literal
 
@@ -16,13 +17,22 @@ from torch.utils.data import DataLoader, IterableDataset
 from hpcdist.comm.communicator import Communicator
 from hpcdist.data.labels import labels_of
 from hpcdist.data.sharding import EpochPlan
+from hpcdist.model.passes import Passes
 from hpcdist.session import rules
 from hpcdist.session.consensus import consensus_of
 from hpcdist.session.consistency import begin_epoch, require_same_loader
 from hpcdist.session.loader.period import Weighed, counts_of, joint_batch, period, relative
-from hpcdist.session.loader.sampling import Order, drawn_alike, order_of, same_everywhere, samples_in, split_by_label
+from hpcdist.session.loader.sampling import (
+    Order,
+    drawn_alike,
+    iter_apart,
+    order_of,
+    same_everywhere,
+    samples_in,
+    split_by_label,
+)
 from hpcdist.session.values import broadcast_in
-from hpcdist.session.world import current
+from hpcdist.session.world import current, shared_calls
 from hpcdist.strategies import Strategy
 
 _log = logging.getLogger("hpcdist")
@@ -126,7 +136,7 @@ class ShardedLoader:
         self._epoch, self._start, self._done = -1, 0, 0
         self._drawn = -1  # epoch whose order a sampler has drawn last
         self._weight = 1.0
-        self._compared = False
+        self._compared = self._told = self._shares = False
         # The replicas that got batches last, for the length once training has ended.
         self._dealt_to: tuple[int, ...] = ()
         if split and not self._iterable:
@@ -215,6 +225,7 @@ class ShardedLoader:
         if session.loader is None:  # else beside another loader, which says when steps are taken
             for optimizer in optimizers:
                 begin_epoch(optimizer)
+            self._compare(session.comm, session.ranks_of(workers)[0])  # with ranks that serve: one worker may be alone
         if session.outer.rank not in workers:
             yield from period(optimizers, ())
             for optimizer in optimizers:
@@ -259,7 +270,22 @@ class ShardedLoader:
                 return
         for weighed in self._own(strategies, worker, len(workers)) if own else self._dealt(worker, len(workers)):
             self._weight = weighed.weight
+            watched = [strategy.model.passes for strategy in strategies if worker == 0 and weighed.weight != 1.0]
+            for passes in watched:
+                passes.on_begin = partial(self._look_at_calls, passes, shared_calls())
             yield weighed
+            for passes in watched:
+                passes.on_begin = None
+
+    def _look_at_calls(self, passes: Passes, before: int) -> None:
+        """Say once that a loss may be weighed twice: by its batch's samples, and by a count of all ranks."""
+        if passes.weighs and not passes.weighed_by_loop and not self._shares and shared_calls() != before:
+            self._shares = True
+            _log.warning(
+                "Batches of a step weigh by their numbers of samples, and the loop calls all ranks between a batch and "
+                "its backward pass. A loss must not be divided by a count that ranks have added up (boxes, tokens): it "
+                "would be weighed twice. Divide it by this rank's own count, and call optimizer.weigh(count)."
+            )
 
     def _dealt(self, worker: int, workers: int) -> Iterator[Weighed]:
         """Draw this worker's share of the samples of all."""
@@ -293,13 +319,17 @@ class ShardedLoader:
         self._done = len(order)
 
     def _iterate(self, loader: DataLoader[Any], worker: int, resumes: bool = False, start: int = 0) -> Iterator[Any]:
-        """Iterate over a worker's batches; a resumed epoch draws no random number."""
+        """Iterate over a worker's batches; a resumed epoch draws no random number.
+
+        The loader's processes draw other numbers for each worker, though all ranks may have one seed; those of the
+        first worker are those of one process.
+        """
         grid = current().grid
         if grid is not None and grid.stages > 1:
             yield from drawn_alike(loader, grid.inner, (self._seed, self._epoch, worker, start))
             return
         state = torch.get_rng_state()  # the number that torch draws for each epoch was drawn when this one began
-        batches = iter(loader)
+        batches = iter(loader) if worker == 0 else iter_apart(loader, worker)
         if resumes:
             torch.set_rng_state(state)
         yield from batches
@@ -308,13 +338,18 @@ class ShardedLoader:
         """Collective among the workers for samplers of their own. Draw this epoch's order, and share it out."""
         session, order = current(), self._order
         group = session.group or session.comm
-        if not self._compared:
-            require_same_loader(group, order.settings(), self._loader.dataset)
-            self._compared = True
+        self._compare(group, 0)
         if not (self._start and self._drawn == self._epoch):  # else an epoch goes on that this loader has begun
-            order.take(lambda drawn: broadcast_in(group, drawn), draws=group.rank == 0)
+            order.take(group)
             self._drawn = self._epoch
         return order, order.plan(workers, self._epoch, self._start)
+
+    def _compare(self, group: Communicator, first: int) -> None:
+        """Collective, once. Check that all ranks of `group` would deal out the same samples; `first` draws them."""
+        if not self._compared and self._split and not self._iterable:
+            require_same_loader(group, self._order.settings(), self._loader.dataset)
+            self._order.require_joint(group, first)
+            self._compared = True
 
     def _steps(self, plan: EpochPlan) -> int:
         return (plan.n_samples - plan.start) // plan.global_batch if self._order.drop_last else plan.steps
@@ -331,14 +366,19 @@ class ShardedLoader:
             if same_everywhere(group, first):
                 batches = islice(batches, worker, None, workers)
         joined = workers > 1 and any(strategy.contract.synchronous for strategy in strategies)
-        yield from self._joined(group, batches) if joined else map(Weighed, batches)
+        yield from self._joined(strategies, group, batches) if joined else map(Weighed, batches)
 
-    def _joined(self, group: Communicator, batches: Iterator[Any]) -> Iterator[Weighed]:
+    def _joined(self, strategies: Sequence[Strategy], group: Communicator, batches: Iterator[Any]) -> Iterator[Weighed]:
         """Collective. Draw batches until no rank has one, each weighted by its samples."""
-        last, step = None, 0
+        last, step, counted = None, 0, None
         while True:
             batch = next(batches, None)
-            counts = counts_of(group, 0 if batch is None else samples_in(batch))
+            if counted and not self._told:  # after a step, in which the loop may have said what its batches weigh
+                self._told = True
+                if group.rank == 0 and not any(strategy.model.passes.weighed_by_loop for strategy in strategies):
+                    _log.log(*counted)
+            counts, shapes = counts_of(group, *((0, 0) if batch is None else samples_in(batch)))
+            counted = counted or _counted(counts, shapes)
             if not counts.any():
                 return
             if step == 0 and not counts.all():  # a rank that has none at all goes along with another one's
@@ -380,6 +420,20 @@ class ShardedLoader:
             _log.warning("data has %d samples here, and %d in the checkpoint: this run's go on.", own, state["samples"])
         whole = state["consumed"] < own
         self._epoch, self._start = (state["epoch"] - 1, state["consumed"]) if whole else (state["epoch"], 0)
+
+
+def _counted(counts: Tensor, shapes: Tensor) -> tuple[int, str] | None:
+    """Return a message on how the samples of the ranks' batches were counted, where that matters. See `samples_in`."""
+    held, numbers = set(shapes[counts > 0].tolist()), sorted(set(counts[counts > 0].tolist()))
+    doubtful = -1 in held or len(held) > 1
+    if not doubtful and len(numbers) < 2:
+        return None
+    why = ", though its tensors differ in other dimensions, or there is none" if doubtful else ""
+    return logging.WARNING if doubtful else logging.INFO, (
+        "Ranks' batches weigh by their samples, counted along the first dimension of a batch's first tensor: "
+        f"{' and '.join(f'{number:.0f}' for number in numbers)}{why}. Where that is not their number (time comes "
+        "first, say), call optimizer.weigh(n) before backward()."
+    )
 
 
 class _Epoch:

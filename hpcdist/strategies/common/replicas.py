@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,11 @@ from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.pieces import PIECE, sums
 from hpcdist.errors import MismatchError
 from hpcdist.model.flat import FlatModel
+from hpcdist.model.flat_buffers import FlatBuffers
 from hpcdist.model.slots import describe_difference
 from hpcdist.strategies.common.gradients import shorten
+
+_log = logging.getLogger("hpcdist")
 
 
 def spread_model(comm: Communicator, model: FlatModel) -> None:
@@ -47,8 +51,37 @@ def _require_equal_models(comm: Communicator, model: FlatModel) -> None:
 
 
 def with_buffers(strategy: Any, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Collective. Return parameters and buffers: the given parameters, and the means of the workers' buffers."""
-    return params, mean_over(strategy.comm, strategy.model.buffers, _workers(strategy))
+    """Collective. Return the given parameters, and buffers: means of the workers', or the first one's."""
+    comm, workers, flat = strategy.comm, _workers(strategy), strategy.model.flat_buffers
+    own, buffers = strategy.model.buffers, []
+    for tensor, kind in zip(own, flat.kinds, strict=True):
+        (value,) = mean_over(comm, [tensor], workers) if kind == "mean" else [tensor.clone()]
+        if kind != "mean":
+            comm.broadcast(value, workers[0])
+        buffers.append(value)
+    tell_differences(comm, flat, own, workers)
+    return params, buffers
+
+
+def tell_differences(
+    comm: Communicator, buffers: FlatBuffers, flats: Sequence[Tensor], ranks: Sequence[int], counts: bool = True
+) -> None:
+    """Collective. Say once where `ranks`, all but those with counts=False, have different buffers of the kind first."""
+    slots = [slot for slot in buffers.slots if buffers.kinds[slot.group] == "first"]
+    if not slots or buffers.told:
+        return
+    mine = [repr(sums([slot.view(flats[slot.group]).reshape(-1)])) for slot in slots] if counts else []
+    found = comm.gather(mine)
+    held = [found[rank] for rank in ranks if found[rank]]
+    odd = [slot.name for slot, texts in zip(slots, zip(*held)) if len(set(texts)) > 1]
+    buffers.told = bool(odd)
+    if odd and comm.rank == ranks[0]:
+        _log.warning(
+            "Ranks have changed buffers differently, and the first worker's count: %s. To put together what all ranks "
+            "have, call hpcdist.allgather where the model changes them; or choose by DistributedOptimizer(..., "
+            "buffers={name: 'mean'}), or 'own'.",
+            shorten(odd),
+        )
 
 
 def frozen_consensus(strategy: Any) -> list[Tensor] | None:

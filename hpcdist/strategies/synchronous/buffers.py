@@ -7,28 +7,36 @@ from torch import Tensor
 
 from hpcdist.comm.communicator import Communicator
 from hpcdist.model.flat import FlatModel
+from hpcdist.strategies.common.replicas import tell_differences
 
 _SMALL = 1 << 18  # elements of a buffer whose values are compared: torch counts no changes by its batch norm
 _UNKNOWN = 1 << 32  # added to the sum of `look` for each rank that has a change of a buffer that is not agreed upon
 
 
 class ChangingBuffers:
-    """Find the floating-point buffers that change, and average them over the ranks.
+    """Find the buffers that change, and make them the same on all ranks: their mean, or the first rank's.
 
-    A buffer that nobody changes (a mask, a table of positions) is never sent. Each rank's counts as much as its
-    samples. Integers, such as the number of batches, stay as they are.
+    A buffer that nobody changes (a mask, a table of positions) is never sent. In a mean each rank's counts as much as
+    its samples. Which are averaged, and which stay each rank's own, `FlatBuffers.kinds` says.
 
-    Messages: one all-reduce of the changed buffers, in float64; one exchange more where others than before change.
+    Messages: one all-reduce of the changed buffers that are averaged, in float64, and a broadcast of each other one;
+    one exchange more where others than before change, and at the 1st, 2nd, 4th, 8th... change of the latter.
     """
 
     def __init__(self, comm: Communicator, model: FlatModel):
         self._comm, self._model = comm, model
         self._agreed: list[int] = []  # positions of the buffers that change, on any rank
+        self._steps = 0
+        buffers = model.flat_buffers
+        self._kinds = [buffers.kinds[slot.group] for slot in buffers.slots]
         self._note()
 
     def _note(self) -> None:
         self._seen = self._stamps()
-        self._values = [t.detach().clone() if _is_compared(t) else None for t in self._model.flat_buffers.tensors()]
+        pairs = zip(self._model.flat_buffers.tensors(), self._kinds, strict=True)
+        self._values = [
+            t.detach().clone() if kind in ("mean", "first") and t.numel() <= _SMALL else None for t, kind in pairs
+        ]
 
     def _stamps(self) -> list[tuple[int, int]]:
         return [(id(tensor), tensor._version) for tensor in self._model.flat_buffers.tensors()]
@@ -42,12 +50,14 @@ class ChangingBuffers:
         tensors, now = self._model.flat_buffers.tensors(), self._stamps()
         changed = []
         for i, (tensor, old, new, values) in enumerate(zip(tensors, self._seen, now, self._values, strict=True)):
-            if tensor.is_floating_point() and (old != new or (values is not None and not torch.equal(values, tensor))):
+            if self._kinds[i] in ("mean", "first") and (
+                old != new or (values is not None and not torch.equal(values, tensor))
+            ):
                 changed.append(i)
         return changed
 
     def average(self, changes: int) -> None:
-        """Collective where `changes` is not 0. Average the changed buffers over the ranks.
+        """Collective where `changes` is not 0. Make the changed buffers the same on all ranks.
 
         Args:
             changes: the sum over the ranks of the results of `look`.
@@ -57,10 +67,20 @@ class ChangingBuffers:
         if changes >= _UNKNOWN:
             mine = [*self._agreed, *self._changed()]
             self._agreed = sorted(set().union(*self._comm.gather(mine)))
-        self._model.buffers  # noqa: B018 (takes in those that were replaced)
-        tensors = self._model.flat_buffers.tensors()
-        self._mean([tensors[position] for position in self._agreed])
-        self._model.flat_buffers.forget()
+        buffers = self._model.flat_buffers
+        buffers.restore(averaged=True)  # after a batch of weight 0
+        flats, tensors = self._model.buffers, buffers.tensors()  # with those that were replaced
+        averaged = [tensors[position] for position in self._agreed if self._kinds[position] == "mean"]
+        if averaged:
+            self._mean(averaged)
+        first = [position for position in self._agreed if self._kinds[position] == "first"]
+        self._steps += 1
+        if first and self._steps & (self._steps - 1) == 0:
+            counts = self._model.passes.contributes
+            tell_differences(self._comm, buffers, flats, range(self._comm.size), counts)
+        for position in first:
+            slot = buffers.slots[position]
+            self._comm.broadcast(flats[slot.group][slot.start : slot.stop], 0)
         self._note()
 
     def _mean(self, tensors: list[Tensor]) -> None:
@@ -71,7 +91,3 @@ class ChangingBuffers:
         wide /= self._comm.size
         for tensor, part in zip(tensors, wide.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.detach().copy_(part.view(tensor.shape))
-
-
-def _is_compared(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.numel() <= _SMALL

@@ -584,3 +584,41 @@ def two_trainings_the_first_of_which_is_not_finished(run):
         train(run, model, optimizer, run.loader(), epochs=1)
     run.rates = []
     return run.finish(model)
+
+
+def _left_in_evaluation(name, part, ranks, **given):
+    """Puts a loop into the table that evaluates between epochs, and trains on without train()."""
+
+    def loop(run):
+        model = net(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        optimizer = sgd(run, model, 0.02)
+        for _ in range(3):
+            train(run, model, optimizer, run.loader(), 1)
+            if run.rank in ranks(run):
+                part(model).eval()
+        return run.finish(model)
+
+    loop.__name__ = name
+    habit(exact=False, **given)(loop)
+
+
+_left_in_evaluation("eval_on_all_ranks", lambda model: model, lambda run: range(run.size))
+for what, part in (("the_model", lambda model: model), ("a_layer", lambda model: model[1])):
+    _left_in_evaluation(
+        f"eval_of_{what}_on_one_rank", part, lambda run: [run.size - 1],
+        breaks="ranks train in different modes", ways=("joint", "same", "many"),
+    )  # fmt: skip
+
+
+@habit(exact=False)
+def eval_on_one_rank_before_train(run):
+    """What counts is the mode in which steps are taken."""
+    model = net(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = sgd(run, model, 0.02)
+    for _ in range(2):
+        for batch in run.loader():
+            model.train()
+            train(run, model, optimizer, [batch], 1)
+        if run.rank == run.size - 1:
+            model.eval()
+    return run.finish(model)

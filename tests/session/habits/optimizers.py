@@ -381,3 +381,31 @@ def state_loaded_within_an_epoch(run):
     return trained(
         run, model, optimizer, run.loader, 1, after=lambda: optimizer.load_state_dict(optimizer.state_dict())
     )
+
+
+def _own_state(name, load, where="before", **given):
+    """Puts a loop into the table that loads an optimiser's state on some ranks."""
+
+    def loop(run):
+        model = net()
+        saved = optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        saved.step()
+        saved.zero_grad()
+        optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        if load(run) and where == "before":
+            optimizer.load_state_dict(saved.state_dict())
+        optimizer = run.optimizer(optimizer, model)
+        if load(run) and where == "after":
+            optimizer.load_state_dict(saved.state_dict())
+        return trained(run, model, optimizer, run.loader())
+
+    loop.__name__ = name
+    habit(**given)(loop)
+
+
+_own_state("a_state_loaded_on_all_ranks", lambda run: True, "after")
+for where in ("before", "after"):
+    rule = {"breaks": "the optimiser's state differs", "exact": False}
+    _own_state(f"a_state_loaded_on_one_rank_{where}", lambda run: run.rank == run.size - 1, where, **rule)

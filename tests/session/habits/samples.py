@@ -10,13 +10,25 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    TensorDataset,
     WeightedRandomSampler,
 )
 
 import hpcdist as hd
 from habits import groups
-from habits.run import BATCH, EPOCHS, N, copied, data, difference, habit, mean_loss, mse, net, sgd, train, trained
+from habits.run import (
+    BATCH,
+    EPOCHS,
+    copied,
+    data,
+    difference,
+    habit,
+    mean_loss,
+    mse,
+    net,
+    sgd,
+    train,
+    trained,
+)
 
 RANKS = ("joint", "many")
 
@@ -48,7 +60,7 @@ def _train_numbered(run, model, optimizer, loader) -> list[int]:
     return sorted(found if run.size == 1 else (n for part in hd.allgather(found) for n in part))
 
 
-def _numbered(name, make, seen, *, lr=0.1, shares=False, **given):
+def numbered(name, make, seen, *, lr=0.1, shares=False, **given):
     """Puts a loop over the loader that `make(run)` makes into the table; `seen(samples)` must hold."""
 
     def loop(run):
@@ -65,7 +77,7 @@ def _numbered(name, make, seen, *, lr=0.1, shares=False, **given):
     habit(**{"exact": False, "ways": RANKS, **given})(loop)
 
 
-def _all_of(n):
+def all_of(n):
     return lambda found: found == list(range(n))
 
 
@@ -80,7 +92,7 @@ class Backwards(Sampler):
         return self.n
 
 
-_numbered("a_sampler_of_ones_own", lambda run: run.loader(Numbered(53), sampler=Backwards(53)), _all_of(53), exact=True)
+numbered("a_sampler_of_ones_own", lambda run: run.loader(Numbered(53), sampler=Backwards(53)), all_of(53), exact=True)
 
 
 @habit(exact=False, ways=RANKS)
@@ -109,19 +121,19 @@ def shuffled(run):
     return run.finish(model)
 
 
-_numbered(
+numbered(
     "random_sampler_of_fewer",
     lambda run: run.loader(Numbered(53), sampler=RandomSampler(range(53), num_samples=20)),
     lambda found: len(found) == len(set(found)) == 20,
     shares=True,
 )
-_numbered(
+numbered(
     "random_sampler_of_more",
     lambda run: run.loader(Numbered(20), sampler=RandomSampler(range(20), replacement=True, num_samples=47)),
     lambda found: len(found) == 47,
     shares=True,
 )
-_numbered(
+numbered(
     "weighted_random_sampler",
     lambda run: run.loader(Numbered(53), sampler=WeightedRandomSampler([float(i % 2) for i in range(53)], 30)),
     lambda found: len(found) == 30 and all(n % 2 for n in found),
@@ -145,19 +157,21 @@ class Growing(Sampler):
         return len(list(iter(self)))
 
 
-_numbered(
+numbered(
     "a_batch_sampler_of_ones_own",
     lambda run: hd.shard(DataLoader(Numbered(30), batch_sampler=Growing(30))),
-    _all_of(30),
+    all_of(30),
     lr=0.02,
 )
-_numbered(
+numbered(
     "torchs_batch_sampler",
     lambda run: hd.shard(DataLoader(Numbered(53), batch_sampler=BatchSampler(Backwards(53), 4, False))),
-    _all_of(53),
+    all_of(53),
 )
-_numbered("single_samples", lambda run: run.loader(Numbered(20), batch=None), _all_of(20), lr=0.02)
-_numbered("a_worker_process", lambda run: run.loader(Numbered(20), num_workers=1), _all_of(20))
+
+
+numbered("single_samples", lambda run: run.loader(Numbered(20), batch=None), all_of(20), lr=0.02)
+numbered("a_worker_process", lambda run: run.loader(Numbered(20), num_workers=1), all_of(20))
 
 
 @habit(ways=RANKS)
@@ -176,7 +190,7 @@ class Stream(IterableDataset):
         return (self.dataset[i] for i in range(self.first, len(self.dataset), self.step))
 
 
-def _worker(run) -> int:
+def worker(run) -> int:
     """The number of this rank among the workers; 0 on a server."""
     return max(run.rank - (run.size - run.workers), 0)
 
@@ -200,9 +214,9 @@ def _stream_of_batches(run):
     return hd.shard(batches) if run.size > 1 else batches
 
 
-_numbered("a_stream_of_batches", _stream_of_batches, _all_of(53), exact=True)
-_numbered("a_stream_that_knows_no_ranks", lambda run: run.loader(Stream(53)), _all_of(53), exact=True)
-_numbered("a_stream_split_by_rank", lambda run: run.loader(Stream(41, _worker(run), run.workers), batch=2), _all_of(41))
+numbered("a_stream_of_batches", _stream_of_batches, all_of(53), exact=True)
+numbered("a_stream_that_knows_no_ranks", lambda run: run.loader(Stream(53)), all_of(53), exact=True)
+numbered("a_stream_split_by_rank", lambda run: run.loader(Stream(41, worker(run), run.workers), batch=2), all_of(41))
 
 
 @habit(exact=False, ways=RANKS)
@@ -410,37 +424,6 @@ def training_ended_by_one_rank(run):
         if epoch == 1 and run.rank == 1:
             break
     return run.finish(model)
-
-
-OTHER_SAMPLES = r"loader must be the same on all workers, which share its samples; "
-
-
-def _other_samples(name, make, message, batch=lambda rank: BATCH):
-    """Puts a loop into the table in which each rank has other samples."""
-
-    def loop(run):
-        model = net()
-        optimizer = sgd(run, model)
-        loader = DataLoader(make(run.rank), batch_size=batch(run.rank))
-        train(run, model, optimizer, hd.shard(loader) if run.size > 1 else loader)
-        return run.finish(model)
-
-    loop.__name__ = name
-    habit(ways=("joint",), exact=False, refused={"*": OTHER_SAMPLES + message})(loop)
-
-
-def _permuted(rank):
-    order = torch.randperm(N, generator=torch.Generator().manual_seed(rank))
-    return TensorDataset(*(tensor[order] for tensor in data().tensors))
-
-
-_other_samples(
-    "a_random_split_by_each_ranks_seed",
-    lambda rank: torch.utils.data.random_split(data(), [40, 12], torch.Generator().manual_seed(rank))[0],
-    "the checksum of Subset.indices is",
-)
-_other_samples("samples_permuted_by_each_ranks_seed", _permuted, "the sum of the first rows of tensor 0 is")
-_other_samples("another_batch_size_on_each_rank", lambda rank: data(), "batch_size is", batch=lambda rank: BATCH + rank)
 
 
 @habit(ways=("joint",))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
@@ -308,26 +309,12 @@ def _mark(value: Any, n: int) -> tuple[str, Any] | None:
         return None
     positions = np.linspace(0, n - 1, min(n, _ENTRIES if dims == 1 else _ROWS)).astype(np.int64)
     if not isinstance(value, Tensor) and getattr(value, "dtype", np.dtype(object)).kind not in "biufc":
-        entries = [_plain(value[i]) for i in positions.tolist()]
-        if any(entry is None for entry in entries):
-            return None
-        if not any(isinstance(entry, float) for entry in entries):
-            return "the checksum", zlib.crc32(repr(entries).encode())
-        value, positions = np.asarray(entries), np.arange(len(entries))
+        entries = re.sub(r"[^'\" ]*/", "", repr([value[i] for i in positions.tolist()]))  # folders may be a node's own
+        return None if " at 0x" in entries else ("the checksum", zlib.crc32(entries.encode()))
     rows = torch.as_tensor(value[torch.from_numpy(positions) if isinstance(value, Tensor) else positions])
     if rows.is_floating_point() or rows.is_complex():
         return "the sum of rows", _sum_of(torch.view_as_real(rows) if rows.is_complex() else rows)
     return "the checksum", zlib.crc32(tensor_bytes(rows).data)
-
-
-def _plain(entry: Any) -> Any:
-    """Return an entry that ranks can compare: a number, a file's name without its folder, or some; None for others."""
-    if isinstance(entry, (str, os.PathLike)):
-        return Path(entry).name
-    if isinstance(entry, (tuple, list)):
-        plain = [_plain(each) for each in entry]
-        return None if any(each is None for each in plain) else plain
-    return entry if isinstance(entry, (int, float, bytes)) else entry.item() if isinstance(entry, np.generic) else None
 
 
 def _sum_of(rows: Tensor) -> float:

@@ -339,7 +339,6 @@ RULES = {
         _always,
         "loader's sampler must draw from all samples, which hpcdist.shard splits among the ranks; got {kind}, which "
         "splits them among ranks already. Leave it out, or pass split=False.",
-        alone=True,
     ),
     "the loader iterates in a way of its own": Rule(
         _always,

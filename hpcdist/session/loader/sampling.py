@@ -6,8 +6,8 @@ import io
 import pickle
 import random
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from hpcdist.checkpoint.generators import random_state, set_random_state
 from hpcdist.comm.communicator import Communicator
@@ -28,9 +28,6 @@ from hpcdist.session.values import broadcast_in
 
 # How a DataLoader iterates. A class that does so in a way of its own can't be replaced by a plain one.
 _ITERATES = ("__iter__", "_get_iterator", "_index_sampler", "_auto_collation")
-
-# What samplers call the number of ranks, by which they are refused early; `Order.require_joint` sees what others do.
-_PARTS = ("num_replicas", "world_size", "num_shards", "num_processes", "num_ranks")
 
 
 class Order:
@@ -148,7 +145,7 @@ def order_of(loader: DataLoader[Any], seed: int) -> Order:
     """Find the order in which the loader's samples are dealt out.
 
     Raises:
-        ConfigError: its sampler picks samples for other ranks than hpcdist's.
+        ConfigError: it iterates in a way of its own.
     """
     for name in _ITERATES:
         if name in vars(loader) or getattr(type(loader), name) is not getattr(DataLoader, name):
@@ -158,7 +155,6 @@ def order_of(loader: DataLoader[Any], seed: int) -> Order:
         return _sampled(loader.sampler, loader, None, False, seed, single=True)
     if type(batches) is BatchSampler:
         return _sampled(batches.sampler, loader, batches.batch_size, batches.drop_last, seed)
-    _require_all_samples(batches)
     return Order(lambda: len(batches), sampler=batches, batch_size=None)
 
 
@@ -181,7 +177,6 @@ def _sampled(
         kind |= {"seed": seed or sampler.seed, "shuffle": sampler.shuffle, "epochs": sampler}
         kind["drop_last"] = drop_last or sampler.drop_last
         return Order(lambda: len(sampler.dataset), **kind)  # type: ignore[arg-type]
-    _require_all_samples(sampler)
     if type(sampler) is SequentialSampler or _is_permutation(sampler):
         return Order(lambda: len(sampler), seed=seed, shuffle=type(sampler) is RandomSampler, **kind)
     return Order(lambda: len(sampler), sampler=sampler, **kind)
@@ -191,15 +186,6 @@ def _is_permutation(sampler: Any) -> bool:
     if type(sampler) is not RandomSampler:
         return False
     return sampler.num_samples == len(sampler.data_source) and not sampler.replacement
-
-
-def _require_all_samples(sampler: Any) -> None:
-    """Raise ConfigError where a sampler, or one inside of it, says by a usual name how many parts there are."""
-    if any(hasattr(sampler, name) or hasattr(sampler, f"_{name}") for name in _PARTS):
-        raise rules.error("the sampler splits samples already", kind=type(sampler).__name__)
-    for inner in getattr(sampler, "__dict__", {}).values():
-        if isinstance(inner, Sampler):
-            _require_all_samples(inner)
 
 
 def iter_apart(loader: Any, worker: int) -> Iterator[Any]:
@@ -277,63 +263,65 @@ def _require_same(inner: Communicator, batch: Any) -> None:
 
 # --- what is in a batch -----------------------------------------------------------------------------------------------
 class _Pickler(pickle.Pickler):
-    """Writes tensors by their values: torch's own pickles have addresses in them."""
+    """Goes through all that is in a batch; writes a checksum of each tensor, whose own pickles have addresses in them.
+
+    Attributes:
+        shapes: of the tensors and arrays, in their order.
+    """
+
+    def __init__(self, file: io.BytesIO, sums: bool):
+        super().__init__(file)
+        self.shapes: list[tuple[int, ...]] = []
+        self._sums = sums
 
     def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, (Tensor, np.ndarray)):
             return NotImplemented
+        self.shapes.append(tuple(value.shape))
+        if isinstance(value, np.ndarray):
+            return NotImplemented if self._sums else (str, ())
         dense = value if value.layout is torch.strided else value.to_dense()
-        return str, (f"{value.dtype} {tuple(value.shape)} {zlib.crc32(tensor_bytes(dense).data)}",)
+        return str, (f"{value.dtype} {zlib.crc32(tensor_bytes(dense).data)}" if self._sums else "",)
+
+
+def _pickled(batch: Any, sums: bool) -> tuple[str, list[tuple[int, ...]]]:
+    """Return a checksum of all that is in a batch, empty where it can't be pickled, and the shapes of its tensors."""
+    file = io.BytesIO()
+    pickler = _Pickler(file, sums)
+    try:
+        pickler.dump(batch)
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
+        return "", pickler.shapes
+    return f"{pickler.shapes} {zlib.crc32(file.getbuffer())}", pickler.shapes
 
 
 def _digests(group: Communicator, batch: Any) -> list[str]:
     """Collective. Return a checksum of each rank's batch; raise ConfigError where one can't be pickled."""
-    file, own = io.BytesIO(), ""
-    with suppress(pickle.PicklingError, TypeError, AttributeError, RecursionError):
-        _Pickler(file).dump(batch)
-        own = f"{file.tell()} {zlib.crc32(file.getbuffer())}"
-    digests = group.gather(own)
+    digests = group.gather(_pickled(batch, True)[0])
     if not all(digests):
         raise rules.error("batches can't be compared", kind=type(batch).__name__)
     return digests
 
 
-def _arrays(value: Any, holders: tuple[int, ...] = ()) -> Iterator[Any]:
-    """Yield the tensors and arrays in a batch: in mappings, sequences, and attributes of objects (dataclasses...)."""
-    if isinstance(value, (Tensor, np.ndarray)):
-        yield value
-        return
-    items: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        items = value.values()
-    elif isinstance(value, (list, tuple)):
-        items = value
-    elif not callable(value):
-        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        items = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
-    for item in items if id(value) not in holders else ():
-        yield from _arrays(item, (*holders, id(value)))
-
-
 def samples_in(batch: Any) -> tuple[int, int]:
     """Count the samples of a batch; return with it what tells of doubt.
 
-    A batch of graphs, or a tensordict, says how many it has. Otherwise it is the length of the first tensor.
+    A batch of graphs, a tensordict or a PackedSequence says how many it has. Otherwise it is the length of the first
+    tensor.
 
     Returns:
         The number, and a checksum of the first tensor's other dimensions: where ranks' differ the first one may not be
         that of samples. −1 where tensors differ in the first dimension, or there is none.
     """
-    for name in ("num_graphs", "batch_size", "batch_sizes"):  # the last one of a PackedSequence
+    for name in ("num_graphs", "batch_size", "batch_sizes"):
         said = getattr(batch, name, None)
         said = said[0] if isinstance(said, (tuple, Tensor)) and len(said) else said
         if isinstance(said, int) or (isinstance(said, Tensor) and said.dim() == 0):
             return int(said), 0
-    shapes = [array.shape for array in _arrays(batch) if array.ndim]
+    shapes = [shape for shape in _pickled(batch, False)[1] if shape]
     if not shapes:
         return 1, -1
-    alike = len({shape[0] for shape in shapes}) == 1
-    return shapes[0][0], zlib.crc32(repr(tuple(shapes[0][1:])).encode()) if alike else -1
+    return shapes[0][0], -1 if any(s[0] != shapes[0][0] for s in shapes) else zlib.crc32(repr(shapes[0][1:]).encode())
 
 
 def same_everywhere(group: Communicator, batch: Any) -> bool:

@@ -268,7 +268,7 @@ _other_samples(
 _other_samples(
     "weights_of_each_rank",
     lambda rank: Wrapped(y=[0.5 + rank * i for i in range(N)]),
-    "the sum of rows of loader.dataset.y is",
+    "the checksum of loader.dataset.y is",
 )
 _other_samples(
     "a_file_of_each_rank",

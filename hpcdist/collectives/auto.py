@@ -13,14 +13,13 @@ from torch import Tensor
 from hpcdist.collectives import load
 from hpcdist.collectives.base import SUMMED_AS, AllReduce
 from hpcdist.collectives.direct import Direct
-from hpcdist.collectives.native import SATURATED
 from hpcdist.collectives.tuning.table import DEFAULT_CACHE, cached_table, predicted_ranges
 from hpcdist.comm.communicator import Communicator
 from hpcdist.comm.virtual.network import Network
 
 SLICE_BYTES = 1 << 18  # of a rank: from here on a tensor that all ranks have mapped is summed in place
 
-_AS_THEY_ARE = {dtype for dtype, summed_as in SUMMED_AS.items() if dtype is summed_as} - SATURATED
+_AS_THEY_ARE = {dtype for dtype, summed_as in SUMMED_AS.items() if dtype is summed_as}
 
 
 @final

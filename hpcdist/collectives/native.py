@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from torch import Tensor
 
 from hpcdist.collectives.base import Algorithm
 from hpcdist.collectives.ring import Ring
-
-# Open MPI's vector instructions clamp sums of short integers to the type's range, its scalar code wraps around.
-SATURATED = {torch.int8, torch.uint8, torch.int16}
 
 
 @final
@@ -26,12 +22,7 @@ class Native(Algorithm):
     """
 
     def _sum(self, tensor: Tensor) -> None:
-        if tensor.dtype in SATURATED:
-            wide = tensor.int()
-            self.comm.allreduce(wide)
-            tensor.copy_(wide)
-        else:
-            self.comm.allreduce(tensor)
+        self.comm.allreduce(tensor)
 
     @staticmethod
     def traffic(n_bytes: int, size: int, ranks_per_node: int = 1) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from hpcdist.comm.mpi.library import end, version
 from hpcdist.comm.mpi.messages import (
     NUMBERS,
     SENDING,
+    SUMMED,
     MpiLibraryCalls,
     MpiNeighbourhood,
     MpiRequest,
@@ -38,6 +39,7 @@ from hpcdist.comm.mpi.transports import Transports
 from hpcdist.comm.transfer import (
     ANY,
     TAG_LIMIT,
+    WIDE,
     Envelope,
     Neighbourhood,
     Request,
@@ -162,10 +164,10 @@ class MpiCommunicator(Communicator):
     def allreduce(self, tensor: Tensor) -> None:
         """Collective. Sum `tensor` over all ranks in place, by MPI's own all-reduce.
 
-        MPI has no 16-bit floats: those are summed in float32 and rounded once. Bytes counted are those of a ring,
-        2n(p-1)/p, the least that any algorithm sends for large n; MPI does not tell what it really sent.
+        MPI has no 16-bit floats: those are summed in float32 and rounded once. Integers wrap around. Bytes counted are
+        those of a ring, 2n(p-1)/p, the least that any algorithm sends for large n; MPI does not tell what it sent.
         """
-        kind = NUMBERS.get(tensor.dtype)
+        kind = SUMMED.get(tensor.dtype)
         if kind is None or not tensor.is_cpu or tensor.ndim != 1 or not tensor.is_contiguous():
             return self._allreduce_converted(tensor)
         # As `communicate` does, written out and with one Call for all: MPI sums a short tensor in 3 µs, of which each
@@ -190,15 +192,15 @@ class MpiCommunicator(Communicator):
 
     def _allreduce_converted(self, tensor: Tensor) -> None:
         check_flat(tensor)
-        if tensor.dtype in (torch.float16, torch.bfloat16):
-            wide = tensor.float()
-            self.allreduce(wide)
-            tensor.copy_(wide)
-        elif tensor.dtype in NUMBERS:
+        if tensor.dtype in SUMMED:
             with self.staging.host(tensor) as host:
                 self.calls.count += 1
                 self.calls.communicate("allreduce", EVERYONE, self.failures.alive.Allreduce, _IN_PLACE, numbers(host))
                 self.traffic.sent(self._hops * tensor.nbytes // self.size, self._hops)
+        elif tensor.dtype in NUMBERS or tensor.dtype in (torch.float16, torch.bfloat16):
+            wide = tensor.to(WIDE.get(tensor.dtype, torch.int32))
+            self.allreduce(wide)
+            tensor.copy_(wide)
         else:
             raise CommunicationError(f"dtype of a sum must be a number; got {tensor.dtype}. Convert the tensor first.")
 

@@ -36,6 +36,10 @@ NUMBERS = {
     torch.complex128: MPI.C_DOUBLE_COMPLEX,
 }
 
+# Those that it adds the same way everywhere. Sums of shorter integers are clamped to their range by Open MPI's vector
+# instructions and wrap around in its scalar code, both in one tensor: they are summed in int32, which wraps on return.
+SUMMED = {dtype: kind for dtype, kind in NUMBERS.items() if dtype.itemsize > 2}
+
 memory_at = MPI.memory.fromaddress
 
 
@@ -45,8 +49,8 @@ def message(tensor: Tensor) -> list:
 
 
 def numbers(tensor: Tensor) -> list:
-    """Describe a flat tensor to MPI for arithmetic; raise KeyError for dtypes that MPI can't add."""
-    return [memory_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), NUMBERS[tensor.dtype]]
+    """Describe a flat tensor to MPI for arithmetic; raise KeyError for dtypes that are not in SUMMED."""
+    return [memory_at(tensor.data_ptr(), tensor.nbytes), tensor.numel(), SUMMED[tensor.dtype]]
 
 
 SENDING, EXCHANGE = "isend", "neighbour exchange"

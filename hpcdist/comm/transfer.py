@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -81,6 +82,16 @@ def check_wanted(source: int, tag: int, size: int) -> None:
         check_rank(source, size, "source")
     if tag != ANY:
         check_tag(tag)
+
+
+class Closed:
+    """Takes the place of what has been released: raises CommunicationError whatever is asked of it."""
+
+    def __init__(self, what: str = "a communicator", end: str = "closed"):
+        self._rule = f"{what} must not be used once it is {end}. Use it before that, or make another one."
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise CommunicationError(self._rule)
 
 
 # torch adds these under another name only: two's complement addition knows no sign.

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import (
 
 from hpcdist.collectives.calls import Collectives
 from hpcdist.comm.communicator import Communicator, mpi_of
-from hpcdist.comm.transfer import TAG_LIMIT
+from hpcdist.comm.transfer import TAG_LIMIT, Closed
 from hpcdist.comm.waiting import wait_until
 from hpcdist.errors import ConfigError, DeadlineError, WorldError
 from hpcdist.session.world import init
@@ -128,12 +128,6 @@ class MpiGroup(dist.ProcessGroup):
         return "hpcdist"
 
     name = getBackendName
-
-    def rank(self) -> int:
-        return self.comm.rank
-
-    def size(self) -> int:
-        return self.comm.size
 
     # torch keeps the names of a group in the backends of C++ that it has.
     def _set_group_name(self, name: str) -> None:
@@ -369,11 +363,14 @@ class MpiGroup(dist.ProcessGroup):
         return Several(works, None)
 
     def shutdown(self) -> None:
-        """Collective. Wait for all calls, and release what the group holds."""
+        """Collective. Wait for all calls, and release what the group holds; nothing happens the second time."""
+        if isinstance(self.comm, Closed):
+            return
         if self._elsewhere:
             self._elsewhere.shutdown()
         self._calls.close()
         self.comm.close()
+        self.comm = self._calls = self._elsewhere = cast(Any, Closed("a process group", "destroyed"))
 
     abort = shutdown
 

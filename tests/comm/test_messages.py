@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from comm.dtypes import DTYPES
 from harness.cases import each
+from hpcdist.collectives.calls import Collectives
 from hpcdist.comm.alone import Alone
 from hpcdist.comm.communicator import ANY, TAG_LIMIT
 from hpcdist.errors import (
@@ -271,6 +272,29 @@ def test_closed_communicators_and_windows_can_not_be_used(ranks):
         copy.close()
         with pytest.raises(CommunicationError, match="a communicator must not be used once it is closed"):
             copy.barrier()
+
+    ranks(body)
+
+
+@pytest.mark.mpi
+def test_no_call_of_a_closed_communicator_reaches_mpi_which_would_end_the_job(ranks):
+    """Nor do collective calls, which are prepared in shared memory."""
+
+    def body(comm):
+        copy, calls, word = comm.split(0), Collectives(comm), torch.ones(1)
+        calls.all_reduce(word), calls.all_reduce(word)
+        copy.close(), calls.close()
+        uses = (
+            lambda: copy.allreduce(word), lambda: copy.allreduce(word.char()), lambda: copy.broadcast(word),
+            lambda: copy.gather(1), lambda: copy.isend(word, 0), lambda: copy.irecv(word, 0),
+            lambda: copy.probe(block=False), lambda: copy.sendrecv(word, 0, word, 0), lambda: copy.split(0),
+            lambda: copy.window(1), lambda: copy.neighbourhood([], []), lambda: calls.all_reduce(word),
+            lambda: calls.all_reduce(word, wait=False), calls.barrier,
+        )  # fmt: skip
+        for use in uses:
+            with pytest.raises(CommunicationError, match="a communicator must not be used once it is closed. Use it"):
+                use()
+        assert word.item() == comm.size**2
 
     ranks(body)
 

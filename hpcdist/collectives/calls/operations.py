@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from hpcdist.collectives.calls.tried import FasterWay, TriedCall
 from hpcdist.collectives.calls.work import CallQueue, Work
 from hpcdist.collectives.native import Native
 from hpcdist.comm.communicator import Communicator, library_calls
-from hpcdist.comm.transfer import check_rank
+from hpcdist.comm.transfer import Closed, check_rank
 from hpcdist.errors import ConfigError
 
 WHOLE_BYTES = 1 << 22  # of all ranks: up to here a rank adds up their whole tensors, and a slice of longer ones
@@ -324,6 +324,7 @@ class Collectives:
     def close(self) -> None:
         """Wait for all calls, and release memory, thread and messages."""
         self._queue.close()
+        self._queue = cast(CallQueue, Closed())  # that every call begins with
         for known in (self._ready, self._by_shape, self._by_place):
             known.clear()
         if self._sums is not None:

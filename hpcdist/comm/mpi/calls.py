@@ -194,8 +194,6 @@ class Calls:
         return (RankFailedError if died else CommunicationError)(self._explain(what, peer, error))
 
     def _explain(self, what: str, peer: int, error: MPI.Exception) -> str:
-        if self.failures.all == MPI.COMM_NULL:
-            return "a communicator must not be used once it is closed. Close it after its last use."
         whom = "" if peer < 0 else f" with rank {peer}"
         hint = ""
         if error.Get_error_class() == MPI.ERR_TRUNCATE:

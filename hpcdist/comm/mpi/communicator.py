@@ -40,6 +40,7 @@ from hpcdist.comm.transfer import (
     ANY,
     TAG_LIMIT,
     WIDE,
+    Closed,
     Envelope,
     Neighbourhood,
     Request,
@@ -335,3 +336,4 @@ class MpiCommunicator(Communicator):
         self.memory.close()
         if not self.failures.tolerant:  # freeing is collective, and any rank may be dead by now; the job's end does it
             self.mpi.Free()
+            self.mpi = self.failures.all = self.failures.alive = cast(MPI.Intracomm, Closed())

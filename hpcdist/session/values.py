@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hpcdist.collectives.calls.reduction import reduction
 from hpcdist.comm.communicator import Communicator
+from hpcdist.comm.transfer import SIGNED, WIDE
 from hpcdist.errors import ConfigError, MismatchError, UnknownNameError
 from hpcdist.parallel.pipeline import Pipeline
 from hpcdist.session.world import current
@@ -54,7 +58,23 @@ def broadcast(value: Any, root: int = 0) -> Any:
 
 def broadcast_in(comm: Communicator, value: Any, root: int = 0) -> Any:
     """Collective. Return the value of rank `root` of `comm`, on all of its ranks."""
-    return pickle.loads(comm.gather(pickle.dumps(value) if comm.rank == root else b"")[root])
+    return pickle.loads(comm.gather(_pickled(value) if comm.rank == root else b"")[root])
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors of all dtypes: of unsigned integers and narrow floats, of which torch reads few, as integers."""
+
+    def reducer_override(self, value: Any) -> Any:
+        narrow = type(value) is Tensor and (value.dtype in SIGNED or value.dtype in WIDE)
+        if not narrow or value.layout is not torch.strided or value.requires_grad:
+            return NotImplemented
+        integers = getattr(torch, f"int{8 * value.itemsize}")
+        return Tensor.view, (value.resolve_conj().resolve_neg().view(integers), value.dtype)
+
+
+def _pickled(value: Any) -> bytes:
+    _Pickler(file := io.BytesIO()).dump(value)
+    return file.getvalue()
 
 
 def _place(comm: Communicator, root: int) -> int:
@@ -85,12 +105,15 @@ def _tensors(value: Any) -> list[Tensor] | None:
 def allreduce(value: Any, op: Op = "mean") -> Any:
     """Collective. Return the mean of all ranks' values, or their sum, minimum or maximum, as a new value.
 
-    The result has the type of the value: a tensor of the same shape and dtype, a number, or a list, tuple or dict of
-    results. Inside a training loop whose strategy has servers, only the workers take part.
+    The result has the type of the value: a tensor or NumPy array of the same shape and dtype, a number, or a list,
+    tuple or dict of results. Numbers that are integers on all ranks are combined exactly; their mean is a float. In
+    tensors sums of integers wrap around, and floats of 16 and 8 bits are combined in float32 and rounded once. NaN goes
+    through all operations. Inside a training loop whose strategy has servers, only the workers take part.
 
     Raises:
         UnknownNameError: no such op.
-        ConfigError: op is the mean of a tensor of integers, which can't hold it.
+        ConfigError: op is the mean of a tensor of integers, which can't hold it; the op says nothing of its dtype; a
+            result is an integer beyond int64; or a value is none of these.
         MismatchError: shapes differ.
     """
     if op not in get_args(Op):
@@ -102,47 +125,81 @@ def _each(value: Any, work: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
         return {key: _each(item, work) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_each(item, work) for item in value)
+        found = [_each(item, work) for item in value]
+        return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)  # a namedtuple
     return work(value)
 
 
 def _reduce(value: Any, op: Op) -> Any:
+    if isinstance(value, np.ndarray):
+        return _reduce(torch.from_numpy(value.copy()), op).numpy()
     if not isinstance(value, Tensor):
-        result = _reduce(torch.tensor(float(value), dtype=torch.float64), op).item()
-        whole = isinstance(value, int) and op != "mean"
-        return int(result) if whole else result
+        return _reduce_numbers(_same_kind(_number(value)), op)
+    if value.layout is not torch.strided:
+        return _reduce(value.to_dense(), op).to_sparse(layout=value.layout)
     if op == "mean" and not (value.is_floating_point() or value.is_complex()):
         raise ConfigError(
             f"op must be sum, min or max for a tensor of {value.dtype}, which can't hold a mean; got mean. Convert it "
             "(.float()), or take the sum."
         )
-    comm = _ranks()
-    _require_same_shape(comm, value)
-    if op in ("min", "max"):
-        stacked = torch.stack(_gathered(comm, value))
-        return stacked.amin(dim=0) if op == "min" else stacked.amax(dim=0)
-    flat = value.detach().clone().contiguous().reshape(-1)
-    comm.allreduce(torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat)
-    return (flat / len(comm.failures.living) if op == "mean" else flat).view(value.shape)
+    combine = reduction(op, value.dtype)
+    _same_kind(f"{value.dtype} {tuple(value.shape)}")
+    comm, wide = _ranks(), WIDE.get(value.dtype, value.dtype)
+    if op in ("min", "max") or value.dtype is torch.bool:
+        result = torch.empty(value.numel(), dtype=value.dtype)
+        combine([one.reshape(-1) for one in _values_of_all(comm, value.detach().cpu())], result)
+        return result.view(value.shape).to(value.device)
+    # A mean is rounded once, after the division: of float16 the sum may be beyond the range of the mean.
+    total = torch.empty(value.shape, dtype=wide, device=value.device).copy_(value.detach())
+    comm.allreduce(total.view(-1))
+    return (total.div_(len(comm.failures.living)) if op == "mean" else total).to(value.dtype)
 
 
-def _require_same_shape(comm: Communicator, value: Tensor) -> None:
-    kinds = comm.gather(f"{value.dtype} {tuple(value.shape)}")
-    odd = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
-    if odd is not None:
-        raise MismatchError(
-            f"value must have the same shape on every rank; got {kinds[0]} on rank 0 and {kinds[odd]} on rank {odd}. "
-            "Use allgather for values of different lengths."
+def _number(value: Any) -> int | float:
+    """Convert a number to one of Python's, an integer to an integer."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if not isinstance(value, int) and not hasattr(value, "__float__"):
+        raise ConfigError(
+            "value must be a tensor, a NumPy array, a real number, or a list, tuple or dict of them; got "
+            f"{type(value).__name__}. Use allgather for other values."
         )
+    return value if isinstance(value, int) else float(value)
+
+
+def _reduce_numbers(values: Sequence[int | float], op: Op) -> int | float:
+    """Combine all ranks' numbers: by Python, on each rank alike, whose integers have no bounds."""
+    if op in ("sum", "mean"):
+        result = sum(values) / len(values) if op == "mean" else sum(values)
+    else:
+        result = next((value for value in values if value != value), (min if op == "min" else max)(values))
+    if isinstance(result, int) and not -(2**63) <= result < 2**63:
+        raise ConfigError(
+            f"the {op} of integers must be within int64, from -2**63 to 2**63 - 1; got {result}. Convert the values to "
+            "float, or use allgather."
+        )
+    return result
+
+
+def _same_kind(told: Any) -> list[Any]:
+    """Collective. Exchange numbers, or a tensor's dtype and shape; raise MismatchError where these differ."""
+    comm = _ranks()
+    all_told = _values_of_all(comm, told)
+    first, *others = [one if isinstance(one, str) else "a number" for one in all_told]
+    for rank, kind in zip(comm.failures.living[1:], others, strict=True):
+        if kind != first:
+            raise MismatchError(
+                f"value must have the same shape on every rank; got {first} on rank {comm.failures.living[0]} and "
+                f"{kind} on rank {rank}. Use allgather for values of different lengths."
+            )
+    return all_told
 
 
 def _gathered(comm: Communicator, value: Tensor) -> list[Tensor]:
-    flat = value.detach().cpu().contiguous()
-    return [tensor.to(value.device) for tensor in _values_of_all(comm, flat)]
+    return [tensor.to(value.device) for tensor in _values_of_all(comm, value.detach().cpu().contiguous())]
 
 
 def _values_of_all(comm: Communicator, value: Any) -> list[Any]:
-    pickles = comm.gather(pickle.dumps(value))
+    pickles = comm.gather(_pickled(value))
     return [pickle.loads(pickles[rank]) for rank in comm.failures.living]
 
 
